@@ -9,13 +9,19 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import GraphModule, Interpreter
 from torch.fx import Node as FxNode
 
+from stagepack.argument_guards import guarded_operator
 from stagepack.linearize.contexts import context_module_position, opens_context
+from stagepack.torch_internals import OperatorOverload
 
 # Called with each node that calls an operator, and what the operator returned.
 Record = Callable[[FxNode, Any], None]
 
 # In the place of the result of a node that cannot run on tensors without data, or that uses such a result.
 _UNKNOWN: Final = object()
+
+
+class UnsafeArgumentsError(Exception):
+    """An operator would end the process with its arguments."""
 
 
 def run_program(
@@ -39,6 +45,9 @@ def run_program(
 
     Returns:
         The leaves of the model's result; not those that are left out.
+
+    Raises:
+        UnsafeArgumentsError: an operator would end the process, so it is not called.
     """
     arguments, remaining = [], iter(leaves)
     for spec in program.graph_signature.input_specs:
@@ -73,6 +82,15 @@ class _RecordingInterpreter(Interpreter):
                 raise
             return _UNKNOWN
         return result
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # Checks may look at data, which tensors that may be left out do not have.
+        if self._skip_failing or not isinstance(target, OperatorOverload) or guarded_operator(target) is target:
+            return super().call_function(target, args, kwargs)
+        try:
+            return guarded_operator(target)(*args, **kwargs)
+        except ValueError as error:
+            raise UnsafeArgumentsError(f"{target}: {error}") from error
 
     def _run_in_context(self, node: FxNode) -> Any:
         args, kwargs = self.fetch_args_kwargs_from_env(node)

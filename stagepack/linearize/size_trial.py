@@ -33,7 +33,7 @@ from stagepack.format.shapes import Dim, Symbol, evaluate_dim, format_guard, gua
 from stagepack.graph.analysis import GraphAnalysis
 from stagepack.linearize.example import EXAMPLE_SEED
 from stagepack.linearize.program import LinearizedProgram
-from stagepack.linearize.program_run import run_program
+from stagepack.linearize.program_run import UnsafeArgumentsError, run_program
 from stagepack.torch_internals import FakeTensor, FakeTensorMode, call_leaves, call_of_leaves, tree_leaves
 
 # The work of all trials of a program: floating-point operations, and as many for each byte that is read or written and for each node as
@@ -229,16 +229,24 @@ class SizeTrial:
             ]
         except (ArithmeticError, RuntimeError) as error:
             return Outcome(Verdict.UNKNOWN, f"there is no input of these sizes: {describe_error(error)}")
-        failure, answer = self._answer(leaves)
         observed: Observed = {}
+        results: list[Any] = []
+        program_error: Exception | None = None
+        # The program runs first: its operators are checked before they run, those of the model are not.
         try:
             results = self._run(leaves, point, observed)
-        except _RankError as error:
-            return Outcome(Verdict.DIFFERS, str(error).partition("\n")[0])
+        except UnsafeArgumentsError as error:
+            return Outcome(Verdict.BOTH_FAIL, f"the model might end the process: {_first_line(error)}")
         except Exception as error:  # noqa: BLE001 - operators raise errors of any kind
+            program_error = error
+        failure, answer = self._answer(leaves)
+        if isinstance(program_error, _RankError):
+            return Outcome(Verdict.DIFFERS, _first_line(program_error))
+        if program_error is not None:
+            program_failure = f"program fails: {describe_error(program_error)}"
             if failure or self._capture.model is None:
-                return Outcome(Verdict.BOTH_FAIL, failure or f"the program fails: {describe_error(error)}")
-            return Outcome(Verdict.PROGRAM_FAILS, f"its captured program fails: {describe_error(error)}")
+                return Outcome(Verdict.BOTH_FAIL, failure or f"the {program_failure}")
+            return Outcome(Verdict.PROGRAM_FAILS, f"its captured {program_failure}")
         if failure:
             return Outcome(Verdict.MODEL_FAILS, failure)
         if self._capture.model is None or are_identical(answer, results):
@@ -377,6 +385,10 @@ def _differences(value: Value, item: Any, point: Point) -> Observed:
         except (KeyError, ArithmeticError):
             continue
     return differences
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
 
 
 def _are_close(answer: Sequence[Any], results: Sequence[Any]) -> bool:

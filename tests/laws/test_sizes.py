@@ -225,6 +225,23 @@ def test_operators_that_may_end_the_process_are_not_tried(tmp_path: Path) -> Non
         stagepack.export(Backward(), example, dynamic_shapes=(rows, {1: Dim.AUTO}, rows), out=tmp_path / "m.stagepack")
 
 
+def test_operators_that_end_the_process_without_elements_are_not_run_without(tmp_path: Path) -> None:
+    """torch divides by a size that is 0."""
+
+    class Normed(torch.nn.Module):
+        def forward(self, v: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+            return torch._weight_norm(v, g, 0)
+
+    model, rows = Normed(), {0: Dim.AUTO}
+    example = (torch.rand(3, 4), torch.rand(3, 1))
+    pipe = stagepack.load(stagepack.export(model, example, dynamic_shapes=(rows, rows), out=tmp_path / "m.stagepack"))
+    for size in (1, 5):
+        inputs = (torch.rand(size, 4), torch.rand(size, 1))
+        assert torch.equal(pipe(*inputs), model(*inputs))
+    with pytest.raises(StagepackError):
+        pipe(torch.rand(0, 4), torch.rand(0, 1))
+
+
 def test_a_dimension_that_a_tensor_does_not_have_is_ignored(tmp_path: Path) -> None:
     model, rows = torch.nn.Identity(), {0: Dim.AUTO}
     bundle = stagepack.export(model, (torch.tensor(3.0),), dynamic_shapes=(rows,), out=tmp_path / "m.stagepack")

@@ -25,8 +25,8 @@ os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 import torch
 
+from stagepack.argument_guards import guarded_operator
 from stagepack.torch_internals import OperatorOverload, tree_map
-from stagepack_loaders.torch.argument_guards import guarded_operator
 from tools.operators.hostile_arguments import Call, copy_tensors, hostile_calls
 from tools.operators.valid_calls import find_operator, recorded_calls
 

@@ -27,9 +27,9 @@ from typing import Final
 
 import torch
 
+from stagepack.argument_guards import ARGUMENT_CHECKS
 from stagepack.format.operator_list import DENIED, LIST_FILE, RUN_BY_DEFAULT, listed_verdicts, without_overload
 from stagepack.torch_internals import OperatorOverload, dispatched_operators, operator_schema
-from stagepack_loaders.torch.argument_guards import ARGUMENT_CHECKS
 from tools.operators.emitted import USED_BY_FUNCTIONS, USED_BY_MODELS, USED_ELSEWHERE, read_names
 
 # Parts of names: backward and forward-mode differentiation, layouts that bundles do not hold, kernels of one backend, tests of torch,

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from stagepack.argument_guards import guarded_operator
 from stagepack.errors import OperatorError
 from stagepack.format.graph import Op
 from stagepack.format.operator_list import REASONS, operator_verdict
@@ -20,7 +21,6 @@ from stagepack.format.operator_permissions import is_permitted, needed_permissio
 from stagepack.format.operator_schema import is_backward_compatible, parse_schema
 from stagepack.format.operators import ALLOWED_NAMESPACES, is_denied_operator, operator_namespace
 from stagepack.torch_internals import HigherOrderOperator, OperatorOverload, operator_schema
-from stagepack_loaders.torch.argument_guards import guarded_operator
 from stagepack_loaders.torch.bounded_integers import BOUNDED_OPERATORS
 
 _PYTHON_NAMESPACES = {"operator": operator, "math": math, "torch": torch, "higher_order": torch.ops.higher_order}
