@@ -12,7 +12,7 @@ from stagepack.errors import OperatorError, StagepackError
 from stagepack.format.graph import Value
 from stagepack.format.manifest import Edge
 from stagepack.format.reader import Bundle
-from stagepack.onnx.draws import DRAWS, RANDOM_OPERATORS, call_count, compare_draws
+from stagepack.onnx.draws import DRAWS, RANDOM_OPERATORS, Draw, call_count, compare_draws
 from stagepack.onnx.float64_answers import float64_answers, rounding_error
 from stagepack.onnx.other_sizes import Sizes, format_sizes, inputs_at, sizes_to_check
 from stagepack_loaders.base import PrepareOptions
@@ -224,13 +224,18 @@ class _CheckedStage:
     ) -> StageCheck:
         """Compare the answers to a call that is repeated."""
         count = call_count(max((answer.value.numel() for answer in torch_answers), default=0))
-        onnx_calls = [onnx_answers, *(self._run_onnx(_copies(inputs)) for _ in range(1, count))]
-        torch_calls = [self._run_torch(_copies(inputs), seed=seed)[1] for seed in range(count)]
+        # A large answer is not kept: of each call, the elements that are compared are.
+        onnx_calls = [self._draws(onnx_answers)]
+        onnx_calls += [self._draws(self._run_onnx(_copies(inputs))) for _ in range(1, count)]
+        torch_calls = [self._draws(self._run_torch(_copies(inputs), seed=seed)[1]) for seed in range(count)]
         for position, answer in enumerate(torch_answers):
-            onnx_draws, torch_draws = ([call[position].value for call in calls] for calls in (onnx_calls, torch_calls))
+            onnx_draws, torch_draws = ([call[position] for call in calls] for calls in (onnx_calls, torch_calls))
             if reason := compare_draws(onnx_draws, torch_draws, self.tolerance):
                 return StageCheck(within=False, reason=f"it draws other random numbers in the {answer.title}: {reason}")
         return StageCheck(reason=DRAWS)
+
+    def _draws(self, answers: list[_Answer]) -> list[Draw]:
+        return [Draw.of(answer.value) for answer in answers]
 
     def _run_torch(self, inputs: list[Any], seed: int = 0) -> tuple[tuple[Any, ...], list[_Answer]]:
         """Run the stage in torch, which may write into its inputs; return the outputs, and all answers."""

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -25,14 +26,43 @@ RANDOM_OPERATORS: Final = frozenset(
 DRAWS: Final = "draws random numbers"  # and their distributions are those in torch
 _MAX_STANDARD_ERRORS: Final = 10
 _MIN_CALLS, _MAX_CALLS, _MIN_DRAWS = 64, 256, 8192
+# Of answers with more elements than these, blocks of neighbours are compared, in fewer calls: 10 standard errors are still beyond 1e-10,
+# and 64 calls would take 64 times the memory of one.
+_MAX_ELEMENTS: Final = 1 << 16
+_BLOCKS, _CALLS_OF_LARGE = 64, 16
 
 
 def call_count(elements: int) -> int:
     """Return how many calls in each runtime a comparison takes, given the number of elements of an answer."""
+    if elements > _MAX_ELEMENTS:
+        return _CALLS_OF_LARGE
     return min(max(_MIN_DRAWS // max(elements, 1), _MIN_CALLS), _MAX_CALLS)
 
 
-def compare_draws(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor], tolerance: Tolerance | None) -> str:
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """An answer to a call, as far as it is compared.
+
+    Attributes:
+        type: its dtype and its shape.
+        elements: its elements as numbers of float64, in one dimension: all, or blocks of neighbours.
+    """
+
+    type: str
+    elements: torch.Tensor
+
+    @classmethod
+    def of(cls, answer: torch.Tensor) -> "Draw":
+        """Return what is compared of an answer; a complex number is two elements."""
+        elements = (torch.view_as_real(answer) if answer.is_complex() else answer).flatten()
+        if elements.numel() > _MAX_ELEMENTS:
+            length = _MAX_ELEMENTS // _BLOCKS
+            starts = torch.linspace(0, elements.numel() - length, _BLOCKS, dtype=torch.float64).long()
+            elements = elements[(starts[:, None] + torch.arange(length)).flatten()]
+        return cls(f"{_dtype_name(answer)}{list(answer.shape)}", elements.to(torch.float64))
+
+
+def compare_draws(first: Sequence[Draw], second: Sequence[Draw], tolerance: Tolerance | None) -> str:
     """Compare the answers of several calls in one runtime with those in another: means and spreads, of each element and of all.
 
     Args:
@@ -43,15 +73,13 @@ def compare_draws(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor],
     Returns:
         How the distributions differ; empty if they do not.
     """
-    types = [{(answer.dtype, tuple(answer.shape)) for answer in answers} for answers in (first, second)]
-    if types[0] != types[1]:
-        onnx_types, torch_types = (sorted(f"{dtype}{list(shape)}" for dtype, shape in pairs) for pairs in types)
-        return f"its answers are {', '.join(onnx_types)}, and {', '.join(torch_types)} in torch"
-    if not second[0].numel():
+    onnx_types, torch_types = ({draw.type for draw in draws} for draws in (first, second))
+    if onnx_types != torch_types:
+        return f"its answers are {', '.join(sorted(onnx_types))}, and {', '.join(sorted(torch_types))} in torch"
+    if not second[0].elements.numel():
         return ""
-    dtype = str(second[0].dtype).removeprefix("torch.")
-    rtol, atol = (tolerance or Tolerance()).of_dtype(dtype)
-    draws = [torch.stack([_real_parts(answer) for answer in answers]) for answers in (first, second)]
+    rtol, atol = (tolerance or Tolerance()).of_dtype(second[0].type.partition("[")[0])
+    draws = [torch.stack([draw.elements for draw in calls]) for calls in (first, second)]
     center = torch.cat([values.nan_to_num(0, 0, 0) for values in draws]).mean(0)
     quantities: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         "share of finite values": lambda values: values.isfinite().to(torch.float64),
@@ -81,7 +109,5 @@ def _largest_difference(first: torch.Tensor, second: torch.Tensor, rtol: float, 
     return index if float(excess[index]) > 0 and math.isfinite(float(excess[index])) else None
 
 
-def _real_parts(answer: torch.Tensor) -> torch.Tensor:
-    """The elements of an answer in one dimension; a complex number is two of them."""
-    parts = torch.view_as_real(answer) if answer.is_complex() else answer
-    return parts.to(torch.float64).flatten()
+def _dtype_name(answer: torch.Tensor) -> str:
+    return str(answer.dtype).removeprefix("torch.")

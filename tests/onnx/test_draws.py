@@ -9,7 +9,7 @@ from torch.export import Dim
 from torch.nn import functional
 
 import stagepack
-from stagepack.onnx.draws import call_count, compare_draws
+from stagepack.onnx.draws import Draw, call_count, compare_draws
 
 
 class Chosen(torch.nn.Module):
@@ -61,10 +61,10 @@ def test_draws_have_the_chances_that_they_are_given(dtype: torch.dtype, tmp_path
     assert [tuple(answer.shape) for answer in pipe(torch.empty(0, dtype=dtype))] == [(0,)] * 6
 
 
-def draws(make: Any, seed: int) -> list[torch.Tensor]:
+def draws(make: Any, seed: int) -> list[Draw]:
     generator = torch.Generator().manual_seed(seed)
     first = make(generator)
-    return [first, *(make(generator) for _ in range(1, call_count(first.numel())))]
+    return [Draw.of(first), *(Draw.of(make(generator)) for _ in range(1, call_count(first.numel())))]
 
 
 CHANCES = torch.linspace(0, 1, 50)
@@ -88,3 +88,20 @@ DISTRIBUTIONS: dict[str, Any] = {
 def test_distributions_are_told_apart(first: str, second: str) -> None:
     difference = compare_draws(draws(DISTRIBUTIONS[first], 1), draws(DISTRIBUTIONS[second], 2), None)
     assert (difference == "") == (first == second)
+
+
+LARGE: dict[str, Any] = {
+    "uniform": lambda generator: torch.rand(300, 1000, generator=generator),
+    "of another mean": lambda generator: torch.rand(300, 1000, generator=generator) + 0.01,
+    "one for each row": lambda generator: torch.rand(300, 1, generator=generator).expand(300, 1000),
+    "constant at the end": lambda generator: torch.cat(
+        [torch.rand(299, 1000, generator=generator), torch.ones(1, 1000)]
+    ),
+}
+
+
+@pytest.mark.parametrize(("first", "second"), list(itertools.product(LARGE, repeat=2)))
+def test_distributions_of_large_answers_are_told_apart_by_few_of_their_elements(first: str, second: str) -> None:
+    calls = draws(LARGE[first], 1)
+    assert sum(call.elements.numel() for call in calls) <= 2**20
+    assert (compare_draws(calls, draws(LARGE[second], 2), None) == "") == (first == second)
