@@ -1,6 +1,7 @@
 """Inputs of other sizes than those of the example, made of its values: at the ends of the ranges of a bundle, and between them."""
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
@@ -9,15 +10,18 @@ import torch
 from stagepack.errors import InputError
 from stagepack.format.contract import BoundArgument, check_values
 from stagepack.format.example_sizes import value_bytes
-from stagepack.format.graph import Graph
+from stagepack.format.graph import Graph, Value
 from stagepack.format.reader import Bundle
-from stagepack.format.shapes import Guard, Symbol, evaluate_dim, guard_holds, size_in_range
+from stagepack.format.shapes import Guard, Symbol, evaluate_dim, guard_holds, size_in_range, symbol_names
+from stagepack.format.traversal import input_names, output_names
 
 # How many sizes are tried at most, and up to which one: larger ones take long and show nothing else.
 _MAX_CHOICES: Final = 20
 _MAX_SIZE: Final = 257
 # Bytes of all values of a call; with those of the example or fewer than twice as many, a larger size is no question of time.
 _MAX_BYTES: Final = 1 << 25
+# Operations of a call, likewise: a kernel of a convolution that is 64 times as wide and as high takes minutes, and few bytes.
+_MAX_FLOPS: Final = 1 << 30
 # How far from a size another one is looked for that fits the conditions of the bundle, and how many combinations are tried.
 _MAX_DISTANCE: Final = 64
 _MAX_COMBINATIONS: Final = 2000
@@ -34,11 +38,11 @@ def sizes_to_check(bundle: Bundle) -> list[Sizes]:
     symbols = [symbol for symbol in bundle.entry_point.symbols if symbol.example is not None]
     example = {symbol.name: symbol.example for symbol in symbols if symbol.example is not None}
     graphs = [bundle.graph(stage_number) for stage_number in range(len(bundle.stages))]
-    budget = max(2 * _call_bytes(graphs, example), _MAX_BYTES)
+    call_work = _CallWork(graphs, example)
     checked_sizes: list[Sizes] = []
     for target_sizes in _interesting_sizes(symbols, example):
         sizes = _fitting_sizes(symbols, bundle.entry_point.guards, target_sizes)
-        while sizes is not None and _call_bytes(graphs, sizes) > budget:
+        while sizes is not None and call_work.exceeds_budget(sizes):
             target_sizes = {
                 symbol_name: max(size // 2, min(size, example[symbol_name]))
                 for symbol_name, size in target_sizes.items()
@@ -143,13 +147,44 @@ def _fitting_sizes(symbols: Sequence[Symbol], guards: Sequence[Guard], target_si
     return extend({}, symbols)
 
 
-def _call_bytes(graphs: Sequence[Graph], sizes: Sizes) -> int:
-    """The bytes of all values of a call."""
-    return sum(
-        value_bytes(value, sizes)
-        for graph in graphs
-        for value in (*graph.inputs, *(value for node in graph.nodes for value in node.outputs if value is not None))
-    )
+class _CallWork:
+    """What a call takes at other sizes than those of the example."""
+
+    def __init__(self, graphs: Sequence[Graph], example: Sizes) -> None:
+        self._example = example
+        self._values = [value for graph in graphs for value in (*graph.inputs, *_node_outputs(graph))]
+        self._max_bytes = max(2 * self._bytes(example), _MAX_BYTES)
+        # The operations of each node at the example, and the symbols that they grow with.
+        self._flops = [flops for graph in graphs for flops in _symbols_of_flops(graph)]
+        self._max_flops = max(2 * self._flops_at(example), _MAX_FLOPS)
+
+    def exceeds_budget(self, sizes: Sizes) -> bool:
+        return self._bytes(sizes) > self._max_bytes or self._flops_at(sizes) > self._max_flops
+
+    def _bytes(self, sizes: Sizes) -> int:
+        return sum(value_bytes(value, sizes) for value in self._values)
+
+    def _flops_at(self, sizes: Sizes) -> float:
+        return sum(
+            flops * math.prod(max(sizes[name], 1) / max(self._example[name], 1) for name in names if name in sizes)
+            for flops, names in self._flops
+        )
+
+
+def _node_outputs(graph: Graph) -> Iterator[Value]:
+    return (value for node in graph.nodes for value in node.outputs if value is not None)
+
+
+def _symbols_of_flops(graph: Graph) -> Iterator[tuple[int, set[str]]]:
+    """The operations of each node at the example, and the symbols of what it takes and returns."""
+    symbols_of_value = {
+        value.name: {name for dim in value.shape for name in symbol_names(dim)}
+        for value in (*graph.inputs, *_node_outputs(graph))
+    }
+    for node in graph.nodes:
+        if node.cost.flops:
+            value_names = [*input_names(node), *output_names(node)]
+            yield node.cost.flops, set().union(*(symbols_of_value.get(name, ()) for name in value_names))
 
 
 def _resized(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
