@@ -11,7 +11,7 @@ from onnxscript.optimizer import optimize_ir
 from stagepack.format.graph import Graph, Weight
 from stagepack.format.weights import TensorSpec
 from stagepack.onnx.boundary import describe_boundary
-from stagepack.onnx.empty_sequences import guard_recurrent_layers
+from stagepack.onnx.empty_inputs import guard_empty_inputs
 from stagepack.onnx.external_weights import move_weights_out
 from stagepack.onnx.functional_stage import StageWrites
 from stagepack.onnx.linear_layers import use_stored_weights
@@ -55,7 +55,7 @@ def finish_model(model: ir.Model, graph: Graph, writes: StageWrites, stage_place
     # The argument that `FunctionalStage` does not use.
     del model.graph.inputs[0]
     _optimize(model, weights)
-    guard_recurrent_layers(model)
+    guard_empty_inputs(model)
     _allow_zero_sizes(model)
     tensors = move_weights_out(model, weights, stage_place)
     module_paths = {node: _module_path(node) for node in model.graph.all_nodes()}

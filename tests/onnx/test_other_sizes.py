@@ -1,6 +1,7 @@
 """ONNX models at all sizes that their bundles allow: right as in torch, or not written, and named."""
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,11 @@ from torch.nn import functional
 
 import stagepack
 from stagepack.cli.onnx_command import conversion_facts
+from stagepack.errors import StageFailedError
+from stagepack.format.reader import Bundle
+from stagepack.format.shapes import evaluate_dim
 from stagepack.onnx import AddedOnnx
+from stagepack.onnx.other_sizes import sizes_to_check
 
 pytestmark = pytest.mark.xdist_group("other_sizes")  # one process, so that the bundle is made once
 
@@ -188,3 +193,54 @@ def test_the_command_says_where_nothing_could_be_checked(added: AddedOnnx) -> No
 class Quotients(nn.Module):
     def forward(self, dividends: torch.Tensor, divisors: torch.Tensor) -> Any:
         return dividends // divisors, dividends % divisors, torch.fmod(dividends, divisors), dividends // -1
+
+
+class Enlarged(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.ConvTranspose3d(2, 2, 2)
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        return self.layer(image).sum()
+
+
+def test_a_transposed_convolution_without_an_image_ends_no_process(tmp_path: Path) -> None:
+    """In 3D, ONNX Runtime ends by SIGSEGV."""
+    model, depths = Enlarged().eval(), {2: Dim("depth", min=0, max=9)}
+    bundle = stagepack.export(
+        model, (torch.rand(1, 2, 4, 3, 3),), out=tmp_path / "m.stagepack", dynamic_shapes=(depths,)
+    )
+    added = stagepack.add_onnx(bundle)
+    assert added.torch_only == {}
+    for runtime in ("torch", "onnxruntime"):
+        pipe = stagepack.load(added.bundle, runtime=runtime)
+        with pytest.raises(StageFailedError):
+            pipe(torch.rand(1, 2, 0, 3, 3))
+        image = torch.rand(1, 2, 5, 3, 3)
+        torch.testing.assert_close(pipe(image), model(image))
+
+
+class Filtered(nn.Module):
+    def forward(self, signals: torch.Tensor, kernels: torch.Tensor) -> torch.Tensor:
+        return functional.conv1d(signals, kernels, padding=2)
+
+
+@pytest.fixture(scope="module")
+def filtered(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    dims = {0: Dim.AUTO, 1: Dim.AUTO, 2: Dim.AUTO}
+    path, example = tmp_path_factory.mktemp("filtered"), (torch.rand(3, 3, 10), torch.rand(4, 3, 2))
+    return stagepack.export(Filtered(), example, out=path / "m.stagepack", dynamic_shapes=(dims, dims))
+
+
+def test_a_convolution_without_channels_ends(filtered: Bundle) -> None:
+    """ONNX Runtime runs without end, and torch answers without channels."""
+    assert "= 0" in stagepack.add_onnx(filtered).torch_only[0]
+
+
+def test_sizes_that_are_checked_are_bounded_by_their_work(filtered: Bundle) -> None:
+    """All sizes of 64 are few bytes, and 2 * 10^9 operations."""
+    values = {edge.name: edge for edge in filtered.edges}
+    for sizes in sizes_to_check(filtered):
+        rows, channels, length = (evaluate_dim(dim, sizes) for dim in values["signals"].shape)
+        filters, _, width = (evaluate_dim(dim, sizes) for dim in values["kernels"].shape)
+        assert 2 * rows * channels * filters * width * (length + 5 - width) <= 2**31

@@ -1,6 +1,6 @@
-"""Recurrent layers that run only if there is something to run on: without elements ONNX Runtime ends the process.
+"""Layers that run only if there is something to run on: without elements ONNX Runtime ends the process, or runs without end.
 
-An ``If`` around the layer answers with zeros for no rows, as torch does.
+An ``If`` around a recurrent layer answers with zeros for no rows, as torch does. One around a convolution fails.
 """
 
 from collections.abc import Sequence
@@ -9,10 +9,11 @@ from typing import Any
 import onnx_ir as ir
 
 _RECURRENT = {"GRU", "LSTM"}
+_IMAGES_IN_3D = 5  # dimensions
 
 
-def guard_recurrent_layers(model: ir.Model) -> None:
-    """Put each recurrent layer whose sequences may have no rows or no steps into a branch.
+def guard_empty_inputs(model: ir.Model) -> None:
+    """Put each layer with which ONNX Runtime may end the process, or run without end, into a branch.
 
     Args:
         model: the model. It is changed.
@@ -20,22 +21,78 @@ def guard_recurrent_layers(model: ir.Model) -> None:
     for node in list(model.graph.all_nodes()):
         if node.op_type in _RECURRENT and not _has_elements(node.inputs[0]):
             _put_into_branch(node)
+        elif _is_unsafe_convolution(node):
+            _fail_without_elements(node)
+
+
+def _is_unsafe_convolution(node: ir.Node) -> bool:
+    """Whether a convolution may have no channels or an empty kernel, or a transposed one in 3D an empty image.
+
+    Of ONNX Runtime 1.31, measured with each size set to 0: the first ones run without end, the last one ends by SIGSEGV.
+    """
+    if node.op_type == "Conv":
+        image, kernel = (value.shape if value is not None else None for value in node.inputs[:2])
+        return image is None or kernel is None or not _are_positive([image[1], *kernel])
+    if node.op_type == "ConvTranspose":
+        image = node.inputs[0].shape if node.inputs[0] is not None else None
+        return image is None or (len(image) == _IMAGES_IN_3D and not _are_positive(list(image)[1:]))
+    return False
+
+
+def _are_positive(sizes: Sequence[Any]) -> bool:
+    return all(isinstance(size, int) and size > 0 for size in sizes)
 
 
 def _has_elements(sequences: ir.Value | None) -> bool:
     shape = None if sequences is None else sequences.shape
-    return shape is not None and all(isinstance(size, int) and size > 0 for size in list(shape)[:2])
+    return shape is not None and _are_positive(list(shape)[:2])
 
 
 def _put_into_branch(node: ir.Node) -> None:
-    """Replace a layer by an ``If`` with the same outputs, which has the layer in one branch, and zeros in the other."""
-    sequences, old_outputs = node.inputs[0], list(node.outputs)
+    """Put a recurrent layer into a branch, with zeros in the other."""
+    sequences, prefix = node.inputs[0], _prefix(node)
     assert sequences is not None
-    output_names = [output.name or "" for output in old_outputs]
-    prefix = next(output_name for output_name in output_names if output_name)
     count = _Nodes(f"{prefix}/count")
-    sizes = count.add("Shape", [sequences], {"start": 0, "end": 2})
+    elements = count.add("ReduceProd", [count.add("Shape", [sequences], {"start": 0, "end": 2})], {"keepdims": 0})
+    used = [index for index, output in enumerate(node.outputs) if output.name]
+    _replace_by_choice(node, count, elements, _zeros_graph(node, sequences, used, prefix))
+
+
+def _fail_without_elements(node: ir.Node) -> None:
+    """Put a convolution into a branch, with a node that fails in the other."""
+    image, kernel = node.inputs[:2]
+    assert image is not None
+    assert kernel is not None
+    prefix = _prefix(node)
+    count, failure = _Nodes(f"{prefix}/count"), _Nodes(f"{prefix}/expected_elements")
+    sizes = count.add("Concat", [count.add("Shape", [image], {"start": 1}), count.add("Shape", [kernel])], {"axis": 0})
     elements = count.add("ReduceProd", [sizes], {"keepdims": 0})
+    zero = failure.add("CastLike", [failure.constant(ir.tensor(0.0)), image])
+    # No elements cannot become one. Their number is not known before, so that nothing is computed when the model is loaded.
+    empty = failure.add("Expand", [zero, failure.add("Reshape", [elements, failure.integers(1)])])
+    rank = len(image.shape) if image.shape is not None else 1
+    output = failure.add("Reshape", [empty, failure.integers(*[1] * rank)])
+    output.type = node.outputs[0].type
+    failing = ir.Graph([], [output], nodes=failure.nodes, name=f"{prefix}/expected_elements")
+    _replace_by_choice(node, count, elements, failing)
+
+
+def _prefix(node: ir.Node) -> str:
+    return next(output.name for output in node.outputs if output.name)
+
+
+def _replace_by_choice(node: ir.Node, count: "_Nodes", elements: ir.Value, empty_graph: ir.Graph) -> None:
+    """Replace a layer by an ``If`` with the same outputs, which has another graph where there are no elements, and else the layer.
+
+    Args:
+        node: the layer.
+        count: the nodes that count the elements.
+        elements: their number.
+        empty_graph: the other graph. It has the outputs of the layer that have names.
+    """
+    old_outputs = list(node.outputs)
+    output_names = [output.name or "" for output in old_outputs]
+    prefix = _prefix(node)
     is_empty = count.add("Equal", [elements, count.integers(0, scalar=True)])
     used = [index for index, output_name in enumerate(output_names) if output_name]
     layer = ir.Node(node.domain, node.op_type, node.inputs, node.attributes.values(), num_outputs=len(old_outputs))
@@ -43,12 +100,7 @@ def _put_into_branch(node: ir.Node) -> None:
         output.name = f"{old_output.name}/layer" if old_output.name else ""
         output.type, output.shape = old_output.type, old_output.shape
     layer_graph = ir.Graph([], [layer.outputs[index] for index in used], nodes=[layer], name=f"{prefix}/layer")
-    choice = ir.node(
-        "If",
-        [is_empty],
-        {"then_branch": _zeros_graph(node, sequences, used, prefix), "else_branch": layer_graph},
-        num_outputs=len(used),
-    )
+    choice = ir.node("If", [is_empty], {"then_branch": empty_graph, "else_branch": layer_graph}, num_outputs=len(used))
     graph = node.graph
     assert graph is not None
     graph.insert_before(node, [*count.nodes, choice])
