@@ -121,7 +121,7 @@ class CallablePipeline(ABC):
 
     def generate(
         self,
-        inputs: Any,
+        inputs: Any = None,
         attention_mask: Any = None,
         *,
         encoder: "CallablePipeline | None" = None,
@@ -133,10 +133,12 @@ class CallablePipeline(ABC):
         Each generation has state of its own, so that several threads may generate at the same time.
 
         Args:
-            inputs: tokens, [batch, length]: those that the decoder continues, or those that the encoder reads; or what else the encoder
-                reads, such as the features of speech, [batch, features, frames].
-            attention_mask: 1 for tokens and 0 for padding, [batch, length]; padding comes first in texts that are continued. None if
-                there is no padding.
+            inputs: tokens, [batch, length] or [length], as an array or as lists: those that the decoder continues, or those that the
+                encoder reads; or what else the encoder reads, such as the features of speech, [batch, features, frames]; or what a
+                tokenizer of transformers returns, which may be given by its names too. A text, or a list of texts, if the bundle has a
+                tokenizer.
+            attention_mask: 1 for tokens and 0 for padding, [batch, length]. Padding of texts that are continued is moved to their
+                beginning. None for no padding, or for that of the padding token of the model.
             encoder: of a model with an encoder: its pipeline.
             on_tokens: called with the new tokens, [batch], as soon as they are there.
             **settings: how tokens are chosen: the fields of `GenerationSettings`, such as ``max_new_tokens=100``, ``do_sample=True``,
@@ -144,14 +146,16 @@ class CallablePipeline(ABC):
                 transformers.
 
         Returns:
-            All tokens of the decoder, [batch, length], as an array of the kind of `inputs`: with the tokens that it began with.
+            All tokens of the decoder, [batch, length], as an array of the kind of `inputs`: with the tokens that it began with. For a text
+            the text of these tokens.
 
         Raises:
             InputError: the bundle has no decoder of this kind, a setting is unknown, or the cache has not enough positions.
 
         Examples:
             >>> pipeline = stagepack.load("llama.stagepack")
-            >>> tokens = pipeline.generate(input_ids, max_new_tokens=50)
+            >>> tokens = pipeline.generate(**tokenizer(texts, return_tensors="pt", padding=True), max_new_tokens=50)
+            >>> text = pipeline.generate("Once upon a time", max_new_tokens=50)
         """
         return generate(self, inputs, attention_mask, encoder=encoder, on_tokens=on_tokens, settings=settings)
 

@@ -13,6 +13,7 @@ from stagepack_loaders.base import ArrayOps
 from stagepack_loaders.elements import Array
 from stagepack_loaders.exchange import array_ops_of_call, to_elements
 from stagepack_loaders.generation.decoders import decoder_facts, logits_as_floats
+from stagepack_loaders.generation.prompts import Prompts, named_inputs, read_prompts
 from stagepack_loaders.generation.settings import read_settings
 from stagepack_loaders.generation.token_loop import TokenLoop
 from stagepack_loaders.pipeline_sequence import PipelineSequence
@@ -61,14 +62,14 @@ def generate(
 
     Args:
         decoder: the pipeline of a decoder.
-        inputs: the tokens that are continued, or what the encoder reads.
-        attention_mask: 1 for tokens and 0 for padding; None if there is no padding.
+        inputs: texts or tokens that are continued, or what the encoder reads; see `read_prompts`.
+        attention_mask: see `read_prompts`.
         encoder: the pipeline of the encoder; None for a decoder alone.
         on_tokens: called with the new tokens.
-        settings: fields of `GenerationSettings`.
+        settings: fields of `GenerationSettings`, and inputs by the names that they have in transformers.
 
     Returns:
-        All tokens of the decoder, as an array of the kind of `inputs`.
+        All tokens of the decoder, as an array of the kind of `inputs`; for texts their texts.
 
     Raises:
         InputError: the pipeline is no decoder of this kind, or the arguments do not fit it.
@@ -79,17 +80,18 @@ def generate(
         if facts is not None:
             expected = "encoder=, the pipeline of the encoder" if facts.takes_encoder else "no encoder="
         raise InputError(f"{decoder.bundle.location}: to generate, expected {expected}")
+    inputs, attention_mask, settings = named_inputs(inputs, attention_mask, settings)
     chosen_settings = read_settings(decoder.bundle).override(settings)
-    mask = None if attention_mask is None else _host_array(attention_mask)
+    prompts = read_prompts(decoder.bundle, inputs, attention_mask, chosen_settings, continues=encoder is None)
     edges = {edge.name: edge for edge in decoder.inputs}
     with decoder.inference(), decoder.sequence() as sequence:
         if encoder is None:
-            loop = TokenLoop(facts, chosen_settings, _host_array(inputs), mask)
+            loop = TokenLoop(facts, chosen_settings, prompts.tokens, prompts.mask)
         else:
-            rows = encoder(**_encoder_inputs(encoder, inputs, mask))
+            rows = encoder(**_encoder_inputs(encoder, inputs, prompts))
             first_tokens = chosen_settings.first_tokens(len(rows))
             loop = TokenLoop(
-                facts, chosen_settings, first_tokens, encoder_hidden_states=rows, encoder_attention_mask=mask
+                facts, chosen_settings, first_tokens, encoder_hidden_states=rows, encoder_attention_mask=prompts.mask
             )
         while not loop.is_finished:
             call_inputs = {
@@ -100,18 +102,18 @@ def generate(
             new_tokens = loop.take(logits_as_floats(to_elements(logits, facts.logits), facts.logits))
             if on_tokens is not None:
                 on_tokens(new_tokens)
+    if prompts.tokenizer is not None:
+        return prompts.texts(loop.tokens)
     return array_ops_of_call([inputs], decoder.arrays).from_elements(loop.tokens, edges["input_ids"])
 
 
-def _encoder_inputs(encoder: GeneratingPipeline, inputs: Any, mask: Array | None) -> dict[str, Any]:
+def _encoder_inputs(encoder: GeneratingPipeline, inputs: Any, prompts: Prompts) -> dict[str, Any]:
     """The inputs of an encoder by name: what it reads, and its mask if it takes one."""
     names = [edge.name for edge in encoder.inputs]
-    encoder_inputs = {next(name for name in names if name != _MASK_INPUT): inputs}
+    # As the caller gave it, where that is an array of the batch: it may be on a device.
+    is_batch = tuple(getattr(inputs, "shape", ())) == prompts.tokens.shape
+    encoder_inputs = {next(name for name in names if name != _MASK_INPUT): inputs if is_batch else prompts.tokens}
     if _MASK_INPUT in names:
-        encoder_inputs[_MASK_INPUT] = numpy.ones(inputs.shape, numpy.int64) if mask is None else mask
+        ones = numpy.ones(prompts.tokens.shape, numpy.int64)
+        encoder_inputs[_MASK_INPUT] = ones if prompts.mask is None else prompts.mask
     return encoder_inputs
-
-
-def _host_array(array: Any) -> Array:
-    """An array of numbers of any runtime, or nested lists of them, as one of numpy."""
-    return numpy.asarray(array.cpu() if hasattr(array, "cpu") else array)

@@ -54,7 +54,8 @@ class TokenLoop:
         if not 0 < length < last_length <= facts.max_positions + 1:
             raise InputError(
                 f"expected at least 1 new token, and up to {facts.max_positions + 1} tokens in all (the cache has {facts.max_positions} "
-                f"positions), found {length} tokens to begin with and a length of {last_length} at most"
+                f"positions), found {length} tokens to begin with and a length of {last_length} at most: generate fewer, or "
+                f"export with a larger cache (--generate {last_length - 1}; in Python generate={last_length - 1})"
             )
         self.tokens = tokens.astype(numpy.int64)
         self.finish_reasons: list[FinishReason | None] = [None] * batch

@@ -7,13 +7,14 @@ from typing import Any, Final
 import msgspec
 from tokenizers import Tokenizer
 
+from stagepack.errors import InputError
 from stagepack.format.codec import JSON_ERRORS
 from stagepack.format.reader import Bundle
+from stagepack_loaders.generation.prompts import read_tokenizer
 from stagepack_serving.server.errors import AssetError, RequestError, RequestStatus
 from stagepack_serving.server.generation.chat_template import ChatTemplate
 from stagepack_serving.server.generation.text_stream import TextStream
 
-_TOKENIZER: Final = "tokenizer.json"
 _TOKENIZER_CONFIG: Final = "tokenizer_config.json"
 _SPECIAL_TOKENS: Final = "special_tokens_map.json"
 _TEMPLATE: Final = "chat_template.jinja"
@@ -83,18 +84,12 @@ def read_text_format(bundle: Bundle) -> TextFormat | None:
         AssetError: an asset cannot be used.
         DigestError: a file is not the one that the manifest lists.
     """
-    if _TOKENIZER not in bundle.files:
-        return None
     try:
-        with _panics_as_errors():
-            tokenizer = Tokenizer.from_buffer(bundle.read(_TOKENIZER))
-    except Exception as error:  # noqa: BLE001 - the library has no class of its own
-        raise AssetError(
-            f"{bundle.location}: {_TOKENIZER}: expected a tokenizer of the package tokenizers: {error}"
-        ) from None
-    # What cut and padded the texts of the training may be stored with a tokenizer.
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
+        tokenizer = read_tokenizer(bundle)
+    except InputError as error:
+        raise AssetError(str(error)) from None
+    if tokenizer is None:
+        return None
     config = _read_fields(bundle, _TOKENIZER_CONFIG)
     template = bundle.read(_TEMPLATE).decode(errors="replace") if _TEMPLATE in bundle.files else _template_in(config)
     if template is None:

@@ -1,0 +1,99 @@
+"""`generate` takes what a user of transformers gives."""
+
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+import stagepack
+from stagepack.errors import InputError
+from tests.serve.generating_families import POSITIONS, make_model
+from tests.serve.generating_model import tokenizer
+
+ROWS = [[5, 9, 31, 77, 12], [100, 3], [42, 42, 8]]
+TEXTS = ["one two", "a", "longer than the others"]
+
+
+@pytest.fixture(scope="module")
+def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A Llama with a tokenizer."""
+    folder = tmp_path_factory.mktemp("llama")
+    (folder / "tokenizer.json").write_text(tokenizer().to_str())
+    bundle = stagepack.export(
+        make_model("llama"),
+        out=folder / "m.stagepack",
+        generate=POSITIONS,
+        generate_batch=4,
+        assets=[folder / "tokenizer.json"],
+    )
+    return stagepack.load(bundle)
+
+
+def padded(rows: list[list[int]], *, on_left: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows as a batch, and its mask."""
+    length = max(map(len, rows))
+    fillers = [[0] * (length - len(row)) for row in rows]
+    sides = zip(rows, fillers, strict=True)
+    tokens = torch.tensor([filler + row if on_left else row + filler for row, filler in sides])
+    ones = [[1] * len(row) for row in rows]
+    masks = [filler + one if on_left else one + filler for one, filler in zip(ones, fillers, strict=True)]
+    return tokens, torch.tensor(masks)
+
+
+def test_padding_on_either_side_gives_the_tokens_of_transformers(pipeline: Any) -> None:
+    tokens, mask = padded(ROWS, on_left=True)
+    model = make_model("llama")
+    expected = model.generate(tokens, attention_mask=mask, max_new_tokens=8, do_sample=False)
+    assert torch.equal(pipeline.generate(tokens, mask, max_new_tokens=8), expected)
+    right_tokens, right_mask = padded(ROWS, on_left=False)
+    assert torch.equal(pipeline.generate(right_tokens, right_mask, max_new_tokens=8), expected)
+    # The model names its padding token, 0.
+    for unmasked in (tokens, right_tokens):
+        assert torch.equal(pipeline.generate(unmasked, max_new_tokens=8), expected)
+
+
+def test_lists_and_one_text_are_batches(pipeline: Any) -> None:
+    tokens, mask = padded(ROWS, on_left=True)
+    expected = pipeline.generate(tokens, mask, max_new_tokens=8)
+    assert torch.equal(pipeline.generate(ROWS, max_new_tokens=8), expected)
+    [first] = ([row] for row in ROWS[:1])
+    alone = pipeline.generate(torch.tensor(first), max_new_tokens=8)
+    for form in (ROWS[0], torch.tensor(ROWS[0]), first):
+        assert torch.equal(pipeline.generate(form, max_new_tokens=8), alone)
+    assert isinstance(pipeline.generate(numpy.array(ROWS[0]), max_new_tokens=8), numpy.ndarray)
+
+
+def test_what_a_tokenizer_returns_is_taken_by_names_and_as_a_whole(pipeline: Any) -> None:
+    tokens, mask = padded(ROWS, on_left=False)
+    expected = pipeline.generate(tokens, mask, max_new_tokens=8)
+    encoded = {"input_ids": tokens, "attention_mask": mask}
+    assert torch.equal(pipeline.generate(**encoded, max_new_tokens=8), expected)
+    assert torch.equal(pipeline.generate(encoded, max_new_tokens=8), expected)
+    with pytest.raises(InputError, match=r"expected one of input_ids, .* found input_ids, inputs"):
+        pipeline.generate(tokens, input_ids=tokens)
+    with pytest.raises(InputError, match="found none"):
+        pipeline.generate()
+
+
+def test_texts_give_texts(pipeline: Any) -> None:
+    answers = pipeline.generate(TEXTS, max_new_tokens=8)
+    rows = [encoding.ids for encoding in tokenizer().encode_batch(TEXTS)]
+    tokens = pipeline.generate(*padded(rows, on_left=True), max_new_tokens=8)
+    assert answers == tokenizer().decode_batch(tokens.tolist())
+    assert all(answer.startswith(text) for answer, text in zip(answers, TEXTS, strict=True))
+    alone = pipeline.generate(TEXTS[0], max_new_tokens=8)
+    assert isinstance(alone, str)
+    assert alone.startswith(TEXTS[0])
+
+
+def test_what_cannot_be_continued_is_refused(pipeline: Any) -> None:
+    tokens, mask = padded(ROWS, on_left=False)
+    with pytest.raises(InputError, match=r"export with a larger cache \(--generate 204; "):
+        pipeline.generate(tokens, mask, max_new_tokens=200)
+    with pytest.raises(InputError, match="expected a token in each text"):
+        pipeline.generate(tokens, mask * 0)
+    with pytest.raises(InputError, match=r"attention_mask: expected the shape \[3, 5\], found \[3, 4\]"):
+        pipeline.generate(tokens, mask[:, 1:])
+    with pytest.raises(InputError, match="expected integers"):
+        pipeline.generate(tokens.float())
