@@ -261,7 +261,7 @@ def test_closing_gives_up_restarts_that_fail(layers: Bundle, tmp_path: Path) -> 
     wait_until(lambda: isinstance(pipeline.lost, NotABundleError))  # told by the process that was started again
     started = time.monotonic()
     pipeline.close()
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 30
     assert "ended" in repr(pipeline)
 
 

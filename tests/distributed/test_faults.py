@@ -233,7 +233,7 @@ def test_a_stage_that_hangs_is_found(tmp_path: Path) -> None:
             StageLostError, match=r"process 1 on .*, which runs stage 0, is lost: no call was answered"
         ) as caught:
             pipeline(torch.full((3,), 60.0))
-        assert time.monotonic() - started < 6.5
+        assert time.monotonic() - started < 30
         assert caught.value.stages == (0,)
         wait_until(partial(has_restarts, pipeline, 1))
         assert torch.equal(pipeline(torch.zeros(3)), torch.zeros(3))
