@@ -49,9 +49,10 @@ def named_inputs(inputs: Any, mask: Any, settings: Mapping[str, Any]) -> tuple[A
     Raises:
         InputError: there are no inputs, or two.
     """
-    named: dict[str, Any] = dict(inputs) if isinstance(inputs, Mapping) else {"inputs": inputs}
-    named |= {name: value for name, value in (("attention_mask", mask), *settings.items()) if value is not None}
-    found_names = [name for name in _INPUT_NAMES if named.get(name) is not None]
+    given = inputs if isinstance(inputs, Mapping) else {"inputs": inputs}
+    named = {name: value for name, value in {**given, "attention_mask": mask}.items() if value is not None}
+    named |= {name: value for name, value in settings.items() if value is not None}
+    found_names = [name for name in _INPUT_NAMES if name in named]
     if len(found_names) != 1:
         raise InputError(
             f"generate: expected one of {', '.join(_INPUT_NAMES)}, found {', '.join(found_names) or 'none'}"
