@@ -93,6 +93,8 @@ def _inexpressible(bundle: Bundle, stage_number: int, graph: Graph, writes: Stag
     for edge_name in (*stage.inputs, *stage.outputs):
         if onnx_element_type(edges[edge_name].dtype) is None:
             return f"ONNX has no type for {edges[edge_name].dtype}, of the edge {edge_name}"
+    if any(op.name.startswith("aten.as_strided") for op in graph.ops):
+        return "aten.as_strided selects elements by their places in memory, and ONNX Runtime gets all inputs in row-major memory"
     return lost_assertion(graph, bundle.entry_point.guards)
 
 

@@ -264,3 +264,18 @@ def test_an_infinity_is_near_itself_alone(actual: float, expected: float) -> Non
     for arrays, convert in ((TORCH_ARRAYS, torch.Tensor.detach), (NUMPY_ARRAYS, torch.Tensor.numpy)):
         difference = compare_arrays(arrays, convert(found), convert(wanted))
         assert difference == ((0.0, True) if actual == expected else (math.inf, False))
+
+
+class Strided(torch.nn.Module):
+    """Selects elements by their places in memory, of a value that has the layout of the input."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * 2).as_strided((2, 2), (1, 2))
+
+
+def test_stage_that_depends_on_the_layout_of_its_inputs_stays_in_torch(tmp_path: Path) -> None:
+    x = torch.arange(12.0).reshape(3, 4)
+    added = add_onnx(stagepack.export(Strided(), (x,), out=tmp_path / "m.stagepack"))
+    assert "row-major memory" in added.torch_only[0]
+    transposed = x.t().contiguous().t()
+    assert torch.equal(stagepack.load(added.bundle)(transposed), Strided()(transposed))
