@@ -51,7 +51,7 @@ _TORCH_FOLDER: Final = os.path.dirname(torch.__file__) + os.path.sep
 # What a model calls to ask, but for modes and overrides. The rest of torch asks for itself.
 _ASKING_FILES: Final = (
     __file__,
-    *(_TORCH_FOLDER + name for name in ("overrides.py", "_ops.py", "_tensor.py", "_prims_common")),
+    *(_TORCH_FOLDER + file_name for file_name in ("overrides.py", "_ops.py", "_tensor.py", "_prims_common")),
 )
 # How many tensors are changed alone, where an example has several.
 _MAX_CHANGED_ALONE: Final = 8
@@ -82,17 +82,22 @@ class AskedProperties:
 
     def record(self, function: Any, args: tuple[Any, ...]) -> None:
         """Record a call of a function of torch if it asks for a property of a tensor that is no parameter."""
-        name = getattr(function, "__name__", "")
-        name = function.__self__.__name__ if name == "__get__" else name.partition(".")[0]
-        asked = _PROPERTY_OF_NAME.get(name)
-        if asked is None or asked in self.questions or not args or isinstance(args[0], torch.nn.Parameter):
+        function_name = getattr(function, "__name__", "")
+        function_name = function.__self__.__name__ if function_name == "__get__" else function_name.partition(".")[0]
+        property_name = _PROPERTY_OF_NAME.get(function_name)
+        if (
+            property_name is None
+            or property_name in self.questions
+            or not args
+            or isinstance(args[0], torch.nn.Parameter)
+        ):
             return
         frame = inspect.currentframe()
         while frame is not None and _is_between(frame.f_code):
             frame = frame.f_back
         asking_file = "" if frame is None else frame.f_code.co_filename
         if not asking_file.startswith((_TORCH_FOLDER, STAGEPACK_FOLDER)):
-            self.questions[asked] = Question(name, frame_location(frame))
+            self.questions[property_name] = Question(function_name, frame_location(frame))
 
 
 def _is_between(code: CodeType) -> bool:
@@ -117,10 +122,10 @@ class OtherInputs:
 
     def of(self, inputs: Inputs) -> Inputs:
         """Return inputs with changed tensors."""
-        numbers = itertools.count()
+        tensor_numbers = itertools.count()
 
         def changed(tensor: torch.Tensor) -> torch.Tensor:
-            is_kept = next(numbers) != self.position is not None
+            is_kept = next(tensor_numbers) != self.position is not None
             return tensor if is_kept or tensor.layout != torch.strided else self.change(tensor)
 
         args, kwargs = tree_map_tensors(changed, (tuple(inputs.args), dict(inputs.kwargs)))
@@ -132,14 +137,14 @@ class OtherInputs:
 
 
 class _Caller(torch.nn.Module):
-    def __init__(self, model: torch.nn.Module, other: OtherInputs) -> None:
+    def __init__(self, model: torch.nn.Module, changed_inputs: OtherInputs) -> None:
         super().__init__()
         self.model = model
-        self._other = other
+        self._changed_inputs = changed_inputs
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with self._other.context():
-            inputs = self._other.of(Inputs(args=args, kwargs=kwargs))
+        with self._changed_inputs.context():
+            inputs = self._changed_inputs.of(Inputs(args=args, kwargs=kwargs))
             return self.model(*inputs.args, **inputs.kwargs)
 
 
@@ -153,14 +158,14 @@ def other_inputs(inputs: Inputs, properties: Collection[Property]) -> Iterator[t
     leaves = tree_leaves((tuple(inputs.args), dict(inputs.kwargs)))
     tensors = [leaf.detach() for leaf in leaves if isinstance(leaf, torch.Tensor)]
     alone = range(min(len(tensors), _MAX_CHANGED_ALONE)) if len(tensors) > 1 else ()
-    for asked in properties:
-        for other in _OTHERS[asked]:
+    for property_name in properties:
+        for other_inputs_of_all in _OTHERS[property_name]:
             for position in (None, *alone):
-                tried = dataclasses.replace(other, position=position)
+                tried = dataclasses.replace(other_inputs_of_all, position=position)
                 with tried.context():
                     changed = tree_leaves(tried.of(Inputs(args=tuple(tensors))).args)
                 if any(tensor is not original for tensor, original in zip(changed, tensors, strict=True)):
-                    yield asked, tried
+                    yield property_name, tried
 
 
 def _row_major(tensor: torch.Tensor) -> torch.Tensor:

@@ -166,10 +166,10 @@ def _is_identical(first: Any, second: Any) -> bool:
         return False
     if not (first.is_floating_point() or first.is_complex()):
         return torch.equal(first, second)
-    numbers, other_numbers = map(_as_real, (first, second))
-    integers = _INTEGERS[numbers.itemsize]
-    are_nan = _is_nan(numbers) & _is_nan(other_numbers)
-    return bool(((numbers.view(integers) == other_numbers.view(integers)) | are_nan).all())
+    real_tensor, other_real_tensor = map(_as_real, (first, second))
+    integers = _INTEGERS[real_tensor.itemsize]
+    are_nan = _is_nan(real_tensor) & _is_nan(other_real_tensor)
+    return bool(((real_tensor.view(integers) == other_real_tensor.view(integers)) | are_nan).all())
 
 
 def _as_real(tensor: torch.Tensor) -> torch.Tensor:
@@ -177,5 +177,5 @@ def _as_real(tensor: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-def _is_nan(numbers: torch.Tensor) -> torch.Tensor:
-    return numbers.to(torch.float32).isnan() if numbers.itemsize == 1 else numbers.isnan()
+def _is_nan(real_tensor: torch.Tensor) -> torch.Tensor:
+    return real_tensor.to(torch.float32).isnan() if real_tensor.itemsize == 1 else real_tensor.isnan()

@@ -115,11 +115,13 @@ class _TracedFunctions(TorchFunctionMode):
 
     def _has_known_layout(self, tensor: torch.Tensor) -> bool:
         """Whether the layout of a tensor is the same in all calls, whatever that of the inputs is."""
-        known: bool | None = getattr(tensor, _HAS_KNOWN_LAYOUT, None)
-        if known is None:
-            known = isinstance(tensor, torch.nn.Parameter) or any(tensor is buffer for buffer in self._model.buffers())
-            setattr(tensor, _HAS_KNOWN_LAYOUT, known)
-        return known
+        has_known_layout: bool | None = getattr(tensor, _HAS_KNOWN_LAYOUT, None)
+        if has_known_layout is None:
+            has_known_layout = isinstance(tensor, torch.nn.Parameter) or any(
+                tensor is buffer for buffer in self._model.buffers()
+            )
+            setattr(tensor, _HAS_KNOWN_LAYOUT, has_known_layout)
+        return has_known_layout
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:
