@@ -1,5 +1,6 @@
 """The ``stagepack`` command: one file a subcommand, imported when the subcommand is called."""
 
+import difflib
 import importlib
 import sys
 from collections.abc import Sequence
@@ -40,22 +41,38 @@ _COMMAND_GROUPS = {
     },
 }
 
+# That of a program that a shell sees end by SIGINT.
+_INTERRUPTED_STATUS = 130
+
 
 class _Commands(click.Group):
     """The subcommands. Their modules are imported only when they are called, so that each one starts fast."""
 
     def main(self, args: Sequence[str] | None = None, *, standalone_mode: bool = True, **extra: Any) -> Any:  # type: ignore[override]
-        """Run the command line; an error of any kind is one line on standard error and exit status 1."""
+        """Run the command line; an error of any kind is one line on standard error and exit status 1, an interrupt exit status 130."""
         try:
-            return super().main(args, standalone_mode=standalone_mode, **extra)
-        except click.ClickException:
-            raise  # only without standalone_mode, where the caller handles it
-        except Exception as error:
-            failure = failure_of(error)
+            status = super().main(args, standalone_mode=False, **extra)
+        except Exception as error:  # noqa: BLE001 - an error of any kind is one line
+            expected = (click.ClickException, click.Abort)  # the caller handles them without standalone_mode
+            failure = error if isinstance(error, expected) else failure_of(error)
             if not standalone_mode:
-                raise failure from error
+                raise failure from (None if failure is error else error)
+            if isinstance(failure, click.Abort):
+                click.echo("stagepack: interrupted", err=True)
+                sys.exit(_INTERRUPTED_STATUS)
             failure.show()
             sys.exit(failure.exit_code)
+        if standalone_mode:
+            sys.exit(status if isinstance(status, int) else 0)
+        return status
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        command_name = args[0]
+        if command_name not in (names := self.list_commands(ctx)) and not command_name.startswith("-"):
+            close = [f"stagepack {name}" for name in difflib.get_close_matches(command_name, names, cutoff=0.5)]
+            hint = f" Did you mean {' or '.join(close)}?" if close else ""
+            ctx.fail(f"No such command {command_name!r}.{hint}")
+        return super().resolve_command(ctx, args)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [command_name for summaries in _COMMAND_GROUPS.values() for command_name in summaries]
@@ -86,6 +103,6 @@ def main(**_: Any) -> None:
     A bundle is a folder that holds the graph and the weights of each stage. It is opened without pickle and without the source code of
     the model.
 
-    The exit status is 0 on success, 1 if a check fails or an input is bad, and 2 if the command line is wrong. Set
+    The exit status is 0 on success, 1 if a check fails or an input is bad, 2 if the command line is wrong, and 130 after Ctrl-C. Set
     STAGEPACK_TRACEBACK=1 to print the Python traceback of an error.
     """

@@ -1,5 +1,7 @@
 """Read and check the manifest of a bundle."""
 
+import contextlib
+import difflib
 import errno
 import os
 from pathlib import Path
@@ -33,14 +35,27 @@ def read_manifest(folder: Path) -> Manifest:
         content = read_limited(path, limits.MANIFEST_BYTES)
     except OSError as error:
         if isinstance(error, NotPlainFileError) or error.errno in _NO_PLAIN_FILE:
-            hint = ": stagepack.open and stagepack.load take a URL" if ":/" in str(folder) else ""
-            if path.is_symlink():
-                hint = f": {MANIFEST_NAME} is a link to {os.readlink(path)[:200]!r}, which is no file"
-            raise NotABundleError(
-                f"{folder}: not a stagepack bundle: expected a folder with a file {MANIFEST_NAME}{hint} [M1]"
-            ) from None
+            expected = f"{folder}: not a stagepack bundle: expected a folder with a file {MANIFEST_NAME}"
+            raise NotABundleError(f"{expected}, found {_found_at(folder, path)} [M1]") from None
         raise NotABundleError(f"{path}: cannot be read: {error.strerror or error} [M1]") from None
     return parse_manifest(content, str(path))
+
+
+def _found_at(folder: Path, manifest_path: Path) -> str:
+    """What is at a path that is no bundle."""
+    if not os.path.lexists(folder):
+        if ":/" in str(folder):
+            return "no such path: stagepack.open and stagepack.load take a URL"
+        with contextlib.suppress(OSError):
+            names = os.listdir(folder.parent)
+            if close_names := difflib.get_close_matches(folder.name, names, cutoff=0.7):
+                return f"no such path: did you mean {' or '.join(str(folder.parent / name) for name in close_names)}?"
+        return "no such path"
+    if manifest_path.is_symlink():
+        return f"a link to {os.readlink(manifest_path)[:200]!r}, which is no file"
+    if not folder.is_dir():
+        return "a link that leads nowhere" if folder.is_symlink() else "a file"
+    return "a folder without it" if not os.path.lexists(manifest_path) else "something else of this name"
 
 
 def parse_manifest(content: bytes, location: str) -> Manifest:

@@ -32,16 +32,25 @@ def folder(user: Path) -> Path:
     return user
 
 
-@pytest.mark.parametrize("path", ["nowhere", "empty", "file.txt", "link"])
+@pytest.mark.parametrize(
+    ("path", "found"),
+    [
+        ("nowhere", "no such path"),
+        ("empty", "a folder without it"),
+        ("file.txt", "a file"),
+        ("link", "a link that leads nowhere"),
+    ],
+)
 @pytest.mark.parametrize(
     "command", [command for command in COMMANDS if command not in ("cache", "doctor", "export", "plan", "pull")]
 )
-def test_a_path_that_is_no_bundle_is_named(command: str, path: str, folder: Path) -> None:
+def test_a_path_that_is_no_bundle_is_named(command: str, path: str, found: str, folder: Path) -> None:
     more = ["-o", "out"] if command in OUT else []
     more += ["--stages", "2"] if command == "recut" else []
     more += {"push": ["hf://org/name"], "diff": [path], "sign": ["--key", "nowhere"]}.get(command, [])
     line = command_fails(command, path, *more)
-    assert line == f"stagepack: {path}: not a stagepack bundle: expected a folder with a file manifest.json [M1]\n"
+    expected = "not a stagepack bundle: expected a folder with a file manifest.json"
+    assert line == f"stagepack: {path}: {expected}, found {found} [M1]\n"
     assert not (folder / "out").exists()
 
 
