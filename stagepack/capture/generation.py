@@ -1,6 +1,7 @@
 """Models of transformers -> modules that generate, with their example inputs, and the files that generation needs beside them."""
 
 import os
+import warnings
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -12,12 +13,13 @@ from stagepack.capture.inputs import Inputs
 from stagepack.capture.pretrained_model import is_transformers_model, model_files
 from stagepack.capture.programs import Capture, capture_module
 from stagepack.capture.source_argument import FORWARD, load_source_argument
-from stagepack.errors import OptionError
+from stagepack.errors import ExportWarning, OptionError
 from stagepack.extras import explain_missing_packages
 
 # The files of a Hugging Face folder that say what is text, and how it is read.
+_TOKENIZER_FILE: Final = "tokenizer.json"
 _FOLDER_FILES: Final = (
-    "tokenizer.json",
+    _TOKENIZER_FILE,
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
@@ -58,7 +60,7 @@ def generating_model(model: Any, max_positions: int, max_batch: int, folder: str
         The module.
 
     Raises:
-        OptionError: the model does not generate, or a number is less than what the example needs.
+        OptionError: the model does not generate, or a number is less than what the example needs, or more than the model has positions.
         UnsupportedError: the model keeps something else than the keys and values of all tokens.
     """
     if not is_transformers_model(model) or not model.can_generate():
@@ -67,12 +69,23 @@ def generating_model(model: Any, max_positions: int, max_batch: int, folder: str
         raise OptionError(
             f"generate: expected more than {_ENCODER_LENGTH} positions and at least 1 text, found {max_positions} and {max_batch}"
         )
+    position_limit = _position_limit(model)
+    if position_limit is not None and max_positions > position_limit:
+        raise OptionError(
+            f"generate: expected at most the {position_limit} positions that the configuration of the model states, found {max_positions}"
+        )
     with explain_missing_packages():
         from stagepack.capture.generating_modules import GeneratingDecoder, GeneratingSeq2Seq  # noqa: PLC0415 - transformers
 
     files = model_files(model)
     paths = [os.path.join(folder, name) for name in _FOLDER_FILES] if folder is not None else []
     files |= read_assets(path for path in paths if os.path.isfile(path))
+    if folder is not None and _TOKENIZER_FILE not in files:
+        message = (
+            f"{folder}: has no {_TOKENIZER_FILE}: the bundle takes tokens and no texts: write the tokenizer into the folder "
+            "(tokenizer.save_pretrained), and export again"
+        )
+        warnings.warn(ExportWarning(message), stacklevel=2)
     example = _Example(max_positions, max_batch)
     if not model.config.is_encoder_decoder:
         decoder = GeneratingDecoder(model, max_positions, max_batch)
@@ -87,6 +100,13 @@ def generating_model(model: Any, max_positions: int, max_batch: int, folder: str
     return GeneratingModel(
         module=pair, inputs=None, entry_points={"encode": encoder_inputs, "decode": decoder_inputs}, files=files
     )
+
+
+def _position_limit(model: Any) -> int | None:
+    """The number of tokens that the decoder of a model has positions for; None if its configuration states none, as with T5."""
+    config = model.config.get_text_config(decoder=True)
+    limits = (getattr(config, name, None) for name in ("max_target_positions", "max_position_embeddings"))
+    return next((limit for limit in limits if isinstance(limit, int)), None)
 
 
 def capture_generating(

@@ -1,5 +1,6 @@
 """`generate` takes what a user of transformers gives."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -7,7 +8,8 @@ import pytest
 import torch
 
 import stagepack
-from stagepack.errors import InputError
+from stagepack.capture.generation import generating_model
+from stagepack.errors import ExportWarning, InputError, OptionError
 from tests.serve.generating_families import POSITIONS, make_model
 from tests.serve.generating_model import tokenizer
 
@@ -97,3 +99,16 @@ def test_what_cannot_be_continued_is_refused(pipeline: Any) -> None:
         pipeline.generate(tokens, mask[:, 1:])
     with pytest.raises(InputError, match="expected integers"):
         pipeline.generate(tokens.float())
+
+
+def test_more_positions_than_the_model_has_are_refused_before_the_capture() -> None:
+    for family in ("gpt2", "llama"):
+        model = make_model(family)
+        limit = model.config.max_position_embeddings
+        with pytest.raises(OptionError, match=f"expected at most the {limit} positions .*, found {limit + 1}"):
+            generating_model(model, limit + 1, 1, None)
+
+
+def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
+    with pytest.warns(ExportWarning, match=f"{tmp_path}: has no tokenizer.json: the bundle takes tokens and no texts"):
+        generating_model(make_model("llama"), POSITIONS, 1, str(tmp_path))
