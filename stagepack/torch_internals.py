@@ -10,6 +10,7 @@ compiler and the ONNX exporter, take seconds: the functions that need them impor
 import contextlib
 import functools
 import importlib
+import logging
 import math
 import os
 import sys
@@ -96,6 +97,23 @@ def shape_decompositions() -> dict[Any, Callable[..., Any]]:
     """Return the decompositions by which torch finds the shapes of results, a table that callers may patch."""
     table: dict[Any, Callable[..., Any]] = torch._decomp.decomposition_table
     return table
+
+
+@contextlib.contextmanager
+def suppress_log_records(*logger_names: str) -> Iterator[None]:
+    """Drop what loggers of torch report, such as a traceback for each operator that fails on tensors without data."""
+    loggers = [logging.getLogger(logger_name) for logger_name in logger_names]
+    for logger in loggers:
+        logger.addFilter(_drop)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(_drop)
+
+
+def _drop(_: logging.LogRecord) -> bool:
+    return False
 
 
 @contextlib.contextmanager

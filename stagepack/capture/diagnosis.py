@@ -15,9 +15,9 @@ from stagepack.capture.module_state import preserve_module
 from stagepack.capture.patched_export import PATCHED_EXPORT, capture_patched
 from stagepack.capture.pretrained_model import is_transformers_model
 from stagepack.capture.programs import Capture, capture_module
-from stagepack.capture.torch_messages import format_torch_error, suppress_log_records, suppress_stderr
+from stagepack.capture.torch_messages import format_torch_error, suppress_stderr
 from stagepack.errors import CaptureError, StagepackError
-from stagepack.torch_internals import draft_export_failures
+from stagepack.torch_internals import draft_export_failures, suppress_log_records
 
 _MOST_MODULES = 60
 # The last attempt for a model that can be captured as it is.

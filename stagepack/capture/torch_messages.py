@@ -58,23 +58,6 @@ def suppress_warnings() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def suppress_log_records(*logger_names: str) -> Iterator[None]:
-    """Drop what loggers report."""
-    loggers = [logging.getLogger(logger_name) for logger_name in logger_names]
-    for logger in loggers:
-        logger.addFilter(_drop)
-    try:
-        yield
-    finally:
-        for logger in loggers:
-            logger.removeFilter(_drop)
-
-
-def _drop(_: logging.LogRecord) -> bool:
-    return False
-
-
-@contextlib.contextmanager
 def hold_log_records(logger_name: str) -> Iterator[list[logging.LogRecord]]:
     """Delay what a logger reports, and drop it on failure; the records are in the list that the ``with`` statement binds."""
     logger = logging.getLogger(logger_name)

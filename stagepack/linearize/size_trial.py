@@ -23,7 +23,7 @@ from stagepack.capture.inputs import Inputs
 from stagepack.capture.model_run import run_model
 from stagepack.capture.module_state import preserve_module
 from stagepack.capture.programs import Capture
-from stagepack.capture.torch_messages import suppress_log_records, suppress_warnings
+from stagepack.capture.torch_messages import suppress_warnings
 from stagepack.errors import CaptureError
 from stagepack.format.contract import bind_call
 from stagepack.format.graph import Value
@@ -34,7 +34,14 @@ from stagepack.graph.analysis import GraphAnalysis
 from stagepack.linearize.example import EXAMPLE_SEED
 from stagepack.linearize.program import LinearizedProgram
 from stagepack.linearize.program_run import UnsafeArgumentsError, run_program
-from stagepack.torch_internals import FakeTensor, FakeTensorMode, call_leaves, call_of_leaves, tree_leaves
+from stagepack.torch_internals import (
+    FakeTensor,
+    FakeTensorMode,
+    call_leaves,
+    call_of_leaves,
+    suppress_log_records,
+    tree_leaves,
+)
 
 # The work of all trials of a program: floating-point operations, and as many for each byte that is read or written and for each node as
 # take about the same time. The count does not depend on the machine, so that the same export gives the same bytes.

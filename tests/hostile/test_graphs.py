@@ -1,6 +1,7 @@
 """Graphs that lie, each in a bundle whose digests are right. One long table of attacks: to be read, and added to, in one place."""
 
 # Long because it is one table of attacks, which is read as a whole.
+import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 
 import stagepack
 from stagepack.errors import DeviceError, DigestError, FormatError, LimitError, OperatorError, StagepackError
+from stagepack.torch_internals import FakeTensorMode
 from tests.bundle_editor import BundleEditor, rename_value
 from tests.hostile.attack import Attack, Seen, answer, check
 
@@ -394,6 +396,21 @@ def test_all_problems_are_told_at_once(editor: BundleEditor) -> None:
         "stage-1.msgpack: op 0",
     }
     assert all(f"[{problem.rule}]" in str(caught.value) for problem in caught.value.problems)
+
+
+def test_an_operator_that_refuses_its_arguments_is_in_the_error_and_in_no_log(
+    editor: BundleEditor, caplog: pytest.LogCaptureFixture
+) -> None:
+    # torch logs the traceback of each operator that fails on tensors without data.
+    editor.edit_graph(1, lambda fields: fields["nodes"][0]["args"].reverse())
+    torch_log = logging.getLogger(FakeTensorMode.__module__)
+    torch_log.addHandler(caplog.handler)
+    try:
+        with pytest.raises(FormatError, match="G16"):
+            stagepack.load(editor.path)
+    finally:
+        torch_log.removeHandler(caplog.handler)
+    assert caplog.records == []
 
 
 def test_very_many_problems_make_one_short_error(editor: BundleEditor) -> None:

@@ -33,6 +33,7 @@ from stagepack.torch_internals import (
     OperatorOverload,
     operator_schema,
     operators_without_compiler,
+    suppress_log_records,
 )
 from stagepack_loaders.torch.meta_values import (
     META,
@@ -236,7 +237,7 @@ class _GraphCheck:
             return plain_result
         # Some operators return other shapes on the CPU, where most models are captured: `_native_batch_norm_legit_no_training` returns
         # empty statistics there.
-        with FakeTensorMode(allow_fallback_kernels=False):
+        with suppress_log_records(FakeTensorMode.__module__), FakeTensorMode(allow_fallback_kernels=False):
             cpu_result = self._run(node, facts, is_casting=is_casting, device=torch.device("cpu"))
         return plain_result if self._misfits(node, cpu_result, is_casting=is_casting) else cpu_result
 
