@@ -71,7 +71,9 @@ def check_plan(
         )
         for field in ("module", "flops", "bytes", "weight_bytes"):
             if getattr(expected, field) != getattr(planned, field):
-                message = f"expected the {field} of its nodes, {getattr(expected, field)}, broken_rules {getattr(planned, field)}"
+                message = (
+                    f"expected the {field} of its nodes, {getattr(expected, field)}, found {getattr(planned, field)}"
+                )
                 yield Problem(rule="M17", where=f"{MANIFEST_NAME}: plan, stage {stage_number}", message=message[:400])
 
 
