@@ -14,12 +14,12 @@ from msgspec import Struct
 from msgspec.msgpack import encode
 
 from stagepack.bundle_content import read_entry_point
-from stagepack.bundle_writing import INDEX_FILE_NAME
 from stagepack.format.graph import Graph, Weight
 from stagepack.format.manifest import File, Manifest
 from stagepack.format.node_contents import NodeContents
 from stagepack.format.reader import Bundle
 from stagepack.format.threads import map_in_threads
+from stagepack.format.validate import INDEX_NAME
 from stagepack.format.weights import StoredTensor
 from stagepack.graph.joining import join_stages
 
@@ -297,7 +297,7 @@ def _file_differences(first: Bundle, second: Bundle) -> Iterator[str]:
 
 
 def _other_files(bundle: Bundle) -> dict[str, File]:
-    left_out = {INDEX_FILE_NAME}
+    left_out = {INDEX_NAME}
     for entry_point in bundle.entry_points:
         is_compared = not bundle.fragment or entry_point is bundle.entry_point
         for stage in entry_point.stages:

@@ -7,13 +7,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from stagepack.bundle_writing import INDEX_FILE_NAME, EntryPointContent
+from stagepack.bundle_writing import EntryPointContent
 from stagepack.format.dtypes import TORCH_DTYPES
 from stagepack.format.file_writing import FileRange, FileVersion
 from stagepack.format.graph import Graph, Weight
 from stagepack.format.reader import Bundle
 from stagepack.format.tree import value_names
-from stagepack.format.validate import NamedWeights, check_example, raise_problems
+from stagepack.format.validate import INDEX_NAME, NamedWeights, check_example, raise_problems
 from stagepack.format.weights import StoredTensor, TensorSpec, read_weight_header
 from stagepack.format.writer import Pieces, TensorSource, check_output_path
 from stagepack.partition.cut import Cut, CutStage
@@ -43,7 +43,7 @@ def further_files(bundle: Bundle) -> dict[str, bytes]:
     Raises:
         DigestError: a file is damaged.
     """
-    rewritten_files = {INDEX_FILE_NAME}
+    rewritten_files = {INDEX_NAME}
     for entry_point in bundle.entry_points:
         rewritten_files.add(entry_point.example or "")
         for stage in entry_point.stages:

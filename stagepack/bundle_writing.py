@@ -22,7 +22,7 @@ from stagepack.format.plan import Plan, Run
 from stagepack.format.reader import Bundle, check_stages
 from stagepack.format.shapes import Guard, Symbol
 from stagepack.format.signature import Signature, signature_features
-from stagepack.format.validate import check_graph, raise_problems
+from stagepack.format.validate import INDEX_NAME, check_graph, raise_problems
 from stagepack.format.version import VERSION
 from stagepack.format.writer import BundleWriter, TensorSource
 from stagepack.graph.analysis import GraphAnalysis
@@ -30,7 +30,6 @@ from stagepack.graph.folding import fold_graph
 from stagepack.partition.cut import Cut, CutStage
 from stagepack.terminal import byte_progress
 
-INDEX_FILE_NAME = "model.safetensors.index.json"
 _EXAMPLE_FILE_NAME = "example.safetensors"
 
 # Takes the bundle before it has its name and its examples, at the entry point, and returns the recorded example.
@@ -271,4 +270,4 @@ def _checkpoint_index(
         return {}
     total_size = sum(weights.specs[tensor].nbytes for tensor in weight_map)
     index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
-    return {INDEX_FILE_NAME: json.dumps(index, indent=2, ensure_ascii=False).encode() + b"\n"}
+    return {INDEX_NAME: json.dumps(index, indent=2, ensure_ascii=False).encode() + b"\n"}

@@ -26,9 +26,11 @@ from stagepack.format.manifest import Edge, EntryPoint, Onnx, Stage, format_inpu
 from stagepack.format.onnx import NEXT_STATE_PREFIX, STATE_PREFIX, OnnxModel, parse_onnx_model
 from stagepack.format.upgrade import is_newer_minor
 from stagepack.format.validate import (
+    INDEX_NAME,
     EntryPointFacts,
     NamedWeights,
     check_example,
+    check_index,
     check_onnx,
     check_plan,
     check_stage,
@@ -360,11 +362,7 @@ def _onnx_values(stage: Stage, edge_of_name: Mapping[str, Edge], graph: Graph) -
 
 
 def check_stages(bundle: Bundle) -> None:
-    """Check every rule on the stages and the examples of all entry points, which may share files: each file is read once.
-
-    Raises:
-        FormatError: a rule is broken.
-    """
+    """Check every rule on the stages and the examples of all entry points, which may share files: each file is read once."""
     bundle = bundle.with_graphs_kept()
     stages_of_onnx: dict[str, list[tuple[Stage, Onnx, dict[str, Edge | Weight]]]] = {}
     headers: dict[str, dict[str, StoredTensor]] = {}
@@ -391,6 +389,8 @@ def check_stages(bundle: Bundle) -> None:
         if entry_point.example is not None:
             [tensors] = read_headers([entry_point.example]).values()
             raise_problems(check_example(entry_point, tensors))
+    if INDEX_NAME in bundle.files:
+        raise_problems(check_index(bundle.read(INDEX_NAME, limits.MANIFEST_BYTES), named_weights))
     for file_name, onnx_stages in stages_of_onnx.items():
         model = parse_onnx_model(bundle.read(file_name, limits.ONNX_BYTES), file_name)
         for stage, onnx, values in onnx_stages:

@@ -9,6 +9,7 @@ from stagepack.format.validate.graph import check_graph as check_graph
 from stagepack.format.validate.graph_weights import zero_bytes as zero_bytes
 from stagepack.format.validate.manifest import check_manifest as check_manifest
 from stagepack.format.validate.names import DIGEST_PATTERN as DIGEST_PATTERN
+from stagepack.format.validate.names import INDEX_NAME as INDEX_NAME
 from stagepack.format.validate.names import MANIFEST_NAME as MANIFEST_NAME
 from stagepack.format.validate.names import SIGNATURE_NAME as SIGNATURE_NAME
 from stagepack.format.validate.names import is_identifier as is_identifier
@@ -20,6 +21,7 @@ from stagepack.format.validate.stage import EntryPointFacts as EntryPointFacts
 from stagepack.format.validate.stage import StageGraph as StageGraph
 from stagepack.format.validate.stage import check_stage as check_stage
 from stagepack.format.validate.weights import NamedWeights as NamedWeights
+from stagepack.format.validate.weights import check_index as check_index
 from stagepack.format.validate.weights import check_weights as check_weights
 from stagepack.format.validate.weights import weight_bytes as weight_bytes
 from stagepack.format.validate.whole_model import check_plan as check_plan

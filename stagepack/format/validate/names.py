@@ -8,6 +8,7 @@ from stagepack.format.weights import METADATA_KEY, PADDING_PREFIX
 
 MANIFEST_NAME = "manifest.json"
 SIGNATURE_NAME = "model.sig"
+INDEX_NAME = "model.safetensors.index.json"
 
 _IDENTIFIER_PATTERN = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 FILE_NAME_PATTERN = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,198}[A-Za-z0-9_-])?", re.ASCII)

@@ -1,14 +1,19 @@
-"""The agreement of a stage's graph with the headers of its weight files, and with the weights of other stages (SPEC W7 to W9)."""
+"""The agreement of a stage's graph with the headers of its weight files, and with the weights of other stages (SPEC W7 to W9).
+
+And the agreement of the index of the bundle as a sharded checkpoint with the weights of all stages (SPEC W10).
+"""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from msgspec.structs import replace
 
 from stagepack.errors import Problem
+from stagepack.format.codec import parse_json
 from stagepack.format.dtypes import HEADER_DTYPES, ITEM_SIZE, stored_shape
 from stagepack.format.graph import Weight
 from stagepack.format.manifest import Stage
 from stagepack.format.validate.graph_weights import zero_bytes
+from stagepack.format.validate.names import INDEX_NAME
 from stagepack.format.validate.problems import format_names
 from stagepack.format.weights import StoredTensor
 
@@ -33,6 +38,14 @@ class NamedWeights:
         stored_weight = (replace(weight, value=""), file_name)
         differing = (name for name in weight.names if self._weights.setdefault(name, stored_weight) != stored_weight)
         return next(differing, None)
+
+    def checkpoint(self) -> dict[str, str]:
+        """Return the file of each stored tensor that a checkpoint of the model has (W10)."""
+        return {
+            weight.stored: file_name
+            for weight, file_name in self._weights.values()
+            if file_name is not None and weight.base is None and weight.kind in ("parameter", "buffer")
+        }
 
 
 def check_weights(
@@ -76,6 +89,23 @@ def check_weights(
         ("W9", stage.graph, message) for message in _statement_differences(weights, stored, files, stage)
     ]
     yield from (Problem(rule=rule, where=where, message=message) for rule, where, message in broken_rules)
+
+
+def check_index(content: bytes, named_weights: NamedWeights) -> Iterator[Problem]:
+    """Yield where the index says other than the stages (W10).
+
+    Raises:
+        FormatError: the content is not JSON.
+    """
+    fields = parse_json(content, INDEX_NAME)
+    stated = fields.get("weight_map") if isinstance(fields, dict) else None
+    if not isinstance(stated, dict):
+        yield Problem(rule="W10", where=INDEX_NAME, message="expected an object with a weight_map")
+        return
+    files = named_weights.checkpoint()
+    if differing := sorted(name for name in {*stated, *files} if stated.get(name) != files.get(name)):
+        message = f"the weight_map has other files than the stages, or none, for {format_names(differing)}"
+        yield Problem(rule="W10", where=INDEX_NAME, message=message)
 
 
 def weight_bytes(weights: Iterable[Weight], stored: Mapping[str, StoredTensor]) -> dict[str, int]:
