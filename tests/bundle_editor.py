@@ -127,6 +127,10 @@ _MANIFEST_FIELDS = [
     "max",
     "example",
     "symbols",
+    "left",
+    "relation",
+    "right",
+    "guards",
     "seed",
     "entry_points",
     "size",
@@ -284,6 +288,8 @@ def sort_graph(fields: Any) -> Any:
 def sort_fields(fields: Any, order: list[str]) -> Any:
     """Plain containers with their keys in the given order; keys that it lacks come last."""
     if isinstance(fields, dict):
-        keys = sorted(fields, key=lambda key: order.index(key) if key in order else len(order))
+        # In the object of a signature, the kind is the last field; in its other containers it is the second one.
+        last = "kind" if "class_name" in fields else None
+        keys = sorted(fields, key=lambda key: order.index(key) if key in order and key != last else len(order))
         return {key: sort_fields(fields[key], order) for key in keys}
     return [sort_fields(value, order) for value in fields] if isinstance(fields, list) else fields

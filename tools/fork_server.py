@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 # A Python process has one fork server, so it imports what any of its users needs.
@@ -18,9 +18,9 @@ FORK_SERVER.set_forkserver_preload(["tools.preloaded"])
 
 
 class ForkedProcess:
-    """A process of the fork server, with the methods of `subprocess.Popen` that are used of it."""
+    """A process of the fork server, or another one of multiprocessing, with the methods of `subprocess.Popen` that are used of it."""
 
-    def __init__(self, process: ForkServerProcess) -> None:
+    def __init__(self, process: BaseProcess) -> None:
         self._process = process
         process.start()
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import json
 import random
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -120,7 +121,7 @@ def mutate_file(
 
     Args:
         editor: the bundle.
-        file_name: the manifest, a graph, an ONNX file, or a weight file, whose header is changed.
+        file_name: the manifest, a graph, an ONNX file, another JSON file, or a weight file, whose header is changed.
         generator: chooses.
         change_one: changes one location; by default `mutate`.
     """
@@ -146,6 +147,9 @@ def mutate_file(
             # As does what is no message any more.
             with contextlib.suppress(AttributeError, KeyError, TypeError):
                 editor.write_file(file_name, message(fields))
+        elif file_name.endswith(".json"):
+            change(fields := json.loads((editor / file_name).read_bytes()))
+            editor.write_file(file_name, json.dumps(fields, ensure_ascii=False).encode(errors="surrogatepass"))
         else:
             editor.edit_weight_header(file_name, change)
 

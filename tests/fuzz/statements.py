@@ -12,6 +12,7 @@ from stagepack.errors import StagepackError
 from stagepack.format.graph_reader import read_graph
 from stagepack.format.validate import StageGraph
 from tests.bundle_editor import BundleEditor, sort_graph, sort_manifest
+from tests.fuzz.mutation import locations
 
 Fields = dict[str, Any]
 
@@ -327,6 +328,70 @@ def change_example(it: Statements) -> None:
         it.entry["example"] = it.choose.choice(it.manifest["files"])["name"]
 
 
+def change_guard(it: Statements) -> None:
+    """There is one condition on sizes less or more, or one compares otherwise."""
+    guards = it.entry.get("guards", [])
+    names = [symbol["name"] for symbol in it.entry.get("symbols", [])] or [1]
+    relation = it.choose.choice(["eq", "ne", "lt", "le"])
+    kind = it.choose.randrange(3)
+    if guards and kind == 0:
+        guards.remove(it.choose.choice(guards))
+    elif guards and kind == 1:
+        it.choose.choice(guards)["relation"] = relation
+    else:
+        guards.append(
+            {"left": it.choose.choice(names), "relation": relation, "right": it.choose.choice([*names, 2, 8])}
+        )
+
+
+def change_container(it: Statements) -> None:
+    """An argument or a result is in another kind of container, is another constant, or is passed otherwise."""
+    found = [fields for fields, _ in locations(it.entry["signature"]) if isinstance(fields, dict)]
+    fields = it.choose.choice(found)
+    if "kind" in fields:
+        fields["kind"] = it.choose.choice(["tuple", "list", "deque", "dict", "OrderedDict", "object"])
+    elif fields.get("type") == "constant":
+        fields["value"] = it.choose.choice([None, True, 0, 1, -0.0, "x"])
+    elif "tree" in fields:
+        field = it.choose.choice(["positional", "keyword"])
+        if fields.pop(field, None) is None:
+            fields[field] = field == "positional"
+    if it.choose.random() < 0.1:
+        it.manifest["features"] = ["named_tuples"]
+
+
+def change_onnx(it: Statements) -> None:
+    """The ONNX models of two stages change places, a stage has none, or one reads other weight files."""
+    stages = it.entry["stages"]
+    first, second = it.choose.choice(stages), it.choose.choice(stages)
+    kind = it.choose.randrange(3)
+    if kind == 0:
+        first["onnx"], second["onnx"] = second.get("onnx"), first.get("onnx")
+    elif kind == 1:
+        first["onnx"] = None
+    elif first.get("onnx"):
+        names = [file["name"] for file in it.manifest["files"] if file["name"].endswith(".safetensors")]
+        first["onnx"]["weights"] = it.choose.sample(names, it.choose.randint(1, len(names)))
+    for stage in stages:
+        if stage.get("onnx") is None:
+            stage.pop("onnx", None)
+
+
+def change_files(it: Statements) -> None:
+    """A stage reads the weight files of another one, or in another order; two stages have each other's graphs."""
+    first, second = it.stage(), it.stage()
+    field = it.choose.choice(["weights", "weights", "graph", "inputs", "outputs", "state", "namespaces"])
+    kind = it.choose.randrange(3)
+    if kind == 0 and field != "graph":
+        first[field] = first.get(field, [])[::-1]
+    elif kind == 1 and field != "graph":
+        first[field] = list(dict.fromkeys([*first.get(field, []), *second.get(field, [])]))
+    elif field in first and field in second:
+        first[field], second[field] = second[field], first[field]
+    if not first.get(field):
+        first.pop(field, None)
+
+
 def change_order(it: Statements) -> None:
     """Two nodes of a stage, its inputs, its outputs or its module calls change places."""
     graph = it.graph()
@@ -346,6 +411,8 @@ def change_call(it: Statements) -> None:
     kind = it.choose.randrange(3)
     if kind == 0:
         calls.remove(call)
+        if not calls:
+            del graph["calls"]
     elif kind == 1:
         call["nodes"] = max(1, call["nodes"] + it.choose.choice([-1, 1]))
     elif call["first"].isdecimal():
@@ -361,6 +428,7 @@ def second_entry_point(it: Statements) -> None:
 CHANGES: tuple[Callable[[Statements], None], ...] = (
     change_state, change_count, change_places, change_edge, change_symbol, change_operator, write_memory, write_memory, change_node,
     change_name, change_weight, change_signature, change_example, change_order, change_call, second_entry_point,
+    change_guard, change_container, change_onnx, change_files,
 )  # fmt: skip
 
 
