@@ -31,7 +31,7 @@ def command(
     Each stage gets an ONNX model whose initializers point into the weight files of the bundle, so weights are not copied. The model of
     each stage is then run in ONNX Runtime on the example, and at other sizes that the bundle allows. A stage that cannot be converted,
     that ONNX Runtime cannot run on the CPU, or whose answer differs from that in torch by more than rounding, gets no ONNX model and
-    runs in torch only.
+    runs in torch only. The exit status is 1 if no stage has one.
 
     A difference is allowed within a tolerance of the type: for float32, 1e-3 of each value plus 1e-4. Beyond it, the stage is computed
     in float64, and a difference up to 8 times that of torch's own answer from float64 is allowed. --rtol and --atol replace all that.
@@ -56,6 +56,11 @@ def command(
     else:
         print_conversion(stages)
         print_line(f"wrote {bundle_path} in {seconds:.1f} s")
+    if all(stage["torch_only"] for stage in stages):
+        edges = (edge for entry_point in bundle.entry_points for edge in entry_point.edges)
+        has_bfloat16 = any(edge.dtype == "bfloat16" for edge in edges)
+        cure = ": export the model with --dtype float32 or float16" if has_bfloat16 else ""
+        fail(f"{bundle_path}: no stage has an ONNX model that ONNX Runtime can run{cure}")
 
 
 def conversion_facts(conversion: "AddedOnnx") -> list[dict[str, Any]]:
