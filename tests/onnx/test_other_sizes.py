@@ -244,3 +244,20 @@ def test_sizes_that_are_checked_are_bounded_by_their_work(filtered: Bundle) -> N
         rows, channels, length = (evaluate_dim(dim, sizes) for dim in values["signals"].shape)
         filters, _, width = (evaluate_dim(dim, sizes) for dim in values["kernels"].shape)
         assert 2 * rows * channels * filters * width * (length + 5 - width) <= 2**31
+
+
+class Doubled(nn.Module):
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows.mul_(2).sum()
+
+
+def test_an_input_without_rows_can_be_written(tmp_path: Path) -> None:
+    rows = {0: Dim("rows", min=0, max=9)}
+    bundle = stagepack.export(Doubled(), (torch.rand(3, 4, 2),), out=tmp_path / "m.stagepack", dynamic_shapes=(rows,))
+    added = stagepack.add_onnx(bundle)
+    assert added.torch_only == {}
+    pipe = stagepack.load(added.bundle, runtime="onnxruntime")
+    assert pipe(torch.rand(0, 4, 2)) == 0
+    ones = torch.ones(2, 4, 2)
+    assert pipe(ones) == 32
+    assert torch.equal(ones, torch.full((2, 4, 2), 2.0))

@@ -39,7 +39,8 @@ def _is_writeable(value: Any) -> bool:
 
 
 def _elements_overlap(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    return any(stride == 0 and size > 1 for size, stride in zip(shape, strides, strict=True))
+    # numpy gives arrays without elements strides of 0.
+    return 0 not in shape and any(stride == 0 and size > 1 for size, stride in zip(shape, strides, strict=True))
 
 
 def _may_overlap(first: Any, second: Any) -> bool:
