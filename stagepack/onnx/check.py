@@ -9,12 +9,13 @@ import torch
 
 from stagepack.capture.torch_messages import suppress_warnings
 from stagepack.errors import OperatorError, StagepackError
+from stagepack.format.example_sizes import example_sizes
 from stagepack.format.graph import Value
 from stagepack.format.manifest import Edge
 from stagepack.format.reader import Bundle
 from stagepack.onnx.draws import DRAWS, RANDOM_OPERATORS, Draw, call_count, compare_draws
 from stagepack.onnx.float64_answers import float64_answers, rounding_error
-from stagepack.onnx.other_sizes import Sizes, format_sizes, inputs_at, sizes_to_check
+from stagepack.onnx.other_sizes import Sizes, call_bytes, format_sizes, inputs_at, sizes_to_check
 from stagepack_loaders.base import PrepareOptions
 from stagepack_loaders.comparison import TOLERANCE, Tolerance, compare_arrays
 from stagepack_loaders.example import read_example_inputs
@@ -172,7 +173,7 @@ class _CheckedStage:
         if self.onnx_stage is None:
             return
         try:
-            check = self._compare(original_inputs, torch_answers)
+            check = self._compare(call, original_inputs, torch_answers)
         except Exception as error:  # noqa: BLE001 - the exceptions of onnxruntime have no common base
             message = " ".join(str(error).split())[:_MAX_REASON_LENGTH]
             check = StageCheck(within=False, reason=f"it fails in ONNX Runtime: {message}")
@@ -196,11 +197,11 @@ class _CheckedStage:
             sizes=(*self.check.sizes, *([sizes] if sizes and sizes not in self.check.sizes else [])),
         )
 
-    def _compare(self, inputs: list[Any], torch_answers: list[_Answer]) -> StageCheck:
+    def _compare(self, call: _Call, inputs: list[Any], torch_answers: list[_Answer]) -> StageCheck:
         """Compare the answers to a call."""
         onnx_answers = self._run_onnx(inputs)
         if self._is_random(inputs, torch_answers):
-            return self._compare_distributions(inputs, torch_answers, onnx_answers)
+            return self._compare_distributions(call, inputs, torch_answers, onnx_answers)
         compute_exactly = partial(float64_answers, self.bundle, self.stage_number, inputs, self.allow_ops)
         return _compare_answers(onnx_answers, torch_answers, self.tolerance, compute_exactly)
 
@@ -220,16 +221,18 @@ class _CheckedStage:
         )
 
     def _compare_distributions(
-        self, inputs: list[Any], torch_answers: list[_Answer], onnx_answers: list[_Answer]
+        self, call: _Call, inputs: list[Any], torch_answers: list[_Answer], onnx_answers: list[_Answer]
     ) -> StageCheck:
         """Compare the answers to a call that is repeated."""
-        count = call_count(max((answer.value.numel() for answer in torch_answers), default=0))
+        sizes = example_sizes(self.bundle.entry_point.symbols) | (call.sizes or {})
+        largest_answer = max((answer.value.numel() for answer in torch_answers), default=0)
+        count = call_count(largest_answer, call_bytes([self.torch_stage.graph], sizes))
         # A large answer is not kept: of each call, the elements that are compared are.
         onnx_calls = [self._draws(onnx_answers)]
         onnx_calls += [self._draws(self._run_onnx(_copies(inputs))) for _ in range(1, count)]
         torch_calls = [self._draws(self._run_torch(_copies(inputs), seed=seed)[1]) for seed in range(count)]
         for position, answer in enumerate(torch_answers):
-            onnx_draws, torch_draws = ([call[position] for call in calls] for calls in (onnx_calls, torch_calls))
+            onnx_draws, torch_draws = ([draws[position] for draws in calls] for calls in (onnx_calls, torch_calls))
             if reason := compare_draws(onnx_draws, torch_draws, self.tolerance):
                 return StageCheck(within=False, reason=f"it draws other random numbers in the {answer.title}: {reason}")
         return StageCheck(reason=DRAWS)

@@ -29,12 +29,18 @@ _MIN_CALLS, _MAX_CALLS, _MIN_DRAWS = 64, 256, 8192
 # Of answers with more elements than these, blocks of neighbours are compared, in fewer calls: 10 standard errors are still beyond 1e-10,
 # and 64 calls would take 64 times the memory of one.
 _MAX_ELEMENTS: Final = 1 << 16
+_MAX_CALL_BYTES: Final = 1 << 23
 _BLOCKS, _CALLS_OF_LARGE = 64, 16
 
 
-def call_count(elements: int) -> int:
-    """Return how many calls in each runtime a comparison takes, given the number of elements of an answer."""
-    if elements > _MAX_ELEMENTS:
+def call_count(elements: int, call_bytes: int = 0) -> int:
+    """Return how many calls in each runtime a comparison takes.
+
+    Args:
+        elements: the number of elements of an answer.
+        call_bytes: the bytes of all values of a call, of which the answer may be a mean.
+    """
+    if elements > _MAX_ELEMENTS or call_bytes > _MAX_CALL_BYTES:
         return _CALLS_OF_LARGE
     return min(max(_MIN_DRAWS // max(elements, 1), _MIN_CALLS), _MAX_CALLS)
 

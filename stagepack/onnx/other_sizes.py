@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -95,6 +95,11 @@ def format_sizes(sizes: Mapping[str, int]) -> str:
     return ", ".join(f"{symbol_name} = {size}" for symbol_name, size in sizes.items())
 
 
+def call_bytes(graphs: Iterable[Graph], sizes: Mapping[str, int]) -> int:
+    """Return the bytes of all values of a call at some sizes."""
+    return sum(value_bytes(value, sizes) for graph in graphs for value in (*graph.inputs, *_node_outputs(graph)))
+
+
 def _interesting_sizes(symbols: Sequence[Symbol], example: Sizes) -> Iterator[Sizes]:
     """Yield sizes that are of interest, in the order of their interest. They need not satisfy the conditions."""
     chosen = {symbol.name: _chosen_sizes(symbol) for symbol in symbols}
@@ -152,17 +157,14 @@ class _CallWork:
 
     def __init__(self, graphs: Sequence[Graph], example: Sizes) -> None:
         self._example = example
-        self._values = [value for graph in graphs for value in (*graph.inputs, *_node_outputs(graph))]
-        self._max_bytes = max(2 * self._bytes(example), _MAX_BYTES)
+        self._graphs = graphs
+        self._max_bytes = max(2 * call_bytes(graphs, example), _MAX_BYTES)
         # The operations of each node at the example, and the symbols that they grow with.
         self._flops = [flops for graph in graphs for flops in _symbols_of_flops(graph)]
         self._max_flops = max(2 * self._flops_at(example), _MAX_FLOPS)
 
     def exceeds_budget(self, sizes: Sizes) -> bool:
-        return self._bytes(sizes) > self._max_bytes or self._flops_at(sizes) > self._max_flops
-
-    def _bytes(self, sizes: Sizes) -> int:
-        return sum(value_bytes(value, sizes) for value in self._values)
+        return call_bytes(self._graphs, sizes) > self._max_bytes or self._flops_at(sizes) > self._max_flops
 
     def _flops_at(self, sizes: Sizes) -> float:
         return sum(

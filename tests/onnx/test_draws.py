@@ -105,3 +105,7 @@ def test_distributions_of_large_answers_are_told_apart_by_few_of_their_elements(
     calls = draws(LARGE[first], 1)
     assert sum(call.elements.numel() for call in calls) <= 2**20
     assert (compare_draws(calls, draws(LARGE[second], 2), None) == "") == (first == second)
+
+
+def test_a_mean_of_many_draws_is_not_drawn_often() -> None:
+    assert call_count(1, call_bytes=2**26) * 2**26 <= 2**30
