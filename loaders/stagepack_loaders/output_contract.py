@@ -8,6 +8,7 @@ from stagepack.format.contract import BoundArgument, check_values
 from stagepack.format.dtypes import SCALAR_DTYPES
 from stagepack.format.graph import Value
 from stagepack.format.manifest import Edge
+from stagepack.format.shapes import Symbol
 
 
 class OutputContract:
@@ -17,6 +18,7 @@ class OutputContract:
         self,
         inputs: Sequence[Value | Edge],
         outputs: Sequence[Value | Edge | None],
+        symbols: Sequence[Symbol],
         dtype_of: Callable[[str], Any] = str,
     ) -> None:
         """Collect what is stated.
@@ -24,9 +26,12 @@ class OutputContract:
         Args:
             inputs: the inputs of the stage.
             outputs: its outputs; None for one that is not checked, such as a weight, whose file is.
+            symbols: the symbols of the graph or of the entry point.
             dtype_of: the `dtype` that values have, by the name of a dtype.
         """
         self._inputs = inputs
+        # The other sizes are those of the inputs, which were checked.
+        self._symbols_of_data = [symbol for symbol in symbols if symbol.example is None]
         self._outputs = [(position, value) for position, value in enumerate(outputs) if value is not None]
         self._tensors = [
             (position, dtype_of(value.dtype), value.shape)
@@ -66,7 +71,7 @@ class OutputContract:
         }
         expected = {value.name: value for value in (*self._inputs, *(value for _, value in self._outputs))}
         try:
-            check_values(expected.values(), bound, ())
+            check_values(expected.values(), bound, self._symbols_of_data)
         except InputError as error:
             raise StageFailedError(f"the stage returns a value that the bundle does not state: {error}") from None
 

@@ -11,7 +11,7 @@ import torch
 
 import stagepack
 from stagepack.bundle_comparison import compare_bundles
-from stagepack.errors import DeviceError, FormatError, LimitError, StagepackError
+from stagepack.errors import DeviceError, FormatError, LimitError, StageFailedError, StagepackError
 from stagepack.partition.cut_options import CutOptions
 from stagepack.recutter import plan_bundle, whole_graph
 from tests.bundle_editor import BundleEditor, sort_manifest
@@ -219,3 +219,27 @@ def test_memory_that_a_call_shares_and_no_schema_states_is_compared_where_it_is_
     editor.edit_manifest(lambda fields: fields["entry_points"][0]["stages"][0].pop("state"))
     with pytest.raises(FormatError, match=r"aten\.dropout\.default: it returns the memory of .*G16"):
         stagepack.load(editor.path)
+
+
+class Places(torch.nn.Module):
+    """The places of what is not zero: the data says how many."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return them as numbers."""
+        return torch.nonzero(x) * 2
+
+
+def test_every_road_refuses_a_size_of_the_data_that_is_out_of_its_range(tmp_path: Path) -> None:
+    bundle = stagepack.export(Places(), (torch.ones(4),), out=tmp_path / "m.stagepack")
+    editor = BundleEditor.copy(bundle.path, tmp_path / "changed.stagepack")
+
+    def narrow(fields: Any) -> None:
+        [symbol] = fields["symbols"]
+        symbol["max"] = 3
+
+    editor.edit_graph(0, narrow)
+    editor.edit_manifest(lambda fields: narrow(fields["entry_points"][0]))
+    for run in (stagepack.load(editor.path), stagepack.load_stage(editor.path, 0)):
+        run(torch.tensor([1.0, 1, 1, 0]))
+        with pytest.raises(StageFailedError, match=r"expected 0 to 3 .*found 4"):
+            run(torch.ones(4))

@@ -57,7 +57,8 @@ class OnnxRuntimeStage(CallableStage):
         ]
         self._lock = threading.Lock()
         self.state = self.fresh_state()
-        self._types = SessionTypes(self.inputs, self.outputs, [*self._next_state_types(), *self._written_types()])
+        further_outputs = [*self._next_state_types(), *self._written_types()]
+        self._types = SessionTypes(self.inputs, self.outputs, further_outputs, bundle.entry_point.symbols)
 
     def run(self, values: list[Any]) -> tuple[Any, ...]:
         """Run the stage; see `stagepack_loaders.base.LoadedStage`.

@@ -11,7 +11,7 @@ from stagepack.format.dtypes import SCALAR_DTYPES
 from stagepack.format.graph import Value
 from stagepack.format.manifest import Edge
 from stagepack.format.onnx import COMPLEX_PART_DTYPES, ELEMENT_TYPES
-from stagepack.format.shapes import evaluate_dim
+from stagepack.format.shapes import Symbol, evaluate_dim
 from stagepack_loaders.onnxruntime.devices import Device
 from stagepack_loaders.onnxruntime.values import to_numpy
 from stagepack_loaders.output_contract import OutputContract
@@ -39,17 +39,24 @@ class DescribedValue:
 class SessionTypes:
     """The inputs and outputs of a session, as the bundle states them."""
 
-    def __init__(self, inputs: Sequence[Edge], outputs: Sequence[Edge], further_outputs: Sequence[Value]) -> None:
+    def __init__(
+        self,
+        inputs: Sequence[Edge],
+        outputs: Sequence[Edge],
+        further_outputs: Sequence[Value],
+        symbols: Sequence[Symbol],
+    ) -> None:
         """Collect what is stated.
 
         Args:
             inputs: the inputs of the stage.
             outputs: the outputs of the stage.
             further_outputs: the outputs of the session after these: the next state, and the inputs that the stage writes.
+            symbols: the symbols of the entry point.
         """
         self._inputs = inputs
         self._outputs: list[Value | Edge] = [*outputs, *further_outputs]
-        self._contract = OutputContract(inputs, self._outputs)
+        self._contract = OutputContract(inputs, self._outputs, symbols)
 
     def describe_inputs(self, values: Sequence[Any]) -> list[Any]:
         """Return objects with a shape and a dtype for the inputs of a call, and numbers as they are."""

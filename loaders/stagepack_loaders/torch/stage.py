@@ -68,7 +68,7 @@ def output_contract(graph: Graph) -> OutputContract:
     """Return the check of what a graph returns; of outputs that are weights, the files are checked."""
     produced = {value.name: value for node in graph.nodes for value in node.outputs if value is not None}
     outputs = [produced.get(value_name) for value_name in graph.outputs]
-    return OutputContract(graph.inputs, outputs, lambda dtype: torch_attribute(dtype, torch.dtype))
+    return OutputContract(graph.inputs, outputs, graph.symbols, lambda dtype: torch_attribute(dtype, torch.dtype))
 
 
 class TorchStage(Container):
