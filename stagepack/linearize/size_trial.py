@@ -237,23 +237,21 @@ class SizeTrial:
         except (ArithmeticError, RuntimeError) as error:
             return Outcome(Verdict.UNKNOWN, f"there is no input of these sizes: {describe_error(error)}")
         observed: Observed = {}
-        results: list[Any] = []
-        program_error: Exception | None = None
+        results, program_error = [], None
         # The program runs first: its operators are checked before they run, those of the model are not.
         try:
             results = self._run(leaves, point, observed)
         except UnsafeArgumentsError as error:
-            return Outcome(Verdict.BOTH_FAIL, f"the model might end the process: {_first_line(error)}")
+            return Outcome(Verdict.BOTH_FAIL, f"the model might end the process: {describe_error(error)}")
         except Exception as error:  # noqa: BLE001 - operators raise errors of any kind
             program_error = error
         failure, answer = self._answer(leaves)
         if isinstance(program_error, _RankError):
-            return Outcome(Verdict.DIFFERS, _first_line(program_error))
+            return Outcome(Verdict.DIFFERS, str(program_error).partition("\n")[0])
+        if program_error is not None and (failure or self._capture.model is None):
+            return Outcome(Verdict.BOTH_FAIL, failure or f"the program fails: {describe_error(program_error)}")
         if program_error is not None:
-            program_failure = f"program fails: {describe_error(program_error)}"
-            if failure or self._capture.model is None:
-                return Outcome(Verdict.BOTH_FAIL, failure or f"the {program_failure}")
-            return Outcome(Verdict.PROGRAM_FAILS, f"its captured {program_failure}")
+            return Outcome(Verdict.PROGRAM_FAILS, f"its captured program fails: {describe_error(program_error)}")
         if failure:
             return Outcome(Verdict.MODEL_FAILS, failure)
         if self._capture.model is None or are_identical(answer, results):
@@ -392,10 +390,6 @@ def _differences(value: Value, item: Any, point: Point) -> Observed:
         except (KeyError, ArithmeticError):
             continue
     return differences
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
 
 
 def _are_close(answer: Sequence[Any], results: Sequence[Any]) -> bool:

@@ -168,9 +168,12 @@ class _CallWork:
 
     def _flops_at(self, sizes: Sizes) -> float:
         return sum(
-            flops * math.prod(max(sizes[name], 1) / max(self._example[name], 1) for name in names if name in sizes)
-            for flops, names in self._flops
+            flops * math.prod(self._growth(symbol_name, sizes) for symbol_name in grown_symbols)
+            for flops, grown_symbols in self._flops
         )
+
+    def _growth(self, symbol_name: str, sizes: Sizes) -> float:
+        return max(sizes[symbol_name], 1) / max(self._example[symbol_name], 1) if symbol_name in sizes else 1
 
 
 def _node_outputs(graph: Graph) -> Iterator[Value]:
@@ -180,13 +183,13 @@ def _node_outputs(graph: Graph) -> Iterator[Value]:
 def _symbols_of_flops(graph: Graph) -> Iterator[tuple[int, set[str]]]:
     """The operations of each node at the example, and the symbols of what it takes and returns."""
     symbols_of_value = {
-        value.name: {name for dim in value.shape for name in symbol_names(dim)}
+        value.name: {symbol_name for dim in value.shape for symbol_name in symbol_names(dim)}
         for value in (*graph.inputs, *_node_outputs(graph))
     }
     for node in graph.nodes:
         if node.cost.flops:
             value_names = [*input_names(node), *output_names(node)]
-            yield node.cost.flops, set().union(*(symbols_of_value.get(name, ()) for name in value_names))
+            yield node.cost.flops, set().union(*(symbols_of_value.get(value_name, ()) for value_name in value_names))
 
 
 def _resized(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
