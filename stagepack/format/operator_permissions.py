@@ -42,6 +42,13 @@ def needed_permissions(graphs: Iterable[Graph]) -> set[str]:
     return {permission for permission in permissions if permission is not None}
 
 
+def unsafe_operators(graphs: Iterable[Graph]) -> list[str]:
+    """Return the operators of ATen and prims that do not run by default: at sizes that do not fit, they may end the process."""
+    return sorted(
+        permission for permission in needed_permissions(graphs) if operator_namespace(permission) in ALLOWED_NAMESPACES
+    )
+
+
 def bundle_permissions(bundle: Bundle) -> set[str]:
     """Return what a caller must name in ``allow_ops`` to load a bundle. Reads its graphs."""
     return needed_permissions(map(bundle.graph, range(len(bundle.stages))))

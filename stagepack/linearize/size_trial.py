@@ -27,8 +27,7 @@ from stagepack.capture.torch_messages import suppress_warnings
 from stagepack.errors import CaptureError
 from stagepack.format.contract import bind_call
 from stagepack.format.graph import Value
-from stagepack.format.operator_permissions import needed_permissions
-from stagepack.format.operators import ALLOWED_NAMESPACES, operator_namespace
+from stagepack.format.operator_permissions import unsafe_operators
 from stagepack.format.shapes import Dim, Symbol, evaluate_dim, format_guard, guard_holds, symbol_names
 from stagepack.graph.analysis import GraphAnalysis
 from stagepack.linearize.example import EXAMPLE_SEED
@@ -116,8 +115,7 @@ class SizeTrial:
         self._outcomes: dict[tuple[tuple[str, int], ...], Outcome] = {}
         self._fake_weights: tuple[FakeTensorMode, dict[str, torch.Tensor]] | None = None
         # nll_loss_backward reads past the end of its inputs where a target is out of range.
-        permissions = sorted(needed_permissions([program.graph]))
-        self._unsafe_operators = [name for name in permissions if operator_namespace(name) in ALLOWED_NAMESPACES]
+        self._unsafe_operators = unsafe_operators([program.graph])
         costs = [node.cost for node in program.graph.nodes]
         self._example_work = sum(cost.flops + _WORK_OF_BYTE * cost.bytes for cost in costs)
         self._remaining_work = _MAX_WORK

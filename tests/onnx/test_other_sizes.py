@@ -12,11 +12,11 @@ from torch.nn import functional
 
 import stagepack
 from stagepack.cli.onnx_command import conversion_facts
-from stagepack.errors import StageFailedError
+from stagepack.errors import ExportWarning, StageFailedError
 from stagepack.format.reader import Bundle
 from stagepack.format.shapes import evaluate_dim
 from stagepack.onnx import AddedOnnx
-from stagepack.onnx.other_sizes import sizes_to_check
+from stagepack.onnx.other_sizes import inputs_at, sizes_to_check
 
 pytestmark = pytest.mark.xdist_group("other_sizes")  # one process, so that the bundle is made once
 
@@ -261,3 +261,22 @@ def test_an_input_without_rows_can_be_written(tmp_path: Path) -> None:
     ones = torch.ones(2, 4, 2)
     assert pipe(ones) == 32
     assert torch.equal(ones, torch.full((2, 4, 2), 2.0))
+
+
+class PooledBackward(nn.Module):
+    def forward(self, gradient: torch.Tensor, image: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        args = image, [2, 2], [1, 1], [1, 1], [1, 1], False, indices
+        return torch.ops.aten.max_pool2d_with_indices_backward(gradient, *args)
+
+
+def test_operators_that_may_end_the_process_are_not_run_at_other_sizes(tmp_path: Path) -> None:
+    """Indices of the example are out of range in a smaller image, and torch writes there."""
+    pooled, full = torch.rand(2, 7, 6), torch.rand(2, 6, 5)
+    example, dims = (pooled, full, torch.randint(0, 30, (2, 7, 6))), {1: Dim.AUTO, 2: Dim.AUTO}
+    with pytest.warns(ExportWarning):
+        bundle = stagepack.export(
+            PooledBackward(), example, out=tmp_path / "m.stagepack", dynamic_shapes=(dims, dims, dims)
+        )
+    inputs = dict(zip([edge.name for edge in bundle.entry_point.inputs], example, strict=True))
+    assert sizes_to_check(bundle)
+    assert not any(inputs_at(bundle, inputs, sizes) for sizes in sizes_to_check(bundle))
