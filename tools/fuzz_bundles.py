@@ -201,7 +201,7 @@ def _summary(outcome: Outcome) -> str:
     if outcome.kind == "exception":
         return outcome.detail.split(":")[0] + outcome.detail[outcome.detail.rfind("(") :]
     if outcome.kind == "lie":
-        return outcome.detail.partition(": ")[0]
+        return ": ".join(outcome.detail.split(": ")[:2])
     return outcome.detail
 
 
