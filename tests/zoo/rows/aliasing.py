@@ -238,16 +238,3 @@ def written_as_out() -> Model:
 
     with_no_gradient = Lambda(run, **linears("abc")).requires_grad_(False)
     return with_no_gradient, given()
-
-
-@row(_INPUTS)
-def one_tensor_given_twice() -> Model:
-    """Two inputs that are one tensor: what is written through one is read through the other."""
-
-    def run(self: Any, x: torch.Tensor, state: torch.Tensor, same: torch.Tensor) -> torch.Tensor:
-        y = self.a(x)
-        state.add_(1)
-        return self.c(self.b(y)) + same
-
-    state = torch.zeros(4)
-    return Lambda(run, **linears("abc")), given(torch.randn(2, 4), state, state)
