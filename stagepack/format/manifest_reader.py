@@ -47,7 +47,7 @@ def _found_at(folder: Path, manifest_path: Path) -> str:
         if ":/" in str(folder):
             return "no such path: stagepack.open and stagepack.load take a URL"
         with contextlib.suppress(OSError):
-            names = os.listdir(folder.parent)
+            names = [path.parent.name for path in folder.parent.glob(f"*/{MANIFEST_NAME}")]
             if close_names := difflib.get_close_matches(folder.name, names, cutoff=0.7):
                 return f"no such path: did you mean {' or '.join(str(folder.parent / name) for name in close_names)}?"
         return "no such path"

@@ -72,7 +72,7 @@ def test_what_a_killed_recut_leaves_is_removed(
     process.send_signal(signal_number)
     exit_status = process.wait()
     if not out.exists():
-        assert exit_status == (-signal_number if signal_number != signal.SIGINT else 1)
+        assert exit_status == (-signal_number if signal_number != signal.SIGINT else 130)
     if signal_number != signal.SIGKILL:
         assert not leftovers(out)
     recut(bundle_path, out=out, stages=4, overwrite=True).verify()

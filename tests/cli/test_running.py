@@ -285,7 +285,7 @@ def test_an_example_that_is_no_weight_file_is_refused(editor: BundleEditor) -> N
 def test_verify_says_in_json_which_rules_are_broken(editor: BundleEditor) -> None:
     editor.edit_graph(1, lambda fields: fields["nodes"][0].update(op=9))
     (editor / "extra").touch()
-    result = run("verify", str(editor.path), "--json")
+    result = run("verify", str(editor.path), "--strict", "--json")
     assert result.exit_code == 1
     facts = json.loads(result.stdout)
     assert facts["ok"] is False

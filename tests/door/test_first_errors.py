@@ -1,5 +1,6 @@
 """The errors that people meet first."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -17,14 +18,15 @@ def test_a_command_of_a_close_name_is_named() -> None:
 
 
 def test_each_thing_that_is_no_bundle_has_its_own_message(exported: tuple[Path, object], tmp_path: Path) -> None:
-    (tmp_path / "model.stagepack").mkdir()
+    shutil.copytree(exported[0], tmp_path / "model.stagepack")
+    (tmp_path / "empty.stagepack").mkdir()
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to("nowhere")
     messages = {
         "modl.stagepack": f"no such path: did you mean {tmp_path}/model.stagepack?",
         "other": "no such path",
         "file": "a file",
-        "model.stagepack": "a folder without it",
+        "empty.stagepack": "a folder without it",
         "link": "a link that leads nowhere",
     }
     for name, found in messages.items():

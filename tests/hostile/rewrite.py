@@ -29,11 +29,21 @@ class Work:
         self.folder = folder
         self.out = folder / "m.stagepack"
         self.new = contents(sound)
-        self.old = self.new | {"config.json": b"{}\n"}
+        self.old = self._write_old()
         self.tick: Callable[[], None] = lambda: None
 
+    def _write_old(self) -> dict[str, bytes]:
+        """The content of the old bundle: it has one more file than the new one."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        bundle = Bundle(self.sound)
+        with BundleWriter(self.out, overwrite=False) as writer:
+            for name, content in {**{name: self.new[name] for name in bundle.files}, "config.json": b"{}\n"}.items():
+                writer.write_file(name, [content])
+            writer.finish(bundle.manifest)
+        return contents(self.out)
+
     def reset(self) -> None:
-        """Put the old bundle there, and nothing else: it has one more file than the new one."""
+        """Put the old bundle there, and nothing else."""
         shutil.rmtree(self.folder, ignore_errors=True)
         self.out.mkdir(parents=True)
         for name, content in self.old.items():

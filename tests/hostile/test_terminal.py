@@ -14,6 +14,7 @@ from tests.bundle_editor import BundleEditor, rename_value
 from tests.hostile.attack import command_fails
 
 # Clear the screen, set the title, C1 control, right-to-left override, and a line that looks like ours.
+INDEX = "model.safetensors.index.json"
 EVIL = "\x1b[2J\x1b]0;owned\x07\x9b31m\u202egnp.exe\r\nall rules hold"
 STATE = f"{EVIL} of state"
 STYLES = re.compile(r"\x1b\[[012]m")  # what we print ourselves: bold, dim, reset
@@ -40,6 +41,10 @@ def dress(editor: BundleEditor) -> None:
         "stage-2.safetensors", lambda fields: fields.update({STATE: fields.pop("calls")}) if "calls" in fields else None
     )
     editor.edit_manifest(lambda fields: fields["entry_points"][0]["stages"][2].update(state=[STATE]))
+    index = json.loads((editor / INDEX).read_bytes())
+    new_names = {"first.weight": EVIL, "calls": STATE}
+    index["weight_map"] = {new_names.get(name, name): file_name for name, file_name in index["weight_map"].items()}
+    editor.write_file(INDEX, json.dumps(index).encode())
 
 
 @pytest.mark.parametrize("arguments", [["inspect"], ["inspect", "--stage", "1"], ["verify", "--run"], ["load"]])

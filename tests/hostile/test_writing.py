@@ -44,7 +44,8 @@ def export(out: Path, *, overwrite: bool = False) -> None:
 def test_what_exists_is_not_overwritten_unasked(editor: BundleEditor) -> None:
     before = contents(editor.path)
     with pytest.raises(
-        OutputExistsError, match=r"already exists: choose another name, or overwrite it \(--overwrite\)"
+        OutputExistsError,
+        match=r"already exists: choose another name, or overwrite it \(--overwrite; in Python overwrite=True\)",
     ):
         export(editor.path)
     command_fails("export", "nowhere.py:model", "-o", str(editor.path), says="already exists")
@@ -106,7 +107,7 @@ def test_overwriting_replaces_bundles_only(make: Callable[[Path], None], tmp_pat
 def test_overwriting_replaces_a_bundle_whole_if_it_is_damaged_or_not(
     damage: Callable[[BundleEditor], None], editor: BundleEditor, sound: Path
 ) -> None:
-    (editor / "old-file").touch()
+    editor.write_file("old.json", b"{}")
     damage(editor)
     write_tiny(editor.path, overwrite=True)
     assert contents(editor.path) == contents(sound)
@@ -156,7 +157,7 @@ def test_a_folder_is_overwritten_where_two_cannot_be_exchanged(
     editor: BundleEditor, sound: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writer, "exchange_paths", lambda *_: False)
-    (editor / "old-file").touch()
+    editor.write_file("old.json", b"{}")
     overwrite_with(sound, editor.path)
     assert contents(editor.path) == contents(sound)
     assert list(editor.path.parent.iterdir()) == [editor.path]

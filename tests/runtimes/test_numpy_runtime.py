@@ -167,7 +167,7 @@ def test_the_option_import_registers_it_first(bundle: Path) -> None:
     for options, status in [(["--import", "tests.runtimes.numpy_runtime.plugin"], 0), ([], 2)]:
         done = subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True, check=False)
         assert done.returncode == status, done.stderr
-    other_names = (name for name in runtime_names() if name != "numpy")
+    other_names = ("auto", *(name for name in runtime_names() if name != "numpy"))
     assert f"'numpy' is not one of {', '.join(map(repr, other_names))}" in done.stderr
 
 

@@ -39,6 +39,7 @@ def main() -> None:
     is_lost = os.environ["RANK"] == lost_rank
     if has_group == "True":
         torch.distributed.init_process_group("gloo")
+        wait_for_others(is_lost)
     if is_lost and MOMENTS[moment] is not None:
         setattr(MOMENTS[moment], moment, end)
     try:
@@ -55,6 +56,15 @@ def main() -> None:
     except Exception as error:  # noqa: BLE001 - what the test looks for
         tell(f"RAW {type(error).__name__}: {error}")
     time.sleep(30)  # a process that does not end must not keep the others from noticing
+
+
+def wait_for_others(is_lost: bool) -> None:
+    """Let the process that is lost go on when all others have a group: one that is lost before is an error of torch."""
+    store = torch.distributed.distributed_c10d._get_default_store()
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    store.set(f"has a group/{rank}", "")
+    if is_lost:
+        store.wait([f"has a group/{other}" for other in range(size)])
 
 
 def end(*_: object, **__: object) -> Any:

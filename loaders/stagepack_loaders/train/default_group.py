@@ -61,7 +61,10 @@ def make_default_group(known_processes: KnownProcesses, silence_seconds: float) 
         )
     rank, size = launched_rank(), launched_size()
     known_processes.hosts[FRONT_RANK] = launched_address()
-    store = launched_store(rank, _START_SECONDS)
+    store: Any = launched_store(rank, _START_SECONDS)
+    # Another connection: one on which a thread waits lets no other one in. The group keeps the store itself, which may be the server. It is
+    # made before the reports: a process that has reported may be lost, and its store with it, and a new connection waits for minutes then.
+    sign_store = store.clone()
     try:
         processes = exchange_reports(
             store,
@@ -75,13 +78,12 @@ def make_default_group(known_processes: KnownProcesses, silence_seconds: float) 
     except ConnectionLostError as error:
         raise known_processes.store_error(error) from None
     known_processes.hosts.update({process_rank: process.host for process_rank, process in enumerate(processes)})
-    _connect(store, rank, size, known_processes, silence_seconds)
+    _connect(store, _SignsOfLife(sign_store, rank, size, known_processes, silence_seconds), silence_seconds)
 
 
-def _connect(store: Any, rank: int, size: int, known_processes: KnownProcesses, silence_seconds: float) -> None:
+def _connect(store: Any, signs: "_SignsOfLife", silence_seconds: float) -> None:
     """Make the group. The processes show signs of life in the store meanwhile: torch would wait half an hour for one that is gone."""
-    # Another connection: one on which a thread waits lets no other one in. The group keeps the store itself, which may be the server.
-    signs = _SignsOfLife(store.clone(), rank, size, known_processes, silence_seconds)
+    rank, size = launched_rank(), launched_size()
     try:
         finished(lambda: torch.distributed.init_process_group(store=store, rank=rank, world_size=size), signs.check)
     except RuntimeError as error:
