@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Self
 
-from stagepack.errors import DeviceError
+from stagepack.errors import DeviceError, OptionError
 from stagepack.format.contract import bind_call, check_values
 from stagepack.format.manifest import Edge, format_inputs, format_stage_count
 from stagepack.format.reader import Bundle
@@ -16,6 +16,16 @@ from stagepack_loaders.exchange import array_ops_of_call, check_shared_memory, t
 from stagepack_loaders.generation.generate import TokenCallback, generate
 from stagepack_loaders.pipeline_sequence import PipelineSequence
 from stagepack_loaders.run_trace import RunTrace
+
+_FIXED_DTYPES = "a bundle computes in the types of the export: export with --dtype, or in Python the model in that type"
+# What users of `torch.nn.Module` look for, and what takes its place.
+_MODULE_METHODS = {
+    **dict.fromkeys(("half", "bfloat16", "float", "double", "type"), _FIXED_DTYPES),
+    **dict.fromkeys(("cuda", "cpu"), "move the stages with to(), such as to('cuda') or to(['cuda:0', 'cuda:1'])"),
+    "train": "graphs compute as the model did at the export: export it in training mode, and train with stagepack.train",
+    "named_modules": "each of its stages is a module in PyTorch: pipeline.stages[0].named_modules()",
+    "named_parameters": "state_dict() has the weights of all stages by their names in the model",
+}
 
 
 class CallablePipeline(ABC):
@@ -52,6 +62,17 @@ class CallablePipeline(ABC):
         placed = ", ".join(dict.fromkeys(self.devices))
         inputs = format_inputs(self.entry_point)
         return f"<{type(self).__name__} {self.bundle.location!r}, {format_stage_count(len(self.devices))} on {placed}, {inputs}>"
+
+    def __getattr__(self, attribute_name: str) -> Any:
+        hint = _MODULE_METHODS.get(attribute_name, "")
+        raise AttributeError(f"{type(self).__name__} has no attribute {attribute_name!r}{hint and f': {hint}'}")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        raise OptionError("only pipelines in PyTorch in this process can be copied: load the bundle again")
+
+    def eval(self) -> Self:
+        """Return the pipeline: its graphs compute as the model did at the export, in evaluation mode or not."""
+        return self
 
     @property
     def inputs(self) -> tuple[Edge, ...]:

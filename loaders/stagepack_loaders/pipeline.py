@@ -1,5 +1,6 @@
 """Loaded stages as one callable, in one process."""
 
+import copy
 import itertools
 import threading
 from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
@@ -16,7 +17,7 @@ from stagepack_loaders.callable_pipeline import CallablePipeline
 from stagepack_loaders.exchange import array_ops_of_call, to_runtime
 from stagepack_loaders.pipeline_sequence import PipelineSequence
 from stagepack_loaders.placement import place_stages
-from stagepack_loaders.registry import find_runtime
+from stagepack_loaders.registry import TORCH_RUNTIME, find_runtime
 from stagepack_loaders.run_trace import RunTrace, SpanRecorder
 from stagepack_loaders.stage_errors import typed_stage_errors
 
@@ -67,6 +68,12 @@ class Pipeline(CallablePipeline):
         self._request_numbers = itertools.count(1)
         self._spans = SpanRecorder()
         self._sequence_lock = threading.Lock()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Pipeline":
+        if any(runtime.name != TORCH_RUNTIME for runtime in self.runtimes):
+            return super().__deepcopy__(memo)
+        stages = [copy.deepcopy(stage, memo) for stage in self.stages]
+        return Pipeline(self.bundle, stages, self._types, self.limit)
 
     @property
     def arrays(self) -> ArrayOps:

@@ -14,7 +14,7 @@ from typing import NamedTuple, Self
 
 from msgspec.msgpack import encode
 
-from stagepack.errors import EntryPointError, FileNotListedError, Problem
+from stagepack.errors import EntryPointError, FileNotListedError, OptionError, Problem
 from stagepack.format import limits
 from stagepack.format.bundle_files import BundleFiles
 from stagepack.format.chunks import ByteProgress
@@ -207,8 +207,10 @@ class Bundle(BundleFiles):
             stage_number: the number of the stage, from 0. Negative numbers do not count from the end.
 
         Raises:
-            IndexError: the bundle has no stage of this number.
+            IndexError, OptionError: the bundle has no stage of this number, or it is no number.
         """
+        if not isinstance(stage_number, int):
+            raise OptionError(f"stage: expected a number, found {stage_number!r}")
         if not 0 <= stage_number < len(self.stages):
             raise IndexError(f"expected a stage from 0 to {len(self.stages) - 1}, found {stage_number}")
         return self.stages[stage_number]

@@ -13,7 +13,7 @@ SECONDS = 120
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("python_version", ["3.11", "3.14"])
+@pytest.mark.parametrize("python_version", ["3.11", pytest.param("3.14", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("resolution", ["highest", "lowest-direct"])
 def test_all_extras_resolve_together(python_version: str, resolution: str, tmp_path: Path) -> None:
     resolved_path = tmp_path / "resolved.txt"
