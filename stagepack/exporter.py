@@ -246,7 +246,7 @@ def _record_example(
     if not difference.within:
         values = tuple(example_values(capture, program).values())
         report_difference(capture, values, difference.largest, seed=EXAMPLE_SEED, is_allowed=options.allow_difference)
-    else:
+    elif capture.questions:
         written = [program.weights.tensors[weight] for weight in _written_weights(program)]
         check_other_inputs(
             stages, capture, program, written=written, seed=EXAMPLE_SEED, is_allowed=options.allow_difference

@@ -6,12 +6,9 @@ from typing import Any
 
 from stagepack.capture.error_location import with_location
 from stagepack.capture.inputs import Inputs
-from stagepack.capture.module_calls import TracedCalls
 from stagepack.capture.module_state import preserve_module
-from stagepack.capture.programs import Capture
-from stagepack.capture.torch_messages import format_torch_error, suppress_stderr
-from stagepack.capture.traced_code import traced_as_meant
-from stagepack.capture.traced_modes import TracedModes
+from stagepack.capture.programs import Capture, recorded_trace
+from stagepack.capture.torch_messages import format_torch_error
 from stagepack.errors import CaptureError
 from stagepack.torch_internals import transformers_exporter
 
@@ -36,26 +33,11 @@ def capture_patched(model: Any, inputs: Inputs) -> Capture:
     dynamic_shapes = inputs.dynamic_shapes
     if isinstance(dynamic_shapes, Mapping):
         dynamic_shapes = {parameter: dynamic_shapes.get(parameter) for parameter in tensor_inputs}
-    calls, modes = TracedCalls(), TracedModes()
     config = exporter_module.DynamoConfig(dynamic=dynamic_shapes is not None, dynamic_shapes=dynamic_shapes)
     try:
-        with (
-            preserve_module(model),
-            suppress_stderr(),
-            calls.recorded(),
-            modes.recorded(),
-            traced_as_meant(model) as asked,
-        ):
+        with preserve_module(model), recorded_trace(model) as recorded:
             program = exporter_module.DynamoExporter().export_program(model, input_of_parameter, config)[0]
     except Exception as error:
         raise CaptureError(with_location(format_torch_error(error), error)) from error
     capture_inputs = Inputs(kwargs=tensor_inputs, dynamic_shapes=dynamic_shapes)
-    return Capture(
-        program=program,
-        inputs=capture_inputs,
-        model=model,
-        method=PATCHED_EXPORT,
-        calls=calls,
-        functions=modes.functions,
-        questions=asked.questions,
-    )
+    return Capture(program=program, inputs=capture_inputs, model=model, method=PATCHED_EXPORT, **recorded)

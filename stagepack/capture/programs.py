@@ -1,10 +1,11 @@
 """A module, an exported program or its file -> a `Capture`, which holds a ``torch.export.ExportedProgram``."""
 
+import contextlib
 import functools
 import logging
 import os
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -87,23 +88,29 @@ def capture_module(model: torch.nn.Module, inputs: Inputs) -> Capture:
                 f"{model_class}: expected example inputs for {', '.join(missing)}, found none: pass --inputs FILE.py:FUNCTION, or let "
                 "the function of SOURCE return (module, inputs) (in Python: args=, kwargs=)"
             )
-    calls, modes = TracedCalls(), TracedModes()
     with preserve_module(model), explicit_signature(model, inputs):
         dynamic_shapes = complete_dynamic_shapes(model.forward, inputs)
         try:
-            with suppress_stderr(), calls.recorded(), modes.recorded(), traced_as_meant(model) as asked:
+            with recorded_trace(model) as recorded:
                 program = _export(model, inputs, dynamic_shapes)
         except Exception as error:
             message = f"{model_class} cannot be captured: {format_torch_error(error)}{_advice_on_pair(inputs)}"
             raise CaptureError(with_location(message, error)) from error
-    return Capture(
-        program=program,
-        inputs=inputs,
-        model=model,
-        calls=calls,
-        functions=modes.functions,
-        questions=asked.questions,
-    )
+    return Capture(program=program, inputs=inputs, model=model, **recorded)
+
+
+@contextlib.contextmanager
+def recorded_trace(model: torch.nn.Module) -> Iterator[dict[str, Any]]:
+    """Trace a model as it is meant, within the ``with`` block.
+
+    Yields:
+        After the block, the fields of a `Capture` that are recorded in a trace.
+    """
+    calls, modes = TracedCalls(), TracedModes()
+    fields: dict[str, Any] = {}
+    with suppress_stderr(), calls.recorded(), modes.recorded(), traced_as_meant(model) as asked:
+        yield fields
+    fields.update(calls=calls, functions=modes.functions, questions=asked.questions)
 
 
 def _advice_on_pair(inputs: Inputs) -> str:

@@ -9,6 +9,7 @@ from typing import Any, Final
 import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from stagepack.capture.asked_properties import AskedProperties
 from stagepack.capture.module_state import model_packages
@@ -21,7 +22,6 @@ _CHUNK: Final = (torch.chunk, torch.Tensor.chunk)
 _ROW_MAJOR: Final = frozenset({"contiguous", "embedding", "layer_norm", "linear", "one_hot"})
 # How many of its arguments decide the layout of a result, where not all do: not the mask.
 _DECIDING: Final = {"scaled_dot_product_attention": 3}
-_HAS_KNOWN_LAYOUT: Final = "_stagepack_has_known_layout"  # an attribute of fake tensors
 
 
 @contextlib.contextmanager
@@ -83,14 +83,14 @@ class _TracedFunctions(TorchFunctionMode):
         super().__init__()
         self._model = model
         self._asked = asked
+        # Whether the layout of a tensor is the same in all calls, whatever that of the inputs is. No attribute: constants are the caller's.
+        self._known_layouts = WeakIdKeyDictionary()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._asked.record(func, args)
         result = self._called(func, args, kwargs or {})
         if type(result) is FakeTensor:
-            setattr(
-                result, _HAS_KNOWN_LAYOUT, self._makes_known_layout(getattr(func, "__name__", ""), args, kwargs or {})
-            )
+            self._known_layouts[result] = self._makes_known_layout(getattr(func, "__name__", ""), args, kwargs or {})
         return result
 
     def _called(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -114,14 +114,12 @@ class _TracedFunctions(TorchFunctionMode):
         return all(map(self._has_known_layout, _tensors(deciding)))
 
     def _has_known_layout(self, tensor: torch.Tensor) -> bool:
-        """Whether the layout of a tensor is the same in all calls, whatever that of the inputs is."""
-        has_known_layout: bool | None = getattr(tensor, _HAS_KNOWN_LAYOUT, None)
-        if has_known_layout is None:
-            has_known_layout = isinstance(tensor, torch.nn.Parameter) or any(
-                tensor is buffer for buffer in self._model.buffers()
-            )
-            setattr(tensor, _HAS_KNOWN_LAYOUT, has_known_layout)
-        return has_known_layout
+        if tensor not in self._known_layouts:
+            # In a trace, the buffers of the model are others than before.
+            is_weight = isinstance(tensor, torch.nn.Parameter) or any(tensor is one for one in self._model.buffers())
+            self._known_layouts[tensor] = is_weight
+        is_known: bool = self._known_layouts[tensor]
+        return is_known
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:

@@ -161,3 +161,19 @@ class ForGpus(nn.Module):
 
 def test_autocast_of_a_device_that_is_not_there_changes_nothing(tmp_path: Path) -> None:
     assert_right(ForGpus(), stagepack.Inputs(args=(torch.randn(2, 4),)), (torch.randn(2, 4),), tmp_path)
+
+
+def test_an_export_leaves_the_tensors_of_the_model_as_they_are(tmp_path: Path) -> None:
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.constant = torch.ones(3)
+            self.buffer = nn.Buffer(torch.ones(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.contiguous() + self.constant.contiguous() + self.buffer
+
+    model = Shifted()
+    before = [dict(vars(tensor)) for tensor in (model.constant, model.buffer)]
+    stagepack.export(model, (torch.randn(2, 3),), out=tmp_path / "m")
+    assert [vars(tensor) for tensor in (model.constant, model.buffer)] == before
