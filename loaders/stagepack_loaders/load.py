@@ -23,7 +23,7 @@ from stagepack_loaders.preparation import (
     reading_progress,
     runtime_of_each_stage,
 )
-from stagepack_loaders.registry import DEFAULT_RUNTIME, default_runtime, find_runtime
+from stagepack_loaders.registry import DEFAULT_RUNTIME, chosen_runtime
 
 if TYPE_CHECKING:
     import torch
@@ -172,6 +172,7 @@ def load(
     limits = checked_limits(limits)
     opened_bundle = open_for_loading(bundle, verify, require_signature)
     stage_runtimes = runtime_of_each_stage(runtime, opened_bundle)
+    runtime = [stage_runtime.name for stage_runtime in stage_runtimes]
     check_compile_options(stage_runtimes, compile, compiled)
     memory_bytes = check_stream_options(
         stage_runtimes,
@@ -347,7 +348,7 @@ def load_stage(
     opened_bundle.stage(stage)
     if modules and (compile or compiled is not None):
         raise OptionError("modules excludes compile and compiled: a stage that runs by its modules is not compiled")
-    stage_runtime = default_runtime(opened_bundle) if runtime == DEFAULT_RUNTIME else find_runtime(runtime)
+    stage_runtime = chosen_runtime(runtime, opened_bundle)
     check_compile_options([stage_runtime], compile, compiled)
     memory_bytes = check_stream_options(
         [stage_runtime],

@@ -16,7 +16,7 @@ from stagepack_loaders.base import Compile, LoadedStage, PreparedStage, PrepareO
 from stagepack_loaders.call_limits import ValueLimit
 from stagepack_loaders.pipeline import Pipeline
 from stagepack_loaders.placement import place_stages
-from stagepack_loaders.registry import DEFAULT_RUNTIME, default_runtime, find_runtime, import_runtime, runtimes
+from stagepack_loaders.registry import chosen_runtime, find_runtime, import_runtime, runtimes
 
 
 def open_for_loading(bundle: BundleSource, verify: Verify, require_signature: TrustedSigners | None = None) -> Bundle:
@@ -50,19 +50,18 @@ def runtime_of_each_stage(runtime: str | Sequence[str], bundle: Bundle) -> list[
     """Return the runtime of each stage, without importing its library.
 
     Args:
-        runtime: a name for all stages, or one for each; ``"auto"`` for the one of `default_runtime`.
+        runtime: a name for all stages, or one for each; ``"auto"``: see `chosen_runtime`.
         bundle: the bundle.
 
     Raises:
         OptionError: a name is unknown, or there are not as many names as stages.
     """
     stage_count = len(bundle.stages)
-    if runtime == DEFAULT_RUNTIME:
-        return [default_runtime(bundle)] * stage_count
-    runtime_names = list(runtime) if isinstance(runtime, list | tuple) else [runtime] * stage_count
-    if len(runtime_names) != stage_count:
-        raise OptionError(f"expected a runtime, or one for each of {stage_count} stages, found {len(runtime_names)}")
-    return [find_runtime(runtime_name) for runtime_name in runtime_names]
+    if not isinstance(runtime, list | tuple):
+        return [chosen_runtime(runtime, bundle)] * stage_count
+    if len(runtime) != stage_count:
+        raise OptionError(f"expected a runtime, or one for each of {stage_count} stages, found {len(runtime)}")
+    return [chosen_runtime(runtime_name, bundle) for runtime_name in runtime]
 
 
 def prepare_all(

@@ -9,7 +9,7 @@ from stagepack.errors import MissingPackageError, OperatorError, OptionError
 from stagepack.format.reader import Bundle
 from stagepack_loaders.base import Runtime
 
-# The first runtime of the registry that is installed and that the bundle has files for; see `default_runtime`.
+# The first runtime of the registry that is installed and that the bundle has files for; see `chosen_runtime`.
 DEFAULT_RUNTIME: Final = "auto"
 TORCH_RUNTIME: Final = "torch"
 
@@ -88,8 +88,14 @@ def import_runtime(runtime_name: object) -> Runtime:
     return runtime
 
 
-def default_runtime(bundle: Bundle) -> Runtime:
-    """Return the first runtime that is installed and that the bundle has files for; without one, the first of the registry."""
+def chosen_runtime(runtime_name: object, bundle: Bundle) -> Runtime:
+    """Return the runtime of a name; of ``"auto"`` the first one that is installed and that a bundle has files for, and torch without one.
+
+    Raises:
+        OptionError: there is no runtime of that name.
+    """
+    if runtime_name != DEFAULT_RUNTIME:
+        return find_runtime(runtime_name)
     for runtime in runtimes():
         if all(importlib.util.find_spec(package) is not None for package in runtime.packages):
             try:
