@@ -1,6 +1,7 @@
 """What a caller of `generate` gives -> the tokens of a batch, and its answer as an array or a text of the same kind."""
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -39,7 +40,8 @@ class Prompts:
     def texts(self, tokens: Array) -> str | list[str]:
         """Return the texts of tokens, without special tokens."""
         assert self.tokenizer is not None
-        decoded: list[str] = self.tokenizer.decode_batch(tokens.tolist(), skip_special_tokens=True)
+        with tokenizer_errors("the tokens"):
+            decoded: list[str] = self.tokenizer.decode_batch(tokens.tolist(), skip_special_tokens=True)
         return decoded[0] if self.is_single else decoded
 
 
@@ -79,7 +81,8 @@ def read_prompts(bundle: Bundle, inputs: Any, mask: Any, settings: GenerationSet
         tokenizer = read_tokenizer(bundle)
         if tokenizer is None:
             raise InputError(f"{bundle.location}: expected tokens, found a text: the bundle has no {TOKENIZER_FILE}")
-        rows = [encoding.ids for encoding in tokenizer.encode_batch(list(texts))]
+        with tokenizer_errors("the text"):
+            rows = [encoding.ids for encoding in tokenizer.encode_batch(list(texts))]
         tokens, text_mask = _padded(rows, settings, on_left=continues)
         return Prompts(tokens=tokens, mask=text_mask, tokenizer=tokenizer, is_single=isinstance(inputs, str))
     if mask is None and _has_several_lengths(inputs):
@@ -98,6 +101,25 @@ def _has_several_lengths(inputs: Any) -> bool:
     return is_rows and len({len(row) for row in inputs}) > 1
 
 
+@contextlib.contextmanager
+def tokenizer_errors(what: str) -> Iterator[None]:
+    """Raise an `InputError` in the place of what the package tokenizers raises, which has no class of its own.
+
+    Args:
+        what: what the tokenizer is given, for the message.
+
+    Raises:
+        InputError: the tokenizer fails.
+    """
+    try:
+        yield
+    except BaseException as error:
+        # A panic of the library, which is written in Rust, is no `Exception`.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise InputError(f"the tokenizer of the bundle fails on {what}: {error}") from None
+
+
 def read_tokenizer(bundle: Bundle) -> "Tokenizer | None":
     """Return the tokenizer of a bundle, which neither cuts nor pads texts; None if the bundle has none.
 
@@ -109,14 +131,9 @@ def read_tokenizer(bundle: Bundle) -> "Tokenizer | None":
         return None
     with explain_missing_packages():
         from tokenizers import Tokenizer  # noqa: PLC0415 - optional
-    try:
-        tokenizer = Tokenizer.from_buffer(bundle.read(TOKENIZER_FILE))
-    # A panic of the library, which is written in Rust, is no `Exception`.
-    except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        message = f"{bundle.location}: {TOKENIZER_FILE}: expected a tokenizer of the package tokenizers: {error}"
-        raise InputError(message) from None
+    content = bundle.read(TOKENIZER_FILE)
+    with tokenizer_errors(f"{bundle.location}: {TOKENIZER_FILE}"):
+        tokenizer = Tokenizer.from_buffer(content)
     # What cut and padded the texts of the training may be stored with it.
     tokenizer.no_truncation()
     tokenizer.no_padding()

@@ -1,7 +1,6 @@
 """The tokenizer and the chat template that a bundle carries as assets."""
 
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 import msgspec
@@ -10,7 +9,7 @@ from tokenizers import Tokenizer
 from stagepack.errors import InputError
 from stagepack.format.codec import JSON_ERRORS
 from stagepack.format.reader import Bundle
-from stagepack_loaders.generation.prompts import read_tokenizer
+from stagepack_loaders.generation.prompts import read_tokenizer, tokenizer_errors
 from stagepack_serving.server.errors import AssetError, RequestError, RequestStatus
 from stagepack_serving.server.generation.chat_template import ChatTemplate
 from stagepack_serving.server.generation.text_stream import TextStream
@@ -53,12 +52,11 @@ class TextFormat:
             RequestError: the tokenizer fails on the text.
         """
         try:
-            with _panics_as_errors():
+            with tokenizer_errors("the text"):
                 # Of a batch, since `encode` stops all threads of Python until it ends: 4 s for 4 MB of text.
                 [encoding] = self._tokenizer.encode_batch([text], add_special_tokens=adds_special_tokens)
-        except Exception as error:  # noqa: BLE001 - the library has no class of its own
-            message = f"the tokenizer of the bundle fails on the text: {error}"
-            raise RequestError(RequestStatus.BAD_REQUEST, message) from None
+        except InputError as error:
+            raise RequestError(RequestStatus.BAD_REQUEST, str(error)) from None
         tokens: list[int] = encoding.ids
         return tokens
 
@@ -96,17 +94,6 @@ def read_text_format(bundle: Bundle) -> TextFormat | None:
         return TextFormat(tokenizer, None)
     special_tokens = _special_token_texts(_read_fields(bundle, _SPECIAL_TOKENS) | config)
     return TextFormat(tokenizer, ChatTemplate(template, special_tokens))
-
-
-@contextlib.contextmanager
-def _panics_as_errors() -> Iterator[None]:
-    """Raise a `ValueError` in the place of a panic of the library, which is written in Rust: a panic is no `Exception`."""
-    try:
-        yield
-    except BaseException as error:
-        if type(error).__name__ != "PanicException":
-            raise
-        raise ValueError(str(error)) from None
 
 
 def _read_fields(bundle: Bundle, asset_name: str) -> dict[str, Any]:
