@@ -36,7 +36,14 @@ from stagepack.format.output_file import is_bundle_folder
 from stagepack.format.path_exchange import exchange_paths
 from stagepack.format.temporary_folder import TemporaryFolder, siblings
 from stagepack.format.threads import map_in_threads
-from stagepack.format.validate import MANIFEST_NAME, SIGNATURE_NAME, check_manifest, format_names, raise_problems
+from stagepack.format.validate import (
+    FILE_NAME_PATTERN,
+    MANIFEST_NAME,
+    SIGNATURE_NAME,
+    check_manifest,
+    format_names,
+    raise_problems,
+)
 from stagepack.format.weights import TensorSpec, weight_file_header
 
 # The content of a file or a tensor.
@@ -84,11 +91,11 @@ def check_output_path(out: str | os.PathLike[str], *, overwrite: bool) -> None:
 
 
 def _unlisted_files(path: Path) -> list[str]:
-    """The files in the folder of a bundle that its manifest does not list. Those of a damaged bundle are not known."""
+    """The files in the folder of a bundle that its manifest does not list; of a damaged bundle, those that no bundle has."""
     try:
         return BundleFiles(path).unlisted_files()
     except StagepackError:
-        return []
+        return sorted(one.name for one in path.iterdir() if one.is_dir() or not FILE_NAME_PATTERN.fullmatch(one.name))
 
 
 class BundleWriter:

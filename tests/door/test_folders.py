@@ -95,12 +95,13 @@ def test_a_change_behind_a_link_is_found(
             road(path)
 
 
+@pytest.mark.parametrize("is_damaged", [False, True])
 def test_a_repository_is_not_lost_when_its_bundle_is_written_again(
-    exported: tuple[Path, torch.Tensor], tmp_path: Path
+    is_damaged: bool, exported: tuple[Path, torch.Tensor], tmp_path: Path
 ) -> None:
     path = clone(exported[0], tmp_path)
-    with pytest.raises(
-        OutputExistsError, match=r"would be lost: \.DS_Store, \.git, \.gitattributes, LICENSE, README\.md: move"
-    ):
+    if is_damaged:
+        os.truncate(path / "manifest.json", 40)
+    with pytest.raises(OutputExistsError, match=r"would be lost: \.DS_Store, \.git, \.gitattributes[,:]"):
         stagepack.export(Scale(), (EXAMPLE,), out=path, overwrite=True)
     assert (path / ".git" / "HEAD").is_file()

@@ -9,6 +9,7 @@ from stagepack.format.validate.graph import check_graph as check_graph
 from stagepack.format.validate.graph_weights import zero_bytes as zero_bytes
 from stagepack.format.validate.manifest import check_manifest as check_manifest
 from stagepack.format.validate.names import DIGEST_PATTERN as DIGEST_PATTERN
+from stagepack.format.validate.names import FILE_NAME_PATTERN as FILE_NAME_PATTERN
 from stagepack.format.validate.names import INDEX_NAME as INDEX_NAME
 from stagepack.format.validate.names import MANIFEST_NAME as MANIFEST_NAME
 from stagepack.format.validate.names import SIGNATURE_NAME as SIGNATURE_NAME
