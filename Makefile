@@ -11,6 +11,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint $(VENV
 
 # Processes of tests, of up to 3 GB each. They wait for a part of their time: on 2 cores, 2 took 663 s and 3 took 617 s.
 WORKERS ?= 3
+PYTEST_OPTIONS := -n $(WORKERS) --dist loadgroup
 
 LIBRARIES := $(VENV)-libraries
 
@@ -60,13 +61,13 @@ smoke: $(VENV)/ready
 	$(BIN)/python tools/smoke_test.py
 
 unit: $(VENV)/ready
-	$(BIN)/pytest -n $(WORKERS) --dist loadgroup -m "not slow"
+	$(BIN)/pytest $(PYTEST_OPTIONS) -m "not slow"
 
 test-fast: $(VENV)/ready
-	$(BIN)/pytest -n $(WORKERS) --dist loadgroup -m "not slow" --one-process tests/unit tests/conformance tests/compat tests/cli tests/hostile
+	$(BIN)/pytest $(PYTEST_OPTIONS) -m "not slow" --one-process tests/unit tests/conformance tests/compat tests/cli tests/hostile
 
 test-zoo: $(VENV)/ready $(VENV)/ready-ray
-	$(BIN)/pytest -n $(WORKERS) --dist loadgroup -m slow --ignore=tests/libraries
+	$(BIN)/pytest $(PYTEST_OPTIONS) -m slow --ignore=tests/libraries
 
 # Ray is 70 MB to download, and its tests run without it by saying that they do not.
 $(VENV)/ready-ray: $(VENV)/ready
@@ -85,7 +86,7 @@ fuzz-short:
 	$(MAKE) fuzz FUZZ_SECONDS=180 FUZZ_PARSER_SECONDS=20 FUZZ_OPTIONS='--without onnx compile'
 
 test-libraries: $(LIBRARIES)/ready
-	$(LIBRARIES)/bin/python -m pytest -n $(WORKERS) --dist loadgroup tests/libraries
+	$(LIBRARIES)/bin/python -m pytest $(PYTEST_OPTIONS) tests/libraries
 
 # On a machine with a CUDA torch and no package index: with $(PYTHON), or with $(VENV) where it is. The results are in build/gpu.
 gpu:
@@ -121,13 +122,13 @@ coverage: $(VENV)/ready
 	$(BIN)/python -m tools.coverage
 
 coverage-libraries: $(LIBRARIES)/ready
-	LIBRARY_COVERAGE=eager,program_file,theirs,onnx OMP_NUM_THREADS=1 $(LIBRARIES)/bin/python -m pytest -n $(WORKERS) --dist loadgroup tests/libraries/test_libraries.py
+	LIBRARY_COVERAGE=eager,program_file,theirs,onnx OMP_NUM_THREADS=1 $(LIBRARIES)/bin/python -m pytest $(PYTEST_OPTIONS) tests/libraries/test_libraries.py
 	$(LIBRARIES)/bin/python -m tools.coverage --libraries
 
 # torch versions differ in their warnings too, which the tests of the pinned version treat as errors.
 test-torch: $(VENV)/ready
 	@test -n "$(TORCH)" || { echo "name a version: make test-torch TORCH=2.15.0"; exit 2; }
-	$(BIN)/pytest -n $(WORKERS) --dist loadgroup -m "not slow"
+	$(BIN)/pytest $(PYTEST_OPTIONS) -m "not slow"
 
 # The stamp `ready` is made last, so an environment whose installation was interrupted is never used: the next `make` completes it. When
 # pyproject.toml or constraints.txt is newer than the stamp, pip updates the environment in place. Nothing is removed from it, also not

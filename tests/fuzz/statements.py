@@ -1,5 +1,7 @@
 """Changes of one statement of several that must agree: digests and forms stay right, so that only a comparison can find them."""
 
+# Long because it is one table of changes, which is read as a whole.
+
 import contextlib
 import copy
 import random

@@ -13,18 +13,7 @@ import stagepack
 from stagepack.capture.asked_properties import other_inputs
 from stagepack.capture.inputs import Inputs
 from stagepack.errors import AnswerDiffersError, ExportWarning, StageFailedError, UnsupportedError
-
-
-class Calls(torch.nn.Module):
-    """A model that is one function."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, *inputs: torch.Tensor) -> Any:
-        return self.function(*inputs)
-
+from tests.laws.function_model import Calls
 
 IMAGES = torch.arange(96.0).reshape(2, 3, 4, 4)
 MATRIX = torch.arange(12.0).reshape(3, 4).clone()

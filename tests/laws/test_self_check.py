@@ -13,17 +13,7 @@ import stagepack
 from stagepack.capture.program_run import InterpretedProgram
 from stagepack.errors import AnswerDiffersError, ExportWarning, StageFailedError, UnsupportedError
 from stagepack_loaders.example import replay_example
-
-
-class Calls(torch.nn.Module):
-    """A model that is one function."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, *inputs: torch.Tensor) -> Any:
-        return self.function(*inputs)
+from tests.laws.function_model import Calls
 
 
 def decomposed(model: torch.nn.Module, *inputs: torch.Tensor) -> torch.export.ExportedProgram:
@@ -108,7 +98,7 @@ RESHAPED: list[tuple[str, Callable[..., Any], tuple[torch.Tensor, ...]]] = [
 def test_an_input_that_is_reshaped_in_place_is_refused_by_module_and_line(
     operator: str, function: Callable[..., Any], inputs: tuple[torch.Tensor, ...], tmp_path: Path
 ) -> None:
-    message = rf"aten\.{re.escape(operator)}.* changes the shape .*run_decompositions.*\(inner: .*test_self_check\.py, line \d+"
+    message = rf"aten\.{re.escape(operator)}.* changes the shape .*run_decompositions.*\(inner: .*function_model\.py, line \d+"
     with pytest.raises(UnsupportedError, match=message):
         stagepack.export(Inner(function), tuple(tensor.clone() for tensor in inputs), out=tmp_path / "m.stagepack")
     assert list(tmp_path.iterdir()) == []
@@ -121,7 +111,7 @@ def test_a_denied_operator_is_refused_by_module_and_line(tmp_path: Path) -> None
         return y * 2
 
     with pytest.raises(
-        UnsupportedError, match=r"aten\.set_.* is not allowed .*\(inner: .*test_self_check\.py, line \d+"
+        UnsupportedError, match=r"aten\.set_.* is not allowed .*\(inner: .*function_model\.py, line \d+"
     ):
         stagepack.export(Inner(share_storage), (torch.rand(3),), out=tmp_path / "m.stagepack")
 
