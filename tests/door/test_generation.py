@@ -6,10 +6,14 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from tokenizers import Regex, pre_tokenizers
 
 import stagepack
 from stagepack.capture.generation import generating_model
 from stagepack.errors import ExportWarning, InputError, OptionError
+from stagepack_loaders.generation.prompts import read_prompts, read_tokenizer
+from stagepack_loaders.generation.settings import GenerationSettings
+from tests.bundle_editor import BundleEditor
 from tests.serve.generating_families import POSITIONS, make_model
 from tests.serve.generating_model import tokenizer
 
@@ -112,3 +116,15 @@ def test_more_positions_than_the_model_has_are_refused_before_the_capture() -> N
 def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
     with pytest.warns(ExportWarning, match=f"{tmp_path}: has no tokenizer.json: the bundle takes tokens and no texts"):
         generating_model(make_model("llama"), POSITIONS, 1, str(tmp_path))
+
+
+def test_a_tokenizer_that_fails_is_an_input_error(exported: tuple[Path, torch.Tensor], tmp_path: Path) -> None:
+    made = tokenizer()
+    made.pre_tokenizer = pre_tokenizers.Split(Regex("(a|aa)+$"), "isolated")
+    editor = BundleEditor.copy(exported[0], tmp_path / "m.stagepack")
+    editor.write_file("tokenizer.json", made.to_str().encode())
+    with pytest.raises(InputError, match=r"the tokenizer of the bundle fails on the text: .*retry-limit"):
+        read_prompts(stagepack.open(editor.path), "a" * 40 + "b", None, GenerationSettings(), continues=True)
+    editor.write_file("tokenizer.json", b"{}")
+    with pytest.raises(InputError, match=r"tokenizer\.json: "):
+        read_tokenizer(stagepack.open(editor.path))
