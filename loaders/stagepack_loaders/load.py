@@ -23,7 +23,7 @@ from stagepack_loaders.preparation import (
     reading_progress,
     runtime_of_each_stage,
 )
-from stagepack_loaders.registry import DEFAULT_RUNTIME, chosen_runtime
+from stagepack_loaders.registry import DEFAULT_RUNTIME, choose_runtime
 
 if TYPE_CHECKING:
     import torch
@@ -317,7 +317,7 @@ def load_stage(
         bundle: the folder of the bundle, its URL (see `stagepack.open`), or an opened bundle.
         stage: the stage number, from 0.
         device: the device that the stage runs on.
-        runtime: the name of the runtime that executes the stage, such as ``"torch"`` or ``"onnxruntime"``.
+        runtime: the name of the runtime that executes the stage, such as ``"torch"`` or ``"onnxruntime"``; by default as of `load`.
         modules: run by calls of the model's modules; only in torch.
         types: classes to build arguments and results of modules of, where the bundle names them; others are dicts of their fields.
         allow_ops: see `load`.
@@ -348,7 +348,7 @@ def load_stage(
     opened_bundle.stage(stage)
     if modules and (compile or compiled is not None):
         raise OptionError("modules excludes compile and compiled: a stage that runs by its modules is not compiled")
-    stage_runtime = chosen_runtime(runtime, opened_bundle)
+    stage_runtime = choose_runtime(runtime, opened_bundle, [stage])
     check_compile_options([stage_runtime], compile, compiled)
     memory_bytes = check_stream_options(
         [stage_runtime],

@@ -16,7 +16,7 @@ from stagepack_loaders.base import Compile, LoadedStage, PreparedStage, PrepareO
 from stagepack_loaders.call_limits import ValueLimit
 from stagepack_loaders.pipeline import Pipeline
 from stagepack_loaders.placement import place_stages
-from stagepack_loaders.registry import chosen_runtime, find_runtime, import_runtime, runtimes
+from stagepack_loaders.registry import choose_runtime, find_runtime, import_runtime, runtimes
 
 
 def open_for_loading(bundle: BundleSource, verify: Verify, require_signature: TrustedSigners | None = None) -> Bundle:
@@ -50,7 +50,7 @@ def runtime_of_each_stage(runtime: str | Sequence[str], bundle: Bundle) -> list[
     """Return the runtime of each stage, without importing its library.
 
     Args:
-        runtime: a name for all stages, or one for each; ``"auto"``: see `chosen_runtime`.
+        runtime: a name for all stages, or one for each; ``"auto"``: see `choose_runtime`.
         bundle: the bundle.
 
     Raises:
@@ -58,10 +58,10 @@ def runtime_of_each_stage(runtime: str | Sequence[str], bundle: Bundle) -> list[
     """
     stage_count = len(bundle.stages)
     if not isinstance(runtime, list | tuple):
-        return [chosen_runtime(runtime, bundle)] * stage_count
+        return [choose_runtime(runtime, bundle, range(stage_count))] * stage_count
     if len(runtime) != stage_count:
         raise OptionError(f"expected a runtime, or one for each of {stage_count} stages, found {len(runtime)}")
-    return [chosen_runtime(runtime_name, bundle) for runtime_name in runtime]
+    return [choose_runtime(runtime_name, bundle, [number]) for number, runtime_name in enumerate(runtime)]
 
 
 def prepare_all(

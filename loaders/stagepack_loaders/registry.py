@@ -2,14 +2,14 @@
 
 import importlib
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 from stagepack.errors import MissingPackageError, OperatorError, OptionError
 from stagepack.format.reader import Bundle
 from stagepack_loaders.base import Runtime
 
-# The first runtime of the registry that is installed and that the bundle has files for; see `chosen_runtime`.
+# The first runtime of the registry that is installed and that the bundle has files for; see `choose_runtime`.
 DEFAULT_RUNTIME: Final = "auto"
 TORCH_RUNTIME: Final = "torch"
 
@@ -88,18 +88,24 @@ def import_runtime(runtime_name: object) -> Runtime:
     return runtime
 
 
-def chosen_runtime(runtime_name: object, bundle: Bundle) -> Runtime:
-    """Return the runtime of a name; of ``"auto"`` the first one that is installed and that a bundle has files for, and torch without one.
+def choose_runtime(runtime_name: object, bundle: Bundle, stage_numbers: Iterable[int]) -> Runtime:
+    """Return the runtime of a name; of ``"auto"`` the first one that is installed and that stages have files for, and torch without one.
+
+    Args:
+        runtime_name: the name.
+        bundle: the bundle.
+        stage_numbers: the stages that run in it.
 
     Raises:
         OptionError: there is no runtime of that name.
     """
     if runtime_name != DEFAULT_RUNTIME:
         return find_runtime(runtime_name)
+    stage_numbers = list(stage_numbers)
     for runtime in runtimes():
         if all(importlib.util.find_spec(package) is not None for package in runtime.packages):
             try:
-                for stage_number in range(len(bundle.stages)):
+                for stage_number in stage_numbers:
                     runtime.stage_files(bundle, stage_number)
             except OperatorError:
                 continue

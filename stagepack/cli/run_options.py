@@ -19,7 +19,7 @@ from stagepack.cli.path_options import PathType, folder_name, remember_trusted_f
 from stagepack.format.byte_sizes import parse_byte_size
 from stagepack.format.reader import Bundle
 from stagepack.opening import split_entry_point
-from stagepack_loaders.registry import DEFAULT_RUNTIME, chosen_runtime, find_runtime, import_runtime, runtime_names
+from stagepack_loaders.registry import DEFAULT_RUNTIME, choose_runtime, find_runtime, import_runtime, runtime_names
 from stagepack_loaders.registry import runtimes as registered_runtimes
 from stagepack_serving.server.limits import ServerLimits
 
@@ -265,7 +265,7 @@ def runtime_of_each_stage(runtimes: Sequence[str], bundle: Bundle) -> list[str]:
         raise click.UsageError(
             f"--runtime: expected one runtime, or one for each of {stage_count} stages, found {len(runtimes)}"
         )
-    named = [chosen_runtime(name, bundle).name for name in runtimes]
+    named = [choose_runtime(name, bundle, range(stage_count)).name for name in runtimes]
     return named if len(named) == stage_count else named * stage_count
 
 

@@ -9,6 +9,7 @@ import pytest
 
 import stagepack
 from stagepack.errors import OperatorError
+from tests.bundle_editor import BundleEditor
 
 # A package of these names is not found, as if it was not installed.
 PROGRAM = """
@@ -52,6 +53,17 @@ def test_a_machine_with_onnx_runtime_alone_runs_in_it(exported: tuple[Path, obje
     for command in ("stagepack load", "stagepack verify --run"):
         assert outcomes[command][0] == 0, outcomes[command][1]
     assert "onnxruntime" in str(outcomes["stagepack load"][1])
+
+
+@pytest.mark.process
+def test_a_stage_runs_in_onnx_runtime_where_another_has_no_model(exported: tuple[Path, object], tmp_path: Path) -> None:
+    editor = BundleEditor.copy(exported[0], tmp_path / "m.stagepack")
+    editor.edit_manifest(lambda fields: fields["entry_points"][0]["stages"][0].pop("onnx"))
+    program = (
+        "import sys; sys.modules['torch'] = None; import stagepack; print(stagepack.load_stage(sys.argv[1], 1).runtime)"
+    )
+    command = [sys.executable, "-c", program, str(editor.path)]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "onnxruntime\n"
 
 
 @pytest.mark.process
