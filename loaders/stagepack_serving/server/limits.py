@@ -19,7 +19,7 @@ class ServerLimits:
         first_request: the time that a connection has for its TLS handshake, and then for the head of its first request (in gRPC, for the
             preface of HTTP/2), in seconds; the head of a later request has the same time from its first byte.
         max_request_bytes: the size of a request, both as received and decompressed, in bytes.
-        deadline: the time from the head of a request to the last byte of its answer, in seconds.
+        deadline: the time from the head of a request to its answer, and again from the first byte of the answer to the last, in seconds.
         max_sequences: the number of sequences whose state a model keeps.
         sequence_idle: the time without requests after which a sequence may be evicted for a new one, in seconds.
         linger: the time after SIGTERM or SIGHUP in which the server still accepts requests, in seconds: load balancers need it to learn

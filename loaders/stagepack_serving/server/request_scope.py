@@ -17,14 +17,21 @@ class RequestScope:
     Attributes:
         versions: the model that the request names.
         requested_version: the version that it names; may be empty.
-        deadline: when it must be answered; the body may shorten it.
+        deadline: when its answer must begin; the body may shorten it.
+        sending_seconds: the time to send the answer once it has begun, in seconds.
         model: the version that runs it, once it is chosen.
     """
 
     versions: ModelVersions
     requested_version: str
     deadline: asyncio.Timeout
+    sending_seconds: float
     model: ServedModel | None = None
+
+    async def begin_answer(self) -> None:
+        """Give the answer its time to be sent. Call it before the first byte, as what ends after that is cut off and has no error."""
+        await asyncio.sleep(0)  # raises the cancellation of a deadline that has passed
+        self.deadline.reschedule(asyncio.get_running_loop().time() + self.sending_seconds)
 
     @contextlib.contextmanager
     def reserve_place(self, parameters: Mapping[str, Any]) -> Iterator[ServedModel]:

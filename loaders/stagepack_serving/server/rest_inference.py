@@ -1,7 +1,6 @@
 """The route for inferences over HTTP, from the head of a request to the last byte of the answer."""
 
 import asyncio
-import contextlib
 from collections.abc import Awaitable
 from typing import Final, TypeVar
 
@@ -66,6 +65,7 @@ class InferenceRoute:
                     answer = await beside_loop(
                         json_bytes(header, outputs), encode_response, model.name, model.version, header, outputs
                     )
+                    await request_scope.begin_answer()
                     await _send_response(*answer, recording_send)
         except RequestError:
             if not sent_types:  # Else the client does not read its answer: uvicorn closes the connection.
@@ -107,8 +107,8 @@ async def unless_disconnected(answer: Awaitable[Result], receive: Receive) -> Re
     finally:
         for task in (answer_task, disconnect_task):
             task.cancel()
-            with contextlib.suppress(asyncio.CancelledError, Exception):
-                await task
+        # Not each by itself: the deadline cancels this function too, and must not be taken for the end of a task.
+        await asyncio.gather(answer_task, disconnect_task, return_exceptions=True)
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:

@@ -125,7 +125,12 @@ class ServedModels:
         self._deadlines.add(deadline)
         try:
             versions = self.find_versions(model_name)
-            scope = RequestScope(versions=versions, requested_version=version, deadline=deadline)
+            scope = RequestScope(
+                versions=versions,
+                requested_version=version,
+                deadline=deadline,
+                sending_seconds=self.limits.deadline,
+            )
             versions.check(version)
             try:
                 async with deadline:

@@ -72,8 +72,11 @@ class GenerateRoute:
             async with self._models.request_scope(*requested_model(request), "rest") as request_scope:
                 fields = await decode_text_request(request, self._models.limits.max_request_bytes, _decode_fields)
                 with request_scope.reserve_place({}) as model:
-                    answer = self._answer(model, fields, request_scope.deadline, channel)
-                    await unless_disconnected(answer, receive)
+                    generation = self._generate(model, fields, request_scope.deadline, channel)
+                    answer = await unless_disconnected(generation, receive)
+                    if answer is not None:
+                        await request_scope.begin_answer()
+                        await channel.send_json(answer)
         except RequestError as error:
             if not channel.is_started:
                 raise
@@ -81,9 +84,10 @@ class GenerateRoute:
                 await channel.send_event({"error": str(error)})
                 await channel.end_events()
 
-    async def _answer(
+    async def _generate(
         self, model: ServedModel, fields: _Fields, deadline: asyncio.Timeout, channel: AnswerChannel
-    ) -> None:
+    ) -> dict[str, Any] | None:
+        """The answer; None if it was sent as events."""
         generator = generator_of(model)
         shorten_deadline(deadline, timeout_parameter(fields.parameters))
         request, _ = await read_request(generator, fields.prompts, fields.parameters)
@@ -101,10 +105,10 @@ class GenerateRoute:
                 finish_reason = part.finish_reason
                 if self._streams:
                     await channel.send_event(heading | _outputs(generator, text, tokens, finish_reason))
-        if self._streams:
-            await channel.end_events()
-        else:
-            await channel.send_json(heading | _outputs(generator, text, tokens, finish_reason))
+        if not self._streams:
+            return heading | _outputs(generator, text, tokens, finish_reason)
+        await channel.end_events()
+        return None
 
 
 def _decode_fields(body: bytearray) -> _Fields:

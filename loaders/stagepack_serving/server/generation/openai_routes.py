@@ -104,7 +104,10 @@ class OpenAIRoute:
             async with self._models.request_scope(fields.model, "", "openai") as request_scope:
                 shorten_deadline(request_scope.deadline, start_time + deadline_seconds - time.monotonic())
                 with request_scope.reserve_place({}) as model:
-                    await unless_disconnected(self._answer(model, fields, channel), receive)
+                    answer = await unless_disconnected(self._generate(model, fields, channel), receive)
+                    if answer is not None:
+                        await request_scope.begin_answer()
+                        await channel.send_json(answer)
         except RequestError as error:
             if channel.has_events:
                 await channel.send_event(error_fields(error))
@@ -126,7 +129,8 @@ class OpenAIRoute:
             self._models.metrics.count_answer("", "", "openai", error.status.name)
             raise
 
-    async def _answer(self, model: ServedModel, fields: Any, channel: AnswerChannel) -> None:
+    async def _generate(self, model: ServedModel, fields: Any, channel: AnswerChannel) -> Any:
+        """The answer; None if it was sent as events."""
         generator = generator_of(model)
         prompt = await _read_prompt(generator, fields)
         settings = (generator.chat_settings(prompt) if isinstance(fields, ChatFields) else {}) | fields.settings()
@@ -143,12 +147,12 @@ class OpenAIRoute:
                     await channel.send_event(answer.part(part.text, part.finish_reason))
         usage = usage_counts(prompt.size, token_count)
         if not fields.stream:
-            await channel.send_json(answer.whole(text, finish_reason, usage))
-            return
+            return answer.whole(text, finish_reason, usage)
         if fields.includes_usage:
             await channel.send_event(answer.usage_event(usage))
         await channel.send_event(_DONE)
         await channel.end_events()
+        return None
 
 
 async def _read_prompt(generator: Generator, fields: Any) -> Array:
