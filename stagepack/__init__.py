@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     __version__: str
     from stagepack import distributed as distributed
     from stagepack import ray as ray
+    from stagepack.bundle_assets import add_assets as add_assets
+    from stagepack.bundle_assets import remove_assets as remove_assets
     from stagepack.capture.inputs import Inputs as Inputs
     from stagepack.capture.split_marker import split_here as split_here
     from stagepack.cli.report.writing import write_report as report
@@ -44,6 +46,7 @@ _HOMES = {
     "Limits": ("stagepack_loaders.call_limits", "Limits"),
     "PolicyNode": ("stagepack.partition.policies", "PolicyNode"),
     "ServerLimits": ("stagepack_serving.server.limits", "ServerLimits"),
+    "add_assets": ("stagepack.bundle_assets", "add_assets"),
     "add_onnx": ("stagepack.onnx", "add_onnx"),
     "compile": ("stagepack_loaders.torch.compilation", "compile_ahead"),
     "export": ("stagepack.model_export", "export"),
@@ -55,6 +58,7 @@ _HOMES = {
     "read_plan": ("stagepack.partition.plan_file", "read_plan"),
     "read_profile": ("stagepack.partition.profile", "read_profile"),
     "recut": ("stagepack.recutter", "recut"),
+    "remove_assets": ("stagepack.bundle_assets", "remove_assets"),
     "report": ("stagepack.cli.report.writing", "write_report"),
     "save": ("stagepack.saver", "save"),
     "serve": ("stagepack_serving.server.pipeline_server", "serve_pipelines"),
@@ -74,6 +78,7 @@ __all__ = [
     "PolicyNode",
     "ServerLimits",
     "__version__",
+    "add_assets",
     "add_onnx",
     "compile",
     "distributed",
@@ -87,6 +92,7 @@ __all__ = [
     "read_plan",
     "read_profile",
     "recut",
+    "remove_assets",
     "report",
     "save",
     "serve",

@@ -43,12 +43,17 @@ def further_files(bundle: Bundle) -> dict[str, bytes]:
     Raises:
         DigestError: a file is damaged.
     """
+    return {file_name: bundle.read(file_name) for file_name in further_file_names(bundle)}
+
+
+def further_file_names(bundle: Bundle) -> list[str]:
+    """Return the names of the files that `further_files` reads."""
     rewritten_files = {INDEX_NAME}
     for entry_point in bundle.entry_points:
         rewritten_files.add(entry_point.example or "")
         for stage in entry_point.stages:
             rewritten_files |= {stage.graph, *stage.weights, *stage.onnx_files}
-    return {file_name: bundle.read(file_name) for file_name in bundle.files if file_name not in rewritten_files}
+    return [file_name for file_name in bundle.files if file_name not in rewritten_files]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

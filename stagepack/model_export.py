@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 
-from stagepack.capture.assets import read_assets
+from stagepack.bundle_assets import exported_assets, read_assets
 from stagepack.capture.entry_points import capture_entry_points, capture_modules
 from stagepack.capture.example_inputs import example_inputs as made_example_inputs
 from stagepack.capture.generation import generating_model
@@ -106,7 +106,7 @@ def export(
             the stages, and the bundle generates; its inputs are then made here. `stagepack_loaders.generation.decoders` says which.
         generate_batch: the number of texts that the cache holds.
         assets: further files for the bundle, such as ``tokenizer.json`` and ``chat_template.jinja``: `stagepack serve` reads texts with
-            them. Stagepack itself does not interpret them.
+            them. Those of a Hugging Face folder or hub name are taken without being named. `stagepack.add_assets` adds some later.
         onnx: also add ONNX files, as `stagepack.add_onnx` does. A stage that has no ONNX form is named by a warning.
         rtol: with `onnx`: the tolerance of the comparison with torch, see `stagepack.add_onnx`.
         atol: likewise.
@@ -157,12 +157,13 @@ def export(
     }
     inputs = example_inputs(args, kwargs, dynamic_shapes)
     asset_contents = read_assets(assets)
+    source = model
     if generate is not None:
         if inputs != Inputs() or entry_points or modules or weights is not None or graph_from is not None:
             raise OptionError(
                 "generate: the inputs are made by the export: leave out inputs, entry_points, modules and other weights"
             )
-        made = generating_model(_loaded_module(model, dtype), generate, generate_batch, _folder_of(model))
+        made = generating_model(_loaded_module(model, dtype), generate, generate_batch)
         model, dtype, asset_contents = made.module, None, {**made.files, **asset_contents}
         inputs, entry_points = made.inputs or inputs, made.entry_points or None
     if onnx:
@@ -176,6 +177,7 @@ def export(
             )
         captures = _captures_of_functions(model, inputs, entry_points, modules, dtype)
         options_of_entry_points = _entry_point_cut_options(captures, stages, split_at, shared)
+        asset_contents = exported_assets(source, asset_contents, generates=generate is not None)
         options = ExportOptions(assets=asset_contents, overwrite=overwrite, allow_difference=allow_difference)
         bundle = export_entry_points(captures, out=out, cut_options=options_of_entry_points, options=options)
         return _with_onnx(bundle, rtol, atol) if onnx else bundle
@@ -196,6 +198,7 @@ def export(
         if weights is None
         else _capture_with_weights(model, inputs, weights, dtype)
     )
+    asset_contents = exported_assets(source, asset_contents, generates=generate is not None)
     options = ExportOptions(assets=asset_contents, overwrite=overwrite, allow_difference=allow_difference)
     bundle = export_capture(capture, out=out, cut_options=cut_options, options=options)
     return _with_onnx(bundle, rtol, atol) if onnx else bundle
@@ -217,11 +220,6 @@ def _captures_of_functions(
     if inputs != Inputs() or modules:
         raise OptionError("entry_points: each has its own inputs: leave out args, kwargs, dynamic_shapes and modules")
     return capture_entry_points(_loaded_module(model, dtype), entry_points)
-
-
-def _folder_of(model: object) -> str | None:
-    """The Hugging Face folder of a model, if it is one on this machine."""
-    return os.fspath(model) if isinstance(model, str | os.PathLike) and os.path.isdir(model) else None
 
 
 def _loaded_module(model: object, dtype: str | torch.dtype | None) -> torch.nn.Module:

@@ -1,30 +1,18 @@
 """Models of transformers -> modules that generate, with their example inputs, and the files that generation needs beside them."""
 
-import os
-import warnings
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 
-from stagepack.capture.assets import read_assets
 from stagepack.capture.entry_points import capture_entry_points
 from stagepack.capture.inputs import Inputs
 from stagepack.capture.pretrained_model import is_transformers_model, model_files
 from stagepack.capture.programs import Capture, capture_module
 from stagepack.capture.source_argument import FORWARD, load_source_argument
-from stagepack.errors import ExportWarning, OptionError
+from stagepack.errors import OptionError
 from stagepack.extras import explain_missing_packages
 
-# The files of a Hugging Face folder that say what is text, and how it is read.
-_TOKENIZER_FILE: Final = "tokenizer.json"
-_FOLDER_FILES: Final = (
-    _TOKENIZER_FILE,
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "preprocessor_config.json",
-)
 # Lengths of the example: of the prompt, and of what the encoder reads.
 _PROMPT_LENGTH: Final = 3
 _ENCODER_LENGTH: Final = 5
@@ -47,14 +35,13 @@ class GeneratingModel:
     files: dict[str, bytes]
 
 
-def generating_model(model: Any, max_positions: int, max_batch: int, folder: str | None) -> GeneratingModel:
+def generating_model(model: Any, max_positions: int, max_batch: int) -> GeneratingModel:
     """Wrap a model so that it generates.
 
     Args:
         model: a model of transformers.
         max_positions: the number of tokens that its cache holds.
         max_batch: the number of texts that it holds.
-        folder: the Hugging Face folder that the model is from, if it is.
 
     Returns:
         The module.
@@ -78,14 +65,6 @@ def generating_model(model: Any, max_positions: int, max_batch: int, folder: str
         from stagepack.capture.generating_modules import GeneratingDecoder, GeneratingSeq2Seq  # noqa: PLC0415 - transformers
 
     files = model_files(model)
-    paths = [os.path.join(folder, name) for name in _FOLDER_FILES] if folder is not None else []
-    files |= read_assets(path for path in paths if os.path.isfile(path))
-    if folder is not None and _TOKENIZER_FILE not in files:
-        message = (
-            f"{folder}: has no {_TOKENIZER_FILE}: the bundle takes tokens and no texts: write the tokenizer into the folder "
-            "(tokenizer.save_pretrained), and export again"
-        )
-        warnings.warn(ExportWarning(message), stacklevel=2)
     example = _Example(max_positions, max_batch)
     if not model.config.is_encoder_decoder:
         decoder = GeneratingDecoder(model, max_positions, max_batch)
@@ -128,7 +107,7 @@ def capture_generating(
         OptionError, UnsupportedError: see `generating_model`.
     """
     model, _ = load_source_argument(source, None, dtype)
-    made = generating_model(model, max_positions, max_batch, source if os.path.isdir(source) else None)
+    made = generating_model(model, max_positions, max_batch)
     if made.inputs is None:
         return capture_entry_points(made.module, made.entry_points), made.files
     return {FORWARD: capture_module(made.module, made.inputs)}, made.files

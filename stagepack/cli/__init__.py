@@ -18,6 +18,7 @@ _COMMAND_GROUPS = {
         "plan": "Show how a model or a bundle would be cut.",
         "recut": "Write a bundle with another cut.",
         "onnx": "Add ONNX files to a bundle.",
+        "asset": "Add files such as a tokenizer to a bundle, list or remove them.",
         "compile": "Compile a bundle to native code.",
     },
     "Examine bundles": {

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from stagepack.bundle_assets import exported_assets, read_assets
 from stagepack.cli.bundle_facts import bundle_facts, each_entry_point, print_written
 from stagepack.cli.command import subcommand
 from stagepack.cli.cut_option_flags import cut_option_flags
@@ -88,7 +89,8 @@ if TYPE_CHECKING:
     multiple=True,
     type=PathType(),
     metavar="FILE",
-    help="Further file for the bundle, such as tokenizer.json: 'stagepack serve' reads texts with it. Repeatable.",
+    help="Further file for the bundle, such as tokenizer.json: 'stagepack serve' reads texts with it. Those of a Hugging Face model are "
+    "taken without it. Repeatable.",
 )
 @dtype_option
 @click.option(
@@ -157,6 +159,7 @@ def command(
     if (rtol, atol) != (None, None) and not with_onnx:
         raise click.UsageError("--rtol and --atol require --onnx")
     check_output_path(out, overwrite=overwrite)
+    asset_contents = read_assets(assets)
     start_time = time.perf_counter()
     # The output of the model's own code goes to standard error: standard output is for our facts alone.
     with (
@@ -165,8 +168,7 @@ def command(
         orderly_termination(),
         shown_warnings(),
     ):
-        from stagepack.capture.assets import read_assets  # noqa: PLC0415 - torch, slow to import
-        from stagepack.capture.generation import capture_generating  # noqa: PLC0415 - the same
+        from stagepack.capture.generation import capture_generating  # noqa: PLC0415 - torch, slow to import
         from stagepack.capture.source_argument import capture_source_argument  # noqa: PLC0415 - the same
         from stagepack.exporter import ExportOptions, export_captures  # noqa: PLC0415 - the same
         from stagepack.partition.cut_options import CutOptions  # noqa: PLC0415 - the same
@@ -183,7 +185,6 @@ def command(
         else:
             cut_options = CutOptions() if make_cut_options is None else make_cut_options()
             next_step("capturing the model")
-            asset_contents = read_assets(assets)
             if generate is None:
                 captures = capture_source_argument(source, inputs_function, weights, dtype, parts)
             else:
@@ -195,7 +196,7 @@ def command(
                 out=out,
                 cut_options=cut_options,
                 options=ExportOptions(
-                    assets=asset_contents,
+                    assets=exported_assets(source, asset_contents, generates=generate is not None),
                     overwrite=overwrite,
                     allow_difference=allow_difference,
                     progress=next_step,

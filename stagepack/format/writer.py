@@ -8,7 +8,7 @@ folders, it may be missing, and the old bundle is then beside it.
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -63,12 +63,13 @@ class TensorSource:
     read: Callable[[str], Pieces]
 
 
-def check_output_path(out: str | os.PathLike[str], *, overwrite: bool) -> None:
+def check_output_path(out: str | os.PathLike[str], *, overwrite: bool, absorbed_names: Collection[str] = ()) -> None:
     """Refuse an output path that no bundle can be written to, before any work is done.
 
     Args:
         out: the folder of the bundle to be written.
         overwrite: whether `out` may be an existing bundle.
+        absorbed_names: files in its folder that the manifest does not list yet, and the one of the new bundle will.
 
     Raises:
         OutputExistsError: `out` exists and `overwrite` is false, or `out` is not a bundle, or has other files that would be lost.
@@ -81,7 +82,8 @@ def check_output_path(out: str | os.PathLike[str], *, overwrite: bool) -> None:
         )
     if os.path.lexists(path) and (path.is_symlink() or not is_bundle_folder(path)):
         raise OutputExistsError(f"{out}: exists and is not a bundle, so it is not overwritten: choose another name")
-    if os.path.lexists(path) and (lost_files := _unlisted_files(path)):
+    lost_files = [name for name in _unlisted_files(path) if name not in absorbed_names] if os.path.lexists(path) else []
+    if lost_files:
         raise OutputExistsError(
             f"{out}: has files that are not of the bundle, and would be lost: {format_names(lost_files)}: move them out of the folder, "
             "or choose another name"
@@ -112,18 +114,20 @@ class BundleWriter:
                 writer.finish(manifest)
     """
 
-    def __init__(self, out: str | os.PathLike[str], *, overwrite: bool) -> None:
+    def __init__(self, out: str | os.PathLike[str], *, overwrite: bool, absorbed_names: Collection[str] = ()) -> None:
         """Create the temporary folder. Those that killed processes left for the same output are removed.
 
         Args:
             out: the folder of the bundle to be written.
             overwrite: whether `out` may be an existing bundle.
+            absorbed_names: see `check_output_path`.
 
         Raises:
             OutputExistsError: `out` exists and `overwrite` is false, or `out` is not a bundle.
             WriteError: the parent folder does not exist or is not writable.
         """
-        check_output_path(out, overwrite=overwrite)
+        check_output_path(out, overwrite=overwrite, absorbed_names=absorbed_names)
+        self._absorbed_names = absorbed_names
         self._out = Path(os.path.abspath(out))
         self._overwrite = overwrite
         self._file_entries: list[File] = []
@@ -277,7 +281,7 @@ class BundleWriter:
         (self._temporary_folder / MANIFEST_NAME).unlink(missing_ok=True)  # that of a draft
         self.write_file(MANIFEST_NAME, [encode_manifest(manifest)])
         map_in_threads(synchronize, [*self._unsynchronized, self._temporary_folder])
-        check_output_path(self._out, overwrite=self._overwrite)
+        check_output_path(self._out, overwrite=self._overwrite, absorbed_names=self._absorbed_names)
         if replaced_digest is not None:
             _check_digest(self._out, replaced_digest)
         was_signed = os.path.lexists(self._out / SIGNATURE_NAME)

@@ -42,7 +42,8 @@ def folder(user: Path) -> Path:
     ],
 )
 @pytest.mark.parametrize(
-    "command", [command for command in COMMANDS if command not in ("cache", "doctor", "export", "plan", "pull")]
+    "command",
+    [command for command in COMMANDS if command not in ("asset", "cache", "doctor", "export", "plan", "pull")],
 )
 def test_a_path_that_is_no_bundle_is_named(command: str, path: str, found: str, folder: Path) -> None:
     more = ["-o", "out"] if command in OUT else []

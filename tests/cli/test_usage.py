@@ -43,6 +43,7 @@ def test_the_help_of_a_command_describes_its_options(command: str, flag: str) ->
             for command in COMMANDS
             if command
             not in (
+                "asset",
                 "compile",
                 "diff",
                 "export",
@@ -57,6 +58,9 @@ def test_the_help_of_a_command_describes_its_options(command: str, flag: str) ->
                 "triton",
             )
         ),
+        (["asset", "add", "x"], "add: name at least one FILE"),
+        (["asset", "list", "x", "y"], "list takes no FILE"),
+        (["asset", "remove", "x", "y", "--overwrite"], "--overwrite is for add"),
         (["export", "x"], "Missing option '-o' / '--out'"),
         (["export", "x", "-o", "y", "--stages", "0"], "0 is not in the range 1<=x<=4096"),
         (["export", "x", "-o", "y", "--stages", "two"], "'two' is not a valid integer"),

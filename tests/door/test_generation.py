@@ -9,6 +9,7 @@ import torch
 from tokenizers import Regex, pre_tokenizers
 
 import stagepack
+from stagepack.bundle_assets import exported_assets
 from stagepack.capture.generation import generating_model
 from stagepack.errors import ExportWarning, InputError, OptionError
 from stagepack_loaders.generation.prompts import read_prompts, read_tokenizer
@@ -110,12 +111,15 @@ def test_more_positions_than_the_model_has_are_refused_before_the_capture() -> N
         model = make_model(family)
         limit = model.config.max_position_embeddings
         with pytest.raises(OptionError, match=f"expected at most the {limit} positions .*, found {limit + 1}"):
-            generating_model(model, limit + 1, 1, None)
+            generating_model(model, limit + 1, 1)
 
 
 def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
-    with pytest.warns(ExportWarning, match=f"{tmp_path}: has no tokenizer.json: the bundle takes tokens and no texts"):
-        generating_model(make_model("llama"), POSITIONS, 1, str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.warns(
+        ExportWarning, match=f"{tmp_path}: has no tokenizer.json: .* tokens and no texts: .*stagepack asset add"
+    ):
+        exported_assets(tmp_path, {}, generates=True)
 
 
 def test_a_tokenizer_that_fails_is_an_input_error(exported: tuple[Path, torch.Tensor], tmp_path: Path) -> None:
