@@ -37,7 +37,8 @@ def open_bundle(
 
     Args:
         source: the folder of the bundle; or its URL: ``https://HOST/FOLDER``, ``s3://BUCKET/FOLDER``, ``hf://ORGANIZATION/NAME`` with
-            ``@REVISION`` if it is not that of the main branch, or one of another file system of fsspec. ``#NAME`` after either selects an
+            ``@REVISION`` if it is not that of the main branch (with ``HF_HUB_OFFLINE=1``, its snapshot in the Hub's own cache), or one of
+            another file system of fsspec. ``#NAME`` after either selects an
             entry point, as `Bundle.select` does.
         digest: the digest that the bundle must have, as `Bundle.digest` and ``stagepack inspect`` state it. Without it, the manifest that
             the server sends is trusted. With it, nothing is downloaded that the cache has.
@@ -97,10 +98,11 @@ def _open_location(
             from stagepack.remote.open_url import open_url  # noqa: PLC0415 - the same
 
         cache = Cache(default_cache_folder())
-        return open_url(BundleUrl.parse(source), cache, digest=digest, storage_options=storage_options)
-    if storage_options is not None:
+        bundle = open_url(BundleUrl.parse(source), cache, digest=digest, storage_options=storage_options)
+    elif storage_options is not None:
         raise OptionError(f"storage_options: only a URL has them, found the path {os.fspath(source)!r}")
-    bundle = Bundle(source)
+    else:
+        bundle = Bundle(source)
     if digest not in (None, bundle.digest):
         message = f"expected the bundle of the digest {digest}, found {bundle.digest}: correct the digest or the path"
         raise DigestError([Problem(rule="D3", where=str(bundle.path / MANIFEST_NAME), message=message)])

@@ -4,12 +4,13 @@ import click
 
 from stagepack.bundle_assets import add_assets, asset_names_of, remove_assets
 from stagepack.cli.command import subcommand
-from stagepack.cli.failures import shown_warnings
+from stagepack.cli.failures import fail, shown_warnings
 from stagepack.cli.output import print_json, print_line, print_table
 from stagepack.cli.path_options import PathType, bundle_argument, open_argument
 from stagepack.cli.quantities import format_bytes
 from stagepack.cli.run_options import json_option
 from stagepack.cli.termination import orderly_termination
+from stagepack.remote.url import is_url
 
 
 @subcommand(
@@ -35,6 +36,10 @@ def command(action: str, bundle_path: str, files: tuple[str, ...], overwrite: bo
         raise click.UsageError("list takes no FILE" if files else f"{action}: name at least one FILE")
     if overwrite and action != "add":
         raise click.UsageError("--overwrite is for add")
+    if action != "list" and is_url(bundle_path):
+        fail(
+            f"{bundle_path}: assets are written into the bundle: download it first: stagepack pull {bundle_path} -o FOLDER"
+        )
     bundle = open_argument(bundle_path)
     with orderly_termination(), shown_warnings():
         if action == "add":

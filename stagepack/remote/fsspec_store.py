@@ -13,6 +13,7 @@ from stagepack.remote.url import without_secrets
 _Result = TypeVar("_Result")
 # Bytes of one request where the store is read from its first byte to its last.
 _WHOLE_STEP = 16 * 2**20
+_S3_SCHEMES = ("s3", "s3a")
 
 
 class FsspecStore(RemoteStore):
@@ -30,12 +31,12 @@ class FsspecStore(RemoteStore):
             MissingPackageError: the package of the file system is not installed.
             RemoteError: the file system connects at once, and the server does not answer.
         """
-        scheme = url.partition("://")[0]
+        self._folder_scheme = scheme = url.partition("://")[0]
         try:
             self._file_system, self._folder = fsspec.url_to_fs(url, **(storage_options or {}))
         except ImportError as error:
             message = f"{scheme}://: a package is not installed: {error}"
-            if scheme in ("s3", "s3a"):
+            if scheme in _S3_SCHEMES:
                 message += f". {install_command('remote')} installs it"
             raise MissingPackageError(message, name=error.name) from None
         except (TypeError, ValueError) as error:
@@ -93,7 +94,22 @@ class FsspecStore(RemoteStore):
         except PermissionError as error:
             raise FetchError(_reason(error), temporary=False) from None
         except Exception as error:  # noqa: BLE001 - each file system has errors of its own
+            if _lacks_credentials(error):
+                # fsspec would give the same client, without credentials, to the next call after the user has set them.
+                self._file_system.clear_instance_cache()
+                cure = "give credentials as the client of the store takes them"
+                if self._folder_scheme in _S3_SCHEMES:
+                    cure = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or FSSPEC_S3_ANON=true for a public bucket"
+                raise FetchError(f"{_reason(error)}: {cure}", temporary=False) from None
             raise FetchError(_reason(error)) from None
+
+
+def _lacks_credentials(error: Exception) -> bool:
+    """Whether a client has no credentials, or cannot use its settings: another try has the same end. By names: no client is imported."""
+    class_names = [base.__name__ for base in type(error).__mro__]
+    if "BotoCoreError" in class_names:
+        return "HTTPClientError" not in class_names
+    return any("Credential" in name or name == "ClientAuthenticationError" for name in class_names)
 
 
 def _reason(error: Exception) -> str:

@@ -15,6 +15,7 @@ from stagepack.format.manifest_reader import parse_manifest
 from stagepack.format.reader import Bundle
 from stagepack.format.validate import MANIFEST_NAME, SIGNATURE_NAME
 from stagepack.remote.http_store import STALL_SECONDS, HttpStore
+from stagepack.remote.hub_snapshot import offline_message
 from stagepack.remote.store import FetchError
 from stagepack.remote.url import BundleUrl, HubLocation
 from stagepack.terminal import byte_progress
@@ -43,9 +44,7 @@ def open_hub_store(url: BundleUrl, storage_options: Mapping[str, Any] | None = N
     try:
         model = api.model_info(location.repository, revision=location.revision, timeout=STALL_SECONDS)
     except OfflineModeIsEnabled:
-        raise RemoteError(
-            f"{url}: HF_HUB_OFFLINE is set: unset it, or give the digest of a bundle in the cache"
-        ) from None
+        raise RemoteError(offline_message(url, MANIFEST_NAME)) from None
     except Exception as error:  # noqa: BLE001 - those of the HTTP client that the hub's library chose
         raise RemoteError(f"{url}: {_reason(error)}") from None
 
@@ -166,8 +165,8 @@ The digest of the bundle is `{bundle.digest}`.
 
 
 def _reason(error: Exception) -> str:
-    """The messages of an error and of what caused it, in one line."""
+    """The messages of an error and of what caused it, in one line. Clients wrap an error in one of the same words: it is said once."""
     causes: list[BaseException] = [error]
     while causes[-1].__cause__ is not None and len(causes) < _SHOWN_CAUSES:
         causes.append(causes[-1].__cause__)
-    return ": ".join(f"{type(cause).__name__}: {' '.join(str(cause).split())}"[:300] for cause in causes)
+    return ": ".join(dict.fromkeys(f"{type(cause).__name__}: {' '.join(str(cause).split())}"[:300] for cause in causes))

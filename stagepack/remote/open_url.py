@@ -13,10 +13,12 @@ from stagepack.format.manifest_reader import parse_manifest
 from stagepack.format.reader import Bundle
 from stagepack.format.validate import MANIFEST_NAME
 from stagepack.remote.cache import Cache
+from stagepack.remote.cache_content import cached_bundles
 from stagepack.remote.download import Tries
 from stagepack.remote.fsspec_store import FsspecStore
 from stagepack.remote.http_store import HttpStore
 from stagepack.remote.hub import open_hub_store
+from stagepack.remote.hub_snapshot import HubSnapshot, find_snapshot, is_offline
 from stagepack.remote.remote_files import RemoteFiles
 from stagepack.remote.store import FetchError, MissingFileError, RemoteStore
 from stagepack.remote.url import HUB_SCHEME, WEB_SCHEMES, BundleUrl
@@ -30,6 +32,9 @@ def open_url(
     storage_options: Mapping[str, Any] | None = None,
 ) -> Bundle:
     """Open a bundle at a URL; only its manifest is downloaded.
+
+    With ``HF_HUB_OFFLINE``, a bundle of the Hub is the snapshot in the Hub's own cache, as it is for transformers; or the one that was
+    opened last from this URL.
 
     Args:
         url: the URL of the bundle.
@@ -46,6 +51,10 @@ def open_url(
         OptionError, MissingPackageError: there is no file system for the URL.
     """
     location = str(url)
+    if url.scheme == HUB_SCHEME and is_offline() and (digest is None or not _cached_bundle(cache, digest)):
+        if (snapshot := find_snapshot(url)) is not None:
+            return Bundle(snapshot, source=HubSnapshot(url, snapshot))
+        digest = digest or next((one.digest for one in cached_bundles(cache) if one.location == location), None)
     # Another process may remove the bundle from the cache before this one has locked it.
     while True:
         store, folder = _open_manifest(url, cache, digest, storage_options)

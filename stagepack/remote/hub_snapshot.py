@@ -1,0 +1,80 @@
+"""A bundle in the Hub's own cache, where ``hf download`` and transformers put files, for a machine that must not ask the Hub."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from huggingface_hub import constants, try_to_load_from_cache
+
+from stagepack.errors import RemoteError
+from stagepack.format import limits
+from stagepack.format.file_checks import read_plain_file
+from stagepack.format.manifest import File
+from stagepack.format.validate import MANIFEST_NAME, SIGNATURE_NAME
+from stagepack.remote.file_stream import DownloadObserver, FileStream
+from stagepack.remote.url import BundleUrl
+
+
+def is_offline() -> bool:
+    """Whether the Hub must not be asked: ``HF_HUB_OFFLINE`` is set."""
+    return constants.HF_HUB_OFFLINE
+
+
+def find_snapshot(url: BundleUrl) -> Path | None:
+    """Return the folder of a bundle in the Hub's cache; None if that has no manifest.
+
+    Raises:
+        OptionError: the URL has another form.
+    """
+    location = url.hub_location
+    manifest_path = try_to_load_from_cache(
+        location.repository,
+        f"{location.folder}/{MANIFEST_NAME}" if location.folder else MANIFEST_NAME,
+        cache_dir=constants.HF_HUB_CACHE,
+        revision=location.revision,
+    )
+    return Path(manifest_path).parent if isinstance(manifest_path, str) else None
+
+
+def offline_message(url: BundleUrl, file_name: str) -> str:
+    """Say that a file of a bundle is in no cache, and how it comes there."""
+    location = url.hub_location
+    revision = f" --revision {location.revision}" if location.revision else ""
+    return (
+        f"{url}: HF_HUB_OFFLINE is set, and no cache on this machine has {file_name}: unset it, or copy the cache of a machine that ran "
+        f"'hf download {location.repository}{revision}'"
+    )
+
+
+class HubSnapshot:
+    """The files of a snapshot, which are all there or missing: a `stagepack.format.file_source.FileSource`. It is never written.
+
+    Attributes:
+        location: the URL of the bundle, for messages.
+        url: the URL that opens it.
+    """
+
+    def __init__(self, url: BundleUrl, folder: Path) -> None:
+        self.location = str(url)
+        self.url: str | None = url.with_secrets
+        self._url = url
+        self._folder = folder
+
+    def fetch(self, entries: Sequence[File], observer: DownloadObserver | None = None) -> None:
+        """Refuse files that the snapshot does not have."""
+        for entry in entries:
+            path = (self._folder / entry.name).resolve()  # the Hub's cache is links to files
+            if not path.exists():
+                raise RemoteError(offline_message(self._url, entry.name))
+            if observer is not None:
+                observer.completed(entry, path)
+
+    def stream(self, entries: Sequence[File]) -> FileStream:
+        """Return a handle that reads files."""
+        return FileStream.start(entries, self.fetch)
+
+    def read_signature(self) -> bytes | None:
+        """Read the signature file."""
+        return read_plain_file(self._folder, SIGNATURE_NAME, limits.SIGNATURE_BYTES)
+
+    def discard(self, entries: Sequence[File]) -> None:
+        """Keep damaged files: the cache is not ours."""

@@ -1,0 +1,80 @@
+"""Remote bundles without a network, and without credentials."""
+
+import os
+import shutil
+from pathlib import Path
+
+import huggingface_hub.constants
+import pytest
+import torch
+from click.testing import CliRunner
+
+import stagepack
+from stagepack.cli import main
+from stagepack.errors import DigestError, OptionError, RemoteError
+from stagepack.remote.cache import Cache
+from tests.door.model import EXAMPLE
+from tests.door.test_folders import hub_cache
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setenv("STAGEPACK_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def snapshot(exported: tuple[Path, torch.Tensor], tmp_path: Path) -> Path:
+    """The snapshot of the repository me/m in the Hub's cache."""
+    path = hub_cache(exported[0], tmp_path)
+    (refs := path.parents[1] / "refs").mkdir()
+    (refs / "main").write_text(path.name)
+    return path
+
+
+def test_a_url_of_the_hub_is_its_snapshot_when_offline(exported: tuple[Path, torch.Tensor], snapshot: Path) -> None:
+    digest = stagepack.open(exported[0]).digest
+    for url in ("hf://me/m", "hf://me/m@main", f"hf://me/m@{snapshot.name}"):
+        bundle = stagepack.open(url, digest=digest)
+        assert bundle.path == snapshot
+        assert bundle.location == url
+    stagepack.verify("hf://me/m")
+    for options in ({}, {"stream": True}, {"verify": "off"}):
+        assert torch.equal(stagepack.load("hf://me/m", **options)(EXAMPLE), exported[1])
+    with pytest.raises(DigestError, match="correct the digest"):
+        stagepack.open("hf://me/m", digest="0" * 64)
+    with pytest.raises(OptionError, match="hf://me/m: assets are written into the bundle: download it first"):
+        stagepack.remove_assets("hf://me/m", ["config.json"])
+
+
+def test_what_no_cache_has_is_named_when_offline(snapshot: Path) -> None:
+    command = "'hf download me/m --revision v2'"
+    with pytest.raises(RemoteError, match=f"^hf://me/m@v2: HF_HUB_OFFLINE is set, .* has manifest.json: .*{command}$"):
+        stagepack.open("hf://me/m@v2")
+    (snapshot / "stage-1.safetensors").unlink()
+    stagepack.load_stage("hf://me/m", 0)
+    with pytest.raises(RemoteError, match=r"^hf://me/m: HF_HUB_OFFLINE is set, and .* has stage-1.safetensors"):
+        stagepack.load_stage("hf://me/m", 1)
+
+
+def test_a_bundle_that_was_opened_before_is_opened_when_offline(
+    exported: tuple[Path, torch.Tensor], tmp_path: Path
+) -> None:
+    cache, digest = Cache(tmp_path / "cache"), stagepack.open(exported[0]).digest
+    shutil.copytree(exported[0], cache.bundle_folder(digest))
+    os.close(cache.use(digest, "hf://me/m") or 0)
+    assert stagepack.open("hf://me/m").digest == digest
+
+
+def test_s3_without_credentials_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    result = CliRunner().invoke(main, ["inspect", "s3://bucket/m"])
+    assert result.exit_code == 1
+    assert (
+        "s3://bucket/m/manifest.json: NoCredentialsError: Unable to locate credentials: set AWS_ACCESS_KEY_ID"
+        in result.stderr
+    )
+    assert "tried" not in result.stderr
