@@ -11,7 +11,7 @@ from stagepack.errors import ExportWarning, FileNotListedError, OptionError, Out
 from stagepack.format.reader import Bundle
 from stagepack.format.validate import FILE_NAME_PATTERN, MANIFEST_NAME, format_names
 from stagepack.format.writer import BundleWriter
-from stagepack.opening import open_bundle
+from stagepack.opening import errors_name_bundle, open_bundle
 
 # What the format's own files end with.
 _RESERVED_SUFFIXES: Final = (".index.json", ".msgpack", ".onnx", ".safetensors", ".sig")
@@ -101,6 +101,7 @@ def _hugging_face_folder(source: object) -> Path | None:
     return Path(snapshot_download(os.fspath(source), allow_patterns=list(_HUGGING_FACE_FILES)))
 
 
+@errors_name_bundle
 def add_assets(
     bundle: str | os.PathLike[str] | Bundle,
     paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
@@ -137,6 +138,7 @@ def add_assets(
     return _with_files(opened, contents, kept_names=opened.files.keys() - contents.keys())
 
 
+@errors_name_bundle
 def remove_assets(bundle: str | os.PathLike[str] | Bundle, file_names: Iterable[str]) -> Bundle:
     """Remove assets from a bundle, as `add_assets` adds them.
 

@@ -14,6 +14,7 @@ from msgspec import Struct
 from msgspec.msgpack import encode
 
 from stagepack.bundle_content import read_entry_point
+from stagepack.errors import named_errors
 from stagepack.format.graph import Graph, Weight
 from stagepack.format.manifest import File, Manifest
 from stagepack.format.node_contents import NodeContents
@@ -124,8 +125,9 @@ class _Model:
 
     @staticmethod
     def read(bundle: Bundle) -> "_Model":
-        stored = read_entry_point(bundle)
-        graph = join_stages(bundle.entry_point, stored.graphs)
+        with named_errors(bundle.location):
+            stored = read_entry_point(bundle)
+            graph = join_stages(bundle.entry_point, stored.graphs)
         weights = {weight_name: weight for weight in graph.weights for weight_name in weight.names}
         return _Model(bundle=bundle, stages=stored.graphs, graph=graph, weights=weights, locations=stored.locations)
 

@@ -4,6 +4,8 @@ All of them derive from `StagepackError`. A message says what was expected, what
 of a bundle list every broken rule of ``schema/SPEC.md`` in `FormatError.problems`.
 """
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -233,6 +235,23 @@ class MicrobatchWarning(UserWarning):
     gradients that one process accumulates over the microbatches. Give ``microbatches=1`` to train with the whole batch, or ignore the
     warning if this is intended.
     """
+
+
+@contextlib.contextmanager
+def named_errors(location: str) -> Iterator[None]:
+    """Let each `StagepackError` in the context begin with the name of a bundle, unless it does already, or is about this installation.
+
+    Args:
+        location: the path or URL of the bundle; nothing to leave errors as they are.
+    """
+    try:
+        yield
+    except MissingPackageError:
+        raise
+    except StagepackError as error:
+        if location and not str(error).startswith(tuple(location + mark for mark in ":#/")):
+            error.args = (f"{location}: {error}", *error.args[1:])
+        raise
 
 
 def first_line(error: object) -> str:

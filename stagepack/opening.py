@@ -1,10 +1,13 @@
 """Open a bundle in a folder or at a URL."""
 
+import contextlib
+import functools
 import os
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from stagepack.errors import DigestError, OptionError, Problem
+from stagepack.errors import DigestError, OptionError, Problem, named_errors
 from stagepack.extras import explain_missing_packages
 from stagepack.format.chunks import ByteProgress
 from stagepack.format.reader import Bundle
@@ -17,10 +20,40 @@ if TYPE_CHECKING:
 # The folder of a bundle, its URL, or an opened bundle.
 BundleSource = str | os.PathLike[str] | Bundle
 
+_Parameters = ParamSpec("_Parameters")
+_Returned = TypeVar("_Returned")
+
 # A PEM file with a public key or with certificates of authorities, or several, one of which must verify a signature.
 TrustedSigners = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
+def errors_name_bundle(function: Callable[_Parameters, _Returned]) -> Callable[_Parameters, _Returned]:
+    """Decorate a function whose first argument is a bundle, so that its errors begin with the path or URL of the bundle."""
+
+    @functools.wraps(function)
+    def named(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Returned:
+        bundle = args[0] if args else kwargs.get("bundle", kwargs.get("source"))
+        with named_errors(_shown_location(bundle)):
+            return function(*args, **kwargs)
+
+    return named
+
+
+def _shown_location(bundle: object) -> str:
+    """The path or URL of a bundle as errors name it; nothing for what is none, and for a draft, whose name users do not know."""
+    if isinstance(bundle, Bundle):
+        return "" if bundle.path.name.endswith(".part") else bundle.location
+    if not isinstance(bundle, str | os.PathLike):
+        return ""
+    location = os.fspath(split_entry_point(bundle)[0])
+    if not is_url(location):
+        return str(Path(location))
+    with contextlib.suppress(OptionError):
+        return str(BundleUrl.parse(location))
+    return ""
+
+
+@errors_name_bundle
 def open_bundle(
     source: str | os.PathLike[str],
     *,
@@ -67,6 +100,8 @@ def open_bundle(
         >>> stage = stagepack.load_stage(bundle, 1)
         >>> decoder = stagepack.open("translator.stagepack#decode")
     """
+    if not isinstance(source, str | os.PathLike):
+        raise OptionError(f"expected the path or the URL of a bundle, found {type(source).__name__}")
     location, name = split_entry_point(source)
     bundle = _open_location(location, digest, storage_options)
     if require_signature is not None:
@@ -126,6 +161,7 @@ def opened(bundle: BundleSource, require_signature: TrustedSigners | None = None
     return bundle
 
 
+@errors_name_bundle
 def verify_bundle(
     bundle: BundleSource,
     *,

@@ -14,7 +14,7 @@ from stagepack.format.plan import Plan
 from stagepack.format.reader import Bundle
 from stagepack.format.validate import NamedWeights, check_graph, raise_problems
 from stagepack.graph.joining import join_stages
-from stagepack.opening import BundleSource, opened
+from stagepack.opening import BundleSource, errors_name_bundle, opened
 from stagepack.partition.costs import graph_costs
 from stagepack.partition.cut import WeightSharing
 from stagepack.partition.cut_options import CutOptions
@@ -24,6 +24,7 @@ from stagepack.partition.policies import Policy
 from stagepack.partition.profile import Profile
 
 
+@errors_name_bundle
 def recut(
     bundle: BundleSource,
     *,

@@ -32,7 +32,7 @@ from stagepack.format.validate import NamedWeights
 from stagepack.format.writer import Pieces, TensorSource
 from stagepack.linearize.example import tensor_source
 from stagepack.linearize.tensor_memory import dtype_name, is_all_zeros, tensor_bytes
-from stagepack.opening import open_bundle
+from stagepack.opening import errors_name_bundle, open_bundle
 
 _SHOWN_PROBLEMS = 10
 
@@ -46,6 +46,7 @@ class _Source:
     files: Mapping[str, bytes]
 
 
+@errors_name_bundle
 def replace_weights(
     bundle: str | os.PathLike[str] | Bundle,
     source: str | os.PathLike[str],

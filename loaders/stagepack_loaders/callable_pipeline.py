@@ -1,5 +1,6 @@
 """What pipelines have in common, wherever their stages run: they are called like the model and return what the model returns."""
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -17,15 +18,38 @@ from stagepack_loaders.generation.generate import TokenCallback, generate
 from stagepack_loaders.pipeline_sequence import PipelineSequence
 from stagepack_loaders.run_trace import RunTrace
 
-_FIXED_DTYPES = "a bundle computes in the types of the export: export with --dtype, or in Python the model in that type"
+FIXED_DTYPES = "a bundle computes in the types of the export: export with --dtype, or in Python the model in that type"
+_TRAINING = "graphs compute as the model did at the export: export it in training mode, and train with stagepack.train"
 # What users of `torch.nn.Module` look for, and what takes its place.
 _MODULE_METHODS = {
-    **dict.fromkeys(("half", "bfloat16", "float", "double", "type"), _FIXED_DTYPES),
+    **dict.fromkeys(("half", "bfloat16", "float", "double", "type"), FIXED_DTYPES),
     **dict.fromkeys(("cuda", "cpu"), "move the stages with to(), such as to('cuda') or to(['cuda:0', 'cuda:1'])"),
-    "train": "graphs compute as the model did at the export: export it in training mode, and train with stagepack.train",
-    "named_modules": "each of its stages is a module in PyTorch: pipeline.stages[0].named_modules()",
-    "named_parameters": "state_dict() has the weights of all stages by their names in the model",
+    "compile": "load the bundle with compile=True",
+    **dict.fromkeys(("train", "training"), _TRAINING),
+    **dict.fromkeys(
+        ("named_parameters", "buffers", "named_buffers"),
+        "state_dict() has the weights of all stages by their names in the model",
+    ),
+    "load_state_dict": "load into each stage, pipeline.stages[0].load_state_dict(weights, strict=False), or export with --graph-from",
+    "zero_grad": "an optimizer has it: torch.optim.SGD(pipeline.parameters(), lr).zero_grad()",
+    "forward": "call the pipeline itself, as the model is called",
+    "device": "its stages have one each: pipeline.devices",
+    "dtype": "its inputs have one each: pipeline.inputs[0].dtype",
+    "config": "the bundle has that of a transformers model: pipeline.bundle.read('config.json')",
+    **dict.fromkeys(
+        ("save", "save_pretrained", "push_to_hub"),
+        "stagepack.save(pipeline, out=...) writes a bundle; 'stagepack push' uploads it",
+    ),
 }
+
+
+def _module_hint(attribute_name: str) -> str:
+    """What takes the place of an attribute of `torch.nn.Module`; nothing for others."""
+    torch = sys.modules.get("torch")
+    if attribute_name in _MODULE_METHODS or torch is None or attribute_name.startswith("_"):
+        return _MODULE_METHODS.get(attribute_name, "")
+    is_of_modules = hasattr(torch.nn.Module, attribute_name)
+    return f"each of its stages is a module in PyTorch: pipeline.stages[0].{attribute_name}" if is_of_modules else ""
 
 
 class CallablePipeline(ABC):
@@ -64,7 +88,7 @@ class CallablePipeline(ABC):
         return f"<{type(self).__name__} {self.bundle.location!r}, {format_stage_count(len(self.devices))} on {placed}, {inputs}>"
 
     def __getattr__(self, attribute_name: str) -> Any:
-        hint = _MODULE_METHODS.get(attribute_name, "")
+        hint = _module_hint(attribute_name)
         raise AttributeError(f"{type(self).__name__} has no attribute {attribute_name!r}{hint and f': {hint}'}")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

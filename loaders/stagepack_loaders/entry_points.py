@@ -1,17 +1,18 @@
 """Load the entry points of a bundle together, so that they share weights and state."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from stagepack.errors import EntryPointError, InputError, OptionError
 from stagepack.format.reader import Bundle
 from stagepack.format.validate import format_names
-from stagepack.opening import BundleSource, TrustedSigners
+from stagepack.opening import BundleSource, TrustedSigners, errors_name_bundle
 from stagepack_loaders.base import Compile, PrepareOptions, Verify
 from stagepack_loaders.call_limits import Limits, checked_limits, value_limit
 from stagepack_loaders.generation.decoders import ENCODER_NAME, generating_entry_point
 from stagepack_loaders.pipeline import Pipeline
+from stagepack_loaders.placement import device_list
 from stagepack_loaders.preparation import (
     check_compile_options,
     check_stream_options,
@@ -26,6 +27,8 @@ from stagepack_loaders.registry import DEFAULT_RUNTIME
 
 if TYPE_CHECKING:
     import torch
+
+    from stagepack_loaders.load import Devices
 
 
 class EntryPointPipelines(Mapping[str, Pipeline]):
@@ -100,10 +103,12 @@ class EntryPointPipelines(Mapping[str, Pipeline]):
         return [*super().__dir__(), *self._pipelines]
 
 
+@errors_name_bundle
 def load_entry_points(
     bundle: BundleSource,
-    devices: "Sequence[str | torch.device] | Mapping[str, Sequence[str | torch.device]]" = ("cpu",),
+    devices: "Devices | Mapping[str, Devices] | None" = None,
     *,
+    device: "str | torch.device | None" = None,
     runtime: str = DEFAULT_RUNTIME,
     types: Collection[type] = (),
     allow_ops: Collection[str] = (),
@@ -123,6 +128,7 @@ def load_entry_points(
         bundle: the folder of the bundle, its URL (see `stagepack.open`), or an opened bundle.
         devices: the device of each stage of an entry point; with fewer devices, consecutive stages share one. A dict has them for each
             entry point by name; those that it leaves out are on the CPU.
+        device: the device of all stages, in the place of `devices`.
         runtime: the name of the runtime that executes the stages.
         types: see `stagepack.load`.
         allow_ops: see `stagepack.load`.
@@ -167,11 +173,7 @@ def load_entry_points(
         with reading_progress(selected, () if stream else range(len(selected.stages))) as progress:
             if not stream:
                 options = replace(options, progress=progress, unchanged=progress)
-            prepared_stages = prepare_all(selected, _device_list(devices_of_name.get(name, ("cpu",))), runtime, options)
+            prepared_stages = prepare_all(selected, device_list(devices_of_name.get(name), device), runtime, options)
             ready_stages = compile_prepared(selected, prepared_stages, compile, None)
             pipelines[name] = finish_pipeline(selected, ready_stages, types, verify=verify == "full", limit=limit)
     return EntryPointPipelines(opened_bundle, pipelines)
-
-
-def _device_list(devices: Any) -> Sequence[Any]:
-    return devices if isinstance(devices, Sequence) and not isinstance(devices, str) else [devices]

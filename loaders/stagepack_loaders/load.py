@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from stagepack.errors import OptionError
 from stagepack.extras import explain_missing_packages
-from stagepack.opening import BundleSource, TrustedSigners
+from stagepack.opening import BundleSource, TrustedSigners, errors_name_bundle
 from stagepack_loaders.base import Compile, PrepareOptions, Verify
 from stagepack_loaders.call_limits import Limits, checked_limits, value_limit
 from stagepack_loaders.distributed import DEFAULT_IN_FLIGHT
 from stagepack_loaders.pipeline import Pipeline
+from stagepack_loaders.placement import device_list
 from stagepack_loaders.preparation import (
     check_compile_options,
     check_stream_options,
@@ -31,12 +32,15 @@ if TYPE_CHECKING:
     from stagepack_loaders.distributed.pipeline import DistributedPipeline
     from stagepack_loaders.torch.stage import TorchStage
 
+    Devices = str | torch.device | Sequence[str | torch.device]
+
 
 @overload
 def load(  # type: ignore[overload-overlap] # False is an integer, too
     bundle: BundleSource,
-    devices: "Sequence[str | torch.device]" = ...,
+    devices: "Devices | None" = ...,
     *,
+    device: "str | torch.device | None" = ...,
     runtime: str | Sequence[str] = ...,
     types: Collection[type] = ...,
     allow_ops: Collection[str] = ...,
@@ -55,8 +59,9 @@ def load(  # type: ignore[overload-overlap] # False is an integer, too
 @overload
 def load(
     bundle: BundleSource,
-    devices: "Sequence[str | torch.device]" = ...,
+    devices: "Devices | None" = ...,
     *,
+    device: "str | torch.device | None" = ...,
     runtime: str | Sequence[str] = ...,
     types: Collection[type] = ...,
     allow_ops: Collection[str] = ...,
@@ -74,10 +79,12 @@ def load(
 ) -> "DistributedPipeline": ...
 
 
+@errors_name_bundle
 def load(
     bundle: BundleSource,
-    devices: "Sequence[str | torch.device]" = ("cpu",),
+    devices: "Devices | None" = None,
     *,
+    device: "str | torch.device | None" = None,
     runtime: str | Sequence[str] = DEFAULT_RUNTIME,
     types: Collection[type] = (),
     allow_ops: Collection[str] = (),
@@ -101,9 +108,14 @@ def load(
     arrays), and returns arrays of the kind that it is called with. Stages pass their values on without a copy when their devices are
     the same.
 
+    In torch, results carry gradients as those of the model do: its parameters require them if they did at the export. Under
+    ``torch.no_grad()`` and ``torch.inference_mode()`` they carry none, nor with `processes` and `compiled`, nor where weights pass
+    through `device_memory`.
+
     Args:
         bundle: the folder of the bundle, its URL (see `stagepack.open`), or an opened bundle.
-        devices: the device of each stage, in order; with fewer devices, consecutive stages share one.
+        devices: the device of each stage, in order, or one device; with fewer devices, consecutive stages share one. By default the CPU.
+        device: the device of all stages, in the place of `devices`.
         runtime: the name of the runtime that executes the stages, such as ``"torch"`` or ``"onnxruntime"``; or a list with a name for
             each stage. ONNX Runtime needs the ONNX files that ``stagepack onnx`` adds, and no torch. By default torch; where it is not
             installed, ONNX Runtime, if the bundle has these files. `stages` of the result have the name, `runtime`.
@@ -130,7 +142,7 @@ def load(
             meanwhile. Not with `compile`, `compiled` and `processes`; only in torch.
         device_memory: the memory for weights on each device, in bytes or as ``"8GiB"``. If the weights are larger, some stay there, and
             the others pass through a part of it in each call, read ahead from their files; `TorchStage.residency` says how many.
-            Gradients are not recorded then. `state_dict` and ``parameters()`` have those on the CPU; what is written into them is used
+            `state_dict` and ``parameters()`` have those on the CPU; what is written into them is used
             from the next call on, and conversions such as ``double()`` are refused. Not with `stream`, `copy`, `compile`, `compiled` and
             `processes`; only in torch.
         limits: how large values may be, and, with `processes`, how long a call may take, see `Limits`. None for no limits.
@@ -183,7 +195,7 @@ def load(
         copy=copy,
         processes=processes is not False,
     )
-    named = devices if isinstance(devices, Sequence) and not isinstance(devices, str) else [devices]
+    named = device_list(devices, device)
     if processes is False:
         _refuse_process_options(
             imports=imports,
@@ -288,6 +300,7 @@ def load_stage(
 ) -> Any: ...
 
 
+@errors_name_bundle
 def load_stage(
     bundle: BundleSource,
     stage: int,

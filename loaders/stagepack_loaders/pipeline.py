@@ -8,15 +8,16 @@ from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, Self
 
+from stagepack.errors import OptionError
 from stagepack.format.aliasing import written_inputs
 from stagepack.format.graph import Graph
 from stagepack.format.reader import Bundle
 from stagepack_loaders.base import ArrayOps, LoadedStage, Runtime, stage_state
 from stagepack_loaders.call_limits import ValueLimit
-from stagepack_loaders.callable_pipeline import CallablePipeline
+from stagepack_loaders.callable_pipeline import FIXED_DTYPES, CallablePipeline
 from stagepack_loaders.exchange import array_ops_of_call, to_runtime
 from stagepack_loaders.pipeline_sequence import PipelineSequence
-from stagepack_loaders.placement import place_stages
+from stagepack_loaders.placement import device_list, place_stages
 from stagepack_loaders.registry import TORCH_RUNTIME, find_runtime
 from stagepack_loaders.run_trace import RunTrace, SpanRecorder
 from stagepack_loaders.stage_errors import typed_stage_errors
@@ -85,7 +86,7 @@ class Pipeline(CallablePipeline):
         """See `CallablePipeline`."""
         return tuple(str(stage.device) for stage in self.stages)
 
-    def to(self, devices: Any) -> Self:
+    def to(self, devices: Any = None, *, device: Any = None, dtype: Any = None) -> Self:
         """Move the stages to other devices, with their weights as they are now. Not while a call runs.
 
         Parameters become other objects: make an optimizer afterwards.
@@ -93,11 +94,14 @@ class Pipeline(CallablePipeline):
         Args:
             devices: a device, such as ``"cuda:0"``, or a device for each stage, in order; with fewer devices, consecutive stages share
                 one.
+            device: the device of all stages, in the place of `devices`.
+            dtype: refused: a bundle computes in the types of the export.
 
         Returns:
             The pipeline itself.
 
         Raises:
+            OptionError: a dtype is given, or both `device` and `devices`.
             DeviceError: a device does not exist here, there are more devices than stages, or a stage cannot be moved: stages of ONNX
                 Runtime, compiled ones, and those with ``device_memory``.
 
@@ -106,7 +110,9 @@ class Pipeline(CallablePipeline):
             >>> pipeline.to(["cuda:0", "cuda:1"]).devices
             ('cuda:0', 'cuda:1')
         """
-        named = devices if isinstance(devices, list | tuple) else [devices]
+        if dtype is not None or type(devices).__name__ == "dtype":
+            raise OptionError(f"dtype: {FIXED_DTYPES}")
+        named = device_list(devices, device)
         placement = {
             stage_number: self.runtimes[stage_number].parse_device(device)
             for stage_number, device in enumerate(place_stages(self.entry_point, named))

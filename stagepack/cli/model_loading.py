@@ -11,7 +11,7 @@ from stagepack.cli.path_options import given_digest, given_trusted_files
 from stagepack.cli.process_options import start_processes
 from stagepack.cli.run_options import default_model_name, runtime_of_each_stage
 from stagepack.cli.trace_option import trace_until_closed
-from stagepack.errors import ValueSizeError
+from stagepack.errors import ValueSizeError, named_errors
 from stagepack.format.reader import Bundle
 from stagepack.opening import open_bundle
 from stagepack_loaders.call_limits import Limits
@@ -108,7 +108,7 @@ class BundleLoading:
         bundle = open_bundle(path, digest=self._digest, require_signature=self._trusted_files)
         if bundle.digest == unless_digest:
             return None
-        with ExitStack() as closing:
+        with named_errors(bundle.location), ExitStack() as closing:
             pipelines = self._load_pipelines(model_name, bundle, closing)
             if pipelines is None:
                 return None

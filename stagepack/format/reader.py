@@ -210,9 +210,11 @@ class Bundle(BundleFiles):
             IndexError, OptionError: the bundle has no stage of this number, or it is no number.
         """
         if not isinstance(stage_number, int):
-            raise OptionError(f"stage: expected a number, found {stage_number!r}")
+            raise OptionError(f"{self.location}: stage: expected a number, found {stage_number!r}")
         if not 0 <= stage_number < len(self.stages):
-            raise IndexError(f"expected a stage from 0 to {len(self.stages) - 1}, found {stage_number}")
+            raise IndexError(
+                f"{self.location}: expected a stage from 0 to {len(self.stages) - 1}, found {stage_number}"
+            )
         return self.stages[stage_number]
 
     def graph(self, stage_number: int) -> Graph:

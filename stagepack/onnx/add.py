@@ -17,7 +17,7 @@ from stagepack.format.writer import BundleWriter, check_output_path
 from stagepack.onnx.check import StageCheck, check_stages
 from stagepack.onnx.conversion import convert_stage, model_file, own_weight_file
 from stagepack.onnx.finish import OnnxFiles
-from stagepack.opening import open_bundle
+from stagepack.opening import errors_name_bundle, open_bundle
 from stagepack.torch_internals import onnx_functions_read_once, signs_of_zeros_kept
 from stagepack_loaders.comparison import Tolerance
 
@@ -37,6 +37,7 @@ class AddedOnnx:
     checked: Mapping[int, StageCheck]
 
 
+@errors_name_bundle
 def add_onnx(
     bundle: str | os.PathLike[str] | Bundle,
     *,

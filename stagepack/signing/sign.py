@@ -7,7 +7,7 @@ from pathlib import Path
 
 from model_signing import hashing, signing
 
-from stagepack.errors import DigestError, OptionError, OutputExistsError, Problem, WriteError
+from stagepack.errors import DigestError, OptionError, OutputExistsError, Problem, WriteError, named_errors
 from stagepack.format import limits
 from stagepack.format.chunks import ByteProgress
 from stagepack.format.digest import stated_and_actual_digest
@@ -68,7 +68,8 @@ def sign_bundle(
     if os.path.lexists(signature_path) and not overwrite:
         raise OutputExistsError(f"{location}: is signed already: replace the signature (--overwrite), or keep it")
     config = _signer(key, certificate, certificate_chain)
-    opened.verify(progress)
+    with named_errors(location):
+        opened.verify(progress)
     ignored_names = [SIGNATURE_NAME, *opened.unlisted_files()]
     hashed_files = hashing.Config().set_ignored_paths(paths=ignored_names, ignore_git_paths=False)
     config.set_hashing_config(hashed_files.set_allow_symlinks(True))

@@ -8,7 +8,7 @@ import torch
 
 from stagepack.errors import OptionError
 from stagepack.format.reader import Bundle
-from stagepack.opening import BundleSource, opened
+from stagepack.opening import BundleSource, errors_name_bundle, opened
 from stagepack_loaders.base import Compile, PrepareOptions
 from stagepack_loaders.torch.ahead_of_time import compile_to_folder
 from stagepack_loaders.torch.compiled_folder import CompiledFolder, CompiledUnit
@@ -44,6 +44,7 @@ def compile_stages(
     return ready_stages
 
 
+@errors_name_bundle
 def compile_ahead(
     bundle: BundleSource,
     out: str | os.PathLike[str],

@@ -14,6 +14,7 @@ from torch.distributed.distributed_c10d import get_backend_config
 from stagepack.errors import EvaluationModeWarning, MicrobatchWarning, OptionError
 from stagepack.format.reader import Bundle
 from stagepack.format.writer import check_output_path
+from stagepack.opening import errors_name_bundle
 from stagepack_loaders.base import PrepareOptions, Verify
 from stagepack_loaders.distributed.launch_environment import (
     has_launcher,
@@ -35,6 +36,7 @@ from stagepack_loaders.train.training import Training, TrainingOptions
 from stagepack_loaders.train.watched_group import meet_processes
 
 
+@errors_name_bundle
 def train(
     bundle: str | os.PathLike[str] | Bundle,
     loss: Loss,
