@@ -50,7 +50,7 @@ def test_one_device_is_named_as_other_libraries_name_it(exported: tuple[Path, to
         {"devices": torch.device("cpu")},
         {"devices": ["cpu", "cpu"]},
     ):
-        pipeline = stagepack.load(exported[0], **options)  # type: ignore[call-overload]
+        pipeline = stagepack.load(exported[0], **options)
         assert pipeline.devices == ("cpu", "cpu")
         assert torch.equal(pipeline.to(device="cpu")(EXAMPLE), exported[1])
     assert stagepack.load_entry_points(exported[0], device="cpu").forward.devices == ("cpu", "cpu")
