@@ -20,6 +20,7 @@ from stagepack.bundle_content import (
     recorded_example,
 )
 from stagepack.bundle_writing import ModelOrigin, write_bundle
+from stagepack.capture.adapters import read_adapter
 from stagepack.capture.checkpoint import CheckpointTensor, read_checkpoint
 from stagepack.capture.deferred_tensors import DataNeededError, DeferredTensors
 from stagepack.capture.pretrained_model import load_pretrained, model_files
@@ -130,7 +131,8 @@ def _weights_by_name(bundle: Bundle) -> dict[str, Weight]:
 def _open_source(source: str | os.PathLike[str], weights: Mapping[str, Weight]) -> _Source:
     path = Path(source)
     stated_weights = [weight.names for weight in weights.values() if weight.kind in ("parameter", "buffer")]
-    if path.is_file() or (path.is_dir() and not (path / "config.json").is_file()):
+    is_pretrained = (path / "config.json").is_file() or read_adapter(os.fspath(source)) is not None
+    if path.is_file() or (path.is_dir() and not is_pretrained):
         tensors = tensors_by_weight_name(read_checkpoint(path), stated_weights, os.fspath(source))
         return _Source(tensors=tensors, required_names=tensors.keys(), files={})
     deferred = DeferredTensors()

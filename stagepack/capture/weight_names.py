@@ -10,6 +10,8 @@ _Tensor = TypeVar("_Tensor")
 
 # Names and prefixes in an error message; the other ones are counted.
 _SHOWN = 3
+# Before all names in a checkpoint of PEFT.
+_ADAPTER_PREFIX = "base_model.model."
 
 
 def tensors_by_weight_name(
@@ -94,6 +96,8 @@ def name_problems(missing: Collection[str], unknown: Collection[str], model: str
             problems.append(
                 f"{change.format(prefix)} the names in the checkpoint, {count} of the {len(missing)} would fit"
             )
+    if any(weight_name.startswith(_ADAPTER_PREFIX) for weight_name in unknown):
+        problems.append("the checkpoint is of an adapter of PEFT: give the folder of the adapter, which is then merged")
     return problems
 
 
