@@ -17,20 +17,16 @@ import torch
 from stagepack.capture.adapters import Adapter, merge_adapter, read_adapter
 from stagepack.capture.checkpoint import CheckpointTensor, checkpoint_file_tensors
 from stagepack.capture.deferred_tensors import DataNeededError, DeferredTensors
+from stagepack.capture.source_path import check_model_path
 from stagepack.capture.torch_messages import format_torch_error
 from stagepack.capture.transformers_package import import_transformers, quiet_libraries
 from stagepack.errors import CaptureError, OptionError
-from stagepack.format.validate import MANIFEST_NAME
 from stagepack.format.weights import ALIGNMENT
 from stagepack.torch_internals import replaced_checkpoint_tensors
 
 _SHOWN_PROBLEMS = 5
 # The dtypes that a model is loaded in, by name.
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ("float64", "float32", "float16", "bfloat16")}
-# A hub name may have a dot in it, such as Qwen2.5-0.5B, but not these.
-_FILE_SUFFIXES = frozenset(
-    (".bin", ".ckpt", ".gguf", ".h5", ".json", ".onnx", ".pt", ".pt2", ".pth", ".py", ".safetensors", ".stagepack")
-)
 # Of the hub's client and of the HTTP client below it, which are not imported for their names.
 _CONNECTION_ERRORS = frozenset(
     ("ConnectError", "ConnectTimeout", "LocalEntryNotFoundError", "OfflineModeIsEnabled", "ProxyError")
@@ -78,7 +74,7 @@ def load_pretrained(
     dtype_option = {} if dtype is None else {"dtype": parse_dtype(dtype)}
     adapter = read_adapter(source)
     if adapter is None:
-        _check_source(source)
+        check_model_path(source)
         model = _load(source, deferred, dtype_option)
     elif deferred is not None:
         raise DataNeededError("an adapter is merged into the weights")
@@ -128,7 +124,7 @@ def _load(
 def _check_base_model(adapter: Adapter) -> None:
     """Refuse a base model that is no longer where it was when the adapter was trained."""
     try:
-        _check_source(adapter.base_model)
+        check_model_path(adapter.base_model)
     except CaptureError as error:
         raise CaptureError(
             f"{adapter.source}: is an adapter of the base model {adapter.base_model!r}: {error}: write where it is into "
@@ -176,37 +172,6 @@ def _deferred_weights(deferred: DeferredTensors) -> Iterator[None]:
     except Exception as error:
         # Whatever it is: with data in memory it works, or has the error that the user is told.
         raise DataNeededError(format_torch_error(error)) from error
-
-
-def _check_source(source: str) -> None:
-    """Refuse paths, for which transformers would ask the hub."""
-    if os.path.isdir(source):
-        if not os.path.isfile(os.path.join(source, "config.json")):
-            if os.path.isfile(os.path.join(source, MANIFEST_NAME)):
-                raise CaptureError(
-                    f"{source}: expected a model, found a bundle: cut it again by 'stagepack recut' (in Python stagepack.recut)"
-                )
-            raise CaptureError(f"{source}: expected a Hugging Face folder with a config.json")
-    elif source.endswith(".py"):
-        raise CaptureError(
-            f"{source}: expected FILE.py:FUNCTION, found no function: name the function that makes the model, such as {source}:make"
-        )
-    elif os.path.exists(source):
-        raise CaptureError(f"{source}: expected a Hugging Face folder, found a file")
-    elif _looks_like_path(source):
-        raise CaptureError(
-            f"{source}: no such file or folder; expected a folder, a hub name, a .pt2 file or FILE.py:FUNCTION"
-        )
-
-
-def _looks_like_path(source: str) -> bool:
-    """Whether a source cannot be a hub name, which is ``NAME`` or ``OWNER/NAME``, or is the name of a file."""
-    return (
-        source.startswith((".", "/", "~"))
-        or source.endswith(("/", "\\"))
-        or source.count("/") > 1
-        or os.path.splitext(source)[1].lower() in _FILE_SUFFIXES
-    )
 
 
 def _loading_failure(source: str, error: Exception) -> str:
