@@ -52,8 +52,12 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(_Outcomes(path))
 
 
+@pytest.hookimpl(tryfirst=True)  # before the plugin that distributes the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the tests marked process when only one may run."""
+    """Leave out the tests marked process when only one may run, and let one worker run the tests of a file, which share fixtures."""
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(f"{item.path.parent.name}/{item.path.stem}"))
     if config.getoption("--one-process"):
         left_out = [item for item in items if item.get_closest_marker("process")]
         config.hook.pytest_deselected(items=left_out)

@@ -13,7 +13,12 @@ from tests.zoo.cases import ROWS, named
 from tests.zoo.test_zoo import name_of, slow
 
 # Of many nodes.
-LARGE = named("containers-cache-of-any-length", "decoders-llama-tied", "encoder-decoders-t5")
+LARGE = named(
+    "containers-cache-of-any-length",
+    "containers-static-cache-as-an-input",
+    "decoders-llama-tied",
+    "encoder-decoders-t5",
+)
 CASES = [
     *(case for case in ROWS[::16] if case not in LARGE),
     *slow([*ROWS[8::16], *LARGE]),

@@ -20,8 +20,6 @@ from stagepack.onnx import check
 from tests.bundle_editor import BundleEditor
 from tests.zoo.rows.zoolib import smooth as smooth  # registers the custom operators
 
-pytestmark = pytest.mark.xdist_group("added")  # one process, so that the bundle is made once
-
 
 class Layers(torch.nn.Module):
     """Three layers, with weights of all kinds between them."""

@@ -17,8 +17,6 @@ import stagepack
 from stagepack.format.reader import Bundle
 from tests.zoo.architectures.encoders import minilm_folder
 
-pytestmark = pytest.mark.xdist_group("joined")  # one process, so that the bundle is made once
-
 
 @pytest.fixture(scope="module")
 def minilm(tmp_path_factory: pytest.TempPathFactory) -> Bundle:

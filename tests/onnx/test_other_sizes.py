@@ -18,8 +18,6 @@ from stagepack.format.shapes import evaluate_dim
 from stagepack.onnx import AddedOnnx
 from stagepack.onnx.other_sizes import inputs_at, sizes_to_check
 
-pytestmark = pytest.mark.xdist_group("other_sizes")  # one process, so that the bundle is made once
-
 
 class LargestOf(nn.Module):
     """Its windows depend on the sizes of the image; torch's exporter takes them from the example."""

@@ -11,11 +11,13 @@ from tests.zoo.cases import EXAMPLES, named
 from tests.zoo.test_zoo import name_of, slow
 
 CASES = [
-    *EXAMPLES[::5],
-    *named("encoders-minilm", "decoders-llama-tied", "vision-resnet"),
-    *slow(example for number, example in enumerate(EXAMPLES) if number % 5),
+    *EXAMPLES[::10],
+    *named("decoders-llama-tied"),
+    *slow(example for number, example in enumerate(EXAMPLES) if number % 10),
     *slow(
         named(
+            "encoders-minilm",
+            "vision-resnet",
             "encoders-bert",
             "decoders-llama",
             "decoders-gpt2",

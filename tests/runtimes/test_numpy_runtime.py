@@ -23,8 +23,6 @@ from stagepack_serving.server.metrics import Metrics
 from stagepack_serving.server.stage_runner import StageRunner
 from tests.runtimes.numpy_runtime.runtime import NumpyRuntime
 
-pytestmark = pytest.mark.xdist_group("numpy runtime")  # one process exports the bundle
-
 ROOT = Path(__file__).parents[2]
 X = numpy.random.default_rng(0).normal(size=(3, 5, 8)).astype("float32")
 
