@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from stagepack.bundle_content import further_file_names
+from stagepack.capture.adapters import read_adapter
 from stagepack.errors import ExportWarning, FileNotListedError, OptionError, OutputExistsError
 from stagepack.format.reader import Bundle
 from stagepack.format.validate import FILE_NAME_PATTERN, MANIFEST_NAME, format_names
@@ -73,11 +74,14 @@ def exported_assets(source: object, contents: Mapping[str, bytes], *, generates:
         contents: the content of each file that the caller gives, by its name.
         generates: whether the bundle generates, which it does with texts only if it has a tokenizer: a warning says so otherwise.
     """
-    folder = _hugging_face_folder(source)
-    if folder is None:
+    folders = _hugging_face_folders(source)
+    if not folders:
         return dict(contents)
-    paths = [folder / file_name for file_name in _HUGGING_FACE_FILES]
-    assets = read_assets(path for path in paths if path.is_file()) | dict(contents)
+    assets: dict[str, bytes] = {}
+    for folder in folders:
+        paths = [folder / file_name for file_name in _HUGGING_FACE_FILES]
+        assets |= read_assets(path for path in paths if path.is_file())
+    assets |= contents
     if generates and TOKENIZER_FILE not in assets:
         message = (
             f"{source}: has no {TOKENIZER_FILE}: the bundle takes tokens and no texts: write it (tokenizer.save_pretrained), and add it to "
@@ -87,18 +91,24 @@ def exported_assets(source: object, contents: Mapping[str, bytes], *, generates:
     return assets
 
 
-def _hugging_face_folder(source: object) -> Path | None:
-    """The folder that has the files of a Hugging Face model: of a hub name, the snapshot in the Hub's cache."""
+def _hugging_face_folders(source: object) -> list[Path]:
+    """The folders that have the files of a Hugging Face model: of a hub name, the snapshot in the Hub's cache.
+
+    An adapter of PEFT has a folder after that of its base model.
+    """
     if not isinstance(source, str | os.PathLike):
-        return None
+        return []
     folder = Path(source)
     if folder.exists():
-        return folder if (folder / "config.json").is_file() else None
+        adapter = read_adapter(os.fspath(source))
+        if adapter is not None:
+            return [*_hugging_face_folders(adapter.base_model), folder]
+        return [folder] if (folder / "config.json").is_file() else []
     if ":" in os.fspath(source):  # FILE.py:FUNCTION
-        return None
+        return []
     from huggingface_hub import snapshot_download  # noqa: PLC0415 - transformers has imported it
 
-    return Path(snapshot_download(os.fspath(source), allow_patterns=list(_HUGGING_FACE_FILES)))
+    return [Path(snapshot_download(os.fspath(source), allow_patterns=list(_HUGGING_FACE_FILES)))]
 
 
 @errors_name_bundle

@@ -1,13 +1,14 @@
 """Cuts, their signatures and the content of their weights -> a bundle on disk.
 
 A stored tensor that one stage uses goes into the file of that stage. One that several stages use goes into a shared file; there is
-one for each set of stages, so that a stage reads nothing that it does not use.
+one for each set of stages, so that a stage reads nothing that it does not use. In a bundle that transformers opens, the files of parameters
+and persistent buffers have nothing else: it reports each tensor of a checkpoint that the model does not have.
 """
 
 import itertools
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,6 +32,10 @@ from stagepack.partition.cut import Cut, CutStage
 from stagepack.terminal import byte_progress
 
 _EXAMPLE_FILE_NAME = "example.safetensors"
+# In the name of a file of buffers that are not persistent, and of constants.
+_CONSTANTS_SUFFIX = "-constants"
+# The file of the configuration, by which transformers opens a folder.
+_CONFIGURATION_NAME = "config.json"
 
 # Takes the bundle before it has its name and its examples, at the entry point, and returns the recorded example.
 ExampleRecorder = Callable[[Bundle], TensorSource]
@@ -107,7 +112,9 @@ def write_bundle(
         for prefix, entry_point in zip(prefixes, entry_points, strict=True)
         for stage_number, stage in enumerate(entry_point.cut.stages)
     }
-    file_of_tensor = _assign_files(stages)
+    checkpoint_names = _checkpoint_names(stages.values())
+    is_checkpoint = _CONFIGURATION_NAME in origin.files
+    file_of_tensor = _assign_files(stages, checkpoint_names if is_checkpoint else None)
     weight_bytes = sum(weights.specs[tensor].nbytes for tensor in file_of_tensor)
     with (
         BundleWriter(out, overwrite=overwrite) as writer,
@@ -130,7 +137,7 @@ def write_bundle(
         manifest = _manifest(written_entry_points, origin, signature_features(signatures))
         writer.write_draft(manifest)
         example_files = _write_examples(writer, prefixes, entry_points)
-        index_files = _checkpoint_index(list(stages.values()), file_of_tensor, weights)
+        index_files = _checkpoint_index(checkpoint_names, file_of_tensor, weights)
         for file_name, content in {**origin.files, **index_files}.items():
             writer.write_file(file_name, [content])
         manifest = msgspec.structs.replace(
@@ -211,20 +218,31 @@ def _tensors_in_files(graph: Graph) -> dict[str, None]:
     return dict.fromkeys(weight.stored for weight in graph.weights if not weight.zeros)
 
 
-def _assign_files(stages: Mapping[str, CutStage]) -> dict[str, str]:
-    """Return the file name of each stored tensor, in the order of first use."""
+def _checkpoint_names(stages: Iterable[CutStage]) -> set[str]:
+    """The stored tensors that a checkpoint of the model has: its parameters and persistent buffers."""
+    return {
+        weight.stored
+        for stage in stages
+        for weight in stage.graph.weights
+        if weight.base is None and weight.kind in ("parameter", "buffer")
+    }
+
+
+def _assign_files(stages: Mapping[str, CutStage], separate_names: Collection[str] | None) -> dict[str, str]:
+    """Return the file name of each stored tensor, in the order of first use. `separate_names` share no file with others."""
     stages_of_tensor: dict[str, list[str]] = {}
     for stage_name, stage in stages.items():
         for tensor in _tensors_in_files(stage.graph):
             stages_of_tensor.setdefault(tensor, []).append(stage_name)
-    shared_files: dict[tuple[str, ...], str] = {}
+    shared_files: dict[tuple[bool, *tuple[str, ...]], str] = {}
     file_of_tensor = {}
     for tensor, stage_names in stages_of_tensor.items():
+        is_apart = separate_names is not None and tensor not in separate_names
         if len(stage_names) == 1:
-            file_of_tensor[tensor] = f"{stage_names[0]}.safetensors"
+            file_of_tensor[tensor] = f"{stage_names[0]}{_CONSTANTS_SUFFIX if is_apart else ''}.safetensors"
         else:
             next_name = f"shared-{len(shared_files)}.safetensors"
-            file_of_tensor[tensor] = shared_files.setdefault(tuple(stage_names), next_name)
+            file_of_tensor[tensor] = shared_files.setdefault((is_apart, *stage_names), next_name)
     return file_of_tensor
 
 
@@ -255,16 +273,11 @@ def _stage_entry(stage: CutStage, weights: TensorSource) -> Stage:
 
 
 def _checkpoint_index(
-    stages: Sequence[CutStage], file_of_tensor: Mapping[str, str], weights: TensorSource
+    checkpoint_names: Collection[str], file_of_tensor: Mapping[str, str], weights: TensorSource
 ) -> dict[str, bytes]:
     """The index file that makes a bundle a sharded checkpoint: the files of the parameters and persistent buffers."""
-    kind_of_tensor = {
-        weight.stored: weight.kind for stage in stages for weight in stage.graph.weights if weight.base is None
-    }
     weight_map = {
-        tensor: file_name
-        for tensor, file_name in sorted(file_of_tensor.items())
-        if kind_of_tensor.get(tensor) in ("parameter", "buffer")
+        tensor: file_name for tensor, file_name in sorted(file_of_tensor.items()) if tensor in checkpoint_names
     }
     if not weight_map:
         return {}

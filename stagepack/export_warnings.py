@@ -38,7 +38,7 @@ def warn_of_training_mode(capture: Capture, program: LinearizedProgram, written_
         reasons.append(f"updates statistics of batches ({_shown(statistics)})")
     if reasons:
         warnings.warn(
-            f"{type(capture.model).__name__} is exported in training mode: each call {' and '.join(reasons)}. Call model.eval() before the "
+            f"{capture.model_name} is exported in training mode: each call {' and '.join(reasons)}. Call model.eval() before the "
             "export, unless the bundle is to be trained",
             ExportWarning,
             stacklevel=2,
@@ -54,7 +54,7 @@ def warn_of_lost_backward(capture: Capture) -> None:
     if capture.functions:
         class_names = [function.class_name for function in capture.functions]
         warnings.warn(
-            f"{type(capture.model).__name__} calls {_shown(class_names)}, in {_shown([f.module_path for f in capture.functions])}: "
+            f"{capture.model_name} calls {_shown(class_names)}, in {_shown([f.module_path for f in capture.functions])}: "
             "torch.export keeps what forward of a torch.autograd.Function does, and drops its backward. The bundle answers as the model "
             "does, but stagepack.train would use the gradients of forward. To train it, register the function as an operator, by "
             "torch.library.custom_op and register_autograd",
@@ -72,7 +72,7 @@ def warn_of_unlisted_operators(capture: Capture, graph: Graph) -> None:
     """
     permissions = sorted(needed_permissions([graph]))
     if permissions:
-        model_name = "the program" if capture.model is None else type(capture.model).__name__
+        model_name = capture.model_name
         warnings.warn(
             f"{model_name} uses {_shown(permissions)}, which loaders do not run by default: whoever loads the bundle passes "
             f"allow_ops={permissions} (--allow-ops)",

@@ -16,6 +16,7 @@ from stagepack.capture.hugging_face import NotIdenticalError, are_identical, onl
 from stagepack.capture.pretrained_model import is_transformers_model, model_files
 from stagepack.capture.programs import Capture
 from stagepack.capture.source_argument import FORWARD
+from stagepack.capture.wrapped_model import wrapped_model
 from stagepack.errors import CaptureError
 from stagepack.export_warnings import warn_of_lost_backward, warn_of_training_mode, warn_of_unlisted_operators
 from stagepack.format.file_writing import Piece
@@ -288,7 +289,7 @@ def _linearize(capture: Capture) -> LinearizedProgram:
         smallest_sizes={symbol_name: request.smallest for symbol_name, request in size_requests(capture).items()},
         traced_calls=capture.calls,
         # from_pretrained of transformers expects every persistent buffer in the files.
-        store_zeros=is_transformers_model(capture.model),
+        store_zeros=capture.model is not None and is_transformers_model(wrapped_model(capture.model)),
         data_of=capture.data,
     )
     if capture.model is not None:

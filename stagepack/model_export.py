@@ -71,9 +71,10 @@ def export(
     where to cut; without them, the model is cut at `stagepack.split_here` in its code, or is one stage.
 
     Args:
-        model: a module, an exported program, a ``.pt2`` file, or a Hugging Face folder or hub name. Of a module that ``torch.compile``
-            returned, the original module is exported. Do not pass a ``.pt2`` file that you do not trust: torch reads a part of it
-            with pickle. With `weights`, a function without arguments that makes the module, such as its class.
+        model: a module, an exported program, a ``.pt2`` file, or a Hugging Face folder or hub name. The folder of an adapter of PEFT is
+            merged into its base model. Of a module that ``torch.compile`` returned, the original module is exported. Do not pass a
+            ``.pt2`` file that you do not trust: torch reads a part of it with pickle. With `weights`, a function without arguments that
+            makes the module, such as its class.
         args: example inputs by position. An exported program and a Hugging Face model may do without example inputs.
         kwargs: example inputs by name.
         out: the folder to write; it must not exist unless `overwrite` is true.

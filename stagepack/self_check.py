@@ -223,7 +223,7 @@ def report_difference(capture: Capture, inputs: Sequence[Any], largest: float, *
     module = ""
     if capture.model is not None:
         module = diverging_module(capture.model, capture.program, capture.inputs, inputs, seed)
-    name = "the program" if capture.model is None else type(capture.model).__name__
+    name = capture.model_name
     where = f", first in {module}" if module else ""
     message = (
         f"{name}: the captured program answers the example otherwise than the model does, by {largest:g}{where}: the model takes another "
@@ -283,7 +283,7 @@ def _report_question(
     where = f" ({question.location})" if question.location else ""
     which = "inputs" if other.position is None else f"the tensor number {other.position + 1} of the inputs"
     message = (
-        f"{type(capture.model).__name__} asks for the {asked} of its inputs, by {question.function}{where}, which torch.export answers for "
+        f"{capture.model_name} asks for the {asked} of its inputs, by {question.function}{where}, which torch.export answers for "
         f"the example alone: with {which} {other.description}, the model answers otherwise than the captured program, by {largest:g}"
     )
     if not is_allowed:

@@ -20,10 +20,12 @@ from stagepack.bundle_content import (
     recorded_example,
 )
 from stagepack.bundle_writing import ModelOrigin, write_bundle
-from stagepack.capture.checkpoint import CheckpointTensor, read_checkpoint, without_prefix
+from stagepack.capture.adapters import read_adapter
+from stagepack.capture.checkpoint import CheckpointTensor, read_checkpoint
 from stagepack.capture.deferred_tensors import DataNeededError, DeferredTensors
 from stagepack.capture.pretrained_model import load_pretrained, model_files
 from stagepack.capture.source_argument import FORWARD
+from stagepack.capture.weight_names import name_problems, shown, tensors_by_weight_name
 from stagepack.errors import CaptureError
 from stagepack.format.file_writing import FileVersion
 from stagepack.format.graph import Graph, Weight
@@ -33,8 +35,6 @@ from stagepack.format.writer import Pieces, TensorSource
 from stagepack.linearize.example import tensor_source
 from stagepack.linearize.tensor_memory import dtype_name, is_all_zeros, tensor_bytes
 from stagepack.opening import errors_name_bundle, open_bundle
-
-_SHOWN_PROBLEMS = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,16 +130,23 @@ def _weights_by_name(bundle: Bundle) -> dict[str, Weight]:
 
 def _open_source(source: str | os.PathLike[str], weights: Mapping[str, Weight]) -> _Source:
     path = Path(source)
-    if path.is_file() or (path.is_dir() and not (path / "config.json").is_file()):
-        stated_names = [name for name, weight in weights.items() if weight.kind in ("parameter", "buffer")]
-        tensors = without_prefix(read_checkpoint(path), stated_names, os.fspath(source))
+    stated_weights = [weight.names for weight in weights.values() if weight.kind in ("parameter", "buffer")]
+    is_pretrained = (path / "config.json").is_file() or read_adapter(os.fspath(source)) is not None
+    if path.is_file() or (path.is_dir() and not is_pretrained):
+        tensors = tensors_by_weight_name(read_checkpoint(path), stated_weights, os.fspath(source))
         return _Source(tensors=tensors, required_names=tensors.keys(), files={})
     deferred = DeferredTensors()
     try:
         model = load_pretrained(os.fspath(source), deferred)
     except DataNeededError:
         model = load_pretrained(os.fspath(source))
-    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    named = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
+    model_names = {weight_name: weight_name for weight_name in named}
+    # Earlier bundles that generate have `model.` before all names.
+    prefixed_names = tensors_by_weight_name(model_names, stated_weights, os.fspath(source))
+    if len(prefixed_names) == len(model_names):
+        model_names = dict(prefixed_names)
+    stored_names = model.state_dict().keys()
     tensors = {
         weight_name: CheckpointTensor(
             dtype=tensor.dtype,
@@ -147,9 +154,10 @@ def _open_source(source: str | os.PathLike[str], weights: Mapping[str, Weight]) 
             read=partial(deferred.real, tensor),
             location=deferred.location(tensor) if tensor.is_contiguous() else None,
         )
-        for weight_name, tensor in named
+        for weight_name, tensor in ((graph_name, named[model_name]) for graph_name, model_name in model_names.items())
     }
-    return _Source(tensors=tensors, required_names=model.state_dict().keys(), files=model_files(model))
+    required_names = [graph_name for graph_name, model_name in model_names.items() if model_name in stored_names]
+    return _Source(tensors=tensors, required_names=required_names, files=model_files(model))
 
 
 def _replacements(
@@ -168,32 +176,31 @@ def _replacements(
     # Entry points that are functions of a model do not have the weights that none of them uses.
     is_whole = any(entry_point.name == FORWARD for entry_point in bundle.entry_points)
     required_names = source.required_names if is_whole else ()
-    problems = [
-        f"{weight_name} is not in the graph" for weight_name in required_names if weight_name not in known_names
-    ]
+    unknown = [weight_name for weight_name in required_names if weight_name not in known_names]
+    missing: list[str] = []
+    differences: list[str] = []
     replacements: dict[str, CheckpointTensor] = {}
     for weight in weights.values():
         candidates = [weight_name for weight_name in weight.names if weight_name in source.tensors]
         if not candidates:
             is_needed = needed_names is None or not set(weight.names).isdisjoint(needed_names)
             if is_needed and weight.kind in ("parameter", "buffer"):
-                problems.append(f"{weight.names[0]} is missing")
+                missing.append(weight.names[0])
             continue
         tensor = source.tensors[candidates[0]]
         found, expected = (dtype_name(tensor.dtype), tensor.shape), (weight.dtype, weight.shape)
         if found != expected:
-            problems.append(f"{candidates[0]} is {_described(*found)}, in the graph {_described(*expected)}")
+            differences.append(f"{candidates[0]} is {_described(*found)}, in the graph {_described(*expected)}")
         elif any(not _is_equal(tensor, source.tensors[tied_name]) for tied_name in candidates[1:]):
-            problems.append(f"{' and '.join(candidates)} are one weight in the graph, and differ")
+            differences.append(f"{' and '.join(candidates)} are one weight in the graph, and differ")
         elif weight.base is not None or (weight.kind == "constant"):
-            problems.append(f"{candidates[0]} shares memory with other weights in the graph")
+            differences.append(f"{candidates[0]} shares memory with other weights in the graph")
         else:
             replacements[weight.stored] = tensor
+    problems = name_problems(missing, unknown, "the graph") + ([shown(differences, "; ")] if differences else [])
     if problems:
-        shown = "; ".join(problems[:_SHOWN_PROBLEMS])
-        more = f"; and {len(problems) - _SHOWN_PROBLEMS} more" if len(problems) > _SHOWN_PROBLEMS else ""
         raise CaptureError(
-            f"{source_name}: does not fit the graph of {bundle.path}: {shown}{more}: export it by a capture"
+            f"{source_name}: does not fit the graph of {bundle.path}: {'; '.join(problems)}: export it by a capture"
         )
     return replacements
 

@@ -11,6 +11,7 @@ from stagepack.opening import BundleSource, TrustedSigners, errors_name_bundle
 from stagepack_loaders.base import Compile, PrepareOptions, Verify
 from stagepack_loaders.call_limits import Limits, checked_limits, value_limit
 from stagepack_loaders.distributed import DEFAULT_IN_FLIGHT
+from stagepack_loaders.distributed.launch_environment import is_launched_group, launched_size
 from stagepack_loaders.pipeline import Pipeline
 from stagepack_loaders.placement import device_list
 from stagepack_loaders.preparation import (
@@ -210,6 +211,11 @@ def load(
             raise OptionError(f"processes: expected True or a number of processes, found {processes!r}")
         if isinstance(imports, str):
             raise OptionError(f"imports: expected a sequence of modules, found {imports!r}")
+        if is_launched_group():
+            raise OptionError(
+                f"processes: torchrun has started this process as one of {launched_size()}, each of which would start processes: call "
+                "stagepack.distributed.connect(bundle), which runs the stages in these, or start one process without torchrun"
+            )
         with explain_missing_packages():
             from stagepack_loaders.distributed.local_launcher import (  # noqa: PLC0415 - imports torch
                 start_local_pipeline,

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 from stagepack.errors import OptionError
+from stagepack.format.byte_sizes import format_bytes
 
 PLACE_ALIGNMENT: Final = 4096
 # The ring cannot go on before the last use of its oldest weights. So weights that are used over more steps than a limit stay; of these
@@ -120,8 +121,8 @@ def plan_window(uses: Sequence[PlannedUse], memory_bytes: int) -> WindowPlan:
     chosen = _choose_candidates(uses)
     if memory_bytes < chosen.least_bytes:
         raise OptionError(
-            f"device_memory: the weights need at least {chosen.least_bytes} bytes on one device, found {memory_bytes}: "
-            "give more, or use more devices"
+            f"device_memory: the weights need at least {format_bytes(chosen.least_bytes)} on one device, found "
+            f"{format_bytes(memory_bytes)}: give more, or use more devices"
         )
     candidates, least_window = chosen.indices, chosen.window_bytes
     free_bytes = memory_bytes - (chosen.least_bytes - least_window)

@@ -10,7 +10,7 @@ import os
 import warnings
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,9 +32,6 @@ _FOLDER_FILES = (
     "pytorch_model.bin.index.json",
 )
 _DISTRIBUTED_METADATA = ".metadata"
-
-# Prefixes in an error message; the other ones are counted.
-_SHOWN_PREFIXES = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,46 +216,6 @@ def _flattened(content: Mapping[Any, Any], prefix: str = "") -> dict[str, torch.
         elif isinstance(entry, Mapping):
             tensors |= _flattened(entry, f"{prefix}{key}.")
     return tensors
-
-
-def without_prefix(
-    tensors: Mapping[str, CheckpointTensor], weight_names: Collection[str], source: str
-) -> Mapping[str, CheckpointTensor]:
-    """Return the tensors of a model in a checkpoint that has more than a model, such as ``{"model": ..., "optimizer": ...}``.
-
-    Args:
-        tensors: those of the checkpoint.
-        weight_names: the names of the model's weights.
-        source: the checkpoint, for messages.
-
-    Returns:
-        The tensors whose names begin with the prefix of the model, without it. All tensors if some have the names of weights, or there is
-        no such prefix.
-
-    Raises:
-        CaptureError: the checkpoint has several sets of them, such as ``{"model": ..., "ema": ...}``.
-    """
-    if not weight_names or any(weight_name in tensors for weight_name in weight_names):
-        return tensors
-    suffix = f".{next(iter(weight_names))}"
-    found_counts = {}
-    for tensor_name in tensors:
-        if tensor_name.endswith(suffix):
-            prefix = tensor_name.removesuffix(suffix[1:])
-            found_counts[prefix] = sum(prefix + weight_name in tensors for weight_name in weight_names)
-    most = max(found_counts.values(), default=0)
-    prefixes = [prefix for prefix, count in found_counts.items() if count == most]
-    if len(prefixes) > 1:
-        shown = ", ".join(f"{prefix}*" for prefix in prefixes[:_SHOWN_PREFIXES])
-        raise CaptureError(
-            f"{source}: has the weights of the model {len(prefixes)} times: {shown}: pass a checkpoint that has them once"
-        )
-    return {
-        tensor_name.removeprefix(prefix): tensors[tensor_name]
-        for prefix in prefixes
-        for tensor_name in tensors
-        if tensor_name.startswith(prefix)
-    } or tensors
 
 
 def _distributed_tensors(folder: Path) -> dict[str, CheckpointTensor]:

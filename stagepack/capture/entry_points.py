@@ -14,6 +14,7 @@ from stagepack.capture.inputs import Inputs, with_tensors
 from stagepack.capture.module_inputs import automatic_shapes, record_module_inputs
 from stagepack.capture.pretrained_model import is_transformers_model
 from stagepack.capture.programs import Capture, capture_module
+from stagepack.capture.wrapped_model import take_parts
 from stagepack.errors import CaptureError, OptionError
 from stagepack.format.validate.names import is_identifier
 
@@ -139,13 +140,7 @@ def _module_of(model: torch.nn.Module, function: Callable[..., Any]) -> torch.nn
     """A module that calls one function of a model when it is called, and has the parameters and modules of the model."""
     forward = function.forward if isinstance(function, torch.nn.Module) else function
     module: torch.nn.Module = type(type(model).__name__, (torch.nn.Module,), {})()
-    # The dicts themselves: torch.export replaces parameters in them while it runs the function.
-    for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
-        module.__dict__[name] = model.__dict__[name]
-    module.__dict__["training"] = model.training
-    # The attributes that the function assigns are those of the model, which `preserve_module` finds here. No attribute of the model
-    # has this name: one of its modules may be called `model`.
-    module.__dict__["(model)"] = (model,)
+    take_parts(module, model)
 
     @functools.wraps(forward)
     def call_function(*args: Any, **kwargs: Any) -> Any:

@@ -10,6 +10,7 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
+from stagepack.capture.wrapped_model import take_parts
 from stagepack.errors import UnsupportedError
 
 
@@ -19,27 +20,24 @@ class BufferLayer(CacheLayerMixin):
     is_compileable = True
     is_sliding = False
 
-    def __init__(self, module: torch.nn.Module, name: str, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Register the buffers.
 
         Args:
-            module: the module that has them.
-            name: a part of their names.
             keys: zeros, [batch, heads, positions, head dimension].
             values: likewise.
         """
         super().__init__()  # type: ignore[no-untyped-call]
-        module.register_buffer(f"{name}_keys", keys, persistent=False)
-        module.register_buffer(f"{name}_values", values, persistent=False)
-        self._module = module
-        self._name = name
+        self.module = torch.nn.Module()
+        self.module.register_buffer("keys", keys, persistent=False)
+        self.module.register_buffer("values", values, persistent=False)
         self._positions = torch.zeros(1, dtype=torch.int64)
         self._earlier_tokens: Any = 0
         self.is_initialized = True
 
     def _tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The buffers of the module, which a capture replaces while it runs the module."""
-        return getattr(self._module, f"{self._name}_keys"), getattr(self._module, f"{self._name}_values")
+        return self.module.keys, self.module.values  # type: ignore[return-value]
 
     def begin_call(self, positions: torch.Tensor, earlier_tokens: Any) -> None:
         """Say what a call of the model writes.
@@ -77,8 +75,10 @@ class BufferLayer(CacheLayerMixin):
         return size
 
 
+# The attributes of the classes below begin with two underscores: Python adds the name of the class, so that none of them hides a part of
+# the model.
 class GeneratingDecoder(torch.nn.Module):
-    """A causal language model that generates."""
+    """A causal language model that generates. It has the parts of the model, and its caches."""
 
     def __init__(self, model: Any, max_positions: int, max_batch: int) -> None:
         """Make the cache.
@@ -92,24 +92,27 @@ class GeneratingDecoder(torch.nn.Module):
             UnsupportedError: the model keeps something else than the keys and values of all tokens.
         """
         super().__init__()
-        self.model = model
-        self.max_positions = max_positions
         _check_windows(model, max_positions)
         with torch.no_grad():
             seen = model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=model.device), use_cache=True)
-        self._layers = _buffer_layers(self, "cache", seen.past_key_values, max_batch, max_positions)
+        layers = _buffer_layers(seen.past_key_values, max_batch, max_positions)
+        take_parts(self, model, {"cache": _module_of(layers)})
+        # In a tuple, else it would be a module of this one.
+        self.__model = (model,)
+        self.__layers = layers
 
     def forward(
         self, *, input_ids: torch.Tensor, cache_position: torch.Tensor, attention_mask: torch.Tensor
     ) -> torch.Tensor:
         """Return the logits of the last token, [batch, vocabulary]."""
-        for layer in self._layers:
+        (model,) = self.__model
+        for layer in self.__layers:
             layer.begin_call(cache_position, cache_position[0])
-        result = self.model(
+        result = model(
             input_ids=input_ids,
-            attention_mask=_causal_mask(attention_mask, cache_position, self.model.dtype),
+            attention_mask=_causal_mask(attention_mask, cache_position, model.dtype),
             position_ids=_position_ids(attention_mask, cache_position),
-            past_key_values=Cache(layers=list(self._layers)),
+            past_key_values=Cache(layers=list(self.__layers)),
             use_cache=True,
             logits_to_keep=1,
         )
@@ -118,7 +121,7 @@ class GeneratingDecoder(torch.nn.Module):
 
 
 class GeneratingSeq2Seq(torch.nn.Module):
-    """A model of an encoder and a decoder that generates, by the methods `encode` and `decode`."""
+    """A model of an encoder and a decoder that generates, by the methods `encode` and `decode`. It has the parts of the model."""
 
     def __init__(self, model: Any, max_positions: int, max_encoder_positions: int, max_batch: int) -> None:
         """Make the caches.
@@ -133,8 +136,6 @@ class GeneratingSeq2Seq(torch.nn.Module):
             UnsupportedError: the model keeps something else than the keys and values of all tokens.
         """
         super().__init__()
-        self.model = model
-        self.takes_positions = "decoder_position_ids" in inspect.signature(model.forward).parameters
         with torch.no_grad():
             rows = torch.zeros(
                 1, max_encoder_positions, model.config.hidden_size, dtype=model.dtype, device=model.device
@@ -143,14 +144,18 @@ class GeneratingSeq2Seq(torch.nn.Module):
             seen = model(
                 encoder_outputs=BaseModelOutput(last_hidden_state=rows), decoder_input_ids=tokens, use_cache=True
             ).past_key_values
-        self._layers = _buffer_layers(self, "cache", seen.self_attention_cache, max_batch, max_positions)
-        self._cross_layers = _buffer_layers(
-            self, "encoder_cache", seen.cross_attention_cache, max_batch, max_encoder_positions
-        )
+        layers = _buffer_layers(seen.self_attention_cache, max_batch, max_positions)
+        cross_layers = _buffer_layers(seen.cross_attention_cache, max_batch, max_encoder_positions)
+        take_parts(self, model, {"cache": _module_of(layers), "encoder_cache": _module_of(cross_layers)})
+        self.__model = (model,)
+        self.__layers = layers
+        self.__cross_layers = cross_layers
+        self.__takes_positions = "decoder_position_ids" in inspect.signature(model.forward).parameters
 
     def encode(self, **inputs: torch.Tensor) -> torch.Tensor:
         """Return the rows that the decoder reads, [batch, rows, hidden]."""
-        rows: torch.Tensor = self.model.get_encoder()(**inputs).last_hidden_state
+        (model,) = self.__model
+        rows: torch.Tensor = model.get_encoder()(**inputs).last_hidden_state
         return rows
 
     def decode(
@@ -163,23 +168,24 @@ class GeneratingSeq2Seq(torch.nn.Module):
         encoder_attention_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the logits of the last token, [batch, vocabulary]. The rows of the encoder are kept from row 0 on."""
-        for layer in self._layers:
+        (model,) = self.__model
+        for layer in self.__layers:
             layer.begin_call(cache_position, cache_position[0])
         rows = torch.arange(encoder_hidden_states.shape[1], device=input_ids.device)
-        for layer in self._cross_layers:
+        for layer in self.__cross_layers:
             layer.begin_call(rows, 0)
         further: dict[str, Any] = {}
-        if self.takes_positions:
+        if self.__takes_positions:
             further["decoder_position_ids"] = _position_ids(attention_mask, cache_position)
         if encoder_attention_mask is not None:
             is_seen = (encoder_attention_mask != 0)[:, None, None]
-            further["attention_mask"] = _added_mask(is_seen, self.model.dtype)
-        caches = EncoderDecoderCache(Cache(layers=list(self._layers)), Cache(layers=list(self._cross_layers)))
-        caches.is_updated = dict.fromkeys(range(len(self._layers)), False)
-        result = self.model(
+            further["attention_mask"] = _added_mask(is_seen, model.dtype)
+        caches = EncoderDecoderCache(Cache(layers=list(self.__layers)), Cache(layers=list(self.__cross_layers)))
+        caches.is_updated = dict.fromkeys(range(len(self.__layers)), False)
+        result = model(
             encoder_outputs=BaseModelOutput(last_hidden_state=encoder_hidden_states),
             decoder_input_ids=input_ids,
-            decoder_attention_mask=_causal_mask(attention_mask, cache_position, self.model.dtype),
+            decoder_attention_mask=_causal_mask(attention_mask, cache_position, model.dtype),
             past_key_values=caches,
             use_cache=True,
             **further,
@@ -188,9 +194,11 @@ class GeneratingSeq2Seq(torch.nn.Module):
         return logits
 
 
-def _buffer_layers(
-    module: torch.nn.Module, name: str, seen_cache: Cache, max_batch: int, max_positions: int
-) -> list[BufferLayer]:
+def _module_of(layers: list[BufferLayer]) -> torch.nn.Module:
+    return torch.nn.ModuleList(layer.module for layer in layers)
+
+
+def _buffer_layers(seen_cache: Cache, max_batch: int, max_positions: int) -> list[BufferLayer]:
     """The layers of a cache like one that the model has made."""
     layers = []
     for layer_number, layer in enumerate(seen_cache.layers):
@@ -202,7 +210,7 @@ def _buffer_layers(
             torch.zeros(max_batch, seen.shape[1], max_positions, seen.shape[3], dtype=seen.dtype, device=seen.device)
             for seen in (layer.keys, layer.values)
         )
-        layers.append(BufferLayer(module, f"{name}_{layer_number}", keys, values))
+        layers.append(BufferLayer(keys, values))
     return layers
 
 

@@ -51,7 +51,10 @@ def generating_model(model: Any, max_positions: int, max_batch: int) -> Generati
         UnsupportedError: the model keeps something else than the keys and values of all tokens.
     """
     if not is_transformers_model(model) or not model.can_generate():
-        raise OptionError(f"generate: expected a model of transformers that generates, found {type(model).__name__}")
+        cure = ": merge its adapter before, by model.merge_and_unload()" if hasattr(model, "merge_and_unload") else ""
+        raise OptionError(
+            f"generate: expected a model of transformers that generates, found {type(model).__name__}{cure}"
+        )
     if max_positions <= _ENCODER_LENGTH or max_batch < 1:
         raise OptionError(
             f"generate: expected more than {_ENCODER_LENGTH} positions and at least 1 text, found {max_positions} and {max_batch}"

@@ -5,21 +5,19 @@ import math
 import mmap
 import os
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from stagepack.capture.checkpoint import CheckpointTensor, read_checkpoint, without_prefix
+from stagepack.capture.checkpoint import CheckpointTensor, read_checkpoint
 from stagepack.capture.deferred_tensors import DeferredTensors
+from stagepack.capture.weight_names import name_problems, shown, tensors_by_weight_name
 from stagepack.errors import CaptureError
 from stagepack.torch_internals import FakeTensor, TorchDispatchMode, tree_leaves, tree_map_tensors
 
 Made = TypeVar("Made")
-
-# Names in an error message; the other ones are counted.
-_SHOWN_NAMES = 5
 
 # Tensors of this size and more are mapped one by one, in bytes.
 _MIN_MAPPED_BYTES = 2**20
@@ -160,18 +158,23 @@ def _load(
         for weight_name, tensor in module.state_dict(keep_vars=True).items()
         if isinstance(tensor, torch.Tensor)
     }
-    tensors = without_prefix(tensors, state, source)
-    loaded_ids = {id(state[weight_name]) for weight_name in tensors.keys() & state.keys()}
     # Of tied weights, a checkpoint needs only one.
-    missing = [weight_name for weight_name, tensor in state.items() if id(tensor) not in loaded_ids]
-    _refuse(source, "has no tensor for", missing)
-    _refuse(source, "has tensors that the model does not have:", tensors.keys() - state.keys())
-    shapes = [
+    names_of_weight: dict[int, list[str]] = {}
+    for weight_name, tensor in state.items():
+        names_of_weight.setdefault(id(tensor), []).append(weight_name)
+    tensors = tensors_by_weight_name(tensors, names_of_weight.values(), source)
+    missing = [tied_names[0] for tied_names in names_of_weight.values() if tensors.keys().isdisjoint(tied_names)]
+    problems = name_problems(missing, [tensor_name for tensor_name in tensors if tensor_name not in state], "the model")
+    if shapes := [
         f"{weight_name} {list(tensors[weight_name].shape)} instead of {list(tensor.shape)}"
         for weight_name, tensor in state.items()
         if weight_name in tensors and tensors[weight_name].shape != tuple(tensor.shape)
-    ]
-    _refuse(source, "has other shapes than the model:", shapes)
+    ]:
+        problems.append(f"the checkpoint has other shapes: {shown(shapes)}")
+    if problems:
+        raise CaptureError(
+            f"{source}: does not fit the model: {'; '.join(problems)}: pass the checkpoint of this model"
+        )
     for weight_name, tensor in state.items():
         if weight_name not in tensors:
             continue
@@ -180,10 +183,3 @@ def _load(
         else:
             with torch.no_grad():
                 tensor.copy_(tensors[weight_name].read())
-
-
-def _refuse(source: str, reason: str, problems: Collection[str]) -> None:
-    if problems:
-        shown = sorted(problems)[:_SHOWN_NAMES]
-        more = f" and {len(problems) - len(shown)} more" if len(problems) > len(shown) else ""
-        raise CaptureError(f"{source}: {reason} {', '.join(shown)}{more}: pass the checkpoint of this model")

@@ -7,28 +7,26 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from stagepack.capture.adapters import Adapter, merge_adapter, read_adapter
 from stagepack.capture.checkpoint import CheckpointTensor, checkpoint_file_tensors
 from stagepack.capture.deferred_tensors import DataNeededError, DeferredTensors
+from stagepack.capture.source_path import check_model_path
 from stagepack.capture.torch_messages import format_torch_error
 from stagepack.capture.transformers_package import import_transformers, quiet_libraries
 from stagepack.errors import CaptureError, OptionError
-from stagepack.format.validate import MANIFEST_NAME
 from stagepack.format.weights import ALIGNMENT
 from stagepack.torch_internals import replaced_checkpoint_tensors
 
 _SHOWN_PROBLEMS = 5
 # The dtypes that a model is loaded in, by name.
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ("float64", "float32", "float16", "bfloat16")}
-# A hub name may have a dot in it, such as Qwen2.5-0.5B, but not these.
-_FILE_SUFFIXES = frozenset(
-    (".bin", ".ckpt", ".gguf", ".h5", ".json", ".onnx", ".pt", ".pt2", ".pth", ".py", ".safetensors", ".stagepack")
-)
 # Of the hub's client and of the HTTP client below it, which are not imported for their names.
 _CONNECTION_ERRORS = frozenset(
     ("ConnectError", "ConnectTimeout", "LocalEntryNotFoundError", "OfflineModeIsEnabled", "ProxyError")
@@ -62,7 +60,7 @@ def load_pretrained(
     """Load the model of a folder or a hub name in evaluation mode, by the class that its configuration names.
 
     Args:
-        source: the folder or the hub name.
+        source: the folder or the hub name. The folder of an adapter of PEFT is merged into its base model.
         dtype: the dtype that its weights are converted to; None for that of the checkpoint.
         deferred: where the model's weights are deferred; None to load them. Buffers that no checkpoint has have the values that
             transformers computes for them.
@@ -74,7 +72,33 @@ def load_pretrained(
         MissingPackageError: transformers is not installed.
     """
     dtype_option = {} if dtype is None else {"dtype": parse_dtype(dtype)}
-    _check_source(source)
+    adapter = read_adapter(source)
+    if adapter is None:
+        check_model_path(source)
+        model = _load(source, deferred, dtype_option)
+    elif deferred is not None:
+        raise DataNeededError("an adapter is merged into the weights")
+    else:
+        _check_base_model(adapter)
+        load_base_model = partial(
+            _load, adapter.base_model, None, dtype_option, class_name=adapter.class_name, absent=adapter.saved_modules
+        )
+        model = merge_adapter(adapter, load_base_model)
+    model.eval()
+    if deferred is None:
+        _align_weights(model)
+    return model
+
+
+def _load(
+    source: str,
+    deferred: DeferredTensors | None,
+    dtype_option: Mapping[str, torch.dtype],
+    *,
+    class_name: str | None = None,
+    absent: Collection[str] = (),
+) -> Any:
+    """Load a model by a class of transformers; the checkpoint may lack the weights of modules with the names `absent`."""
     transformers = import_transformers()
     shows_progress = transformers.utils.logging.is_progress_bar_enabled()
     if not sys.stderr.isatty():
@@ -82,8 +106,8 @@ def load_pretrained(
     try:
         with quiet_libraries():
             config = transformers.AutoConfig.from_pretrained(source)
-        class_names = getattr(config, "architectures", None) or ["AutoModel"]
-        model_class: Any = getattr(transformers, class_names[0], transformers.AutoModel)
+        class_names = [class_name, *(getattr(config, "architectures", None) or []), "AutoModel"]
+        model_class: Any = getattr(transformers, next(filter(None, class_names)), transformers.AutoModel)
         with quiet_libraries(), contextlib.nullcontext() if deferred is None else _deferred_weights(deferred):
             model, loading_info = model_class.from_pretrained(
                 source, output_loading_info=True, ignore_mismatched_sizes=True, **dtype_option
@@ -93,14 +117,22 @@ def load_pretrained(
     finally:
         if shows_progress:
             transformers.utils.logging.enable_progress_bar()
-    _check_all_loaded(source, type(model).__name__, loading_info)
-    model.eval()
-    if deferred is None:
-        _align_weights(model)
+    _check_all_loaded(source, type(model).__name__, loading_info, absent)
     return model
 
 
-def _check_all_loaded(source: str, class_name: str, loading_info: Mapping[str, Any]) -> None:
+def _check_base_model(adapter: Adapter) -> None:
+    """Refuse a base model that is no longer where it was when the adapter was trained."""
+    try:
+        check_model_path(adapter.base_model)
+    except CaptureError as error:
+        raise CaptureError(
+            f"{adapter.source}: is an adapter of the base model {adapter.base_model!r}: {error}: write where it is into "
+            "base_model_name_or_path of adapter_config.json"
+        ) from error
+
+
+def _check_all_loaded(source: str, class_name: str, loading_info: Mapping[str, Any], absent: Collection[str]) -> None:
     """Refuse a checkpoint without some weights of the model, for which transformers would draw random ones.
 
     Raises:
@@ -109,7 +141,9 @@ def _check_all_loaded(source: str, class_name: str, loading_info: Mapping[str, A
     problems = [
         f"{name} is {list(found)} instead of {list(expected)}"
         for name, found, expected in sorted(loading_info["mismatched_keys"])
-    ] + [f"{name} is missing" for name in sorted(loading_info["missing_keys"])]
+    ] + [
+        f"{name} is missing" for name in sorted(loading_info["missing_keys"]) if not set(absent) & set(name.split("."))
+    ]
     if problems:
         more = f"; and {len(problems) - _SHOWN_PROBLEMS} more" if len(problems) > _SHOWN_PROBLEMS else ""
         raise CaptureError(
@@ -138,37 +172,6 @@ def _deferred_weights(deferred: DeferredTensors) -> Iterator[None]:
     except Exception as error:
         # Whatever it is: with data in memory it works, or has the error that the user is told.
         raise DataNeededError(format_torch_error(error)) from error
-
-
-def _check_source(source: str) -> None:
-    """Refuse paths, for which transformers would ask the hub."""
-    if os.path.isdir(source):
-        if not os.path.isfile(os.path.join(source, "config.json")):
-            if os.path.isfile(os.path.join(source, MANIFEST_NAME)):
-                raise CaptureError(
-                    f"{source}: expected a model, found a bundle: cut it again by 'stagepack recut' (in Python stagepack.recut)"
-                )
-            raise CaptureError(f"{source}: expected a Hugging Face folder with a config.json")
-    elif source.endswith(".py"):
-        raise CaptureError(
-            f"{source}: expected FILE.py:FUNCTION, found no function: name the function that makes the model, such as {source}:make"
-        )
-    elif os.path.exists(source):
-        raise CaptureError(f"{source}: expected a Hugging Face folder, found a file")
-    elif _looks_like_path(source):
-        raise CaptureError(
-            f"{source}: no such file or folder; expected a folder, a hub name, a .pt2 file or FILE.py:FUNCTION"
-        )
-
-
-def _looks_like_path(source: str) -> bool:
-    """Whether a source cannot be a hub name, which is ``NAME`` or ``OWNER/NAME``, or is the name of a file."""
-    return (
-        source.startswith((".", "/", "~"))
-        or source.endswith(("/", "\\"))
-        or source.count("/") > 1
-        or os.path.splitext(source)[1].lower() in _FILE_SUFFIXES
-    )
 
 
 def _loading_failure(source: str, error: Exception) -> str:

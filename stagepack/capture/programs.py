@@ -24,6 +24,7 @@ from stagepack.capture.narrowed_ranges import is_range_violation, narrowed_dynam
 from stagepack.capture.torch_messages import format_torch_error, hold_log_records, suppress_stderr
 from stagepack.capture.traced_code import traced_as_meant
 from stagepack.capture.traced_modes import CustomFunction, TracedModes
+from stagepack.capture.wrapped_model import wrapped_model
 from stagepack.errors import CaptureError
 from stagepack.format.file_writing import FileRange
 
@@ -60,6 +61,11 @@ class Capture:
     further_inputs: tuple[Inputs, ...] = ()
     capture_loaded: "Callable[[], Capture] | None" = None
 
+    @property
+    def model_name(self) -> str:
+        """The class of the user's model, for messages."""
+        return "the program" if self.model is None else type(wrapped_model(self.model)).__name__
+
     def data(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the data of a tensor of the model; that of a deferred one is read now."""
         return tensor if self.deferred is None else self.deferred.real(tensor)
@@ -80,7 +86,7 @@ def capture_module(model: torch.nn.Module, inputs: Inputs) -> Capture:
         CaptureError: example inputs are missing, or ``torch.export`` cannot capture the module; the message has torch's reason.
     """
     inputs = with_tensors(inputs)
-    model_class = type(model).__name__
+    model_class = type(wrapped_model(model)).__name__
     if not inputs.args and not inputs.kwargs:
         missing = required_parameters(model.forward)
         if missing:

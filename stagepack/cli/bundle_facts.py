@@ -7,7 +7,7 @@ from stagepack.cli.quantities import format_bytes, format_flops
 from stagepack.format.manifest import Edge, Stage
 from stagepack.format.reader import Bundle
 from stagepack.format.shapes import format_guard, format_range, format_shape
-from stagepack.format.tree import value_names
+from stagepack.format.tree import output_names
 
 
 def bundle_facts(bundle: Bundle) -> dict[str, Any]:
@@ -33,7 +33,10 @@ def each_entry_point(bundle: Bundle) -> list[Bundle]:
 
 
 def _entry_point_facts(bundle: Bundle) -> dict[str, Any]:
-    result_names = set(value_names(bundle.entry_point.signature.result))
+    input_names = [edge.name for edge in bundle.inputs]
+    names_of_value: dict[str, list[str]] = {}
+    for output_name, value_name in output_names(bundle.entry_point.signature.result, input_names).items():
+        names_of_value.setdefault(value_name, []).append(output_name)
     return {
         "entry_point": bundle.entry_point.name,
         "symbols": {symbol.name: {"min": symbol.min, "max": symbol.max} for symbol in bundle.entry_point.symbols},
@@ -60,7 +63,8 @@ def _entry_point_facts(bundle: Bundle) -> dict[str, Any]:
                 "shape": format_shape(edge.shape),
                 "producer": edge.producer,
                 "consumers": list(edge.consumers),
-                "result": edge.name in result_names,
+                "result": edge.name in names_of_value,
+                "outputs": names_of_value.get(edge.name, []),
             }
             for edge in bundle.edges
         ],
@@ -100,7 +104,7 @@ def _print_entry_point(bundle: Bundle, facts: dict[str, Any]) -> None:
         print_line(f"only for sizes with {', '.join(map(format_guard, bundle.entry_point.guards))}")
     print_stages(bundle)
     edge_rows = [
-        [edge.name, f"{edge.dtype}{format_shape(edge.shape)}", *_ends(edge, fact["result"])]
+        [edge.name, f"{edge.dtype}{format_shape(edge.shape)}", *_ends(edge, fact["outputs"])]
         for edge, fact in zip(bundle.edges, facts["edges"], strict=True)
     ]
     print_table("edges", ["name", "value", "from", "to"], edge_rows)
@@ -152,8 +156,8 @@ def print_stages(bundle: Bundle) -> None:
     print_table("stages", ["#stage", "#nodes", "#weights", "#compute", "files"], rows)
 
 
-def _ends(edge: Edge, is_result: bool) -> list[str]:
-    """Return where an edge comes from and where it goes to."""
+def _ends(edge: Edge, outputs: list[str]) -> list[str]:
+    """Return where an edge comes from and where it goes to: the result has the names that callers know."""
     source = "input" if edge.producer is None else f"stage {edge.producer}"
-    targets = [f"stage {consumer}" for consumer in edge.consumers] + ["result"] * is_result
+    targets = [f"stage {consumer}" for consumer in edge.consumers] + [f"result {name}" for name in outputs]
     return [source, ", ".join(targets) or "(unused)"]

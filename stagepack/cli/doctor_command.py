@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from stagepack.capture.source_path import check_source_path
 from stagepack.cli.command import subcommand
 from stagepack.cli.failures import shown_warnings
 from stagepack.cli.output import print_json, print_line, print_table, progress
@@ -55,6 +56,7 @@ def command(source: str, inputs_function: str | None, differential: bool, proces
     """
     if processes and not differential:
         raise click.UsageError("--processes requires --differential")
+    check_source_path(source)
     # The output of the model's own code goes to standard error: standard output is for our facts alone.
     with progress("importing torch") as next_step, contextlib.redirect_stdout(sys.stderr):
         from stagepack.capture.advice import capture_advice  # noqa: PLC0415 - with torch

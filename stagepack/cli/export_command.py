@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from stagepack.bundle_assets import exported_assets, read_assets
+from stagepack.capture.source_path import check_source_path
 from stagepack.cli.bundle_facts import bundle_facts, each_entry_point, print_written
 from stagepack.cli.command import subcommand
 from stagepack.cli.cut_option_flags import cut_option_flags
@@ -159,6 +160,8 @@ def command(
     if (rtol, atol) != (None, None) and not with_onnx:
         raise click.UsageError("--rtol and --atol require --onnx")
     check_output_path(out, overwrite=overwrite)
+    if graph_from is None:
+        check_source_path(source)
     asset_contents = read_assets(assets)
     start_time = time.perf_counter()
     # The output of the model's own code goes to standard error: standard output is for our facts alone.

@@ -47,10 +47,12 @@ def command(bundle_path: str, stage_number: int | None, as_code: bool, flat: boo
     if flat and not as_code:
         raise click.UsageError("--flat requires --graph")
     bundle = open_argument(bundle_path)
-    check_stage_number(stage_number, bundle)
+    if stage_number is not None:
+        check_stage_number(stage_number, bundle)
     if as_code:
-        for listed_stage in range(len(bundle.stages)) if stage_number is None else [stage_number]:
-            _print_graph(bundle, listed_stage, flat)
+        for selected in each_entry_point(bundle):
+            for listed_stage in range(len(selected.stages)) if stage_number is None else [stage_number]:
+                _print_graph(selected, listed_stage, flat)
     elif stage_number is not None:
         facts: dict[str, Any] = stage_graph_facts(bundle.graph(stage_number), stage_number)
         if as_json:
@@ -84,6 +86,7 @@ def _batching_line(facts: Mapping[str, str | None]) -> str:
 
 def _print_graph(bundle: Bundle, stage_number: int, flat: bool) -> None:
     folded, graph = bundle.graph_file(stage_number)
-    for line in graph_lines(trivially_folded(graph) if flat else folded, graph, f"stage_{stage_number}"):
+    prefix = f"{bundle.entry_point.name}_" if bundle.fragment else ""
+    for line in graph_lines(trivially_folded(graph) if flat else folded, graph, f"{prefix}stage_{stage_number}"):
         print_line(line)
     print_line("")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
+from stagepack.capture.source_path import check_source_path
 from stagepack.cli.command import subcommand
 from stagepack.cli.cut_facts import cut_facts
 from stagepack.cli.cut_option_flags import cut_option_flags
@@ -118,6 +119,7 @@ def command(
         with shown_warnings():
             planned = _plan_bundle(open_argument(source), make_cut_options)
     else:
+        check_source_path(source)
         with shown_warnings():
             planned = _plan_source(source, make_cut_options, inputs_function, dtype)
     if out is not None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from stagepack.cli.bundle_facts import each_entry_point
 from stagepack.cli.command import subcommand
 from stagepack.cli.output import count_of, print_json, print_line, print_table, progress
 from stagepack.cli.path_options import PathType, bundle_argument, open_argument
@@ -78,32 +79,52 @@ def command(
 
     Each stage runs in PyTorch, several times as a whole and several times with each operator measured; the medians are written. The times
     are of the model, not of its cut: 'stagepack plan', 'recut' and 'export' with --profile use them in the place of estimates, for any
-    number of stages. One stage after another is loaded, so that only one must fit into the memory of its device.
+    number of stages. One stage after another is loaded, so that only one must fit into the memory of its device. Of a bundle with several
+    entry points, each has a file of its own, such as times.encode.json.
     """
-    check_output_file(out, overwrite=overwrite)
     bundle = open_argument(bundle_path)
+    entry_points = each_entry_point(bundle)
+    files = [out if len(entry_points) == 1 else _file_of_entry_point(out, one.entry_point.name) for one in entry_points]
+    for file in files:
+        check_output_file(file, overwrite=overwrite)
+    profiles = []
     with progress("importing torch") as next_step:
         import_runtime(TORCH_RUNTIME)
         from stagepack.partition.profile import write_profile  # noqa: PLC0415 - after the arguments are checked
         from stagepack_loaders.torch.measurement import measure_bundle  # noqa: PLC0415 - the same
 
-        measurement = measure_bundle(
-            bundle, devices, inputs_file=inputs_file, allow_ops=allow_ops, runs=runs, progress=next_step
-        )
-        profile = make_profile(bundle, measurement, runs, _measure_link(next_step) if measures_links else None)
-        write_profile(profile, out)
-    facts = profile_facts(profile) | {
-        "file": str(out),
+        for selected, file in zip(entry_points, files, strict=True):
+            measurement = measure_bundle(
+                selected, devices, inputs_file=inputs_file, allow_ops=allow_ops, runs=runs, progress=next_step
+            )
+            link = _measure_link(next_step) if measures_links else None
+            profiles.append(make_profile(selected, measurement, runs, link))
+            write_profile(profiles[-1], file)
+    facts = [_facts(profile, file) for profile, file in zip(profiles, files, strict=True)]
+    if as_json:
+        named = [{"entry_point": one.entry_point.name} | fact for one, fact in zip(entry_points, facts, strict=True)]
+        print_json(facts[0] if len(facts) == 1 else {"entry_points": named})
+        return
+    for selected, entry_point_facts in zip(entry_points, facts, strict=True):
+        if len(entry_points) > 1:
+            print_line(f"entry point {selected.entry_point.name}")
+        _print_profile(entry_point_facts)
+
+
+def _file_of_entry_point(out: Path, name: str) -> Path:
+    """The file of one of several entry points: ``times.encode.json`` for ``times.json``."""
+    return out.with_name(f"{out.stem}.{name}{out.suffix}")
+
+
+def _facts(profile: "Profile", file: Path) -> dict[str, Any]:
+    return profile_facts(profile) | {
+        "file": str(file),
         "measured_nodes": len(profile.nodes),
         "stages": [
             {"stage": stage.stage, "device": stage.device, "seconds": stage.seconds} for stage in profile.stages
         ],
         "operators": _operator_facts(profile),
     }
-    if as_json:
-        print_json(facts)
-    else:
-        _print_profile(facts)
 
 
 def _measure_link(next_step: Callable[[str], None]) -> "LinkTime":

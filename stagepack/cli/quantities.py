@@ -1,14 +1,6 @@
 """Quantities as the command prints them: bytes, floating-point operations, times."""
 
-
-def format_bytes(byte_count: int) -> str:
-    """Return a number of bytes for people: ``90.3 MB``."""
-    size = float(byte_count)
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"
+from stagepack.format.byte_sizes import format_bytes as format_bytes
 
 
 def format_flops(flop_count: int) -> str:

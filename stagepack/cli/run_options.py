@@ -179,6 +179,11 @@ def _import_modules(
 ) -> tuple[str, ...]:
     """Import the modules that the caller names, with the current folder on the path, as ``python -m`` does."""
     for module_name in module_names:
+        if module_name.endswith(".py"):
+            module = module_name.removesuffix(".py").replace("/", ".").strip(".")
+            raise Failure(
+                f"--import {module_name}: expected the name of a module, found a file: write it without .py: --import {module}"
+            )
         try:
             with contextlib.redirect_stdout(sys.stderr):  # standard output is for our facts alone
                 import_user_module(module_name)

@@ -35,7 +35,7 @@ from stagepack.cli.run_options import (
 )
 from stagepack.cli.security_options import check_security_options, security_options, server_security
 from stagepack.format.output_file import check_output_file
-from stagepack_loaders.distributed.launch_environment import is_launched_group
+from stagepack_loaders.distributed.launch_environment import is_launched_group, launched_rank
 from stagepack_serving.server.limits import ServerLimits
 
 if TYPE_CHECKING:
@@ -261,7 +261,7 @@ def command(bundle_arguments: tuple[str, ...], **arguments: Any) -> None:
         )  # before torch is imported, and for processes that are started
     from stagepack_serving.server.metrics import Metrics  # noqa: PLC0415 - after the arguments are checked
     from stagepack_serving.server.served_models import ACCESS_LOGGER, ServedModels  # noqa: PLC0415 - the same
-    from stagepack_serving.server.server import ServerAddresses, serve  # noqa: PLC0415 - the same
+    from stagepack_serving.server.server import ServerAddresses, check_addresses, serve  # noqa: PLC0415 - the same
 
     _write_log(logging.getLogger("stagepack"), _LOG_FORMAT, options.log_level.upper())
     for library_name in _LOGGING_LIBRARIES:
@@ -272,6 +272,8 @@ def command(bundle_arguments: tuple[str, ...], **arguments: Any) -> None:
     models = ServedModels(limits, Metrics())
     control = model_control(bundle_paths, options, models)
     addresses = ServerAddresses(host=options.host, http_port=options.http_port, grpc_port=options.grpc_port)
+    if not is_launched_group() or launched_rank() == 0:
+        check_addresses(addresses)
     with ExitStack() as closing:
         closing.callback(control.end_processes)
         with progress("loading") as next_step:

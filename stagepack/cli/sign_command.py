@@ -59,7 +59,7 @@ def command(
 
     All files are compared with their digests and all rules are checked. Then a signature over all files is written into the bundle, as
     model.sig, by the model signing of OpenSSF: 'model_signing verify key' and 'model_signing verify certificate' verify it too. Every
-    change of the bundle makes it invalid. 'stagepack verify --key' verifies it, and 'load' and 'serve' with --require-signature.
+    change of the bundle makes it invalid. 'stagepack verify --require-signature' verifies it, and so do 'load' and 'serve'.
     """
     if certificate_chain and certificate is None:
         raise click.UsageError("--certificate-chain requires --certificate")

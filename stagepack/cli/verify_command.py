@@ -32,28 +32,22 @@ if TYPE_CHECKING:
     examples=[
         "stagepack verify net.stagepack",
         "stagepack verify net.stagepack --run --runtime onnxruntime",
-        "stagepack verify net.stagepack --key signer.pub",
+        "stagepack verify net.stagepack --require-signature signer.pub",
     ],
 )
 @bundle_argument
 @click.option("--run", "with_run", is_flag=True, help="Also load the bundle and replay its example.")
 @click.option(
+    "--require-signature",
     "--key",
-    "key_files",
-    multiple=True,
-    type=PathType(),
-    metavar="PEM",
-    show_default="signatures are not verified",
-    help="Verify the signature with this public key of a signer. Repeatable: one of all keys and certificates must verify it.",
-)
-@click.option(
     "--certificate",
-    "certificate_files",
+    "trusted_files",
     multiple=True,
     type=PathType(),
     metavar="PEM",
     show_default="signatures are not verified",
-    help="Verify the signature with the certificates of the authorities in this file, which are trusted. Repeatable.",
+    help="Refuse a bundle that is not signed by a trusted signer: PEM is a file with its public key, or with certificates of authorities. "
+    "Repeatable: one of them must verify the signature. --key and --certificate are older names of the option.",
 )
 @click.option("--strict", is_flag=True, help="Also refuse files that the manifest does not list, such as README.md.")
 @runtime_option
@@ -65,8 +59,7 @@ def command(
     context: click.Context,
     bundle_path: str,
     with_run: bool,
-    key_files: tuple[str, ...],
-    certificate_files: tuple[str, ...],
+    trusted_files: tuple[str, ...],
     strict: bool,
     runtimes: tuple[str, ...],
     rtol: float | None,
@@ -84,16 +77,14 @@ def command(
     With --run, the bundle is loaded, and the results of the example must have the shapes and types of the recorded ones, NaN only where
     these have NaN, and values within a tolerance that depends on the type: for float32, 1e-3 of each value plus 1e-4.
 
-    With --key or --certificate, the bundle must be signed by a trusted signer ('stagepack sign' or 'model_signing sign').
+    With --require-signature, the bundle must be signed by a trusted signer ('stagepack sign' or 'model_signing sign').
     """
     if context.get_parameter_source("runtimes") is not click.core.ParameterSource.DEFAULT and not with_run:
         raise click.UsageError("--runtime requires --run")
     if (rtol, atol) != (None, None) and not with_run:
         raise click.UsageError("--rtol and --atol require --run")
     facts: dict[str, Any] = {"bundle": bundle_path, "ok": True, "problems": []}
-    bundle, signature = _verified_bundle(
-        bundle_path, [*key_files, *certificate_files], facts if as_json else None, strict=strict
-    )
+    bundle, signature = _verified_bundle(bundle_path, trusted_files, facts if as_json else None, strict=strict)
     unlisted_files = bundle.unlisted_files()
     difference: float | None = None
     is_within = True

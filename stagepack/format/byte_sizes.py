@@ -1,4 +1,4 @@
-"""Numbers of bytes as users write them."""
+"""Numbers of bytes as users write and read them."""
 
 import re
 
@@ -30,3 +30,13 @@ def parse_byte_size(size: int | str) -> int:
     if byte_count >= 2**63:
         raise ValueError(f"expected fewer than 2 ** 63 bytes, found {size!r}")
     return byte_count
+
+
+def format_bytes(byte_count: int) -> str:
+    """Return a number of bytes for people: ``90.3 MB``."""
+    size = float(byte_count)
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"

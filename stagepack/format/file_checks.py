@@ -1,6 +1,7 @@
 """Compare the files in the folder of a bundle with the manifest (SPEC D1, D2)."""
 
 import contextlib
+import difflib
 import errno
 import io
 import os
@@ -215,3 +216,18 @@ def raise_digest_problems(problems: list[Problem]) -> None:
     """
     if problems:
         raise DigestError(problems)
+
+
+def near_path_hint(path: str | os.PathLike[str], pattern: str = "*") -> str:
+    """Return ``: did you mean PATH?`` with the paths of close names in the same folder; nothing if there is none.
+
+    Args:
+        path: a path that does not exist.
+        pattern: of the paths that come into question, relative to that folder; the first part of a path is its name.
+    """
+    missing = Path(path)
+    names: set[str] = set()
+    with contextlib.suppress(OSError, ValueError):
+        names = {one.relative_to(missing.parent).parts[0] for one in missing.parent.glob(pattern)}
+    close_names = difflib.get_close_matches(missing.name, names, cutoff=0.7)
+    return f": did you mean {' or '.join(str(missing.parent / name) for name in close_names)}?" if close_names else ""

@@ -1,7 +1,5 @@
 """Read and check the manifest of a bundle."""
 
-import contextlib
-import difflib
 import errno
 import os
 from pathlib import Path
@@ -11,7 +9,7 @@ from stagepack.errors import DigestError, LimitError, NotABundleError, Problem
 from stagepack.format import limits
 from stagepack.format.codec import convert_manifest, parse_json
 from stagepack.format.digest import stated_and_actual_digest
-from stagepack.format.file_checks import NotPlainFileError, read_limited
+from stagepack.format.file_checks import NotPlainFileError, near_path_hint, read_limited
 from stagepack.format.manifest import Manifest
 from stagepack.format.upgrade import check_version
 from stagepack.format.validate import MANIFEST_NAME, check_manifest, raise_problems
@@ -46,15 +44,13 @@ def _found_at(folder: Path, manifest_path: Path) -> str:
     if not os.path.lexists(folder):
         if ":/" in str(folder):
             return "no such path: stagepack.open and stagepack.load take a URL"
-        with contextlib.suppress(OSError):
-            names = [path.parent.name for path in folder.parent.glob(f"*/{MANIFEST_NAME}")]
-            if close_names := difflib.get_close_matches(folder.name, names, cutoff=0.7):
-                return f"no such path: did you mean {' or '.join(str(folder.parent / name) for name in close_names)}?"
-        return "no such path"
+        return f"no such path{near_path_hint(folder, f'*/{MANIFEST_NAME}')}"
     if manifest_path.is_symlink():
         return f"a link to {os.readlink(manifest_path)[:200]!r}, which is no file"
+    if folder.is_symlink() and not folder.exists():
+        return "a link that leads nowhere"
     if not folder.is_dir():
-        return "a link that leads nowhere" if folder.is_symlink() else "a file"
+        return f"a file: give its folder {folder.parent}" if folder.name == MANIFEST_NAME else "a file"
     return "a folder without it" if not os.path.lexists(manifest_path) else "something else of this name"
 
 

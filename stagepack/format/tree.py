@@ -292,3 +292,37 @@ def _fields_of(tree: ObjectTree, argument: Any, location: str) -> Mapping[str, A
             field_name: getattr(argument, field_name) for field_name in field_names if hasattr(argument, field_name)
         }
     raise InputError(f"{location}: expected {tree.class_name} or a dict of its fields, found {type(argument).__name__}")
+
+
+def output_names(result: Tree, input_names: Collection[str]) -> dict[str, str]:
+    """Return the names by which callers know the values of a result, such as ``logits`` or ``output.0``, with the names of the values.
+
+    Args:
+        result: the result of the model.
+        input_names: the names of the inputs, which no output has.
+    """
+    names: dict[str, str] = {}
+    for path, leaf in _result_leaves(result, ()):
+        prefix = () if path and isinstance(path[0], str) else ("output",)
+        output_name = ".".join(map(str, (*prefix, *path)))
+        while output_name in names or output_name in input_names:
+            output_name = f"output.{output_name}"
+        names[output_name] = leaf.name
+    return names
+
+
+def _result_leaves(
+    tree: Tree, path: tuple[bool | int | float | str | None, ...]
+) -> Iterator[tuple[tuple[bool | int | float | str | None, ...], ValueLeaf]]:
+    """Yield the values of a result with their paths."""
+    if isinstance(tree, ValueLeaf):
+        yield path, tree
+    elif isinstance(tree, SequenceTree):
+        for position, item in enumerate(tree.items):
+            yield from _result_leaves(item, (*path, position))
+    elif isinstance(tree, DictTree):
+        for key, item in tree.items:
+            yield from _result_leaves(item, (*path, key))
+    elif isinstance(tree, ObjectTree):
+        for field_name, item in tree.fields:
+            yield from _result_leaves(item, (*path, field_name))

@@ -59,7 +59,7 @@ def with_tried_sizes(capture: Capture, program: LinearizedProgram) -> Linearized
     ranges = _Ranges(trial, requests_by_name, program.traced_symbols, is_verified=is_verified)
     ranges.decide()
     if capture.model is not None:
-        ranges.warn(type(capture.model).__name__)
+        ranges.warn(capture.model_name)
     symbols = tuple(ranges.applied(symbol) for symbol in program.graph.symbols)
     guards = tuple(guard for guard in (*program.guards, *ranges.exclusions) if not is_implied(guard, symbols))
     graph = msgspec.structs.replace(program.graph, symbols=symbols)

@@ -3,7 +3,7 @@
 import bisect
 import difflib
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from stagepack.errors import CutError
@@ -86,10 +86,7 @@ def assign_by_modules(analysis: GraphAnalysis, order: NodeOrder, module_paths: S
     starts: dict[int, str] = {}
     for path in module_paths:
         if path not in first_positions:
-            close = difflib.get_close_matches(path, first_positions, n=3) or sorted(first_positions)[:3]
-            raise CutError(
-                f"split_at: no operator comes from a module {path!r}: close names are {', '.join(map(repr, close))}"
-            )
+            raise CutError(f"split_at: no operator comes from a module {path!r}: {_close_paths(path, first_positions)}")
         position = first_positions[path]
         if position in starts:
             raise CutError(f"split_at: {starts[position]!r} and {path!r} start at the same operator: name one of them")
@@ -99,12 +96,23 @@ def assign_by_modules(analysis: GraphAnalysis, order: NodeOrder, module_paths: S
     return assign_by_positions(analysis, order, starts)._replace(named_modules=tuple(module_paths))
 
 
+def _close_paths(path: str, known_paths: Collection[str]) -> str:
+    """Which modules may be meant by a path that is none."""
+    if not known_paths:
+        return "the operators name no modules: cut by a number of stages, or mark the code with stagepack.split_here"
+    # A path in a part of the model, or in a wrapper of it.
+    longer = [known_path for known_path in known_paths if known_path.endswith(f".{path}")]
+    close = longer or difflib.get_close_matches(path, known_paths, n=3) or sorted(known_paths)[:3]
+    return f"close names are {', '.join(map(repr, close[:3]))}"
+
+
 def _first_positions(analysis: GraphAnalysis, order: NodeOrder) -> dict[str, int]:
     """The position of the first node of each module, by its path."""
     graph = analysis.graph
     first_positions: dict[str, int] = {}
     for position, node_number in enumerate(order.node_numbers):
-        components = graph.scopes[graph.nodes[node_number].scope].path.split(".")
+        path = graph.scopes[graph.nodes[node_number].scope].path
+        components = path.split(".") if path else []
         for length in range(1, len(components) + 1):
             first_positions.setdefault(".".join(components[:length]), position)
     return first_positions

@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from stagepack.errors import CutError, ExportWarning
+from stagepack.format.byte_sizes import format_bytes
 from stagepack.partition.activation_memory import activation_bytes
 from stagepack.partition.cost_sequence import CostSequence, PartCost, SharedCost, part_cost
 from stagepack.partition.costed_graph import CostedGraph
@@ -129,9 +130,9 @@ def _memory_message(sequence: CostSequence, limits: Sequence[int | None]) -> str
     part, limit, stage_number = max(limited, key=lambda entry: entry[0].memory_bytes - entry[1])
     activations = part.memory_bytes - part.weight_bytes
     return (
-        f"memory: no cut fits: in the nearest one, stage {stage_number} needs {part.memory_bytes} bytes "
-        f"({part.weight_bytes} of weights, {activations} for activations at the example's sizes), "
-        f"{part.memory_bytes - limit} more than its device's {limit}: give more memory, or more stages"
+        f"memory: no cut fits: in the nearest one, stage {stage_number} needs {format_bytes(part.memory_bytes)} "
+        f"({format_bytes(part.weight_bytes)} of weights, {format_bytes(activations)} for activations at the example's sizes), and its "
+        f"device has {format_bytes(limit)}, {format_bytes(part.memory_bytes - limit)} too little: give more memory, or more stages"
     )
 
 

@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Final, Self
 
 from stagepack.errors import WriteError
+from stagepack.format.byte_sizes import format_bytes
 from stagepack.format.file_writing import write_at
 from stagepack.format.manifest import File
 from stagepack.format.validate import MANIFEST_NAME
@@ -270,8 +271,8 @@ class Cache:
             free_bytes = shutil.disk_usage(self.folder).free
         if needed_bytes > free_bytes:
             raise WriteError(
-                f"{self.folder}: the download needs {needed_bytes} bytes, and {free_bytes} are free: free more, or choose another "
-                f"folder by {CACHE_VARIABLE}"
+                f"{self.folder}: the download needs {format_bytes(needed_bytes)}, and {format_bytes(free_bytes)} are free: free more, or "
+                f"choose another folder by {CACHE_VARIABLE}"
             )
 
     @contextlib.contextmanager

@@ -31,9 +31,7 @@ def test_export_and_inspect_show_each_entry_point(path: Path) -> None:
     assert "decode-stage-1.msgpack" in shown + json.dumps(one)
 
 
-@pytest.mark.parametrize(
-    "command", ["load", "plan", "report -o page.html", "recut --stages 2 -o out", "inspect --stage 0"]
-)
+@pytest.mark.parametrize("command", ["load", "plan", "recut --stages 2 -o out", "inspect --stage 0"])
 def test_commands_on_one_cut_ask_for_an_entry_point(
     path: Path, command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -42,6 +40,21 @@ def test_commands_on_one_cut_ask_for_an_entry_point(
     command_fails(name, str(path), *options, says=r"the entry points encode, decode: choose one, as in .*#encode")
     done = run(name, f"{path}#encode", *options)
     assert done.exit_code == 0, done.output
+
+
+def test_listing_report_and_profile_show_each_entry_point(path: Path, tmp_path: Path) -> None:
+    listing = run("inspect", str(path), "--graph").stdout
+    assert listing.index("def encode_stage_0(") < listing.index("def decode_stage_1(")
+    page = tmp_path / "page.html"
+    assert run("report", str(path), "-o", str(page)).exit_code == 0
+    html = page.read_text()
+    assert html.index("Entry point encode") < html.index("Entry point decode")
+    assert '["encode 0","0"' in html
+    assert '["decode 1","0"' in html
+    done = run("profile", str(path), "-o", str(tmp_path / "times.json"), "--runs", "1", "--json")
+    assert [facts["entry_point"] for facts in json.loads(done.stdout)["entry_points"]] == ["encode", "decode"]
+    profile = str(tmp_path / "times.decode.json")
+    assert run("plan", f"{path}#decode", "--stages", "2", "--profile", profile).exit_code == 0
 
 
 def test_verify_and_diff_are_of_all_entry_points(path: Path, tmp_path: Path) -> None:

@@ -1,7 +1,10 @@
 """The errors that people meet first."""
 
+import itertools
 import json
+import re
 import shutil
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +13,7 @@ from click.testing import CliRunner
 
 import stagepack
 from stagepack.cli import main
-from stagepack.errors import NotABundleError, StagepackError
+from stagepack.errors import NotABundleError, OptionError, StagepackError
 
 
 def test_a_command_of_a_close_name_is_named() -> None:
@@ -28,6 +31,7 @@ def test_each_thing_that_is_no_bundle_has_its_own_message(exported: tuple[Path, 
         "modl.stagepack": f"no such path: did you mean {tmp_path}/model.stagepack?",
         "other": "no such path",
         "file": "a file",
+        "model.stagepack/manifest.json": f"a file: give its folder {tmp_path}/model.stagepack",
         "empty.stagepack": "a folder without it",
         "link": "a link that leads nowhere",
     }
@@ -78,3 +82,58 @@ def test_errors_begin_with_the_name_of_the_bundle(exported: tuple[Path, object],
         result = CliRunner().invoke(main, list(map(str, arguments)))
         assert result.exit_code == 1, result.output
         assert result.stderr.startswith(f"stagepack: {path}"), (arguments, result.stderr)
+
+
+def test_a_source_of_a_close_name_is_named_before_anything_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "net.py").touch()
+    (tmp_path / "llama").mkdir()
+    for source, near in (("nets.py:make", "net.py"), ("lama/", "llama"), ("net.pt2", "net.py")):
+        result = CliRunner().invoke(main, ["export", f"{tmp_path}/{source}", "-o", str(tmp_path / "out")])
+        assert result.exit_code == 1
+        assert "no such file" in result.stderr
+        assert f": did you mean {tmp_path}/{near}?" in result.stderr
+
+
+def test_a_file_of_import_is_named_as_a_module() -> None:
+    result = CliRunner().invoke(main, ["load", "m.stagepack", "--import", "ops/cppop.py"])
+    assert result.stderr == (
+        "stagepack: --import ops/cppop.py: expected the name of a module, found a file: write it without .py: --import ops.cppop\n"
+    )
+
+
+def test_a_taken_port_is_refused_before_models_are_loaded(exported: tuple[Path, object]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for flag, protocol in (("--http-port", "HTTP"), ("--grpc-port", "gRPC")):
+            ports = {"--http-port": "0", "--grpc-port": "0", flag: str(port)}
+            result = CliRunner().invoke(main, ["serve", str(exported[0]), *itertools.chain(*ports.items())])
+            assert (
+                result.stderr
+                == f"stagepack: 127.0.0.1 port {port}: cannot listen for {protocol}: Address already in use\n"
+            )
+
+
+def test_processes_in_a_process_of_torchrun_are_refused(
+    exported: tuple[Path, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(variable, value)
+    with pytest.raises(
+        OptionError, match=r"processes: torchrun has started this process as one of 2, .*distributed\.connect"
+    ):
+        stagepack.load(exported[0], processes=True)
+
+
+def test_the_old_names_of_require_signature_are_accepted(exported: tuple[Path, object], tmp_path: Path) -> None:
+    (tmp_path / "signer.pub").write_text("no key")
+    for flag in ("--require-signature", "--key", "--certificate"):
+        result = CliRunner().invoke(main, ["verify", str(exported[0]), flag, str(tmp_path / "signer.pub")])
+        assert result.exit_code == 1
+        assert "signer.pub" in result.stderr, result.stderr
+
+
+def test_inspect_shows_results_by_the_names_of_callers(exported: tuple[Path, object]) -> None:
+    shown = CliRunner().invoke(main, ["inspect", str(exported[0])]).output
+    assert re.search(r"\n  \S+ +float32\[3, 4\] +stage 1 +result output\n", shown), shown
+    facts = json.loads(CliRunner().invoke(main, ["inspect", str(exported[0]), "--json"]).output)
+    assert [edge["outputs"] for edge in facts["edges"] if edge["result"]] == [["output"]]

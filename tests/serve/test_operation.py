@@ -185,3 +185,13 @@ def test_the_level_of_the_log(repository: Repository, protocol: str) -> None:
             with pytest.raises(InferenceServerException) as caught:
                 client.raw.update_log_settings(changes)
             assert caught.value.status() in ("400", "StatusCode.INVALID_ARGUMENT")
+
+
+def test_the_address_of_a_server_points_to_its_protocols(repository: Repository) -> None:
+    index = json.loads(get(repository, "/"))
+    assert index["docs"] == "/docs"
+    assert index["protocol"] == "/v2"
+    for path in (value for value in index.values() if value.startswith("/")):
+        assert get(repository, path)
+    page = get(repository, "/docs").decode()
+    assert "<td>POST</td><td><code>/v2/models/{model}/infer</code></td>" in page

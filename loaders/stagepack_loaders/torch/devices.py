@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from stagepack.errors import DeviceError, first_line
+from stagepack.format.byte_sizes import format_bytes
 from stagepack.format.graph import Weight
 from stagepack.format.validate import zero_bytes
 
@@ -90,8 +91,8 @@ class ZeroMemory:
         # Small ones need no look at the host, which takes 50 µs.
         if self._byte_count > 2**26 and self._byte_count > (available_bytes := available_host_bytes()):
             raise DeviceError(
-                f"the weights of zeros do not fit into the memory of this host: expected at most {available_bytes} bytes, "
-                f"found {self._byte_count}: choose another device, or fewer stages in one process"
+                f"the weights of zeros do not fit into the memory of this host: expected at most {format_bytes(available_bytes)}, "
+                f"found {format_bytes(self._byte_count)}: choose another device, or fewer stages in one process"
             )
 
 

@@ -123,7 +123,7 @@ def _resolve(op: Op, allowed: Collection[str]) -> Callable[..., Any]:
     if permission == namespace:
         raise OperatorError(
             f"the operator {op.name} is of the namespace {namespace!r}, whose operators run only if you allow it: if you know and trust "
-            f"the library that registers them, import it and {flag}"
+            f"the library that registers them, import it (--import MODULE) and {flag}"
         )
     overload = _overload(op)
     if permission is not None:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed
 from msgspec import Struct
 
-from stagepack.errors import OptionError, StageLostError, first_line
+from stagepack.errors import StageLostError, first_line
 from stagepack_loaders.distributed.connect import launched_store
 from stagepack_loaders.distributed.handshake import exchange_reports
 from stagepack_loaders.distributed.launch_environment import (
@@ -50,15 +50,13 @@ def make_default_group(known_processes: KnownProcesses, silence_seconds: float) 
         silence_seconds: how long a process may show no sign of life, in seconds.
 
     Raises:
-        OptionError: no launcher has started this process.
         GroupError: a process does not come in time.
         StageLostError: a process is gone.
     """
-    if not has_launcher():
-        raise OptionError(
-            "expected the environment of torchrun, or a process group: run torchrun --nproc-per-node 2 SCRIPT, or call "
-            "torch.distributed.init_process_group before"
-        )
+    if not has_launcher():  # one process, such as that of a debugger
+        store_in_memory = torch.distributed.HashStore()  # type: ignore[attr-defined] # documented, and exported at run time
+        torch.distributed.init_process_group(store=store_in_memory, rank=0, world_size=1)
+        return
     rank, size = launched_rank(), launched_size()
     known_processes.hosts[FRONT_RANK] = launched_address()
     store: Any = launched_store(rank, _START_SECONDS)

@@ -50,7 +50,8 @@ def place_stages_for(schedule: str, stage_count: int, process_count: int) -> tup
     """
     if schedule in _SINGLE_STAGE and stage_count != process_count:
         raise OptionError(
-            f"schedule {schedule!r} runs one stage in each process: expected {stage_count} processes, found {process_count}"
+            f"schedule {schedule!r} runs one stage in each process: expected {stage_count} processes, found {process_count}: run torchrun "
+            f"--nproc-per-node {stage_count} SCRIPT, or choose a schedule of several stages in each process, such as 'looped-bfs'"
         )
     if schedule == "zbv-zero-bubble":
         if stage_count != 2 * process_count:

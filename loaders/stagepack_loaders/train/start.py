@@ -60,6 +60,8 @@ def train(
 ) -> Training:
     """Load the stages of this process for training. Each process that ``torchrun`` has started calls this with the same arguments.
 
+    Without torchrun, and without a process group, one process trains all stages, in a schedule for several stages in each process.
+
     The processes exchange activations and gradients by torch.distributed; the default process group is made if there is none. Captured
     graphs do what the model did at export: dropout and batch norm of a model that was exported in evaluation mode stay so.
 

@@ -1,6 +1,6 @@
 """The inputs and outputs of a bundle as a client sees them: named tensors."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -8,14 +8,11 @@ from stagepack.errors import InputError
 from stagepack.format.contract import BoundArgument, check_values
 from stagepack.format.dtypes import SCALAR_DTYPES
 from stagepack.format.manifest import Edge, EntryPoint
-from stagepack.format.tree import DictTree, ObjectTree, SequenceTree, Tree, ValueLeaf
+from stagepack.format.tree import output_names
 from stagepack_loaders.elements import COMPLEX_DTYPES
 from stagepack_serving.protocol.datatypes import protocol_datatype
 
 DYNAMIC_SIZE: Final = -1
-
-# The keys, field names and positions that lead to a leaf of the model's result.
-_Path = tuple[bool | int | float | str | None, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,14 +97,10 @@ class Interface:
         self.inputs: Mapping[str, InterfaceTensor] = {
             edge.name: InterfaceTensor(name=edge.name, edge=edge) for edge in entry_point.edges if edge.producer is None
         }
-        outputs: dict[str, InterfaceTensor] = {}
-        for path, leaf in _result_leaves(entry_point.signature.result, ()):
-            prefix = () if path and isinstance(path[0], str) else ("output",)
-            output_name = ".".join(map(str, (*prefix, *path)))
-            while output_name in outputs or output_name in self.inputs:
-                output_name = f"output.{output_name}"
-            outputs[output_name] = InterfaceTensor(name=output_name, edge=edges[leaf.name])
-        self.outputs: Mapping[str, InterfaceTensor] = outputs
+        self.outputs: Mapping[str, InterfaceTensor] = {
+            output_name: InterfaceTensor(name=output_name, edge=edges[value_name])
+            for output_name, value_name in output_names(entry_point.signature.result, self.inputs).items()
+        }
         for edge in self.edges:
             protocol_datatype(edge.dtype)
 
@@ -185,18 +178,3 @@ class Interface:
                 raise InputError(
                     f"unknown output {output_name!r}: the model returns {', '.join(self.outputs) or 'none'}"
                 )
-
-
-def _result_leaves(tree: Tree, path: _Path) -> Iterator[tuple[_Path, ValueLeaf]]:
-    """Yield the values of a result with their paths."""
-    if isinstance(tree, ValueLeaf):
-        yield path, tree
-    elif isinstance(tree, SequenceTree):
-        for position, item in enumerate(tree.items):
-            yield from _result_leaves(item, (*path, position))
-    elif isinstance(tree, DictTree):
-        for key, item in tree.items:
-            yield from _result_leaves(item, (*path, key))
-    elif isinstance(tree, ObjectTree):
-        for field_name, item in tree.fields:
-            yield from _result_leaves(item, (*path, field_name))

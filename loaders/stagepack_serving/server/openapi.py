@@ -83,6 +83,8 @@ _OPENAI_OPERATIONS: Final = {
 }
 # The operations by path. Those of a model exist for each of its versions too.
 OPERATIONS: Final[Mapping[str, list[Operation]]] = {
+    "/": [Operation(summary="Where the protocols of the server are", answer=dict[str, str])],
+    "/docs": [Operation(summary="A page of all paths", answer="text/html")],
     "/v2": [Operation(summary="Name, version and extensions of the server", answer=answers.ServerMetadata)],
     "/v2/health/live": [Operation(summary="Whether the process runs")],
     "/v2/health/ready": [Operation(summary="Whether the server takes requests")],

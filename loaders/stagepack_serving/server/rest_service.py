@@ -25,6 +25,7 @@ from stagepack_serving.server.openapi import openapi_document
 from stagepack_serving.server.rest_authentication import TokenGuard
 from stagepack_serving.server.rest_body import read_fields
 from stagepack_serving.server.rest_connections import ConnectionCloser
+from stagepack_serving.server.rest_index import index_routes
 from stagepack_serving.server.rest_inference import InferenceRoute, requested_model
 from stagepack_serving.server.rest_repository import repository_routes
 from stagepack_serving.server.served_model import ServedModel
@@ -52,6 +53,7 @@ class RestService:
             The application.
         """
         routes = [
+            *index_routes(),
             Route("/v2", self._server_metadata),
             Route("/v2/health/live", self._server_live),
             Route("/v2/health/ready", self._server_ready),

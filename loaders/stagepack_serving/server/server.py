@@ -226,8 +226,18 @@ def _create_grpc_server(
         raise AddressError(f"{addresses.host} port {addresses.grpc_port}: cannot listen for gRPC: {error}") from None
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    """A listening socket for HTTP.
+def check_addresses(addresses: ServerAddresses) -> None:
+    """Refuse addresses at which the server cannot listen, before models are loaded.
+
+    Raises:
+        AddressError: a port is taken, or the host is none of this machine.
+    """
+    with _listen(addresses.host, addresses.http_port), _listen(addresses.host, addresses.grpc_port, "gRPC"):
+        pass
+
+
+def _listen(host: str, port: int, protocol: str = "HTTP") -> socket.socket:
+    """A listening socket.
 
     Raises:
         AddressError: it cannot listen at the address.
@@ -241,6 +251,6 @@ def _listen(host: str, port: int) -> socket.socket:
             listener.bind(address)
             listener.listen(_BACKLOG)
         except OSError as error:
-            raise AddressError(f"{host} port {port}: cannot listen for HTTP: {error.strerror or error}") from None
+            raise AddressError(f"{host} port {port}: cannot listen for {protocol}: {error.strerror or error}") from None
         failure.pop_all()
     return listener

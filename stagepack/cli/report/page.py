@@ -13,7 +13,7 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 from xml.etree.ElementTree import Element, tostring
 
-from stagepack.cli.bundle_facts import bundle_facts
+from stagepack.cli.bundle_facts import bundle_facts, each_entry_point
 from stagepack.cli.cut_facts import bundle_cut_facts
 from stagepack.cli.path_options import folder_name
 from stagepack.cli.profile_facts import cost_facts
@@ -59,50 +59,61 @@ def bundle_page(
         DigestError: a graph file is not the one that the manifest lists.
         FormatError: a graph breaks a rule of the format.
     """
-    plan = bundle.entry_point.plan
-    if plan is None:
-        raise CutError(f"{bundle.location}: the bundle contains no plan: cut it again with 'stagepack recut'")
-    profile_facts = None
-    if profile is not None:
-        plan, profile_facts = _profiled_plan(bundle, plan, profile)
-    facts = bundle_facts(bundle)
-    costs = bundle_cut_facts(bundle, plan)
-    stage_times = [stage.time for stage in plan.stages]
     bundle_name = folder_name(bundle.location)
     style, zoom_script, node_script = (_asset(name) for name in ("report.css", "picture.js", "report.js"))
+    entry_points = each_entry_point(bundle)
     page = html_element(
         "html",
         _head(f"{bundle_name}: stages", style, [zoom_script, node_script]),
         html_element(
             "body",
             html_element("h1", bundle_name),
-            summary_section(facts, costs, profile_facts),
-            html_element("h2", "Stages"),
-            scrollable(stage_table(costs)),
-            html_element("h2", "Pipeline"),
-            html_element(
-                "p",
-                "Each box is a stage with its first module, its weights and its time; its bar is its time beside that of the slowest "
-                "stage. Labels are the bytes of one call. In red: values that skip stages. Dashed: inputs and results that pass stages.",
-            ),
-            pipeline_picture(costs),
-            html_element("h2", "Edges"),
-            scrollable(edge_table(costs)),
-            html_element("h2", "Balance"),
-            balance_section(costs, stage_times),
-            *_timeline(trace, stage_times),
-            *([*_node_list(bundle, node_script), _verbatim("script", zoom_script)] if with_nodes else []),
+            *(element for selected in entry_points for element in _entry_point(selected, profile, trace)),
+            *([*_node_list(entry_points, node_script), _verbatim("script", zoom_script)] if with_nodes else []),
         ),
         lang="en",
     )
     return "<!DOCTYPE html>\n" + tostring(page, encoding="unicode", method="html") + "\n"
 
 
-def _node_list(bundle: Bundle, script: str) -> list[Element]:
+def _entry_point(
+    bundle: Bundle, profile: "Profile | DeviceProfile | str | os.PathLike[str] | None", trace: "RunTrace | None"
+) -> list[Element]:
+    """The sections of an entry point, under its name if the bundle has several."""
+    plan = bundle.entry_point.plan
+    if plan is None:
+        raise CutError(f"{bundle.location}: the bundle contains no plan: cut it again with 'stagepack recut'")
+    profile_facts = None
+    if profile is not None:
+        plan, profile_facts = _profiled_plan(bundle, plan, profile)
+    costs = bundle_cut_facts(bundle, plan)
+    stage_times = [stage.time for stage in plan.stages]
+    return [
+        *([html_element("h2", f"Entry point {bundle.entry_point.name}")] if bundle.fragment else []),
+        summary_section(bundle_facts(bundle), costs, profile_facts),
+        html_element("h2", "Stages"),
+        scrollable(stage_table(costs)),
+        html_element("h2", "Pipeline"),
+        html_element(
+            "p",
+            "Each box is a stage with its first module, its weights and its time; its bar is its time beside that of the slowest "
+            "stage. Labels are the bytes of one call. In red: values that skip stages. Dashed: inputs and results that pass stages.",
+        ),
+        pipeline_picture(costs),
+        html_element("h2", "Edges"),
+        scrollable(edge_table(costs)),
+        html_element("h2", "Balance"),
+        balance_section(costs, stage_times),
+        *_timeline(trace, stage_times),
+    ]
+
+
+def _node_list(entry_points: Sequence[Bundle], script: str) -> list[Element]:
+    rows = [row for selected in entry_points for row in node_rows(selected)]
     return [
         html_element("h2", "Nodes"),
         node_section(),
-        _verbatim("script", _script_json(list(node_rows(bundle))), type="application/json", id="nodes"),
+        _verbatim("script", _script_json(rows), type="application/json", id="nodes"),
         _verbatim("script", script),
     ]
 

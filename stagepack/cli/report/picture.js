@@ -1,7 +1,6 @@
 "use strict";
 // Zoom and pan of the pipeline's picture: by its buttons, Ctrl and wheel, double click, drag, two fingers, and keys.
-{
-  const picture = document.getElementById("picture");
+for (const picture of document.querySelectorAll(".picture")) {
   const drawings = [...picture.querySelectorAll("svg")];
   const wholes = new Map(drawings.map((svg) => [svg, svg.getAttribute("viewBox").split(" ").map(Number)]));
   const views = new Map([...wholes].map(([svg, whole]) => [svg, [...whole]]));

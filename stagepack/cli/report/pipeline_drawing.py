@@ -46,7 +46,6 @@ def pipeline_picture(cut_facts: Mapping[str, Any]) -> Element:
         html_element("div", buttons, class_="zoom", hidden="hidden"),
         *drawings,
         class_="picture",
-        id="picture",
         role="group",
         aria_label="picture of the pipeline",
     )

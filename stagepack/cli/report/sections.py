@@ -128,12 +128,13 @@ def node_section() -> Element:
 
 def node_rows(bundle: Bundle) -> Iterator[list[str]]:
     """Yield the cells of each node, for the table of nodes."""
+    prefix = f"{bundle.entry_point.name} " if bundle.fragment else ""
     for stage_number in range(len(bundle.stages)):
         graph = bundle.graph(stage_number)
         for node_index, node in enumerate(graph.nodes):
             outputs = [value for value in node.outputs if value is not None]
             yield [
-                str(stage_number),
+                f"{prefix}{stage_number}",
                 str(node_index),
                 graph.scopes[node.scope].path,
                 graph.ops[node.op].name,

@@ -50,6 +50,7 @@ def write_report(
     check_output_file(out, overwrite=overwrite)
     opened_bundle = opened(bundle)
     if trace is not None:
+        opened_bundle.entry_point  # noqa: B018 - a trace is of one: it raises if none is selected
         _check_trace(trace, opened_bundle)
     html = bundle_page(opened_bundle, profile, trace)
     with output_file(out) as path:

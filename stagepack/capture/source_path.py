@@ -1,0 +1,62 @@
+"""Paths of models that users name, checked before anything slow is imported. Without torch."""
+
+import os
+
+from stagepack.errors import CaptureError
+from stagepack.format.file_checks import near_path_hint
+from stagepack.format.validate import MANIFEST_NAME
+
+# A hub name may have a dot in it, such as Qwen2.5-0.5B, but not these.
+_FILE_SUFFIXES = frozenset(
+    (".bin", ".ckpt", ".gguf", ".h5", ".json", ".onnx", ".pt", ".pt2", ".pth", ".py", ".safetensors", ".stagepack")
+)
+
+
+def check_source_path(source: str) -> None:
+    """Refuse the path of a model that does not exist, before torch is imported.
+
+    Raises:
+        CaptureError: there is no such file or folder.
+    """
+    if os.path.exists(source):
+        return
+    file_name, separator, _ = source.rpartition(":")
+    if not separator:
+        check_model_path(source)
+    elif file_name.endswith(".py") and not os.path.isfile(file_name):
+        raise CaptureError(f"{file_name}: no such file{near_path_hint(file_name)}")
+
+
+def check_model_path(source: str) -> None:
+    """Refuse paths, for which transformers would ask the hub.
+
+    Raises:
+        CaptureError: the path is not the folder of a model, and no hub name.
+    """
+    if os.path.isdir(source):
+        if not os.path.isfile(os.path.join(source, "config.json")):
+            if os.path.isfile(os.path.join(source, MANIFEST_NAME)):
+                raise CaptureError(
+                    f"{source}: expected a model, found a bundle: cut it again by 'stagepack recut' (in Python stagepack.recut)"
+                )
+            raise CaptureError(f"{source}: expected a Hugging Face folder with a config.json")
+    elif source.endswith(".py"):
+        raise CaptureError(
+            f"{source}: expected FILE.py:FUNCTION, found no function: name the function that makes the model, such as {source}:make"
+        )
+    elif os.path.exists(source):
+        raise CaptureError(f"{source}: expected a Hugging Face folder, found a file")
+    elif _looks_like_path(source):
+        raise CaptureError(
+            f"{source}: no such file or folder; expected a folder, a hub name, a .pt2 file or FILE.py:FUNCTION{near_path_hint(source)}"
+        )
+
+
+def _looks_like_path(source: str) -> bool:
+    """Whether a source cannot be a hub name, which is ``NAME`` or ``OWNER/NAME``, or is the name of a file."""
+    return (
+        source.startswith((".", "/", "~"))
+        or source.endswith(("/", "\\"))
+        or source.count("/") > 1
+        or os.path.splitext(source)[1].lower() in _FILE_SUFFIXES
+    )

@@ -1,0 +1,33 @@
+"""Training in one process, such as that of a debugger, without torchrun."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+PROGRAM = """
+import sys, torch, stagepack
+for stages, schedule in ((1, "1f1b"), (2, "looped-bfs")):
+    bundle = stagepack.recut(sys.argv[1], out=f"{sys.argv[2]}/{stages}", stages=stages)
+    training = stagepack.train(bundle, torch.nn.functional.mse_loss, microbatches=1, schedule=schedule)
+    x = torch.ones(3, 64)
+    loss = training.step(x, target=torch.zeros_like(stagepack.load(bundle)(x)))
+    print(stages, float(loss) > 0, all(parameter.grad is not None for parameter in training.parameters()))
+    torch.distributed.destroy_process_group()
+try:
+    stagepack.train(bundle, torch.nn.functional.mse_loss, microbatches=1)
+except stagepack.errors.OptionError as error:
+    print(error)
+"""
+
+
+@pytest.mark.process
+def test_one_process_trains_all_stages(exported: tuple[Path, torch.Tensor], tmp_path: Path) -> None:
+    arguments = [sys.executable, "-c", PROGRAM, str(exported[0]), str(tmp_path)]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[:2] == ["1 True True", "2 True True"]
+    assert "run torchrun --nproc-per-node 2 SCRIPT, or choose a schedule" in lines[2]
