@@ -101,15 +101,19 @@ def shape_decompositions() -> dict[Any, Callable[..., Any]]:
 
 @contextlib.contextmanager
 def suppress_log_records(*logger_names: str) -> Iterator[None]:
-    """Drop what loggers of torch report, such as a traceback for each operator that fails on tensors without data."""
+    """Drop what loggers of torch report, such as a traceback for each operator that fails on tensors without data.
+
+    What loggers below them report is dropped where it is shown, by their handlers.
+    """
     loggers = [logging.getLogger(logger_name) for logger_name in logger_names]
-    for logger in loggers:
-        logger.addFilter(_drop)
+    filterers = [*loggers, *(handler for logger in loggers for handler in logger.handlers)]
+    for filterer in filterers:
+        filterer.addFilter(_drop)
     try:
         yield
     finally:
-        for logger in loggers:
-            logger.removeFilter(_drop)
+        for filterer in filterers:
+            filterer.removeFilter(_drop)
 
 
 def _drop(_: logging.LogRecord) -> bool:
@@ -672,3 +676,32 @@ def gloo_process_group(store: "Store", rank: int, size: int, timeout: timedelta,
     options._devices = [ProcessGroupGloo.create_device(hostname=host_name)]
     options._timeout = timeout
     return ProcessGroupGloo(store, rank, size, options)
+
+
+def recorded_call(
+    operator: OperatorOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: torch.Tensor
+) -> torch.Tensor:
+    """Record the call of an operator in a trace without calling it, which would make numbers of its symbolic sizes.
+
+    Args:
+        operator: the operator.
+        args: its arguments by position; numbers, some of them symbolic.
+        kwargs: its arguments by name.
+        result: a tensor of the trace with the dtype and the shape of the result.
+
+    Returns:
+        The result of the call in the trace; outside of a trace, `result`.
+    """
+    mode = proxy_tensor.get_proxy_mode()
+    if mode is None:
+        return result
+    tracer: Any = mode.tracer
+    proxy_args, proxy_kwargs = _pytree.tree_map(tracer.unwrap_proxy, (args, dict(kwargs)))
+    proxy = tracer.create_proxy("call_function", operator, proxy_args, proxy_kwargs)
+    tracked: torch.Tensor = proxy_tensor.track_tensor_tree(result, proxy, constant=None, tracer=tracer)
+    return tracked
+
+
+def without_recording() -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which calls of operators are not recorded in the trace."""
+    return proxy_tensor.disable_proxy_modes_tracing()

@@ -5,6 +5,7 @@ import contextlib
 import sys
 from collections.abc import Iterator
 from typing import Any, Final
+from unittest import mock
 
 import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -12,12 +13,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from stagepack.capture.asked_properties import AskedProperties
+from stagepack.capture.made_sequences import sequence_of_any_length
 from stagepack.capture.module_state import model_packages
 from stagepack.capture.recurrent_layers import sequences_of_any_length
-from stagepack.torch_internals import FakeTensor
+from stagepack.torch_internals import FakeTensor, example_size
 
 _READ_DATA: Final = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _CHUNK: Final = (torch.chunk, torch.Tensor.chunk)
+_MAX_POOL: Final = (torch.max_pool1d, torch.nn.functional.max_pool1d)
 # Functions whose results are row-major, in whatever memory their tensors are.
 _ROW_MAJOR: Final = frozenset({"contiguous", "embedding", "layer_norm", "linear", "one_hot"})
 # How many of its arguments decide the layout of a result, where not all do: not the mask.
@@ -29,8 +32,9 @@ def traced_as_meant(model: torch.nn.Module) -> Iterator[AskedProperties]:
     """Trace what `torch.export` would stop at, or fix to the sizes of the example, within the ``with`` block.
 
     Recurrent layers take sequences of any length; ``tensor.data`` is ``tensor.detach()``; ``tensor.chunk`` cuts any size into equal
-    parts; ``tensor.contiguous()`` of an input is in the program though it does nothing in the example; in the packages of the model,
-    ``len(tensor)`` is a size that may change.
+    parts; ``max_pool1d``, ``linspace`` and window functions take any length; ``einsum`` contracts in the order that ``opt_einsum`` finds
+    for the sizes of the example; ``tensor.contiguous()`` of an input is in the program though it does nothing in the example; in the
+    packages of the model, ``len(tensor)`` is a size that may change.
 
     Args:
         model: the model that is traced.
@@ -39,8 +43,36 @@ def traced_as_meant(model: torch.nn.Module) -> Iterator[AskedProperties]:
         A context with what the model asks its tensors for besides values and sizes.
     """
     asked = AskedProperties()
-    with sequences_of_any_length(), _TracedFunctions(model, asked), _length_in_packages(model):
+    with (
+        sequences_of_any_length(),
+        _contraction_of_example(),
+        _TracedFunctions(model, asked),
+        _length_in_packages(model),
+    ):
         yield asked
+
+
+@contextlib.contextmanager
+def _contraction_of_example() -> Iterator[None]:
+    """Let ``opt_einsum``, by which torch orders contractions where it is installed, compare the sizes of the example: it would fix them."""
+    opt_einsum = torch.backends.opt_einsum.get_opt_einsum()
+    if opt_einsum is None:
+        yield
+        return
+    contract_path = opt_einsum.contract_path
+
+    def path_of_example(equation: str, *operands: Any, **options: Any) -> Any:
+        if not any(type(operand) is FakeTensor for operand in operands):
+            return contract_path(equation, *operands, **options)
+        shapes = [tuple(map(_size_in_example, operand.shape)) for operand in operands]
+        return contract_path(equation, *shapes, shapes=True, **options)
+
+    with mock.patch.object(opt_einsum, "contract_path", path_of_example):
+        yield
+
+
+def _size_in_example(size: "int | torch.SymInt") -> int:
+    return size if isinstance(size, int) else example_size(size) or int(size)
 
 
 @contextlib.contextmanager
@@ -99,8 +131,13 @@ class _TracedFunctions(TorchFunctionMode):
             if func == _READ_DATA:
                 # What is read from `data` has no origin in the trace.
                 return first.detach()
+            if func in _MAX_POOL and not isinstance(first.shape[-1], int):
+                # torch reads the length of the sequence as a number for `max_pool1d` alone. Values and ties are the same.
+                return torch.max_pool1d_with_indices(*_without_indices(*args, **kwargs))[0]
             if func in _CHUNK and (parts := _equal_chunks(*args, **kwargs)) is not None:
                 return parts
+        elif (sequence := sequence_of_any_length(func, args, kwargs)) is not None:
+            return sequence
         result = func(*args, **kwargs)
         if func == torch.Tensor.contiguous and result is first and not self._has_known_layout(first):
             # torch calls no operator, which inputs in another layout need. A view, since a trace knows one node for each tensor.
@@ -130,6 +167,19 @@ def _tensors(values: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(value)
     elif isinstance(values, dict):
         yield from _tensors(list(values.values()))
+
+
+def _without_indices(
+    input: torch.Tensor,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    dilation: Any = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
+) -> tuple[Any, ...]:
+    """The arguments of ``max_pool1d_with_indices``. The parameters are those of ``max_pool1d``."""
+    return input, kernel_size, kernel_size if stride is None else stride, padding, dilation, ceil_mode
 
 
 def _equal_chunks(input: torch.Tensor, chunks: int, dim: int = 0) -> tuple[torch.Tensor, ...] | None:

@@ -382,6 +382,24 @@ def test_a_condition_is_known_to_the_rest_of_a_trace() -> None:
         assert len({str(node.meta["val"].shape[0]) for node in program.graph.nodes if node.op == "placeholder"}) == 1
 
 
+class _MadeSequence(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch_internals.without_recording():
+            result = torch.empty(x.shape[0])
+        numbers = (0, 1, x.shape[0])
+        return torch_internals.recorded_call(torch.ops.aten.linspace.default, numbers, {}, result)
+
+
+def test_a_call_is_recorded_without_being_made() -> None:
+    shapes = {"x": {0: torch.export.Dim("n", min=2, max=9)}}
+    program = torch.export.export(_MadeSequence(), (torch.ones(3),), dynamic_shapes=shapes)
+    targets = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
+    assert targets == ["aten.sym_size.int", "aten.linspace.default"]
+    assert torch.equal(program.module()(torch.ones(5)), torch.linspace(0, 1, 5))
+    result = torch.ones(2)
+    assert torch_internals.recorded_call(torch.ops.aten.linspace.default, (0, 1, 2), {}, result) is result
+
+
 def test_private_names_are_used_in_one_file_only() -> None:
     """Outside of it, no attribute of torch begins with an underscore, and nothing is imported from a module that does."""
     used = {
