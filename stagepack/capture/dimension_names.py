@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.export import Dim
 
-from stagepack.capture.inputs import inputs_by_parameter
+from stagepack.capture.inputs import complete_dynamic_shapes, inputs_by_parameter
 from stagepack.capture.programs import Capture
 from stagepack.torch_internals import DimHint, symbolic_expression, tree_leaves
 
@@ -44,9 +44,9 @@ class DeclaredDimension:
 
 def declared_dimensions(capture: Capture) -> list[DeclaredDimension]:
     """Return the sizes in the dynamic shapes of a capture, in the order of its inputs."""
-    dynamic_shapes = capture.inputs.dynamic_shapes
-    if not dynamic_shapes or capture.model is None:
+    if not capture.inputs.dynamic_shapes or capture.model is None:
         return []
+    dynamic_shapes = complete_dynamic_shapes(capture.model.forward, capture.inputs)
     input_of_parameter = inputs_by_parameter(capture.model.forward, capture.inputs)
     if not isinstance(dynamic_shapes, Mapping):
         dynamic_shapes = dict(zip(input_of_parameter, dynamic_shapes, strict=False))

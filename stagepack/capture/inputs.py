@@ -92,7 +92,38 @@ def inputs_by_parameter(forward: Callable[..., Any], inputs: Inputs) -> dict[str
 
 
 def complete_dynamic_shapes(forward: Callable[..., Any], inputs: Inputs) -> Any:
-    """The dynamic shapes with None for the parameters that are left out, as ``torch.export`` requires."""
-    if not isinstance(inputs.dynamic_shapes, Mapping):
-        return inputs.dynamic_shapes
-    return dict.fromkeys(inputs_by_parameter(forward, inputs)) | dict(inputs.dynamic_shapes)
+    """The dynamic shapes as ``torch.export`` requires them.
+
+    Parameters that are left out have None. The shapes of what ``*args`` takes are a tuple, as these inputs are one for torch.
+    """
+    example_of_parameter = inputs_by_parameter(forward, inputs)
+    shapes = inputs.dynamic_shapes
+    for parameter in inspect.signature(forward).parameters.values():
+        if parameter.kind == parameter.VAR_POSITIONAL and parameter.name in example_of_parameter:
+            shapes = _with_tuple_for(parameter.name, shapes, example_of_parameter)
+    return dict.fromkeys(example_of_parameter) | dict(shapes) if isinstance(shapes, Mapping) else shapes
+
+
+def _with_tuple_for(parameter_name: str, shapes: Any, example_of_parameter: Mapping[str, Any]) -> Any:
+    """The shapes with those of what ``*args`` takes in a tuple; as they are where they have one."""
+    examples = example_of_parameter[parameter_name]
+    if isinstance(shapes, Mapping):
+        unknown_names = [shape_name for shape_name in shapes if shape_name not in example_of_parameter]
+        known_shapes = {key: shape for key, shape in shapes.items() if key in example_of_parameter}
+        if isinstance(shapes.get(parameter_name), list):
+            return {**shapes, parameter_name: tuple(shapes[parameter_name])}
+        if len(examples) == len(unknown_names) == 1 and parameter_name not in shapes:
+            # The input has this name in the code that `forward` calls.
+            return known_shapes | {parameter_name: (shapes[unknown_names[0]],)}
+        return shapes
+    start = list(example_of_parameter).index(parameter_name)
+    is_by_input = isinstance(shapes, list | tuple) and len(shapes) == len(example_of_parameter) - 1 + len(examples)
+    if not is_by_input or (len(examples) == 1 and _has_shapes(shapes[start])):
+        return shapes
+    end = start + len(examples)
+    return dict(zip(example_of_parameter, [*shapes[:start], tuple(shapes[start:end]), *shapes[end:]], strict=True))
+
+
+def _has_shapes(shape: Any) -> bool:
+    """Whether this is a sequence of the shapes of inputs, and not the shape of one."""
+    return isinstance(shape, list | tuple) and any(isinstance(item, Mapping | list | tuple) for item in shape)
