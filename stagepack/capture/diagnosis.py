@@ -23,7 +23,7 @@ _MOST_MODULES = 60
 # The last attempt for a model that can be captured as it is.
 WRITE: Final = "stagepack export"
 # They report what the errors say, too.
-_LOGGERS = ("torch.export._draft_export", "torch.export", "torch.fx.experimental.symbolic_shapes")
+_LOGGERS = ("torch", "torch.export._draft_export", "torch.export", "torch.fx.experimental.symbolic_shapes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +103,8 @@ def find_failing_modules(model: torch.nn.Module, inputs: Inputs) -> list[Failing
         CaptureError: the model does not run.
     """
     inputs = with_tensors(inputs)
+    if isinstance(model, torch.jit.ScriptModule):
+        return []
     calls = record_module_inputs(model, inputs)
     remaining = [_MOST_MODULES]
     return list(_failing_modules(model, "", calls, remaining))

@@ -35,6 +35,7 @@ def record_module_inputs(model: torch.nn.Module, inputs: Inputs) -> dict[str, In
                 lambda _, args, kwargs, path=path: record(path, args, kwargs), with_kwargs=True
             )
             for path, module in model.named_modules()
+            if not isinstance(module, torch.jit.ScriptModule)  # it takes no hooks
         ]
         try:
             run_model(model, inputs, seed=0)

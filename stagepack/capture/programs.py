@@ -30,6 +30,8 @@ from stagepack.format.file_writing import FileRange
 
 # Whether this torch is 2.11, see `_export`.
 _PROVES_FEW_GUARDS: Final = str(torch.__version__).startswith("2.11.")
+# What is said of a module of TorchScript.
+SCRIPTED: Final = "is TorchScript, which torch.export does not trace: export the torch.nn.Module that it was made of"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +89,8 @@ def capture_module(model: torch.nn.Module, inputs: Inputs) -> Capture:
     """
     inputs = with_tensors(inputs)
     model_class = type(wrapped_model(model)).__name__
+    if isinstance(model, torch.jit.ScriptModule):
+        raise CaptureError(f"{model_class}: {SCRIPTED}")
     if not inputs.args and not inputs.kwargs:
         missing = required_parameters(model.forward)
         if missing:
@@ -100,7 +104,8 @@ def capture_module(model: torch.nn.Module, inputs: Inputs) -> Capture:
             with recorded_trace(model) as recorded:
                 program = _export(model, inputs, dynamic_shapes)
         except Exception as error:
-            message = f"{model_class} cannot be captured: {format_torch_error(error)}{_advice_on_pair(inputs)}"
+            reason = _scripted_part(model) or f"{format_torch_error(error)}{_advice_on_pair(inputs)}"
+            message = f"{model_class} cannot be captured: {reason}"
             raise CaptureError(with_location(message, error)) from error
     return Capture(program=program, inputs=inputs, model=model, **recorded)
 
@@ -117,6 +122,12 @@ def recorded_trace(model: torch.nn.Module) -> Iterator[dict[str, Any]]:
     with suppress_stderr(), calls.recorded(), modes.recorded(), traced_as_meant(model) as asked:
         yield fields
     fields.update(calls=calls, functions=modes.functions, questions=asked.questions)
+
+
+def _scripted_part(model: torch.nn.Module) -> str | None:
+    """Which module of a model is TorchScript; None if none is."""
+    paths = [path for path, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
+    return f"{paths[0]}: {SCRIPTED}" if paths else None
 
 
 def _advice_on_pair(inputs: Inputs) -> str:

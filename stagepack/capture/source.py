@@ -1,6 +1,7 @@
 """Any model that `stagepack.export` accepts -> a captured model."""
 
 import os
+import zipfile
 
 import torch
 from torch.export import ExportedProgram
@@ -8,7 +9,7 @@ from torch.export import ExportedProgram
 from stagepack.capture.hugging_face import capture_around_transformers, capture_pretrained, capture_transformers
 from stagepack.capture.inputs import Inputs
 from stagepack.capture.pretrained_model import is_transformers_model
-from stagepack.capture.programs import Capture, capture_program, load_program
+from stagepack.capture.programs import SCRIPTED, Capture, capture_program, load_program
 from stagepack.errors import CaptureError, OptionError
 from stagepack.torch_internals import uncompiled_module
 
@@ -46,6 +47,16 @@ def capture_source(
         if os.fspath(model).endswith(".pt2"):
             return capture_program(load_program(model), inputs)
         if os.path.isfile(model) and not os.fspath(model).endswith(".py"):
+            if _is_torchscript(model):
+                raise CaptureError(f"{model}: {SCRIPTED}")
             raise CaptureError(f"{model}: expected a .pt2 file or a Hugging Face folder, found another file")
         return capture_pretrained(os.fspath(model), inputs, dtype=dtype)
     raise CaptureError(f"expected a torch.nn.Module, an ExportedProgram or a path, found {type(model).__name__}")
+
+
+def _is_torchscript(path: str | os.PathLike[str]) -> bool:
+    """Whether ``torch.jit.save`` wrote a file: a file of ``torch.save`` has no ``constants.pkl``."""
+    if not zipfile.is_zipfile(path):
+        return False
+    with zipfile.ZipFile(path) as archive:
+        return any(name.endswith("/constants.pkl") for name in archive.namelist())
