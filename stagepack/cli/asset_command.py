@@ -16,9 +16,9 @@ from stagepack.remote.url import is_url
 @subcommand(
     "asset",
     examples=[
-        "stagepack asset add llama.stagepack llama/tokenizer.json llama/chat_template.jinja",
+        "stagepack asset add llama.stagepack llama/tokenizer.json",
         "stagepack asset list llama.stagepack",
-        "stagepack asset remove llama.stagepack chat_template.jinja",
+        "stagepack asset remove llama.stagepack tokenizer.json",
     ],
 )
 @click.argument("action", type=click.Choice(["add", "list", "remove"]))
