@@ -1,6 +1,7 @@
 """The optional dependencies of stagepack: which extra provides a package that is not installed."""
 
 import contextlib
+import importlib.util
 from collections.abc import Iterator
 
 from stagepack.errors import MissingPackageError
@@ -57,6 +58,38 @@ def explain_missing_packages(extra: str | None = None) -> Iterator[None]:
         if message is None:
             raise
         raise MissingPackageError(message, name=error.name, path=error.path) from error
+
+
+def require_extras(*extras: str) -> None:
+    """Refuse a call that needs several extras of which more than one is missing: all of them at once, before any work.
+
+    A single missing one is told when it is imported, with the name of its package.
+
+    Raises:
+        MissingPackageError: packages of two extras or more are not installed.
+    """
+    missing = {
+        extra: [
+            module for module, smallest_extra in _EXTRAS.items() if smallest_extra == extra and not _is_found(module)
+        ]
+        for extra in dict.fromkeys(extras)
+    }
+    missing = {extra: modules for extra, modules in missing.items() if modules}
+    if len(missing) > 1:
+        packages = ", ".join(repr(module) for modules in missing.values() for module in modules)
+        names = ",".join(missing)
+        raise MissingPackageError(
+            f"the packages {packages} are not installed: the extras {names} of stagepack (in a checkout: pip install '.[{names}]') install "
+            "them",
+            name=next(iter(missing.values()))[0],
+        )
+
+
+def _is_found(module_name: str) -> bool:
+    try:
+        return importlib.util.find_spec(module_name) is not None
+    except (ImportError, ValueError):  # a name that is None in sys.modules
+        return False
 
 
 def missing_package_message(error: ModuleNotFoundError, extra: str | None = None) -> str | None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
 from stagepack.cli.failures import failure_of
 
@@ -39,6 +40,9 @@ _COMMAND_GROUPS = {
         "serve": "Serve bundles over the Open Inference Protocol.",
         "triton": "Write a bundle into a Triton model repository.",
         "k8s": "Write a deployment on Kubernetes.",
+    },
+    "Use this command": {
+        "completion": "Print the script with which a shell completes words.",
     },
 }
 
@@ -83,6 +87,14 @@ class _Commands(click.Group):
             return None
         command: click.Command = importlib.import_module(f"stagepack.cli.{cmd_name}_command").command
         return command
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """The commands and the options that begin so: by their summaries, without an import of the commands."""
+        summaries = {name: summary for group in _COMMAND_GROUPS.values() for name, summary in group.items()}
+        commands = [
+            CompletionItem(name, help=summary) for name, summary in summaries.items() if name.startswith(incomplete)
+        ]
+        return commands + click.Command.shell_complete(self, ctx, incomplete)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         # The names are padded to one width, so that the summaries of all groups begin in the same column.

@@ -12,6 +12,7 @@ import click
 from stagepack.capture.source_path import check_source_path
 from stagepack.cli.command import subcommand
 from stagepack.cli.failures import shown_warnings
+from stagepack.cli.machine_report import describe_machine
 from stagepack.cli.output import print_json, print_line, print_table, progress
 from stagepack.cli.run_options import json_option
 from stagepack.errors import StagepackError
@@ -26,13 +27,14 @@ _SHOWN_CHARACTERS = 220
 @subcommand(
     "doctor",
     examples=[
+        "stagepack doctor",
         "stagepack doctor net.py:make",
         "stagepack doctor ./folder",
         "stagepack doctor net.py:Net --inputs net.py:inputs",
         "stagepack doctor net.py:make --differential",
     ],
 )
-@click.argument("source", metavar="SOURCE")
+@click.argument("source", metavar="[SOURCE]", required=False)
 @click.option(
     "--inputs",
     "inputs_function",
@@ -47,8 +49,12 @@ _SHOWN_CHARACTERS = 220
 )
 @click.option("--processes", is_flag=True, help="With --differential: start a process for each stage, too.")
 @json_option
-def command(source: str, inputs_function: str | None, differential: bool, processes: bool, as_json: bool) -> None:
+def command(
+    source: str | None, inputs_function: str | None, differential: bool, processes: bool, as_json: bool
+) -> None:
     """Find out why a model cannot be exported, and what would work.
+
+    Without SOURCE, the machine is described, for the report of a bug: versions, packages, devices, limits and the cache.
 
     Tries the ways to capture the model of SOURCE, which is as for 'stagepack export', and if none of the usual ones works, its modules one
     by one. A model that is captured is written into a temporary folder, loaded, and compared on its example. The code of SOURCE runs. The
@@ -56,6 +62,11 @@ def command(source: str, inputs_function: str | None, differential: bool, proces
     """
     if processes and not differential:
         raise click.UsageError("--processes requires --differential")
+    if source is None:
+        if differential:
+            raise click.UsageError("--differential is for a SOURCE")
+        describe_machine(as_json=as_json)
+        return
     check_source_path(source)
     # The output of the model's own code goes to standard error: standard output is for our facts alone.
     with progress("importing torch") as next_step, contextlib.redirect_stdout(sys.stderr):

@@ -19,6 +19,7 @@ from stagepack.cli.output import finite, print_json, print_line, progress
 from stagepack.cli.path_options import BundleType, PathType
 from stagepack.cli.run_options import dtype_option, json_option, tolerance_options
 from stagepack.cli.termination import orderly_termination
+from stagepack.extras import require_extras
 from stagepack.format.operator_permissions import bundle_permissions
 from stagepack.format.reader import Bundle
 from stagepack.format.writer import check_output_path
@@ -163,6 +164,8 @@ def command(
     if graph_from is None:
         check_source_path(source)
     asset_contents = read_assets(assets)
+    is_pretrained = ":" not in source and not source.endswith(".pt2")
+    require_extras("torch", *(["hf"] if is_pretrained else []), *(["onnx", "onnxruntime"] if with_onnx else []))
     start_time = time.perf_counter()
     # The output of the model's own code goes to standard error: standard output is for our facts alone.
     with (

@@ -11,6 +11,7 @@ from stagepack.cli.path_options import bundle_argument, open_argument
 from stagepack.cli.quantities import format_bytes
 from stagepack.cli.run_options import json_option, operator_options, tolerance_options
 from stagepack.cli.termination import orderly_termination
+from stagepack.extras import require_extras
 from stagepack.format.reader import Bundle
 from stagepack.remote.url import is_url
 
@@ -40,6 +41,7 @@ def command(
         fail(
             f"{bundle_path}: ONNX files are written into the bundle: download it first: stagepack pull {bundle_path} -o FOLDER"
         )
+    require_extras("torch", "onnx", "onnxruntime")
     bundle = open_argument(bundle_path)
     start_time = time.perf_counter()
     with progress("importing torch") as next_step, orderly_termination(), shown_warnings():

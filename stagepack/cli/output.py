@@ -73,6 +73,11 @@ def count_of(noun: str, count: int) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
+def print_text(text: str) -> None:
+    """Print a text for a program, as it is."""
+    _echo(text)
+
+
 def print_line(line: str) -> None:
     """Print one line for people."""
     _echo(printable(line))

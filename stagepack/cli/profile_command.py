@@ -84,7 +84,10 @@ def command(
     """
     bundle = open_argument(bundle_path)
     entry_points = each_entry_point(bundle)
-    files = [out if len(entry_points) == 1 else _file_of_entry_point(out, one.entry_point.name) for one in entry_points]
+    files = [
+        out if len(entry_points) == 1 else _file_of_entry_point(out, selected.entry_point.name)
+        for selected in entry_points
+    ]
     for file in files:
         check_output_file(file, overwrite=overwrite)
     profiles = []
@@ -102,7 +105,10 @@ def command(
             write_profile(profiles[-1], file)
     facts = [_facts(profile, file) for profile, file in zip(profiles, files, strict=True)]
     if as_json:
-        named = [{"entry_point": one.entry_point.name} | fact for one, fact in zip(entry_points, facts, strict=True)]
+        named = [
+            {"entry_point": selected.entry_point.name} | fact
+            for selected, fact in zip(entry_points, facts, strict=True)
+        ]
         print_json(facts[0] if len(facts) == 1 else {"entry_points": named})
         return
     for selected, entry_point_facts in zip(entry_points, facts, strict=True):
@@ -111,9 +117,9 @@ def command(
         _print_profile(entry_point_facts)
 
 
-def _file_of_entry_point(out: Path, name: str) -> Path:
+def _file_of_entry_point(out: Path, entry_point_name: str) -> Path:
     """The file of one of several entry points: ``times.encode.json`` for ``times.json``."""
-    return out.with_name(f"{out.stem}.{name}{out.suffix}")
+    return out.with_name(f"{out.stem}.{entry_point_name}{out.suffix}")
 
 
 def _facts(profile: "Profile", file: Path) -> dict[str, Any]:

@@ -39,16 +39,15 @@ if TYPE_CHECKING:
 @click.option("--run", "with_run", is_flag=True, help="Also load the bundle and replay its example.")
 @click.option(
     "--require-signature",
-    "--key",
-    "--certificate",
     "trusted_files",
     multiple=True,
     type=PathType(),
     metavar="PEM",
     show_default="signatures are not verified",
     help="Refuse a bundle that is not signed by a trusted signer: PEM is a file with its public key, or with certificates of authorities. "
-    "Repeatable: one of them must verify the signature. --key and --certificate are older names of the option.",
+    "Repeatable: one of them must verify the signature.",
 )
+@click.option("--key", "--certificate", "older_names", multiple=True, type=PathType(), hidden=True)
 @click.option("--strict", is_flag=True, help="Also refuse files that the manifest does not list, such as README.md.")
 @runtime_option
 @tolerance_options
@@ -60,6 +59,7 @@ def command(
     bundle_path: str,
     with_run: bool,
     trusted_files: tuple[str, ...],
+    older_names: tuple[str, ...],
     strict: bool,
     runtimes: tuple[str, ...],
     rtol: float | None,
@@ -84,7 +84,9 @@ def command(
     if (rtol, atol) != (None, None) and not with_run:
         raise click.UsageError("--rtol and --atol require --run")
     facts: dict[str, Any] = {"bundle": bundle_path, "ok": True, "problems": []}
-    bundle, signature = _verified_bundle(bundle_path, trusted_files, facts if as_json else None, strict=strict)
+    bundle, signature = _verified_bundle(
+        bundle_path, [*trusted_files, *older_names], facts if as_json else None, strict=strict
+    )
     unlisted_files = bundle.unlisted_files()
     difference: float | None = None
     is_within = True

@@ -211,8 +211,7 @@ class Bundle(BundleFiles):
         """
         if not isinstance(stage_number, int):
             raise OptionError(f"{self.location}: stage: expected a number, found {stage_number!r}")
-        if not 0 <= stage_number < len(self.stages):
-            last_number = len(self.stages) - 1
+        if not 0 <= stage_number <= (last_number := len(self.stages) - 1):
             raise IndexError(f"{self.location}: expected a stage from 0 to {last_number}, found {stage_number}")
         return self.stages[stage_number]
 

@@ -43,7 +43,11 @@ def folder(user: Path) -> Path:
 )
 @pytest.mark.parametrize(
     "command",
-    [command for command in COMMANDS if command not in ("asset", "cache", "doctor", "export", "plan", "pull")],
+    [
+        command
+        for command in COMMANDS
+        if command not in ("asset", "cache", "completion", "doctor", "export", "plan", "pull")
+    ],
 )
 def test_a_path_that_is_no_bundle_is_named(command: str, path: str, found: str, folder: Path) -> None:
     more = ["-o", "out"] if command in OUT else []
