@@ -101,19 +101,15 @@ def shape_decompositions() -> dict[Any, Callable[..., Any]]:
 
 @contextlib.contextmanager
 def suppress_log_records(*logger_names: str) -> Iterator[None]:
-    """Drop what loggers of torch report, such as a traceback for each operator that fails on tensors without data.
-
-    What loggers below them report is dropped where it is shown, by their handlers.
-    """
+    """Drop what loggers of torch report, such as a traceback for each operator that fails on tensors without data."""
     loggers = [logging.getLogger(logger_name) for logger_name in logger_names]
-    filterers = [*loggers, *(handler for logger in loggers for handler in logger.handlers)]
-    for filterer in filterers:
-        filterer.addFilter(_drop)
+    for logger in loggers:
+        logger.addFilter(_drop)
     try:
         yield
     finally:
-        for filterer in filterers:
-            filterer.removeFilter(_drop)
+        for logger in loggers:
+            logger.removeFilter(_drop)
 
 
 def _drop(_: logging.LogRecord) -> bool:

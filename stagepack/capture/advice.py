@@ -3,12 +3,13 @@
 from collections.abc import Iterable
 from typing import Final
 
+_DRAFT: Final = ", or pass the program of torch.export.draft_export, which asserts the example's answer"
 _ADVICE: Final = (
     (
         ("Could not guard on data-dependent", "Data-dependent branching"),
         (
             "the line asks a tensor for an answer that only data has: use torch.cond or torch.where, replace the function in the factory "
-            "of the model, or pass the program of torch.export.draft_export, which asserts the example's answer"
+            f"of the model{_DRAFT}"
         ),
     ),
     (
@@ -49,22 +50,39 @@ _ADVICE: Final = (
         ),
     ),
     (
+        ("aten.equal.default", "aten.allclose.default"),
+        "the line compares the data of tensors: leave the comparison out, in the factory of the model",
+    ),
+    (
         ("fake tensor in the exported program constant",),
-        "the model keeps a tensor outside of its parameters and buffers, and writes it: register it as a buffer",
+        (
+            "the model keeps a tensor outside of its parameters and buffers, and writes it: register it as a buffer; or its forward "
+            "differentiates (torch.autograd.grad), which torch.export does not trace: write the derivative as code"
+        ),
+    ),
+    (
+        ("functorch tensor",),
+        (
+            "the forward of the model differentiates (torch.func.grad, jacrev), which torch.export does not trace with its weights: write "
+            "the derivative as code, or export the modules that are differentiated"
+        ),
     ),
 )
 
 
-def capture_advice(errors: Iterable[str]) -> list[str]:
+def capture_advice(errors: Iterable[str], *, draft_fails: bool = False) -> list[str]:
     """Return what has worked for models with such errors.
 
     Args:
         errors: the messages of failed captures.
+        draft_fails: whether ``torch.export.draft_export`` was tried, and has no program.
 
     Returns:
         One sentence for each cause that is known, each once.
     """
     texts = list(errors)
     return [
-        sentence for patterns, sentence in _ADVICE if any(pattern in text for pattern in patterns for text in texts)
+        sentence.removesuffix(_DRAFT) if draft_fails else sentence
+        for patterns, sentence in _ADVICE
+        if any(pattern in text for pattern in patterns for text in texts)
     ]

@@ -22,8 +22,10 @@ from stagepack.torch_internals import draft_export_failures, suppress_log_record
 _MOST_MODULES = 60
 # The last attempt for a model that can be captured as it is.
 WRITE: Final = "stagepack export"
+DRAFT: Final = "torch.export.draft_export"
+_GOES_ON: Final = "it goes on after "
 # They report what the errors say, too.
-_LOGGERS = ("torch", "torch.export._draft_export", "torch.export", "torch.fx.experimental.symbolic_shapes")
+_LOGGERS = ("torch._guards", "torch.export._draft_export", "torch.export", "torch.fx.experimental.symbolic_shapes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +43,11 @@ class CaptureAttempt:
     error: str | None
     seconds: float
     advice: str = ""
+
+    @property
+    def has_program(self) -> bool:
+        """Whether there is a program, if only one that asserts what the capture could not know."""
+        return self.error is None or self.error.startswith(_GOES_ON)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,10 +167,10 @@ def _draft_attempt(model: torch.nn.Module, inputs: Inputs) -> CaptureAttempt:
                 )
             )
 
-    attempt = _attempt("torch.export.draft_export", export)
+    attempt = _attempt(DRAFT, export)
     if attempt.error is not None:
         return attempt
-    return replace(attempt, error=f"it goes on after {'; '.join(failures)}" if failures else None)
+    return replace(attempt, error=f"{_GOES_ON}{'; '.join(failures)}" if failures else None)
 
 
 def _export(model: torch.nn.Module, inputs: Inputs, *, strict: bool = False) -> None:

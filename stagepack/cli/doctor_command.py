@@ -71,7 +71,7 @@ def command(
     # The output of the model's own code goes to standard error: standard output is for our facts alone.
     with progress("importing torch") as next_step, contextlib.redirect_stdout(sys.stderr):
         from stagepack.capture.advice import capture_advice  # noqa: PLC0415 - with torch
-        from stagepack.capture.diagnosis import WRITE, find_failing_modules, try_export  # noqa: PLC0415 - torch, slow to import
+        from stagepack.capture.diagnosis import DRAFT, WRITE, find_failing_modules, try_export  # noqa: PLC0415 - torch, slow to import
         from stagepack.capture.source_argument import load_source_argument  # noqa: PLC0415 - the same
 
         model, inputs = load_source_argument(source, inputs_function)
@@ -89,7 +89,9 @@ def command(
         if attempts[0].error is None and attempts[-1].way != WRITE:
             next_step("trying the modules")
             failing = find_failing_modules(model, inputs)
-    advice = capture_advice([*(attempt.error or "" for attempt in attempts), *(module.error for module in failing)])
+    errors = [*(attempt.error or "" for attempt in attempts), *(module.error for module in failing)]
+    draft_fails = any(attempt.way == DRAFT and not attempt.has_program for attempt in attempts)
+    advice = capture_advice(errors, draft_fails=draft_fails)
     if as_json:
         facts = {
             "source": source,

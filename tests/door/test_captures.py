@@ -9,8 +9,10 @@ import torch
 from torch.export import Dim
 
 import stagepack
+from stagepack.capture.advice import capture_advice
 from stagepack.capture.diagnosis import find_failing_modules, try_export
 from stagepack.capture.inputs import Inputs
+from stagepack.capture.programs import capture_module
 from stagepack.errors import CaptureError
 
 LENGTH = Dim("length", min=1, max=100)
@@ -128,3 +130,57 @@ def test_doctor_shows_no_log_of_torch(capfd: pytest.CaptureFixture[str]) -> None
     attempts = list(try_export(Fixed(), inputs, lambda _: None))
     assert attempts[1].error is not None
     assert capfd.readouterr() == ("", "")
+
+
+class Differentiated(torch.nn.Module):
+    """Returns the derivative of a layer by its input."""
+
+    def __init__(self, derive: Callable[[torch.nn.Module, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+        self.derive = derive
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.derive(self.layer, x)
+
+
+def by_autograd(layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    with torch.enable_grad():
+        x = x.detach().requires_grad_(True)
+        return torch.autograd.grad(layer(x).sin().sum(), x, create_graph=True)[0]
+
+
+def by_jacobian(layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    jacobian: torch.Tensor = torch.func.jacrev(lambda value: layer(value).sin())(x)
+    return jacobian
+
+
+def unless_equal(layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = x if torch.equal(x, x + 1) else layer(x)
+    return result
+
+
+@pytest.mark.parametrize(
+    ("derive", "advice"),
+    [
+        (by_autograd, "torch.autograd.grad"),
+        (by_jacobian, "jacrev"),
+        (unless_equal, "the line compares the data of tensors"),
+    ],
+)
+def test_code_that_needs_data_or_gradients_has_advice(derive: Any, advice: str) -> None:
+    with pytest.raises(CaptureError) as caught:
+        capture_module(Differentiated(derive).eval(), Inputs(args=(torch.ones(2, 4),)))
+    [sentence] = capture_advice([str(caught.value)])
+    assert advice in sentence
+
+
+def test_advice_names_no_way_that_was_seen_to_fail() -> None:
+    class Branch(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + 1 if x.sum() > 0 else x.numpy()  # type: ignore[return-value]
+
+    attempts = list(try_export(Branch(), Inputs(args=(torch.ones(2),)), lambda _: None))
+    errors = [attempt.error or "" for attempt in attempts]
+    assert any("draft_export" in sentence for sentence in capture_advice(errors))
+    assert not any("draft_export" in sentence for sentence in capture_advice(errors, draft_fails=True))
