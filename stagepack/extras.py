@@ -28,6 +28,7 @@ _EXTRAS = {
     "prometheus_client": "serve",
     "ray": "ray",
     "s3fs": "remote",
+    "sentence_transformers": "sentence-transformers",
     "starlette": "serve",
     "sympy": "torch",
     "torch": "torch",

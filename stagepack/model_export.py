@@ -14,7 +14,7 @@ from stagepack.capture.entry_points import capture_entry_points, capture_modules
 from stagepack.capture.example_inputs import example_inputs as made_example_inputs
 from stagepack.capture.generation import generating_model
 from stagepack.capture.inputs import Inputs
-from stagepack.capture.pretrained_model import load_pretrained
+from stagepack.capture.pretrained_model import load_pretrained, model_files
 from stagepack.capture.programs import Capture
 from stagepack.capture.source import capture_source
 from stagepack.capture.source_argument import capture_with_checkpoint
@@ -178,7 +178,8 @@ def export(
             )
         captures = _captures_of_functions(model, inputs, entry_points, modules, dtype)
         options_of_entry_points = _entry_point_cut_options(captures, stages, split_at, shared)
-        asset_contents = exported_assets(source, asset_contents, generates=generate is not None)
+        own_files = model_files(next(iter(captures.values())).model)
+        asset_contents = exported_assets(source, own_files | asset_contents, generates=generate is not None)
         options = ExportOptions(assets=asset_contents, overwrite=overwrite, allow_difference=allow_difference)
         bundle = export_entry_points(captures, out=out, cut_options=options_of_entry_points, options=options)
         return _with_onnx(bundle, rtol, atol) if onnx else bundle
@@ -199,7 +200,8 @@ def export(
         if weights is None
         else _capture_with_weights(model, inputs, weights, dtype)
     )
-    asset_contents = exported_assets(source, asset_contents, generates=generate is not None)
+    own_files = model_files(capture.model)
+    asset_contents = exported_assets(source, own_files | asset_contents, generates=generate is not None)
     options = ExportOptions(assets=asset_contents, overwrite=overwrite, allow_difference=allow_difference)
     bundle = export_capture(capture, out=out, cut_options=cut_options, options=options)
     return _with_onnx(bundle, rtol, atol) if onnx else bundle

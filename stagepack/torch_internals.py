@@ -425,6 +425,18 @@ def replaced_checkpoint_tensors(read_files: Callable[[list[str], Any], dict[str,
         yield
 
 
+@contextlib.contextmanager
+def pooled_without_prompts(
+    pooling: torch.nn.Module, without_prompt: Callable[[torch.Tensor], torch.Tensor]
+) -> Iterator[None]:
+    """Let a ``Pooling`` of sentence-transformers leave tokens out that another function takes from the mask.
+
+    Its own function asks the values of the mask whether there is padding before texts, which ``torch.export`` cannot know.
+    """
+    with mock.patch.object(pooling, "_exclude_prompt_from_mask", lambda mask, _: without_prompt(mask)):
+        yield
+
+
 # Modules. Names such as "forward" and "training" are taken by attributes of nn.Module, which its public methods refuse, and a
 # model may have weights and children of these names all the same.
 

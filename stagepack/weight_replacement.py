@@ -25,6 +25,7 @@ from stagepack.capture.checkpoint import CheckpointTensor, read_checkpoint
 from stagepack.capture.deferred_tensors import DataNeededError, DeferredTensors
 from stagepack.capture.pretrained_model import load_pretrained, model_files
 from stagepack.capture.source_argument import FORWARD
+from stagepack.capture.source_path import is_model_folder
 from stagepack.capture.weight_names import name_problems, shown, tensors_by_weight_name
 from stagepack.errors import CaptureError
 from stagepack.format.file_writing import FileVersion
@@ -131,7 +132,7 @@ def _weights_by_name(bundle: Bundle) -> dict[str, Weight]:
 def _open_source(source: str | os.PathLike[str], weights: Mapping[str, Weight]) -> _Source:
     path = Path(source)
     stated_weights = [weight.names for weight in weights.values() if weight.kind in ("parameter", "buffer")]
-    is_pretrained = (path / "config.json").is_file() or read_adapter(os.fspath(source)) is not None
+    is_pretrained = is_model_folder(path) or read_adapter(os.fspath(source)) is not None
     if path.is_file() or (path.is_dir() and not is_pretrained):
         tensors = tensors_by_weight_name(read_checkpoint(path), stated_weights, os.fspath(source))
         return _Source(tensors=tensors, required_names=tensors.keys(), files={})

@@ -24,7 +24,7 @@ from stagepack.format.file_writing import write_pieces
 from stagepack.format.reader import Bundle
 from stagepack.partition.cut_options import CutOptions
 from stagepack.torch_internals import FakeTensor
-from tests.zoo.architectures.encoders import minilm_folder
+from tests.zoo.architectures.encoders import minilm_encoder_folder
 from tests.zoo.cases import named
 
 MODELS = [
@@ -97,7 +97,9 @@ def test_a_dtype_that_is_not_possible(model: Any, dtype: Any, message: str, tmp_
 
 @pytest.mark.slow
 def test_real_weights_become_the_same_bundle(tmp_path: Path) -> None:
-    bundles = [exported(minilm_folder(), tmp_path / str(deferred), deferred=deferred) for deferred in (True, False)]
+    bundles = [
+        exported(minilm_encoder_folder(), tmp_path / str(deferred), deferred=deferred) for deferred in (True, False)
+    ]
     assert bundles[0].digest == bundles[1].digest
 
 

@@ -21,7 +21,7 @@ from stagepack.errors import CaptureError
 from stagepack.exporter import export_capture
 from stagepack.partition.cut_options import CutOptions
 from stagepack_loaders.example import replay_example
-from tests.zoo.architectures.encoders import minilm_folder
+from tests.zoo.architectures.encoders import minilm_encoder_folder
 from tests.zoo.case import Case
 from tests.zoo.cases import named
 
@@ -80,7 +80,7 @@ def test_a_folder_becomes_a_bundle_that_stock_transformers_opens(name: str, tmp_
 
 
 def test_the_real_minilm_equals_the_eager_model_at_other_sizes(tmp_path: Path) -> None:
-    capture = capture_pretrained(minilm_folder(), Inputs())
+    capture = capture_pretrained(minilm_encoder_folder(), Inputs())
     bundle = export_capture(capture, out=tmp_path / "m.stagepack", cut_options=CutOptions(stages=3))
     assert [edge.shape for edge in bundle.edges if edge.producer is None] == [("batch", "sequence")] * 2
     model = transformers.AutoModel.from_pretrained(tmp_path / "m.stagepack").eval()

@@ -24,8 +24,8 @@ import tritonclient.http
 import tritonclient.http.aio
 
 import stagepack
-from tests.serve.bundles import minilm_folder
 from tests.serve.servers import Client, Server, stagepack_server
+from tests.zoo.architectures.encoders import minilm_encoder_folder
 from tools.benchmark_results import BenchmarkResults, add_json_option, benchmark_results
 
 SECONDS, CONNECTIONS = 60, 32
@@ -139,7 +139,7 @@ def _minilm(folder: Path, stages: int = 2) -> Path:
     bundle = folder / f"{stages}-stages" / "minilm.stagepack"
     if not bundle.exists():
         bundle.parent.mkdir()
-        stagepack.export(str(minilm_folder()), out=bundle, stages=stages)
+        stagepack.export(minilm_encoder_folder(), out=bundle, stages=stages)
     return bundle
 
 

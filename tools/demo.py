@@ -28,10 +28,10 @@ def main() -> None:
     run("python", "tools/demo_embed.py", bundle, model)
     run("stagepack", "onnx", bundle)
     run("stagepack", "load", bundle, "--runtime", "onnxruntime")
-    serve(bundle, model)
+    serve(bundle)
 
 
-def serve(bundle: str, model: str) -> None:
+def serve(bundle: str) -> None:
     """Ask a server, which is stopped afterwards."""
     ports = ("--http-port", "0", "--grpc-port", "0")
     with start("stagepack", "serve", bundle, *ports, stdout=subprocess.PIPE, text=True) as server:
@@ -42,7 +42,7 @@ def serve(bundle: str, model: str) -> None:
                 break
         else:
             raise SystemExit("the server did not start")
-        run("python", "examples/embed.py", found[1], f"{model}/tokenizer.json", *SENTENCES)
+        run("python", "examples/embed.py", found[1], f"{bundle}/tokenizer.json", *SENTENCES)
         server.terminate()
         print(server.stdout.read(), end="")
 

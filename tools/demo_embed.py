@@ -1,12 +1,11 @@
 """Embed sentences with a bundle of all-MiniLM-L6-v2 and with the original model: `demo_embed.py BUNDLE MODEL_FOLDER`."""
 
 import sys
-from collections.abc import Callable
-from typing import Any
 
 import torch
 
 import stagepack
+from stagepack.capture.sentence_pipeline import import_sentence_transformers
 from stagepack.capture.transformers_package import import_transformers
 
 SENTENCES = [
@@ -17,29 +16,14 @@ SENTENCES = [
 ]
 
 bundle, folder = sys.argv[1:]
-transformers = import_transformers()
-transformers.utils.logging.disable_progress_bar()
-tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+import_transformers().utils.logging.disable_progress_bar()
+model = import_sentence_transformers(folder).SentenceTransformer(folder, device="cpu")
 pipe = stagepack.load(bundle)
-model = transformers.AutoModel.from_pretrained(folder).eval()
-
-
-def similarities(run: Callable[..., Any], sentences: list[str]) -> torch.Tensor:
-    """Cosine similarities of the mean of each sentence's token embeddings."""
-    batch = tokenizer(sentences, padding=True, return_tensors="pt")
-    mask = batch["attention_mask"]
-    with torch.no_grad():
-        tokens = run(input_ids=batch["input_ids"], attention_mask=mask)["last_hidden_state"]
-    means = (tokens * mask.unsqueeze(-1)).sum(1) / mask.sum(1, keepdim=True)
-    means = torch.nn.functional.normalize(means)
-    return means @ means.T
-
-
 for count in (2, 4):
-    ours, theirs = similarities(pipe, SENTENCES[:count]), similarities(model, SENTENCES[:count])
+    ours, theirs = pipe.encode(SENTENCES[:count]), model.encode(SENTENCES[:count], convert_to_tensor=True)
     print(f"{count} sentences")
-    for row, sentence in zip(ours.tolist(), SENTENCES, strict=False):
+    for row, sentence in zip((ours @ ours.T).tolist(), SENTENCES, strict=False):
         print("  " + "  ".join(f"{value:5.2f}" for value in row) + f"   {sentence}")
     if not torch.equal(ours, theirs):
         raise SystemExit(f"the original model differs by up to {(ours - theirs).abs().max():g}")
-    print("  equal to the original model's, bit for bit")
+    print("  equal to encode of sentence-transformers, bit for bit")

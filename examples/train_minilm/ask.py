@@ -16,7 +16,6 @@ def main() -> None:
     """Print the three most similar sentences to each line."""
     server_address, model_name, tokenizer_path, *lines = sys.argv[1:]
     tokenizer = Tokenizer.from_file(tokenizer_path)
-    tokenizer.enable_padding()
     client = tritonclient.http.InferenceServerClient(server_address)
     sentences = [pair.sentence for pair in held_out_pairs()]
     similarities = embed(client, model_name, tokenizer, lines) @ embed(client, model_name, tokenizer, sentences).T
@@ -30,20 +29,18 @@ def main() -> None:
 def embed(
     client: tritonclient.http.InferenceServerClient, model_name: str, tokenizer: Tokenizer, texts: list[str]
 ) -> numpy.ndarray:
-    """Return the embedding of each text, the normalized mean over its tokens: float32 [text, 384]."""
+    """Return the embedding of each text, float32 [text, 384]."""
     encodings = tokenizer.encode_batch(texts)
     arrays = {
         "input_ids": numpy.array([encoding.ids for encoding in encodings]),
         "attention_mask": numpy.array([encoding.attention_mask for encoding in encodings]),
+        "token_type_ids": numpy.array([encoding.type_ids for encoding in encodings]),
     }
     inputs = [
-        tritonclient.http.InferInput(name, list(array.shape), "INT64").set_data_from_numpy(array)
-        for name, array in arrays.items()
+        tritonclient.http.InferInput(input_name, list(array.shape), "INT64").set_data_from_numpy(array)
+        for input_name, array in arrays.items()
     ]
-    hidden_states = client.infer(model_name, inputs).as_numpy("last_hidden_state")
-    mask = arrays["attention_mask"][..., None]
-    token_means = (hidden_states * mask).sum(1) / mask.sum(1)
-    return token_means / numpy.linalg.norm(token_means, axis=1, keepdims=True)
+    return client.infer(model_name, inputs).as_numpy("sentence_embedding")
 
 
 if __name__ == "__main__":

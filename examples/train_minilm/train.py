@@ -29,13 +29,12 @@ def main() -> None:
     """Train, save, and measure the model before and after."""
     bundle_path, tokenizer_path, out, curve_path = sys.argv[1:]
     tokenizer = Tokenizer.from_file(tokenizer_path)
-    tokenizer.enable_padding()
     # Each microbatch is a contest of its own, as the loss is defined.
     training = stagepack.train(bundle_path, contrastive_loss, microbatches=MICROBATCHES, loss_reduction="mean")
     losses = train(training, tokenizer)
     stagepack.save(training, out=out, overwrite=True)
     if training.rank == 0:
-        before, after = (found_partners(path, tokenizer) for path in (bundle_path, out))
+        before, after = (found_partners(path) for path in (bundle_path, out))
         print(f"held-out lines whose meaning is found among 200: before {before:.1%}, after {after:.1%}")
         draw(losses, before, after, Path(curve_path))
     torch.distributed.barrier()
@@ -51,7 +50,7 @@ def train(training: Any, tokenizer: Tokenizer) -> list[float]:
     for number, pairs in enumerate(training_batches(STEPS, MICROBATCHES)):
         # Texts of a pair are neighbours, so that they are in the same microbatch.
         inputs = tokenize(tokenizer, [text for pair in pairs for text in (pair.line, pair.sentence)])
-        loss = training.step(**inputs, target=inputs["attention_mask"])
+        loss = training.step(**inputs)
         training.clip_gradients(1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -68,19 +67,13 @@ def learning_rate_factor(step: int) -> float:
     return min((step + 1) / WARM_UP_STEPS, (STEPS - step) / (STEPS - WARM_UP_STEPS))
 
 
-def contrastive_loss(result: Mapping[str, torch.Tensor], attention_mask: torch.Tensor) -> torch.Tensor:
+def contrastive_loss(result: Mapping[str, torch.Tensor], _: None) -> torch.Tensor:
     """How badly texts find their partners among those of the microbatch: rows 0 and 1 are a pair, 2 and 3, and so on."""
-    vectors = mean_of_tokens(result["last_hidden_state"], attention_mask)
+    vectors = result["sentence_embedding"]
     similarities = vectors[0::2] @ vectors[1::2].T / TEMPERATURE  # [pair, pair]
     partners = torch.arange(len(similarities))
     cross_entropy = torch.nn.functional.cross_entropy
     return (cross_entropy(similarities, partners) + cross_entropy(similarities.T, partners)) / 2
-
-
-def mean_of_tokens(hidden_states: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-    """The normalized mean over the tokens of each text: `[text, 384]`."""
-    means = (hidden_states * attention_mask[..., None]).sum(1) / attention_mask.sum(1, keepdim=True)
-    return torch.nn.functional.normalize(means)
 
 
 def tokenize(tokenizer: Tokenizer, texts: Sequence[str]) -> dict[str, torch.Tensor]:
@@ -89,20 +82,15 @@ def tokenize(tokenizer: Tokenizer, texts: Sequence[str]) -> dict[str, torch.Tens
     return {
         "input_ids": torch.tensor([encoding.ids for encoding in encodings]),
         "attention_mask": torch.tensor([encoding.attention_mask for encoding in encodings]),
+        "token_type_ids": torch.tensor([encoding.type_ids for encoding in encodings]),
     }
 
 
-@torch.no_grad()
-def found_partners(bundle_path: str, tokenizer: Tokenizer) -> float:
+def found_partners(bundle_path: str) -> float:
     """The share of held-out lines to which their own sentence is the most similar one of all."""
     model = stagepack.load(bundle_path)
     pairs = held_out_pairs()
-
-    def embed(texts: Sequence[str]) -> torch.Tensor:
-        inputs = tokenize(tokenizer, texts)
-        return mean_of_tokens(model(**inputs)["last_hidden_state"], inputs["attention_mask"])
-
-    similarities = embed([pair.line for pair in pairs]) @ embed([pair.sentence for pair in pairs]).T
+    similarities = model.encode([pair.line for pair in pairs]) @ model.encode([pair.sentence for pair in pairs]).T
     return (similarities.argmax(1) == torch.arange(len(pairs))).double().mean().item()
 
 

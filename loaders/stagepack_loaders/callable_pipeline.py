@@ -4,6 +4,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property
 from typing import Any, Self
 
 from stagepack.errors import DeviceError, OptionError
@@ -13,6 +14,7 @@ from stagepack.format.reader import Bundle
 from stagepack.format.tree import ConstantLeaf, NonFiniteLeaf, ValueLeaf, constant_value, unflatten_tree, value_names
 from stagepack_loaders.base import ArrayOps
 from stagepack_loaders.call_limits import ValueLimit
+from stagepack_loaders.embeddings import TextReader, encode, text_reader
 from stagepack_loaders.exchange import array_ops_of_call, check_shared_memory, to_array
 from stagepack_loaders.generation.generate import TokenCallback, generate
 from stagepack_loaders.pipeline_sequence import PipelineSequence
@@ -203,6 +205,34 @@ class CallablePipeline(ABC):
             >>> text = pipeline.generate("Once upon a time", max_new_tokens=50)
         """
         return generate(self, inputs, attention_mask, encoder=encoder, on_tokens=on_tokens, settings=settings)
+
+    def encode(
+        self, sentences: Any, *, prompt_name: str | None = None, prompt: str | None = None, batch_size: int = 32
+    ) -> Any:
+        """Embed texts, as ``encode`` of sentence-transformers does. The pipeline is that of a bundle of such a model, with its tokenizer.
+
+        Args:
+            sentences: a text, or a list of texts.
+            prompt_name: the prompt of the model that is put before each text, such as ``"query"``; None for the default one of the model.
+            prompt: a prompt that takes its place.
+            batch_size: the number of texts that are run together, the longest first.
+
+        Returns:
+            The embeddings, [text, dimension], or [dimension] for one text, as an array of the runtime of the first stage.
+
+        Raises:
+            InputError: the bundle does not embed texts, or has no tokenizer or no such prompt.
+
+        Examples:
+            >>> pipeline = stagepack.load("minilm.stagepack")
+            >>> pipeline.encode(["A cat sits on the mat.", "A kitten rests on a rug."]).shape
+            torch.Size([2, 384])
+        """
+        return encode(self, self._text_reader, sentences, prompt_name, prompt, batch_size)
+
+    @cached_property
+    def _text_reader(self) -> TextReader:
+        return text_reader(self.bundle)
 
     def to(self, devices: Any) -> Self:
         """Move the stages to other devices; only stages in this process can be moved.

@@ -12,6 +12,7 @@ import torch
 from torch.export import Dim
 
 from stagepack.capture.inputs import Inputs
+from stagepack.capture.sentence_pipeline import SentencePipeline
 from stagepack.errors import CaptureError
 
 _LARGEST_BATCH = 1024
@@ -29,6 +30,8 @@ def example_inputs(model: Any) -> Inputs:
     Raises:
         CaptureError: the kind of model is not known.
     """
+    if isinstance(model, SentencePipeline):
+        return model.example()
     parameters = inspect.signature(model.forward).parameters
     constants = {"use_cache": False} if "use_cache" in parameters else {}
     if model.config.is_encoder_decoder and "decoder_input_ids" in parameters:

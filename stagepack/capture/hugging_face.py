@@ -15,6 +15,7 @@ from stagepack.capture.model_run import run_model
 from stagepack.capture.patched_export import PATCHED_EXPORT, capture_patched
 from stagepack.capture.pretrained_model import is_transformers_model, load_pretrained
 from stagepack.capture.programs import Capture, capture_module
+from stagepack.capture.sentence_pipeline import SentencePipeline
 from stagepack.errors import CaptureError
 from stagepack.torch_internals import register_transformers_caches, tree_leaves
 
@@ -26,7 +27,10 @@ class NotIdenticalError(Exception):
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _WIDE = {float: torch.float64, complex: torch.complex128}
 
-_EXPORTERS = {"torch.export.export": capture_module, PATCHED_EXPORT: capture_patched}
+_EXPORTERS: dict[str, Callable[[Any, Inputs], Capture]] = {
+    "torch.export.export": capture_module,
+    PATCHED_EXPORT: capture_patched,
+}
 
 
 def capture_pretrained(
@@ -63,16 +67,19 @@ def capture_pretrained(
             candidates.append(longer_inputs)
         candidates.append(with_auto_dims(made_inputs))
     reasons = []
+    of_modules = f" of {model.description}" if isinstance(model, SentencePipeline) else ""
     # Where torch decides which sizes are dynamic, they are not known.
     smallest = {id(made): (smallest_inputs(made),) for made in candidates[:-1]}
     for candidate, (method, exporter) in itertools.product(candidates, _EXPORTERS.items()):
         try:
             further_inputs = smallest.get(id(candidate), ())
             if deferred_tensors is None:
-                return _capture_exactly(exporter, model, candidate, further_inputs)
-            capture: Capture = exporter(model, candidate)
+                capture: Capture = _capture_exactly(exporter, model, candidate, further_inputs)
+                return replace(capture, method=capture.method + of_modules)
+            capture = exporter(model, candidate)
             return replace(
                 capture,
+                method=capture.method + of_modules,
                 deferred=deferred_tensors,
                 further_inputs=further_inputs,
                 capture_loaded=partial(capture_pretrained, source, inputs, deferred=False, dtype=dtype),

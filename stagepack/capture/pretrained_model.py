@@ -17,7 +17,13 @@ import torch
 from stagepack.capture.adapters import Adapter, merge_adapter, read_adapter
 from stagepack.capture.checkpoint import CheckpointTensor, checkpoint_file_tensors
 from stagepack.capture.deferred_tensors import DataNeededError, DeferredTensors
-from stagepack.capture.source_path import check_model_path
+from stagepack.capture.sentence_pipeline import (
+    SentencePipeline,
+    import_sentence_transformers,
+    is_sentence_pipeline,
+    load_sentence_transformer,
+)
+from stagepack.capture.source_path import MODULES_FILE, check_model_path
 from stagepack.capture.torch_messages import format_torch_error
 from stagepack.capture.transformers_package import import_transformers, quiet_libraries
 from stagepack.errors import CaptureError, OptionError
@@ -73,10 +79,12 @@ def load_pretrained(
         MissingPackageError: transformers is not installed.
     """
     dtype_option = {} if dtype is None else {"dtype": parse_dtype(dtype)}
-    adapter = read_adapter(source)
+    # An adapter in a pipeline belongs to its encoder, which sentence-transformers loads.
+    adapter = None if os.path.isfile(os.path.join(source, MODULES_FILE)) else read_adapter(source)
     if adapter is None:
         check_model_path(source)
-        model = _load(source, deferred, dtype_option)
+        is_pipeline = is_sentence_pipeline(source)
+        model = (_load_pipeline if is_pipeline else _load)(source, deferred, dtype_option)
     elif deferred is not None:
         raise DataNeededError("an adapter is merged into the weights")
     else:
@@ -91,6 +99,17 @@ def load_pretrained(
     return model
 
 
+def _load_pipeline(
+    source: str, deferred: DeferredTensors | None, dtype_option: Mapping[str, torch.dtype]
+) -> SentencePipeline:
+    """Load a pipeline by sentence-transformers."""
+    with _quiet_loading(source):
+        package = import_sentence_transformers(source)
+        with contextlib.nullcontext() if deferred is None else _deferred_weights(deferred):
+            model = load_sentence_transformer(package, source, dtype_option)
+        return SentencePipeline(model, dict(model.named_children()))
+
+
 def _load(
     source: str,
     deferred: DeferredTensors | None,
@@ -100,26 +119,37 @@ def _load(
     absent: Collection[str] = (),
 ) -> Any:
     """Load a model by a class of transformers; the checkpoint may lack the weights of modules with the names `absent`."""
+    with _quiet_loading(source) as transformers:
+        config = transformers.AutoConfig.from_pretrained(source)
+        class_names = [class_name, *(getattr(config, "architectures", None) or []), "AutoModel"]
+        model_class: Any = getattr(transformers, next(filter(None, class_names)), transformers.AutoModel)
+        with contextlib.nullcontext() if deferred is None else _deferred_weights(deferred):
+            model, loading_info = model_class.from_pretrained(
+                source, output_loading_info=True, ignore_mismatched_sizes=True, **dtype_option
+            )
+    _check_all_loaded(source, type(model).__name__, loading_info, absent)
+    return model
+
+
+@contextlib.contextmanager
+def _quiet_loading(source: str) -> Iterator[Any]:
+    """Import transformers, which shows no progress in a pipe within the ``with`` block.
+
+    Raises:
+        CaptureError: the model is not loaded.
+    """
     transformers = import_transformers()
     shows_progress = transformers.utils.logging.is_progress_bar_enabled()
     if not sys.stderr.isatty():
         transformers.utils.logging.disable_progress_bar()
     try:
         with quiet_libraries():
-            config = transformers.AutoConfig.from_pretrained(source)
-        class_names = [class_name, *(getattr(config, "architectures", None) or []), "AutoModel"]
-        model_class: Any = getattr(transformers, next(filter(None, class_names)), transformers.AutoModel)
-        with quiet_libraries(), contextlib.nullcontext() if deferred is None else _deferred_weights(deferred):
-            model, loading_info = model_class.from_pretrained(
-                source, output_loading_info=True, ignore_mismatched_sizes=True, **dtype_option
-            )
+            yield transformers
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise CaptureError(f"{source}: {_loading_failure(source, error)}") from error
     finally:
         if shows_progress:
             transformers.utils.logging.enable_progress_bar()
-    _check_all_loaded(source, type(model).__name__, loading_info, absent)
-    return model
 
 
 def _check_base_model(adapter: Adapter) -> None:
@@ -204,7 +234,7 @@ def _align_weights(model: torch.nn.Module) -> None:
 
 
 def model_files(model: Any) -> dict[str, bytes]:
-    """Return the configuration files with which ``from_pretrained`` of transformers opens a bundle.
+    """Return the configuration files with which ``from_pretrained`` of transformers opens a bundle, and those that read texts.
 
     Args:
         model: a module of any class.
@@ -212,6 +242,8 @@ def model_files(model: Any) -> dict[str, bytes]:
     Returns:
         The content of each file by its name; nothing for a model that is not of transformers.
     """
+    if isinstance(model, SentencePipeline):
+        return model.files
     if not is_transformers_model(model):
         return {}
     config_fields = {

@@ -2,6 +2,7 @@
 
 import os
 import zipfile
+from dataclasses import replace
 
 import torch
 from torch.export import ExportedProgram
@@ -9,7 +10,8 @@ from torch.export import ExportedProgram
 from stagepack.capture.hugging_face import capture_around_transformers, capture_pretrained, capture_transformers
 from stagepack.capture.inputs import Inputs
 from stagepack.capture.pretrained_model import is_transformers_model
-from stagepack.capture.programs import SCRIPTED, Capture, capture_program, load_program
+from stagepack.capture.programs import SCRIPTED, Capture, capture_module, capture_program, load_program
+from stagepack.capture.sentence_pipeline import is_sentence_transformer, sentence_pipeline
 from stagepack.errors import CaptureError, OptionError
 from stagepack.torch_internals import uncompiled_module
 
@@ -39,6 +41,10 @@ def capture_source(
         )
     if isinstance(model, torch.nn.Module):
         module = uncompiled_module(model)
+        if is_sentence_transformer(module) and not inputs.args:
+            pipeline = sentence_pipeline(module)
+            captured = capture_module(pipeline, inputs if inputs.kwargs else pipeline.example())
+            return replace(captured, method=f"{captured.method} of {pipeline.description}")
         capture = capture_transformers if is_transformers_model(module) else capture_around_transformers
         return capture(module, inputs)
     if isinstance(model, ExportedProgram):

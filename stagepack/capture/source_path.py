@@ -1,15 +1,23 @@
 """Paths of models that users name, checked before anything slow is imported. Without torch."""
 
 import os
+from typing import Final
 
 from stagepack.errors import CaptureError
 from stagepack.format.file_checks import near_path_hint
 from stagepack.format.validate import MANIFEST_NAME
 
+# What sentence-transformers runs one after the other.
+MODULES_FILE: Final = "modules.json"
 # A hub name may have a dot in it, such as Qwen2.5-0.5B, but not these.
 _FILE_SUFFIXES = frozenset(
     (".bin", ".ckpt", ".gguf", ".h5", ".json", ".onnx", ".pt", ".pt2", ".pth", ".py", ".safetensors", ".stagepack")
 )
+
+
+def is_model_folder(folder: str | os.PathLike[str]) -> bool:
+    """Whether a folder has what `load_pretrained` begins with: a configuration of transformers, or modules of sentence-transformers."""
+    return any(os.path.isfile(os.path.join(folder, name)) for name in ("config.json", MODULES_FILE))
 
 
 def check_source_path(source: str) -> None:
@@ -34,7 +42,7 @@ def check_model_path(source: str) -> None:
         CaptureError: the path is not the folder of a model, and no hub name.
     """
     if os.path.isdir(source):
-        if not os.path.isfile(os.path.join(source, "config.json")):
+        if not is_model_folder(source):
             if os.path.isfile(os.path.join(source, MANIFEST_NAME)):
                 raise CaptureError(
                     f"{source}: expected a model, found a bundle: cut it again by 'stagepack recut' (in Python stagepack.recut)"

@@ -175,6 +175,7 @@ def command(
         shown_warnings(),
     ):
         from stagepack.capture.generation import capture_generating  # noqa: PLC0415 - torch, slow to import
+        from stagepack.capture.pretrained_model import model_files  # noqa: PLC0415 - the same
         from stagepack.capture.source_argument import capture_source_argument  # noqa: PLC0415 - the same
         from stagepack.exporter import ExportOptions, export_captures  # noqa: PLC0415 - the same
         from stagepack.partition.cut_options import CutOptions  # noqa: PLC0415 - the same
@@ -196,6 +197,8 @@ def command(
             else:
                 captures, files = capture_generating(source, generate, generate_batch, dtype)
                 asset_contents = {**files, **asset_contents}
+            # Those of a pipeline say more than the files of its folder, such as how texts are cut.
+            asset_contents = {**model_files(next(iter(captures.values())).model), **asset_contents}
             method = " and ".join(dict.fromkeys(capture.method for capture in captures.values()))
             bundle = export_captures(
                 captures,

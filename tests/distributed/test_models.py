@@ -19,7 +19,7 @@ from stagepack.exporter import export_capture
 from stagepack.format.reader import Bundle
 from stagepack.partition.cut_options import CutOptions
 from tests.distributed.bundles import in_processes
-from tests.serve.bundles import minilm_folder
+from tests.zoo.architectures.encoders import minilm_encoder_folder
 from tests.zoo.case import Case, answers, assert_equal, other_size
 from tests.zoo.cases import named
 from tests.zoo.test_zoo import name_of, namespaces
@@ -66,7 +66,7 @@ def test_requests_in_flight(case: Case, processes: int, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [2, 3, 4])
 def test_published_weights(processes: int, tmp_path: Path) -> None:
-    bundle = stagepack.export(str(minilm_folder()), out=tmp_path / "minilm.stagepack", stages=processes)
+    bundle = stagepack.export(minilm_encoder_folder(), out=tmp_path / "minilm.stagepack", stages=processes)
     generator = torch.Generator().manual_seed(0)
     calls = []
     for number in range(REQUESTS):

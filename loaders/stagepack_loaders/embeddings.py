@@ -1,0 +1,315 @@
+"""Texts -> embeddings, by bundles whose result is ``{"sentence_embedding": [batch, dimension]}``, as that of sentence-transformers.
+
+The file tokenizer.json of such a bundle says how texts are cut and padded, too.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+import msgspec
+import numpy
+from msgspec import Struct
+
+from stagepack.errors import InputError
+from stagepack.format.codec import JSON_ERRORS
+from stagepack.format.limits import Int64
+from stagepack.format.manifest import Edge, EntryPoint
+from stagepack.format.reader import Bundle
+from stagepack.format.shapes import Symbol
+from stagepack.format.tree import DictTree, ValueLeaf
+from stagepack_loaders.base import ArrayOps
+from stagepack_loaders.elements import Array
+from stagepack_loaders.generation.prompts import TOKENIZER_FILE, read_tokenizer, tokenizer_errors
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+_RESULT: Final = "sentence_embedding"
+_IDS: Final = "input_ids"
+_MASK: Final = "attention_mask"
+_TYPES: Final = "token_type_ids"
+_OFFSETS: Final = "offsets"
+_PROMPT_LENGTHS: Final = "prompt_length"
+_SETTINGS_FILE: Final = "config_sentence_transformers.json"
+
+
+class EncodingPipeline(Protocol):
+    """What `encode` needs of a `CallablePipeline`, which imports this module."""
+
+    @property
+    def arrays(self) -> ArrayOps:
+        """The operations on its arrays."""
+
+    def inference(self) -> AbstractContextManager[None]:
+        """Return a context for calls that need no gradients."""
+
+    def __call__(self, **inputs: Any) -> Any:
+        """Call the pipeline."""
+
+
+class EmbeddingSettings(Struct, frozen=True, kw_only=True):
+    """How texts become embeddings: the fields of a folder of sentence-transformers that say it, and further ones.
+
+    Attributes:
+        prompts: texts that are put before others, by name.
+        default_prompt_name: the prompt of texts for which the caller names none.
+        is_normalized: whether embeddings have the length 1.
+        matryoshka_dimensions: the sizes that embeddings may be cut to; True for any size.
+        special_token_ids: the tokens that a prompt does not end with.
+    """
+
+    prompts: dict[str, str] = {}
+    default_prompt_name: str | None = None
+    is_normalized: bool = False
+    matryoshka_dimensions: tuple[Int64, ...] | bool = False
+    special_token_ids: frozenset[Int64] = frozenset()
+
+    def prompt(self, prompt_name: str | None) -> str:
+        """Return the prompt of a name, or the default one.
+
+        Raises:
+            InputError: there is none of this name.
+        """
+        if prompt_name is None:
+            return "" if self.default_prompt_name is None else self.prompts.get(self.default_prompt_name, "")
+        if prompt_name not in self.prompts:
+            names = ", ".join(map(repr, self.prompts)) or "none"
+            raise InputError(f"prompt_name: expected a prompt of the model ({names}), found {prompt_name!r}")
+        return self.prompts[prompt_name]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddingFacts:
+    """What is needed to call an entry point that embeds texts.
+
+    Attributes:
+        inputs: the inputs by name.
+        result: the edge of the embeddings.
+        max_length: the largest number of tokens; None for any.
+        max_batch: the largest number of texts; None for any.
+        is_flat: the tokens of all texts are one list, and ``offsets`` has the first of each, as static embeddings take them.
+    """
+
+    inputs: Mapping[str, Edge]
+    result: Edge
+    max_length: int | None
+    max_batch: int | None
+    is_flat: bool
+
+
+def embedding_facts(entry_point: EntryPoint) -> EmbeddingFacts | None:
+    """Return what is needed to call an entry point that embeds texts; None for any other."""
+    inputs = {edge.name: edge for edge in entry_point.inputs}
+    result = entry_point.signature.result
+    if not isinstance(result, DictTree) or [key for key, _ in result.items] != [_RESULT]:
+        return None
+    [(_, leaf)] = result.items
+    is_flat = inputs.keys() == {_IDS, _OFFSETS}
+    is_known = is_flat or (inputs.keys() <= {_IDS, _MASK, _TYPES, _PROMPT_LENGTHS} and _IDS in inputs)
+    if not isinstance(leaf, ValueLeaf) or not is_known or len(inputs[_IDS].shape) != 2 - is_flat:
+        return None
+    [edge] = (edge for edge in entry_point.edges if edge.name == leaf.name)
+    batch_dim = inputs[_OFFSETS if is_flat else _IDS].shape[0]
+    return EmbeddingFacts(
+        inputs=inputs,
+        result=edge,
+        max_length=_largest(inputs[_IDS].shape[-1], entry_point.symbols),
+        max_batch=_largest(batch_dim, entry_point.symbols),
+        is_flat=is_flat,
+    )
+
+
+def _largest(dim: Any, symbols: Sequence[Symbol]) -> int | None:
+    if isinstance(dim, int):
+        return dim
+    return next((symbol.max for symbol in symbols if symbol.name == dim), None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextBatch:
+    """Texts as a model takes them.
+
+    Attributes:
+        inputs: the inputs by name.
+        token_count: the number of tokens, without padding.
+    """
+
+    inputs: dict[str, Array]
+    token_count: int
+
+
+class TextReader:
+    """Makes the inputs of a bundle that embeds texts.
+
+    Attributes:
+        facts: the inputs and the result.
+        settings: the prompts, and what else the bundle says.
+    """
+
+    def __init__(self, bundle: Bundle, facts: EmbeddingFacts) -> None:
+        """Read the files of the bundle.
+
+        Args:
+            bundle: the bundle.
+            facts: those of its entry point.
+
+        Raises:
+            InputError: a file is damaged.
+            DigestError: a file is not the one that the manifest lists.
+        """
+        self.facts = facts
+        self.settings = _read_settings(bundle)
+        self._location = bundle.location
+        self._tokenizer: Tokenizer | None = read_tokenizer(bundle, cuts_and_pads=True)
+        if self._tokenizer is not None and self._tokenizer.padding is None and not facts.is_flat:
+            self._tokenizer.enable_padding()
+
+    def batches(self, lengths: Sequence[int], batch_size: int) -> Iterator[list[int]]:
+        """Yield the positions of the texts of each batch: the longest first, as ``encode`` of sentence-transformers orders them.
+
+        Args:
+            lengths: the length of each text.
+            batch_size: the largest number of texts of a batch.
+
+        Yields:
+            The positions.
+        """
+        order: list[int] = numpy.argsort([-length for length in lengths]).tolist()
+        largest = batch_size if self.facts.max_batch is None else min(batch_size, self.facts.max_batch)
+        for start in range(0, len(order), largest):
+            yield order[start : start + largest]
+
+    def read_texts(self, sentences: Sequence[str], prompt: str) -> TextBatch:
+        """Return the inputs for texts, which are padded to the longest of them.
+
+        Args:
+            sentences: the texts.
+            prompt: what is put before each.
+
+        Returns:
+            The inputs.
+
+        Raises:
+            InputError: the bundle has no tokenizer, or it fails.
+        """
+        if self._tokenizer is None:
+            raise InputError(f"{self._location}: expected tokens, found a text: the bundle has no {TOKENIZER_FILE}")
+        with tokenizer_errors("the text"):
+            encodings = self._tokenizer.encode_batch(
+                [prompt + sentence for sentence in sentences], add_special_tokens=not self.facts.is_flat
+            )
+        if self.facts.is_flat:
+            return self._flat_batch([encoding.ids for encoding in encodings])
+        return self._batch(
+            numpy.array([encoding.ids for encoding in encodings], numpy.int64),
+            numpy.array([encoding.attention_mask for encoding in encodings], numpy.int64),
+            numpy.array([encoding.type_ids for encoding in encodings], numpy.int64),
+            self._prompt_length(prompt),
+        )
+
+    def read_tokens(self, rows: Sequence[Sequence[int]]) -> TextBatch:
+        """Return the inputs for tokens, which are taken as they are: with those that begin and end a text.
+
+        Args:
+            rows: the tokens of each text; each has some.
+
+        Returns:
+            The inputs.
+
+        Raises:
+            InputError: the tokenizer tells tokens of one text apart by their types.
+        """
+        if self.facts.is_flat:
+            return self._flat_batch(rows)
+        if _TYPES in self.facts.inputs and self._tokenizer is not None and any(self._tokenizer.encode("a").type_ids):
+            raise InputError(f"the tokenizer of the model gives tokens types ({_TYPES}): expected texts, found tokens")
+        padding: Mapping[str, Any] = {} if self._tokenizer is None else self._tokenizer.padding or {}
+        shape = (len(rows), max(map(len, rows)))
+        ids, mask = numpy.full(shape, padding.get("pad_id", 0), numpy.int64), numpy.zeros(shape, numpy.int64)
+        types = numpy.full(shape, padding.get("pad_type_id", 0), numpy.int64)
+        for position, row in enumerate(rows):
+            columns = slice(shape[1] - len(row), None) if padding.get("direction") == "left" else slice(len(row))
+            ids[position, columns], mask[position, columns], types[position, columns] = row, 1, 0
+        return self._batch(ids, mask, types, 0)
+
+    def _flat_batch(self, rows: Sequence[Sequence[int]]) -> TextBatch:
+        ids = numpy.array([token for row in rows for token in row], numpy.int64)
+        offsets = numpy.cumsum([0, *map(len, rows[:-1])], dtype=numpy.int64)
+        return TextBatch(inputs={_IDS: ids, _OFFSETS: offsets}, token_count=len(ids))
+
+    def _batch(self, ids: Array, mask: Array, types: Array, prompt_length: int) -> TextBatch:
+        lengths = numpy.full(len(ids), prompt_length, numpy.int64)
+        arrays = {_IDS: ids, _MASK: mask, _TYPES: types, _PROMPT_LENGTHS: lengths}
+        inputs = {input_name: array for input_name, array in arrays.items() if input_name in self.facts.inputs}
+        return TextBatch(inputs=inputs, token_count=int(mask.sum()))
+
+    def _prompt_length(self, prompt: str) -> int:
+        """The number of tokens that a prompt takes at the beginning of a text, for models that leave them out."""
+        if not prompt or _PROMPT_LENGTHS not in self.facts.inputs:
+            return 0
+        assert self._tokenizer is not None
+        [encoding] = self._tokenizer.encode_batch([prompt])
+        return len(encoding.ids) - (encoding.ids[-1] in self.settings.special_token_ids)
+
+
+def text_reader(bundle: Bundle) -> TextReader:
+    """Return what makes the inputs of a bundle that embeds texts.
+
+    Args:
+        bundle: the bundle, at an entry point.
+
+    Returns:
+        The reader.
+
+    Raises:
+        InputError: the entry point does not embed texts, or a file is damaged.
+    """
+    facts = embedding_facts(bundle.entry_point)
+    if facts is None:
+        raise InputError(
+            f"{bundle.location}: to encode texts, expected a model that takes {_IDS} [batch, sequence] and returns {_RESULT!r}, such as "
+            "one of sentence-transformers"
+        )
+    return TextReader(bundle, facts)
+
+
+def encode(
+    pipeline: "EncodingPipeline",
+    reader: TextReader,
+    sentences: Any,
+    prompt_name: str | None,
+    prompt: str | None,
+    batch_size: int,
+) -> Any:
+    """Embed texts; see `CallablePipeline.encode`."""
+    rows = [sentences] if isinstance(sentences, str) else list(sentences)
+    if not rows or not all(isinstance(row, str) for row in rows):
+        raise InputError("encode: expected a text, or a list of texts with one or more")
+    if batch_size < 1:
+        raise InputError(f"batch_size: expected 1 or more, found {batch_size}")
+    prompt = reader.settings.prompt(prompt_name) if prompt is None else prompt
+    answers, positions = [], []
+    with pipeline.inference():
+        for batch in reader.batches([len(row) for row in rows], batch_size):
+            inputs = reader.read_texts([rows[position] for position in batch], prompt).inputs
+            answer = pipeline(
+                **{
+                    input_name: pipeline.arrays.from_elements(array, reader.facts.inputs[input_name])
+                    for input_name, array in inputs.items()
+                }
+            )
+            answers.append(answer[_RESULT])
+            positions += batch
+        embeddings = pipeline.arrays.join(answers)[numpy.argsort(positions).tolist()]
+    return embeddings[0] if isinstance(sentences, str) else embeddings
+
+
+def _read_settings(bundle: Bundle) -> EmbeddingSettings:
+    if _SETTINGS_FILE not in bundle.files:
+        return EmbeddingSettings()
+    try:
+        return msgspec.json.decode(bundle.read(_SETTINGS_FILE), type=EmbeddingSettings)
+    except JSON_ERRORS as error:
+        raise InputError(f"{bundle.location}: {_SETTINGS_FILE}: {error}") from None
