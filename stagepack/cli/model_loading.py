@@ -101,6 +101,7 @@ class BundleLoading:
 
     def __call__(self, model_name: str, version: int, path: str, *, unless_digest: str | None) -> "LoadedBundle | None":
         """See `BundleLoader`. None also in a process that torchrun has started to run stages, when the server has ended."""
+        from stagepack_serving.server.generation.embedder import add_embedders  # noqa: PLC0415 - after the arguments are checked
         from stagepack_serving.server.generation.generator import add_generators  # noqa: PLC0415 - after the arguments are checked
         from stagepack_serving.server.loaded_bundle import LoadedBundle  # noqa: PLC0415 - the same
         from stagepack_serving.server.served_model import ServedModel  # noqa: PLC0415 - the same
@@ -132,6 +133,7 @@ class BundleLoading:
                 closing.callback(model.close, 0)
                 models.append(model)
             add_generators(models)
+            add_embedders(models)
             end_processes = closing.pop_all().close
         return LoadedBundle(version=version, digest=bundle.digest, models=models, end_processes=end_processes)
 

@@ -15,7 +15,12 @@ import stagepack
 from stagepack.errors import StagepackError
 from stagepack_serving.server import grpc_message_fields, grpc_messages, rest_request
 from stagepack_serving.server.errors import RequestError, RequestStatus
-from stagepack_serving.server.generation.openai_requests import ChatFields, CompletionFields, decode_openai_request
+from stagepack_serving.server.generation.openai_requests import (
+    ChatFields,
+    CompletionFields,
+    EmbeddingFields,
+    decode_openai_request,
+)
 from stagepack_serving.server.generation.prompts import GenerateParameters
 from stagepack_serving.server.generation.sampling_fields import convert_fields
 from stagepack_serving.server.grpc_service import GrpcService
@@ -53,6 +58,8 @@ REST_REQUESTS: list[tuple[str, Any, bytes]] = [
         {"model": "tower", "messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}], "n": 1},
         b"",
     ),
+    ("/v1/embeddings", {"model": "tower", "input": ["a", ""], "dimensions": 3, "encoding_format": "base64"}, b""),
+    ("/v1/embeddings", {"model": "tower", "input": [[1, 2], [3]], "user": "a"}, b""),
     ("/v2/logging", {"log_verbose_level": 1}, b""),
     ("/v2/repository/index", {"ready": True}, b""),
     ("/v2/repository/models/tower/load", {"parameters": {}}, b""),
@@ -240,6 +247,8 @@ def _decoded(body: bytearray, header_length: str | None) -> Any:
 
 def _read_text_fields(body: bytearray) -> None:
     """Decode requests for texts, whose models are not served here."""
+    with contextlib.suppress(RequestError):
+        decode_openai_request(body, EmbeddingFields).sentences()
     for fields_type in (CompletionFields, ChatFields):
         try:
             fields = decode_openai_request(body, fields_type)

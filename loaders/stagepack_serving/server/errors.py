@@ -1,14 +1,25 @@
 """Why a request is refused, as status codes of HTTP and gRPC; and why a server cannot start."""
 
+from collections.abc import Mapping
 from enum import Enum
 from http import HTTPStatus
-from typing import Final
+from typing import Any, Final
 
 from grpc import StatusCode
 
 from stagepack.errors import StagepackError
 
 _MAX_MESSAGE_LENGTH: Final = 1000  # characters
+# OpenAI's names of errors by the status code of HTTP.
+_OPENAI_CODES: Final[Mapping[int, str]] = {
+    HTTPStatus.NOT_FOUND: "model_not_found",
+    HTTPStatus.UNAUTHORIZED: "invalid_api_key",
+}
+_OPENAI_TYPES: Final[Mapping[int, str]] = {
+    HTTPStatus.SERVICE_UNAVAILABLE: "overloaded_error",
+    HTTPStatus.GATEWAY_TIMEOUT: "timeout_error",
+}
+_FIRST_SERVER_CODE: Final = 500
 
 
 class RequestStatus(Enum):
@@ -54,6 +65,40 @@ class RequestError(StagepackError):
         """
         super().__init__(message if len(message) <= _MAX_MESSAGE_LENGTH else f"{message[:_MAX_MESSAGE_LENGTH]}...")
         self.status = status
+
+
+def refusal_fields(path: str, message: str, http_code: int, code: str | None = None) -> dict[str, Any]:
+    """Return the JSON of the answer to a request that is refused, in the form of the API that its path belongs to.
+
+    Args:
+        path: the path of the request.
+        message: why it is refused.
+        http_code: the status code of HTTP.
+        code: OpenAI's code of the error; by default that of the status.
+
+    Returns:
+        The fields: OpenAI's below ``/v1/``, else those of the Open Inference Protocol.
+    """
+    if not is_openai_path(path):
+        return {"error": message}
+    error_type = _OPENAI_TYPES.get(
+        http_code, "invalid_request_error" if http_code < _FIRST_SERVER_CODE else "server_error"
+    )
+    return {
+        "error": {"message": message, "type": error_type, "param": None, "code": code or _OPENAI_CODES.get(http_code)}
+    }
+
+
+def is_openai_path(path: str) -> bool:
+    """Return whether a path belongs to OpenAI's API.
+
+    Args:
+        path: the path of a request.
+
+    Returns:
+        Whether it does.
+    """
+    return path == "/v1" or path.startswith("/v1/")
 
 
 class ExampleError(StagepackError):

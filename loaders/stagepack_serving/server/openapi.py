@@ -8,7 +8,7 @@ from typing import Any, Final
 import msgspec
 
 from stagepack_serving.server import openapi_schemas as answers
-from stagepack_serving.server.generation.openai_requests import ChatFields, CompletionFields
+from stagepack_serving.server.generation.openai_requests import ChatFields, CompletionFields, EmbeddingFields
 from stagepack_serving.server.rest_authentication import PATHS_WITHOUT_TOKEN
 from stagepack_serving.server.rest_repository import IndexRequest, LoadRequest, UnloadRequest
 from stagepack_serving.server.rest_request import RequestHeader
@@ -62,8 +62,8 @@ _MODEL_OPERATIONS: Final = {
     ),
 }
 _OPENAI_OPERATIONS: Final = {
-    "/v1/models": [Operation(summary="Models that write texts", answer=dict[str, Any])],
-    "/v1/models/{model}": [Operation(summary="A model that writes texts", answer=dict[str, Any])],
+    "/v1/models": [Operation(summary="Models that write or embed texts", answer=dict[str, Any])],
+    "/v1/models/{model}": [Operation(summary="A model that writes or embeds texts", answer=dict[str, Any])],
     "/v1/completions": [
         Operation(
             summary="The text after a prompt, whole or as server-sent events: OpenAI's API",
@@ -77,6 +77,14 @@ _OPENAI_OPERATIONS: Final = {
             summary="The answer of a conversation, whole or as server-sent events: OpenAI's API",
             method="post",
             request=ChatFields,
+            answer=dict[str, Any],
+        )
+    ],
+    "/v1/embeddings": [
+        Operation(
+            summary="Embeddings of texts or tokens: OpenAI's API",
+            method="post",
+            request=EmbeddingFields,
             answer=dict[str, Any],
         )
     ],

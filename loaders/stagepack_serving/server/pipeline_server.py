@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 
 from stagepack.errors import OptionError, StageLostError
 from stagepack_loaders.callable_pipeline import CallablePipeline
+from stagepack_serving.server.generation.embedder import add_embedders
 from stagepack_serving.server.generation.generator import add_generators
 from stagepack_serving.server.limits import ServerLimits
 from stagepack_serving.server.loaded_bundle import LoadedBundle
@@ -78,6 +79,7 @@ def serve_pipelines(
         pipeline = pipelines[model_name]
         model = ServedModel(model_name, pipeline.bundle, pipeline, models.limits, models.metrics, check_example=False)
         add_generators([model])
+        add_embedders([model])
         return LoadedBundle(version=version, digest=pipeline.bundle.digest, models=[model], end_processes=lambda: None)
 
     control = ModelControl(models, FixedBundles(dict.fromkeys(pipelines, "")), load_bundle)

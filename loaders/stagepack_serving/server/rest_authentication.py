@@ -5,14 +5,12 @@ from typing import Final
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from stagepack_serving.server.generation.openai_answers import error_fields
+from stagepack_serving.server.errors import is_openai_path, refusal_fields
 from stagepack_serving.server.metrics import Metrics
 from stagepack_serving.server.tokens import AuthenticationError, TokenCheck, check_authorization
 
 # Kubernetes and load balancers ask them, and send no token.
 PATHS_WITHOUT_TOKEN: Final = frozenset({"/v2/health/live", "/v2/health/ready"})
-# Below it, errors have OpenAI's form.
-_OPENAI_PREFIX: Final = "/v1/"
 
 
 class TokenGuard:
@@ -46,9 +44,9 @@ class TokenGuard:
             if scope["path"] not in PATHS_WITHOUT_TOKEN:
                 check_authorization(self._check_token, values)
         except AuthenticationError as error:
-            is_openai = scope["path"].startswith(_OPENAI_PREFIX)
-            self._metrics.count_answer("", "", "openai" if is_openai else "rest", error.status.name)
-            fields = error_fields(error) if is_openai else {"error": str(error)}
+            protocol = "openai" if is_openai_path(scope["path"]) else "rest"
+            self._metrics.count_answer("", "", protocol, error.status.name)
+            fields = refusal_fields(scope["path"], str(error), error.status.http_code)
             refusal = JSONResponse(fields, error.status.http_code, {"www-authenticate": error.challenge})
             await refusal(scope, receive, send)
         else:

@@ -9,7 +9,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from stagepack_serving.server.errors import RequestError, RequestStatus
+from stagepack_serving.server.errors import RequestError, RequestStatus, is_openai_path, refusal_fields
 from stagepack_serving.server.limits import ServerLimits
 from stagepack_serving.server.served_models import ServedModels
 
@@ -118,9 +118,11 @@ class ConnectionCloser:
         exceeds_limit = "exceeds_limit" in scope["state"]
         exchange = _Exchange(scope, receive, send, self._models, exceeds_limit=exceeds_limit)
         if exceeds_limit and not scope["path"].startswith("/v2/health/"):
-            self._models.metrics.count_answer("", "", "rest", RequestStatus.BUSY.name)
+            protocol = "openai" if is_openai_path(scope["path"]) else "rest"
+            self._models.metrics.count_answer("", "", protocol, RequestStatus.BUSY.name)
             message = f"{self._models.limits.max_connections} connections are open already: try again later"
-            refusal = JSONResponse({"error": message}, RequestStatus.BUSY.http_code)
+            http_code = RequestStatus.BUSY.http_code
+            refusal = JSONResponse(refusal_fields(scope["path"], message, http_code), http_code)
             await refusal(scope, exchange.receive, exchange.send)
         else:
             await self._application(scope, exchange.receive, exchange.send)

@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from stagepack_serving.server.errors import RequestError
+from stagepack_serving.server.errors import RequestError, refusal_fields
 from stagepack_serving.server.generation.generate_route import GenerateRoute
 from stagepack_serving.server.generation.openai_routes import openai_routes
 from stagepack_serving.server.log_settings import log_settings, update_log_settings
@@ -127,16 +127,20 @@ class RestService:
         return self._models.find(*requested_model(request))
 
 
-async def _request_error_response(_: Request, error: RequestError) -> Response:
-    return JSONResponse({"error": str(error)}, status_code=error.status.http_code)
+async def _request_error_response(request: Request, error: RequestError) -> Response:
+    return _refusal(request, str(error), error.status.http_code)
 
 
 async def _http_error_response(request: Request, error: HTTPException) -> Response:
     """The answer to an unknown path or method."""
     message = f"{request.method} {request.url.path}: {error.detail}"
-    return JSONResponse({"error": message}, status_code=error.status_code)
+    return _refusal(request, message, error.status_code, "unknown_url")
 
 
-async def _bug_response(_: Request, error: Exception) -> Response:
+async def _bug_response(request: Request, error: Exception) -> Response:
     """The answer after an unexpected error; starlette raises it again, and uvicorn logs the traceback."""
-    return JSONResponse({"error": f"a bug in stagepack: {type(error).__name__}: {error}"}, status_code=500)
+    return _refusal(request, f"a bug in stagepack: {type(error).__name__}: {error}", 500)
+
+
+def _refusal(request: Request, message: str, http_code: int, code: str | None = None) -> Response:
+    return JSONResponse(refusal_fields(request.url.path, message, http_code, code), http_code)

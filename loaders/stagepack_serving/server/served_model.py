@@ -49,6 +49,7 @@ class ServedModel:
         unbatched_reason: why each request runs alone although `ServerLimits.max_batch_size` allows more; empty if that is not so.
         pending_requests: the number of requests that are not answered yet.
         generator: generates texts with the model; None for a model that does not generate.
+        embedder: embeds texts with the model; None for a model that does not.
         on_sequence_start: called with the id of each sequence that a request starts.
         statistics: what the version has done.
     """
@@ -85,6 +86,7 @@ class ServedModel:
         self.interface = Interface(bundle.entry_point)
         self.pending_requests = 0
         self.generator: Any = None
+        self.embedder: Any = None
         self.on_sequence_start: Callable[[int | str], None] = lambda _: None
         self.devices = list(dict.fromkeys(pipeline.devices))
         self.weight_bytes = sum(stage.weight_bytes for stage in bundle.stages)

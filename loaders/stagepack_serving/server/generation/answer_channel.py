@@ -6,7 +6,7 @@ Source: https://html.spec.whatwg.org/multipage/server-sent-events.html.
 from typing import Any
 
 import msgspec
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
 
@@ -36,11 +36,16 @@ class AnswerChannel:
         """Send the whole answer as JSON.
 
         Args:
-            answer: plain data.
+            answer: plain data, or the JSON as bytes.
             status_code: the status code of HTTP.
         """
         self.is_started = True
-        await JSONResponse(answer, status_code)(self._scope, self._receive, self._send)
+        response = (
+            Response(answer, status_code, media_type="application/json")
+            if isinstance(answer, bytes)
+            else JSONResponse(answer, status_code)
+        )
+        await response(self._scope, self._receive, self._send)
 
     async def send_event(self, event: Any) -> None:
         """Send an event; the first one after the head of the answer.

@@ -6,20 +6,7 @@ Source: https://platform.openai.com/docs/api-reference.
 import time
 import uuid
 from abc import ABC, abstractmethod
-from typing import Any, Final
-
-from stagepack_serving.server.errors import RequestError, RequestStatus
-
-# The type of an error by its status.
-_ERROR_CODES: Final = {RequestStatus.NOT_FOUND: "model_not_found", RequestStatus.UNAUTHENTICATED: "invalid_api_key"}
-_ERROR_TYPES: Final = {
-    RequestStatus.BAD_REQUEST: "invalid_request_error",
-    RequestStatus.UNAUTHENTICATED: "invalid_request_error",
-    RequestStatus.NOT_FOUND: "invalid_request_error",
-    RequestStatus.TOO_LARGE: "invalid_request_error",
-    RequestStatus.BUSY: "overloaded_error",
-    RequestStatus.TOO_LATE: "timeout_error",
-}
+from typing import Any
 
 
 class OpenAIAnswer(ABC):
@@ -135,17 +122,3 @@ def usage_counts(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
     """
     total = prompt_tokens + completion_tokens
     return {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": total}
-
-
-def error_fields(error: RequestError) -> dict[str, Any]:
-    """Return the answer to a request that is refused.
-
-    Args:
-        error: why it is refused.
-
-    Returns:
-        The fields.
-    """
-    error_type = _ERROR_TYPES.get(error.status, "server_error")
-    code = _ERROR_CODES.get(error.status)
-    return {"error": {"message": str(error), "type": error_type, "param": None, "code": code}}

@@ -1,9 +1,10 @@
-"""Requests of OpenAI's API for completions and chat completions.
+"""Requests of OpenAI's API for completions, chat completions and embeddings.
 
-Source: https://platform.openai.com/docs/api-reference. Fields that change nothing of the answer are ignored; fields that would, and that
-this server does not support, are refused.
+Source: https://platform.openai.com/docs/api-reference. Fields that change nothing of the answer are ignored, which the log says; fields
+that would, and that this server does not support, are refused.
 """
 
+import logging
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal
 
@@ -11,6 +12,7 @@ import msgspec
 from msgspec import Meta, Raw, Struct
 
 from stagepack.format.codec import JSON_ERRORS
+from stagepack.format.limits import Int64
 from stagepack_serving.server.errors import RequestError, RequestStatus
 from stagepack_serving.server.generation.sampling_fields import SamplingFields, convert_fields
 from stagepack_serving.server.rest_large_request import decode_field, decode_fields, split_fields
@@ -26,10 +28,12 @@ _IGNORED_FIELDS: Final = frozenset(
         "prompt_cache_key",
         "prompt_cache_options",
         "prompt_cache_retention",
+        "reasoning_effort",
         "safety_identifier",
         "service_tier",
         "store",
         "user",
+        "verbosity",
     }
 )
 # Fields that ask for what this server does not have, unless they have one of these values.
@@ -53,7 +57,11 @@ _NEUTRAL_VALUES: Final[Mapping[str, tuple[Any, ...]]] = {
     "top_logprobs": (0,),
 }
 # Fields that may be large.
-_PROMPT_FIELDS: Final = frozenset({"messages", "prompt"})
+_PROMPT_FIELDS: Final = frozenset({"input", "messages", "prompt"})
+# Of one request for embeddings, as OpenAI has it.
+_MOST_TEXTS: Final = 2048
+
+_LOG: Final = logging.getLogger("stagepack.serve")
 
 
 class StreamOptions(Struct, kw_only=True):
@@ -171,12 +179,52 @@ class ChatFields(OpenAIFields, kw_only=True, forbid_unknown_fields=True):
         return super().settings() | renamed
 
 
-def decode_openai_request(body: bytearray, fields_type: type[OpenAIFields]) -> Any:
+class EmbeddingFields(Struct, kw_only=True, forbid_unknown_fields=True):
+    """A request for embeddings.
+
+    Attributes:
+        model: the name of the model.
+        input: a text or its tokens, or a list of either.
+        dimensions: the size to which embeddings are cut.
+        encoding_format: numbers, or the bytes of float32 numbers in base64.
+        prompt_name: the prompt of the model that is put before texts; not in OpenAI's API.
+    """
+
+    model: str
+    input: Raw
+    dimensions: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+    encoding_format: Literal["float", "base64"] = "float"
+    prompt_name: str | None = None
+
+    def sentences(self) -> list[str] | list[list[int]]:
+        """Return the texts or the tokens of each text.
+
+        Returns:
+            At least one.
+
+        Raises:
+            RequestError: there are none or too many, or some are empty lists, or other values.
+        """
+        expected = f"expected a text, the tokens of a text, or a list of 1 to {_MOST_TEXTS} texts or lists of tokens"
+        try:
+            value = msgspec.json.decode(self.input, type=str | list[str | Int64 | list[Int64]])
+        except JSON_ERRORS as error:
+            raise RequestError(RequestStatus.BAD_REQUEST, f"input: {expected}: {error}") from None
+        sentences: list[Any] = [value] if isinstance(value, str) else value
+        if sentences and all(isinstance(item, int) for item in sentences):
+            sentences = [sentences]
+        is_uniform = len({type(item) for item in sentences}) == 1 and not isinstance(sentences[0], int)
+        if not is_uniform or len(sentences) > _MOST_TEXTS or [] in sentences:
+            raise RequestError(RequestStatus.BAD_REQUEST, f"input: {expected}")
+        return sentences
+
+
+def decode_openai_request(body: bytearray, fields_type: type[OpenAIFields | EmbeddingFields]) -> Any:
     """Decode the body of a request.
 
     Args:
         body: the body.
-        fields_type: `CompletionFields` or `ChatFields`.
+        fields_type: `CompletionFields`, `ChatFields` or `EmbeddingFields`.
 
     Returns:
         The fields.
@@ -184,9 +232,10 @@ def decode_openai_request(body: bytearray, fields_type: type[OpenAIFields]) -> A
     Raises:
         RequestError: the body is no JSON object, or a field is wrong, unknown or not supported.
     """
-    raw_fields = {
-        field_name: value for field_name, value in split_fields(body).items() if field_name not in _IGNORED_FIELDS
-    }
+    raw_fields = split_fields(body)
+    if ignored_names := sorted(_IGNORED_FIELDS & raw_fields.keys()):
+        _LOG.info("ignored fields of a request, which change no answer: %s", ", ".join(ignored_names))
+    raw_fields = {field_name: value for field_name, value in raw_fields.items() if field_name not in ignored_names}
     prompts = {field_name: raw_fields.pop(field_name) for field_name in _PROMPT_FIELDS & raw_fields.keys()}
     fields = decode_fields(raw_fields)
     for field_name in fields.keys() & _NEUTRAL_VALUES.keys():

@@ -1,4 +1,4 @@
-"""Routes of OpenAI's API: ``/v1/models``, ``/v1/completions`` and ``/v1/chat/completions``.
+"""Routes of OpenAI's API: ``/v1/models``, ``/v1/completions``, ``/v1/chat/completions`` and ``/v1/embeddings``.
 
 Source: https://platform.openai.com/docs/api-reference.
 """
@@ -6,6 +6,7 @@ Source: https://platform.openai.com/docs/api-reference.
 import asyncio
 import functools
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import aclosing
 from typing import Any
@@ -18,19 +19,20 @@ from starlette.types import Receive, Scope, Send
 from stagepack_loaders.elements import Array
 from stagepack_serving.server.beside_loop import beside_loop
 from stagepack_serving.server.deadlines import shorten_deadline
-from stagepack_serving.server.errors import RequestError, RequestStatus
+from stagepack_serving.server.errors import RequestError, RequestStatus, refusal_fields
 from stagepack_serving.server.generation.answer_channel import AnswerChannel
+from stagepack_serving.server.generation.embedder import embedder_of, embedding_answer
 from stagepack_serving.server.generation.generator import GenerationRequest, Generator, generator_of
 from stagepack_serving.server.generation.openai_answers import (
     ChatAnswer,
     CompletionAnswer,
     OpenAIAnswer,
-    error_fields,
     usage_counts,
 )
 from stagepack_serving.server.generation.openai_requests import (
     ChatFields,
     CompletionFields,
+    EmbeddingFields,
     OpenAIFields,
     decode_openai_request,
 )
@@ -61,33 +63,33 @@ def openai_routes(models: ServedModels) -> list[BaseRoute]:
         for model in _text_models(models):
             if model.name == model_name:
                 return JSONResponse(_model_fields(model))
-        error = RequestError(RequestStatus.NOT_FOUND, f"the model {model_name!r} does not exist")
-        return JSONResponse(error_fields(error), error.status.http_code)
+        raise RequestError(RequestStatus.NOT_FOUND, f"the model {model_name!r} does not exist")
 
     return [
         Route("/v1/models", list_models),
         Route("/v1/models/{model}", show_model),
-        Route("/v1/completions", OpenAIRoute(models, CompletionFields, CompletionAnswer), methods=["POST"]),
-        Route("/v1/chat/completions", OpenAIRoute(models, ChatFields, ChatAnswer), methods=["POST"]),
+        Route("/v1/completions", TextRoute(models, CompletionFields, CompletionAnswer), methods=["POST"]),
+        Route("/v1/chat/completions", TextRoute(models, ChatFields, ChatAnswer), methods=["POST"]),
+        Route("/v1/embeddings", EmbeddingRoute(models, EmbeddingFields), methods=["POST"]),
     ]
 
 
-class OpenAIRoute:
-    """An ASGI application that generates texts."""
+class OpenAIRoute(ABC):
+    """An ASGI application whose errors have OpenAI's form."""
 
-    def __init__(
-        self, models: ServedModels, fields_type: type[OpenAIFields], answer_type: Callable[..., OpenAIAnswer]
-    ) -> None:
+    def __init__(self, models: ServedModels, fields_type: type[OpenAIFields | EmbeddingFields]) -> None:
         """Create the route.
 
         Args:
             models: the models of the server.
             fields_type: the fields of a request.
-            answer_type: makes the answer.
         """
         self._models = models
         self._fields_type = fields_type
-        self._answer_type = answer_type
+
+    @abstractmethod
+    async def _answer(self, model: ServedModel, fields: Any, channel: AnswerChannel, deadline: asyncio.Timeout) -> Any:
+        """Run the model on a request; return the answer, or None if it was sent as events."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request.
@@ -96,6 +98,9 @@ class OpenAIRoute:
             scope: the ASGI scope.
             receive: the ASGI channel of the request.
             send: the ASGI channel of the answer.
+
+        Raises:
+            RequestError: the request is refused, and no part of an answer was sent.
         """
         start_time, channel = time.monotonic(), AnswerChannel(scope, receive, send)
         deadline_seconds = self._models.limits.deadline
@@ -104,16 +109,17 @@ class OpenAIRoute:
             async with self._models.request_scope(fields.model, "", "openai") as request_scope:
                 shorten_deadline(request_scope.deadline, start_time + deadline_seconds - time.monotonic())
                 with request_scope.reserve_place({}) as model:
-                    answer = await unless_disconnected(self._generate(model, fields, channel), receive)
+                    answering = self._answer(model, fields, channel, request_scope.deadline)
+                    answer = await unless_disconnected(answering, receive)
                     if answer is not None:
                         await request_scope.begin_answer()
                         await channel.send_json(answer)
         except RequestError as error:
             if channel.has_events:
-                await channel.send_event(error_fields(error))
+                await channel.send_event(refusal_fields(scope["path"], str(error), error.status.http_code))
                 await channel.end_events()
             elif not channel.is_started:
-                await channel.send_json(error_fields(error), error.status.http_code)
+                raise
 
     async def _read_fields(self, request: Request) -> Any:
         """The fields of a request; one that is refused is counted here, since its model is not known."""
@@ -129,8 +135,24 @@ class OpenAIRoute:
             self._models.metrics.count_answer("", "", "openai", error.status.name)
             raise
 
-    async def _generate(self, model: ServedModel, fields: Any, channel: AnswerChannel) -> Any:
-        """The answer; None if it was sent as events."""
+
+class TextRoute(OpenAIRoute):
+    """Generates texts."""
+
+    def __init__(
+        self, models: ServedModels, fields_type: type[OpenAIFields], answer_type: Callable[..., OpenAIAnswer]
+    ) -> None:
+        """Create the route.
+
+        Args:
+            models: see `OpenAIRoute`.
+            fields_type: likewise.
+            answer_type: makes the answer.
+        """
+        super().__init__(models, fields_type)
+        self._answer_type = answer_type
+
+    async def _answer(self, model: ServedModel, fields: Any, channel: AnswerChannel, deadline: asyncio.Timeout) -> Any:
         generator = generator_of(model)
         prompt = await _read_prompt(generator, fields)
         settings = (generator.chat_settings(prompt) if isinstance(fields, ChatFields) else {}) | fields.settings()
@@ -172,13 +194,22 @@ async def _read_prompt(generator: Generator, fields: Any) -> Array:
     return await generator.read_prompt(prompt)
 
 
+class EmbeddingRoute(OpenAIRoute):
+    """Embeds texts."""
+
+    async def _answer(self, model: ServedModel, fields: Any, channel: AnswerChannel, deadline: asyncio.Timeout) -> Any:
+        sentences = await beside_loop(len(memoryview(fields.input)), fields.sentences)
+        embeddings = await embedder_of(model).embed(sentences, fields, deadline)
+        return await beside_loop(embeddings.vectors.nbytes, embedding_answer, fields, embeddings)
+
+
 def _text_models(models: ServedModels) -> list[ServedModel]:
-    """The models that generate texts."""
+    """The models that generate or embed texts."""
     newest_by_name = {model.name: model for model in models.serving}
     return [
         model
         for model in newest_by_name.values()
-        if model.generator is not None and model.generator.text_format is not None
+        if model.embedder is not None or (model.generator is not None and model.generator.text_format is not None)
     ]
 
 

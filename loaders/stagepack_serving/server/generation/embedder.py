@@ -1,0 +1,209 @@
+"""Embeddings of texts with a served model."""
+
+import asyncio
+import base64
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import msgspec
+import numpy
+
+from stagepack.errors import InputError
+from stagepack_loaders.elements import Array
+from stagepack_loaders.embeddings import TextBatch, TextReader, embedding_facts
+from stagepack_loaders.generation.decoders import logits_as_floats
+from stagepack_serving.protocol.datatypes import NUMPY_DTYPES
+from stagepack_serving.server.errors import AssetError, RequestError, RequestStatus
+from stagepack_serving.server.generation.openai_requests import EmbeddingFields
+from stagepack_serving.server.messages import InferenceRequest, InferenceTensor
+from stagepack_serving.server.served_model import ServedModel
+
+# Texts of a request that run together, as in `encode` of sentence-transformers.
+_BATCH_SIZE: Final = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Embeddings:
+    """What a request is answered with.
+
+    Attributes:
+        vectors: the embeddings, float32 [text, dimension].
+        token_count: the number of tokens of all texts.
+    """
+
+    vectors: Array
+    token_count: int
+
+
+class Embedder:
+    """Embeds texts with a model."""
+
+    def __init__(self, reader: TextReader, model: ServedModel) -> None:
+        """Keep what makes the inputs of the model.
+
+        Args:
+            reader: makes the inputs.
+            model: the model.
+        """
+        self._reader = reader
+        self._model = model
+        [self._output] = model.interface.outputs
+
+    async def embed(
+        self, sentences: Sequence[str] | Sequence[Sequence[int]], fields: EmbeddingFields, deadline: asyncio.Timeout
+    ) -> Embeddings:
+        """Embed texts.
+
+        Args:
+            sentences: the texts, or the tokens of each.
+            fields: the request.
+            deadline: the deadline of the request.
+
+        Returns:
+            The embeddings in the order of the texts.
+
+        Raises:
+            RequestError: the texts or the dimensions do not fit the model, or the model fails.
+        """
+        try:
+            prompt = self._reader.settings.prompt(fields.prompt_name)
+            dimensions = self._dimensions(fields.dimensions)
+            positions = [*self._reader.batches([len(sentence) for sentence in sentences], _BATCH_SIZE)]
+            # In a thread: a long text takes as long as other requests must not wait for.
+            batches = [
+                await asyncio.to_thread(self._read, [sentences[position] for position in batch], prompt)
+                for batch in positions
+            ]
+        except InputError as error:
+            raise RequestError(RequestStatus.BAD_REQUEST, f"{self._model.name}: {error}") from None
+        tasks = [asyncio.ensure_future(self._model.infer(self._request(batch), deadline)) for batch in batches]
+        try:
+            answers = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+        rows = numpy.concatenate([logits_as_floats(output.array, self._reader.facts.result) for [output] in answers])
+        vectors = rows[numpy.argsort(numpy.concatenate(positions))].astype("<f4", copy=False)
+        return Embeddings(
+            vectors=vectors if dimensions is None else self._cut(vectors, dimensions),
+            token_count=sum(batch.token_count for batch in batches),
+        )
+
+    def _read(self, sentences: Sequence[Any], prompt: str) -> TextBatch:
+        """The inputs of a batch.
+
+        Raises:
+            InputError: there is no tokenizer for texts, or there are too many tokens.
+        """
+        if isinstance(sentences[0], str):
+            return self._reader.read_texts(sentences, prompt)
+        longest, limit = max(map(len, sentences)), self._reader.facts.max_length
+        if limit is not None and longest > limit:
+            raise InputError(f"input: expected at most {limit} tokens, found {longest}")
+        return self._reader.read_tokens(sentences)
+
+    def _request(self, batch: TextBatch) -> InferenceRequest:
+        datatypes = {input_name: tensor.datatype for input_name, tensor in self._model.interface.inputs.items()}
+        inputs = [
+            InferenceTensor(
+                name=input_name,
+                datatype=datatypes[input_name],
+                array=array.astype(NUMPY_DTYPES[datatypes[input_name]], copy=False),
+            )
+            for input_name, array in batch.inputs.items()
+        ]
+        return InferenceRequest(inputs=inputs, output_names=[self._output])
+
+    def _dimensions(self, dimensions: int | None) -> int | None:
+        """The size that embeddings are cut to; None for all of them.
+
+        Raises:
+            InputError: the model does not say that its embeddings may be cut, or not to this size.
+        """
+        size = self._reader.facts.result.shape[-1]
+        if dimensions is None or dimensions == size:
+            return None
+        allowed = self._reader.settings.matryoshka_dimensions
+        if not allowed:
+            raise InputError(
+                "dimensions: the model does not say that its embeddings may be cut (matryoshka_dimensions in its config.json): leave it out"
+            )
+        is_allowed = isinstance(size, int) and dimensions < size if isinstance(allowed, bool) else dimensions in allowed
+        if not is_allowed:
+            sizes = f"1 to {size}" if isinstance(allowed, bool) else ", ".join(map(str, allowed))
+            raise InputError(f"dimensions: expected {sizes}, found {dimensions}")
+        return dimensions
+
+    def _cut(self, vectors: Array, dimensions: int) -> Array:
+        """The beginning of each embedding, of length 1 if whole ones are."""
+        beginnings = vectors[:, :dimensions]
+        if not self._reader.settings.is_normalized:
+            return beginnings
+        lengths = numpy.linalg.norm(beginnings, axis=1, keepdims=True)
+        unit_vectors: Array = beginnings / numpy.maximum(lengths, numpy.finfo(numpy.float32).tiny)
+        return unit_vectors
+
+
+def embedding_answer(fields: EmbeddingFields, embeddings: Embeddings) -> bytes:
+    """Return the JSON of an answer.
+
+    Args:
+        fields: the request.
+        embeddings: the embeddings.
+
+    Returns:
+        The JSON.
+
+    Raises:
+        RequestError: the embeddings are to be numbers, and JSON has none for NaN and infinity.
+    """
+    if fields.encoding_format == "base64":
+        encoded: list[Any] = [base64.b64encode(row.tobytes()).decode() for row in embeddings.vectors]
+    elif not numpy.isfinite(embeddings.vectors).all():
+        message = (
+            f"{fields.model}: an embedding has NaN or infinity, which JSON has not: ask for encoding_format base64"
+        )
+        raise RequestError(RequestStatus.MODEL_FAILED, message)
+    else:
+        encoded = embeddings.vectors.tolist()
+    usage = {"prompt_tokens": embeddings.token_count, "total_tokens": embeddings.token_count}
+    data = [{"object": "embedding", "index": index, "embedding": row} for index, row in enumerate(encoded)]
+    return msgspec.json.encode({"object": "list", "data": data, "model": fields.model, "usage": usage})
+
+
+def embedder_of(model: ServedModel) -> Embedder:
+    """Return what embeds texts with a model.
+
+    Args:
+        model: the model.
+
+    Returns:
+        The embedder.
+
+    Raises:
+        RequestError: the model does not embed texts.
+    """
+    embedder: Embedder | None = model.embedder
+    if embedder is None:
+        message = f"{model.name}: the model embeds no texts: expected a bundle that returns 'sentence_embedding'"
+        raise RequestError(RequestStatus.BAD_REQUEST, message)
+    return embedder
+
+
+def add_embedders(models: Sequence[ServedModel]) -> None:
+    """Make the models of a bundle embed texts that can.
+
+    Args:
+        models: the models.
+
+    Raises:
+        AssetError: an asset of the bundle cannot be used.
+    """
+    for model in models:
+        facts = embedding_facts(model.bundle.entry_point)
+        if facts is not None:
+            try:
+                model.embedder = Embedder(TextReader(model.bundle, facts), model)
+            except InputError as error:
+                raise AssetError(str(error)) from None
