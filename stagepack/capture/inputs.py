@@ -96,8 +96,10 @@ def complete_dynamic_shapes(forward: Callable[..., Any], inputs: Inputs) -> Any:
 
     Parameters that are left out have None. The shapes of what ``*args`` takes are a tuple, as these inputs are one for torch.
     """
-    example_of_parameter = inputs_by_parameter(forward, inputs)
     shapes = inputs.dynamic_shapes
+    if shapes is None:
+        return None
+    example_of_parameter = inputs_by_parameter(forward, inputs)
     for parameter in inspect.signature(forward).parameters.values():
         if parameter.kind == parameter.VAR_POSITIONAL and parameter.name in example_of_parameter:
             shapes = _with_tuple_for(parameter.name, shapes, example_of_parameter)
