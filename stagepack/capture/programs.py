@@ -24,6 +24,7 @@ from stagepack.capture.narrowed_ranges import is_range_violation, narrowed_dynam
 from stagepack.capture.torch_messages import format_torch_error, hold_log_records, suppress_stderr
 from stagepack.capture.traced_code import traced_as_meant
 from stagepack.capture.traced_modes import CustomFunction, TracedModes
+from stagepack.capture.transformers_package import register_model_outputs
 from stagepack.capture.wrapped_model import wrapped_model
 from stagepack.errors import CaptureError
 from stagepack.format.file_writing import FileRange
@@ -117,6 +118,7 @@ def recorded_trace(model: torch.nn.Module) -> Iterator[dict[str, Any]]:
     Yields:
         After the block, the fields of a `Capture` that are recorded in a trace.
     """
+    register_model_outputs()
     calls, modes = TracedCalls(), TracedModes()
     fields: dict[str, Any] = {}
     with suppress_stderr(), calls.recorded(), modes.recorded(), traced_as_meant(model) as asked:

@@ -31,6 +31,13 @@ def import_transformers() -> Any:
     return transformers
 
 
+def register_model_outputs() -> None:
+    """Let transformers, if it is imported, register its containers of results: it registers none that are first imported in a trace."""
+    if "transformers" in sys.modules:
+        with contextlib.suppress(ImportError):
+            importlib.import_module("transformers.modeling_outputs")
+
+
 @contextlib.contextmanager
 def quiet_libraries() -> Iterator[None]:
     """Drop warnings that libraries of transformers log, which are for their own developers or repeat an error."""
