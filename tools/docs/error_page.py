@@ -7,7 +7,9 @@ from pathlib import Path
 from stagepack import errors
 
 _SPECIFICATION_PATH = Path(__file__).parents[2] / "schema" / "SPEC.md"
-_RULE_PATTERN = re.compile(r"^\*\*([A-Z]\d+)\*\* (.*?)(?=^\*\*[A-Z]\d+\*\*|^\||^#|^-|\Z)", re.MULTILINE | re.DOTALL)
+_RULE_PATTERN = re.compile(
+    r'^\*\*([A-Z]\d+)\*\*<a id="\1"></a> (.*?)(?=^\*\*[A-Z]\d+\*\*|^\||^#|^-|\Z)', re.MULTILINE | re.DOTALL
+)
 
 
 def error_reference() -> str:

@@ -47,7 +47,7 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
         page.meta["hide"] = ["toc"]
     if page.file.src_uri == INCLUDED_PAGES["schema/SPEC.md"]:
         markdown = re.sub(r"^```(\w+) ([\w.-]+)$", r'```\1 title="\2"', markdown, flags=re.MULTILINE)
-        markdown = re.sub(r"^\*\*([A-Z]\d+)\*\*", r"**\1**{ #\1 }", markdown, flags=re.MULTILINE)
+        markdown = re.sub(r'^\*\*([A-Z]\d+)\*\*<a id="\1"></a>', r"**\1**{ #\1 }", markdown, flags=re.MULTILINE)
     fence_spans = [match.span() for match in _FENCE_PATTERN.finditer(markdown)]
 
     def replace_link(match: re.Match[str]) -> str:
