@@ -122,13 +122,15 @@ class Fixed(torch.nn.Module):
     """Makes a number of a size."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + int(x.shape[1])
+        return x + torch.tril_indices(int(x.shape[1]), 1).sum()
 
 
 def test_doctor_shows_no_log_of_torch(capfd: pytest.CaptureFixture[str]) -> None:
     inputs = Inputs(args=(torch.ones(2, 5),), dynamic_shapes={"x": {1: LENGTH}})
-    attempts = list(try_export(Fixed(), inputs, lambda _: None))
-    assert attempts[1].error is not None
+    for attempt in try_export(Fixed(), inputs, lambda _: None):
+        if attempt.way == "strict=True":
+            assert "specialized" in str(attempt.error)
+            break  # the next one leaves a file of torch open
     assert capfd.readouterr() == ("", "")
 
 
@@ -178,9 +180,10 @@ def test_code_that_needs_data_or_gradients_has_advice(derive: Any, advice: str) 
 def test_advice_names_no_way_that_was_seen_to_fail() -> None:
     class Branch(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + 1 if x.sum() > 0 else x.numpy()  # type: ignore[return-value]
+            return x + 1 if x.sum() > 0 else x
 
-    attempts = list(try_export(Branch(), Inputs(args=(torch.ones(2),)), lambda _: None))
-    errors = [attempt.error or "" for attempt in attempts]
-    assert any("draft_export" in sentence for sentence in capture_advice(errors))
-    assert not any("draft_export" in sentence for sentence in capture_advice(errors, draft_fails=True))
+    with pytest.raises(CaptureError) as caught:
+        capture_module(Branch(), Inputs(args=(torch.ones(2),)))
+    [sentence] = capture_advice([str(caught.value)])
+    assert "draft_export" in sentence
+    assert capture_advice([str(caught.value)], draft_fails=True) == [sentence[: sentence.index(", or pass")]]
