@@ -6,6 +6,7 @@ The file tokenizer.json of such a bundle says how texts are cut and padded, too.
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import msgspec
@@ -163,8 +164,9 @@ class TextReader:
         self.settings = _read_settings(bundle)
         self._location = bundle.location
         self._tokenizer: Tokenizer | None = read_tokenizer(bundle, cuts_and_pads=True)
-        if self._tokenizer is not None and self._tokenizer.padding is None and not facts.is_flat:
-            self._tokenizer.enable_padding()
+        if self._tokenizer is not None and not facts.is_flat:
+            # To the longest text, also where the file says a fixed length, beyond which texts would have several lengths.
+            self._tokenizer.enable_padding(**{**(self._tokenizer.padding or {}), "length": None})
 
     def batches(self, lengths: Sequence[int], batch_size: int) -> Iterator[list[int]]:
         """Yield the positions of the texts of each batch: the longest first, as ``encode`` of sentence-transformers orders them.
@@ -223,7 +225,7 @@ class TextReader:
         """
         if self.facts.is_flat:
             return self._flat_batch(rows)
-        if _TYPES in self.facts.inputs and self._tokenizer is not None and any(self._tokenizer.encode("a").type_ids):
+        if _TYPES in self.facts.inputs and any(self._encode_one("a").type_ids):
             raise InputError(f"the tokenizer of the model gives tokens types ({_TYPES}): expected texts, found tokens")
         padding: Mapping[str, Any] = {} if self._tokenizer is None else self._tokenizer.padding or {}
         shape = (len(rows), max(map(len, rows)))
@@ -249,9 +251,16 @@ class TextReader:
         """The number of tokens that a prompt takes at the beginning of a text, for models that leave them out."""
         if not prompt or _PROMPT_LENGTHS not in self.facts.inputs:
             return 0
-        assert self._tokenizer is not None
-        [encoding] = self._tokenizer.encode_batch([prompt])
-        return len(encoding.ids) - (encoding.ids[-1] in self.settings.special_token_ids)
+        tokens = self._encode_one(prompt).ids
+        return len(tokens) - len(self.settings.special_token_ids.intersection(tokens[-1:]))
+
+    def _encode_one(self, sentence: str) -> Any:
+        """The encoding of a text; that of no text without a tokenizer."""
+        if self._tokenizer is None:
+            return SimpleNamespace(ids=[], type_ids=[])
+        with tokenizer_errors("the text"):
+            [encoding] = self._tokenizer.encode_batch([sentence])
+        return encoding
 
 
 def text_reader(bundle: Bundle) -> TextReader:

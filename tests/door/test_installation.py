@@ -16,7 +16,7 @@ from stagepack.errors import MissingPackageError
 from stagepack.extras import require_extras
 
 ROOT = Path(__file__).parents[2]
-EXTRAS = ("torch", "hf", "onnx", "serve", "remote", "sign", "triton")
+EXTRAS = ("torch", "hf", "sentence-transformers", "onnx", "serve", "remote", "sign", "triton")
 # The resolver of pip tries one version after the other where bounds meet in no newest one; 11 minutes of that were measured.
 SECONDS = 120
 

@@ -192,6 +192,40 @@ def test_a_missing_package_is_named_with_what_installs_it(tmp_path: Path, monkey
         stagepack.export(tmp_path, out=tmp_path / "m.stagepack")
 
 
+def test_a_module_of_ones_own_embeds_texts_with_any_tokenizer(tmp_path: Path) -> None:
+    class Bag(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = torch.nn.Embedding(128, 8)
+
+        def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"sentence_embedding": (self.words(input_ids) * attention_mask[..., None]).sum(1)}
+
+    batch, length = torch.export.Dim("batch", min=1, max=64), torch.export.Dim("length", min=1, max=64)
+    words = tokenizer().backend_tokenizer
+    words.enable_padding(length=4)  # which longer texts exceed
+    (tmp_path / "tokenizer.json").write_text(words.to_str())
+    model, ids = Bag().eval(), torch.ones(2, 4, dtype=torch.int64)
+    shapes = {name: {0: batch, 1: length} for name in ("input_ids", "attention_mask")}
+    bundle = stagepack.export(
+        model,
+        kwargs={"input_ids": ids, "attention_mask": torch.ones_like(ids)},
+        dynamic_shapes=shapes,
+        assets=[tmp_path / "tokenizer.json"],
+        out=tmp_path / "m.stagepack",
+    )
+    sentences = ["a", "how do i bake bread"]
+    rows = [words.encode(sentence) for sentence in sentences]
+    expected = [model.words(torch.tensor(row.ids[: sum(row.attention_mask)])).sum(0) for row in rows]
+    assert torch.allclose(stagepack.load(bundle).encode(sentences), torch.stack(expected), atol=1e-5)
+    with pytest.raises(InputError, match="expected 1 to 64"):
+        stagepack.load(bundle).encode("a " * 100)
+    with pytest.raises(InputError, match="the tokenizer of the bundle fails on the text"):
+        stagepack.load(bundle).encode("\ud800")
+    with pytest.raises(InputError, match="expected a text, or a list of texts"):
+        stagepack.load(bundle).encode([1])
+
+
 def test_texts_are_refused_where_nothing_reads_them(exported: tuple[Path, torch.Tensor]) -> None:
     with pytest.raises(InputError, match="to encode texts, expected a model that takes input_ids"):
         stagepack.load(exported[0]).encode("a")
