@@ -36,7 +36,7 @@ class Inputs:
 
 
 def with_tensors(inputs: Inputs) -> Inputs:
-    """Return the inputs with a tensor in the place of each numpy array, in whatever containers.
+    """Return the inputs with a tensor in the place of each numpy array, in whatever containers, and each tensor once.
 
     Args:
         inputs: example inputs.
@@ -44,9 +44,30 @@ def with_tensors(inputs: Inputs) -> Inputs:
     Raises:
         CaptureError: an array has elements that no tensor has, such as objects.
     """
-    if "numpy" not in sys.modules:
+    if "numpy" in sys.modules:
+        inputs = replace(inputs, args=_map_arrays(inputs.args), kwargs=_map_arrays(dict(inputs.kwargs)))
+    return _with_distinct_tensors(inputs)
+
+
+def _with_distinct_tensors(inputs: Inputs) -> Inputs:
+    """The inputs with a copy of each tensor that is given a second time: torch.export reads one input in the place of both."""
+    import torch  # noqa: PLC0415 - slow to import
+
+    from stagepack.torch_internals import tree_leaves, tree_map  # noqa: PLC0415 - imports torch
+
+    values = (inputs.args, dict(inputs.kwargs))
+    tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+    if len(set(map(id, tensors))) == len(tensors):
         return inputs
-    args, kwargs = _map_arrays(inputs.args), _map_arrays(dict(inputs.kwargs))
+    seen: set[int] = set()
+
+    def distinct(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or id(leaf) not in seen:
+            seen.add(id(leaf))
+            return leaf
+        return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+
+    args, kwargs = tree_map(distinct, values)
     return replace(inputs, args=args, kwargs=kwargs)
 
 

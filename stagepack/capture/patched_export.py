@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from stagepack.capture.error_location import with_location
-from stagepack.capture.inputs import Inputs
+from stagepack.capture.inputs import Inputs, with_tensors
 from stagepack.capture.module_state import preserve_module
 from stagepack.capture.programs import Capture, recorded_trace
 from stagepack.capture.torch_messages import format_torch_error
@@ -23,6 +23,7 @@ def capture_patched(model: Any, inputs: Inputs) -> Capture:
     Raises:
         CaptureError: the exporter cannot capture the model; the message has its reason.
     """
+    inputs = with_tensors(inputs)
     exporter_module = transformers_exporter()
     input_of_parameter = {**inspect.signature(model.forward).bind_partial(*inputs.args).arguments, **inputs.kwargs}
     tensor_inputs = {

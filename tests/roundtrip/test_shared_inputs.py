@@ -57,3 +57,20 @@ def test_inputs_on_one_memory_are_answered_by_one_stage(tmp_path: Path) -> None:
     value = torch.rand(2, 4)
     copy = value.clone()
     assert torch.equal(pipe(value, value), model(copy, copy))
+
+
+@pytest.mark.parametrize("form", ["positions", "names", "a list"])
+def test_one_tensor_given_twice_is_two_inputs(form: str, tmp_path: Path) -> None:
+    class Weighted(torch.nn.Module):
+        def forward(self, x: Any, y: Any = None) -> torch.Tensor:
+            x, y = (x, y) if y is not None else x
+            return x * 2 + y * 3
+
+    def arguments(x: torch.Tensor, y: torch.Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return {"positions": ((x, y), {}), "names": ((), {"x": x, "y": y}), "a list": (([x, y],), {})}[form]
+
+    example = torch.ones(2, 4)
+    args, kwargs = arguments(example, example)
+    pipe = stagepack.load(stagepack.export(Weighted(), args, kwargs, out=tmp_path / "m.stagepack"))
+    args, kwargs = arguments(torch.rand(2, 4), torch.rand(2, 4))
+    assert torch.equal(pipe(*args, **kwargs), Weighted()(*args, **kwargs))
