@@ -11,13 +11,14 @@ from torch.export import ExportedProgram
 
 from stagepack.bundle_assets import exported_assets, read_assets
 from stagepack.capture.entry_points import capture_entry_points, capture_modules
+from stagepack.capture.example_arguments import StatedInputs, stated_inputs
 from stagepack.capture.example_inputs import example_inputs as made_example_inputs
 from stagepack.capture.generation import generating_model
 from stagepack.capture.inputs import Inputs
 from stagepack.capture.pretrained_model import load_pretrained, model_files
 from stagepack.capture.programs import Capture
 from stagepack.capture.source import capture_source
-from stagepack.capture.source_argument import capture_with_checkpoint
+from stagepack.capture.source_argument import capture_with_checkpoint, pretrained_inputs
 from stagepack.errors import ExportWarning, OptionError
 from stagepack.exporter import ExportOptions, export_capture, export_entry_points
 from stagepack.format.operator_permissions import bundle_permissions
@@ -38,6 +39,7 @@ def export(
     args: tuple[Any, ...] = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
+    inputs: StatedInputs | None = None,
     out: str | os.PathLike[str],
     entry_points: Mapping[str, Inputs] | None = None,
     modules: Sequence[str] = (),
@@ -77,6 +79,9 @@ def export(
             makes the module, such as its class.
         args: example inputs by position. An exported program and a Hugging Face model may do without example inputs.
         kwargs: example inputs by name.
+        inputs: the example inputs in one argument, in the place of `args`, `kwargs` and `dynamic_shapes`: `Inputs`; or texts, such as
+            ``"x=float32[batch=2..512,64]"``, where ``batch`` may change, ``"n=3"`` and ``"x=@x.npy"``; or a dict of inputs and texts by
+            name. The guide "Inputs as text" has the grammar.
         out: the folder to write; it must not exist unless `overwrite` is true.
         entry_points: the example inputs of several functions of `model`, by their paths in it: a method (``"encode"``), a module
             (``"text_model"``), or a method of a module (``"vae.decode"``). Each becomes an entry point of the bundle, named by its path
@@ -144,6 +149,10 @@ def export(
 
         >>> stagepack.export("./llama-tuned", graph_from="llama.stagepack", out="tuned.stagepack")
 
+        Inputs as text, for batches of 2 to 512:
+
+        >>> stagepack.export(model, inputs="x=float32[batch=2..512,64]", out="m.stagepack")
+
         A module of which the weights are in a file:
 
         >>> stagepack.export(Net, (x,), weights="net.safetensors", out="net.stagepack")
@@ -156,7 +165,7 @@ def export(
         "speeds": speeds,
         "profile": profile,
     }
-    inputs = example_inputs(args, kwargs, dynamic_shapes)
+    inputs = example_inputs(args, kwargs, dynamic_shapes, inputs, model)
     asset_contents = read_assets(assets)
     source = model
     if generate is not None:
@@ -218,7 +227,7 @@ def _captures_of_functions(
     if entry_points is None:
         module = _loaded_module(model, dtype)
         if inputs == Inputs() and isinstance(model, str | os.PathLike):
-            inputs = made_example_inputs(module)
+            inputs = made_example_inputs(module, os.fspath(model))
         return capture_modules(module, inputs, modules)
     if inputs != Inputs() or modules:
         raise OptionError("entry_points: each has its own inputs: leave out args, kwargs, dynamic_shapes and modules")
@@ -280,17 +289,26 @@ def _with_onnx(bundle: Bundle, rtol: float | None, atol: float | None) -> Bundle
     return Bundle(bundle.path)
 
 
-def example_inputs(args: Any, kwargs: Any, dynamic_shapes: Any) -> Inputs:
+def example_inputs(
+    args: Any, kwargs: Any, dynamic_shapes: Any, stated: StatedInputs | None = None, model: object = None
+) -> Inputs:
     """Return example inputs as `Inputs`.
 
     Args:
         args: the inputs by position.
         kwargs: the inputs by name, or None.
         dynamic_shapes: see `export`.
+        stated: the inputs in one argument.
+        model: the model, of which an image may be an input.
 
     Raises:
-        OptionError: `args` is not a tuple, or `kwargs` not a dict.
+        OptionError: `args` is not a tuple, or `kwargs` not a dict, or inputs are stated in both ways.
     """
+    if stated is not None:
+        if args or kwargs or dynamic_shapes is not None:
+            raise OptionError("inputs: they are in the place of args, kwargs and dynamic_shapes: leave these out")
+        is_pretrained = isinstance(model, str | os.PathLike) and not os.fspath(model).endswith(".pt2")
+        return stated_inputs(stated, (lambda: pretrained_inputs(os.fspath(model))) if is_pretrained else None)  # type: ignore[call-overload]
     # A tensor is a sequence too: its rows would become the arguments.
     if not isinstance(args, tuple | list):
         raise OptionError(f"args: expected a tuple of example inputs, such as (x,), found {type(args).__name__}")

@@ -21,12 +21,15 @@ if TYPE_CHECKING:
     import torch
     from torch.export import ExportedProgram
 
+    from stagepack.capture.example_arguments import StatedInputs
+
 
 def plan_model(
     model: "torch.nn.Module | ExportedProgram | Bundle | str | os.PathLike[str] | Callable[[], torch.nn.Module]",
     args: tuple[Any, ...] = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
+    inputs: "StatedInputs | None" = None,
     stages: int | None = None,
     split_at: Sequence[str] = (),
     policy: Policy | None = None,
@@ -43,6 +46,7 @@ def plan_model(
         model: a model as `stagepack.export` takes it; or a bundle, its folder or its URL, which needs no torch.
         args: example inputs by position; not for a bundle, which has its own.
         kwargs: example inputs by name.
+        inputs: see `stagepack.export`; not for a bundle.
         stages: see `stagepack.export`.
         split_at: see `stagepack.export`.
         policy: see `stagepack.export`.
@@ -75,14 +79,15 @@ def plan_model(
         shared=shared,
     )
     if isinstance(model, Bundle) or _is_bundle(model):
-        if args or kwargs or dynamic_shapes is not None or dtype is not None:
-            raise OptionError("args, kwargs, dynamic_shapes, dtype: a bundle has its own: leave them out")
+        if args or kwargs or inputs is not None or dynamic_shapes is not None or dtype is not None:
+            raise OptionError("args, kwargs, inputs, dynamic_shapes, dtype: a bundle has its own: leave them out")
         return plan_bundle(opened(model), cut_options).plan  # type: ignore[arg-type]
     from stagepack.capture.source import capture_source  # noqa: PLC0415 - torch, which a bundle does not need
     from stagepack.exporter import plan_capture  # noqa: PLC0415 - the same
     from stagepack.model_export import example_inputs  # noqa: PLC0415 - the same
 
-    capture = capture_source(model, example_inputs(args, kwargs, dynamic_shapes), dtype=dtype)  # type: ignore[arg-type]
+    example = example_inputs(args, kwargs, dynamic_shapes, inputs, model)
+    capture = capture_source(model, example, dtype=dtype)  # type: ignore[arg-type]
     partition, _ = plan_capture(capture, cut_options)
     return partition.plan
 

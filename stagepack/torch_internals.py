@@ -197,6 +197,45 @@ TorchDispatchMode = _python_dispatch.TorchDispatchMode
 
 # Raised where an operator needs the data of a fake tensor.
 DataDependentError = fake_tensor.DataDependentOutputException
+# Likewise, where a size depends on the data, or an operator has no implementation without data.
+NO_DATA_ERRORS = (
+    DataDependentError,
+    fake_tensor.DynamicOutputShapeException,
+    fake_tensor.UnsupportedOperatorException,
+)
+
+
+@contextlib.contextmanager
+def computing_shapes(model: torch.nn.Module) -> Iterator[FakeTensorMode]:
+    """Compute shapes and no data within the ``with`` block, also with tensors that have data, such as the weights of a model.
+
+    Weights without data have a mode of their own, which is entered then. ``allow_non_fake_inputs`` is a parameter of its constructor. By
+    default torch computes with constants of one element alone. Models see the state of ``torch.export``: else they keep tensors without
+    data in their caches (seen: the anchors of D-FINE).
+    """
+    from torch._export.utils import _compiling_state_context  # noqa: PLC0415 - see above
+
+    tensors = (*model.parameters(), *model.buffers())
+    modes = (tensor.fake_mode for tensor in tensors if isinstance(tensor, FakeTensor))
+    mode = next(modes, None) or FakeTensorMode()
+    allowed, limit = mode.allow_non_fake_inputs, fake_tensor.CONSTANT_NUMEL_LIMIT
+    mode.allow_non_fake_inputs, fake_tensor.CONSTANT_NUMEL_LIMIT = True, 2**24
+    try:
+        with _compiling_state_context(), mode:
+            yield mode
+    finally:
+        mode.allow_non_fake_inputs, fake_tensor.CONSTANT_NUMEL_LIMIT = allowed, limit
+
+
+def tensor_without_data(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor without data in the place of one with data, except whole numbers: operators on these alone are computed.
+
+    Sizes of images and tokens that stand for them decide on shapes. The attribute is how the mode keeps constants of a program.
+    """
+    fake = mode.from_tensor(tensor)
+    if fake is not tensor and not tensor.is_floating_point():
+        fake.constant = tensor
+    return fake
 
 
 # Symbolic sizes. A SymInt has no public way to its expression, nor to the size that it had in the example.

@@ -1,7 +1,10 @@
 """What has worked for models that ``torch.export`` refuses, by what its error says. The guide "Recipes" of the docs has the code."""
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 from typing import Final
+
+from stagepack.errors import CaptureError, StagepackError
 
 _DRAFT: Final = ", or pass the program of torch.export.draft_export, which asserts the example's answer"
 _ADVICE: Final = (
@@ -86,3 +89,24 @@ def capture_advice(errors: Iterable[str], *, draft_fails: bool = False) -> list[
         for patterns, sentence in _ADVICE
         if any(pattern in text for pattern in patterns for text in texts)
     ]
+
+
+@contextlib.contextmanager
+def advised_capture() -> Iterator[None]:
+    """Append to an error of a capture in the ``with`` block what has worked for such errors, or which command looks for it.
+
+    Raises:
+        CaptureError: as in the block. One that torch or the code of the model did not cause is as it was.
+    """
+    try:
+        yield
+    except CaptureError as error:
+        cause = error.__cause__
+        while isinstance(cause, StagepackError):
+            cause = cause.__cause__
+        # What follows an empty line is a file to start from.
+        if cause is None or "\n\n" in str(error):
+            raise
+        recipes = capture_advice([str(error)])
+        advice = f"has worked: {recipes[0]}" if recipes else "run 'stagepack doctor SOURCE', which tries other ways"
+        raise CaptureError(f"{error}: {advice}") from error

@@ -89,12 +89,24 @@ def try_export(model: torch.nn.Module, inputs: Inputs, write: Callable[[Capture]
         automatic = replace(inputs, dynamic_shapes=automatic_shapes(model.forward, inputs))
         advice = "give torch.export.Dim.AUTO for the sizes: torch finds those that may change"
         yield _attempt("sizes that torch chooses (Dim.AUTO)", lambda: _export(model, automatic), advice)
-    advice = "export the program: stagepack.export(torch.export.export(model, args, strict=True), ...)"
+    advice = (
+        "pass --strict, or in Python the program: stagepack.export(torch.export.export(model, args, strict=True), ...)"
+    )
     yield _attempt("strict=True", lambda: _export(model, inputs, strict=True), advice)
     if is_transformers_model(model):
         advice = "stagepack export tries this by itself"
         yield _attempt(PATCHED_EXPORT, lambda: capture_patched(model, inputs), advice)
     yield _draft_attempt(model, inputs)
+
+
+def try_program(capture: Capture, write: Callable[[Capture], object]) -> Iterator[CaptureAttempt]:
+    """Write a program that is captured already.
+
+    Args:
+        capture: the program.
+        write: see `try_export`.
+    """
+    yield _attempt(WRITE, lambda: write(capture), "it writes this program")
 
 
 def find_failing_modules(model: torch.nn.Module, inputs: Inputs) -> list[FailingModule]:

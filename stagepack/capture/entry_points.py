@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from stagepack.capture.advice import advised_capture
 from stagepack.capture.hugging_face import capture_transformers
 from stagepack.capture.inputs import Inputs, with_tensors
 from stagepack.capture.module_inputs import automatic_shapes, record_module_inputs
@@ -41,8 +42,29 @@ def capture_entry_points(model: torch.nn.Module, inputs: Mapping[str, Inputs]) -
         )
     if not inputs:
         raise OptionError("entry_points: expected the inputs of at least one function, found none")
-    paths = _paths_by_name(inputs)
-    return {name: _capture_function(model, path, inputs[path]) for name, path in paths.items()}
+    functions = function_modules(model, inputs)
+    with advised_capture():
+        return {
+            name: _capture_function(_find_function(model, path), path, module, example)
+            for name, (path, module, example) in functions.items()
+        }
+
+
+def function_modules(
+    model: torch.nn.Module, inputs: Mapping[str, Inputs]
+) -> dict[str, tuple[str, torch.nn.Module, Inputs]]:
+    """Return for each entry point its path, a module that calls this function of a model, and its example inputs.
+
+    Raises:
+        OptionError: see `capture_entry_points`.
+    """
+    functions = {}
+    for name, path in _paths_by_name(inputs).items():
+        example = inputs[path]
+        if not isinstance(example, Inputs):
+            raise OptionError(f"entry_points: expected stagepack.Inputs for {path!r}, found {type(example).__name__}")
+        functions[name] = (path, _module_of(model, _find_function(model, path)), example)
+    return functions
 
 
 def capture_modules(model: torch.nn.Module, inputs: Inputs, paths: Sequence[str]) -> dict[str, Capture]:
@@ -110,14 +132,11 @@ def _paths_by_name(paths: Iterable[str]) -> dict[str, str]:
     return path_of_name
 
 
-def _capture_function(model: torch.nn.Module, path: str, inputs: Inputs) -> Capture:
-    if not isinstance(inputs, Inputs):
-        raise OptionError(f"entry_points: expected stagepack.Inputs for {path!r}, found {type(inputs).__name__}")
-    function = _find_function(model, path)
-    owner = function if isinstance(function, torch.nn.Module) else getattr(function, "__self__", model)
+def _capture_function(function: Any, path: str, module: torch.nn.Module, inputs: Inputs) -> Capture:
+    owner = function if isinstance(function, torch.nn.Module) else getattr(function, "__self__", module)
     capture = capture_transformers if is_transformers_model(owner) else capture_module
     try:
-        return capture(_module_of(model, function), inputs)
+        return capture(module, inputs)
     except CaptureError as error:
         raise CaptureError(f"{path}: {error}") from error
 

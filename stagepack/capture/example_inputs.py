@@ -1,49 +1,113 @@
-"""Example inputs for models of transformers, by the kind of model.
-
-Shape suffixes: b batch, s sequence, c channels, h height, w width, m mel bins, f frames.
-"""
+"""Example inputs for models of transformers, by the names of their inputs, their processor and their configuration."""
 
 import inspect
-import math
-from dataclasses import replace
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
 import torch
 from torch.export import Dim
 
-from stagepack.capture.inputs import Inputs
+from stagepack.capture.example_tensors import (
+    LARGEST_BATCH,
+    ExampleSizes,
+    ExampleTensor,
+    configured_example,
+    decoder_example,
+    input_kinds,
+    token_example,
+)
+from stagepack.capture.fake_call import call_with_shapes
+from stagepack.capture.inputs import Inputs, required_parameters
+from stagepack.capture.placeholders import placeholder_tokens
+from stagepack.capture.processed_examples import family_processor, folder_processor, processed_examples
 from stagepack.capture.sentence_pipeline import SentencePipeline
+from stagepack.capture.starting_file import starting_file
 from stagepack.errors import CaptureError
 
-_LARGEST_BATCH = 1024
 # The names of the dimensions that count tokens.
-_SEQUENCES = ("sequence", "decoded")
-_LONGEST_SEQUENCE = 4096  # tokens, where the configuration has no length
+_SEQUENCES: Final = ("sequence", "decoded")
+# The inputs of each kind. A model takes one of them, and may take what describes it, such as a mask.
+_INPUTS_OF_KIND: Final = {
+    "image": ("pixel_values", "flattened_patches", "image_pixel_values", "pixel_values_images"),
+    "video": ("pixel_values_videos", "pixel_values"),
+    "audio": ("input_features", "input_values", "audio_input_features", "audio_values"),
+    "time": ("past_values",),
+}
+
+_TEXT_INPUTS: Final = ("input_ids", "attention_mask", "decoder_input_ids")
+# The name of the number of images or sounds, where it may be another than that of texts.
+_OWN_NUMBER: Final = {"image": "images", "video": "videos", "audio": "sounds"}
+
+_Examples = dict[str, ExampleTensor]
 
 
-def example_inputs(model: Any) -> Inputs:
+@dataclass(frozen=True, slots=True)
+class ModelExample:
+    """Example inputs that were made for a model.
+
+    Attributes:
+        inputs: the inputs.
+        error: why the model does not take them; None if it does, or that is not known.
+        left_out: kinds of inputs of the model that they do not have.
+    """
+
+    inputs: Inputs
+    error: str | None = None
+    left_out: tuple[str, ...] = ()
+
+
+def example_inputs(model: Any, folder: str | None = None) -> Inputs:
     """Make an example for a model of transformers, with dynamic batch and sequence where its kind has them.
 
     Args:
         model: a model of transformers.
+        folder: the folder that it is from, which may have its processor.
 
     Raises:
-        CaptureError: the kind of model is not known.
+        CaptureError: what the inputs are like is not known; the message has a file to start from.
+    """
+    example = model_examples(model, folder)[0]
+    if example.error is not None:
+        raise CaptureError(f"{type(model).__name__}: {example.error}{starting_file(model, example.inputs)}")
+    return example.inputs
+
+
+def model_examples(model: Any, folder: str | None = None) -> list[ModelExample]:
+    """Make examples for a model of transformers, the best first.
+
+    Args:
+        model: a model of transformers.
+        folder: the folder that it is from, which may have its processor.
+
+    Raises:
+        CaptureError: what the inputs are like is not known; the message has a file to start from.
     """
     if isinstance(model, SentencePipeline):
-        return model.example()
+        return [ModelExample(model.example())]
     parameters = inspect.signature(model.forward).parameters
-    constants = {"use_cache": False} if "use_cache" in parameters else {}
-    if model.config.is_encoder_decoder and "decoder_input_ids" in parameters:
-        return _encoder_decoder_inputs(model, constants)
-    if model.main_input_name == "input_ids" and not model.config.is_encoder_decoder:
-        return _token_inputs(model.config, constants, with_mask="attention_mask" in parameters)
-    if model.main_input_name == "pixel_values":
-        return _image_inputs(model, constants)
-    raise CaptureError(
-        f"{type(model).__name__} takes {model.main_input_name!r}, for which no example is known: "
-        "pass --inputs FILE.py:FUNCTION"
-    )
+    kinds = _kinds(model, parameters)
+    if not kinds and _takes_text(model, parameters):
+        return [ModelExample(_text_inputs(model, parameters))]
+    sizes = ExampleSizes.of(model.config)
+    examples: list[ModelExample] = []
+    for samples in _sample_examples(model, parameters, folder, kinds, sizes) if kinds else ():
+        example = _tried(model, parameters, kinds, samples, sizes)
+        if example is not None:
+            examples.append(example)
+            if example.error is None:
+                break
+    if not examples:
+        input_names = ", ".join(dict.fromkeys((*_main_inputs(model), *required_parameters(model.forward))))
+        raise CaptureError(
+            f"{type(model).__name__} takes {input_names}, for which no example is known{starting_file(model, Inputs())}"
+        )
+    best = min(examples, key=lambda example: example.error is not None)
+    if _takes_text(model, parameters) and _main_inputs(model) == ("input_ids",):
+        text_inputs = _text_inputs(model, parameters)
+        if call_with_shapes(model, model, text_inputs.kwargs).succeeded:
+            return [best, ModelExample(text_inputs, left_out=kinds)]
+    return [best]
 
 
 def with_longer_sequences(inputs: Inputs) -> Inputs:
@@ -52,7 +116,7 @@ def with_longer_sequences(inputs: Inputs) -> Inputs:
         id(dim): Dim(dim.__name__, min=2, max=dim.max)
         for dims in inputs.dynamic_shapes.values()
         for dim in dims.values()
-        if dim.__name__ in _SEQUENCES
+        if dim.__name__ in _SEQUENCES and dim.min < 2
     }
     return replace(
         inputs,
@@ -78,62 +142,146 @@ def with_auto_dims(inputs: Inputs) -> Inputs:
     return replace(inputs, dynamic_shapes=auto_shapes)
 
 
-def _batch_dim() -> Dim:
-    return Dim("batch", min=1, max=_LARGEST_BATCH)
+def _main_inputs(model: Any) -> tuple[str, ...]:
+    input_name = model.main_input_name
+    return (input_name,) if isinstance(input_name, str) else tuple(input_name)
 
 
-def _token_inputs(config: Any, constants: dict[str, Any], *, with_mask: bool) -> Inputs:
-    dims_bs = {0: _batch_dim(), 1: Dim("sequence", min=1, max=_longest_sequence(config))}
-    tensors = {"input_ids": _token_ids(config, 2, 8)}
-    if with_mask:
-        tensors["attention_mask"] = torch.ones_like(tensors["input_ids"])
-    return Inputs(kwargs={**tensors, **constants}, dynamic_shapes=dict.fromkeys(tensors, dims_bs))
+def _takes_text(model: Any, parameters: Mapping[str, Any]) -> bool:
+    return "input_ids" in parameters and ("text" in input_kinds(model) or "input_ids" in _main_inputs(model))
 
 
-def _encoder_decoder_inputs(model: Any, constants: dict[str, Any]) -> Inputs:
-    config, encoder_input = model.config, model.main_input_name
-    batch, longest = _batch_dim(), _longest_sequence(config)
-    if encoder_input == "input_ids":
-        example, dims = _token_ids(config, 2, 8), {0: batch, 1: Dim("sequence", min=1, max=longest)}
-    else:
-        example, dims = _audio_features_bmf(model), {0: batch}
+def _kinds(model: Any, parameters: Mapping[str, Any]) -> tuple[str, ...]:
+    """The kinds of inputs besides text. Of images and videos, a model gets images, unless it takes videos alone."""
+    needed = {*_main_inputs(model), *required_parameters(model.forward)}
+    declared = {
+        kind
+        for kind, input_names in _INPUTS_OF_KIND.items()
+        if kind in input_kinds(model) and any(input_name in parameters for input_name in input_names)
+    }
+    # A model of images and one of videos may call its input pixel_values.
+    implied = {kind for kind, input_names in _INPUTS_OF_KIND.items() if needed.intersection(input_names)}
+    kinds = dict.fromkeys(kind for kind in _INPUTS_OF_KIND if kind in declared or (kind in implied and kind != "video"))
+    if "pixel_values_videos" in needed:
+        kinds["video"] = None
+    if "video" in kinds and "image" in kinds:
+        del kinds["video" if "pixel_values_videos" not in needed else "image"]
+    return tuple(kinds)
+
+
+def _text_inputs(model: Any, parameters: Mapping[str, Any]) -> Inputs:
+    sizes = ExampleSizes.of(model.config)
+    tokens = token_example(model.config, sizes)
+    examples = {"input_ids": tokens}
+    if model.config.is_encoder_decoder and "decoder_input_ids" in parameters:
+        examples["decoder_input_ids"] = decoder_example(model.config, sizes)
+    elif "attention_mask" in parameters:
+        examples["attention_mask"] = _mask_of(tokens)
+    return _inputs_of(examples, parameters)
+
+
+def _mask_of(tokens: ExampleTensor) -> ExampleTensor:
+    return ExampleTensor(torch.ones_like(tokens.tensor), tokens.dims)
+
+
+def _inputs_of(examples: Mapping[str, ExampleTensor], parameters: Mapping[str, Any]) -> Inputs:
+    constants = {"use_cache": False} if "use_cache" in parameters else {}
+    kwargs = {input_name: example.tensor for input_name, example in examples.items()}
     return Inputs(
-        kwargs={encoder_input: example, "decoder_input_ids": _token_ids(config, 2, 6), **constants},
-        dynamic_shapes={encoder_input: dims, "decoder_input_ids": {0: batch, 1: Dim("decoded", min=1, max=longest)}},
+        kwargs={**kwargs, **constants},
+        dynamic_shapes={input_name: example.dims for input_name, example in examples.items()},
     )
 
 
-def _image_inputs(model: Any, constants: dict[str, Any]) -> Inputs:
+def _sample_examples(
+    model: Any, parameters: Mapping[str, Any], folder: str | None, kinds: Sequence[str], sizes: ExampleSizes
+) -> Iterator[_Examples]:
+    """Yield what the inputs besides text may be: by the processor of the folder, by the configuration, by the processor of the family.
+
+    Of each of them, what the model needs comes first, and then all that describes it, such as masks.
+    """
+    required = required_parameters(model.forward)
+
+    def configured(kind: str) -> _Examples:
+        input_names = (
+            input_name for input_name in dict.fromkeys((*_INPUTS_OF_KIND[kind], *required)) if input_name in parameters
+        )
+        candidates = ((input_name, configured_example(model, input_name, sizes)) for input_name in input_names)
+        return {input_name: example for input_name, example in candidates if example is not None}
+
+    for source in (
+        lambda kind: processed_examples(folder_processor(kind, folder), kind, model, sizes, parameters),
+        configured,
+        lambda kind: processed_examples(family_processor(kind, model.config), kind, model, sizes, parameters),
+    ):
+        of_kinds = [source(kind) for kind in kinds]
+        if not all(of_kinds):
+            continue
+        examples = {input_name: example for of_kind in of_kinds for input_name, example in of_kind.items()}
+        main = [
+            next((input_name for input_name in _INPUTS_OF_KIND[kind] if input_name in examples), "") for kind in kinds
+        ]
+        input_names = {*main, *_main_inputs(model), *required}
+        needed = {input_name: example for input_name, example in examples.items() if input_name in input_names}
+        yield needed
+        if needed != examples:
+            yield examples
+
+
+def _tried(
+    model: Any, parameters: Mapping[str, Any], kinds: Sequence[str], samples: _Examples, sizes: ExampleSizes
+) -> ModelExample | None:
+    """Inputs with text where the model takes it, and whether the model takes them; None if a needed input is missing."""
+    if not {*required_parameters(model.forward)} <= {*samples, *_TEXT_INPUTS}:
+        return None
     config = model.config
-    size = getattr(config, "image_size", 224) or 224
-    height, width = (size, size) if isinstance(size, int) else size
-    pixels_bchw = _random(model.dtype, 2, getattr(config, "num_channels", 3), height, width)
-    return Inputs(kwargs={"pixel_values": pixels_bchw, **constants}, dynamic_shapes={"pixel_values": {0: _batch_dim()}})
+    examples, placeholders = dict(samples), []
+    text_count = 2 if all(sample.dims for sample in samples.values()) else 1
+    if _takes_text(model, parameters):
+        placeholders = placeholder_tokens(
+            model, {input_name: sample.tensor for input_name, sample in samples.items()}, text_count
+        )
+        tokens = token_example(config, sizes, placeholders)
+        further = {"attention_mask": _mask_of(tokens), "mm_token_type_ids": _kinds_of(tokens, len(placeholders))}
+        examples |= {"input_ids": tokens} | {
+            input_name: example for input_name, example in further.items() if input_name in parameters
+        }
+    if config.is_encoder_decoder and "decoder_input_ids" in parameters:
+        examples["decoder_input_ids"] = decoder_example(config, sizes)
+    if text_count == 1:
+        examples |= {
+            input_name: _first_row(examples[input_name]) for input_name in examples if input_name not in samples
+        }
+    inputs = _inputs_of(
+        {input_name: examples[input_name] for input_name in parameters if input_name in examples}, parameters
+    )
+    call = call_with_shapes(model, model, inputs.kwargs)
+    if call.succeeded and "input_ids" in examples and not placeholders and len(kinds) == 1:
+        inputs = _with_own_number(model, kinds[0], inputs, samples)
+    return ModelExample(inputs, call.error)
 
 
-def _longest_sequence(config: Any) -> int:
-    """The longest sequence that the configuration allows, in tokens."""
-    text_config = config.get_text_config()
-    for field in ("max_position_embeddings", "n_positions", "max_target_positions"):
-        length = getattr(text_config, field, None)
-        if isinstance(length, int) and length > 2:
-            return length
-    return _LONGEST_SEQUENCE
+def _first_row(example: ExampleTensor) -> ExampleTensor:
+    return ExampleTensor(example.tensor[:1], {axis: dim for axis, dim in example.dims.items() if axis > 0})
 
 
-def _token_ids(config: Any, *shape: int) -> torch.Tensor:
-    vocabulary_size: int = getattr(config.get_text_config(), "vocab_size", 128)
-    return (torch.arange(math.prod(shape)) * 7 + 5).reshape(shape) % vocabulary_size
+def _kinds_of(tokens: ExampleTensor, placeholder_count: int) -> ExampleTensor:
+    """1 for each token that stands for an image, and 0 for others."""
+    kinds_bs = torch.zeros_like(tokens.tensor)
+    kinds_bs[:, :placeholder_count] = 1
+    return ExampleTensor(kinds_bs, tokens.dims)
 
 
-def _audio_features_bmf(model: Any) -> torch.Tensor:
-    """Audio features of the length that the encoder of a Whisper takes."""
-    config = model.config
-    if not hasattr(config, "num_mel_bins") or not hasattr(config, "max_source_positions"):
-        raise CaptureError(f"{type(model).__name__}: no example is known: pass --inputs FILE.py:FUNCTION")
-    return _random(model.dtype, 2, config.num_mel_bins, config.max_source_positions * 2)
-
-
-def _random(dtype: torch.dtype, *shape: int) -> torch.Tensor:
-    """Random numbers that are the same at each export."""
-    return torch.rand(*shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+def _with_own_number(model: Any, kind: str, inputs: Inputs, samples: _Examples) -> Inputs:
+    """Let there be another number of images or sounds than of texts, if the model takes them, as CLIP does."""
+    fewer = {
+        input_name: tensor[:1] if input_name in samples and 0 in samples[input_name].dims else tensor
+        for input_name, tensor in inputs.kwargs.items()
+    }
+    if not call_with_shapes(model, model, fewer).succeeded:
+        return inputs
+    dynamic_shapes = dict(inputs.dynamic_shapes)
+    sample_count = Dim(_OWN_NUMBER[kind], min=1, max=LARGEST_BATCH)
+    for input_name in samples:
+        dynamic_shapes[input_name] = {axis: sample_count for axis in samples[input_name].dims}
+    return replace(inputs, dynamic_shapes=dynamic_shapes)

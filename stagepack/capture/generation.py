@@ -9,7 +9,7 @@ from stagepack.capture.entry_points import capture_entry_points
 from stagepack.capture.inputs import Inputs
 from stagepack.capture.pretrained_model import is_transformers_model, model_files
 from stagepack.capture.programs import Capture, capture_module
-from stagepack.capture.source_argument import FORWARD, load_source_argument
+from stagepack.capture.source_argument import FORWARD, load_model_argument
 from stagepack.errors import OptionError
 from stagepack.extras import explain_missing_packages
 
@@ -109,7 +109,7 @@ def capture_generating(
         CaptureError: there is no such model, or it cannot be captured.
         OptionError, UnsupportedError: see `generating_model`.
     """
-    model, _ = load_source_argument(source, None, dtype)
+    model = load_model_argument(source, dtype)
     made = generating_model(model, max_positions, max_batch)
     if made.inputs is None:
         return capture_entry_points(made.module, made.entry_points), made.files

@@ -1,22 +1,26 @@
 """A Hugging Face folder or hub name, or a model of transformers -> a captured model."""
 
 import itertools
-from collections.abc import Callable
-from dataclasses import replace
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 
+from stagepack.capture.advice import advised_capture
 from stagepack.capture.deferred_tensors import DataNeededError, DeferredTensors
-from stagepack.capture.example_inputs import example_inputs, smallest_inputs, with_auto_dims, with_longer_sequences
+from stagepack.capture.example_inputs import model_examples, smallest_inputs, with_auto_dims, with_longer_sequences
+from stagepack.capture.fake_call import call_with_shapes
 from stagepack.capture.inputs import Inputs
 from stagepack.capture.model_run import run_model
 from stagepack.capture.patched_export import PATCHED_EXPORT, capture_patched
 from stagepack.capture.pretrained_model import is_transformers_model, load_pretrained
 from stagepack.capture.programs import Capture, capture_module
 from stagepack.capture.sentence_pipeline import SentencePipeline
-from stagepack.errors import CaptureError
+from stagepack.capture.starting_file import starting_file
+from stagepack.errors import CaptureError, ExportWarning
 from stagepack.torch_internals import register_transformers_caches, tree_leaves
 
 
@@ -58,35 +62,73 @@ def capture_pretrained(
         model = load_pretrained(source, deferred_tensors, dtype=dtype)
     except DataNeededError:
         return capture_pretrained(source, inputs, deferred=False, dtype=dtype)
-    if inputs.args or inputs.kwargs:
-        candidates = [inputs]
-    else:
-        made_inputs = example_inputs(model)
-        candidates = [made_inputs]
-        if (longer_inputs := with_longer_sequences(made_inputs)) != made_inputs:
-            candidates.append(longer_inputs)
-        candidates.append(with_auto_dims(made_inputs))
-    reasons = []
+    candidates = _candidates(model, inputs, source)
+    reasons, last_error = [], None
     of_modules = f" of {model.description}" if isinstance(model, SentencePipeline) else ""
-    # Where torch decides which sizes are dynamic, they are not known.
-    smallest = {id(made): (smallest_inputs(made),) for made in candidates[:-1]}
     for candidate, (method, exporter) in itertools.product(candidates, _EXPORTERS.items()):
         try:
-            further_inputs = smallest.get(id(candidate), ())
             if deferred_tensors is None:
-                capture: Capture = _capture_exactly(exporter, model, candidate, further_inputs)
-                return replace(capture, method=capture.method + of_modules)
-            capture = exporter(model, candidate)
-            return replace(
-                capture,
-                method=capture.method + of_modules,
-                deferred=deferred_tensors,
-                further_inputs=further_inputs,
-                capture_loaded=partial(capture_pretrained, source, inputs, deferred=False, dtype=dtype),
-            )
+                capture = _capture_exactly(exporter, model, candidate.inputs, candidate.further_inputs)
+            else:
+                capture = replace(
+                    exporter(model, candidate.inputs),
+                    deferred=deferred_tensors,
+                    further_inputs=candidate.further_inputs,
+                    capture_loaded=partial(capture_pretrained, source, inputs, deferred=False, dtype=dtype),
+                )
         except CaptureError as error:
             reasons.append(f"{method}: {error}")
-    raise CaptureError(f"{source}: {'; '.join(dict.fromkeys(reasons))}")
+            last_error = error
+        else:
+            candidate.warn(source, reasons)
+            return replace(capture, method=capture.method + of_modules)
+    made = inputs if inputs.args or inputs.kwargs else candidates[0].inputs
+    is_taken = made is inputs or call_with_shapes(model, model, made.kwargs).error is None
+    advice = "" if is_taken else starting_file(model, made)
+    with advised_capture():
+        raise CaptureError(f"{source}: {'; '.join(dict.fromkeys(reasons))}{advice}") from last_error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Candidate:
+    """Inputs to capture a model with.
+
+    Attributes:
+        inputs: the inputs.
+        further_inputs: those with the smallest sizes, if these are known.
+        left_out: kinds of inputs that the model has and these are without.
+    """
+
+    inputs: Inputs
+    further_inputs: tuple[Inputs, ...] = ()
+    left_out: tuple[str, ...] = ()
+
+    def warn(self, source: str, reasons: Sequence[str]) -> None:
+        """Warn of kinds of inputs that the captured program does not take."""
+        if self.left_out:
+            reason = f": {reasons[0]}" if reasons else ""
+            message = (
+                f"{source}: the bundle takes text alone, and no {' or '.join(self.left_out)}, with which the model cannot be captured"
+                f"{reason}: export what reads them as a part (--part), or pass --inputs FILE.py:FUNCTION"
+            )
+            warnings.warn(ExportWarning(message), stacklevel=3)
+
+
+def _candidates(model: torch.nn.Module, inputs: Inputs, folder: str) -> list[_Candidate]:
+    """The inputs of the caller, or those that are made for the model."""
+    if inputs.args or inputs.kwargs:
+        return [_Candidate(inputs=inputs)]
+    candidates = []
+    for example in model_examples(model, folder):
+        made = example.inputs
+        named = [made, *([longer] if (longer := with_longer_sequences(made)) != made else [])]
+        candidates += [
+            _Candidate(inputs=each, further_inputs=(smallest_inputs(each),), left_out=example.left_out)
+            for each in named
+        ]
+        # Where torch decides which sizes are dynamic, the smallest ones are not known.
+        candidates.append(_Candidate(inputs=with_auto_dims(made), left_out=example.left_out))
+    return candidates
 
 
 def capture_transformers(model: torch.nn.Module, inputs: Inputs) -> Capture:

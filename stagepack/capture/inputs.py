@@ -99,6 +99,24 @@ def required_parameters(forward: Callable[..., Any]) -> list[str]:
     ]
 
 
+def unknown_inputs(forward: Callable[..., Any], inputs: Inputs) -> str | None:
+    """Why a model's ``forward`` does not take inputs of these names, or None."""
+    parameters = inspect.signature(forward).parameters.values()
+    if any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    names = [
+        parameter.name
+        for parameter in parameters
+        if parameter.kind not in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL)
+    ]
+    unknown = [name for name in inputs.kwargs if name not in names]
+    return (
+        f"forward has no parameter {', '.join(unknown)}: it takes {', '.join(names) or 'none by name'}"
+        if unknown
+        else None
+    )
+
+
 def inputs_by_parameter(forward: Callable[..., Any], inputs: Inputs) -> dict[str, Any]:
     """The example input of each parameter of a model's ``forward``, in the order of the call.
 

@@ -6,6 +6,7 @@ import logging
 import os
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -17,7 +18,7 @@ from stagepack.capture.deferred_tensors import DeferredTensors
 from stagepack.capture.equal_sizes import equal_from_the_start
 from stagepack.capture.error_location import with_location
 from stagepack.capture.explicit_signature import explicit_signature
-from stagepack.capture.inputs import Inputs, complete_dynamic_shapes, required_parameters, with_tensors
+from stagepack.capture.inputs import Inputs, complete_dynamic_shapes, required_parameters, unknown_inputs, with_tensors
 from stagepack.capture.module_calls import TracedCalls
 from stagepack.capture.module_state import preserve_module
 from stagepack.capture.narrowed_ranges import is_range_violation, narrowed_dynamic_shapes
@@ -29,6 +30,8 @@ from stagepack.capture.wrapped_model import wrapped_model
 from stagepack.errors import CaptureError
 from stagepack.format.file_writing import FileRange
 
+# Whether modules are captured by the compiler's front end, which traces the code of a model instead of running it.
+_IS_STRICT: ContextVar[bool] = ContextVar("is_strict", default=False)
 # Whether this torch is 2.11, see `_export`.
 _PROVES_FEW_GUARDS: Final = str(torch.__version__).startswith("2.11.")
 # What is said of a module of TorchScript.
@@ -78,6 +81,16 @@ class Capture:
         return None if self.deferred is None else self.deferred.location(tensor)
 
 
+@contextlib.contextmanager
+def strict_captures(is_strict: bool) -> Iterator[None]:
+    """Capture modules with ``strict=True`` of ``torch.export.export`` within the ``with`` block."""
+    token = _IS_STRICT.set(is_strict)
+    try:
+        yield
+    finally:
+        _IS_STRICT.reset(token)
+
+
 def capture_module(model: torch.nn.Module, inputs: Inputs) -> Capture:
     """Capture a module by ``torch.export.export``. The module is unchanged afterwards.
 
@@ -96,12 +109,17 @@ def capture_module(model: torch.nn.Module, inputs: Inputs) -> Capture:
         missing = required_parameters(model.forward)
         if missing:
             raise CaptureError(
-                f"{model_class}: expected example inputs for {', '.join(missing)}, found none: pass --inputs FILE.py:FUNCTION, or let "
-                "the function of SOURCE return (module, inputs) (in Python: args=, kwargs=)"
+                f"{model_class}: expected example inputs for {', '.join(missing)}, found none: pass --input "
+                f"'{missing[0]}=float32[batch=1..64,8]' with its dtype and sizes, or --inputs FILE.py:FUNCTION, or let the function of "
+                "SOURCE return (module, inputs) (in Python: inputs=, or args= and kwargs=)"
             )
+    if (problem := unknown_inputs(model.forward, inputs)) is not None:
+        raise CaptureError(f"{model_class}: {problem}")
     with preserve_module(model), explicit_signature(model, inputs):
         dynamic_shapes = complete_dynamic_shapes(model.forward, inputs)
         try:
+            if _IS_STRICT.get():
+                return _capture_strictly(model, inputs, dynamic_shapes)
             with recorded_trace(model) as recorded:
                 program = _export(model, inputs, dynamic_shapes)
         except Exception as error:
@@ -109,6 +127,15 @@ def capture_module(model: torch.nn.Module, inputs: Inputs) -> Capture:
             message = f"{model_class} cannot be captured: {reason}"
             raise CaptureError(with_location(message, error)) from error
     return Capture(program=program, inputs=inputs, model=model, **recorded)
+
+
+def _capture_strictly(model: torch.nn.Module, inputs: Inputs, dynamic_shapes: Any) -> Capture:
+    """Capture a module without running its code, so that nothing of its run is recorded."""
+    with suppress_stderr():
+        program = torch.export.export(
+            model, tuple(inputs.args), dict(inputs.kwargs), dynamic_shapes=dynamic_shapes, strict=True
+        )
+    return Capture(program=program, inputs=inputs, model=model, method="torch.export.export, strict=True")
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from torch.export import ExportedProgram
 
+from stagepack.capture.advice import advised_capture
 from stagepack.capture.hugging_face import capture_around_transformers, capture_pretrained, capture_transformers
 from stagepack.capture.inputs import Inputs
 from stagepack.capture.pretrained_model import is_transformers_model
@@ -46,7 +47,8 @@ def capture_source(
             captured = capture_module(pipeline, inputs if inputs.kwargs else pipeline.example())
             return replace(captured, method=f"{captured.method} of {pipeline.description}")
         capture = capture_transformers if is_transformers_model(module) else capture_around_transformers
-        return capture(module, inputs)
+        with advised_capture():
+            return capture(module, inputs)
     if isinstance(model, ExportedProgram):
         return capture_program(model, inputs)
     if isinstance(model, str | os.PathLike):

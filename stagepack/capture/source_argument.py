@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 
-from stagepack.capture.entry_points import capture_entry_points, capture_modules
+from stagepack.capture.deferred_tensors import DeferredTensors
+from stagepack.capture.entry_points import capture_entry_points, capture_modules, function_modules
+from stagepack.capture.example_arguments import ExampleArguments, ExampleInputs, to_inputs
 from stagepack.capture.example_inputs import example_inputs
 from stagepack.capture.inputs import Inputs
 from stagepack.capture.module_checkpoint import make_with_checkpoint
 from stagepack.capture.pretrained_model import load_pretrained
-from stagepack.capture.programs import Capture, capture_module
+from stagepack.capture.programs import Capture, capture_module, load_program
 from stagepack.capture.source import capture_source
 from stagepack.capture.user_modules import call_user_function
 from stagepack.errors import CaptureError, OptionError
@@ -20,13 +22,12 @@ from stagepack.errors import CaptureError, OptionError
 # The name of the only entry point of a model.
 FORWARD = "forward"
 
-# Of one call of the model, or of functions of it by their paths.
-ExampleInputs = Inputs | dict[str, Inputs]
+NO_EXAMPLE = ExampleArguments()
 
 
 def capture_source_argument(
     source: str,
-    inputs_function: str | None,
+    example: ExampleArguments = NO_EXAMPLE,
     weights: str | None = None,
     dtype: str | None = None,
     modules: Sequence[str] = (),
@@ -36,9 +37,7 @@ def capture_source_argument(
     Args:
         source: ``file.py:factory``, ``package.module:factory``, a ``.pt2`` file, or a Hugging Face folder or hub name. A factory takes
             no arguments and returns a module, or a module and its `Inputs`.
-        inputs_function: ``file.py:function`` or ``package.module:function``. The function takes no arguments and returns `Inputs`, a
-            tuple of inputs by position, or a dict of inputs by name; or a dict of `Inputs` by paths of functions, see
-            `capture_entry_points`. It takes precedence over inputs from the factory.
+        example: what the command line says about the example inputs. It takes precedence over inputs from the factory.
         weights: a checkpoint of the weights of the module that a factory makes, see `read_checkpoint`.
         dtype: of a Hugging Face folder or hub name: the dtype that its weights are converted to.
         modules: paths of modules, each of which becomes an entry point, see `capture_modules`; none for the model itself.
@@ -48,30 +47,24 @@ def capture_source_argument(
 
     Raises:
         CaptureError: there is no such file or function, it raises or returns something else, or the model cannot be captured.
-        OptionError: `dtype` is wrong, or for another kind of source.
+        OptionError: `dtype` is wrong, or for another kind of source; or see `ExampleArguments`.
         MissingPackageError: a Hugging Face model needs transformers, which is not installed.
     """
     if modules:
         if weights is not None:
             raise CaptureError(f"{weights}: weights of a checkpoint are for a whole model")
-        model, model_inputs = load_source_argument(source, inputs_function, dtype)
+        model, model_inputs = load_source_argument(source, example, dtype)
         return capture_modules(model, model_inputs, modules)
-    inputs = None if inputs_function is None else to_inputs(call_user_function(inputs_function), inputs_function)
-    if ":" not in source or os.path.exists(source):
-        if weights is not None:
-            raise CaptureError(
-                f"{source}: weights are for a module that FILE.py:FUNCTION makes; this source has its own"
-            )
-        if isinstance(inputs, dict):
-            return capture_entry_points(load_pretrained(source, dtype=dtype), inputs)
-        return {FORWARD: capture_source(source, inputs or Inputs(), dtype=dtype)}
+    if not _is_factory(source):
+        return _capture_saved(source, example, weights, dtype)
+    inputs = example.inputs()
     _refuse_dtype(source, dtype)
     if weights is not None:
         if isinstance(inputs, dict):
             raise CaptureError(f"{weights}: weights of a checkpoint are for a model with one entry point")
-        return {FORWARD: capture_with_checkpoint(lambda: _call_factory(source), inputs, weights)}
+        return {FORWARD: capture_with_checkpoint(lambda: _call_factory(source), inputs, weights, example)}
     model, factory_inputs = _call_factory(source)
-    inputs = inputs or factory_inputs or Inputs()
+    inputs = _completed(example, model, inputs or factory_inputs or Inputs())
     if isinstance(inputs, dict):
         if not isinstance(model, torch.nn.Module):
             raise CaptureError(
@@ -81,32 +74,123 @@ def capture_source_argument(
     return {FORWARD: capture_source(model, inputs)}
 
 
+def _capture_saved(
+    source: str, example: ExampleArguments, weights: str | None, dtype: str | None
+) -> dict[str, Capture]:
+    """Capture the model of a ``.pt2`` file, or a Hugging Face model."""
+    if weights is not None:
+        raise CaptureError(f"{source}: weights are for a module that FILE.py:FUNCTION makes; this source has its own")
+    inputs = _inputs_of_saved(source, example)
+    if isinstance(inputs, dict):
+        return capture_entry_points(load_pretrained(source, dtype=dtype), inputs)
+    return {FORWARD: capture_source(source, inputs or Inputs(), dtype=dtype)}
+
+
 def load_source_argument(
-    source: str, inputs_function: str | None, dtype: str | None = None
+    source: str, example: ExampleArguments = NO_EXAMPLE, dtype: str | None = None
 ) -> tuple[torch.nn.Module, Inputs]:
     """Return the model that the command line names, and its example inputs, without capturing it.
 
     Args:
         source: see `capture_source_argument`; not a ``.pt2`` file, which is captured already.
-        inputs_function: see `capture_source_argument`.
+        example: see `capture_source_argument`.
         dtype: see `capture_source_argument`.
 
     Raises:
         CaptureError: there is no such model, or it has several entry points.
-        OptionError: `dtype` is wrong, or for another kind of source.
+        OptionError: `dtype` is wrong, or for another kind of source; or see `ExampleArguments`.
         MissingPackageError: a Hugging Face model needs transformers, which is not installed.
     """
-    inputs = None if inputs_function is None else to_inputs(call_user_function(inputs_function), inputs_function)
-    if ":" in source and not os.path.exists(source):
-        _refuse_dtype(source, dtype)
-        model, factory_inputs = _call_factory(source)
-        inputs = inputs or factory_inputs or Inputs()
-    else:
-        model = load_pretrained(source, dtype=dtype)
-        inputs = inputs or example_inputs(model)
+    model, inputs = _loaded_with_inputs(source, example, dtype)
     if not isinstance(model, torch.nn.Module) or isinstance(inputs, dict):
         raise CaptureError(f"{source}: expected a torch.nn.Module and the inputs of one call")
     return model, inputs
+
+
+def load_functions(source: str, example: ExampleArguments) -> dict[str, tuple[Any, Inputs]]:
+    """Return what the command line names without capturing it: the modules to capture, or the program, by the name of the entry point.
+
+    Args:
+        source: see `capture_source_argument`.
+        example: see `capture_source_argument`.
+
+    Raises:
+        CaptureError: there is no such model.
+        OptionError: see `ExampleArguments` and `capture_entry_points`.
+        MissingPackageError: a Hugging Face model needs transformers, which is not installed.
+    """
+    if source.endswith(".pt2"):
+        program_inputs = _inputs_of_saved(source, example) or Inputs()
+        if isinstance(program_inputs, dict):
+            raise CaptureError(f"{source}: expected the inputs of one call, found those of several entry points")
+        return {FORWARD: (load_program(source), program_inputs)}
+    model, inputs = _loaded_with_inputs(source, example, None)
+    if not isinstance(inputs, dict):
+        return {FORWARD: (model, inputs)}
+    if not isinstance(model, torch.nn.Module):
+        raise CaptureError(f"{source}: expected a torch.nn.Module for several entry points, found an ExportedProgram")
+    return {name: (module, of_path) for name, (_, module, of_path) in function_modules(model, inputs).items()}
+
+
+def _loaded_with_inputs(source: str, example: ExampleArguments, dtype: str | None) -> tuple[Any, ExampleInputs]:
+    if _is_factory(source):
+        inputs = example.inputs()
+        model, factory_inputs = _loaded(source, dtype)
+        return model, _completed(example, model, inputs or factory_inputs or Inputs())
+    model, _ = _loaded(source, dtype)
+    inputs = example.inputs(lambda: example_inputs(model, source)) or example_inputs(model, source)
+    return model, _completed(example, model, inputs)
+
+
+def load_model_argument(source: str, dtype: str | None = None) -> Any:
+    """Return the model that the command line names, without example inputs; see `load_source_argument`."""
+    return _loaded(source, dtype)[0]
+
+
+def _loaded(source: str, dtype: str | None) -> tuple[Any, ExampleInputs | None]:
+    """The model of a source and the inputs that its factory returns, if it does."""
+    if not _is_factory(source):
+        return load_pretrained(source, dtype=dtype), None
+    _refuse_dtype(source, dtype)
+    return _call_factory(source)
+
+
+def _is_factory(source: str) -> bool:
+    return ":" in source and not os.path.exists(source)
+
+
+def _inputs_of_saved(source: str, example: ExampleArguments) -> ExampleInputs | None:
+    """What is said about the inputs of a ``.pt2`` file or a Hugging Face model."""
+    if source.endswith(".pt2"):
+        if example.dynamic:
+            raise OptionError(
+                f"{source}: the sizes of an exported program are fixed or dynamic already: leave out --dynamic"
+            )
+        return example.inputs()
+    inputs = example.inputs(lambda: pretrained_inputs(source))
+    if not example.dynamic:
+        return inputs
+    forward = load_pretrained(source, DeferredTensors()).forward
+    return example.complete(pretrained_inputs(source) if inputs is None else inputs, forward)
+
+
+def pretrained_inputs(source: str) -> Inputs:
+    """Return the example inputs that are made for a Hugging Face model, of which no weights are loaded.
+
+    Raises:
+        CaptureError: there is no such model, or no example can be made.
+        MissingPackageError: transformers is not installed.
+    """
+    return example_inputs(load_pretrained(source, DeferredTensors()), source)
+
+
+def _completed(example: ExampleArguments, model: Any, inputs: ExampleInputs) -> ExampleInputs:
+    """Inputs with the sizes that the command line says are dynamic; an exported program has them already."""
+    if not example.dynamic:
+        return inputs
+    if not isinstance(model, torch.nn.Module):
+        raise OptionError("the sizes of an exported program are fixed or dynamic already: leave out --dynamic")
+    return example.complete(inputs, model.forward)
 
 
 def _refuse_dtype(source: str, dtype: str | None) -> None:
@@ -117,7 +201,10 @@ def _refuse_dtype(source: str, dtype: str | None) -> None:
 
 
 def capture_with_checkpoint(
-    make_model: Callable[[], tuple[Any, ExampleInputs | None]], inputs: Inputs | None, weights: str | os.PathLike[str]
+    make_model: Callable[[], tuple[Any, ExampleInputs | None]],
+    inputs: Inputs | None,
+    weights: str | os.PathLike[str],
+    example: ExampleArguments = NO_EXAMPLE,
 ) -> Capture:
     """Capture a module that a function makes, with weights that stay in a checkpoint as far as possible.
 
@@ -125,6 +212,7 @@ def capture_with_checkpoint(
         make_model: returns the module, and its example inputs or None.
         inputs: example inputs that take precedence.
         weights: the checkpoint, see `read_checkpoint`.
+        example: further sizes that may change.
 
     Raises:
         CaptureError: the checkpoint does not fit the module, or the module cannot be captured.
@@ -138,10 +226,11 @@ def capture_with_checkpoint(
     (model, factory_inputs), deferred = make_with_checkpoint(make_model, module_of, weights)
     if isinstance(factory_inputs, dict):
         raise CaptureError(f"{weights}: weights of a checkpoint are for a model with one entry point")
-    inputs = inputs or factory_inputs or Inputs()
+    completed = _completed(example, model, inputs or factory_inputs or Inputs())
+    assert isinstance(completed, Inputs)
     if deferred is None:
-        return capture_source(model, inputs)
-    return replace(capture_module(model, inputs), deferred=deferred)
+        return capture_source(model, completed)
+    return replace(capture_module(model, completed), deferred=deferred)
 
 
 def _call_factory(source: str) -> tuple[Any, ExampleInputs | None]:
@@ -156,26 +245,3 @@ def _call_factory(source: str) -> tuple[Any, ExampleInputs | None]:
             f"{source}: expected a torch.nn.Module, or a module and its inputs, found {type(model).__name__}"
         )
     return model, inputs
-
-
-def to_inputs(returned: object, reference: str) -> ExampleInputs:
-    """Convert the result of a user's function to inputs.
-
-    Args:
-        returned: the result of the function.
-        reference: the name of the function, for the error.
-
-    Raises:
-        CaptureError: the result is not `Inputs`, a tuple or a dict.
-    """
-    if isinstance(returned, Inputs):
-        return returned
-    if isinstance(returned, dict) and returned and all(isinstance(value, Inputs) for value in returned.values()):
-        return returned
-    if isinstance(returned, dict):
-        return Inputs(kwargs=returned)
-    if isinstance(returned, tuple):
-        return Inputs(args=returned)
-    raise CaptureError(
-        f"{reference}: expected stagepack.Inputs, a tuple or a dict of example inputs, found {type(returned).__name__}"
-    )

@@ -3,7 +3,8 @@
 import contextlib
 import sys
 import tempfile
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ import click
 
 from stagepack.capture.source_path import check_source_path
 from stagepack.cli.command import subcommand
+from stagepack.cli.example_flags import example_flags
 from stagepack.cli.failures import shown_warnings
 from stagepack.cli.machine_report import describe_machine
 from stagepack.cli.output import print_json, print_line, print_table, progress
@@ -18,7 +20,11 @@ from stagepack.cli.run_options import json_option
 from stagepack.errors import StagepackError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from stagepack.capture.diagnosis import CaptureAttempt, FailingModule
+    from stagepack.capture.example_arguments import ExampleArguments
+    from stagepack.capture.inputs import Inputs
     from stagepack.capture.programs import Capture
 
 _SHOWN_CHARACTERS = 220
@@ -35,13 +41,7 @@ _SHOWN_CHARACTERS = 220
     ],
 )
 @click.argument("source", metavar="[SOURCE]", required=False)
-@click.option(
-    "--inputs",
-    "inputs_function",
-    metavar="FILE.py:FUNCTION",
-    show_default="those that SOURCE returns",
-    help="Function that returns the example inputs.",
-)
+@example_flags
 @click.option(
     "--differential",
     is_flag=True,
@@ -50,64 +50,111 @@ _SHOWN_CHARACTERS = 220
 @click.option("--processes", is_flag=True, help="With --differential: start a process for each stage, too.")
 @json_option
 def command(
-    source: str | None, inputs_function: str | None, differential: bool, processes: bool, as_json: bool
+    source: str | None,
+    make_example: "Callable[[], ExampleArguments] | None",
+    differential: bool,
+    processes: bool,
+    as_json: bool,
 ) -> None:
     """Find out why a model cannot be exported, and what would work.
 
     Without SOURCE, the machine is described, for the report of a bug: versions, packages, devices, limits and the cache.
 
-    Tries the ways to capture the model of SOURCE, which is as for 'stagepack export', and if none of the usual ones works, its modules one
-    by one. A model that is captured is written into a temporary folder, loaded, and compared on its example. The code of SOURCE runs. The
-    exit status is 1 if 'stagepack export' cannot write the model, or if --differential finds roads that disagree.
+    Tries the ways to capture the model of SOURCE, which is as for 'stagepack export', or each of its entry points, and if none of the
+    usual ones works, its modules one by one. A model that is captured is written into a temporary folder, loaded, and compared on its
+    example. The code of SOURCE runs. The exit status is 1 if 'stagepack export' cannot write the model, or if --differential finds roads
+    that disagree.
     """
     if processes and not differential:
         raise click.UsageError("--processes requires --differential")
     if source is None:
-        if differential:
-            raise click.UsageError("--differential is for a SOURCE")
+        if differential or make_example is not None:
+            raise click.UsageError("--differential, --inputs, --input and --dynamic are for a SOURCE")
         describe_machine(as_json=as_json)
         return
     check_source_path(source)
     # The output of the model's own code goes to standard error: standard output is for our facts alone.
     with progress("importing torch") as next_step, contextlib.redirect_stdout(sys.stderr):
-        from stagepack.capture.advice import capture_advice  # noqa: PLC0415 - with torch
-        from stagepack.capture.diagnosis import DRAFT, WRITE, find_failing_modules, try_export  # noqa: PLC0415 - torch, slow to import
-        from stagepack.capture.source_argument import load_source_argument  # noqa: PLC0415 - the same
+        from stagepack.capture.source_argument import NO_EXAMPLE, load_functions  # noqa: PLC0415 - torch, slow to import
 
-        model, inputs = load_source_argument(source, inputs_function)
-        attempts: list[CaptureAttempt] = []
-        failing: list[FailingModule] = []
-        captures: list[Capture] = []
-        disagreeing: list[str] = []
-        with shown_warnings(), tempfile.TemporaryDirectory() as folder:
-            for attempt in try_export(model, inputs, lambda capture: _write(capture, Path(folder), captures)):
-                attempts.append(attempt)
-                next_step(f"tried: {attempt.way}")
-            if differential and captures:
-                next_step("comparing roads")
-                disagreeing = _disagreements(captures[0], Path(folder), processes=processes)
-        if attempts[0].error is None and attempts[-1].way != WRITE:
-            next_step("trying the modules")
-            failing = find_failing_modules(model, inputs)
-    errors = [*(attempt.error or "" for attempt in attempts), *(module.error for module in failing)]
-    draft_fails = any(attempt.way == DRAFT and not attempt.has_program for attempt in attempts)
-    advice = capture_advice(errors, draft_fails=draft_fails)
+        functions = load_functions(source, NO_EXAMPLE if make_example is None else make_example())
+        with shown_warnings():
+            diagnoses = {
+                name: _diagnose(model, inputs, next_step, with_roads=differential, processes=processes)
+                for name, (model, inputs) in functions.items()
+            }
+    facts = {name: _facts(diagnosis) for name, diagnosis in diagnoses.items()}
+    if differential:
+        facts = {name: of_name | {"disagreements": diagnoses[name].disagreeing} for name, of_name in facts.items()}
     if as_json:
-        facts = {
-            "source": source,
-            "attempts": [*map(asdict, attempts)],
-            "modules": [*map(asdict, failing)],
-            "advice": advice,
-        }
-        print_json(facts | ({"disagreements": disagreeing} if differential else {}))
+        single = next(iter(facts.values())) if len(facts) == 1 else {"entry_points": facts}
+        print_json({"source": source} | single)
     else:
-        _print_diagnosis(attempts, failing)
-        for sentence in advice:
-            print_line(f"has worked: {sentence}")
-        for line in disagreeing:
-            print_line(f"disagrees: {line}")
-    is_written = attempts[-1].way == WRITE and attempts[-1].error is None
-    sys.exit(0 if is_written and not disagreeing else 1)
+        for name, diagnosis in diagnoses.items():
+            if len(diagnoses) > 1:
+                print_line(f"entry point {name}")
+            _print_diagnosis(diagnosis.attempts, diagnosis.failing)
+            for sentence in diagnosis.advice:
+                print_line(f"has worked: {sentence}")
+            for line in diagnosis.disagreeing:
+                print_line(f"disagrees: {line}")
+    sys.exit(0 if all(diagnosis.is_fine for diagnosis in diagnoses.values()) else 1)
+
+
+@dataclass(kw_only=True)
+class _Diagnosis:
+    """What was found about one entry point."""
+
+    attempts: "list[CaptureAttempt]" = field(default_factory=list)
+    failing: "list[FailingModule]" = field(default_factory=list)
+    advice: list[str] = field(default_factory=list)
+    disagreeing: list[str] = field(default_factory=list)
+    is_fine: bool = False
+
+
+def _diagnose(
+    model: Any, inputs: "Inputs", next_step: "Callable[[str], None]", *, with_roads: bool, processes: bool
+) -> _Diagnosis:
+    """Try the ways to capture a module or to write a program, and then its modules."""
+    from torch.export import ExportedProgram  # noqa: PLC0415 - slow to import
+
+    from stagepack.capture.advice import capture_advice  # noqa: PLC0415 - with torch
+    from stagepack.capture.diagnosis import DRAFT, WRITE, find_failing_modules, try_export, try_program  # noqa: PLC0415 - the same
+    from stagepack.capture.programs import capture_program  # noqa: PLC0415 - the same
+
+    diagnosis = _Diagnosis()
+    captures: list[Capture] = []
+    with tempfile.TemporaryDirectory() as folder:
+        write = partial(_write, folder=Path(folder), captures=captures)
+        if isinstance(model, ExportedProgram):
+            attempts = try_program(capture_program(model, inputs), write)
+        else:
+            attempts = try_export(model, inputs, write)
+        for attempt in attempts:
+            diagnosis.attempts.append(attempt)
+            next_step(f"tried: {attempt.way}")
+        if with_roads and captures:
+            next_step("comparing roads")
+            diagnosis.disagreeing = _disagreements(captures[0], Path(folder), processes=processes)
+    last_attempt = diagnosis.attempts[-1]
+    if diagnosis.attempts[0].error is None and last_attempt.way != WRITE:
+        next_step("trying the modules")
+        diagnosis.failing = find_failing_modules(model, inputs)
+    errors = [attempt.error or "" for attempt in diagnosis.attempts]
+    draft_fails = any(attempt.way == DRAFT and not attempt.has_program for attempt in diagnosis.attempts)
+    diagnosis.advice = capture_advice(
+        [*errors, *(module.error for module in diagnosis.failing)], draft_fails=draft_fails
+    )
+    diagnosis.is_fine = last_attempt.way == WRITE and last_attempt.error is None and not diagnosis.disagreeing
+    return diagnosis
+
+
+def _facts(diagnosis: _Diagnosis) -> dict[str, Any]:
+    return {
+        "attempts": [*map(asdict, diagnosis.attempts)],
+        "modules": [*map(asdict, diagnosis.failing)],
+        "advice": diagnosis.advice,
+    }
 
 
 def _disagreements(capture: "Capture", folder: Path, *, processes: bool) -> list[str]:
@@ -120,7 +167,7 @@ def _disagreements(capture: "Capture", folder: Path, *, processes: bool) -> list
         return [f"the roads cannot be compared: {error}"]
 
 
-def _write(capture: "Capture", folder: Path, captures: "list[Capture]") -> None:
+def _write(capture: "Capture", *, folder: Path, captures: "list[Capture]") -> None:
     """Keep a capture, and write a bundle that is removed afterwards: what loaders refuse is an error."""
     from stagepack.exporter import export_capture  # noqa: PLC0415 - with torch
     from stagepack.partition.cut_options import CutOptions  # noqa: PLC0415 - the same

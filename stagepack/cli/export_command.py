@@ -13,6 +13,7 @@ from stagepack.capture.source_path import check_source_path
 from stagepack.cli.bundle_facts import bundle_facts, each_entry_point, print_written
 from stagepack.cli.command import subcommand
 from stagepack.cli.cut_option_flags import cut_option_flags
+from stagepack.cli.example_flags import example_flags
 from stagepack.cli.failures import shown_warnings
 from stagepack.cli.onnx_command import conversion_facts, print_conversion
 from stagepack.cli.output import finite, print_json, print_line, progress
@@ -25,6 +26,7 @@ from stagepack.format.reader import Bundle
 from stagepack.format.writer import check_output_path
 
 if TYPE_CHECKING:
+    from stagepack.capture.example_arguments import ExampleArguments
     from stagepack.partition.cut_options import CutOptions
 
 
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     "export",
     examples=[
         "stagepack export net.py:make_model -o net.stagepack --stages 4",
+        "stagepack export net.py:Net --input 'x=float32[n=1..64,8]' -o n.stagepack",
         "stagepack export net.pt2 -o net.stagepack --split-at layers.4",
         "stagepack export ./llama -o llama.stagepack --stages 2 --onnx",
         "stagepack export ./llama -o llama.stagepack --dtype bfloat16",
@@ -43,13 +46,7 @@ if TYPE_CHECKING:
 )
 @click.argument("source")
 @click.option("-o", "--out", required=True, type=PathType(), metavar="FOLDER", help="Bundle to write.")
-@click.option(
-    "--inputs",
-    "inputs_function",
-    metavar="FILE.py:FUNCTION",
-    show_default="those that SOURCE returns",
-    help="Function that returns the example inputs: a tuple by position, a dict by name, or stagepack.Inputs.",
-)
+@example_flags
 @click.option(
     "--weights",
     type=PathType(),
@@ -102,6 +99,11 @@ if TYPE_CHECKING:
     help="With --graph-from: namespace of custom operators, or operator of ATen or prims that does not run by default, that may run.",
 )
 @click.option(
+    "--strict",
+    is_flag=True,
+    help="Capture with strict=True of torch.export.export, which traces the Python code in the place of running it.",
+)
+@click.option(
     "--allow-difference",
     is_flag=True,
     help="Write a model whose captured program answers otherwise than the model does; the bundle answers as the program does.",
@@ -115,7 +117,7 @@ def command(
     source: str,
     out: str,
     make_cut_options: "Callable[[], CutOptions] | None",
-    inputs_function: str | None,
+    make_example: "Callable[[], ExampleArguments] | None",
     weights: str | None,
     graph_from: str | None,
     parts: tuple[str, ...],
@@ -124,6 +126,7 @@ def command(
     assets: tuple[str, ...],
     dtype: str | None,
     allow_ops: tuple[str, ...],
+    strict: bool,
     allow_difference: bool,
     with_onnx: bool,
     rtol: float | None,
@@ -150,13 +153,13 @@ def command(
     This runs the code of SOURCE. torch reads parts of a .pt2 file and of a DCP folder with pickle, so they can run code too: export only
     files that you trust.
     """
-    if graph_from is not None and (make_cut_options or inputs_function or weights or dtype or parts or assets):
+    if graph_from is not None and (make_cut_options or make_example or weights or dtype or parts or assets):
         raise click.UsageError(
             "--graph-from takes the inputs, the dtypes, the cut and the assets from the bundle: leave out the other options"
         )
-    if generate is not None and (graph_from or inputs_function or weights or parts):
+    if generate is not None and (graph_from or make_example or weights or parts):
         raise click.UsageError(
-            "--generate makes the inputs itself: leave out --inputs, --weights, --part and --graph-from"
+            "--generate makes the inputs itself: leave out --inputs, --input, --dynamic, --weights, --part and --graph-from"
         )
     if (rtol, atol) != (None, None) and not with_onnx:
         raise click.UsageError("--rtol and --atol require --onnx")
@@ -176,7 +179,8 @@ def command(
     ):
         from stagepack.capture.generation import capture_generating  # noqa: PLC0415 - torch, slow to import
         from stagepack.capture.pretrained_model import model_files  # noqa: PLC0415 - the same
-        from stagepack.capture.source_argument import capture_source_argument  # noqa: PLC0415 - the same
+        from stagepack.capture.programs import strict_captures  # noqa: PLC0415 - the same
+        from stagepack.capture.source_argument import NO_EXAMPLE, capture_source_argument  # noqa: PLC0415 - the same
         from stagepack.exporter import ExportOptions, export_captures  # noqa: PLC0415 - the same
         from stagepack.partition.cut_options import CutOptions  # noqa: PLC0415 - the same
         from stagepack.weight_replacement import replace_weights  # noqa: PLC0415 - the same
@@ -193,7 +197,9 @@ def command(
             cut_options = CutOptions() if make_cut_options is None else make_cut_options()
             next_step("capturing the model")
             if generate is None:
-                captures = capture_source_argument(source, inputs_function, weights, dtype, parts)
+                example = NO_EXAMPLE if make_example is None else make_example()
+                with strict_captures(strict):
+                    captures = capture_source_argument(source, example, weights, dtype, parts)
             else:
                 captures, files = capture_generating(source, generate, generate_batch, dtype)
                 asset_contents = {**files, **asset_contents}

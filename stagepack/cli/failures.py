@@ -16,14 +16,16 @@ from stagepack.extras import missing_package_message
 
 
 class Failure(click.ClickException):
-    """A failed check or bad input: one line on standard error, exit status 1."""
+    """A failed check or bad input: one line on standard error, exit status 1. What follows an empty line of the message is a file."""
 
     exit_code = 1
 
     def show(self, file: Any = None) -> None:
-        """Print the line, if standard error can be written."""
+        """Print the line, and the file to start from if there is one, if standard error can be written."""
+        reason, _, text = self.message.partition("\n\n")
+        lines = [f"stagepack: {' '.join(reason.split())}", *(["", *text.splitlines()] if text else [])]
         try:
-            click.echo(printable(f"stagepack: {' '.join(self.message.split())}"), file=file, err=True)
+            click.echo("\n".join(map(printable, lines)), file=file, err=True)
         except OSError:
             _discard(sys.stderr)
 

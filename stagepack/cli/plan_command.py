@@ -14,6 +14,7 @@ from stagepack.capture.source_path import check_source_path
 from stagepack.cli.command import subcommand
 from stagepack.cli.cut_facts import cut_facts
 from stagepack.cli.cut_option_flags import cut_option_flags
+from stagepack.cli.example_flags import example_flags
 from stagepack.cli.failures import fail, shown_warnings
 from stagepack.cli.output import count_of, print_json, print_line, print_table, progress
 from stagepack.cli.path_options import PathType, digest_option, is_bundle, open_argument
@@ -31,6 +32,7 @@ from stagepack.format.tree import value_names
 from stagepack.partition.operator_costs import estimated_operators
 
 if TYPE_CHECKING:
+    from stagepack.capture.example_arguments import ExampleArguments
     from stagepack.partition.cut_options import CutOptions
     from stagepack.partition.partitioner import Partition
 
@@ -68,13 +70,7 @@ class _PlannedCut(NamedTuple):
 )
 @click.argument("source", metavar="SOURCE|BUNDLE")
 @digest_option
-@click.option(
-    "--inputs",
-    "inputs_function",
-    metavar="FILE.py:FUNCTION",
-    show_default="those that SOURCE returns",
-    help="For a SOURCE: function that returns the example inputs.",
-)
+@example_flags
 @dtype_option
 @partial(cut_option_flags, shows_times=True)
 @click.option(
@@ -96,7 +92,7 @@ class _PlannedCut(NamedTuple):
 def command(
     source: str,
     make_cut_options: "Callable[[], CutOptions] | None",
-    inputs_function: str | None,
+    make_example: "Callable[[], ExampleArguments] | None",
     dtype: str | None,
     out: Path | None,
     overwrite: bool,
@@ -112,16 +108,16 @@ def command(
     if out is not None:
         check_output_file(out, overwrite=overwrite)
     if is_bundle(source):
-        if inputs_function is not None or dtype is not None:
+        if make_example is not None or dtype is not None:
             raise click.UsageError(
-                "--inputs and --dtype are for a SOURCE: a bundle contains its example inputs and weights"
+                "--inputs, --input, --dynamic and --dtype are for a SOURCE: a bundle contains its example inputs and weights"
             )
         with shown_warnings():
             planned = _plan_bundle(open_argument(source), make_cut_options)
     else:
         check_source_path(source)
         with shown_warnings():
-            planned = _plan_source(source, make_cut_options, inputs_function, dtype)
+            planned = _plan_source(source, make_cut_options, make_example, dtype)
     if out is not None:
         from stagepack.partition.plan_file import write_plan  # noqa: PLC0415 - only this option needs it
 
@@ -165,18 +161,19 @@ def _plan_bundle(bundle: Bundle, make_cut_options: "Callable[[], CutOptions] | N
 def _plan_source(
     source: str,
     make_cut_options: "Callable[[], CutOptions] | None",
-    inputs_function: str | None,
+    make_example: "Callable[[], ExampleArguments] | None",
     dtype: str | None,
 ) -> _PlannedCut:
     # The output of the model's own code goes to standard error: standard output is for our facts alone.
     with progress("importing torch") as next_step, contextlib.redirect_stdout(sys.stderr):
-        from stagepack.capture.source_argument import capture_source_argument  # noqa: PLC0415 - torch, slow to import
+        from stagepack.capture.source_argument import NO_EXAMPLE, capture_source_argument  # noqa: PLC0415 - torch, slow to import
         from stagepack.exporter import plan_capture  # noqa: PLC0415 - the same
         from stagepack.partition.cut_options import CutOptions  # noqa: PLC0415 - the same
 
         cut_options = CutOptions() if make_cut_options is None else make_cut_options()
         next_step("capturing the model")
-        captures = capture_source_argument(source, inputs_function, dtype=dtype)
+        example = NO_EXAMPLE if make_example is None else make_example()
+        captures = capture_source_argument(source, example, dtype=dtype)
         if len(captures) > 1:
             fail(f"{source}: expected one entry point, found {', '.join(captures)}: export it, and plan the bundle")
         next_step("planning")

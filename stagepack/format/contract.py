@@ -6,7 +6,7 @@ It works on every object with `shape` and `dtype`, such as torch tensors and num
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -53,19 +53,22 @@ class BoundArgument:
     Attributes:
         location: the location of the object in the call, such as ``batch['input_ids']``, for messages.
         value: the object.
+        parameter: the parameter of the model that it is passed for, if that is the object itself and no container of it.
     """
 
     location: str
     value: Any
+    parameter: str | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
 class _Size:
-    """A size of an argument, and the dimension that it is compared with."""
+    """A size of an argument, and the dimension that it is compared with. The axis is that of the size in a tensor."""
 
     location: str
     dim: Dim
     actual: int
+    axis: int | None = None
 
 
 def bind_call(signature: Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, BoundArgument]:
@@ -92,7 +95,8 @@ def bind_call(signature: Signature, args: tuple[Any, ...], kwargs: Mapping[str, 
             continue
         for location, leaf, value in flatten_tree(parameter.tree, arguments[parameter.name], parameter.name):
             if isinstance(leaf, ValueLeaf):
-                first = bound.setdefault(leaf.name, BoundArgument(location, value))
+                parameter_name = parameter.name if location == parameter.name else None
+                first = bound.setdefault(leaf.name, BoundArgument(location, value, parameter_name))
                 same = first.value is value or (
                     isinstance(value, bool | int | float) and constant_identity(first.value) == constant_identity(value)
                 )
@@ -133,7 +137,8 @@ def check_values(
         for size in _checked_sizes(value, bound[value.name]):
             if isinstance(size.dim, int) and size.actual != size.dim:
                 shape = f"(shape {format_shape(value.shape)})"
-                raise InputError(f"{size.location}: expected {size.dim} {shape}, found {size.actual}")
+                advice = _advice_on_size(bound[value.name].parameter, size.axis)
+                raise InputError(f"{size.location}: expected {size.dim} {shape}, found {size.actual}{advice}")
             if isinstance(size.dim, str):
                 if sizes.setdefault(size.dim, size.actual) != size.actual:
                     first = f"{sizes[size.dim]}, the size of {size.dim!r} in {origins[size.dim].location}"
@@ -251,7 +256,28 @@ def check_constant(leaf: ConstantLeaf | NonFiniteLeaf, argument: Any, location: 
     constant = constant_value(leaf)
     if type(argument) is not type(constant) or constant_identity(argument) != constant_identity(constant):
         shown = repr(argument) if isinstance(argument, None | bool | int | float | str) else type(argument).__name__
-        raise InputError(f"{location} was fixed to {constant!r} at export, found {shown}: export again to change it")
+        advice = _advice_on_constant(constant, argument, location)
+        raise InputError(f"{location} was fixed to {constant!r} at export, found {shown}: {advice}")
+
+
+def _advice_on_constant(constant: object, argument: object, location: str) -> str:
+    """How to export a model so that an argument may have this and other values."""
+    if type(constant) is int and type(argument) is int:
+        flag = f" (--dynamic {location})" if location.isidentifier() else ""
+        return f"export again with dynamic_shapes={{{location!r}: torch.export.Dim.DYNAMIC}}{flag}, if the model takes any number"
+    if constant is None:
+        return (
+            f"export again with an example that has {location}, and with an entry point for each if it may be None too"
+        )
+    return f"export again with an example that has this {location}, and with an entry point for each value"
+
+
+def _advice_on_size(parameter_name: str | None, axis: int | None) -> str:
+    """How to export a model so that a size of an argument may change; nothing for the value of a stage, which no caller passes."""
+    if parameter_name is None:
+        return ""
+    dynamic_shapes = f"{{{parameter_name!r}: {{{axis}: torch.export.Dim.DYNAMIC}}}}"
+    return f": the size is fixed: export again with dynamic_shapes={dynamic_shapes} (--dynamic {parameter_name}:{axis}) to change it"
 
 
 def _arguments_by_parameter(signature: Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -295,7 +321,7 @@ def _checked_sizes(value: Value | Edge, argument: BoundArgument) -> Iterable[_Si
             f"{location}: expected {len(value.shape)} dimensions {expected_shape}, found the shape {list(shape)}"
         )
     return [
-        _Size(f"{location}: dimension {index}", dim, size)
+        _Size(f"{location}: dimension {index}", dim, size, index)
         for index, (dim, size) in enumerate(zip(value.shape, shape, strict=True))
     ]
 

@@ -83,7 +83,11 @@ def test_a_call_that_does_not_fit_names_the_argument(args: tuple[Any, ...], kwar
 @pytest.mark.parametrize(
     ("fixed", "given", "says"),
     [
-        (False, True, r"^flag was fixed to False at export, found True: export again to change it$"),
+        (
+            False,
+            True,
+            "^flag was fixed to False at export, found True: export again with an example that has this flag",
+        ),
         (False, 0, "found 0"),
         (1, True, "fixed to 1 at export, found True"),
         (1, 1.0, r"found 1\.0"),

@@ -480,6 +480,22 @@ def test_fake_tensors_and_the_mode_that_sees_operators() -> None:
             parameter.sum().item()
 
 
+def test_shapes_are_computed_without_data_except_whole_numbers() -> None:
+    layer, numbers, rows = torch.nn.Linear(3, 2), torch.tensor([2, 3]), torch.ones(5, 3)
+    with canary("example inputs of transformers' models are not tried before the capture"):
+        with torch_internals.computing_shapes(layer) as mode:
+            number = torch_internals.tensor_without_data(mode, numbers)
+            assert number.tolist() == [2, 3]
+            result = layer(torch_internals.tensor_without_data(mode, rows))[: int(number.sum())]
+            assert torch.compiler.is_compiling()
+            with pytest.raises(torch_internals.NO_DATA_ERRORS):
+                result.sum().item()
+        assert isinstance(result, torch_internals.FakeTensor)
+        assert result.shape == (5, 2)
+        assert not torch.compiler.is_compiling()
+        assert not isinstance(layer.weight, torch_internals.FakeTensor)
+
+
 def test_checkpoint_tensors_of_transformers_can_be_replaced(tmp_path: Path) -> None:
     model = transformers.LlamaModel(
         transformers.LlamaConfig(

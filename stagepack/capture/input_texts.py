@@ -1,0 +1,309 @@
+"""Example inputs as text, such as ``x=float32[batch=2..512,64]``, and as files of arrays and images.
+
+Grammar::
+
+    INPUT = [NAME "="] "@" FILE | NAME "=" (TENSOR | NUMBER | "true" | "false" | "none")
+    TENSOR = DTYPE "[" [SIZE {"," SIZE}] "]"
+    SIZE = a number | DIMENSION
+    DIMENSION = SYMBOL ["=" MIN ".." [MAX]]
+    DYNAMIC = NAME [":" AXIS ["=" DIMENSION]]
+
+A size with a symbol may change, and is the same wherever the symbol is. A .npz or .safetensors FILE without NAME has an input for each of
+its arrays. DYNAMIC makes a size of an input dynamic, or an input that is a whole number.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from torch.export import Dim
+
+from stagepack.capture.example_tensors import random_tensor
+from stagepack.capture.inputs import Inputs, inputs_by_parameter
+from stagepack.errors import MissingPackageError, OptionError
+
+# Makes the example inputs of a model, of which an image becomes one.
+MakeInputs = Callable[[], Inputs]
+
+_INPUT: Final = re.compile(r"(?:(?P<name>[^\W\d]\w*)\s*=\s*)?(?P<value>.+)", re.DOTALL)
+_TENSOR: Final = re.compile(r"(?P<dtype>\w+)\s*\[(?P<sizes>[^\]]*)\]")
+_DIMENSION: Final = re.compile(r"(?P<symbol>[^\W\d]\w*)(?:\s*=\s*(?P<min>\d+)\s*\.\.\s*(?P<max>\d+)?)?")
+_DYNAMIC: Final = re.compile(r"(?P<name>[^\W\d]\w*)(?::(?P<axis>\d+)(?:=(?P<dimension>.+))?)?")
+_WORDS: Final[Mapping[str, bool | None]] = {"true": True, "false": False, "none": None}
+_DTYPES: Final = {"bool": torch.bool} | {
+    dtype_name: dtype
+    for dtype_name, dtype in vars(torch).items()
+    if isinstance(dtype, torch.dtype) and str(dtype) == f"torch.{dtype_name}"
+}
+_IMAGE_SUFFIXES: Final = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
+_MOST_ELEMENTS: Final = 2**31
+
+
+@dataclass(slots=True)
+class _Symbols:
+    """The dynamic sizes of all inputs, by their names."""
+
+    dims: dict[str, Dim] = field(default_factory=dict)
+
+    def add(self, input_text: str, dimension: str) -> str:
+        """Add a dimension, and return its symbol. A range may be stated anywhere, once."""
+        stated = _DIMENSION.fullmatch(dimension.strip())
+        if stated is None:
+            raise OptionError(
+                f"{input_text}: expected a size such as 64, batch or batch=2..512, found {dimension.strip() or 'nothing'}"
+            )
+        symbol = stated["symbol"]
+        if stated["min"] is None:
+            self.dims.setdefault(symbol, Dim(symbol))
+            return symbol
+        smallest, largest = int(stated["min"]), None if stated["max"] is None else int(stated["max"])
+        if largest is not None and largest <= smallest:
+            raise OptionError(
+                f"{input_text}: expected a range of two sizes or more for {symbol}, found {smallest} to {largest}"
+            )
+        dim, known_dim = Dim(symbol, min=smallest, max=largest), self.dims.get(symbol)
+        if known_dim is not None and (known_dim.min, known_dim.max) not in ((dim.min, dim.max), _any_size()):
+            raise OptionError(
+                f"{input_text}: {symbol} has another range elsewhere: state it once, and then its name alone"
+            )
+        self.dims[symbol] = dim
+        return symbol
+
+    def example_size(self, symbol: str) -> int:
+        """A size of the range: no 0 or 1, which torch may fix, and for each symbol another one, so that none are equal by chance."""
+        dim = self.dims[symbol]
+        size = max(dim.min, 2) + [*self.dims].index(symbol)
+        return min(size, dim.max) if isinstance(dim.max, int) else size
+
+
+@dataclass(frozen=True, slots=True)
+class _Described:
+    """A tensor as a text describes it: its sizes are numbers, or symbols."""
+
+    dtype: torch.dtype
+    sizes: tuple[int | str, ...]
+
+
+def parse_inputs(input_texts: str | Iterable[str], make_inputs: MakeInputs | None = None) -> Inputs:
+    """Return the example inputs that texts describe, by their names.
+
+    Args:
+        input_texts: the texts, see the grammar of this module.
+        make_inputs: makes the example inputs of a model of images; an image without a name takes the place of one of them. With a name it
+            becomes numbers from 0 to 1 of shape ``[1, 3, height, width]``.
+
+    Raises:
+        OptionError: a text does not follow the grammar, a file cannot be read, or a name is missing or there twice.
+    """
+    symbols = _Symbols()
+    described: dict[str, Any] = {}
+    made_inputs = Inputs()
+    for input_text in [input_texts] if isinstance(input_texts, str) else input_texts:
+        if (
+            make_inputs is not None
+            and input_text.strip().startswith("@")
+            and Path(input_text.strip()).suffix.lower() in _IMAGE_SUFFIXES
+        ):
+            made_inputs = make_inputs()
+            values = _image_in_place(input_text, made_inputs)
+        else:
+            values = _parse(input_text, symbols)
+        for input_name, value in values.items():
+            if input_name in described:
+                raise OptionError(f"{input_text}: the input {input_name} is there twice")
+            described[input_name] = value
+    kwargs, dynamic_shapes = dict(made_inputs.kwargs), dict(made_inputs.dynamic_shapes or {})
+    for input_name, value in described.items():
+        kwargs[input_name] = _example(input_name, value, symbols) if isinstance(value, _Described) else value
+        if isinstance(value, _Described):
+            dims = {axis: symbols.dims[size] for axis, size in enumerate(value.sizes) if isinstance(size, str)}
+            dynamic_shapes[input_name] = dims
+    return Inputs(
+        kwargs=kwargs, dynamic_shapes={input_name: dims for input_name, dims in dynamic_shapes.items() if dims} or None
+    )
+
+
+def _image_in_place(input_text: str, made_inputs: Inputs) -> dict[str, torch.Tensor]:
+    """An image as the input of a model that takes images of one size."""
+    images = {
+        input_name: value
+        for input_name, value in made_inputs.kwargs.items()
+        if isinstance(value, torch.Tensor)
+        and value.ndim == 4
+        and value.is_floating_point()
+        and value.shape[1] in (1, 3)
+    }
+    if not images:
+        raise OptionError(
+            f"{input_text}: the model takes no image [batch, channels, height, width]: name an input, NAME={input_text}"
+        )
+    input_name, example = next(iter(images.items()))
+    path, (height, width) = Path(input_text.strip()[1:]), example.shape[2:]
+    image = _from_file(
+        input_text, path, lambda: image_tensor(path, (height, width), "L" if example.shape[1] == 1 else "RGB")
+    )
+    return {input_name: image.to(example.dtype).repeat(example.shape[0], 1, 1, 1)}
+
+
+def with_dynamic_sizes(inputs: Inputs, input_texts: Iterable[str], forward: Callable[..., Any]) -> Inputs:
+    """Return inputs of which further sizes may change.
+
+    Args:
+        inputs: the inputs.
+        input_texts: the sizes, see DYNAMIC in the grammar of this module.
+        forward: the function that takes the inputs.
+
+    Raises:
+        OptionError: a text does not follow the grammar, or names no size of an input.
+    """
+    shapes, symbols, values = inputs.dynamic_shapes, _Symbols(), inputs_by_parameter(forward, inputs)
+    if not isinstance(shapes, Mapping | None):
+        raise OptionError(
+            "dynamic: the dynamic_shapes of the inputs are no dict by the names of parameters: state all sizes there"
+        )
+    dynamic_shapes = dict(shapes or {})
+    parsed = []
+    for input_text in input_texts:
+        stated = _DYNAMIC.fullmatch(input_text.strip())
+        if stated is None:
+            raise OptionError(
+                f"{input_text}: expected NAME:AXIS=SYMBOL, such as x:0=batch or x:0=batch=2..512, or the NAME of a number"
+            )
+        parsed.append((input_text, stated, stated["dimension"] and symbols.add(input_text, stated["dimension"])))
+    for input_text, stated, symbol in parsed:
+        input_name, axis = stated["name"], stated["axis"]
+        if input_name not in values:
+            raise OptionError(
+                f"{input_text}: expected one of the inputs {', '.join(values) or '(none)'}, found {input_name}"
+            )
+        value = values[input_name]
+        if axis is None:
+            if type(value) is not int:
+                raise OptionError(
+                    f"{input_text}: {input_name} is no whole number: name a dimension of it, such as {input_name}:0=batch"
+                )
+            dynamic_shapes[input_name] = Dim.DYNAMIC
+        elif not isinstance(value, torch.Tensor | np.ndarray) or int(axis) >= value.ndim:
+            kind = f"{value.ndim} dimensions" if isinstance(value, torch.Tensor | np.ndarray) else type(value).__name__
+            raise OptionError(f"{input_text}: expected a dimension of a tensor, found {input_name} with {kind}")
+        else:
+            dim = Dim.DYNAMIC if symbol is None else symbols.dims[symbol]
+            of_name = dynamic_shapes.get(input_name) or {}
+            of_axis = of_name if isinstance(of_name, Mapping) else dict(enumerate(of_name))
+            dynamic_shapes[input_name] = {**of_axis, int(axis): dim}
+    return replace(inputs, dynamic_shapes=dynamic_shapes)
+
+
+def _any_size() -> tuple[Any, Any]:
+    dim = Dim("any")
+    return dim.min, dim.max
+
+
+def _parse(input_text: str, symbols: _Symbols) -> dict[str, Any]:
+    """The inputs of a text, by name."""
+    stated = _INPUT.fullmatch(input_text.strip())
+    input_name, value = (None, "") if stated is None else (stated["name"], stated["value"].strip())
+    if value.startswith("@"):
+        return _read(input_text, input_name, Path(value[1:]))
+    if input_name is not None and value.lower() in _WORDS:
+        return {input_name: _WORDS[value.lower()]}
+    if input_name is not None and (number_value := _parsed_number(value)) is not None:
+        return {input_name: number_value}
+    tensor = None if input_name is None else _TENSOR.fullmatch(value)
+    if input_name is None or tensor is None:
+        raise OptionError(
+            f"{input_text}: expected NAME=DTYPE[SIZES] such as x=float32[batch=2..512,64], NAME=3, NAME=true, NAME=none, or [NAME=]@FILE"
+        )
+    if tensor["dtype"] not in _DTYPES:
+        raise OptionError(
+            f"{input_text}: expected a dtype of torch such as float32, int64 or bool, found {tensor['dtype']}"
+        )
+    sizes = [size.strip() for size in tensor["sizes"].split(",")] if tensor["sizes"].strip() else []
+    return {
+        input_name: _Described(
+            _DTYPES[tensor["dtype"]],
+            tuple(int(size) if size.isdecimal() else symbols.add(input_text, size) for size in sizes),
+        )
+    }
+
+
+def _parsed_number(input_text: str) -> int | float | None:
+    for convert in (int, float):
+        try:
+            return convert(input_text)
+        except ValueError:
+            pass
+    return None
+
+
+def _example(input_name: str, described: _Described, symbols: _Symbols) -> torch.Tensor:
+    """Random numbers, or ones of other dtypes: they are tokens, masks and numbers of things."""
+    shape = [symbols.example_size(size) if isinstance(size, str) else size for size in described.sizes]
+    if int(np.prod(shape, dtype=object)) > _MOST_ELEMENTS:
+        raise OptionError(f"{input_name}: the example would have over {_MOST_ELEMENTS} elements: state smaller sizes")
+    is_float = described.dtype.is_floating_point and described.dtype.itemsize > 1
+    return random_tensor(described.dtype, *shape) if is_float else torch.ones(shape).to(described.dtype)
+
+
+def _read(input_text: str, input_name: str | None, path: Path) -> dict[str, Any]:
+    """The inputs that a file has, by name."""
+    arrays = _from_file(input_text, path, lambda: _arrays(path))
+    if input_name is None:
+        if "" in arrays:
+            raise OptionError(f"{input_text}: name the input: NAME=@{path}")
+        return {key: torch.as_tensor(array) for key, array in arrays.items()}
+    array = arrays.get(input_name, next(iter(arrays.values())) if len(arrays) == 1 else None)
+    if array is None:
+        raise OptionError(f"{input_text}: {path} has no array {input_name}: it has {', '.join(arrays) or 'none'}")
+    return {input_name: torch.as_tensor(array)}
+
+
+def _from_file(input_text: str, path: Path, read: Callable[[], Any]) -> Any:
+    try:
+        return read()
+    except ModuleNotFoundError as error:
+        raise MissingPackageError(
+            f"{input_text}: the package {error.name!r} is not installed: pip install pillow", name=error.name
+        ) from error
+    except FileNotFoundError:
+        raise OptionError(f"{input_text}: no such file: {path}") from None
+    except Exception as error:
+        # numpy, safetensors and Pillow raise many kinds.
+        raise OptionError(f"{input_text}: cannot read {path}: {error}") from error
+
+
+def _arrays(path: Path) -> Mapping[str, Any]:
+    """The arrays of a file by name; that of a file of one has an empty name."""
+    suffix = path.suffix.lower()
+    if suffix in _IMAGE_SUFFIXES:
+        return {"": image_tensor(path)}
+    if suffix == ".safetensors":
+        return load_file(path)
+    if suffix not in (".npz", ".npy"):
+        raise ValueError("expected a file .npz, .npy, .safetensors or an image")
+    loaded = np.load(path, allow_pickle=False)
+    return {"": loaded} if isinstance(loaded, np.ndarray) else {key: loaded[key] for key in loaded.files}
+
+
+def image_tensor(path: Path, size: tuple[int, int] | None = None, mode: str = "RGB") -> torch.Tensor:
+    """Return an image as numbers from 0 to 1, ``[1, channels, height, width]``.
+
+    Args:
+        path: the file.
+        size: the height and the width to scale it to.
+        mode: what a pixel has, as Pillow names it.
+    """
+    from PIL import Image  # noqa: PLC0415 - only for images
+
+    with Image.open(path) as opened:
+        image = opened.convert(mode)
+    if size is not None:
+        image = image.resize((size[1], size[0]))
+    pixels = torch.from_numpy(np.array(image, dtype=np.float32) / 255)
+    pixels_chw = pixels.permute(2, 0, 1) if pixels.ndim == 3 else pixels[None]
+    return pixels_chw[None].contiguous()

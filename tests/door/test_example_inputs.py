@@ -1,0 +1,111 @@
+"""Models of transformers are exported without a word about their inputs: these come from their names, processor and configuration."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import stagepack
+from stagepack.capture.example_inputs import example_inputs, model_examples
+from stagepack.errors import CaptureError
+from tests.hostile.attack import run
+from tests.zoo.architectures.multimodal import TEXT, VISION
+
+
+@pytest.fixture(scope="module")
+def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a small CLIP."""
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("models") / "clip"
+    config = transformers.CLIPConfig(
+        text_config={**TEXT, "num_hidden_layers": 1},
+        vision_config={**VISION, "num_hidden_layers": 1},
+        projection_dim=16,
+    )
+    transformers.CLIPModel(config).save_pretrained(folder)
+    return folder
+
+
+def test_clip_takes_other_numbers_of_texts_and_of_images(clip: Path, tmp_path: Path) -> None:
+    bundle = stagepack.export(clip, out=tmp_path / "m.stagepack")
+    inputs = {edge.name: edge.shape for edge in bundle.edges if edge.producer is None}
+    assert inputs == {
+        "input_ids": ("batch", "sequence"),
+        "attention_mask": ("batch", "sequence"),
+        "pixel_values": ("images", 3, 32, 32),
+    }
+    ids, pixels = torch.randint(3, 128, (3, 5)), torch.randn(1, 3, 32, 32)
+    with torch.no_grad():
+        expected = transformers.CLIPModel.from_pretrained(clip)(ids, pixels, torch.ones_like(ids))
+    answer = stagepack.load(bundle)(ids, pixels, torch.ones_like(ids))
+    assert torch.equal(answer["logits_per_text"], expected.logits_per_text)
+
+
+def test_parts_of_clip_become_entry_points(clip: Path, tmp_path: Path) -> None:
+    out = str(tmp_path / "m.stagepack")
+    assert run("export", str(clip), "-o", out, "--part", "text_model", "--part", "vision_model").exit_code == 0
+    assert [entry_point.name for entry_point in stagepack.open(out).entry_points] == ["text_model", "vision_model"]
+
+
+def test_the_processor_of_a_folder_says_how_large_images_are(tmp_path: Path) -> None:
+    config = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8, 8], depths=[1, 1])
+    model = transformers.ResNetModel(config).eval()
+    assert example_inputs(model).kwargs["pixel_values"].shape == (2, 3, 224, 224)
+    transformers.ViTImageProcessor(size={"height": 48, "width": 64}).save_pretrained(tmp_path)
+    assert example_inputs(model, str(tmp_path)).kwargs["pixel_values"].shape == (2, 3, 48, 64)
+
+
+def test_texts_begin_with_the_tokens_that_stand_for_an_image() -> None:
+    config = transformers.LlavaConfig(
+        text_config={**TEXT, "model_type": "llama", "num_key_value_heads": 2, "num_hidden_layers": 1},
+        vision_config={**VISION, "model_type": "clip_vision_model", "num_hidden_layers": 2},
+        image_token_index=127,
+    )
+    model = transformers.LlavaForConditionalGeneration(config).eval()
+    example, text_alone = model_examples(model)
+    assert (example.inputs.kwargs["input_ids"] == 127).sum(dim=1).tolist() == [16, 16]
+    assert text_alone.left_out == ("image",)
+    with torch.no_grad():
+        assert model(**example.inputs.kwargs).logits.shape == (2, 24, 128)
+
+
+def test_speech_and_spectrograms_have_the_shapes_of_their_feature_extractors() -> None:
+    small: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 1,
+    }
+    spectrogram = transformers.ASTModel(transformers.ASTConfig(**small)).eval()
+    assert example_inputs(spectrogram).kwargs["input_values"].shape == (2, 1024, 128)
+    bert = transformers.Wav2Vec2BertConfig(**small, feature_projection_input_dim=160, add_adapter=False)
+    shape = example_inputs(transformers.Wav2Vec2BertModel(bert).eval()).kwargs["input_features"].shape
+    assert (shape[0], shape[2]) == (2, 160)
+
+
+def test_a_model_whose_inputs_are_not_known_gets_a_file_to_start_from(tmp_path: Path) -> None:
+    config = transformers.LukeConfig(
+        vocab_size=64, entity_vocab_size=16, hidden_size=16, num_attention_heads=2, num_hidden_layers=1,
+        intermediate_size=16, entity_emb_size=16,
+    )  # fmt: skip
+    transformers.LukeForEntityClassification(config).save_pretrained(tmp_path / "luke")
+    failed = run("export", str(tmp_path / "luke"), "-o", str(tmp_path / "m.stagepack"))
+    line, _, text = failed.stderr.partition("\n\n")
+    assert failed.exit_code == 1
+    assert "--inputs inputs.py:inputs" in line
+    functions: dict[str, object] = {}
+    exec(compile(text, "inputs.py", "exec"), functions)  # noqa: S102 - the file that a user would run
+    assert "input_ids" in functions["inputs"]()  # type: ignore[operator]
+
+
+def test_an_error_in_python_has_the_file_too() -> None:
+    config = transformers.BertConfig(
+        vocab_size=32, hidden_size=16, num_attention_heads=2, num_hidden_layers=1, intermediate_size=16
+    )
+    model = transformers.BertModel(config)
+    model.main_input_name = "something"
+    model.input_modalities = []
+    with pytest.raises(CaptureError, match=r"inputs\.py:inputs\n\nimport torch"):
+        example_inputs(model)

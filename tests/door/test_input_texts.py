@@ -1,0 +1,205 @@
+"""Example inputs are stated as text, on the command line and in Python."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.export import Dim
+
+import stagepack
+from stagepack.capture.example_arguments import stated_inputs
+from stagepack.capture.input_texts import image_tensor, parse_inputs, with_dynamic_sizes
+from stagepack.capture.inputs import Inputs
+from stagepack.errors import InputError, OptionError
+from tests.hostile.attack import command_fails, run
+
+MODEL = """
+import torch
+
+
+class Scale(torch.nn.Module):
+    def forward(self, x, n=1, mask=None):
+        y = x * n
+        return y if mask is None else y * mask
+
+
+def made():
+    return Scale(), {"x": torch.ones(4, 6)}
+"""
+
+
+class Scale(torch.nn.Module):
+    def forward(self, x: torch.Tensor, n: int = 1, mask: torch.Tensor | None = None) -> torch.Tensor:
+        return x * n if mask is None else x * n * mask
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with a model."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "scale.py").write_text(MODEL)
+    return tmp_path
+
+
+def test_a_tensor_has_a_dtype_sizes_and_named_ranges() -> None:
+    inputs = parse_inputs(["x = float16[batch=2..512, 64]", "ids=int64[batch,length=1..]", "flag=bool[]"])
+    assert inputs.kwargs["x"].dtype == torch.float16
+    assert inputs.kwargs["x"].shape[1:] == (64,)
+    assert inputs.kwargs["x"].shape[0] == inputs.kwargs["ids"].shape[0]
+    assert inputs.kwargs["ids"].unique().tolist() == [1]
+    assert inputs.kwargs["flag"].shape == ()
+    batch, length = inputs.dynamic_shapes["ids"].values()
+    assert inputs.dynamic_shapes["x"] == {0: batch}
+    assert (batch.__name__, batch.min, batch.max, length.min) == ("batch", 2, 512, 1)
+    assert inputs.kwargs["ids"].shape[0] != inputs.kwargs["ids"].shape[1]
+    assert torch.equal(parse_inputs("x=float32[3]").kwargs["x"], parse_inputs("x=float32[3]").kwargs["x"])
+
+
+def test_numbers_words_and_files_are_inputs(folder: Path) -> None:
+    np.savez("two.npz", x=np.ones((2, 3), np.float32), y=np.zeros(4, np.int64))
+    np.save("one.npy", np.ones(5))
+    Image.fromarray(np.full((4, 8, 3), 255, np.uint8)).save("white.png")
+    texts = ["@two.npz", "z=@one.npy", "image=@white.png", "n=3", "p=-1e-3", "flag=TRUE", "mask=none"]
+    kwargs = parse_inputs(texts).kwargs
+    assert {name: tuple(kwargs[name].shape) for name in ("x", "y", "z", "image")} == {
+        "x": (2, 3),
+        "y": (4,),
+        "z": (5,),
+        "image": (1, 3, 4, 8),
+    }
+    assert (kwargs["n"], kwargs["p"], kwargs["flag"], kwargs["mask"]) == (3, -1e-3, True, None)
+    assert kwargs["image"].unique().tolist() == [1.0]
+    assert image_tensor(folder / "white.png", (2, 3), "L").shape == (1, 1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("texts", "says"),
+    [
+        (["x"], "expected NAME=DTYPE"),
+        (["float32[2]"], "expected NAME=DTYPE"),
+        (["x=float33[2]"], "expected a dtype of torch such as float32, int64 or bool, found float33"),
+        (["x=float32[2,]"], "found nothing"),
+        (["x=float32[-1]"], "expected a size such as 64, batch or batch=2..512, found -1"),
+        (["x=float32[b=5..2]"], "expected a range of two sizes or more for b, found 5 to 2"),
+        (["x=float32[b=2..5]", "y=float32[b=2..6]"], "b has another range elsewhere"),
+        (["x=float32[999999,999999]"], "state smaller sizes"),
+        (["n=1", "n=2"], "the input n is there twice"),
+        (["x=@nowhere.npz"], "no such file: nowhere.npz"),
+        (["x=@scale.py"], "expected a file .npz, .npy, .safetensors or an image"),
+        (["@one.npy"], "name the input: NAME=@one.npy"),
+        (["y=@pickled.npy"], "cannot read pickled.npy"),
+        (["y=@broken.png"], "cannot read broken.png"),
+        (["z=@two.npz"], "has no array z: it has x, y"),
+    ],
+)  # fmt: skip
+def test_a_text_that_states_no_input_is_explained(texts: list[str], says: str, folder: Path) -> None:
+    np.save("one.npy", np.ones(5))
+    np.savez("two.npz", x=np.ones(1), y=np.ones(1))
+    np.save("pickled.npy", np.array([{}], dtype=object), allow_pickle=True)
+    (folder / "broken.png").write_text("no image")
+    with pytest.raises(OptionError) as raised:
+        parse_inputs(texts)
+    assert says in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("x0", "expected one of the inputs x, n"),
+        ("x", "x is no whole number: name a dimension of it, such as x:0=batch"),
+        ("x:2=b", "found x with 2 dimensions"),
+        ("n:0=b", "found n with int"),
+        ("x:b", "expected NAME:AXIS=SYMBOL"),
+    ],
+)
+def test_a_dynamic_size_must_be_one_of_the_example(text: str, says: str) -> None:
+    with pytest.raises(OptionError) as raised:
+        with_dynamic_sizes(Inputs(args=(torch.ones(2, 3), 4)), [text], Scale().forward)
+    assert says in str(raised.value)
+
+
+def test_dynamic_sizes_join_those_of_the_example() -> None:
+    rows = Dim("rows")
+    inputs = Inputs(args=(torch.ones(2, 3), 4), dynamic_shapes={"x": {0: rows}})
+    shapes = with_dynamic_sizes(inputs, ["x:1=columns=2..9", "n"], Scale().forward).dynamic_shapes
+    assert shapes["x"][0] is rows
+    assert (shapes["x"][1].__name__, shapes["x"][1].max) == ("columns", 9)
+    assert shapes["n"] == Dim.DYNAMIC
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["scale.py:Scale", "--input", "x=float32[batch=1..64,6]", "--input", "n=3", "--dynamic", "n"],
+        ["scale.py:made", "--dynamic", "x:0=batch=1..64"],
+    ],
+)
+def test_the_command_exports_with_inputs_as_text(arguments: list[str], folder: Path) -> None:
+    assert run("export", *arguments, "-o", "m.stagepack").exit_code == 0
+    bundle = stagepack.open("m.stagepack")
+    assert bundle.edges[0].shape == ("batch", 6)
+    symbols = {symbol.name: (symbol.min, symbol.max) for symbol in bundle.entry_point.symbols}
+    assert symbols["batch"] == (1, 64)
+    x = torch.randn(5, 6)
+    expected = x * 7 if "n" in arguments else x
+    kwargs: dict[str, Any] = {"n": 7} if "n" in arguments else {}
+    assert torch.equal(stagepack.load(bundle)(x=x, **kwargs), expected)
+
+
+def test_python_takes_the_same_texts(tmp_path: Path) -> None:
+    texts = ["x=float32[batch=1..64,6]", "n=3"]
+    bundle = stagepack.export(Scale(), inputs=texts, out=tmp_path / "m.stagepack")
+    assert bundle.edges[0].shape == ("batch", 6)
+    by_name = stated_inputs({"x": "float32[batch=1..64,6]", "n": 3})
+    assert by_name.dynamic_shapes["x"][0].max == 64
+    assert by_name.kwargs["n"] == 3
+    with pytest.raises(OptionError, match="leave these out"):
+        stagepack.export(Scale(), (torch.ones(1),), inputs=texts, out=tmp_path / "n.stagepack")
+
+
+def test_two_ways_to_state_inputs_are_refused(folder: Path) -> None:
+    failed = run("export", "scale.py:made", "--inputs", "scale.py:made", "--input", "n=3", "-o", "m")
+    assert failed.exit_code == 2
+    assert "--inputs and --input cannot be used together" in failed.stderr
+    command_fails(
+        "export",
+        "scale.py:Scale",
+        "--input",
+        "y=float32[2]",
+        "-o",
+        "m",
+        says="Scale: forward has no parameter y: it takes x, n, mask",
+    )
+
+
+def test_a_fixed_value_says_how_to_open_it(tmp_path: Path) -> None:
+    pipe = stagepack.load(stagepack.export(Scale(), (torch.ones(2, 3), 3), out=tmp_path / "m.stagepack"))
+    for call, says in (
+        (
+            lambda: pipe(torch.ones(2, 3), 5),
+            r"n was fixed to 3 .* dynamic_shapes=\{'n': torch.export.Dim.DYNAMIC\} \(--dynamic n\)",
+        ),
+        (
+            lambda: pipe(torch.ones(2, 3), 3, torch.ones(2, 3)),
+            "mask was fixed to None .* an example that has mask, and with an entry point",
+        ),
+        (
+            lambda: pipe(torch.ones(5, 3), 3),
+            r"dynamic_shapes=\{'x': \{0: torch.export.Dim.DYNAMIC\}\} \(--dynamic x:0\)",
+        ),
+    ):
+        with pytest.raises(InputError, match=says):
+            call()
+
+
+def test_an_image_takes_the_place_of_the_example_of_an_image_model(tmp_path: Path) -> None:
+    Image.fromarray(np.full((4, 8, 3), 255, np.uint8)).save(tmp_path / "white.png")
+    made = Inputs(
+        kwargs={"pixel_values": torch.zeros(2, 3, 16, 16)}, dynamic_shapes={"pixel_values": {0: Dim("batch")}}
+    )
+    inputs = parse_inputs([f"@{tmp_path / 'white.png'}"], lambda: made)
+    assert torch.equal(inputs.kwargs["pixel_values"], torch.ones(2, 3, 16, 16))
+    assert inputs.dynamic_shapes == made.dynamic_shapes
