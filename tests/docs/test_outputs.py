@@ -42,7 +42,7 @@ def console(*lines: str, above: str = "") -> str:
         ),
         (
             console(f"$ {FAILED_TESTS}", above="<!-- fails: a reason -->"),
-            console(f"$ {FAILED_TESTS}", "1 failed, 2 passed in 0.10s", above="<!-- fails: a reason -->"),
+            console(f"$ {FAILED_TESTS}", "1 failed, … passed in … s", above="<!-- fails: a reason -->"),
         ),
     ],
 )
@@ -55,7 +55,7 @@ def test_outputs_and_stated_failures_are_written(before: str, after: str, page: 
     [
         (console("$ false"), r"line 2: the block fails with \[exit status 1\]"),
         (console("$ exit 2", "[exit status 1]"), r"\[exit status 2\]"),
-        (console(f"$ {FAILED_TESTS}"), "failed tests: 1 failed, 2 passed"),
+        (console(f"$ {FAILED_TESTS}"), "failed tests: 1 failed, … passed"),
         (console("$ echo '2 errors in 0.10s'"), "failed tests: 2 errors"),
         (console(f"$ {TRACEBACK}"), "a traceback"),
         (console(f"$ {INTERNAL_ERROR}"), "an internal error"),
