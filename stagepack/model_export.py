@@ -81,7 +81,7 @@ def export(
         kwargs: example inputs by name.
         inputs: the example inputs in one argument, in the place of `args`, `kwargs` and `dynamic_shapes`: `Inputs`; or texts, such as
             ``"x=float32[batch=2..512,64]"``, where ``batch`` may change, ``"n=3"`` and ``"x=@x.npy"``; or a dict of inputs and texts by
-            name. The guide "Inputs as text" has the grammar.
+            name. The guide "Optional and integer inputs" has the grammar.
         out: the folder to write; it must not exist unless `overwrite` is true.
         entry_points: the example inputs of several functions of `model`, by their paths in it: a method (``"encode"``), a module
             (``"text_model"``), or a method of a module (``"vae.decode"``). Each becomes an entry point of the bundle, named by its path
