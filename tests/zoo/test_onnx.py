@@ -22,6 +22,8 @@ def test_cut_is_as_right_as_whole(case: Case, tmp_path: Path) -> None:
     capture = case.capture()
     found = cut(case, capture, tmp_path)
     if whole(capture, tmp_path) == RIGHT:
-        assert found == (RIGHT, {})
+        # torch leaves the checks of the model itself out of the ONNX model: our stages that have them stay in torch.
+        others = {number: reason for number, reason in found.torch_only.items() if "aten._assert_scalar" not in reason}
+        assert (found.answer, others) == (RIGHT, {})
     else:
         assert found.answer in (RIGHT, DRAWS)
