@@ -108,5 +108,5 @@ def advised_capture() -> Iterator[None]:
         if cause is None or "\n\n" in str(error):
             raise
         recipes = capture_advice([str(error)])
-        advice = f"has worked: {recipes[0]}" if recipes else "run 'stagepack doctor SOURCE', which tries other ways"
+        advice = f"advice: {recipes[0]}" if recipes else "run 'stagepack doctor SOURCE', which tries other ways"
         raise CaptureError(f"{error}: {advice}") from error

@@ -155,7 +155,7 @@ def _verified_bundle(
                 {"rule": problem.rule, "where": problem.where, "message": problem.message} for problem in error.problems
             ]
             print_json(json_facts | {"ok": False, "problems": problems})
-        fail(f"{bundle_path}: {error}")
+        fail(str(error))
     except SignatureError as error:
         if json_facts is not None:
             print_json(json_facts | {"ok": False, "signature": {"reason": error.reason, "message": str(error)}})

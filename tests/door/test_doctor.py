@@ -77,8 +77,8 @@ def test_a_program_is_written(folder: Path) -> None:
 
 
 def test_a_failed_capture_ends_with_the_recipe_or_with_doctor(folder: Path) -> None:
-    command_fails("export", "models.py:data", "-o", "m", says="has worked: the line makes a number of a tensor's data")
-    command_fails("export", "models.py:pair", "-o", "m", says="has worked: the line asks a tensor for an answer")
+    command_fails("export", "models.py:data", "-o", "m", says="advice: the line makes a number of a tensor's data")
+    command_fails("export", "models.py:pair", "-o", "m", says="advice: the line asks a tensor for an answer")
     command_fails("export", "models.py:odd", "-o", "m", says="run 'stagepack doctor SOURCE', which tries other ways$")
 
 
