@@ -7,7 +7,7 @@ of a bundle list every broken rule of ``schema/SPEC.md`` in `FormatError.problem
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Final, Literal, TypeVar
 
 SignatureReason = Literal["unsigned", "malformed", "untrusted", "expired", "changed", "files"]
 
@@ -32,6 +32,10 @@ class MissingPackageError(StagepackError, ModuleNotFoundError):
 
 class OptionError(StagepackError, ValueError):
     """An option has a value that does not exist, or contradicts another option. Change the call."""
+
+
+# Ends the message of an error whose further lines are a file to start from.
+STARTING_FILE_MARK: Final = "pass --inputs inputs.py:inputs\n\n"
 
 
 class CaptureError(StagepackError):

@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Iterable, Iterator
 from typing import Final
 
-from stagepack.errors import CaptureError, StagepackError
+from stagepack.errors import STARTING_FILE_MARK, CaptureError, StagepackError
 
 _DRAFT: Final = ", or pass the program of torch.export.draft_export, which asserts the example's answer"
 _ADVICE: Final = (
@@ -104,8 +104,7 @@ def advised_capture() -> Iterator[None]:
         cause = error.__cause__
         while isinstance(cause, StagepackError):
             cause = cause.__cause__
-        # What follows an empty line is a file to start from.
-        if cause is None or "\n\n" in str(error):
+        if cause is None or STARTING_FILE_MARK in str(error):
             raise
         recipes = capture_advice([str(error)])
         advice = f"advice: {recipes[0]}" if recipes else "run 'stagepack doctor SOURCE', which tries other ways"

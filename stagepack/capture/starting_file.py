@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from stagepack.capture.inputs import Inputs, required_parameters
+from stagepack.errors import STARTING_FILE_MARK
 
 
 def starting_file(model: Any, inputs: Inputs) -> str:
@@ -35,7 +36,7 @@ def starting_file(model: Any, inputs: Inputs) -> str:
         "    }",
     ]
     file_text = "\n".join(line for index, line in enumerate(lines) if line or index < 3)
-    return f": write its inputs into a file such as inputs.py, and pass --inputs inputs.py:inputs\n\n{file_text}"
+    return f": write its inputs into a file such as inputs.py, and {STARTING_FILE_MARK}{file_text}"
 
 
 def _expression(value: Any) -> str:

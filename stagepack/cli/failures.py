@@ -11,19 +11,19 @@ from typing import Any, NoReturn, TextIO
 import click
 
 from stagepack.cli.output import OutputError, printable
-from stagepack.errors import ExportWarning, StagepackError
+from stagepack.errors import STARTING_FILE_MARK, ExportWarning, StagepackError
 from stagepack.extras import missing_package_message
 
 
 class Failure(click.ClickException):
-    """A failed check or bad input: one line on standard error, exit status 1. What follows an empty line of the message is a file."""
+    """A failed check or bad input: one line on standard error, exit status 1, and below it a file to start from if there is one."""
 
     exit_code = 1
 
     def show(self, file: Any = None) -> None:
         """Print the line, and the file to start from if there is one, if standard error can be written."""
-        reason, _, text = self.message.partition("\n\n")
-        lines = [f"stagepack: {' '.join(reason.split())}", *(["", *text.splitlines()] if text else [])]
+        reason, mark, text = self.message.partition(STARTING_FILE_MARK)
+        lines = [f"stagepack: {' '.join((reason + mark).split())}", *(["", *text.splitlines()] if text else [])]
         try:
             click.echo("\n".join(map(printable, lines)), file=file, err=True)
         except OSError:

@@ -211,8 +211,8 @@ class Bundle(BundleFiles):
         """
         if not isinstance(stage_number, int):
             raise OptionError(f"{self.location}: stage: expected a number, found {stage_number!r}")
-        if not 0 <= stage_number <= (last_number := len(self.stages) - 1):
-            raise IndexError(f"{self.location}: expected a stage from 0 to {last_number}, found {stage_number}")
+        if stage_number not in range(count := len(self.stages)):
+            raise IndexError(f"{self.location}: expected a stage from 0 to {count - 1}, found {stage_number}")
         return self.stages[stage_number]
 
     def graph(self, stage_number: int) -> Graph:

@@ -162,8 +162,9 @@ def test_a_machine_without_torch_opens_inspects_and_verifies(sound: Path, tmp_pa
         "load BUNDLE --stage 1",
         f"profile BUNDLE -o {tmp_path}/times.json",
         "verify --run BUNDLE",
-        f"export x.py:f -o {tmp_path}/m.stagepack",
+        f"export {tmp_path}/x.py:f -o {tmp_path}/m.stagepack",
     ]
+    (tmp_path / "x.py").touch()
     helps = ["--help", "export --help", "load --help", "--version"]
     arguments = json.dumps([line.split() for line in [*works, *lacks, *helps]])
     result = subprocess.run(
@@ -225,8 +226,9 @@ for line in (
     print(result.stdout)
 result = CliRunner().invoke(main, ["onnx", sys.argv[1]])
 assert result.exit_code == 1
-extra = "the extra 'onnx' of stagepack (in a checkout: pip install '.[onnx]')"
-assert result.stderr == f"stagepack: the package 'torch' is not installed: {extra} installs it\\n", result.stderr
+extras = "the extras torch,onnx of stagepack (in a checkout: pip install '.[torch,onnx]')"
+missing = "the packages 'sympy', 'torch', 'onnx', 'onnxscript' are not installed"
+assert result.stderr == f"stagepack: {missing}: {extras} install them\\n", result.stderr
 assert "torch" not in sys.modules
 """
 

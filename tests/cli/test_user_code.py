@@ -88,7 +88,7 @@ FAILURES = {
     "inputs are a list": ("return torch.nn.Linear(2, 2), [1]", "a tuple or a dict of example inputs, found list"),
     "inputs are missing": (
         "return torch.nn.Linear(2, 2)",
-        "expected example inputs for input, found none: pass --inputs FILE.py:FUNCTION",
+        "expected example inputs for input, found none: pass --input 'input=float32[batch=1..64,8]'",
     ),
     "inputs do not fit": ("return torch.nn.Linear(2, 2), (torch.zeros(1, 3),)", "Linear cannot be captured"),
     "too many inputs": ("return torch.nn.Linear(2, 2), (torch.zeros(1, 2), 1, 2)", "Linear"),

@@ -206,7 +206,7 @@ def test_a_file_that_cannot_be_read_fails_one_call(bundle: Bundle) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"device_memory": 100_000}, r"the weights need at least \d+ bytes on one device, found 100000"),
+        ({"device_memory": 100_000}, r"the weights need at least [\d.]+ MB on one device, found 100.0 kB"),
         ({"device_memory": "much"}, "device_memory: expected a number of bytes such as 24GiB"),
         ({"device_memory": "1GB", "stream": True}, "device_memory excludes stream"),
         ({"device_memory": "1GB", "compile": True}, "device_memory excludes compile"),

@@ -87,7 +87,7 @@ def test_packages_of_others_are_not_explained() -> None:
 def test_every_optional_dependency_has_the_extra_that_installs_it() -> None:
     distributions_of_extra: dict[str, set[str]] = {}
     for requirement in importlib.metadata.requires("stagepack") or ():
-        if match := re.fullmatch(r"""([\w.-]+).*;\s*extra == ['"](\w+)['"]""", requirement):
+        if match := re.fullmatch(r"""([\w.-]+).*;\s*extra == ['"]([\w-]+)['"]""", requirement):
             distributions_of_extra.setdefault(match[2], set()).add(match[1].replace("_", "-").lower())
     distributions = {module_name: [module_name] for module_name in extras._EXTRAS}  # those that are not installed
     distributions |= importlib.metadata.packages_distributions()
