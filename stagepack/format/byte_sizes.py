@@ -1,6 +1,7 @@
-"""Numbers of bytes as users write and read them."""
+"""Numbers of bytes, and other quantities, as users write and read them."""
 
 import re
+from collections.abc import Sequence
 
 _UNITS = {"": 1, "B": 1} | {
     f"{prefix}{suffix}": base**power
@@ -34,9 +35,12 @@ def parse_byte_size(size: int | str) -> int:
 
 def format_bytes(byte_count: int) -> str:
     """Return a number of bytes for people: ``90.3 MB``."""
-    size = float(byte_count)
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"
+    return format_quantity(byte_count, ("B", "kB", "MB", "GB", "TB"))
+
+
+def format_quantity(amount: float, units: Sequence[str]) -> str:
+    """Return an amount of the first unit in the largest of the units of which there is one; each is 1,000 of the one before."""
+    position = 0
+    while amount >= 1000 and position < len(units) - 1:
+        amount, position = amount / 1000, position + 1
+    return f"{amount:.{1 if position else 0}f} {units[position]}"

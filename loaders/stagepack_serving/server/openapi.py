@@ -64,30 +64,16 @@ _MODEL_OPERATIONS: Final = {
 _OPENAI_OPERATIONS: Final = {
     "/v1/models": [Operation(summary="Models that write or embed texts", answer=dict[str, Any])],
     "/v1/models/{model}": [Operation(summary="A model that writes or embeds texts", answer=dict[str, Any])],
-    "/v1/completions": [
-        Operation(
-            summary="The text after a prompt, whole or as server-sent events: OpenAI's API",
-            method="post",
-            request=CompletionFields,
-            answer=dict[str, Any],
+    **{
+        f"/v1/{path}": [
+            Operation(summary=f"{result}: OpenAI's API", method="post", request=fields_type, answer=dict[str, Any])
+        ]
+        for path, result, fields_type in (
+            ("completions", "The text after a prompt, whole or as server-sent events", CompletionFields),
+            ("chat/completions", "The answer of a conversation, whole or as server-sent events", ChatFields),
+            ("embeddings", "Embeddings of texts or tokens", EmbeddingFields),
         )
-    ],
-    "/v1/chat/completions": [
-        Operation(
-            summary="The answer of a conversation, whole or as server-sent events: OpenAI's API",
-            method="post",
-            request=ChatFields,
-            answer=dict[str, Any],
-        )
-    ],
-    "/v1/embeddings": [
-        Operation(
-            summary="Embeddings of texts or tokens: OpenAI's API",
-            method="post",
-            request=EmbeddingFields,
-            answer=dict[str, Any],
-        )
-    ],
+    },
 }
 # The operations by path. Those of a model exist for each of its versions too.
 OPERATIONS: Final[Mapping[str, list[Operation]]] = {
