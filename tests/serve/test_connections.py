@@ -82,7 +82,7 @@ def test_one_connection_too_many(bundles: Mapping[str, Path]) -> None:
 
 
 def test_half_a_request_is_let_go(bundles: Mapping[str, Path]) -> None:
-    with stagepack_server([bundles["skips"]], "--deadline-s", "0.5") as server:
+    with stagepack_server([bundles["skips"]], "--deadline-s", "1") as server:
         with socket.create_connection(("127.0.0.1", server.http)) as plain:
             plain.sendall(f"POST {INFER} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\nhalf".encode())
             assert plain.recv(100).startswith(b"HTTP/1.1 504")
