@@ -163,9 +163,15 @@ class Cache:
         folder = self.bundle_folder(digest)
         path = folder / MANIFEST_NAME
         with self.errors():
+            folder.parent.mkdir(exist_ok=True)
             descriptor = None
             while descriptor is None:
-                folder.mkdir(parents=True, exist_ok=True)
+                # Not `Path.mkdir(exist_ok=True)`, which raises if the folder that was there is removed before it looks again.
+                try:
+                    os.mkdir(folder)
+                except FileExistsError:
+                    if folder.is_symlink():
+                        raise
                 descriptor = _lock_folder(folder)
             try:
                 if not path.is_file() or path.read_bytes() != content:

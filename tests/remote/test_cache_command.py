@@ -127,6 +127,26 @@ def test_bundles_are_opened_while_others_remove_them(server: HttpServer, cache: 
     assert not failures
 
 
+def test_a_folder_that_is_removed_while_it_is_made_again(
+    server: HttpServer, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digest = stagepack.open(f"{server.url}/tiny.stagepack").digest
+    make_folder, removals = os.mkdir, []
+
+    def mkdir(path: Path, *mode: int) -> None:
+        try:
+            make_folder(path, *mode)
+        except FileExistsError:
+            if Path(path).name == digest:
+                shutil.rmtree(path)
+                removals.append(path)
+            raise
+
+    monkeypatch.setattr(os, "mkdir", mkdir)
+    assert stagepack.open(f"{server.url}/tiny.stagepack").digest == digest
+    assert removals == [cache / "bundles" / digest]
+
+
 def test_a_bundle_that_is_removed_while_it_is_open_is_an_error(server: HttpServer) -> None:
     bundle = stagepack.open(f"{server.url}/tiny.stagepack")
     shutil.rmtree(bundle.path)
