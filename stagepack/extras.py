@@ -6,37 +6,37 @@ from collections.abc import Iterator
 
 from stagepack.errors import MissingPackageError
 
-# Top-level module -> the extra of ``pyproject.toml`` that installs it, the smallest one where several do.
+# Top-level module -> the extras of ``pyproject.toml`` that install it by themselves, first the one to name.
 _EXTRAS = {
-    "OpenSSL": "sign",
-    "aiohttp": "remote",
-    "cryptography": "sign",
-    "fsspec": "remote",
-    "google": "serve",
-    "grpc": "serve",
-    "grpc_health": "serve",
-    "grpc_reflection": "serve",
-    "huggingface_hub": "remote",
-    "h11": "serve",
-    "jinja2": "serve",
-    "ml_dtypes": "onnxruntime",
-    "model_signing": "sign",
-    "onnx": "onnx",
-    "onnx_ir": "onnx",
-    "onnxruntime": "onnxruntime",
-    "onnxscript": "onnx",
-    "prometheus_client": "serve",
-    "ray": "ray",
-    "s3fs": "remote",
-    "sentence_transformers": "sentence-transformers",
-    "starlette": "serve",
-    "sympy": "torch",
-    "torch": "torch",
-    "transformers": "hf",
-    "tokenizers": "serve",
-    "tritonclient": "serve",
-    "uvicorn": "serve",
-    "uvloop": "serve",
+    "OpenSSL": ("sign",),
+    "aiohttp": ("remote",),
+    "cryptography": ("sign",),
+    "fsspec": ("remote",),
+    "google": ("serve", "triton"),
+    "grpc": ("serve", "triton"),
+    "grpc_health": ("serve",),
+    "grpc_reflection": ("serve",),
+    "huggingface_hub": ("remote",),
+    "h11": ("serve",),
+    "jinja2": ("serve",),
+    "ml_dtypes": ("onnxruntime",),
+    "model_signing": ("sign",),
+    "onnx": ("onnx",),
+    "onnx_ir": ("onnx",),
+    "onnxruntime": ("onnxruntime",),
+    "onnxscript": ("onnx",),
+    "prometheus_client": ("serve",),
+    "ray": ("ray",),
+    "s3fs": ("remote",),
+    "sentence_transformers": ("sentence-transformers",),
+    "starlette": ("serve",),
+    "sympy": ("torch",),
+    "torch": ("torch",),
+    "transformers": ("hf",),
+    "tokenizers": ("serve",),
+    "tritonclient": ("serve", "triton"),
+    "uvicorn": ("serve",),
+    "uvloop": ("serve",),
 }
 
 
@@ -70,9 +70,7 @@ def require_extras(*extras: str) -> None:
         MissingPackageError: packages of two extras or more are not installed.
     """
     missing = {
-        extra: [
-            module for module, smallest_extra in _EXTRAS.items() if smallest_extra == extra and not _is_found(module)
-        ]
+        extra: [module for module, its_extras in _EXTRAS.items() if extra in its_extras and not _is_found(module)]
         for extra in dict.fromkeys(extras)
     }
     missing = {extra: modules for extra, modules in missing.items() if modules}
@@ -101,10 +99,10 @@ def missing_package_message(error: ModuleNotFoundError, extra: str | None = None
         extra: the extra to name, if the module is one that extras install.
     """
     module_name = error.name or ""
-    smallest_extra = _EXTRAS.get(module_name.partition(".")[0])
-    if smallest_extra is None:
+    extras = _EXTRAS.get(module_name.partition(".")[0])
+    if extras is None:
         return None
-    return f"the package {module_name!r} is not installed: {install_command(extra or smallest_extra)} installs it"
+    return f"the package {module_name!r} is not installed: {install_command(extra or extras[0])} installs it"
 
 
 def install_command(extra: str) -> str:

@@ -142,7 +142,7 @@ def command(bundle_path: str, **arguments: Any) -> None:
     """
     options = _Options(**arguments)
     timer = PhaseTimer()
-    bundle = open_argument(bundle_path)
+    bundle = open_argument(bundle_path, *options.runtimes)
     timer.end("open")
     check_stage_number(options.stage_number, bundle)
     stage_runtimes = _check_usage(options, bundle)

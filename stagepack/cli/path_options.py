@@ -1,13 +1,14 @@
 """Paths on the command line."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import click
 
 from stagepack.cli.failures import fail
+from stagepack.extras import require_extras
 from stagepack.format.reader import Bundle
 from stagepack.format.validate import MANIFEST_NAME
 from stagepack.opening import open_bundle, split_entry_point
@@ -73,14 +74,26 @@ def digest_option(function: Callable[..., Any]) -> Callable[..., Any]:
     )(function)
 
 
-def open_argument(bundle_path: str) -> Bundle:
+def open_argument(bundle_path: str, *extras: str) -> Bundle:
     """Open the bundle at a path or URL of the command line.
 
+    Args:
+        bundle_path: the argument.
+        extras: the extras of stagepack that the command needs after it.
+
     Raises:
+        MissingPackageError: packages of several extras are missing.
         StagepackError: it cannot be opened, has another digest than `--digest`, or is not signed as `--require-signature` says; see
             `stagepack.open`.
     """
+    require_packages([bundle_path], *extras)
     return open_bundle(bundle_path, digest=given_digest(), require_signature=given_trusted_files())
+
+
+def require_packages(bundle_paths: Iterable[str], *extras: str) -> None:
+    """Refuse a command if packages of several of its extras are missing, among them those that open its bundles."""
+    remote = ["remote"] if any(map(is_url, bundle_paths)) else []
+    require_extras(*extras, *remote, *(["sign"] if given_trusted_files() else []))
 
 
 def given_digest() -> str | None:

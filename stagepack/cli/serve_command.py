@@ -16,7 +16,7 @@ from stagepack.cli.command import subcommand
 from stagepack.cli.failures import fail
 from stagepack.cli.model_loading import ServeOptions, bundle_paths_by_name
 from stagepack.cli.output import PrintableFormatter, count_of, print_json, print_line, progress
-from stagepack.cli.path_options import PathType, digest_option, given_digest, given_trusted_files, open_argument
+from stagepack.cli.path_options import PathType, digest_option, given_digest, open_argument, require_packages
 from stagepack.cli.process_options import processes_option
 from stagepack.cli.repository_options import check_sources, load_names, model_control, repository_options
 from stagepack.cli.run_options import (
@@ -34,9 +34,7 @@ from stagepack.cli.run_options import (
     verify_option,
 )
 from stagepack.cli.security_options import check_security_options, security_options, server_security
-from stagepack.extras import require_extras
 from stagepack.format.output_file import check_output_file
-from stagepack.remote.url import is_url
 from stagepack_loaders.distributed.launch_environment import is_launched_group, launched_rank
 from stagepack_serving.server.limits import ServerLimits
 
@@ -253,8 +251,7 @@ def command(bundle_arguments: tuple[str, ...], **arguments: Any) -> None:
     check_sources(bundle_paths, options)
     _check_options(bundle_paths, options)
     check_security_options(options)
-    remote_extra = ["remote"] if any(map(is_url, bundle_paths.values())) else []
-    require_extras("serve", *options.runtimes, *remote_extra, *(["sign"] if given_trusted_files() else []))
+    require_packages(bundle_paths.values(), "serve", *options.runtimes)
     # oneDNN caches compiled code for each input size, 1 MB and more apiece, 1024 by default, which varying sizes fill up. On a CPU,
     # MiniLM is as fast with 64, ResNet-50 within a tenth.
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")

@@ -132,7 +132,7 @@ def command(bundle_path: str, **arguments: Any) -> None:
     options = _Options(**arguments)
     if options.backend not in (None, "python", options.runtime):
         raise click.UsageError(f"--backend {options.backend} requires --runtime {options.backend}")
-    bundle = open_argument(bundle_path)
+    bundle = open_argument(bundle_path, "triton", options.runtime)
     check_output_folder(options.out)
     with explain_missing_packages("triton"):
         from stagepack_serving.triton.repository import write_repository  # noqa: PLC0415 - after the arguments are checked

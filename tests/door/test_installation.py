@@ -73,3 +73,13 @@ def test_all_missing_extras_are_named_at_once(monkeypatch: pytest.MonkeyPatch) -
         require_extras("torch", "hf", "onnx")
     result = CliRunner().invoke(main, ["export", "org/model", "-o", "nowhere", "--onnx"])
     assert "the packages 'transformers', 'onnxscript' are not installed: the extras hf,onnx" in result.stderr
+    for module in ("onnxruntime", "tritonclient", "aiohttp"):
+        monkeypatch.setitem(sys.modules, module, None)
+    url = "https://models.example.com/net.stagepack"
+    for command, extras in (
+        (["load", url, "--runtime", "onnxruntime"], "onnxruntime,remote"),
+        (["triton", url, "-o", "nowhere", "--runtime", "onnxruntime"], "triton,onnxruntime,remote"),
+        (["serve", url, "--require-signature", "key.pub"], "serve,remote,sign"),
+    ):
+        result = CliRunner().invoke(main, command)
+        assert f"the extras {extras} of stagepack" in result.stderr

@@ -91,9 +91,9 @@ def test_every_optional_dependency_has_the_extra_that_installs_it() -> None:
             distributions_of_extra.setdefault(match[2], set()).add(match[1].replace("_", "-").lower())
     distributions = {module_name: [module_name] for module_name in extras._EXTRAS}  # those that are not installed
     distributions |= importlib.metadata.packages_distributions()
-    for module_name, extra in extras._EXTRAS.items():
+    for module_name, its_extras in extras._EXTRAS.items():
         names = {distribution.replace("_", "-").lower() for distribution in distributions[module_name]}
-        assert names & distributions_of_extra[extra], module_name
+        assert all(names & distributions_of_extra[extra] for extra in its_extras), module_name
     covered = {name.replace("_", "-").lower() for module_name in extras._EXTRAS for name in distributions[module_name]}
     optional = {
         name
