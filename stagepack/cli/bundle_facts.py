@@ -1,10 +1,11 @@
 """The facts of a bundle that `inspect`, `export` and `recut` print, read from its manifest alone."""
 
+from collections.abc import Iterator
 from typing import Any
 
 from stagepack.cli.output import count_of, print_line, print_table
 from stagepack.cli.quantities import format_bytes, format_flops
-from stagepack.format.manifest import Edge, Stage
+from stagepack.format.manifest import Edge, Stage, format_inputs
 from stagepack.format.reader import Bundle
 from stagepack.format.shapes import format_guard, format_range, format_shape
 from stagepack.format.tree import output_names
@@ -97,11 +98,8 @@ def print_bundle(bundle: Bundle) -> None:
 
 
 def _print_entry_point(bundle: Bundle, facts: dict[str, Any]) -> None:
-    if bundle.entry_point.symbols:
-        ranges = ", ".join(f"{symbol.name}: {format_range(symbol)}" for symbol in bundle.entry_point.symbols)
-        print_line(f"dynamic sizes: {ranges}")
-    if bundle.entry_point.guards:
-        print_line(f"only for sizes with {', '.join(map(format_guard, bundle.entry_point.guards))}")
+    for line in size_lines(bundle):
+        print_line(line)
     print_stages(bundle)
     edge_rows = [
         [edge.name, f"{edge.dtype}{format_shape(edge.shape)}", *_ends(edge, fact["outputs"])]
@@ -130,14 +128,26 @@ def _print_entry_point(bundle: Bundle, facts: dict[str, Any]) -> None:
             )
 
 
+def size_lines(bundle: Bundle) -> Iterator[str]:
+    """Yield the ranges of the dynamic sizes, and the conditions on them; nothing if all sizes are fixed."""
+    if bundle.entry_point.symbols:
+        ranges = ", ".join(f"{symbol.name}: {format_range(symbol)}" for symbol in bundle.entry_point.symbols)
+        yield f"dynamic sizes: {ranges}"
+    if bundle.entry_point.guards:
+        yield f"only for sizes with {', '.join(map(format_guard, bundle.entry_point.guards))}"
+
+
 def print_written(bundle: Bundle, out: str, seconds: float) -> None:
-    """Print that a bundle was written, and its table of stages."""
+    """Print that a bundle was written, its inputs with their dynamic sizes, and its table of stages."""
     size = format_bytes(sum(file.size for file in bundle.manifest.files))
     stage_count = sum(len(selected.stages) for selected in each_entry_point(bundle))
     print_line(f"wrote {out}: {count_of('stage', stage_count)}, {size}, in {seconds:.1f} s")
     for selected in each_entry_point(bundle):
         if len(bundle.entry_points) > 1:
             print_line(f"entry point {selected.entry_point.name}")
+        print_line(f"inputs: {format_inputs(selected.entry_point)}")
+        for line in size_lines(selected):
+            print_line(line)
         print_stages(selected)
 
 

@@ -13,7 +13,7 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 from xml.etree.ElementTree import Element, tostring
 
-from stagepack.cli.bundle_facts import bundle_facts, each_entry_point
+from stagepack.cli.bundle_facts import each_entry_point
 from stagepack.cli.cut_facts import bundle_cut_facts
 from stagepack.cli.path_options import folder_name
 from stagepack.cli.profile_facts import cost_facts
@@ -90,7 +90,7 @@ def _entry_point(
     stage_times = [stage.time for stage in plan.stages]
     return [
         *([html_element("h2", f"Entry point {bundle.entry_point.name}")] if bundle.fragment else []),
-        summary_section(bundle_facts(bundle), costs, profile_facts),
+        summary_section(bundle, costs, profile_facts),
         html_element("h2", "Stages"),
         scrollable(stage_table(costs)),
         html_element("h2", "Pipeline"),

@@ -5,35 +5,38 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 from xml.etree.ElementTree import Element
 
+from stagepack.cli.bundle_facts import bundle_facts, size_lines
 from stagepack.cli.cut_facts import bubble_share
 from stagepack.cli.output import count_of
 from stagepack.cli.profile_facts import assumption_lines
 from stagepack.cli.quantities import format_bytes, format_flops, format_time
 from stagepack.cli.report.charts import bar, column_chart
 from stagepack.cli.report.html_element import Child, html_element
+from stagepack.format.manifest import format_inputs
 from stagepack.format.reader import Bundle
 from stagepack.format.shapes import format_shape
 
 _MAX_MICROBATCHES = 32
 
 
-def summary_section(
-    bundle_facts: dict[str, Any], cut_facts: dict[str, Any], profile_facts: dict[str, Any] | None
-) -> Element:
-    """Return the format, the size and the origin of a bundle, and where its costs come from."""
-    producer = f"stagepack {bundle_facts['producer']['stagepack']}, torch {bundle_facts['producer']['torch']}"
+def summary_section(bundle: Bundle, cut_facts: dict[str, Any], profile_facts: dict[str, Any] | None) -> Element:
+    """Return the format, the size, the origin and the inputs of a bundle, and where its costs come from."""
+    facts = bundle_facts(bundle)
+    producer = f"stagepack {facts['producer']['stagepack']}, torch {facts['producer']['torch']}"
     sizes = ", ".join(f"{symbol} = {size}" for symbol, size in cut_facts["sizes"].items())
     stages = count_of("stage", len(cut_facts["stages"]))
     is_measured = profile_facts is not None and "device" not in profile_facts
     paragraphs: list[list[Child]] = [
-        [f"Format {bundle_facts['version']}, {format_bytes(bundle_facts['bytes'])}, {stages}, written by {producer}."],
-        ["sha256 ", html_element("code", bundle_facts["digest"])],
+        [f"Format {facts['version']}, {format_bytes(facts['bytes'])}, {stages}, written by {producer}."],
+        ["sha256 ", html_element("code", facts["digest"])],
+        ["Inputs: ", html_element("code", format_inputs(bundle.entry_point)), "."],
         [
             f"{'Memory and transfers' if is_measured else 'Costs'} are estimates for one call"
             + (f" with {sizes}." if sizes else ".")
         ],
     ]
-    paragraphs += [[f"{line[0].upper()}{line[1:]}."] for line in assumption_lines(profile_facts)]
+    lines = (*size_lines(bundle), *assumption_lines(profile_facts))
+    paragraphs += [[f"{line[0].upper()}{line[1:]}."] for line in lines]
     return html_element("div", [html_element("p", paragraph) for paragraph in paragraphs])
 
 
