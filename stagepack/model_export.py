@@ -10,7 +10,7 @@ import torch
 from torch.export import ExportedProgram
 
 from stagepack.bundle_assets import exported_assets, read_assets
-from stagepack.capture.entry_points import capture_entry_points, capture_modules
+from stagepack.capture.entry_points import capture_entry_points, capture_modules, pipeline_module
 from stagepack.capture.example_arguments import StatedInputs, stated_inputs
 from stagepack.capture.example_inputs import example_inputs as made_example_inputs
 from stagepack.capture.generation import generating_model
@@ -241,11 +241,13 @@ def _loaded_module(model: object, dtype: str | torch.dtype | None) -> torch.nn.M
         return loaded
     if dtype is not None:
         raise OptionError("dtype: it is for a Hugging Face folder or hub name: convert a module yourself")
-    if not isinstance(model, torch.nn.Module):
+    module = pipeline_module(model) or model
+    if not isinstance(module, torch.nn.Module):
         raise OptionError(
-            f"entry_points: expected a torch.nn.Module or a Hugging Face folder or hub name, found {type(model).__name__}"
+            f"entry_points: expected a torch.nn.Module, a pipeline of diffusers, or a Hugging Face folder or hub name, found "
+            f"{type(model).__name__}"
         )
-    return uncompiled_module(model)
+    return uncompiled_module(module)
 
 
 def _entry_point_cut_options(

@@ -8,7 +8,12 @@ from typing import Any
 import torch
 
 from stagepack.capture.deferred_tensors import DeferredTensors
-from stagepack.capture.entry_points import capture_entry_points, capture_modules, function_modules
+from stagepack.capture.entry_points import (
+    capture_entry_points,
+    capture_modules,
+    function_modules,
+    pipeline_module,
+)
 from stagepack.capture.example_arguments import ExampleArguments, ExampleInputs, to_inputs
 from stagepack.capture.example_inputs import example_inputs
 from stagepack.capture.inputs import Inputs
@@ -240,6 +245,7 @@ def _call_factory(source: str) -> tuple[Any, ExampleInputs | None]:
     if isinstance(model, tuple) and len(model) == 2:
         model, factory_inputs = model
         inputs = to_inputs(factory_inputs, source)
+    model = pipeline_module(model) or model
     if not isinstance(model, torch.nn.Module | torch.export.ExportedProgram):
         raise CaptureError(
             f"{source}: expected a torch.nn.Module, or a module and its inputs, found {type(model).__name__}"

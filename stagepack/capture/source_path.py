@@ -9,6 +9,8 @@ from stagepack.format.validate import MANIFEST_NAME
 
 # What sentence-transformers runs one after the other.
 MODULES_FILE: Final = "modules.json"
+# What diffusers reads first.
+PIPELINE_FILE: Final = "model_index.json"
 # A hub name may have a dot in it, such as Qwen2.5-0.5B, but not these.
 _FILE_SUFFIXES = frozenset(
     (".bin", ".ckpt", ".gguf", ".h5", ".json", ".onnx", ".pt", ".pt2", ".pth", ".py", ".safetensors", ".stagepack")
@@ -46,6 +48,11 @@ def check_model_path(source: str) -> None:
             if os.path.isfile(os.path.join(source, MANIFEST_NAME)):
                 raise CaptureError(
                     f"{source}: expected a model, found a bundle: cut it again by 'stagepack recut' (in Python stagepack.recut)"
+                )
+            if os.path.isfile(os.path.join(source, PIPELINE_FILE)):
+                raise CaptureError(
+                    f"{source}: is a pipeline of diffusers: write a function that returns DiffusionPipeline.from_pretrained({source!r}) "
+                    "and the inputs of its models, such as {'unet': stagepack.Inputs(...)}, and pass FILE.py:FUNCTION"
                 )
             raise CaptureError(f"{source}: expected a Hugging Face folder with a config.json")
     elif source.endswith(".py"):

@@ -1,5 +1,6 @@
 """`stagepack doctor` takes every SOURCE of `stagepack export`, and failed captures lead to it or to a recipe."""
 
+import importlib
 import json
 from pathlib import Path
 
@@ -48,6 +49,32 @@ def linear():
     return torch.nn.Linear(3, 2), (torch.ones(2, 3),)
 """
 
+PIPELINE = """
+import stagepack
+import torch
+from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNet2DConditionModel
+
+
+def pipeline():
+    torch.manual_seed(0)
+    unet = UNet2DConditionModel(
+        block_out_channels=(8, 16), layers_per_block=1, sample_size=8, cross_attention_dim=8, norm_num_groups=2, attention_head_dim=4,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"), up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+    )
+    vae = AutoencoderKL(block_out_channels=[8], norm_num_groups=2, sample_size=16)
+    return StableDiffusionPipeline(
+        vae=vae.eval(), unet=unet.eval(), text_encoder=None, tokenizer=None, scheduler=DDIMScheduler(clip_sample=False, steps_offset=1),
+        safety_checker=None, feature_extractor=None, requires_safety_checker=False,
+    )
+
+
+def with_inputs():
+    return pipeline(), {
+        "unet": stagepack.Inputs(args=(torch.randn(2, 4, 8, 8), torch.tensor(3), torch.randn(2, 5, 8))),
+        "vae.decode": stagepack.Inputs(args=(torch.randn(2, 4, 8, 8),)),
+    }
+"""
+
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -87,3 +114,41 @@ def test_strict_has_a_flag(folder: Path) -> None:
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["captured_by"] == "torch.export.export, strict=True"
     assert stagepack.load("m")(torch.randn(2, 3)).shape == (2, 2)
+
+
+def test_modules_without_forward_are_exported_by_their_parts(folder: Path) -> None:
+    (folder / "parts.py").write_text(
+        "import torch\ndef parts():\n    return torch.nn.ModuleDict({'unet': torch.nn.Linear(2, 2), 'vae': torch.nn.ReLU()})\n"
+    )
+    command_fails(
+        "export",
+        "parts.py:parts",
+        "-o",
+        "m",
+        says=r"ModuleDict has no forward.*\(unet, vae\).*\{'unet': stagepack.Inputs",
+    )
+    (folder / "saved").mkdir()
+    (folder / "saved" / "model_index.json").write_text("{}")
+    command_fails("export", "./saved", "-o", "m", says=r"is a pipeline of diffusers: .*from_pretrained\('./saved'\)")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_pipelines_of_diffusers_are_sources(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("diffusers")
+    (folder / "pipelines.py").write_text(PIPELINE)
+    assert "ModuleDict has no forward" in run("export", "pipelines.py:pipeline", "-o", "m").stderr
+    done = run("export", "pipelines.py:with_inputs", "-o", "m")
+    assert done.exit_code == 0, done.output
+    assert "entry point vae_decode" in done.stdout
+    done = run("doctor", "pipelines.py:with_inputs")
+    assert done.exit_code == 0, done.output
+    monkeypatch.syspath_prepend(str(folder))
+    pipeline, inputs = importlib.import_module("pipelines").with_inputs()
+    bundle = stagepack.export(pipeline, entry_points=inputs, out="same")
+    loaded = stagepack.load_entry_points(bundle)
+    with torch.no_grad():
+        assert torch.equal(loaded["unet"](*inputs["unet"].args).sample, pipeline.unet(*inputs["unet"].args).sample)
+        assert torch.equal(
+            loaded["vae_decode"](*inputs["vae.decode"].args)[0], pipeline.vae.decode(*inputs["vae.decode"].args)[0]
+        )
