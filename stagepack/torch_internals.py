@@ -411,6 +411,26 @@ def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
     return _pytree.tree_map(function, tree)
 
 
+def is_registered(container_type: type) -> bool:
+    """Return whether objects of a class are containers, by a registration that has no public form."""
+    return container_type in _pytree.SUPPORTED_NODES
+
+
+def register_container(
+    container_type: type,
+    flatten: Callable[[Any], tuple[list[Any], Any]],
+    unflatten: Callable[[Iterable[Any], Any], Any],
+) -> None:
+    """Let torch take objects of a class for containers.
+
+    Args:
+        container_type: the class.
+        flatten: returns the items of an object, and what else describes it.
+        unflatten: builds an object of both.
+    """
+    _pytree.register_pytree_node(container_type, flatten, unflatten, serialized_type_name=container_type.__qualname__)
+
+
 def tree_children(spec: TreeSpec) -> list[TreeSpec]:
     """Return the specs of the items of a container; `children_specs` is deprecated in favor of `children` since torch 2.12."""
     return list(spec.children()) if callable(getattr(spec, "children", None)) else list(spec.children_specs)

@@ -120,7 +120,8 @@ def load(
         runtime: the name of the runtime that executes the stages, such as ``"torch"`` or ``"onnxruntime"``; or a list with a name for
             each stage. ONNX Runtime needs the ONNX files that ``stagepack onnx`` adds, and no torch. By default torch; where it is not
             installed, ONNX Runtime, if the bundle has these files. `stages` of the result have the name, `runtime`.
-        types: classes to build results of, where the bundle names them; other such results are dicts of their fields.
+        types: classes to build results of, where the bundle names them; other such results are dicts of their fields,
+            which are attributes too.
         allow_ops: namespaces of custom operators that may run, whose library must be imported already, and operators of ATen and prims
             that do not run by default, such as ``aten._foreach_add``.
         verify: how much is compared with the digests that the manifest lists. ``"full"``: every file, weights before anything is

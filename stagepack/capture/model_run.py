@@ -9,6 +9,7 @@ import torch
 from stagepack.capture.error_location import with_location
 from stagepack.capture.inputs import Inputs
 from stagepack.capture.module_state import preserve_module
+from stagepack.capture.result_records import with_records
 from stagepack.capture.torch_messages import format_torch_error
 from stagepack.errors import CaptureError
 from stagepack.torch_internals import tree_map_tensors
@@ -24,7 +25,7 @@ def run_model(model: torch.nn.Module, inputs: Inputs, *, seed: int, written: Ite
         written: tensors that the model writes besides its buffers; they are restored too.
 
     Returns:
-        A copy of the model's result.
+        A copy of the model's result, with records in the place of dataclasses that torch does not know.
 
     Raises:
         CaptureError: the model raises an error; the message has its reason and the line that it came from.
@@ -37,7 +38,7 @@ def run_model(model: torch.nn.Module, inputs: Inputs, *, seed: int, written: Ite
         except Exception as error:
             message = f"{type(model).__name__} fails on its example inputs: {format_torch_error(error)}"
             raise CaptureError(with_location(message, error)) from error
-        return _detached_copy(result)
+        return _detached_copy(with_records(result))
 
 
 def _detached_copy(values: Any) -> Any:

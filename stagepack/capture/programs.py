@@ -22,6 +22,7 @@ from stagepack.capture.inputs import Inputs, complete_dynamic_shapes, required_p
 from stagepack.capture.module_calls import TracedCalls
 from stagepack.capture.module_state import preserve_module
 from stagepack.capture.narrowed_ranges import is_range_violation, narrowed_dynamic_shapes
+from stagepack.capture.result_records import captured_results
 from stagepack.capture.torch_messages import format_torch_error, hold_log_records, suppress_stderr
 from stagepack.capture.traced_code import traced_as_meant
 from stagepack.capture.traced_modes import CustomFunction, TracedModes
@@ -105,6 +106,13 @@ def capture_module(model: torch.nn.Module, inputs: Inputs) -> Capture:
     model_class = type(wrapped_model(model)).__name__
     if isinstance(model, torch.jit.ScriptModule):
         raise CaptureError(f"{model_class}: {SCRIPTED}")
+    if type(model).forward is torch.nn.Module.forward and "forward" not in vars(model):
+        parts = [name for name, _ in model.named_children()]
+        raise CaptureError(
+            f"{model_class} has no forward: give the inputs of each function to export, by its path ({', '.join(parts[:3]) or 'encode'}): "
+            f"return (module, {{{parts[0] if parts else 'encode'!r}: stagepack.Inputs(...)}}) from the function of SOURCE (in Python: "
+            "entry_points=)"
+        )
     if not inputs.args and not inputs.kwargs:
         missing = required_parameters(model.forward)
         if missing:
@@ -148,7 +156,13 @@ def recorded_trace(model: torch.nn.Module) -> Iterator[dict[str, Any]]:
     register_model_outputs()
     calls, modes = TracedCalls(), TracedModes()
     fields: dict[str, Any] = {}
-    with suppress_stderr(), calls.recorded(), modes.recorded(), traced_as_meant(model) as asked:
+    with (
+        suppress_stderr(),
+        calls.recorded(),
+        modes.recorded(),
+        captured_results(model),
+        traced_as_meant(model) as asked,
+    ):
         yield fields
     fields.update(calls=calls, functions=modes.functions, questions=asked.questions)
 

@@ -79,6 +79,27 @@ class ObjectTree(Struct, frozen=True, kw_only=True, tag="object", omit_defaults=
     kind: Literal["object", "tuple"] = "object"
 
 
+class Record(dict[str, Any]):
+    """The fields of an object whose class is not there: as items, as attributes, and those that are not None by their positions."""
+
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        super().__init__(fields)
+        # As attributes of the instance they come before the methods of a dict, such as `values`.
+        vars(self).update(fields)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # That of a dict calls `items`, which may be a field.
+        return Record, (dict.copy(self),)
+
+    def __missing__(self, key: object) -> Any:
+        if type(key) is not int:
+            raise KeyError(key)
+        return [field for field in dict.values(self) if field is not None][key]
+
+    def __getattr__(self, field_name: str) -> Any:
+        raise AttributeError(f"expected one of the fields {', '.join(dict.keys(self))}, found {field_name}")
+
+
 # The name of leaves whose value nothing uses. No graph has a value of this name.
 UNUSED_VALUE: Final = "_"
 
@@ -210,7 +231,8 @@ def unflatten_tree(tree: Tree, build_leaf: Callable[[Leaf], Any], types: Collect
             attributes.
 
     Returns:
-        The object. An `ObjectTree` whose class is not among `types` becomes a named tuple of its fields if it was a tuple, else a dict.
+        The object. An `ObjectTree` whose class is not among `types` becomes a named tuple of its fields if it was a tuple, else a
+        `Record`.
 
     Raises:
         InputError: a class of `types` does not accept the recorded fields.
@@ -232,7 +254,9 @@ def unflatten_tree(tree: Tree, build_leaf: Callable[[Leaf], Any], types: Collect
         cls = next((cls for cls in types if type_name(cls) == tree.class_name), None)
         if cls is not None:
             return _build_object(cls, fields)
-        return _named_tuple(tree.class_name, tuple(fields))(*fields.values()) if is_tuple(tree) else fields
+        if is_tuple(tree):
+            return _named_tuple(tree.class_name, tuple(fields))(*fields.values())
+        return Record(fields)
     return build_leaf(tree)
 
 
@@ -279,7 +303,7 @@ def _flatten_items(
 def _fields_of(tree: ObjectTree, argument: Any, location: str) -> Mapping[str, Any]:
     """The fields of an argument that stands for an object, by name."""
     if isinstance(argument, Mapping):
-        return argument
+        return dict(argument)  # a `Record` may have a field `items` in the place of the method
     field_names = [field_name for field_name, _ in tree.fields]
     # Named tuples and the results of torch list their names there; other tuples have attributes too, such as `count`.
     has_names = {*field_names} <= {*getattr(type(argument), "__match_args__", ())}

@@ -8,6 +8,7 @@ from typing import Any, Literal, cast, get_args
 import torch
 from torch.export.graph_signature import ConstantArgument
 
+from stagepack.capture.result_records import CapturedRecord
 from stagepack.errors import UnsupportedError
 from stagepack.format.codec import is_plain
 from stagepack.format.tree import (
@@ -70,6 +71,9 @@ def container_tree(spec: TreeSpec, leaves: Iterator[Leaf], location: str) -> Tre
     assert container_type is not None
     if isinstance(context, dict) and TRANSFORMERS_KIND in context:
         return _registered_object_tree(context, items, location)
+    if container_type is CapturedRecord:
+        class_name, record_fields = context
+        return ObjectTree(class_name=class_name, fields=tuple(zip(record_fields, items, strict=True)))
     field_names = _field_names(container_type, context, len(items))
     is_tuple = issubclass(container_type, tuple)
     if is_tuple:

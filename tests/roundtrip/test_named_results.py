@@ -1,8 +1,11 @@
 """Results and inputs that are tuples with names: what unpacks in the model unpacks to the same values."""
 
 import collections
+import copy
 import dataclasses
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -78,6 +81,21 @@ class Nested(NamedTuple):
 class Record:
     row: torch.Tensor
     column: torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pair:
+    left: torch.Tensor
+    right: torch.Tensor
+
+
+@dataclasses.dataclass
+class Unregistered:
+    values: torch.Tensor
+    rest: Any
+    label: str = "none"
+    missing: torch.Tensor | None = None
+    items: torch.Tensor | None = None
 
 
 class Plain(tuple[torch.Tensor, ...]):
@@ -188,6 +206,74 @@ def test_objects_that_do_not_unpack_are_dicts(tmp_path: Path) -> None:
     assert plain.keys() == {"row"}
     assert type(stagepack.load(bundle, types=[Record])(X)[0]) is Record
     assert "features" not in json.loads((bundle.path / "manifest.json").read_text())
+
+
+def test_unregistered_dataclasses_give_their_fields(tmp_path: Path) -> None:
+    def results(x: torch.Tensor) -> Any:
+        inner = Unregistered(x, {"more": [Pair(x + 1, x)]})
+        return Unregistered(x * 2, inner, "text", items=x * 3)
+
+    bundle = exported(results, (X,), tmp_path)
+    expected = results(X)
+    found = stagepack.load(bundle)(X)
+    assert list(found) == ["values", "rest", "label", "missing", "items"]
+    # Attributes are the fields, even those that are methods of a dict; `found[0]` is the first that is not None.
+    for answer in (found, copy.deepcopy(found)):
+        assert torch.equal(answer.values, expected.values)
+        assert torch.equal(answer["items"], answer.items)
+        assert torch.equal(answer.rest.rest["more"][0].left, X + 1)
+        assert (answer.label, answer.missing, answer["missing"]) == ("text", None, None)
+        assert torch.equal(answer[0], expected.values)
+        assert torch.equal(answer[-1], expected.items)
+    with pytest.raises(
+        AttributeError, match="expected one of the fields values, rest, label, missing, items, found logits"
+    ):
+        _ = found.logits
+    with pytest.raises(KeyError):
+        _ = found["logits"]
+    typed = stagepack.load(bundle, types=[Unregistered, Pair])(X)
+    assert (type(typed), type(typed.rest.rest["more"][0])) == (Unregistered, Pair)
+    # The user's own registration is left to the user.
+    torch.export.register_dataclass(Unregistered, serialized_type_name="tests.Unregistered")
+
+
+def test_sizes_of_a_result_in_a_dataclass_are_dynamic(tmp_path: Path) -> None:
+    bundle = stagepack.export(
+        Model(lambda x: Pair(x * 2, x.sum(0))),
+        (X,),
+        dynamic_shapes={"args": ({0: torch.export.Dim.AUTO},)},
+        out=tmp_path / "b.stagepack",
+    )
+    pipe = stagepack.load(bundle)
+    for rows in (0, 1, 7):
+        assert torch.equal(pipe(torch.ones(rows, 4)).right, torch.full((4,), float(rows)))
+
+
+@pytest.mark.process
+def test_model_outputs_give_their_fields(tmp_path: Path) -> None:
+    outputs = pytest.importorskip("transformers.utils").ModelOutput
+
+    @dataclasses.dataclass
+    class Late(outputs):  # type: ignore[valid-type, misc]
+        loss: torch.Tensor | None = None
+        logits: torch.Tensor | None = None
+
+    found = stagepack.load(exported(lambda x: Late(logits=x + 1), (X,), tmp_path))(X)
+    assert list(found) == ["logits"]
+    assert torch.equal(found.logits, X + 1)
+    assert torch.equal(found[0], X + 1)
+    # torch knows nothing of a class that the model imports while it is traced.
+    script = (
+        "import stagepack, sys, torch\n"
+        "class Model(torch.nn.Module):\n"
+        "    def forward(self, x):\n"
+        "        from transformers.modeling_outputs import BaseModelOutput\n"
+        "        return BaseModelOutput(last_hidden_state=x + 1)\n"
+        "found = stagepack.load(stagepack.export(Model(), (torch.zeros(2),), out=sys.argv[1]))(torch.ones(2))\n"
+        "print(list(found), found.last_hidden_state.tolist())\n"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path / "late.stagepack")]
+    assert subprocess.check_output(command, text=True) == "['last_hidden_state'] [2.0, 2.0]\n"
 
 
 def test_named_tuples_are_inputs(tmp_path: Path) -> None:
