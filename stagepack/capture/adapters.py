@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from stagepack.capture.source_path import model_file
 from stagepack.errors import CaptureError, MissingPackageError
 
 _CONFIGURATION_NAME: Final = "adapter_config.json"
@@ -25,10 +26,10 @@ _CLASS_OF_TASK: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapter:
-    """An adapter on disk, of which only the configuration is read.
+    """An adapter, of which only the configuration is read.
 
     Attributes:
-        source: its folder.
+        source: its folder or hub name.
         base_model: the folder or hub name of its base model.
         class_name: the class of transformers that loads the base model; None for the one that the configuration of the base model names.
         saved_modules: the names of modules whose weights the adapter has as a whole.
@@ -41,16 +42,16 @@ class Adapter:
 
 
 def read_adapter(source: str) -> Adapter | None:
-    """Return the adapter that is in a folder; None if there is none.
+    """Return the adapter of a folder or a hub name; None if there is none.
 
     Raises:
         CaptureError: its configuration cannot be read, or names no base model.
     """
-    path = Path(source) / _CONFIGURATION_NAME
-    if not path.is_file():
+    path = model_file(source, _CONFIGURATION_NAME)
+    if path is None:
         return None
     try:
-        fields: Mapping[str, Any] = json.loads(path.read_bytes())
+        fields: Mapping[str, Any] = json.loads(Path(path).read_bytes())
         base_model = fields.get("base_model_name_or_path")
         class_name = (fields.get("auto_mapping") or {}).get("base_model_class")
         saved_modules = frozenset(fields.get("modules_to_save") or ())

@@ -23,7 +23,7 @@ from stagepack.capture.sentence_pipeline import (
     is_sentence_pipeline,
     load_sentence_transformer,
 )
-from stagepack.capture.source_path import MODULES_FILE, check_model_path
+from stagepack.capture.source_path import check_model_path
 from stagepack.capture.torch_messages import format_torch_error
 from stagepack.capture.transformers_package import import_transformers, quiet_libraries
 from stagepack.errors import CaptureError, OptionError
@@ -80,10 +80,10 @@ def load_pretrained(
     """
     dtype_option = {} if dtype is None else {"dtype": parse_dtype(dtype)}
     # An adapter in a pipeline belongs to its encoder, which sentence-transformers loads.
-    adapter = None if os.path.isfile(os.path.join(source, MODULES_FILE)) else read_adapter(source)
+    is_pipeline = is_sentence_pipeline(source)
+    adapter = None if is_pipeline else read_adapter(source)
     if adapter is None:
         check_model_path(source)
-        is_pipeline = is_sentence_pipeline(source)
         model = (_load_pipeline if is_pipeline else _load)(source, deferred, dtype_option)
     elif deferred is not None:
         raise DataNeededError("an adapter is merged into the weights")

@@ -6,7 +6,6 @@ import importlib
 import inspect
 import itertools
 import json
-import os
 import sys
 import warnings
 from collections.abc import Mapping
@@ -17,7 +16,7 @@ import torch
 from torch.export import Dim
 
 from stagepack.capture.inputs import Inputs
-from stagepack.capture.source_path import MODULES_FILE
+from stagepack.capture.source_path import MODULES_FILE, model_file
 from stagepack.capture.transformers_package import torchao_on_demand
 from stagepack.errors import CaptureError, ExportWarning, MissingPackageError
 from stagepack.extras import explain_missing_packages
@@ -201,9 +200,9 @@ def is_sentence_pipeline(source: str) -> bool:
     Raises:
         CaptureError: it is another kind of model of sentence-transformers.
     """
-    if _folder_file(source, MODULES_FILE) is None:
+    if model_file(source, MODULES_FILE) is None:
         return False
-    settings_path = _folder_file(source, SETTINGS_FILE)
+    settings_path = model_file(source, SETTINGS_FILE)
     try:
         settings = {} if settings_path is None else json.loads(Path(settings_path).read_bytes())
     except ValueError as error:
@@ -218,20 +217,6 @@ def is_sentence_pipeline(source: str) -> bool:
             f"{source}: expected a {_KIND} of sentence-transformers, found a {kind}: pass the module and its example inputs"
         )
     return True
-
-
-def _folder_file(source: str, file_name: str) -> str | None:
-    """The path of a file of a folder or a hub name; None if there is none."""
-    if os.path.isdir(source):
-        path = os.path.join(source, file_name)
-        return path if os.path.isfile(path) else None
-    with explain_missing_packages("hf"):
-        hub: Any = importlib.import_module("huggingface_hub")
-    try:
-        downloaded: str = hub.hf_hub_download(source, file_name)
-    except (OSError, ValueError, hub.errors.EntryNotFoundError):
-        return None  # that there is no such model is said when it is loaded
-    return downloaded
 
 
 def import_sentence_transformers(source: str) -> Any:

@@ -1,9 +1,11 @@
 """Paths of models that users name, checked before anything slow is imported. Without torch."""
 
+import importlib
 import os
-from typing import Final
+from typing import Any, Final
 
 from stagepack.errors import CaptureError
+from stagepack.extras import explain_missing_packages
 from stagepack.format.file_checks import near_path_hint
 from stagepack.format.validate import MANIFEST_NAME
 
@@ -20,6 +22,22 @@ _FILE_SUFFIXES = frozenset(
 def is_model_folder(folder: str | os.PathLike[str]) -> bool:
     """Whether a folder has what `load_pretrained` begins with: a configuration of transformers, or modules of sentence-transformers."""
     return any(os.path.isfile(os.path.join(folder, name)) for name in ("config.json", MODULES_FILE))
+
+
+def model_file(source: str, file_name: str) -> str | None:
+    """Return the path of a file of a model's folder, or of a hub name, which is downloaded; None if there is none."""
+    if os.path.exists(source):
+        path = os.path.join(source, file_name)
+        return path if os.path.isfile(path) else None
+    if _looks_like_path(source):
+        return None
+    with explain_missing_packages("hf"):
+        hub: Any = importlib.import_module("huggingface_hub")
+    try:
+        downloaded: str = hub.hf_hub_download(source, file_name)
+    except (OSError, ValueError, hub.errors.EntryNotFoundError):
+        return None  # that there is no such model is said when it is loaded
+    return downloaded
 
 
 def check_source_path(source: str) -> None:

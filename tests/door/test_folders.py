@@ -15,9 +15,9 @@ from tests.door.model import EXAMPLE, Scale
 from tests.hostile.attack import run
 
 
-def hub_cache(source: Path, folder: Path) -> Path:
+def hub_cache(source: Path, folder: Path, name: str = "m") -> Path:
     """The layout of ``hf download``: https://huggingface.co/docs/huggingface_hub/guides/manage-cache."""
-    model_folder = folder / "models--me--m"
+    model_folder = folder / f"models--me--{name}"
     snapshot = model_folder / "snapshots" / ("a" * 40)
     snapshot.mkdir(parents=True)
     (model_folder / "blobs").mkdir()

@@ -1,20 +1,25 @@
 """Remote bundles without a network, and without credentials."""
 
+import json
 import os
 import shutil
+import sys
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub.constants
 import pytest
 import torch
 from click.testing import CliRunner
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import stagepack
 from stagepack.cli import main
-from stagepack.errors import DigestError, OptionError, RemoteError
+from stagepack.errors import DigestError, MissingPackageError, OptionError, RemoteError
 from stagepack.remote.cache import Cache
 from tests.door.model import EXAMPLE
 from tests.door.test_folders import hub_cache
+from tests.serve.generating_model import tokenizer
 
 
 @pytest.fixture(autouse=True)
@@ -27,10 +32,32 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.fixture
 def snapshot(exported: tuple[Path, torch.Tensor], tmp_path: Path) -> Path:
     """The snapshot of the repository me/m in the Hub's cache."""
-    path = hub_cache(exported[0], tmp_path)
+    return cached_snapshot(exported[0], tmp_path)
+
+
+def cached_snapshot(source: Path, cache: Path, name: str = "m") -> Path:
+    """Put a folder into the Hub's cache as the main revision of the repository me/NAME."""
+    path = hub_cache(source, cache, name)
     (refs := path.parents[1] / "refs").mkdir()
     (refs / "main").write_text(path.name)
     return path
+
+
+def test_a_hub_name_has_its_tokenizer_and_its_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "llama"
+    sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48}
+    LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=1, num_attention_heads=4)).save_pretrained(folder)
+    (folder / "tokenizer.json").write_text(tokenizer().to_str())
+    cached_snapshot(folder, tmp_path)
+    found = stagepack.export("me/m", out=tmp_path / "name.stagepack")
+    assert found.digest == stagepack.export(folder, out=tmp_path / "folder.stagepack").digest
+    assert "tokenizer.json" in found.files
+    (adapter := tmp_path / "adapter").mkdir()
+    (adapter / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": "me/m"}))
+    cached_snapshot(adapter, tmp_path, "adapter")
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(MissingPackageError, match=r"^me/adapter: is an adapter of PEFT, .* pip install peft"):
+        stagepack.export("me/adapter", out=tmp_path / "m.stagepack")
 
 
 def test_a_url_of_the_hub_is_its_snapshot_when_offline(exported: tuple[Path, torch.Tensor], snapshot: Path) -> None:

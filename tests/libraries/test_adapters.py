@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub.constants
 import pytest
 import torch
 from transformers import (
@@ -17,6 +18,7 @@ from transformers import (
 
 import stagepack
 from stagepack.errors import CaptureError, OptionError
+from tests.door.test_hub import cached_snapshot
 from tests.serve.generating_model import tokenizer
 
 peft: Any = pytest.importorskip("peft", reason="make test-libraries installs it")
@@ -65,6 +67,22 @@ def test_the_folder_of_an_adapter_becomes_the_merged_model(adapted: Any, tmp_pat
     assert {"tokenizer.json", "chat_template.jinja"} <= set(found.files)
     graph = found.graph(0)
     assert all(weight.trainable for weight in graph.weights if weight.kind == "parameter")
+
+
+def test_the_hub_name_of_an_adapter_becomes_the_merged_model(
+    adapted: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    cached_snapshot(tmp_path / "base", tmp_path, "base")
+    configuration = tmp_path / "adapter" / "adapter_config.json"
+    configuration.write_text(json.dumps(json.loads(configuration.read_text()) | {"base_model_name_or_path": "me/base"}))
+    cached_snapshot(tmp_path / "adapter", tmp_path, "adapter")
+    found = stagepack.export("me/adapter", out=tmp_path / "m.stagepack")
+    merged = adapted.merge_and_unload()
+    answer = stagepack.load(found)(input_ids=PROMPT, attention_mask=torch.ones_like(PROMPT))
+    assert torch.equal(answer["logits"], merged(input_ids=PROMPT).logits)
+    assert {"tokenizer.json", "chat_template.jinja"} <= set(found.files)
 
 
 def test_the_folder_of_an_adapter_generates(adapted: Any, tmp_path: Path) -> None:
