@@ -428,7 +428,8 @@ def register_container(
         flatten: returns the items of an object, and what else describes it.
         unflatten: builds an object of both.
     """
-    _pytree.register_pytree_node(container_type, flatten, unflatten, serialized_type_name=container_type.__qualname__)
+    name = f"{container_type.__module__}.{container_type.__qualname__}"
+    _pytree.register_pytree_node(container_type, flatten, unflatten, serialized_type_name=name)
 
 
 def tree_children(spec: TreeSpec) -> list[TreeSpec]:

@@ -231,6 +231,9 @@ def test_unregistered_dataclasses_give_their_fields(tmp_path: Path) -> None:
         _ = found.logits
     with pytest.raises(KeyError):
         _ = found["logits"]
+    doubled = pytree.tree_map_only(torch.Tensor, lambda tensor: tensor * 2, found)
+    assert torch.equal(doubled.rest["values"], X * 2)
+    assert doubled.label == "text"
     typed = stagepack.load(bundle, types=[Unregistered, Pair])(X)
     assert (type(typed), type(typed.rest.rest["more"][0])) == (Unregistered, Pair)
     # The user's own registration is left to the user.

@@ -14,7 +14,16 @@ from stagepack.errors import InputError
 from stagepack.format.dtypes import SCALAR_DTYPES, TORCH_DTYPES
 from stagepack.format.graph import Value
 from stagepack.format.manifest import Edge
+from stagepack.format.tree import Record
+from stagepack.torch_internals import register_container
 from stagepack_loaders.elements import COMPLEX_DTYPES, ELEMENT_DTYPES, Array
+
+# Functions of torch that take containers, such as those that move a batch, find the tensors of results.
+register_container(
+    Record,
+    lambda record: (list(dict.values(record)), tuple(record)),
+    lambda fields, field_names: Record(dict(zip(field_names, fields, strict=True))),
+)
 
 
 class TorchArrays:
