@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 
 import stagepack
+from stagepack.examples.decoder import llama
 from tests.sentence_models import HIDDEN, sentence_model, sentence_transformers
 from tests.serve.servers import STAGEPACK, stagepack_server, triton_server, why_no_triton
 from tests.zoo.architectures.encoders import minilm_folder
@@ -22,14 +23,8 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 pytestmark = pytest.mark.xdist_group("serve")
 
 
-def export(model: str, out: Path, stages: int) -> Path:
-    command = [
-        STAGEPACK,
-        "export",
-        str(EXAMPLES / f"{model}.py:make"),
-        "--inputs",
-        str(EXAMPLES / f"{model}.py:inputs"),
-    ]
+def export(source: str, out: Path, stages: int) -> Path:
+    command = [STAGEPACK, "export", f"{source}:make", "--inputs", f"{source}:inputs"]
     subprocess.run([*command, "-o", out, "--stages", str(stages)], check=True, capture_output=True)
     return out
 
@@ -64,7 +59,7 @@ def test_embeddings(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_images(tmp_path: Path) -> None:
-    bundle = export("resnet", tmp_path / "resnet.stagepack", 2)
+    bundle = export(str(EXAMPLES / "resnet.py"), tmp_path / "resnet.stagepack", 2)
     picture = EXAMPLES.parent / "docs" / "report.png"
     with stagepack_server([bundle]) as server:
         printed = run("classify", f"127.0.0.1:{server.grpc}", picture, picture)
@@ -77,7 +72,7 @@ def test_images(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return export("decoder", tmp_path_factory.mktemp("decoder") / "decoder.stagepack", 3)
+    return export("stagepack.examples.decoder", tmp_path_factory.mktemp("decoder") / "decoder.stagepack", 3)
 
 
 def test_generation(decoder: Path) -> None:
@@ -99,7 +94,7 @@ def check_generation(port: int) -> None:
     """Two texts in turns are continued as transformers continues each."""
     beginnings = ["Once upon a time", "A cat"]
     printed = run("generate", f"127.0.0.1:{port}", 12, *beginnings)
-    model = module("decoder").llama()
+    model = llama()
     for line, beginning in zip(printed.splitlines(), beginnings, strict=True):
         prompt = torch.tensor([list(beginning.encode())])
         expected = model.generate(prompt, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import stagepack
-from examples.tower import Tower, inputs
 from stagepack.errors import ExportWarning, OptionError, OutputExistsError
+from stagepack.examples.tower import Tower, inputs
 
 SERVER = """
 import sys, stagepack

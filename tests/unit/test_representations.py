@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import stagepack
-from examples.tower import Tower, inputs
+from stagepack.examples.tower import Tower, inputs
 
 
 @pytest.mark.process

@@ -1,6 +1,7 @@
-"""A decoder with a key-value cache in its stages: `stagepack export decoder.py:make --inputs decoder.py:inputs`.
+"""A decoder with a key-value cache in its stages.
 
-Its weights are random; load your own here. Its tokens are bytes, so it needs no tokenizer.
+Run ``stagepack export stagepack.examples.decoder:make --inputs stagepack.examples.decoder:inputs -o decoder.stagepack``. Its weights are
+random; load your own here. Its tokens are bytes, so it needs no tokenizer.
 """
 
 import torch

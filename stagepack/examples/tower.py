@@ -1,4 +1,7 @@
-"""A tower of residual blocks, small enough for a first try: `stagepack export tower.py:make --inputs tower.py:inputs`."""
+"""A tower of residual blocks, small enough for a first try.
+
+Run ``stagepack export stagepack.examples.tower:make --inputs stagepack.examples.tower:inputs -o tower.stagepack``.
+"""
 
 import torch
 

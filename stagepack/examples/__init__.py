@@ -1,0 +1,1 @@
+"""Small models that the guides export."""
