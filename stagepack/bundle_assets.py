@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from stagepack.bundle_content import further_file_names
-from stagepack.capture.adapters import read_adapter
+from stagepack.capture.adapters import CONFIGURATION_NAME, read_adapter
 from stagepack.errors import ExportWarning, FileNotListedError, OptionError, OutputExistsError
 from stagepack.format.reader import Bundle
 from stagepack.format.validate import FILE_NAME_PATTERN, MANIFEST_NAME, format_names
@@ -99,16 +99,20 @@ def _hugging_face_folders(source: object) -> list[Path]:
     if not isinstance(source, str | os.PathLike):
         return []
     folder = Path(source)
-    if folder.exists():
-        adapter = read_adapter(os.fspath(source))
-        if adapter is not None:
-            return [*_hugging_face_folders(adapter.base_model), folder]
-        return [folder] if (folder / "config.json").is_file() else []
-    if ":" in os.fspath(source):  # FILE.py:FUNCTION
-        return []
-    from huggingface_hub import snapshot_download  # noqa: PLC0415 - transformers has imported it
+    if not folder.exists():
+        if ":" in os.fspath(source):  # FILE.py:FUNCTION
+            return []
+        from huggingface_hub import snapshot_download  # noqa: PLC0415 - transformers has imported it
 
-    return [Path(snapshot_download(os.fspath(source), allow_patterns=list(_HUGGING_FACE_FILES)))]
+        folder = Path(
+            snapshot_download(
+                os.fspath(source), allow_patterns=[*_HUGGING_FACE_FILES, "config.json", CONFIGURATION_NAME]
+            )
+        )
+    adapter = read_adapter(os.fspath(folder))
+    if adapter is not None:
+        return [*_hugging_face_folders(adapter.base_model), folder]
+    return [folder] if (folder / "config.json").is_file() else []
 
 
 @errors_name_bundle

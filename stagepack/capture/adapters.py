@@ -14,7 +14,7 @@ from typing import Any, Final
 from stagepack.capture.source_path import model_file
 from stagepack.errors import CaptureError, MissingPackageError
 
-_CONFIGURATION_NAME: Final = "adapter_config.json"
+CONFIGURATION_NAME: Final = "adapter_config.json"
 # Tasks whose model has a head that the checkpoint of the base model may not have.
 _CLASS_OF_TASK: Final = {
     "FEATURE_EXTRACTION": "AutoModel",
@@ -47,7 +47,7 @@ def read_adapter(source: str) -> Adapter | None:
     Raises:
         CaptureError: its configuration cannot be read, or names no base model.
     """
-    path = model_file(source, _CONFIGURATION_NAME)
+    path = model_file(source, CONFIGURATION_NAME)
     if path is None:
         return None
     try:
@@ -107,7 +107,7 @@ def merge_adapter(adapter: Adapter, load_base_model: Callable[[], Any]) -> Any:
     if unfit := [*load_result.unexpected_keys, *load_result.missing_keys]:
         raise CaptureError(
             f"{adapter.source}: does not fit {adapter.base_model}: {unfit[0]} is in one of them alone, and {len(unfit) - 1} more: correct "
-            f"base_model_name_or_path in its {_CONFIGURATION_NAME}"
+            f"base_model_name_or_path in its {CONFIGURATION_NAME}"
         )
     for parameter in merged.parameters():
         # PEFT has frozen them; a stage of the bundle can be trained.

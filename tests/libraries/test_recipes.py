@@ -1,7 +1,5 @@
 """The factories of the page of recipes are exported, and their bundles answer as the models do."""
 
-import importlib
-import importlib.util
 from pathlib import Path
 
 import pytest
@@ -23,7 +21,6 @@ BLOCKS = {
 def test_a_recipe_is_exported(name: str, tmp_path: Path) -> None:
     if BLOCKS[name].not_run:
         pytest.skip(BLOCKS[name].not_run)
-    importlib.import_module("tests.libraries.torchvision_operators")
     (tmp_path / name).write_text(BLOCKS[name].source)
     torch.manual_seed(0)
     model, inputs = call_user_function(f"{tmp_path / name}:make")

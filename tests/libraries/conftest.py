@@ -1,0 +1,3 @@
+"""torchvision, before a test module imports transformers, which imports torchvision where it is installed."""
+
+import tests.libraries.torchvision_operators  # noqa: F401
