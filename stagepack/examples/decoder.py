@@ -24,7 +24,8 @@ def llama() -> LlamaForCausalLM:
         num_attention_heads=4,
         num_key_value_heads=2,
     )
-    return LlamaForCausalLM(config).eval()
+    model: LlamaForCausalLM = LlamaForCausalLM(config).eval()
+    return model
 
 
 def make() -> torch.nn.Module:

@@ -19,7 +19,8 @@ class Block(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Take and return `[rows, size]`."""
-        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+        hidden: torch.Tensor = self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+        return x + hidden
 
 
 class Tower(torch.nn.Module):
