@@ -94,7 +94,7 @@ def check_generation(port: int) -> None:
     """Two texts in turns are continued as transformers continues each."""
     beginnings = ["Once upon a time", "A cat"]
     printed = run("generate", f"127.0.0.1:{port}", 12, *beginnings)
-    model = llama()
+    model: Any = llama()
     for line, beginning in zip(printed.splitlines(), beginnings, strict=True):
         prompt = torch.tensor([list(beginning.encode())])
         expected = model.generate(prompt, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
