@@ -102,7 +102,7 @@ def loss_of(result: Any, target: Sequence[torch.Tensor]) -> torch.Tensor:
         if expected.dtype == torch.int64:
             losses.append(torch.nn.functional.cross_entropy(leaf.flatten(0, -2), expected.flatten()))
         else:
-            losses.append(torch.nn.functional.mse_loss(leaf, expected))
+            losses.append((leaf - expected).square().mean())
     return torch.stack(losses).sum()
 
 
@@ -116,11 +116,14 @@ def _predictions(result: Any) -> list[torch.Tensor]:
 
 
 def targets_for(results: Sequence[Any]) -> list[torch.Tensor]:
-    """Random targets of a batch, given the results for its microbatches."""
+    """Random targets of a batch, given the results for its microbatches; 0 for results without a row for each of the batch."""
     generator = torch.Generator().manual_seed(1)
     targets = []
+    rows = len(_predictions(results[0])[0])
     for column in zip(*map(_predictions, results), strict=True):
-        if column[0].shape[-1] == _VOCABULARY and column[0].dim() == 3:
+        if len(column[0]) % rows:
+            targets.append(torch.zeros((), dtype=column[0].dtype))
+        elif column[0].shape[-1] == _VOCABULARY and column[0].dim() == 3:
             shape = [sum(map(len, column)), *column[0].shape[1:-1]]
             targets.append(torch.randint(0, _VOCABULARY, shape, generator=generator))
         else:
@@ -153,10 +156,11 @@ def reference_step(
     model: torch.nn.Module, microbatches: Sequence[Inputs], targets: Sequence[torch.Tensor]
 ) -> Reference:
     """Run a model forward and backward, one microbatch after the other, as stages do."""
-    target_parts = [target.chunk(len(microbatches)) for target in targets]
+    count = len(microbatches)
+    target_parts = [target.chunk(count) if target.dim() else [target] * count for target in targets]
     losses = []
     for index, microbatch in enumerate(microbatches):
-        loss = loss_of(_call(model, microbatch), [parts[index] for parts in target_parts]) / len(microbatches)
+        loss = loss_of(_call(model, microbatch), [parts[index] for parts in target_parts]) / count
         loss.backward()
         losses.append(loss.detach())
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
