@@ -197,7 +197,8 @@ class CallablePipeline(ABC):
             the text of these tokens.
 
         Raises:
-            InputError: the bundle has no decoder of this kind, a setting is unknown, or the cache has not enough positions.
+            InputError: the bundle has no decoder of this kind, a setting is unknown or out of range, a text has no tokens, a token is not
+                one of the model, or the cache has not enough positions or holds fewer texts.
 
         Examples:
             >>> pipeline = stagepack.load("llama.stagepack")
@@ -218,10 +219,11 @@ class CallablePipeline(ABC):
             batch_size: the number of texts that are run together, the longest first.
 
         Returns:
-            The embeddings, [text, dimension], or [dimension] for one text, as an array of the runtime of the first stage.
+            The embeddings, [text, dimension], or [dimension] for one text, as an array of the runtime of the first stage. An empty list
+            gives [0, dimension].
 
         Raises:
-            InputError: the bundle does not embed texts, or has no tokenizer or no such prompt.
+            InputError: the bundle does not embed texts, or has no tokenizer or no such prompt; or `sentences` are no texts.
 
         Examples:
             >>> pipeline = stagepack.load("minilm.stagepack")

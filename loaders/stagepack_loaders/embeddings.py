@@ -18,10 +18,10 @@ from stagepack.format.codec import JSON_ERRORS
 from stagepack.format.limits import Int64
 from stagepack.format.manifest import Edge, EntryPoint
 from stagepack.format.reader import Bundle
-from stagepack.format.shapes import Symbol
 from stagepack.format.tree import DictTree, ValueLeaf
 from stagepack_loaders.base import ArrayOps
-from stagepack_loaders.elements import Array
+from stagepack_loaders.elements import ELEMENT_DTYPES, Array
+from stagepack_loaders.generation.decoders import largest_size
 from stagepack_loaders.generation.prompts import TOKENIZER_FILE, read_tokenizer, tokenizer_errors
 
 if TYPE_CHECKING:
@@ -116,16 +116,10 @@ def embedding_facts(entry_point: EntryPoint) -> EmbeddingFacts | None:
     return EmbeddingFacts(
         inputs=inputs,
         result=edge,
-        max_length=_largest(inputs[_IDS].shape[-1], entry_point.symbols),
-        max_batch=_largest(batch_dim, entry_point.symbols),
+        max_length=largest_size(inputs[_IDS].shape[-1], entry_point.symbols),
+        max_batch=largest_size(batch_dim, entry_point.symbols),
         is_flat=is_flat,
     )
-
-
-def _largest(dim: Any, symbols: Sequence[Symbol]) -> int | None:
-    if isinstance(dim, int):
-        return dim
-    return next((symbol.max for symbol in symbols if symbol.name == dim), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -293,12 +287,12 @@ def encode(
     batch_size: int,
 ) -> Any:
     """Embed texts; see `CallablePipeline.encode`."""
-    rows = [sentences] if isinstance(sentences, str) else list(sentences)
-    if not rows or not all(isinstance(row, str) for row in rows):
-        raise InputError("encode: expected a text, or a list of texts with one or more")
+    rows = _listed(sentences)
     if batch_size < 1:
         raise InputError(f"batch_size: expected 1 or more, found {batch_size}")
     prompt = reader.settings.prompt(prompt_name) if prompt is None else prompt
+    if not rows:
+        return _no_embeddings(pipeline.arrays, reader.facts.result)
     answers, positions = [], []
     with pipeline.inference():
         for batch in reader.batches([len(row) for row in rows], batch_size):
@@ -313,6 +307,26 @@ def encode(
             positions += batch
         embeddings = pipeline.arrays.join(answers)[numpy.argsort(positions).tolist()]
     return embeddings[0] if isinstance(sentences, str) else embeddings
+
+
+def _listed(sentences: Any) -> list[str]:
+    """Texts as a list; `encode` takes a single one too."""
+    try:
+        rows = [sentences] if isinstance(sentences, str) else list(sentences)
+    except TypeError:
+        rows = [sentences]
+    for row in rows:
+        if not isinstance(row, str):
+            raise InputError(f"encode: expected a text, or a list of texts, found {type(row).__name__}")
+    return rows
+
+
+def _no_embeddings(arrays: ArrayOps, result: Edge) -> Any:
+    """The embeddings of no text, [0, dimension]."""
+    dimension = result.shape[-1] if len(result.shape) == 2 else None
+    if not isinstance(dimension, int):
+        raise InputError("encode: expected 1 text or more, found an empty list: the size of the embeddings varies")
+    return arrays.from_elements(numpy.zeros((0, dimension), ELEMENT_DTYPES[result.dtype]), result)
 
 
 def _read_settings(bundle: Bundle) -> EmbeddingSettings:

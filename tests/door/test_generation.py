@@ -1,5 +1,6 @@
 """`generate` takes what a user of transformers gives."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import stagepack
 from stagepack.bundle_assets import exported_assets
 from stagepack.capture.generation import generating_model
 from stagepack.errors import ExportWarning, InputError, OptionError
-from stagepack_loaders.generation.prompts import read_prompts, read_tokenizer
+from stagepack_loaders.generation.prompts import Prompts, check_tokens, read_prompts, read_tokenizer
 from stagepack_loaders.generation.settings import GenerationSettings
 from tests.bundle_editor import BundleEditor
 from tests.serve.generating_families import POSITIONS, make_model
@@ -104,6 +105,63 @@ def test_what_cannot_be_continued_is_refused(pipeline: Any) -> None:
         pipeline.generate(tokens, mask[:, 1:])
     with pytest.raises(InputError, match="expected integers"):
         pipeline.generate(tokens.float())
+
+
+@pytest.mark.parametrize(
+    ("inputs", "says"),
+    [
+        ([], "generate: the list is empty: give a text, a list of texts, or tokens [batch, length]"),
+        ([[]], "generate: expected 1 text or more with tokens, found the shape [1, 0]"),
+        (torch.ones(0, 3).long(), "generate: expected 1 text or more with tokens, found the shape [0, 3]"),
+        ("", "generate: the text has no tokens: give a text"),
+        (["a", ""], "generate: the text at position 1 has no tokens: give a text"),
+        ([[5], [], [7]], "generate: the text at position 1 has no tokens: give a text"),
+        ([[5, 4000]], "input_ids: expected tokens from 0 to 257, found 4000"),
+        ([[5, -1]], "input_ids: expected tokens from 0 to 257, found -1"),
+        (["a"] * 5, "input_ids: expected 1 to 4 texts, found 5: export again with --generate-batch 5 (in Python"),
+    ],
+)
+def test_wrong_inputs_are_named(pipeline: Any, inputs: Any, says: str) -> None:
+    with pytest.raises(InputError, match=f"^{re.escape(says)}"):
+        pipeline.generate(inputs, max_new_tokens=2)
+
+
+def test_tokens_without_logits_are_those_of_the_tokenizer(pipeline: Any, tmp_path: Path) -> None:
+    made = tokenizer()
+    made.add_special_tokens(["<image>"])
+    assert made.token_to_id("<image>") == 258
+    editor = BundleEditor.copy(Path(pipeline.bundle.location), tmp_path / "m.stagepack")
+    editor.write_file("tokenizer.json", made.to_str().encode())
+    bundle = stagepack.open(editor.path)
+    prompts = Prompts(tokens=numpy.array([[5, 258, 259]]), mask=numpy.array([[1, 1, 0]]))
+    check_tokens(bundle, prompts, 258)
+    with pytest.raises(InputError, match="expected tokens from 0 to 258, found 259"):
+        check_tokens(bundle, Prompts(tokens=prompts.tokens, mask=None), 258)
+
+
+def test_a_cache_for_one_text_is_exported_again_for_several(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(tokenizer().to_str())
+    assets = [tmp_path / "tokenizer.json"]
+    for family in ("llama", "t5"):
+        path = tmp_path / f"{family}.stagepack"
+        stagepack.export(make_model(family), out=path, generate=POSITIONS, assets=assets)
+        says = "expected 1 text, found 2: export again with --generate-batch 2 (in Python generate_batch=2)"
+        with pytest.raises(InputError, match=f"^input_ids: {re.escape(says)}$"):
+            stagepack.load_entry_points(path).generate(["one", "two"], max_new_tokens=5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens: expected 1 or more, found 0"),
+        ({"max_new_tokens": -1}, "max_new_tokens: expected 1 or more, found -1"),
+        ({"do_sample": True, "temperature": 0}, "temperature: expected more than 0 (do_sample=False takes the"),
+        ({"do_sample": True, "top_p": 1.5}, "top_p: expected 0 to 1, found 1.5"),
+    ],
+)
+def test_settings_out_of_range_are_named(pipeline: Any, settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(InputError, match=f"^{re.escape(says)}"):
+        pipeline.generate("a", **settings)
 
 
 def test_more_positions_than_the_model_has_are_refused_before_the_capture() -> None:

@@ -66,7 +66,9 @@ def test_threads_generate_at_the_same_time(llama: Path) -> None:
 
 def test_wrong_calls_are_refused(llama: Path) -> None:
     pipeline = stagepack.load(llama)
-    with pytest.raises(InputError, match="expected 1 to 4"):
+    with pytest.raises(
+        InputError, match="input_ids: expected 1 to 4 texts, found 5: export again with --generate-batch 5 "
+    ):
         pipeline.generate(torch.ones(5, 2, dtype=torch.int64), max_new_tokens=2)
     with pytest.raises(InputError, match="the cache has 64 positions"):
         pipeline.generate(torch.ones(1, 60, dtype=torch.int64), max_new_tokens=6)

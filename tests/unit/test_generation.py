@@ -1,5 +1,7 @@
 """The choice of tokens, compared with transformers' own."""
 
+import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -129,19 +131,50 @@ def test_wrong_settings_are_refused(settings: dict[str, Any]) -> None:
         GenerationSettings().override(settings)
 
 
+@pytest.mark.parametrize(
+    ("setting_name", "wrong_values", "expected"),
+    [
+        ("temperature", (0.0, -1.0, math.nan), "more than 0 (do_sample=False takes the likeliest token)"),
+        ("top_k", (-1,), "0 (draw among all tokens) or more"),
+        ("top_p", (-0.1, 1.5, math.nan), "0 to 1"),
+        ("min_p", (-0.1, 1.5, math.nan), "0 to 1"),
+        ("repetition_penalty", (0.0, -2.0, math.nan), "more than 0"),
+        ("max_new_tokens", (0, -1), "1 or more"),
+    ],
+)
+def test_settings_out_of_range_are_refused(setting_name: str, wrong_values: tuple[float, ...], expected: str) -> None:
+    for value in wrong_values:
+        says = f"{setting_name}: expected {expected}, found {value}"
+        with pytest.raises(InputError, match=f"^{re.escape(says)}$"):
+            GenerationSettings().override({"do_sample": True, setting_name: value})
+        # Those of a file are checked with the ones of a call, which may replace them.
+        stored = GenerationSettings().replace({"do_sample": True, setting_name: value})
+        with pytest.raises(InputError, match=f"^{re.escape(says)} in generation_config.json of the bundle$"):
+            stored.override({"seed": 1})
+        assert stored.override({setting_name: 1}).do_sample
+
+
+def test_the_ends_of_ranges_are_taken_and_unused_settings_too() -> None:
+    ends = {"do_sample": True, "top_k": 0, "top_p": 0.0, "min_p": 1.0, "max_new_tokens": 1}
+    GenerationSettings().override(ends)
+    GenerationSettings().override({"top_p": 1.0, "min_p": 0.0, "do_sample": True})
+    # As in transformers.
+    GenerationSettings().override({"do_sample": False, "temperature": 0.0, "top_k": -1, "top_p": 2.0, "min_p": -1.0})
+
+
 def choose_token(logits: list[float], **settings: Any) -> int:
     sampler = TokenSampler(GenerationSettings().override(settings), numpy.zeros((1, 1), bool))
     return int(sampler.choose(numpy.array([[0, 1]]), numpy.array([logits], numpy.float32))[0])
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1e-320, 1e-38, 1e-3])
+@pytest.mark.parametrize("temperature", [1e-320, 1e-38, 1e-3])
 @pytest.mark.parametrize("logits", [[1, 2, 9, 3], [-1, -2, -0.5, -3], [-3e38, 0, 3e38, 1]])
 def test_a_small_temperature_takes_the_likeliest_token(logits: list[float], temperature: float) -> None:
     assert choose_token(logits, do_sample=True, temperature=temperature, top_p=0.9, min_p=0.1) == 2
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
-@pytest.mark.parametrize(("penalty", "token"), [(1e-320, 0), (1e-40, 0), (1e38, 2), (0.0, 0)])
+@pytest.mark.parametrize(("penalty", "token"), [(1e-320, 0), (1e-40, 0), (1e38, 2)])
 def test_extreme_penalties_choose_a_token(penalty: float, token: int, do_sample: bool) -> None:
     assert choose_token([3, -1, 2.5, -100], repetition_penalty=penalty, do_sample=do_sample, top_k=1) == token
 

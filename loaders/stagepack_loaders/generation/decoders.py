@@ -6,6 +6,7 @@ A decoder takes ``input_ids`` [batch, length], ``cache_position`` [length], the 
 returns the logits [batch, vocabulary] of the last token. One graph reads a prompt and single tokens, and its state is the cache.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -13,6 +14,7 @@ import numpy
 
 from stagepack.format.manifest import Edge, EntryPoint
 from stagepack.format.reader import Bundle
+from stagepack.format.shapes import Dim, Symbol
 from stagepack.format.tree import ValueLeaf, tree_leaves
 from stagepack_loaders.elements import Array
 
@@ -33,12 +35,14 @@ class DecoderFacts:
         logits: the edge of its result.
         takes_encoder: whether it reads what an encoder returns.
         encoder_positions: the size of the mask of the encoder's rows; None if the decoder has no such mask.
+        max_batch: the largest number of texts; None for any.
     """
 
     max_positions: int
     logits: Edge
     takes_encoder: bool
     encoder_positions: int | None
+    max_batch: int | None = None
 
 
 def decoder_facts(entry_point: EntryPoint) -> DecoderFacts | None:
@@ -57,7 +61,7 @@ def decoder_facts(entry_point: EntryPoint) -> DecoderFacts | None:
         return None
     max_positions = _mask_size(inputs["attention_mask"])
     encoder_positions = _mask_size(inputs[_ENCODER_MASK]) if _ENCODER_MASK in inputs else None
-    if max_positions is None:
+    if max_positions is None or not inputs["input_ids"].shape:
         return None
     [logits] = (edge for edge in entry_point.edges if edge.name == results[0].name)
     return DecoderFacts(
@@ -65,6 +69,7 @@ def decoder_facts(entry_point: EntryPoint) -> DecoderFacts | None:
         logits=logits,
         takes_encoder=_ENCODER_INPUT in inputs,
         encoder_positions=encoder_positions,
+        max_batch=largest_size(inputs["input_ids"].shape[0], entry_point.symbols),
     )
 
 
@@ -83,6 +88,21 @@ def generating_entry_point(bundle: Bundle) -> str | None:
         if facts is not None and (ENCODER_NAME in names or not facts.takes_encoder):
             return entry_point.name
     return None
+
+
+def largest_size(dim: Dim, symbols: Iterable[Symbol]) -> int | None:
+    """Return the largest size of a dimension.
+
+    Args:
+        dim: the dimension.
+        symbols: the symbols of the entry point.
+
+    Returns:
+        The size; None for any.
+    """
+    if isinstance(dim, int):
+        return dim
+    return next((symbol.max for symbol in symbols if symbol.name == dim), None)
 
 
 def logits_as_floats(elements: Array, logits: Edge) -> Array:

@@ -12,12 +12,13 @@ from stagepack.format.reader import Bundle
 from stagepack_loaders.base import ArrayOps
 from stagepack_loaders.elements import Array
 from stagepack_loaders.exchange import array_ops_of_call, to_elements
-from stagepack_loaders.generation.decoders import decoder_facts, logits_as_floats
-from stagepack_loaders.generation.prompts import Prompts, named_inputs, read_prompts
+from stagepack_loaders.generation.decoders import DecoderFacts, decoder_facts, logits_as_floats
+from stagepack_loaders.generation.prompts import Prompts, check_tokens, named_inputs, read_prompts
 from stagepack_loaders.generation.settings import read_settings
 from stagepack_loaders.generation.token_loop import TokenLoop
 from stagepack_loaders.pipeline_sequence import PipelineSequence
 
+_IDS_INPUT = "input_ids"
 _MASK_INPUT = "attention_mask"
 
 # Called with the new tokens of each text, [batch].
@@ -84,6 +85,10 @@ def generate(
     chosen_settings = read_settings(decoder.bundle).override(settings)
     prompts = read_prompts(decoder.bundle, inputs, attention_mask, chosen_settings, continues=encoder is None)
     edges = {edge.name: edge for edge in decoder.inputs}
+    vocabulary_size = facts.logits.shape[-1]
+    if encoder is None and isinstance(vocabulary_size, int):
+        check_tokens(decoder.bundle, prompts, vocabulary_size)
+    _check_batch(prompts.tokens, edges[_IDS_INPUT] if encoder is None else _main_input(encoder), facts)
     with decoder.inference(), decoder.sequence() as sequence:
         if encoder is None:
             loop = TokenLoop(facts, chosen_settings, prompts.tokens, prompts.mask)
@@ -104,7 +109,22 @@ def generate(
                 on_tokens(new_tokens)
     if prompts.tokenizer is not None:
         return prompts.texts(loop.tokens)
-    return array_ops_of_call([inputs], decoder.arrays).from_elements(loop.tokens, edges["input_ids"])
+    return array_ops_of_call([inputs], decoder.arrays).from_elements(loop.tokens, edges[_IDS_INPUT])
+
+
+def _check_batch(tokens: Array, edge: Edge, facts: DecoderFacts) -> None:
+    """Check that the cache holds all texts; what has another rank than the input is left to the call, which names it."""
+    largest = facts.max_batch
+    if largest is not None and 0 < tokens.ndim == len(edge.shape) and len(tokens) > largest:
+        count = len(tokens)
+        expected = "1 text" if largest == 1 else f"1 to {largest} texts"
+        advice = f"export again with --generate-batch {count} (in Python generate_batch={count})"
+        raise InputError(f"{edge.name}: expected {expected}, found {count}: {advice}")
+
+
+def _main_input(encoder: GeneratingPipeline) -> Edge:
+    """What an encoder reads, beside its mask."""
+    return next(edge for edge in encoder.inputs if edge.name != _MASK_INPUT)
 
 
 def _encoder_inputs(encoder: GeneratingPipeline, inputs: Any, prompts: Prompts) -> dict[str, Any]:
@@ -112,7 +132,7 @@ def _encoder_inputs(encoder: GeneratingPipeline, inputs: Any, prompts: Prompts) 
     names = [edge.name for edge in encoder.inputs]
     # As the caller gave it, where that is an array of the batch: it may be on a device.
     is_batch = tuple(getattr(inputs, "shape", ())) == prompts.tokens.shape
-    encoder_inputs = {next(name for name in names if name != _MASK_INPUT): inputs if is_batch else prompts.tokens}
+    encoder_inputs = {_main_input(encoder).name: inputs if is_batch else prompts.tokens}
     if _MASK_INPUT in names:
         ones = numpy.ones(prompts.tokens.shape, numpy.int64)
         encoder_inputs[_MASK_INPUT] = ones if prompts.mask is None else prompts.mask

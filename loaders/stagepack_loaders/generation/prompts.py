@@ -74,21 +74,27 @@ def read_prompts(bundle: Bundle, inputs: Any, mask: Any, settings: GenerationSet
         continues: the decoder continues the texts, which are then padded on the left: others are moved. An encoder reads them as they are.
 
     Raises:
-        InputError: the bundle has no tokenizer for a text, or the arguments are no batch.
+        InputError: the bundle has no tokenizer for a text, or the arguments are no batch, or a text has no tokens.
     """
+    if isinstance(inputs, list | tuple) and not inputs:
+        raise InputError("generate: the list is empty: give a text, a list of texts, or tokens [batch, length]")
     texts = [inputs] if isinstance(inputs, str) else inputs
-    if isinstance(texts, list | tuple) and texts and all(isinstance(text, str) for text in texts):
+    if isinstance(texts, list | tuple) and all(isinstance(text, str) for text in texts):
         tokenizer = read_tokenizer(bundle)
         if tokenizer is None:
             raise InputError(f"{bundle.location}: expected tokens, found a text: the bundle has no {TOKENIZER_FILE}")
         with tokenizer_errors("the text"):
             rows = [encoding.ids for encoding in tokenizer.encode_batch(list(texts))]
+        _require_tokens(rows)
         tokens, text_mask = _padded(rows, settings, on_left=continues)
         return Prompts(tokens=tokens, mask=text_mask, tokenizer=tokenizer, is_single=isinstance(inputs, str))
     if mask is None and _has_several_lengths(inputs):
+        _require_tokens(inputs)
         tokens, row_mask = _padded(inputs, settings, on_left=continues)
         return Prompts(tokens=tokens, mask=row_mask)
     tokens, given_mask = _host_array(inputs), None if mask is None else _host_array(mask)
+    if not tokens.size:
+        raise InputError(f"generate: expected 1 text or more with tokens, found the shape {list(tokens.shape)}")
     if numpy.issubdtype(tokens.dtype, numpy.integer) and tokens.ndim == 1:
         tokens, given_mask = tokens[None], None if given_mask is None else given_mask.reshape(1, -1)
     if continues:
@@ -99,6 +105,13 @@ def read_prompts(bundle: Bundle, inputs: Any, mask: Any, settings: GenerationSet
 def _has_several_lengths(inputs: Any) -> bool:
     is_rows = isinstance(inputs, list | tuple) and all(isinstance(row, list | tuple) for row in inputs)
     return is_rows and len({len(row) for row in inputs}) > 1
+
+
+def _require_tokens(rows: Sequence[Sequence[int]]) -> None:
+    for position, row in enumerate(rows):
+        if not row:
+            place = "the text" if len(rows) == 1 else f"the text at position {position}"
+            raise InputError(f"generate: {place} has no tokens: give a text")
 
 
 @contextlib.contextmanager
@@ -143,6 +156,29 @@ def read_tokenizer(bundle: Bundle, *, cuts_and_pads: bool = False) -> "Tokenizer
         tokenizer.no_truncation()
         tokenizer.no_padding()
     return tokenizer
+
+
+def check_tokens(bundle: Bundle, prompts: Prompts, vocabulary_size: int) -> None:
+    """Check that a decoder has the tokens that it continues.
+
+    Args:
+        bundle: the bundle.
+        prompts: the tokens.
+        vocabulary_size: the number of logits. Models may read tokens without one, which the tokenizer then has.
+
+    Raises:
+        InputError: a token is none of the model.
+    """
+    tokens = prompts.tokens if prompts.mask is None else prompts.tokens[prompts.mask != 0]
+    if ((tokens >= 0) & (tokens < vocabulary_size)).all():
+        return
+    tokenizer = prompts.tokenizer or read_tokenizer(bundle)
+    if tokenizer is not None:
+        vocabulary_size = max([vocabulary_size, *(token + 1 for token in tokenizer.get_vocab().values())])
+    unknown_tokens = tokens[(tokens < 0) | (tokens >= vocabulary_size)]
+    if len(unknown_tokens):
+        expected = f"tokens from 0 to {vocabulary_size - 1}"
+        raise InputError(f"input_ids: expected {expected}, found {unknown_tokens[0]}")
 
 
 def _padded(rows: Sequence[Sequence[int]], settings: GenerationSettings, *, on_left: bool) -> tuple[Array, Array]:

@@ -1,6 +1,6 @@
 """How tokens are chosen: the settings of transformers' ``generate`` that change what is generated."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -16,6 +16,32 @@ from stagepack_loaders.elements import Array
 _FILE_NAME: Final = "generation_config.json"
 # A single token is written without a list.
 _TOKEN_LISTS: Final = frozenset({"suppress_tokens", "begin_suppress_tokens", "eos_token_id", "decoder_input_ids"})
+
+
+@dataclass(frozen=True, slots=True)
+class _Range:
+    """The values that a setting may have.
+
+    Attributes:
+        expected: the range in words.
+        contains: whether it has a value; never NaN.
+        is_of_draws: the setting has no effect unless tokens are drawn.
+    """
+
+    expected: str
+    contains: Callable[[float], bool]
+    is_of_draws: bool = True
+
+
+# Those of transformers. None, where a setting may be None, is in each of them.
+_RANGES: Final[Mapping[str, _Range]] = {
+    "max_new_tokens": _Range("1 or more", lambda count: count >= 1, is_of_draws=False),
+    "temperature": _Range("more than 0 (do_sample=False takes the likeliest token)", lambda divisor: divisor > 0),
+    "top_k": _Range("0 (draw among all tokens) or more", lambda count: count >= 0),
+    "top_p": _Range("0 to 1", lambda probability: 0 <= probability <= 1),
+    "min_p": _Range("0 to 1", lambda probability: 0 <= probability <= 1),
+    "repetition_penalty": _Range("more than 0", lambda penalty: penalty > 0, is_of_draws=False),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +104,27 @@ class GenerationSettings:
             The settings.
 
         Raises:
+            InputError: a setting is unknown, or has another type, or is out of range. Those in place count too: they may come from a file.
+        """
+        chosen = self.replace(settings)
+        for setting_name, allowed in _RANGES.items():
+            value = getattr(chosen, setting_name)
+            is_unused = value is None or (allowed.is_of_draws and not chosen.do_sample)
+            if not is_unused and not allowed.contains(value):
+                origin = "" if settings.get(setting_name) is not None else f" in {_FILE_NAME} of the bundle"
+                raise InputError(f"{setting_name}: expected {allowed.expected}, found {value}{origin}")
+        return chosen
+
+    def replace(self, settings: Mapping[str, Any]) -> "GenerationSettings":
+        """Return these settings with others in their place, whose ranges are not checked: those of a file, which a call may replace.
+
+        Args:
+            settings: the others by name; None leaves one as it is.
+
+        Returns:
+            The settings.
+
+        Raises:
             InputError: a setting is unknown, or has another type.
         """
         known_names = self.__dataclass_fields__.keys()
@@ -115,7 +162,7 @@ def read_settings(bundle: Bundle) -> GenerationSettings:
             for setting_name, value in stored.items()
             if setting_name in GenerationSettings.__dataclass_fields__
         }
-        return GenerationSettings().override(known_values)
+        return GenerationSettings().replace(known_values)
     except (*JSON_ERRORS, InputError) as error:
         raise InputError(f"{bundle.location}: {_FILE_NAME}: {error}") from None
 
