@@ -8,6 +8,7 @@ from typing import Final
 
 from stagepack.bundle_content import further_file_names
 from stagepack.capture.adapters import CONFIGURATION_NAME, read_adapter
+from stagepack.capture.source_path import CONFIG_FILE
 from stagepack.errors import ExportWarning, FileNotListedError, OptionError, OutputExistsError
 from stagepack.format.reader import Bundle
 from stagepack.format.validate import FILE_NAME_PATTERN, MANIFEST_NAME, format_names
@@ -105,14 +106,12 @@ def _hugging_face_folders(source: object) -> list[Path]:
         from huggingface_hub import snapshot_download  # noqa: PLC0415 - transformers has imported it
 
         folder = Path(
-            snapshot_download(
-                os.fspath(source), allow_patterns=[*_HUGGING_FACE_FILES, "config.json", CONFIGURATION_NAME]
-            )
+            snapshot_download(os.fspath(source), allow_patterns=[*_HUGGING_FACE_FILES, CONFIG_FILE, CONFIGURATION_NAME])
         )
     adapter = read_adapter(os.fspath(folder))
     if adapter is not None:
         return [*_hugging_face_folders(adapter.base_model), folder]
-    return [folder] if (folder / "config.json").is_file() else []
+    return [folder] if (folder / CONFIG_FILE).is_file() else []
 
 
 @errors_name_bundle

@@ -3,11 +3,13 @@
 Graphs, edges and plan are those of the bundle. The recorded answer to the example is that of the new stages.
 """
 
+import json
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any, Final
 
 import msgspec
 
@@ -24,8 +26,9 @@ from stagepack.capture.adapters import read_adapter
 from stagepack.capture.checkpoint import CheckpointTensor, read_checkpoint
 from stagepack.capture.deferred_tensors import DataNeededError, DeferredTensors
 from stagepack.capture.pretrained_model import load_pretrained, model_files
+from stagepack.capture.sentence_pipeline import SETTINGS_FILE
 from stagepack.capture.source_argument import FORWARD
-from stagepack.capture.source_path import is_model_folder
+from stagepack.capture.source_path import CONFIG_FILE, is_model_folder
 from stagepack.capture.weight_names import name_problems, shown, tensors_by_weight_name
 from stagepack.errors import CaptureError
 from stagepack.format.file_writing import FileVersion
@@ -36,6 +39,31 @@ from stagepack.format.writer import Pieces, TensorSource
 from stagepack.linearize.example import tensor_source
 from stagepack.linearize.tensor_memory import dtype_name, is_all_zeros, tensor_bytes
 from stagepack.opening import errors_name_bundle, open_bundle
+
+# Fields of a configuration that change no answer, or only by weights and buffers, which come from the new model.
+_NOT_COMPUTING: Final = frozenset(
+    (
+        "_name_or_path",
+        "architectures",
+        "dtype",
+        "finetuning_task",
+        "gradient_checkpointing",
+        "id2label",
+        "initializer_range",
+        "label2id",
+        "max_position_embeddings",
+        "max_seq_length",
+        "problem_type",
+        "rope_theta",
+        "transformers_version",
+        "use_cache",
+    )
+)
+_NOT_COMPUTING_SUFFIXES: Final = ("dropout", "dropout_prob", "layerdrop", "pdrop")
+# Decoders of text take no notice of these; other models find padding or the last token by them.
+_TOKENS: Final = frozenset(("bos_token_id", "eos_token_id", "pad_token_id"))
+# Of a pipeline of sentence-transformers.
+_COMPUTING_SETTINGS: Final = frozenset(("modules", "is_normalized"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +117,7 @@ def replace_weights(
     progress("read the checkpoint")
     weights = _weights_by_name(opened)
     new_weights = _open_source(source, weights)
+    _check_settings(opened, new_weights.files, os.fspath(source))
     replacements = _replacements(opened, weights, new_weights, os.fspath(source), needed_names)
     progress("write")
     named_weights = NamedWeights()
@@ -159,6 +188,45 @@ def _open_source(source: str | os.PathLike[str], weights: Mapping[str, Weight]) 
     }
     required_names = [graph_name for graph_name, model_name in model_names.items() if model_name in stored_names]
     return _Source(tensors=tensors, required_names=required_names, files=model_files(model))
+
+
+def _check_settings(bundle: Bundle, files: Mapping[str, bytes], source_name: str) -> None:
+    """Refuse a model that computes otherwise than the graphs, by what the configurations of both state.
+
+    Raises:
+        CaptureError: they differ.
+    """
+    problems = []
+    for file_name in sorted(files.keys() & bundle.files.keys() & {CONFIG_FILE, SETTINGS_FILE}):
+        settings, graph_settings = (
+            dict(_flat_settings(json.loads(content))) for content in (files[file_name], bundle.read(file_name))
+        )
+        is_pipeline = file_name == SETTINGS_FILE
+        if is_pipeline and not any(path[0] == "modules" for path in graph_settings):
+            continue  # of an earlier version, which did not state them
+        class_names = [value for path, value in settings.items() if path[0] == "architectures"]
+        is_decoder = bool(class_names) and all(str(name).endswith("ForCausalLM") for name in class_names)
+        harmless = _NOT_COMPUTING | (_TOKENS if is_decoder else frozenset())
+        problems += [
+            f"{'.'.join(path)} is {json.dumps(settings.get(path))} in its {file_name}, in the bundle {json.dumps(graph_settings.get(path))}"
+            for path in sorted(settings.keys() | graph_settings.keys())
+            if settings.get(path) != graph_settings.get(path)
+            and not (harmless.intersection(path) or path[-1].endswith(_NOT_COMPUTING_SUFFIXES))
+            and (not is_pipeline or path[0] in _COMPUTING_SETTINGS)
+        ]
+    if problems:
+        raise CaptureError(
+            f"{source_name}: computes otherwise than the graphs of {bundle.path}: {shown(problems, '; ')}: export it by a capture"
+        )
+
+
+def _flat_settings(settings: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """The values of nested settings with their paths."""
+    if isinstance(settings, dict | list):
+        for key, part in settings.items() if isinstance(settings, dict) else enumerate(settings):
+            yield from _flat_settings(part, (*path, str(key)))
+    else:
+        yield path, settings
 
 
 def _replacements(

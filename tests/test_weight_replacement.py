@@ -1,5 +1,6 @@
 """New weights for the graphs of a bundle."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,28 @@ def test_a_tuned_model_becomes_the_bundle_of_its_own_export(tmp_path: Path) -> N
     found = stagepack.export(source, graph_from=old, out=tmp_path / "found.stagepack")
     assert found.digest == expected.digest != old.digest
     assert sorted(path.name for path in tmp_path.glob(".*")) == []
+
+
+def test_a_model_that_computes_otherwise_is_refused(tmp_path: Path) -> None:
+    old = exported(saved(tmp_path / "old", 0), tmp_path / "old.stagepack")
+    source = saved(tmp_path / "tuned", 1)
+    path = tmp_path / "tuned" / "config.json"
+    config = json.loads(path.read_text())
+    for changes, message in (
+        (
+            {"hidden_act": "gelu"},
+            r'computes otherwise .* hidden_act is "gelu" in its config.json, in the bundle (null|"silu")',
+        ),
+        ({"rms_norm_eps": 0.5}, r"rms_norm_eps is 0.5 in its config.json"),
+    ):
+        path.write_text(json.dumps(config | changes))
+        with pytest.raises(CaptureError, match=message):
+            stagepack.export(source, graph_from=old, out=tmp_path / "m.stagepack")
+    assert not (tmp_path / "m.stagepack").exists()
+    # What answers do not depend on.
+    harmless = {"transformers_version": "5.0.0", "eos_token_id": 7, "attention_dropout": 0.1, "use_cache": False}
+    path.write_text(json.dumps(config | harmless))
+    stagepack.export(source, graph_from=old, out=tmp_path / "m.stagepack")
 
 
 def net() -> torch.nn.Module:

@@ -66,6 +66,7 @@ class SentencePipeline(torch.nn.Module):
             "prompts": dict(model.prompts),
             "default_prompt_name": model.default_prompt_name,
             "similarity_fn_name": model.similarity_fn_name,
+            "modules": [_module_settings(module) for module in model],
         }
         self._length_limit = _length_limit(model)
         if others := [str(modality) for modality in model.modalities if modality not in ("text", "message")]:
@@ -185,6 +186,16 @@ class SentencePipeline(torch.nn.Module):
         }
         encoded = json.dumps(settings, indent=2, sort_keys=True, ensure_ascii=False).encode()
         return {"tokenizer.json": tokenizer.encode(), SETTINGS_FILE: encoded + b"\n"}
+
+
+def _module_settings(module: Any) -> dict[str, Any]:
+    """What a module of a pipeline computes, but for its weights."""
+    settings = dict(module.get_config_dict()) if hasattr(module, "get_config_dict") else {}
+    config = getattr(module, "config", None)
+    encoder = {} if config is None else {"config": {**config.to_diff_dict(), "_name_or_path": ""}}
+    encoded = json.dumps({"class": type(module).__name__, **settings, **encoder}, default=str, sort_keys=True)
+    plain: dict[str, Any] = json.loads(encoded)
+    return plain
 
 
 def sentence_pipeline(model: Any) -> SentencePipeline:

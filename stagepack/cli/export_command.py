@@ -233,7 +233,8 @@ def command(
             bundle = Bundle(bundle.path)
     seconds = round(time.perf_counter() - start_time, 3)
     # A bundle that gave its graphs has recorded no other answer than its own.
-    run_fields = {"captured_by": method, "difference": finite(max(differences, default=0.0)), "seconds": seconds}
+    measured = {} if graph_from is not None else {"difference": finite(max(differences, default=0.0))}
+    run_fields = {"captured_by": method, **measured, "seconds": seconds}
     facts = bundle_facts(bundle) | ({"onnx": onnx_facts} if with_onnx else {}) | run_fields
     if as_json:
         print_json(facts)
@@ -245,7 +246,10 @@ def _print_export(source: str, bundle: Bundle, out: str, facts: dict[str, Any]) 
     """Print for people what was exported."""
     print_line(f"captured {source} ({facts['captured_by']})")
     print_written(bundle, out, facts["seconds"])
-    difference = "the shapes or types differ" if facts["difference"] is None else f"{facts['difference']:g}"
-    print_line(f"replayed the example: largest difference from the model {difference}")
+    if "difference" in facts:
+        difference = "the shapes or types differ" if facts["difference"] is None else f"{facts['difference']:g}"
+        print_line(f"replayed the example: largest difference from the model {difference}")
+    else:
+        print_line("recorded the answer of the new stages to the example; the model of the weights was not run")
     if "onnx" in facts:
         print_conversion(facts["onnx"])
