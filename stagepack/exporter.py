@@ -44,7 +44,14 @@ from stagepack.linearize.tried_sizes import with_tried_sizes
 from stagepack.partition.costs import graph_costs
 from stagepack.partition.cut_options import CutOptions
 from stagepack.partition.partitioner import Partition, partition_graph
-from stagepack.self_check import LoadedDraft, check_other_inputs, check_program, refused_by_loaders, report_difference
+from stagepack.self_check import (
+    LoadedDraft,
+    check_other_inputs,
+    check_program,
+    check_second_call,
+    refused_by_loaders,
+    report_difference,
+)
 
 # Called with the name of each step of the export before it begins.
 Progress = Callable[[str], None]
@@ -195,7 +202,10 @@ def _example_recorder(capture: Capture, program: LinearizedProgram, options: Exp
         return partial(_record_from_files, capture, program, options)
     options.progress("run the example")
     written_tensors = [program.weights.tensors[weight] for weight in _written_weights(program)]
-    expected = run_example(capture, program, written_tensors)
+    changed: list[str] = []
+    expected = run_example(capture, program, written_tensors, changed)
+    if changed and not written_tensors:
+        check_second_call(capture, changed, seed=EXAMPLE_SEED, is_allowed=options.allow_difference)
     return lambda draft: _record_example(
         LoadedDraft(draft, program.device, bundle_permissions(draft)), capture, program, expected, options
     )

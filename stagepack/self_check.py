@@ -12,6 +12,8 @@ import torch
 
 from stagepack.capture.asked_properties import OtherInputs, Property, other_inputs
 from stagepack.capture.checkpoint import map_tensor
+from stagepack.capture.hugging_face import are_identical
+from stagepack.capture.model_run import run_model_twice
 from stagepack.capture.program_run import diverging_module
 from stagepack.capture.programs import Capture
 from stagepack.capture.torch_messages import suppress_warnings
@@ -30,6 +32,7 @@ from stagepack.format.dtypes import TORCH_DTYPES
 from stagepack.format.graph import Graph, Node
 from stagepack.format.operator_permissions import needed_permissions
 from stagepack.format.reader import Bundle
+from stagepack.format.validate import format_names
 from stagepack.format.weights import StoredTensor
 from stagepack.linearize import LinearizedProgram
 from stagepack.linearize.example import example_inputs, run_example
@@ -235,6 +238,32 @@ def report_difference(capture: Capture, inputs: Sequence[Any], largest: float, *
             f"{message}: {change}, or export it all the same with --allow-difference (in Python allow_difference=True)"
         )
     warnings.warn(f"{message}; the bundle has the answer of the captured program", ExportWarning, stacklevel=2)
+
+
+def check_second_call(capture: Capture, changed: Sequence[str], *, seed: int, is_allowed: bool) -> None:
+    """Compare two calls of a model that changes attributes of its own, which a bundle does not.
+
+    Args:
+        capture: the captured model, which writes no buffers.
+        changed: the paths of the attributes.
+        seed: the seed of the example.
+        is_allowed: warn, and go on.
+
+    Raises:
+        AnswerDiffersError: the second call answers otherwise, and it is not allowed.
+    """
+    if capture.model is None or are_identical(*run_model_twice(capture.model, capture.inputs, seed=seed)):
+        return
+    message = (
+        f"{capture.model_name}: a second call answers the example otherwise than the first: a call changes {format_names(changed)}, and "
+        "a bundle answers every call as the first"
+    )
+    if not is_allowed:
+        raise AnswerDiffersError(
+            f"{message}: make it a buffer that the call writes in place (register_buffer), or export it all the same with "
+            "--allow-difference (in Python allow_difference=True)"
+        )
+    warnings.warn(message, ExportWarning, stacklevel=2)
 
 
 def check_other_inputs(

@@ -1,8 +1,9 @@
 """Run a model on its example inputs, without changing either."""
 
 import copy
+from collections import deque
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -14,8 +15,17 @@ from stagepack.capture.torch_messages import format_torch_error
 from stagepack.errors import CaptureError
 from stagepack.torch_internals import tree_map_tensors
 
+_OF_EVERY_MODULE: Final = frozenset(vars(torch.nn.Module()))
 
-def run_model(model: torch.nn.Module, inputs: Inputs, *, seed: int, written: Iterable[torch.Tensor] = ()) -> Any:
+
+def run_model(
+    model: torch.nn.Module,
+    inputs: Inputs,
+    *,
+    seed: int,
+    written: Iterable[torch.Tensor] = (),
+    changed: list[str] | None = None,
+) -> Any:
     """Call a model on copies of its inputs, without gradients, and restore the model afterwards.
 
     Args:
@@ -23,6 +33,7 @@ def run_model(model: torch.nn.Module, inputs: Inputs, *, seed: int, written: Ite
         inputs: the inputs of the call.
         seed: the seed of torch's random number generators for the call.
         written: tensors that the model writes besides its buffers; they are restored too.
+        changed: takes the paths of the attributes that the call changes, but for buffers and weights.
 
     Returns:
         A copy of the model's result, with records in the place of dataclasses that torch does not know.
@@ -30,8 +41,24 @@ def run_model(model: torch.nn.Module, inputs: Inputs, *, seed: int, written: Ite
     Raises:
         CaptureError: the model raises an error; the message has its reason and the line that it came from.
     """
+    with preserve_module(model, written):
+        before = None if changed is None else _attributes(model)
+        result = _call(model, inputs, seed)
+        if changed is not None and before is not None:
+            after = _attributes(model)
+            changed += [path for path in after if path not in before or not _is_same(before[path], after[path])]
+        return result
+
+
+def run_model_twice(model: torch.nn.Module, inputs: Inputs, *, seed: int) -> tuple[Any, Any]:
+    """Call a model twice as `run_model` does; it is restored after the second call."""
+    with preserve_module(model):
+        return _call(model, inputs, seed), _call(model, inputs, seed)
+
+
+def _call(model: torch.nn.Module, inputs: Inputs, seed: int) -> Any:
     args, kwargs = _detached_copy((tuple(inputs.args), dict(inputs.kwargs)))
-    with preserve_module(model, written), torch.no_grad():
+    with torch.no_grad():
         torch.manual_seed(seed)
         try:
             result = model(*args, **kwargs)
@@ -44,3 +71,24 @@ def run_model(model: torch.nn.Module, inputs: Inputs, *, seed: int, written: Ite
 def _detached_copy(values: Any) -> Any:
     """Copy nested containers with their tensors, which lose their autograd history."""
     return copy.deepcopy(tree_map_tensors(torch.Tensor.detach, values))
+
+
+def _attributes(model: torch.nn.Module) -> dict[str, tuple[Any, ...]]:
+    """The attributes of all modules, by path, with what is in lists and dicts, but for those of every module."""
+    attributes = {}
+    for module_path, module in model.named_modules():
+        for attribute_name, value in vars(module).items():
+            if attribute_name not in _OF_EVERY_MODULE:
+                content = (*value.keys(), *value.values()) if isinstance(value, dict) else ()
+                content = tuple(value) if isinstance(value, list | deque | set) else content
+                attributes[f"{module_path}.{attribute_name}".removeprefix(".")] = (value, *content)
+    return attributes
+
+
+def _is_same(values: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
+    """Whether all are the same objects, or equal numbers and texts."""
+    return len(values) == len(others) and all(
+        value is other
+        or (type(value) is type(other) and isinstance(value, bool | int | float | str) and value == other)
+        for value, other in zip(values, others, strict=True)
+    )

@@ -74,7 +74,10 @@ def example_inputs(capture: Capture, program: LinearizedProgram) -> dict[str, to
 
 
 def run_example(
-    capture: Capture, program: LinearizedProgram, written: Iterable[torch.Tensor] = ()
+    capture: Capture,
+    program: LinearizedProgram,
+    written: Iterable[torch.Tensor] = (),
+    changed: list[str] | None = None,
 ) -> dict[str, torch.Tensor]:
     """Run the original model once on its example. The model and its inputs stay as they are.
 
@@ -82,6 +85,7 @@ def run_example(
         capture: the captured model. Without a model, its program is interpreted.
         program: its program.
         written: the tensors of the model that it writes.
+        changed: takes the paths of the attributes that the call changes, see `run_model`.
 
     Returns:
         The leaves of the answer as tensors on the CPU, as ``output.INDEX``.
@@ -94,7 +98,7 @@ def run_example(
         inputs = Inputs(args=tuple(example_values(capture, program).values()))
         leaves = run_model(InterpretedProgram(capture.program), inputs, seed=EXAMPLE_SEED, written=written)
         return _answer_tensors(zip(tree_leaves(result_tree), leaves, strict=True))
-    answer = run_model(capture.model, capture.inputs, seed=EXAMPLE_SEED, written=written)
+    answer = run_model(capture.model, capture.inputs, seed=EXAMPLE_SEED, written=written, changed=changed)
     try:
         results = [(leaf, value) for _, leaf, value in flatten_tree(result_tree, answer, "the answer")]
     except InputError as error:

@@ -251,3 +251,42 @@ def test_random_numbers_in_the_order_of_an_input_in_memory_are_no_difference(tmp
     x = torch.rand(2, 3, 4, 4).to(memory_format=torch.channels_last)
     bundle = stagepack.export(torch.nn.Dropout(0.5), (x,), out=tmp_path / "m.stagepack")
     assert replay_example(stagepack.load(bundle), bundle).largest == 0.0
+
+
+class Counting(torch.nn.Module):
+    """A model whose answers depend on its calls so far, by an attribute that is no buffer."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.calls, self.last = kind, 0, ""
+        self.seen: list[int] = []
+        self.linear = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.linear(x)
+        if self.kind == "number":
+            self.calls += 1
+            return y * self.calls
+        if self.kind == "list":
+            self.seen.append(x.shape[0])
+            return y + sum(self.seen)
+        self.last = "called"
+        self.seen = [x.shape[0]]
+        return y
+
+
+@pytest.mark.parametrize(("kind", "attribute"), [("number", "calls"), ("list", "seen")])
+def test_a_model_that_counts_its_calls_is_refused(kind: str, attribute: str, tmp_path: Path) -> None:
+    model, x = Counting(kind), torch.randn(2, 4)
+    says = f"Counting: a second call answers the example otherwise than the first: a call changes {attribute}, .*register_buffer"
+    with pytest.raises(AnswerDiffersError, match=says):
+        stagepack.export(model, (x,), out=tmp_path / "m.stagepack")
+    assert (model.calls, model.seen) == (0, [])
+    with pytest.warns(ExportWarning, match=f"a call changes {attribute}"):
+        stagepack.export(model, (x,), out=tmp_path / "m.stagepack", allow_difference=True)
+
+
+def test_attributes_that_change_no_answer_are_left_alone(tmp_path: Path) -> None:
+    model, x = Counting("note"), torch.randn(2, 4)
+    bundle = stagepack.export(model, (x,), out=tmp_path / "m.stagepack")
+    assert torch.equal(stagepack.load(bundle)(x), model(x))
