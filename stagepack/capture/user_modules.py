@@ -1,5 +1,6 @@
 """Modules and functions of a user, by the names that the command line takes."""
 
+import difflib
 import importlib
 import importlib.util
 import sys
@@ -32,7 +33,10 @@ def call_user_function(reference: str) -> Any:
         raise CaptureError(f"{module_reference}: cannot be imported: {describe_error(error)}") from error
     function = getattr(module, function_name, None)
     if not callable(function):
-        raise CaptureError(f"{module_reference}: has no function {function_name!r}")
+        own_functions = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+        close_names = difflib.get_close_matches(function_name, own_functions)
+        hint = f": did you mean {' or '.join(close_names)}?" if close_names else ""
+        raise CaptureError(f"{module_reference}: has no function {function_name!r}{hint}")
     try:
         with torchao_on_demand():
             return function()

@@ -54,6 +54,8 @@ class CutOptions:
         """Refuse options that contradict each other."""
         if isinstance(self.profile, str | os.PathLike):
             object.__setattr__(self, "profile", find_profile(self.profile))
+        if self.stages is not None and (not isinstance(self.stages, int) or isinstance(self.stages, bool)):
+            raise CutError(f"stages: expected a whole number, found {self.stages!r}")
         for option, items in (("split_at", self.split_at), ("memory", self.memory), ("speeds", self.speeds)):
             if isinstance(items, str | int | float):
                 raise CutError(f"{option}: expected a list, found {items!r}")

@@ -133,6 +133,7 @@ def test_a_factory_that_fails_is_said_in_one_line(body: str, says: str, user: Pa
         ),
         ("import sys; sys.exit(3)\n", "cannot be imported: SystemExit: 3"),
         ("model = 3\n", "has no function 'model'"),
+        ("def modell(): ...\n", "has no function 'model': did you mean modell?"),
         ("", "has no function 'model'"),
         ("\0", "cannot be imported: "),
     ],

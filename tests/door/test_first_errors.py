@@ -13,7 +13,8 @@ from click.testing import CliRunner
 
 import stagepack
 from stagepack.cli import main
-from stagepack.errors import NotABundleError, OptionError, StagepackError
+from stagepack.errors import CutError, NotABundleError, OptionError, StagepackError
+from tests.door.model import EXAMPLE, Scale
 
 
 def test_a_command_of_a_close_name_is_named() -> None:
@@ -137,3 +138,9 @@ def test_inspect_shows_results_by_the_names_of_callers(exported: tuple[Path, obj
     assert re.search(r"\n  \S+ +float32\[3, 4\] +stage 1 +result output\n", shown), shown
     facts = json.loads(CliRunner().invoke(main, ["inspect", str(exported[0]), "--json"]).output)
     assert [edge["outputs"] for edge in facts["edges"] if edge["result"]] == [["output"]]
+
+
+def test_a_number_of_stages_is_a_number(tmp_path: Path) -> None:
+    for stages in ("2", 2.0, True):
+        with pytest.raises(CutError, match=f"stages: expected a whole number, found {stages!r}"):
+            stagepack.export(Scale(), (EXAMPLE,), out=tmp_path / "m.stagepack", stages=stages)  # type: ignore[arg-type]
