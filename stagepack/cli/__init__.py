@@ -10,6 +10,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from stagepack.cli.failures import failure_of
+from stagepack.cli.termination import orderly_interrupt
 
 # The subcommands with their summaries, which are also the first lines of their own help.
 _COMMAND_GROUPS = {
@@ -56,7 +57,8 @@ class _Commands(click.Group):
     def main(self, args: Sequence[str] | None = None, *, standalone_mode: bool = True, **extra: Any) -> Any:  # type: ignore[override]
         """Run the command line; an error of any kind is one line on standard error and exit status 1, an interrupt exit status 130."""
         try:
-            status = super().main(args, standalone_mode=False, **extra)
+            with orderly_interrupt():
+                status = super().main(args, standalone_mode=False, **extra)
         except Exception as error:  # noqa: BLE001 - an error of any kind is one line
             expected = (click.ClickException, click.Abort)  # the caller handles them without standalone_mode
             failure = error if isinstance(error, expected) else failure_of(error)

@@ -1,4 +1,4 @@
-"""SIGTERM in commands that write: what is unfinished is removed before the process ends."""
+"""SIGTERM in commands that write: what is unfinished is removed before the process ends. SIGINT while numpy is imported."""
 
 import contextlib
 import os
@@ -7,6 +7,12 @@ import threading
 import traceback
 from collections.abc import Iterator
 from types import FrameType
+from typing import Final
+
+# An interrupt that waits for the end of an import looks again after so many seconds.
+_IMPORT_POLL_SECONDS: Final = 0.02
+# The function that imports a module, whose argument `name` is its name.
+_IMPORT_CODE: Final = ("<frozen importlib._bootstrap>", "_find_and_load")
 
 
 class _Terminated(BaseException):
@@ -38,3 +44,44 @@ def orderly_termination() -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if is_terminated:
         os.kill(os.getpid(), signal.SIGTERM)
+
+
+@contextlib.contextmanager
+def orderly_interrupt() -> Iterator[None]:
+    """Let SIGINT raise `KeyboardInterrupt` in the ``with`` block; during the import of numpy, after it.
+
+    Torch imports numpy in C++ code, which drops the exception: the command would go on, with a numpy that cannot be imported again.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+
+    with contextlib.ExitStack() as alarm:
+
+        def interrupt(signal_number: int, frame: FrameType | None) -> None:
+            if not _is_import_fragile(frame):
+                alarm.close()
+                raise KeyboardInterrupt
+            if signal_number == signal.SIGINT:
+                alarm.close()
+                alarm.callback(signal.signal, signal.SIGALRM, signal.signal(signal.SIGALRM, interrupt))
+                alarm.callback(signal.setitimer, signal.ITIMER_REAL, 0)
+                signal.setitimer(signal.ITIMER_REAL, _IMPORT_POLL_SECONDS, _IMPORT_POLL_SECONDS)
+
+        signal.signal(signal.SIGINT, interrupt)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _is_import_fragile(frame: FrameType | None) -> bool:
+    """Whether a frame, or one that called it, imports a module that an exception must not interrupt."""
+    while frame is not None:
+        if (frame.f_code.co_filename, frame.f_code.co_name) == _IMPORT_CODE:
+            module_name = frame.f_locals["name"]
+            if module_name == "torch._C" or module_name.partition(".")[0] == "numpy":
+                return True
+        frame = frame.f_back
+    return False

@@ -120,6 +120,32 @@ def test_an_interrupt_while_the_model_is_made_leaves_nothing_and_says_little(tmp
     assert {path.name for path in tmp_path.iterdir()} <= {"net.py", "__pycache__"}
 
 
+def test_an_interrupt_during_the_imports_ends_the_command(tmp_path: Path) -> None:
+    """Torch drops an exception while it imports numpy, which cannot be imported again."""
+    (tmp_path / "net.py").write_text("import torch\ndef model():\n    return torch.nn.ReLU(), (torch.ones(1),)\n")
+
+    def interrupted_after(module_name: str) -> subprocess.Popen[str]:
+        running = subprocess.Popen(
+            [STAGEPACK, "export", "net.py:model", "-o", "m.stagepack"],
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONPROFILEIMPORTTIME": "1"},  # a line on standard error for each imported module
+        )
+        assert running.stderr is not None
+        assert any(line.rpartition("|")[2].strip() == module_name for line in running.stderr)
+        running.send_signal(signal.SIGINT)
+        return running
+
+    module_names = ("torch.version", "numpy._core._multiarray_umath", "numpy.linalg", "torch.storage")
+    for running in [interrupted_after(module_name) for module_name in module_names]:
+        out, err = running.communicate(timeout=60)
+        lines = [line for line in err.splitlines() if line and not line.startswith("import time:")]
+        assert (running.returncode, out, lines) == (130, "", ["stagepack: interrupted"])
+    assert {path.name for path in tmp_path.iterdir()} <= {"net.py", "__pycache__"}
+
+
 WITHOUT = """
 import json, sys
 from click.testing import CliRunner
