@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from stagepack.errors import DigestError, OptionError, Problem, named_errors
+from stagepack.errors import DigestError, NotABundleError, OptionError, Problem, named_errors
 from stagepack.extras import explain_missing_packages
 from stagepack.format.chunks import ByteProgress
 from stagepack.format.reader import Bundle
@@ -137,7 +137,17 @@ def _open_location(
     elif storage_options is not None:
         raise OptionError(f"storage_options: only a URL has them, found the path {os.fspath(source)!r}")
     else:
-        bundle = Bundle(source)
+        try:
+            bundle = Bundle(source)
+        except NotABundleError:
+            # A repository in the cache of the Hugging Face Hub has a bundle in each of its snapshots.
+            if not (manifest_paths := sorted(Path(source).glob(f"snapshots/*/{MANIFEST_NAME}"))):
+                raise
+            folders = " or ".join(str(manifest_path.parent) for manifest_path in manifest_paths)
+            raise NotABundleError(
+                f"{source}: expected the folder of a bundle, found a repository in the cache of the Hugging Face Hub: give the snapshot "
+                f"in it: {folders} [M1]"
+            ) from None
     if digest not in (None, bundle.digest):
         message = f"expected the bundle of the digest {digest}, found {bundle.digest}: correct the digest or the path"
         raise DigestError([Problem(rule="D3", where=str(bundle.path / MANIFEST_NAME), message=message)])

@@ -15,13 +15,14 @@ from stagepack.format.manifest_reader import parse_manifest
 from stagepack.format.reader import Bundle
 from stagepack.format.validate import MANIFEST_NAME, SIGNATURE_NAME
 from stagepack.remote.http_store import STALL_SECONDS, HttpStore
-from stagepack.remote.hub_snapshot import offline_message
+from stagepack.remote.hub_snapshot import find_snapshot, offline_error
 from stagepack.remote.store import FetchError
 from stagepack.remote.url import BundleUrl, HubLocation
 from stagepack.terminal import byte_progress
 
 CARD_NAME: Final = "README.md"
 _SHOWN_CAUSES: Final = 3
+_CONNECTION_ERRORS: Final = frozenset(("ConnectError", "ConnectTimeout", "ConnectionError", "ProxyError"))
 
 
 def open_hub_store(url: BundleUrl, storage_options: Mapping[str, Any] | None = None) -> HttpStore:
@@ -35,6 +36,7 @@ def open_hub_store(url: BundleUrl, storage_options: Mapping[str, Any] | None = N
 
     Raises:
         RemoteError: the hub does not answer, or has no such repository or revision.
+        NotABundleError: the hub must not be asked, and its cache has a model there, and no bundle.
         OptionError: the URL has another form.
     """
     options = dict(storage_options or {})
@@ -44,9 +46,11 @@ def open_hub_store(url: BundleUrl, storage_options: Mapping[str, Any] | None = N
     try:
         model = api.model_info(location.repository, revision=location.revision, timeout=STALL_SECONDS)
     except OfflineModeIsEnabled:
-        raise RemoteError(offline_message(url, MANIFEST_NAME)) from None
+        raise offline_error(url) from None
     except Exception as error:  # noqa: BLE001 - those of the HTTP client that the hub's library chose
-        raise RemoteError(f"{url}: {_reason(error)}") from None
+        is_cached = _is_unreachable(error) and find_snapshot(url) is not None
+        cure = ", or set HF_HUB_OFFLINE=1 to use the snapshot in its cache on this machine" if is_cached else ""
+        raise RemoteError(f"{url}: {_reason(error)}{cure}") from None
 
     def file_url(file_name: str) -> str:
         return hf_hub_url(
@@ -166,7 +170,25 @@ The digest of the bundle is `{bundle.digest}`.
 
 def _reason(error: Exception) -> str:
     """The messages of an error and of what caused it, in one line. Clients wrap an error in one of the same words: it is said once."""
+    causes = _causes(error)
+    reason = ": ".join(
+        dict.fromkeys(f"{type(cause).__name__}: {' '.join(str(cause).split())}"[:300] for cause in causes)
+    )
+    if _is_unreachable(error):
+        return f"the Hugging Face Hub cannot be reached: {reason}: check the connection"
+    return reason
+
+
+def _is_unreachable(error: Exception) -> bool:
+    """Whether the hub was not reached. By names: which HTTP client the hub's library has differs between its versions."""
+    return any(
+        isinstance(cause, ConnectionError) or type(cause).__name__ in _CONNECTION_ERRORS for cause in _causes(error)
+    )
+
+
+def _causes(error: Exception) -> list[BaseException]:
+    """An error and what caused it."""
     causes: list[BaseException] = [error]
     while causes[-1].__cause__ is not None and len(causes) < _SHOWN_CAUSES:
         causes.append(causes[-1].__cause__)
-    return ": ".join(dict.fromkeys(f"{type(cause).__name__}: {' '.join(str(cause).split())}"[:300] for cause in causes))
+    return causes

@@ -2,16 +2,20 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
 from huggingface_hub import constants, try_to_load_from_cache
 
-from stagepack.errors import RemoteError
+from stagepack.errors import NotABundleError, RemoteError, StagepackError
 from stagepack.format import limits
 from stagepack.format.file_checks import read_plain_file
 from stagepack.format.manifest import File
 from stagepack.format.validate import MANIFEST_NAME, SIGNATURE_NAME
 from stagepack.remote.file_stream import DownloadObserver, FileStream
 from stagepack.remote.url import BundleUrl
+
+# What a model of transformers has.
+MODEL_CONFIGURATION_NAME: Final = "config.json"
 
 
 def is_offline() -> bool:
@@ -25,14 +29,31 @@ def find_snapshot(url: BundleUrl) -> Path | None:
     Raises:
         OptionError: the URL has another form.
     """
+    manifest_path = _find_file(url, MANIFEST_NAME)
+    return None if manifest_path is None else manifest_path.parent
+
+
+def _find_file(url: BundleUrl, file_name: str) -> Path | None:
+    """Return the path of a file of a URL in the Hub's cache; None if that does not have it."""
     location = url.hub_location
-    manifest_path = try_to_load_from_cache(
+    path = try_to_load_from_cache(
         location.repository,
-        f"{location.folder}/{MANIFEST_NAME}" if location.folder else MANIFEST_NAME,
+        f"{location.folder}/{file_name}" if location.folder else file_name,
         cache_dir=constants.HF_HUB_CACHE,
         revision=location.revision,
     )
-    return Path(manifest_path).parent if isinstance(manifest_path, str) else None
+    return Path(path) if isinstance(path, str) else None
+
+
+def offline_error(url: BundleUrl) -> StagepackError:
+    """Return the error for a bundle whose manifest is in no cache, while the Hub must not be asked."""
+    if (config_path := _find_file(url, MODEL_CONFIGURATION_NAME)) is None:
+        return RemoteError(offline_message(url, MANIFEST_NAME))
+    repository = url.hub_location.repository
+    return NotABundleError(
+        f"{url}: not a stagepack bundle: expected a {MANIFEST_NAME} in its snapshot {config_path.parent}, found "
+        f"{MODEL_CONFIGURATION_NAME}: it is a model and no bundle: 'stagepack export {repository} -o FOLDER' writes a bundle of it [M1]"
+    )
 
 
 def offline_message(url: BundleUrl, file_name: str) -> str:

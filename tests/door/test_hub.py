@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import stagepack
 from stagepack.cli import main
-from stagepack.errors import DigestError, MissingPackageError, OptionError, RemoteError
+from stagepack.errors import DigestError, MissingPackageError, NotABundleError, OptionError, RemoteError
 from stagepack.remote.cache import Cache
 from tests.door.model import EXAMPLE
 from tests.door.test_folders import hub_cache
@@ -83,6 +83,35 @@ def test_what_no_cache_has_is_named_when_offline(snapshot: Path) -> None:
     stagepack.load_stage("hf://me/m", 0)
     with pytest.raises(RemoteError, match=r"^hf://me/m: HF_HUB_OFFLINE is set, and .* has stage-1.safetensors"):
         stagepack.load_stage("hf://me/m", 1)
+
+
+def test_a_model_in_the_cache_is_told_from_a_bundle_when_offline(tmp_path: Path) -> None:
+    (model := tmp_path / "model").mkdir()
+    (model / "config.json").write_text("{}")
+    snapshot = cached_snapshot(model, tmp_path)
+    result = CliRunner().invoke(main, ["load", "hf://me/m"])
+    assert result.exit_code == 1
+    assert result.stderr == (
+        f"stagepack: hf://me/m: not a stagepack bundle: expected a manifest.json in its snapshot {snapshot}, found config.json: it is a "
+        "model and no bundle: 'stagepack export me/m -o FOLDER' writes a bundle of it [M1]\n"
+    )
+
+
+def test_a_hub_that_cannot_be_reached_is_named_and_its_cache(snapshot: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    unreachable = {"endpoint": "http://127.0.0.1:1"}
+    reason = "the Hugging Face Hub cannot be reached: ConnectError: .*: check the connection"
+    with pytest.raises(RemoteError, match=f"^hf://me/absent: {reason}$"):
+        stagepack.open("hf://me/absent", storage_options=unreachable)
+    cure = ", or set HF_HUB_OFFLINE=1 to use the snapshot in its cache on this machine"
+    with pytest.raises(RemoteError, match=f"^hf://me/m: {reason}{cure}$"):
+        stagepack.open("hf://me/m", storage_options=unreachable)
+
+
+def test_the_folder_of_a_repository_in_the_cache_names_its_snapshot(snapshot: Path) -> None:
+    message = f"found a repository in the cache of the Hugging Face Hub: give the snapshot in it: {snapshot} "
+    with pytest.raises(NotABundleError, match=message):
+        stagepack.open(snapshot.parents[1])
 
 
 def test_a_bundle_that_was_opened_before_is_opened_when_offline(
