@@ -105,8 +105,9 @@ def merge_adapter(adapter: Adapter, load_base_model: Callable[[], Any]) -> Any:
             "and its inputs to stagepack.export"
         )
     if unfit := [*load_result.unexpected_keys, *load_result.missing_keys]:
+        more = f", and {len(unfit) - 1} more" if len(unfit) > 1 else ""
         raise CaptureError(
-            f"{adapter.source}: does not fit {adapter.base_model}: {unfit[0]} is in one of them alone, and {len(unfit) - 1} more: correct "
+            f"{adapter.source}: does not fit {adapter.base_model}: {unfit[0]} is in one of them alone{more}: correct "
             f"base_model_name_or_path in its {CONFIGURATION_NAME}"
         )
     for parameter in merged.parameters():

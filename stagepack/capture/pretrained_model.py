@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from stagepack.capture.adapters import Adapter, merge_adapter, read_adapter
+from stagepack.capture.adapters import CONFIGURATION_NAME, Adapter, merge_adapter, read_adapter
 from stagepack.capture.checkpoint import CheckpointTensor, checkpoint_file_tensors
 from stagepack.capture.deferred_tensors import DataNeededError, DeferredTensors
 from stagepack.capture.sentence_pipeline import (
@@ -88,11 +88,9 @@ def load_pretrained(
     elif deferred is not None:
         raise DataNeededError("an adapter is merged into the weights")
     else:
-        _check_base_model(adapter)
-        load_base_model = partial(
-            _load, adapter.base_model, None, dtype_option, class_name=adapter.class_name, absent=adapter.saved_modules
-        )
-        model = merge_adapter(adapter, load_base_model)
+        with _errors_name_adapter(adapter):
+            check_model_path(adapter.base_model)
+        model = merge_adapter(adapter, partial(_load_base_model, adapter, dtype_option))
     model.eval()
     if deferred is None:
         _align_weights(model)
@@ -152,14 +150,24 @@ def _quiet_loading(source: str) -> Iterator[Any]:
             transformers.utils.logging.enable_progress_bar()
 
 
-def _check_base_model(adapter: Adapter) -> None:
-    """Refuse a base model that is no longer where it was when the adapter was trained."""
+def _load_base_model(adapter: Adapter, dtype_option: Mapping[str, torch.dtype]) -> Any:
+    """Load the base model of an adapter, which may be a path relative to the folder where the adapter was trained, as a hub name is."""
+    is_folder = os.path.isdir(adapter.base_model)
+    with contextlib.nullcontext() if is_folder else _errors_name_adapter(adapter):
+        return _load(
+            adapter.base_model, None, dtype_option, class_name=adapter.class_name, absent=adapter.saved_modules
+        )
+
+
+@contextlib.contextmanager
+def _errors_name_adapter(adapter: Adapter) -> Iterator[None]:
+    """Let errors of a base model that is not where it was when the adapter was trained name the file that says where it is."""
     try:
-        check_model_path(adapter.base_model)
+        yield
     except CaptureError as error:
         raise CaptureError(
             f"{adapter.source}: is an adapter of the base model {adapter.base_model!r}: {error}: write where it is into "
-            "base_model_name_or_path of adapter_config.json"
+            f"base_model_name_or_path of {os.path.join(adapter.source, CONFIGURATION_NAME)}"
         ) from error
 
 
