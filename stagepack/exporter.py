@@ -3,7 +3,7 @@
 import importlib
 import importlib.metadata
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -202,13 +202,21 @@ def _example_recorder(capture: Capture, program: LinearizedProgram, options: Exp
         return partial(_record_from_files, capture, program, options)
     options.progress("run the example")
     written_tensors = [program.weights.tensors[weight] for weight in _written_weights(program)]
-    changed: list[str] = []
-    expected = run_example(capture, program, written_tensors, changed)
-    if changed and not written_tensors:
-        check_second_call(capture, changed, seed=EXAMPLE_SEED, is_allowed=options.allow_difference)
+    expected = _model_answer(capture, program, options, written_tensors)
     return lambda draft: _record_example(
         LoadedDraft(draft, program.device, bundle_permissions(draft)), capture, program, expected, options
     )
+
+
+def _model_answer(
+    capture: Capture, program: LinearizedProgram, options: ExportOptions, written: Sequence[torch.Tensor] = ()
+) -> dict[str, torch.Tensor]:
+    """The answer of the model to the example, which its second call gives too, unless it writes weights."""
+    changed: list[str] = []
+    answer = run_example(capture, program, written, changed)
+    if changed and not _written_weights(program):
+        check_second_call(capture, changed, seed=EXAMPLE_SEED, is_allowed=options.allow_difference)
+    return answer
 
 
 def _record_from_files(
@@ -224,7 +232,7 @@ def _record_from_files(
     assert capture.model is not None
     locations = read_entry_point(draft).locations
     fill_modules([capture.model], capture, program.weights, locations, _written_weights(program))
-    expected = run_example(capture, program)
+    expected = _model_answer(capture, program, options)
     stages = LoadedDraft(draft, program.device, bundle_permissions(draft))
     if capture.capture_loaded is not None:
         for inputs in (capture.inputs, *capture.further_inputs):
