@@ -1,7 +1,6 @@
 """Run a model on its example inputs, without changing either."""
 
 import copy
-from collections import deque
 from collections.abc import Iterable
 from typing import Any, Final
 
@@ -9,7 +8,7 @@ import torch
 
 from stagepack.capture.error_location import with_location
 from stagepack.capture.inputs import Inputs
-from stagepack.capture.module_state import preserve_module
+from stagepack.capture.module_state import container_content, preserve_module
 from stagepack.capture.result_records import with_records
 from stagepack.capture.torch_messages import format_torch_error
 from stagepack.errors import CaptureError
@@ -79,9 +78,7 @@ def _attributes(model: torch.nn.Module) -> dict[str, tuple[Any, ...]]:
     for module_path, module in model.named_modules():
         for attribute_name, value in vars(module).items():
             if attribute_name not in _OF_EVERY_MODULE:
-                content = (*value.keys(), *value.values()) if isinstance(value, dict) else ()
-                content = tuple(value) if isinstance(value, list | deque | set) else content
-                attributes[f"{module_path}.{attribute_name}".removeprefix(".")] = (value, *content)
+                attributes[f"{module_path}.{attribute_name}".removeprefix(".")] = (value, *container_content(value))
     return attributes
 
 

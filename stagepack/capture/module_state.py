@@ -109,6 +109,20 @@ def _package(object_class: type) -> str:
     return str(object_class.__module__).partition(".")[0]
 
 
+def container_content(value: Any) -> tuple[Any, ...]:
+    """Return what is in a dict, list, deque or set, by the methods of the built-in classes; nothing for another object."""
+    match value:
+        case dict():
+            content = _dict_content(value)
+            return (*content, *content.values())
+        case list() | deque():
+            return tuple(_base_class(value, _SEQUENCE_CLASSES).__iter__(value))
+        case set():
+            return tuple(set.__iter__(value))
+        case _:
+            return ()
+
+
 def _base_class(container: Any, classes: tuple[type, ...]) -> Any:
     """The first of some built-in classes that a container is an instance of."""
     return next(cls for cls in classes if isinstance(container, cls))
