@@ -44,7 +44,7 @@ def folder(user: Path) -> Path:
 @pytest.mark.parametrize(
     "command",
     [
-        command
+        pytest.param(command, marks=pytest.mark.process if command == "serve" else ())  # takes its ports first
         for command in COMMANDS
         if command not in ("asset", "cache", "completion", "doctor", "export", "plan", "pull")
     ],
@@ -101,9 +101,15 @@ def test_a_path_that_is_no_bundle_is_named(command: str, path: str, found: str, 
         (["report", "BUNDLE", "-o", "out", "--trace", "nowhere"], "nowhere: the trace cannot be read: No such file"),
         (["report", "BUNDLE", "-o", "empty", "--overwrite"], "empty: expected a file, found a folder"),
         (["serve", "BUNDLE", "BUNDLE"], "expected a distinct name for each model, found 'tiny': pass NAME=BUNDLE"),
-        (["serve", "--model-repository", "nothing"], "nothing: the model repository cannot be read: No such file"),
+        pytest.param(
+            ["serve", "--model-repository", "nothing"],
+            "nothing: the model repository cannot be read: No such file",
+            marks=pytest.mark.process,
+        ),  # takes its ports first
         (["serve", "=BUNDLE"], "expected a distinct name for each model, found ''"),
-        (["serve", "x=nowhere"], "nowhere: not a stagepack bundle"),
+        pytest.param(
+            ["serve", "x=nowhere"], "nowhere: not a stagepack bundle", marks=pytest.mark.process
+        ),  # takes its ports first
         (["serve", "BUNDLE", "--token-file", "nothing"], "nothing: the token file cannot be read: No such file"),
         (
             ["serve", "BUNDLE", "--tls-certificate", "a", "--tls-key", "b"],
