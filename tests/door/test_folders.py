@@ -11,6 +11,8 @@ import torch
 
 import stagepack
 from stagepack.errors import OutputExistsError
+from stagepack.graph.rows.batch import end_edges
+from stagepack_loaders.batching import batch_limit
 from tests.door.model import EXAMPLE, Scale
 from tests.hostile.attack import run
 
@@ -105,3 +107,12 @@ def test_a_repository_is_not_lost_when_its_bundle_is_written_again(
     with pytest.raises(OutputExistsError, match=r"would be lost: \.DS_Store, \.git, \.gitattributes[,:]"):
         stagepack.export(Scale(), (EXAMPLE,), out=path, overwrite=True)
     assert (path / ".git" / "HEAD").is_file()
+
+
+def test_a_host_with_the_files_of_its_stage_alone_batches_nothing(tmp_path: Path) -> None:
+    shapes = {"x": {0: torch.export.Dim("batch", min=1, max=8)}}
+    bundle = stagepack.export(Scale(), (EXAMPLE,), out=tmp_path / "m.stagepack", stages=2, dynamic_shapes=shapes)
+    assert batch_limit(bundle, end_edges(bundle), 8, None).max_batch_size == 8
+    (bundle.path / "stage-1.msgpack").unlink()
+    limit = batch_limit(stagepack.open(bundle.path), end_edges(bundle), 8, None)
+    assert (limit.max_batch_size, "has not the graphs of all stages" in limit.reason) == (1, True)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from stagepack.errors import DigestError
 from stagepack.format.dtypes import SCALAR_DTYPES
 from stagepack.format.manifest import Edge
 from stagepack.format.reader import Bundle
@@ -31,7 +32,12 @@ def batch_dimension(bundle: Bundle, edges: Sequence[Edge]) -> Symbol | str:
     symbol = _shared_symbol(bundle, edges)
     if isinstance(symbol, str):
         return symbol
-    graphs = [bundle.graph(stage_number) for stage_number in range(len(bundle.stages))]
+    try:
+        graphs = [bundle.graph(stage_number) for stage_number in range(len(bundle.stages))]
+    except DigestError as error:
+        if any(problem.rule != "D1" for problem in error.problems):
+            raise
+        return "this host has not the graphs of all stages, which say whether rows meet"
     row_dims = {edge.name: 0 for edge in edges if edge.producer is None}
     return mixed_rows(graphs, row_dims, [edge.name for edge in edges]) or symbol
 
