@@ -8,10 +8,9 @@ from typing import Final
 
 from stagepack.bundle_content import further_file_names
 from stagepack.capture.adapters import CONFIGURATION_NAME, read_adapter
-from stagepack.capture.source_path import CONFIG_FILE
 from stagepack.errors import ExportWarning, FileNotListedError, OptionError, OutputExistsError
 from stagepack.format.reader import Bundle
-from stagepack.format.validate import FILE_NAME_PATTERN, MANIFEST_NAME, format_names
+from stagepack.format.validate import FILE_NAME_PATTERN, MANIFEST_NAME, MODEL_CONFIG_NAME, format_names
 from stagepack.format.writer import BundleWriter
 from stagepack.opening import errors_name_bundle, open_bundle
 
@@ -106,12 +105,14 @@ def _hugging_face_folders(source: object) -> list[Path]:
         from huggingface_hub import snapshot_download  # noqa: PLC0415 - transformers has imported it
 
         folder = Path(
-            snapshot_download(os.fspath(source), allow_patterns=[*_HUGGING_FACE_FILES, CONFIG_FILE, CONFIGURATION_NAME])
+            snapshot_download(
+                os.fspath(source), allow_patterns=[*_HUGGING_FACE_FILES, MODEL_CONFIG_NAME, CONFIGURATION_NAME]
+            )
         )
     adapter = read_adapter(os.fspath(folder))
     if adapter is not None:
         return [*_hugging_face_folders(adapter.base_model), folder]
-    return [folder] if (folder / CONFIG_FILE).is_file() else []
+    return [folder] if (folder / MODEL_CONFIG_NAME).is_file() else []
 
 
 @errors_name_bundle

@@ -23,7 +23,7 @@ from stagepack.format.plan import Plan, Run
 from stagepack.format.reader import Bundle, check_stages
 from stagepack.format.shapes import Guard, Symbol
 from stagepack.format.signature import Signature, signature_features
-from stagepack.format.validate import INDEX_NAME, check_graph, raise_problems
+from stagepack.format.validate import INDEX_NAME, MODEL_CONFIG_NAME, check_graph, raise_problems
 from stagepack.format.version import VERSION
 from stagepack.format.writer import BundleWriter, TensorSource
 from stagepack.graph.analysis import GraphAnalysis
@@ -34,8 +34,6 @@ from stagepack.terminal import byte_progress
 _EXAMPLE_FILE_NAME = "example.safetensors"
 # In the name of a file of buffers that are not persistent, and of constants.
 _CONSTANTS_SUFFIX = "-constants"
-# The file of the configuration, by which transformers opens a folder.
-_CONFIGURATION_NAME = "config.json"
 
 # Takes the bundle before it has its name and its examples, at the entry point, and returns the recorded example.
 ExampleRecorder = Callable[[Bundle], TensorSource]
@@ -113,7 +111,7 @@ def write_bundle(
         for stage_number, stage in enumerate(entry_point.cut.stages)
     }
     checkpoint_names = _checkpoint_names(stages.values())
-    is_checkpoint = _CONFIGURATION_NAME in origin.files
+    is_checkpoint = MODEL_CONFIG_NAME in origin.files
     file_of_tensor = _assign_files(stages, checkpoint_names if is_checkpoint else None)
     weight_bytes = sum(weights.specs[tensor].nbytes for tensor in file_of_tensor)
     with (

@@ -28,13 +28,13 @@ from stagepack.capture.deferred_tensors import DataNeededError, DeferredTensors
 from stagepack.capture.pretrained_model import load_pretrained, model_files
 from stagepack.capture.sentence_pipeline import SETTINGS_FILE
 from stagepack.capture.source_argument import FORWARD
-from stagepack.capture.source_path import CONFIG_FILE, is_model_folder
+from stagepack.capture.source_path import is_model_folder
 from stagepack.capture.weight_names import name_problems, shown, tensors_by_weight_name
 from stagepack.errors import CaptureError
 from stagepack.format.file_writing import FileVersion
 from stagepack.format.graph import Graph, Weight
 from stagepack.format.reader import Bundle
-from stagepack.format.validate import NamedWeights
+from stagepack.format.validate import MODEL_CONFIG_NAME, NamedWeights
 from stagepack.format.writer import Pieces, TensorSource
 from stagepack.linearize.example import tensor_source
 from stagepack.linearize.tensor_memory import dtype_name, is_all_zeros, tensor_bytes
@@ -197,7 +197,7 @@ def _check_settings(bundle: Bundle, files: Mapping[str, bytes], source_name: str
         CaptureError: they differ.
     """
     problems = []
-    for file_name in sorted(files.keys() & bundle.files.keys() & {CONFIG_FILE, SETTINGS_FILE}):
+    for file_name in sorted(files.keys() & bundle.files.keys() & {MODEL_CONFIG_NAME, SETTINGS_FILE}):
         settings, graph_settings = (
             dict(_flat_settings(json.loads(content))) for content in (files[file_name], bundle.read(file_name))
         )

@@ -27,6 +27,7 @@ from stagepack.capture.source_path import check_model_path
 from stagepack.capture.torch_messages import format_torch_error
 from stagepack.capture.transformers_package import import_transformers, quiet_libraries
 from stagepack.errors import CaptureError, OptionError
+from stagepack.format.validate import MODEL_CONFIG_NAME
 from stagepack.format.weights import ALIGNMENT
 from stagepack.torch_internals import replaced_checkpoint_tensors
 
@@ -260,7 +261,7 @@ def model_files(model: Any) -> dict[str, bytes]:
         "model_type": model.config.model_type,
         "dtype": str(model.dtype).removeprefix("torch."),
     }
-    files = {"config.json": _encode_json(config_fields)}
+    files = {MODEL_CONFIG_NAME: _encode_json(config_fields)}
     if model.can_generate():
         files["generation_config.json"] = _encode_json(model.generation_config.to_diff_dict())
     return files

@@ -7,10 +7,8 @@ from typing import Any, Final
 from stagepack.errors import CaptureError
 from stagepack.extras import explain_missing_packages
 from stagepack.format.file_checks import near_path_hint
-from stagepack.format.validate import MANIFEST_NAME
+from stagepack.format.validate import MANIFEST_NAME, MODEL_CONFIG_NAME
 
-# The configuration of a model of transformers.
-CONFIG_FILE: Final = "config.json"
 # What sentence-transformers runs one after the other.
 MODULES_FILE: Final = "modules.json"
 # What diffusers reads first.
@@ -23,7 +21,7 @@ _FILE_SUFFIXES = frozenset(
 
 def is_model_folder(folder: str | os.PathLike[str]) -> bool:
     """Whether a folder has what `load_pretrained` begins with: a configuration of transformers, or modules of sentence-transformers."""
-    return any(os.path.isfile(os.path.join(folder, name)) for name in (CONFIG_FILE, MODULES_FILE))
+    return any(os.path.isfile(os.path.join(folder, name)) for name in (MODEL_CONFIG_NAME, MODULES_FILE))
 
 
 def model_file(source: str, file_name: str) -> str | None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
 
 from huggingface_hub import constants, try_to_load_from_cache
 
@@ -10,12 +9,9 @@ from stagepack.errors import NotABundleError, RemoteError, StagepackError
 from stagepack.format import limits
 from stagepack.format.file_checks import read_plain_file
 from stagepack.format.manifest import File
-from stagepack.format.validate import MANIFEST_NAME, SIGNATURE_NAME
+from stagepack.format.validate import MANIFEST_NAME, MODEL_CONFIG_NAME, SIGNATURE_NAME
 from stagepack.remote.file_stream import DownloadObserver, FileStream
 from stagepack.remote.url import BundleUrl
-
-# What a model of transformers has.
-MODEL_CONFIGURATION_NAME: Final = "config.json"
 
 
 def is_offline() -> bool:
@@ -47,12 +43,12 @@ def _find_file(url: BundleUrl, file_name: str) -> Path | None:
 
 def offline_error(url: BundleUrl) -> StagepackError:
     """Return the error for a bundle whose manifest is in no cache, while the Hub must not be asked."""
-    if (config_path := _find_file(url, MODEL_CONFIGURATION_NAME)) is None:
+    if (config_path := _find_file(url, MODEL_CONFIG_NAME)) is None:
         return RemoteError(offline_message(url, MANIFEST_NAME))
     repository = url.hub_location.repository
     return NotABundleError(
         f"{url}: not a stagepack bundle: expected a {MANIFEST_NAME} in its snapshot {config_path.parent}, found "
-        f"{MODEL_CONFIGURATION_NAME}: it is a model and no bundle: 'stagepack export {repository} -o FOLDER' writes a bundle of it [M1]"
+        f"{MODEL_CONFIG_NAME}: it is a model and no bundle: 'stagepack export {repository} -o FOLDER' writes a bundle of it [M1]"
     )
 
 

@@ -7,6 +7,7 @@ import pty
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -98,20 +99,27 @@ def test_an_error_on_a_terminal_is_no_traceback_either(sound: Path) -> None:
     assert "Traceback" not in shown
 
 
+def interrupted_export(folder: Path, is_moment: Callable[[str], bool], **environment: str) -> subprocess.Popen[str]:
+    """An export that gets SIGINT after a line on standard error."""
+    running = subprocess.Popen(
+        [STAGEPACK, "export", "net.py:model", "-o", "m.stagepack"],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | environment,
+    )
+    assert running.stderr is not None
+    assert any(map(is_moment, running.stderr))
+    running.send_signal(signal.SIGINT)
+    return running
+
+
 def test_an_interrupt_while_the_model_is_made_leaves_nothing_and_says_little(tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text(
         "import sys, time\ndef model():\n    print('ready', flush=True)\n    time.sleep(60)\n"
     )
-    running = subprocess.Popen(
-        [STAGEPACK, "export", "net.py:model", "-o", "m.stagepack"],
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert running.stderr is not None
-    assert running.stderr.readline() == "ready\n"
-    running.send_signal(signal.SIGINT)
+    running = interrupted_export(tmp_path, lambda line: line == "ready\n")
     out, err = running.communicate(timeout=30)
     assert running.returncode == 130
     assert out == ""
@@ -125,18 +133,9 @@ def test_an_interrupt_during_the_imports_ends_the_command(tmp_path: Path) -> Non
     (tmp_path / "net.py").write_text("import torch\ndef model():\n    return torch.nn.ReLU(), (torch.ones(1),)\n")
 
     def interrupted_after(module_name: str) -> subprocess.Popen[str]:
-        running = subprocess.Popen(
-            [STAGEPACK, "export", "net.py:model", "-o", "m.stagepack"],
-            cwd=tmp_path,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"PYTHONPROFILEIMPORTTIME": "1"},  # a line on standard error for each imported module
-        )
-        assert running.stderr is not None
-        assert any(line.rpartition("|")[2].strip() == module_name for line in running.stderr)
-        running.send_signal(signal.SIGINT)
-        return running
+        # A line on standard error for each imported module.
+        environment = {"PYTHONPROFILEIMPORTTIME": "1"}
+        return interrupted_export(tmp_path, lambda line: line.rpartition("|")[2].strip() == module_name, **environment)
 
     module_names = ("torch.version", "numpy._core._multiarray_umath", "numpy.linalg", "torch.storage")
     for running in [interrupted_after(module_name) for module_name in module_names]:

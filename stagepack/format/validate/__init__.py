@@ -12,6 +12,7 @@ from stagepack.format.validate.names import DIGEST_PATTERN as DIGEST_PATTERN
 from stagepack.format.validate.names import FILE_NAME_PATTERN as FILE_NAME_PATTERN
 from stagepack.format.validate.names import INDEX_NAME as INDEX_NAME
 from stagepack.format.validate.names import MANIFEST_NAME as MANIFEST_NAME
+from stagepack.format.validate.names import MODEL_CONFIG_NAME as MODEL_CONFIG_NAME
 from stagepack.format.validate.names import SIGNATURE_NAME as SIGNATURE_NAME
 from stagepack.format.validate.names import is_identifier as is_identifier
 from stagepack.format.validate.names import is_tensor_name as is_tensor_name

@@ -7,6 +7,8 @@ from stagepack.format import limits
 from stagepack.format.weights import METADATA_KEY, PADDING_PREFIX
 
 MANIFEST_NAME = "manifest.json"
+# The configuration of a model of transformers, beside its weights or in a bundle.
+MODEL_CONFIG_NAME = "config.json"
 SIGNATURE_NAME = "model.sig"
 INDEX_NAME = "model.safetensors.index.json"
 
