@@ -51,8 +51,8 @@ def capture_entry_points(model: torch.nn.Module, inputs: Mapping[str, Inputs]) -
 
 
 def pipeline_module(pipeline: object) -> torch.nn.Module | None:
-    """Return the models of a pipeline of diffusers as one module, which has each under its name; None for another object."""
-    components = getattr(pipeline, "components", None)
+    """Return the models of a pipeline of diffusers as one module, which has each under its name; None for another object or a module."""
+    components = None if isinstance(pipeline, torch.nn.Module) else getattr(pipeline, "components", None)
     parts = components.items() if isinstance(components, Mapping) else ()
     modules = {name: component for name, component in parts if isinstance(component, torch.nn.Module)}
     return torch.nn.ModuleDict(modules) if modules else None

@@ -132,6 +132,16 @@ def test_modules_without_forward_are_exported_by_their_parts(folder: Path) -> No
     command_fails("export", "./saved", "-o", "m", says=r"is a pipeline of diffusers: .*from_pretrained\('./saved'\)")
 
 
+def test_a_module_with_components_is_no_pipeline(folder: Path) -> None:
+    (folder / "net.py").write_text(
+        "import torch\nclass Net(torch.nn.Linear):\n    @property\n    def components(self): return {'part': torch.nn.ReLU()}\n"
+        "def net():\n    return Net(2, 2), (torch.ones(1, 2),)\n"
+    )
+    done = run("export", "net.py:net", "-o", "m")
+    assert done.exit_code == 0, done.output
+    assert [weight.names[0] for weight in stagepack.open("m").graph(0).weights] == ["weight", "bias"]
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_pipelines_of_diffusers_are_sources(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
