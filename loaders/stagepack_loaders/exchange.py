@@ -26,7 +26,9 @@ def array_ops_of(value: object) -> ArrayOps:
     for runtime in runtimes():
         if runtime.takes(value):
             return runtime.arrays
-    raise InputError(f"expected a numpy array, or a tensor of a runtime, found {type(value).__name__}")
+    class_name = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+    cure = ": torch.from_dlpack makes a tensor of it" if hasattr(value, "__dlpack__") else ""
+    raise InputError(f"expected a numpy array, or a tensor of a runtime, found {class_name}{cure}")
 
 
 def to_runtime(value: Any, value_type: Value | Edge, runtime: Runtime) -> Any:

@@ -127,7 +127,7 @@ def test_numbers_stay_what_they_are(dtype: str, number: float, arrays: ArrayOps)
     [
         (torch.ones(2).to_sparse(), r"x: expected a dense tensor with data, found torch\.sparse_coo on cpu"),
         (torch.ones(2, device="meta"), r"x: expected a dense tensor with data, found torch\.strided on meta"),
-        (numpy.float32(1), "x: expected a numpy array, or a tensor of a runtime, found float32"),
+        (numpy.float32(1), "x: expected a numpy array, or a tensor of a runtime, found numpy.float32"),
         ([1.0, 2.0], "x: expected a numpy array, or a tensor of a runtime, found list"),
     ],
 )

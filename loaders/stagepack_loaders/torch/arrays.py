@@ -62,7 +62,7 @@ class TorchArrays:
         """See `ArrayOps`."""
         if actual.shape != expected.shape or actual.dtype != expected.dtype:
             return math.inf, False
-        actual, expected = actual.detach().cpu(), expected.detach()
+        actual, expected = actual.detach().cpu(), expected.detach().cpu()
         are_equal = (actual == expected) | ((actual != actual) & (expected != expected))
         if bool(are_equal.all()):
             return 0.0, True
