@@ -193,8 +193,8 @@ class CallablePipeline(ABC):
                 transformers.
 
         Returns:
-            All tokens of the decoder, [batch, length], as an array of the kind of `inputs`: with the tokens that it began with. For a text
-            the text of these tokens.
+            All tokens of the decoder, [batch, length], as an array of the kind and on the device of `inputs`: with the tokens that it
+            began with. For a text the text of these tokens.
 
         Raises:
             InputError: the bundle has no decoder of this kind, a setting is unknown or out of range, a text has no tokens, a token is not

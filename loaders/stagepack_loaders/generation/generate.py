@@ -109,7 +109,9 @@ def generate(
                 on_tokens(new_tokens)
     if prompts.tokenizer is not None:
         return prompts.texts(loop.tokens)
-    return array_ops_of_call([inputs], decoder.arrays).from_elements(loop.tokens, edges[_IDS_INPUT])
+    tokens = array_ops_of_call([inputs], decoder.arrays).from_elements(loop.tokens, edges[_IDS_INPUT])
+    # A tensor of torch is on the device of that of the caller.
+    return tokens.to(inputs.device) if hasattr(tokens, "to") and hasattr(inputs, "device") else tokens
 
 
 def _check_batch(tokens: Array, edge: Edge, facts: DecoderFacts) -> None:
