@@ -14,7 +14,7 @@ from stagepack.capture.entry_points import capture_entry_points, capture_modules
 from stagepack.capture.example_arguments import StatedInputs, stated_inputs
 from stagepack.capture.example_inputs import example_inputs as made_example_inputs
 from stagepack.capture.generation import generating_model
-from stagepack.capture.inputs import Inputs
+from stagepack.capture.inputs import Inputs, on_device_of
 from stagepack.capture.pretrained_model import load_pretrained, model_files
 from stagepack.capture.programs import Capture
 from stagepack.capture.source import capture_source
@@ -310,7 +310,8 @@ def example_inputs(
         if args or kwargs or dynamic_shapes is not None:
             raise OptionError("inputs: they are in the place of args, kwargs and dynamic_shapes: leave these out")
         is_pretrained = isinstance(model, str | os.PathLike) and not os.fspath(model).endswith(".pt2")
-        return stated_inputs(stated, (lambda: pretrained_inputs(os.fspath(model))) if is_pretrained else None)  # type: ignore[call-overload]
+        inputs = stated_inputs(stated, (lambda: pretrained_inputs(os.fspath(model))) if is_pretrained else None)  # type: ignore[call-overload]
+        return on_device_of(model, inputs) if isinstance(model, torch.nn.Module) and inputs is not stated else inputs
     # A tensor is a sequence too: its rows would become the arguments.
     if not isinstance(args, tuple | list):
         raise OptionError(f"args: expected a tuple of example inputs, such as (x,), found {type(args).__name__}")

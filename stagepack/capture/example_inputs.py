@@ -18,7 +18,7 @@ from stagepack.capture.example_tensors import (
     token_example,
 )
 from stagepack.capture.fake_call import call_with_shapes
-from stagepack.capture.inputs import Inputs, required_parameters
+from stagepack.capture.inputs import Inputs, on_device_of, required_parameters
 from stagepack.capture.placeholders import placeholder_tokens
 from stagepack.capture.processed_examples import family_processor, folder_processor, processed_examples
 from stagepack.capture.sentence_pipeline import SentencePipeline
@@ -70,7 +70,7 @@ def example_inputs(model: Any, folder: str | None = None) -> Inputs:
     example = model_examples(model, folder)[0]
     if example.error is not None:
         raise CaptureError(f"{type(model).__name__}: {example.error}{starting_file(model, example.inputs)}")
-    return example.inputs
+    return on_device_of(model, example.inputs)
 
 
 def model_examples(model: Any, folder: str | None = None) -> list[ModelExample]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from stagepack.capture.error_location import with_location
+from stagepack.capture.inputs import Inputs, on_device_of
 from stagepack.capture.module_state import preserve_module
 from stagepack.capture.torch_messages import format_torch_error, suppress_warnings
 from stagepack.torch_internals import (
@@ -46,7 +47,7 @@ def call_with_shapes(model: torch.nn.Module, function: Callable[..., Any], kwarg
     Args:
         model: the model.
         function: the model itself, or a method of it.
-        kwargs: the inputs by name.
+        kwargs: the inputs by name; the call takes them to the device of the model.
     """
     with (
         preserve_module(model),
@@ -56,7 +57,8 @@ def call_with_shapes(model: torch.nn.Module, function: Callable[..., Any], kwarg
         computing_shapes(model) as mode,
     ):
         try:
-            fake_kwargs = tree_map_tensors(partial(tensor_without_data, mode), dict(kwargs))
+            kwargs_on_device = on_device_of(model, Inputs(kwargs=kwargs)).kwargs
+            fake_kwargs = tree_map_tensors(partial(tensor_without_data, mode), kwargs_on_device)
             return FakeCall(result=function(**fake_kwargs))
         except NO_DATA_ERRORS:
             return FakeCall()

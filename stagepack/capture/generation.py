@@ -6,7 +6,7 @@ from typing import Any, Final
 import torch
 
 from stagepack.capture.entry_points import capture_entry_points
-from stagepack.capture.inputs import Inputs
+from stagepack.capture.inputs import Inputs, on_device_of
 from stagepack.capture.pretrained_model import is_transformers_model, model_files
 from stagepack.capture.programs import Capture, capture_module
 from stagepack.capture.source_argument import FORWARD, load_model_argument
@@ -71,14 +71,18 @@ def generating_model(model: Any, max_positions: int, max_batch: int) -> Generati
     example = _Example(max_positions, max_batch)
     if not model.config.is_encoder_decoder:
         decoder = GeneratingDecoder(model, max_positions, max_batch)
-        return GeneratingModel(module=decoder, inputs=example.decoder(), entry_points={}, files=files)
+        return GeneratingModel(
+            module=decoder, inputs=on_device_of(model, example.decoder()), entry_points={}, files=files
+        )
     takes_tokens = model.main_input_name == "input_ids"
     encoder_rows = max_positions if takes_tokens else model.config.max_source_positions
     pair = GeneratingSeq2Seq(model, max_positions, encoder_rows, max_batch)
-    encoder_inputs = example.token_encoder() if takes_tokens else example.speech_encoder(model.config, model.dtype)
+    encoder_inputs = on_device_of(
+        model, example.token_encoder() if takes_tokens else example.speech_encoder(model.config, model.dtype)
+    )
     with torch.no_grad():
         rows = pair.encode(**encoder_inputs.kwargs)
-    decoder_inputs = example.decoder_after(rows, encoder_rows, has_mask=takes_tokens)
+    decoder_inputs = on_device_of(model, example.decoder_after(rows, encoder_rows, has_mask=takes_tokens))
     return GeneratingModel(
         module=pair, inputs=None, entry_points={"encode": encoder_inputs, "decode": decoder_inputs}, files=files
     )

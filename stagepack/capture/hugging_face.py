@@ -13,7 +13,7 @@ from stagepack.capture.advice import advised_capture
 from stagepack.capture.deferred_tensors import DataNeededError, DeferredTensors
 from stagepack.capture.example_inputs import model_examples, smallest_inputs, with_auto_dims, with_longer_sequences
 from stagepack.capture.fake_call import call_with_shapes
-from stagepack.capture.inputs import Inputs
+from stagepack.capture.inputs import Inputs, on_device_of
 from stagepack.capture.model_run import run_model
 from stagepack.capture.patched_export import PATCHED_EXPORT, capture_patched
 from stagepack.capture.pretrained_model import is_transformers_model, load_pretrained
@@ -62,31 +62,47 @@ def capture_pretrained(
         model = load_pretrained(source, deferred_tensors, dtype=dtype)
     except DataNeededError:
         return capture_pretrained(source, inputs, deferred=False, dtype=dtype)
-    candidates = _candidates(model, inputs, source)
-    reasons, last_error = [], None
     of_modules = f" of {model.description}" if isinstance(model, SentencePipeline) else ""
+
+    def with_deferred(capture: Capture, candidate: _Candidate) -> Capture:
+        return replace(
+            capture,
+            deferred=deferred_tensors,
+            further_inputs=candidate.further_inputs,
+            capture_loaded=partial(capture_pretrained, source, inputs, deferred=False, dtype=dtype),
+        )
+
+    with advised_capture():
+        capture = _capture_first(
+            model, source, _candidates(model, inputs, source), None if deferred_tensors is None else with_deferred
+        )
+    return replace(capture, method=capture.method + of_modules)
+
+
+def _capture_first(
+    model: torch.nn.Module,
+    source: str,
+    candidates: "Sequence[_Candidate]",
+    with_deferred: "Callable[[Capture, _Candidate], Capture] | None" = None,
+) -> Capture:
+    """The first capture that works, of those of each candidate by each exporter; compared with the model if no weights are deferred."""
+    reasons, last_error = [], None
     for candidate, (method, exporter) in itertools.product(candidates, _EXPORTERS.items()):
         try:
-            if deferred_tensors is None:
+            if with_deferred is None:
                 capture = _capture_exactly(exporter, model, candidate.inputs, candidate.further_inputs)
             else:
-                capture = replace(
-                    exporter(model, candidate.inputs),
-                    deferred=deferred_tensors,
-                    further_inputs=candidate.further_inputs,
-                    capture_loaded=partial(capture_pretrained, source, inputs, deferred=False, dtype=dtype),
-                )
+                capture = with_deferred(exporter(model, candidate.inputs), candidate)
         except CaptureError as error:
             reasons.append(f"{method}: {error}")
             last_error = error
         else:
             candidate.warn(source, reasons)
-            return replace(capture, method=capture.method + of_modules)
-    made = inputs if inputs.args or inputs.kwargs else candidates[0].inputs
-    is_taken = made is inputs or call_with_shapes(model, model, made.kwargs).error is None
+            return capture
+    made = candidates[0].inputs
+    is_taken = not candidates[0].is_made or call_with_shapes(model, model, made.kwargs).error is None
     advice = "" if is_taken else starting_file(model, made)
-    with advised_capture():
-        raise CaptureError(f"{source}: {'; '.join(dict.fromkeys(reasons))}{advice}") from last_error
+    raise CaptureError(f"{source}: {'; '.join(dict.fromkeys(reasons))}{advice}") from last_error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,11 +113,13 @@ class _Candidate:
         inputs: the inputs.
         further_inputs: those with the smallest sizes, if these are known.
         left_out: kinds of inputs that the model has and these are without.
+        is_made: whether they were made for the model, and are not those of the caller.
     """
 
     inputs: Inputs
     further_inputs: tuple[Inputs, ...] = ()
     left_out: tuple[str, ...] = ()
+    is_made: bool = True
 
     def warn(self, source: str, reasons: Sequence[str]) -> None:
         """Warn of kinds of inputs that the captured program does not take."""
@@ -114,13 +132,13 @@ class _Candidate:
             warnings.warn(ExportWarning(message), stacklevel=3)
 
 
-def _candidates(model: torch.nn.Module, inputs: Inputs, folder: str) -> list[_Candidate]:
+def _candidates(model: torch.nn.Module, inputs: Inputs, folder: str | None) -> list[_Candidate]:
     """The inputs of the caller, or those that are made for the model."""
     if inputs.args or inputs.kwargs:
-        return [_Candidate(inputs=inputs)]
+        return [_Candidate(inputs=inputs, is_made=False)]
     candidates = []
     for example in model_examples(model, folder):
-        made = example.inputs
+        made = on_device_of(model, example.inputs)
         named = [made, *([longer] if (longer := with_longer_sequences(made)) != made else [])]
         candidates += [
             _Candidate(inputs=each, further_inputs=(smallest_inputs(each),), left_out=example.left_out)
@@ -136,11 +154,13 @@ def capture_transformers(model: torch.nn.Module, inputs: Inputs) -> Capture:
 
     Args:
         model: a model of transformers.
-        inputs: the example inputs to call it with.
+        inputs: the example inputs to call it with. Without any, they are made as `capture_pretrained` makes them.
 
     Raises:
-        CaptureError: neither exporter works; the message has both reasons.
+        CaptureError: no example can be made, or neither exporter works; the message has both reasons.
     """
+    if not inputs.args and not inputs.kwargs:
+        return _capture_first(model, type(model).__name__, _candidates(model, inputs, None))
     try:
         return capture_module(model, inputs)
     except CaptureError as error:

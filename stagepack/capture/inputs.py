@@ -1,6 +1,7 @@
 """Example inputs of a model, and which of their dimensions may change."""
 
 import inspect
+import itertools
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -47,6 +48,25 @@ def with_tensors(inputs: Inputs) -> Inputs:
     if "numpy" in sys.modules:
         inputs = replace(inputs, args=_map_arrays(inputs.args), kwargs=_map_arrays(dict(inputs.kwargs)))
     return _with_distinct_tensors(inputs)
+
+
+def on_device_of(model: Any, inputs: Inputs) -> Inputs:
+    """Return inputs that are made for a model with their tensors on its device, which is that of its first weight."""
+    from stagepack.torch_internals import tree_map_tensors  # noqa: PLC0415 - imports torch
+
+    device = device_of(model)
+    if device.type in ("cpu", "meta"):
+        return inputs
+    args, kwargs = tree_map_tensors(lambda tensor: tensor.to(device), (inputs.args, dict(inputs.kwargs)))
+    return replace(inputs, args=args, kwargs=kwargs)
+
+
+def device_of(model: Any) -> Any:
+    """Return the device of the first weight of a module; that of the host if it has none."""
+    import torch  # noqa: PLC0415 - slow to import
+
+    first = next(itertools.chain(model.parameters(), model.buffers()), None)
+    return torch.device("cpu") if first is None else first.device
 
 
 def _with_distinct_tensors(inputs: Inputs) -> Inputs:

@@ -18,7 +18,14 @@ from stagepack.capture.deferred_tensors import DeferredTensors
 from stagepack.capture.equal_sizes import equal_from_the_start
 from stagepack.capture.error_location import with_location
 from stagepack.capture.explicit_signature import explicit_signature
-from stagepack.capture.inputs import Inputs, complete_dynamic_shapes, required_parameters, unknown_inputs, with_tensors
+from stagepack.capture.inputs import (
+    Inputs,
+    complete_dynamic_shapes,
+    device_of,
+    required_parameters,
+    unknown_inputs,
+    with_tensors,
+)
 from stagepack.capture.module_calls import TracedCalls
 from stagepack.capture.module_state import preserve_module
 from stagepack.capture.narrowed_ranges import is_range_violation, narrowed_dynamic_shapes
@@ -131,7 +138,10 @@ def capture_module(model: torch.nn.Module, inputs: Inputs) -> Capture:
             with recorded_trace(model) as recorded:
                 program = _export(model, inputs, dynamic_shapes)
         except Exception as error:
-            reason = _scripted_part(model) or f"{format_torch_error(error)}{_advice_on_pair(inputs)}"
+            reason = (
+                _scripted_part(model)
+                or f"{format_torch_error(error)}{_advice_on_pair(inputs)}{_advice_on_devices(model, inputs)}"
+            )
             message = f"{model_class} cannot be captured: {reason}"
             raise CaptureError(with_location(message, error)) from error
     return Capture(program=program, inputs=inputs, model=model, **recorded)
@@ -183,6 +193,16 @@ def _advice_on_pair(inputs: Inputs) -> str:
     )
 
 
+def _advice_on_devices(model: torch.nn.Module, inputs: Inputs) -> str:
+    """What to do if an input is on another device than the model."""
+    device = device_of(model)
+    labelled = {f"the input at position {position}": value for position, value in enumerate(inputs.args)}
+    for label, value in {**labelled, **inputs.kwargs}.items():
+        if isinstance(value, torch.Tensor) and value.device != device:
+            return f": {label} is on {value.device} and the model on {device}: move one of them, as in x.to('{device}')"
+    return ""
+
+
 def _export(model: torch.nn.Module, inputs: Inputs, dynamic_shapes: Any) -> ExportedProgram:
     """Export a module, with narrower ranges of sizes where its code demands it.
 
@@ -195,7 +215,10 @@ def _export(model: torch.nn.Module, inputs: Inputs, dynamic_shapes: Any) -> Expo
     except RuntimeError as error:
         violation = error
     if is_range_violation(violation):
-        return _export_in_ranges(export, model, dynamic_shapes)
+        try:
+            return _export_in_ranges(export, model, dynamic_shapes)
+        except RuntimeError as error:
+            violation = error
     if _PROVES_FEW_GUARDS:
         return export(dynamic_shapes=dynamic_shapes, prefer_deferred_runtime_asserts_over_guards=True)
     raise violation

@@ -16,7 +16,7 @@ from stagepack.capture.entry_points import (
 )
 from stagepack.capture.example_arguments import ExampleArguments, ExampleInputs, to_inputs
 from stagepack.capture.example_inputs import example_inputs
-from stagepack.capture.inputs import Inputs
+from stagepack.capture.inputs import Inputs, on_device_of
 from stagepack.capture.module_checkpoint import make_with_checkpoint
 from stagepack.capture.pretrained_model import load_pretrained
 from stagepack.capture.programs import Capture, capture_module, load_program
@@ -191,6 +191,8 @@ def pretrained_inputs(source: str) -> Inputs:
 
 def _completed(example: ExampleArguments, model: Any, inputs: ExampleInputs) -> ExampleInputs:
     """Inputs with the sizes that the command line says are dynamic; an exported program has them already."""
+    if example.texts and isinstance(inputs, Inputs) and isinstance(model, torch.nn.Module):
+        inputs = on_device_of(model, inputs)
     if not example.dynamic:
         return inputs
     if not isinstance(model, torch.nn.Module):

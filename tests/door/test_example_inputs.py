@@ -49,6 +49,17 @@ def test_parts_of_clip_become_entry_points(clip: Path, tmp_path: Path) -> None:
     assert [entry_point.name for entry_point in stagepack.open(out).entry_points] == ["text_model", "vision_model"]
 
 
+def test_a_model_in_memory_needs_no_inputs_either(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32}
+    bert = transformers.BertModel(transformers.BertConfig(**sizes, num_hidden_layers=2, num_attention_heads=2)).eval()
+    bundle = stagepack.export(bert, out=tmp_path / "bert.stagepack", stages=2)
+    ids = torch.randint(0, 64, (3, 5))
+    found = stagepack.load(bundle)(input_ids=ids, attention_mask=torch.ones_like(ids))
+    with torch.no_grad():
+        assert torch.equal(found["last_hidden_state"], bert(ids, torch.ones_like(ids)).last_hidden_state)
+
+
 def test_the_processor_of_a_folder_says_how_large_images_are(tmp_path: Path) -> None:
     config = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8, 8], depths=[1, 1])
     model = transformers.ResNetModel(config).eval()

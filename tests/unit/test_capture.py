@@ -1,6 +1,7 @@
 """What `export` accepts as a model, and what it says when the model cannot be captured."""
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -204,6 +205,12 @@ def test_warnings_of_tried_sizes_do_not_reach_the_user(capfd: pytest.CaptureFixt
 def test_pair_of_positional_and_named_inputs_is_explained(x: torch.Tensor, tmp_path: Path) -> None:
     with pytest.raises(CaptureError, match=r"pass stagepack\.Inputs\(args=\.\.\., kwargs=\.\.\.\)"):
         stagepack.export(Net(), ((x,), {}), out=tmp_path / "m.stagepack")
+
+
+def test_inputs_on_another_device_than_the_model_are_named(x: torch.Tensor, tmp_path: Path) -> None:
+    says = "the input at position 0 is on meta and the model on cpu: move one of them, as in x.to('cpu')"
+    with pytest.raises(CaptureError, match=re.escape(says)):
+        stagepack.export(Net(), (x.to("meta"),), out=tmp_path / "m.stagepack")
 
 
 def test_export_without_the_onnx_models_that_fail_says_what_is_written(x: torch.Tensor, tmp_path: Path) -> None:
