@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 from unittest import mock
 
 import torch
@@ -448,6 +448,23 @@ TRANSFORMERS_IMPLIED_KINDS: Final = ("dtype", "device", "layout", "type")
 def transformers_exporter() -> Any:
     """Return the module with transformers' exporter: `DynamoExporter` and `DynamoConfig`, which it calls experimental."""
     return importlib.import_module("transformers.exporters.exporter_dynamo")
+
+
+def export_by_transformers(model: torch.nn.Module, inputs: Mapping[str, Any], dynamic_shapes: Any) -> ExportedProgram:
+    """Export a model by transformers' own exporter.
+
+    Raises:
+        ImportError: this version of transformers has none.
+    """
+    exporter_module = transformers_exporter()
+    exporter = exporter_module.DynamoExporter()
+    config = exporter_module.DynamoConfig(dynamic=dynamic_shapes is not None, dynamic_shapes=dynamic_shapes)
+    if not hasattr(
+        exporter, "export_program"
+    ):  # transformers 5.17: `export` returns the program, and records gradients
+        with torch.no_grad():
+            return cast("ExportedProgram", exporter.export(model, inputs, config))
+    return cast("ExportedProgram", exporter.export_program(model, inputs, config)[0])
 
 
 def register_transformers_caches(model: torch.nn.Module) -> None:

@@ -10,7 +10,7 @@ from stagepack.capture.module_state import preserve_module
 from stagepack.capture.programs import Capture, recorded_trace
 from stagepack.capture.torch_messages import format_torch_error
 from stagepack.errors import CaptureError
-from stagepack.torch_internals import transformers_exporter
+from stagepack.torch_internals import export_by_transformers
 
 PATCHED_EXPORT = "transformers.exporters.DynamoExporter"
 
@@ -24,7 +24,6 @@ def capture_patched(model: Any, inputs: Inputs) -> Capture:
         CaptureError: the exporter cannot capture the model; the message has its reason.
     """
     inputs = with_tensors(inputs)
-    exporter_module = transformers_exporter()
     input_of_parameter = {**inspect.signature(model.forward).bind_partial(*inputs.args).arguments, **inputs.kwargs}
     tensor_inputs = {
         parameter: example
@@ -34,10 +33,9 @@ def capture_patched(model: Any, inputs: Inputs) -> Capture:
     dynamic_shapes = inputs.dynamic_shapes
     if isinstance(dynamic_shapes, Mapping):
         dynamic_shapes = {parameter: dynamic_shapes.get(parameter) for parameter in tensor_inputs}
-    config = exporter_module.DynamoConfig(dynamic=dynamic_shapes is not None, dynamic_shapes=dynamic_shapes)
     try:
         with preserve_module(model), recorded_trace(model) as recorded:
-            program = exporter_module.DynamoExporter().export_program(model, input_of_parameter, config)[0]
+            program = export_by_transformers(model, input_of_parameter, dynamic_shapes)
     except Exception as error:
         raise CaptureError(with_location(format_torch_error(error), error)) from error
     capture_inputs = Inputs(kwargs=tensor_inputs, dynamic_shapes=dynamic_shapes)
