@@ -6,6 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from packaging.version import Version
+
+import stagepack
+from stagepack.errors import UnsupportedError
+from tests.train.models import NEEDS_TORCH
 
 PROGRAM = """
 import sys, torch, stagepack
@@ -23,6 +28,7 @@ except stagepack.errors.OptionError as error:
 """
 
 
+@NEEDS_TORCH
 @pytest.mark.process
 def test_one_process_trains_all_stages(exported: tuple[Path, torch.Tensor], tmp_path: Path) -> None:
     arguments = [sys.executable, "-c", PROGRAM, str(exported[0]), str(tmp_path)]
@@ -31,3 +37,11 @@ def test_one_process_trains_all_stages(exported: tuple[Path, torch.Tensor], tmp_
     lines = done.stdout.splitlines()
     assert lines[:2] == ["1 True True", "2 True True"]
     assert "run torchrun --nproc-per-node 2 SCRIPT, or choose a schedule" in lines[2]
+
+
+@pytest.mark.skipif(
+    Version(torch.__version__) >= Version("2.13"), reason="needs an older torch: make test-torch TORCH=2.11.0"
+)
+def test_an_older_torch_is_refused(exported: tuple[Path, torch.Tensor]) -> None:
+    with pytest.raises(UnsupportedError, match=r"stagepack\.train: expected torch 2\.13 or newer, found 2\.11"):
+        stagepack.train(exported[0], torch.nn.functional.mse_loss, microbatches=1)

@@ -3,11 +3,16 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from packaging.version import Version
 
 import stagepack
 from stagepack.format.reader import Bundle
 
+NEEDS_TORCH = pytest.mark.skipif(
+    Version(torch.__version__) < Version("2.13"), reason=f"stagepack.train needs torch 2.13, found {torch.__version__}"
+)
 LEARNING_RATE = 0.05
 STEPS = 10
 MAX_NORM = 0.5

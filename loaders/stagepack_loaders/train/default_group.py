@@ -55,7 +55,7 @@ def make_default_group(known_processes: KnownProcesses, silence_seconds: float) 
     """
     if not has_launcher():  # one process, such as that of a debugger
         store_in_memory = torch.distributed.HashStore()  # type: ignore[attr-defined] # documented, and exported at run time
-        torch.distributed.init_process_group(store=store_in_memory, rank=0, world_size=1)
+        torch.distributed.init_process_group(_backends(), store=store_in_memory, rank=0, world_size=1)
         return
     rank, size = launched_rank(), launched_size()
     known_processes.hosts[FRONT_RANK] = launched_address()
@@ -79,11 +79,22 @@ def make_default_group(known_processes: KnownProcesses, silence_seconds: float) 
     _connect(store, _SignsOfLife(sign_store, rank, size, known_processes, silence_seconds), silence_seconds)
 
 
+def _backends() -> str:
+    """Those for the host and for the GPUs of this machine: by itself, torch makes none for the host where there is a GPU."""
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is None or device.type == "cpu":
+        return "cpu:gloo"
+    return f"cpu:gloo,{device.type}:{torch.distributed.get_default_backend_for_device(device)}"
+
+
 def _connect(store: Any, signs: "_SignsOfLife", silence_seconds: float) -> None:
     """Make the group. The processes show signs of life in the store meanwhile: torch would wait half an hour for one that is gone."""
     rank, size = launched_rank(), launched_size()
     try:
-        finished(lambda: torch.distributed.init_process_group(store=store, rank=rank, world_size=size), signs.check)
+        finished(
+            lambda: torch.distributed.init_process_group(_backends(), store=store, rank=rank, world_size=size),
+            signs.check,
+        )
     except RuntimeError as error:
         deadline = time.monotonic() + 2 * silence_seconds
         while time.monotonic() < deadline:

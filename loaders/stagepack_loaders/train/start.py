@@ -10,8 +10,9 @@ import torch.distributed
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import get_backend_config
+from torch.distributed.pipelining import PipelineStage
 
-from stagepack.errors import EvaluationModeWarning, MicrobatchWarning, OptionError
+from stagepack.errors import EvaluationModeWarning, MicrobatchWarning, OptionError, UnsupportedError
 from stagepack.format.reader import Bundle
 from stagepack.format.writer import check_output_path
 from stagepack.opening import errors_name_bundle
@@ -102,6 +103,7 @@ def train(
         OutputExistsError, WriteError: nothing can be written to `out`; see `stagepack.export`.
         OptionError: there is no such schedule, or it does not fit the numbers of stages, processes or microbatches; or a value depends on
             data, or on the result of an earlier call.
+        UnsupportedError: torch is older than 2.13, whose schedules need a gradient for each value.
         GroupError: the processes have different bundles or versions, or cannot connect.
         StageLostError: another process is gone.
         StagepackError: the stages cannot be loaded; see `stagepack.load`.
@@ -114,6 +116,7 @@ def train(
         ...     optimizer.step()
         ...     optimizer.zero_grad()
     """
+    _check_torch()
     opened_bundle = open_for_loading(bundle, verify)
     if out is not None:
         check_output_path(out, overwrite=overwrite)
@@ -213,6 +216,14 @@ def _watch_processes(
         groups.all_groups,
         silence_seconds=silence_seconds,
     )
+
+
+def _check_torch() -> None:
+    if not hasattr(PipelineStage, "_get_grad_send_meta"):  # torch 2.11
+        raise UnsupportedError(
+            f"stagepack.train: expected torch 2.13 or newer, found {torch.__version__}, whose schedules need a gradient for each value: "
+            "upgrade torch, or train a loaded pipeline in one process, by a loop over loss.backward() and optimizer.step()"
+        )
 
 
 def _check_backends(groups: TrainingGroups) -> None:
