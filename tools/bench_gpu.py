@@ -1,10 +1,11 @@
-"""What a cut costs on one device: ``python -m tools.bench_gpu [cut] [memory] [streams] [serving]``, all of them without a name.
+"""What a cut costs on one device: ``python -m tools.bench_gpu [cut] [memory] [streams] [text] [serving]``, all of them without a name.
 
 A model of equal transformer blocks in bfloat16 is loaded in 1, 2, 4 and 8 stages on one device. Both sides of each ratio are measured in
 one run, in turns; the medians count. ``--device cpu --size tiny`` tries the measurements without a GPU.
 """
 
 import argparse
+import functools
 import json
 import statistics
 import subprocess
@@ -116,10 +117,10 @@ class Bench:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
-    def seconds(self, sides: Mapping[str, Callable[[], object]]) -> dict[str, float]:
+    def seconds(self, sides: Mapping[str, Callable[[], object]], calls: int | None = None) -> dict[str, float]:
         """Return the median time of a call of each side, which are called in turns."""
         times: dict[str, list[float]] = {side: [] for side in sides}
-        for _ in range(WARMUP_CALLS + self.sizes.calls):
+        for _ in range(WARMUP_CALLS + (calls or self.sizes.calls)):
             for side, call in sides.items():
                 self.wait()
                 started = time.perf_counter()
@@ -136,6 +137,7 @@ def main() -> None:
         "cut": measure_cut,
         "memory": measure_memory,
         "streams": measure_streams,
+        "text": measure_text,
         "serving": measure_serving,
     }
     parser = argparse.ArgumentParser(description=__doc__)
@@ -247,6 +249,52 @@ def on_two_streams(stages: list[Any], batches: list[torch.Tensor], device: torch
     for stream in streams:
         current.wait_stream(stream)
     return answers
+
+
+def measure_text(bench: Bench, results: BenchmarkResults) -> None:
+    """Tokens per second of a Llama-like decoder in two stages, against ``generate`` of transformers with its dynamic cache."""
+    import transformers  # noqa: PLC0415 - the other parts run without it
+
+    is_tiny = bench.sizes.hidden < 1024
+    hidden, layers, positions, prompt, tokens = (64, 2, 64, 8, 8) if is_tiny else (1024, 12, 1024, 64, 64)
+    config = transformers.LlamaConfig(
+        vocab_size=4096,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 16 if is_tiny else 16,
+        num_key_value_heads=4,
+        max_position_embeddings=positions,
+    )
+    torch.manual_seed(0)
+    model: Any = transformers.LlamaForCausalLM(config).eval().to(bench.device, torch.bfloat16)
+    table = results.table(
+        f"Texts of {prompt} and {tokens} new tokens, Llama of {layers} layers in bfloat16, cache of {positions}",
+        "texts",
+        "transformers, tokens per second",
+        "bundle, tokens per second",
+        "of transformers",
+    )
+    for texts in (1, 4):
+        bundle = stagepack.export(
+            model, out=bench.folder / f"text-{texts}.stagepack", stages=2, generate=positions, generate_batch=texts
+        )
+        pipeline = stagepack.load(bundle, [str(bench.device)])
+        ids = torch.randint(1, 4096, (texts, prompt), device=bench.device)
+        given: dict[str, Any] = {
+            "attention_mask": torch.ones_like(ids),
+            "max_new_tokens": tokens,
+            "do_sample": False,
+            "eos_token_id": None,
+            "pad_token_id": 0,
+        }
+        sides = {
+            "transformers": functools.partial(model.generate, ids, **given),
+            "bundle": functools.partial(pipeline.generate, ids, **given),
+        }
+        times = bench.seconds(sides, calls=3)
+        rates = {side: texts * tokens / times[side] for side in sides}
+        table.add(str(texts), rates["transformers"], rates["bundle"], rates["bundle"] / rates["transformers"])
 
 
 def measure_serving(bench: Bench, results: BenchmarkResults) -> None:

@@ -97,8 +97,9 @@ def steps_of(device: str, size: str, folder: Path) -> list[Step]:
         Step(name="tests", arguments=("-m", "pytest", "-m", "gpu", "tests/gpu", *options, *outcomes), seconds=160),
         stages("stages", 150, "memory", "cut", "streams"),
         benchmark("load", 80, "tools.bench_gpu_load", "--device", device, *load_sizes, *loaders),
-        benchmark("compile", 170, "tools.bench_compile", "--device", device.partition(":")[0], "--size", size),
+        stages("text", 90, "text"),
         stages("serving", 50, "serving"),
+        benchmark("compile", 240, "tools.bench_compile", "--device", device.partition(":")[0], "--size", size),
     ]
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import stagepack
+from stagepack.errors import CaptureError
 from stagepack.format.graph import DeviceArg
 from stagepack.format.reader import Bundle
 from stagepack.format.traversal import leaf_arguments, node_arguments
@@ -133,6 +134,32 @@ def test_random_numbers_are_those_of_the_generator_of_the_device(device: torch.d
         found = pipeline(x)
         torch.manual_seed(seed)
         assert torch.equal(found, on_device(x))
+
+
+@torch.no_grad()
+def test_inputs_that_the_export_makes_are_on_the_device_of_the_model(device: torch.device, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(16, 4).to(device)
+    bundle = stagepack.export(model, inputs="input=float32[batch=1..8,16]", out=tmp_path / "described")
+    x = torch.randn(3, 16, device=device)
+    assert torch.equal(stagepack.load(bundle, [str(device)])(x), model(x))
+    transformers = pytest.importorskip("transformers", exc_type=ImportError)
+    config = transformers.BertConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2
+    )
+    bert = transformers.BertModel(config).eval().to(device)
+    bundle = stagepack.export(bert, out=tmp_path / "bert", stages=2)
+    ids = torch.randint(0, 64, (2, 7), device=device)
+    mask = torch.ones_like(ids)
+    found = stagepack.load(bundle, [str(device)])(ids, mask)
+    assert_close(found["last_hidden_state"], bert(ids, mask).last_hidden_state)
+
+
+def test_inputs_on_another_device_than_the_model_are_named(cuda: torch.device, tmp_path: Path) -> None:
+    with pytest.raises(
+        CaptureError, match=r"position 0 is on cpu and the model on cuda:0: move one of them, as in x.to\('cuda:0'\)"
+    ):
+        stagepack.export(Mixed().to(cuda), (torch.randn(2, 16),), out=tmp_path / "m")
 
 
 @torch.no_grad()

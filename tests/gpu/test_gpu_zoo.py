@@ -27,6 +27,12 @@ pytestmark = pytest.mark.gpu
 
 # It names a device on purpose, or `cpu` in a place that torch does not change when it moves a program.
 NAMED_DEVICES = {"operators-factories-with-a-device", "operators-moves-to-a-device"}
+# When torch moves a program, views of one storage get memory of their own, so that a write is not seen through another view.
+WRITTEN_VIEWS = {
+    "weights-parameter-and-a-buffer-that-writes-it",
+    "weights-types-on-one-storage",
+    "weights-view-written-and-another-read",
+}
 
 
 @pytest.mark.parametrize("case", SAMPLE, ids=name_of)
@@ -45,7 +51,7 @@ def test_whole(
     assert_same_form([found, sizes_found], [on_cpu, sizes_on_cpu])
     if not draws_random_numbers(bundle):
         assert_close([found, sizes_found], [on_cpu, sizes_on_cpu])
-    if has_autocast(bundle) or case.name in NAMED_DEVICES:
+    if has_autocast(bundle) or case.name in NAMED_DEVICES | WRITTEN_VIEWS:
         record_property("compared", "with the CPU")
         return
     reason = move_program(capture, device)

@@ -1,0 +1,91 @@
+"""Training with stages on a GPU: a plain loop, and `stagepack.train` in one process."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import stagepack
+from tests.gpu.answers import assert_close
+from tests.train.models import NEEDS_TORCH, batch, export_model, loss_of, new_model
+
+pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("train")]
+
+STEPS = 3
+MICROBATCHES = 4
+
+
+def batch_on(number: int, device: torch.device) -> Any:
+    return torch.utils._pytree.tree_map(lambda tensor: tensor.to(device), batch(number, MICROBATCHES))
+
+
+def reference(device: torch.device) -> tuple[list[float], torch.nn.Module]:
+    """The losses of some steps of the model itself, and the trained model."""
+    model, losses = new_model().to(device), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for number in range(STEPS):
+        args, target = batch_on(number, device)
+        loss = loss_of(model(*args), target)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses, model
+
+
+def test_a_loop_trains_a_loaded_pipeline(device: torch.device, tmp_path: Path) -> None:
+    pipeline = stagepack.load(export_model(tmp_path / "m", 2), [str(device)])
+    expected_losses, model = reference(device)
+    optimizer, losses = torch.optim.AdamW(pipeline.parameters(), lr=1e-2), []
+    for number in range(STEPS):
+        args, target = batch_on(number, device)
+        loss = loss_of(pipeline(*args), target)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    assert losses == pytest.approx(expected_losses, rel=1e-9)
+    saved = stagepack.save(pipeline, out=tmp_path / "trained")
+    args, _ = batch_on(STEPS, device)
+    with torch.no_grad():
+        assert_close(stagepack.load(saved, [str(device)])(*args), model(*args))
+        assert_close(stagepack.load(saved)(*batch(STEPS, MICROBATCHES)[0]), model(*args))
+
+
+@NEEDS_TORCH
+def test_one_process_trains_all_stages(device: torch.device, tmp_path: Path) -> None:
+    training = stagepack.train(
+        export_model(tmp_path / "m", 2), loss_of, microbatches=MICROBATCHES, schedule="looped-bfs", device=device
+    )
+    optimizer, losses = torch.optim.AdamW(training.parameters(), lr=1e-2), []
+    expected_losses, model = reference(device)
+    try:
+        for number in range(STEPS):
+            args, target = batch_on(number, device)
+            losses.append(float(training.step(*args, target=target)))
+            optimizer.step()
+            optimizer.zero_grad()
+        saved = stagepack.save(training, out=tmp_path / "trained")
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+    assert losses == pytest.approx(expected_losses, rel=1e-6)
+    args, _ = batch_on(STEPS, device)
+    with torch.no_grad():
+        assert_close(stagepack.load(saved, [str(device)])(*args), model(*args))
+
+
+def test_gradients_flow_to_inputs_on_the_device(device: torch.device, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8)).eval()
+    pipeline = stagepack.load(stagepack.export(model, (torch.randn(2, 8),), out=tmp_path / "m", stages=2), str(device))
+    on_device = copy.deepcopy(model).to(device)
+    x = torch.randn(2, 8, device=device)
+    mine, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    pipeline(mine).square().sum().backward()
+    on_device(theirs).square().sum().backward()
+    assert mine.grad is not None
+    assert theirs.grad is not None
+    assert torch.equal(mine.grad, theirs.grad)
