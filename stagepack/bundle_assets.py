@@ -1,14 +1,13 @@
 """Files that a bundle carries for others than stagepack, such as a tokenizer. Without torch."""
 
 import os
-import warnings
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Final
 
 from stagepack.bundle_content import further_file_names
 from stagepack.capture.adapters import CONFIGURATION_NAME, read_adapter
-from stagepack.errors import ExportWarning, FileNotListedError, OptionError, OutputExistsError
+from stagepack.errors import ExportWarning, FileNotListedError, OptionError, OutputExistsError, warn_caller
 from stagepack.format.reader import Bundle
 from stagepack.format.validate import FILE_NAME_PATTERN, MANIFEST_NAME, MODEL_CONFIG_NAME, format_names
 from stagepack.format.writer import BundleWriter
@@ -87,7 +86,7 @@ def exported_assets(source: object, contents: Mapping[str, bytes], *, generates:
             f"{source}: has no {TOKENIZER_FILE}: the bundle takes tokens and no texts: write it (tokenizer.save_pretrained), and add it to "
             f"the bundle (stagepack asset add BUNDLE {TOKENIZER_FILE})"
         )
-        warnings.warn(ExportWarning(message), stacklevel=2)
+        warn_caller(ExportWarning(message))
     return assets
 
 

@@ -5,6 +5,8 @@ of a bundle list every broken rule of ``schema/SPEC.md`` in `FormatError.problem
 """
 
 import contextlib
+import inspect
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, Literal, TypeVar
@@ -21,6 +23,18 @@ Error = TypeVar("Error", bound=StagepackError)
 
 class ExportWarning(UserWarning):
     """A bundle is written, and probably not as it was meant: the message says why. It is no `StagepackError`: the bundle is there."""
+
+
+# What stands between the line of the caller and that which gives a warning.
+_OWN_PACKAGES: Final = frozenset({"stagepack", "stagepack_loaders", "stagepack_serving", "contextlib"})
+
+
+def warn_caller(warning: Warning) -> None:
+    """Give a warning at the line of the caller's code that has called these packages."""
+    frame, level = inspect.currentframe(), 0
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _OWN_PACKAGES:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(warning, stacklevel=level + 1)
 
 
 class MissingPackageError(StagepackError, ModuleNotFoundError):

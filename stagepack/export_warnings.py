@@ -1,9 +1,7 @@
 """Warnings for models exported in training mode by mistake, those that cannot be trained, and those that need `allow_ops` to be loaded."""
 
-import warnings
-
 from stagepack.capture.programs import Capture
-from stagepack.errors import ExportWarning
+from stagepack.errors import ExportWarning, warn_caller
 from stagepack.format.graph import Graph
 from stagepack.format.operator_permissions import needed_permissions
 from stagepack.linearize import LinearizedProgram
@@ -37,11 +35,11 @@ def warn_of_training_mode(capture: Capture, program: LinearizedProgram, written_
     if statistics:
         reasons.append(f"updates statistics of batches ({_shown(statistics)})")
     if reasons:
-        warnings.warn(
-            f"{capture.model_name} is exported in training mode: each call {' and '.join(reasons)}. Call model.eval() before the "
-            "export, unless the bundle is to be trained",
-            ExportWarning,
-            stacklevel=2,
+        warn_caller(
+            ExportWarning(
+                f"{capture.model_name} is exported in training mode: each call {' and '.join(reasons)}. Call model.eval() before the "
+                "export, unless the bundle is to be trained",
+            )
         )
 
 
@@ -53,13 +51,13 @@ def warn_of_lost_backward(capture: Capture) -> None:
     """
     if capture.functions:
         class_names = [function.class_name for function in capture.functions]
-        warnings.warn(
-            f"{capture.model_name} calls {_shown(class_names)}, in {_shown([f.module_path for f in capture.functions])}: "
-            "torch.export keeps what forward of a torch.autograd.Function does, and drops its backward. The bundle answers as the model "
-            "does, but stagepack.train would use the gradients of forward. To train it, register the function as an operator, by "
-            "torch.library.custom_op and register_autograd",
-            ExportWarning,
-            stacklevel=2,
+        warn_caller(
+            ExportWarning(
+                f"{capture.model_name} calls {_shown(class_names)}, in {_shown([f.module_path for f in capture.functions])}: "
+                "torch.export keeps what forward of a torch.autograd.Function does, and drops its backward. The bundle answers as the "
+                "model does, but stagepack.train would use the gradients of forward. To train it, register the function as an operator, by "
+                "torch.library.custom_op and register_autograd",
+            )
         )
 
 
@@ -73,11 +71,11 @@ def warn_of_unlisted_operators(capture: Capture, graph: Graph) -> None:
     permissions = sorted(needed_permissions([graph]))
     if permissions:
         model_name = capture.model_name
-        warnings.warn(
-            f"{model_name} uses {_shown(permissions)}, which loaders do not run by default: whoever loads the bundle passes "
-            f"allow_ops={permissions} (--allow-ops)",
-            ExportWarning,
-            stacklevel=2,
+        warn_caller(
+            ExportWarning(
+                f"{model_name} uses {_shown(permissions)}, which loaders do not run by default: whoever loads the bundle passes "
+                f"allow_ops={permissions} (--allow-ops)",
+            )
         )
 
 

@@ -2,7 +2,6 @@
 
 import importlib
 import os
-import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +18,7 @@ from stagepack.capture.pretrained_model import load_pretrained, model_files
 from stagepack.capture.programs import Capture
 from stagepack.capture.source import capture_source
 from stagepack.capture.source_argument import capture_with_checkpoint, pretrained_inputs
-from stagepack.errors import ExportWarning, OptionError
+from stagepack.errors import ExportWarning, OptionError, warn_caller
 from stagepack.exporter import ExportOptions, export_capture, export_entry_points
 from stagepack.format.operator_permissions import bundle_permissions
 from stagepack.format.plan import Plan
@@ -287,7 +286,7 @@ def _with_onnx(bundle: Bundle, rtol: float | None, atol: float | None) -> Bundle
             conversion = add_onnx(selected, allow_ops=bundle_permissions(selected), rtol=rtol, atol=atol)
         prefix = f"{entry_point.name}, " if len(bundle.entry_points) > 1 else ""
         for stage_number, reason in conversion.torch_only.items():
-            warnings.warn(f"{prefix}stage {stage_number} runs in torch only: {reason}", ExportWarning, stacklevel=3)
+            warn_caller(ExportWarning(f"{prefix}stage {stage_number} runs in torch only: {reason}"))
     return Bundle(bundle.path)
 
 

@@ -116,6 +116,8 @@ def split_entry_point(source: str | os.PathLike[str]) -> tuple[str | os.PathLike
         source: a path or URL, as `open_bundle` takes it.
     """
     text = os.fspath(source)
+    if not text:
+        raise NotABundleError("expected the path of a bundle, found an empty text")
     location, separator, name = text.rpartition("#")
     if not separator or (not is_url(text) and os.path.lexists(text)):
         return source, None

@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import dataclasses
-import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from stagepack.errors import (
     OperatorError,
     StageFailedError,
     UnsupportedError,
+    warn_caller,
 )
 from stagepack.format.dtypes import TORCH_DTYPES
 from stagepack.format.graph import Graph, Node
@@ -237,7 +237,7 @@ def report_difference(capture: Capture, inputs: Sequence[Any], largest: float, *
         raise AnswerDiffersError(
             f"{message}: {change}, or export it all the same with --allow-difference (in Python allow_difference=True)"
         )
-    warnings.warn(f"{message}; the bundle has the answer of the captured program", ExportWarning, stacklevel=2)
+    warn_caller(ExportWarning(f"{message}; the bundle has the answer of the captured program"))
 
 
 def check_second_call(capture: Capture, changed: Sequence[str], *, seed: int, is_allowed: bool) -> None:
@@ -263,7 +263,7 @@ def check_second_call(capture: Capture, changed: Sequence[str], *, seed: int, is
             f"{message}: make it a buffer that the call writes in place (register_buffer), or export it all the same with "
             "--allow-difference (in Python allow_difference=True)"
         )
-    warnings.warn(message, ExportWarning, stacklevel=2)
+    warn_caller(ExportWarning(message))
 
 
 def check_other_inputs(
@@ -320,4 +320,4 @@ def _report_question(
             f"{message}: change the model so that its answer does not depend on it, or export it all the same with --allow-difference (in "
             "Python allow_difference=True)"
         )
-    warnings.warn(f"{message}; the bundle answers as the captured program does", ExportWarning, stacklevel=2)
+    warn_caller(ExportWarning(f"{message}; the bundle answers as the captured program does"))

@@ -98,19 +98,25 @@ def choose_runtime(runtime_name: object, bundle: Bundle, stage_numbers: Iterable
 
     Raises:
         OptionError: there is no runtime of that name.
+        MissingPackageError: torch is not installed, and another runtime lacks files of the stages.
     """
     if runtime_name != DEFAULT_RUNTIME:
         return find_runtime(runtime_name)
-    stage_numbers = list(stage_numbers)
+    stage_numbers, lacking_files = list(stage_numbers), ""
     for runtime in runtimes():
         if all(importlib.util.find_spec(package) is not None for package in runtime.packages):
             try:
                 for stage_number in stage_numbers:
                     runtime.stage_files(bundle, stage_number)
-            except OperatorError:
+            except OperatorError as error:
+                lacking_files = f"; {runtime.name} is installed: {error}"
                 continue
             return runtime
-    return find_runtime(TORCH_RUNTIME)
+    torch_runtime = find_runtime(TORCH_RUNTIME)
+    if lacking_files and importlib.util.find_spec(TORCH_RUNTIME) is None:
+        message = f"the package {TORCH_RUNTIME!r} is not installed: {torch_runtime.install} installs it{lacking_files}"
+        raise MissingPackageError(message, name=TORCH_RUNTIME)
+    return torch_runtime
 
 
 def runtimes() -> Iterator[Runtime]:

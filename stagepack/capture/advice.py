@@ -64,6 +64,10 @@ _ADVICE: Final = (
         ),
     ),
     (
+        ("to have one of the following scalar types",),
+        "an input has another dtype than the model takes: state it, such as --input 'x=int64[batch,length]'",
+    ),
+    (
         ("functorch tensor",),
         (
             "the forward of the model differentiates (torch.func.grad, jacrev), which torch.export does not trace with its weights: write "

@@ -18,8 +18,7 @@ from typing import Any
 
 import torch
 
-from stagepack.capture.torch_messages import format_torch_error
-from stagepack.errors import CaptureError, FormatError
+from stagepack.errors import CaptureError, FormatError, first_line
 from stagepack.format.dtypes import TORCH_DTYPES
 from stagepack.format.file_writing import FileRange, FileVersion, file_version
 from stagepack.format.weights import parse_header_entry
@@ -187,7 +186,14 @@ def _saved_tensors(path: Path) -> dict[str, CheckpointTensor]:
         is_mapped = zipfile.is_zipfile(path)
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped)  # noqa: TID251 - runs no code
     except Exception as error:
-        raise CaptureError(f"{path}: torch.load cannot read it: {format_torch_error(error)}") from error
+        # What torch says before it, and after it, is advice to run the code of the file.
+        reason = first_line(str(error).rpartition("WeightsUnpickler error:")[2].strip()).partition(
+            " was not an allowed"
+        )[0]
+        raise CaptureError(
+            f"{path}: expected a file that torch.load reads with weights_only=True, found another one ({reason or type(error).__name__}): "
+            "write it by torch.save(model.state_dict(), FILE), or by safetensors.torch.save_file"
+        ) from error
     if not isinstance(content, Mapping):
         raise CaptureError(f"{path}: expected a state dict, found {type(content).__name__}")
     return {

@@ -1,7 +1,6 @@
 """A Hugging Face folder or hub name, or a model of transformers -> a captured model."""
 
 import itertools
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,7 +19,7 @@ from stagepack.capture.pretrained_model import is_transformers_model, load_pretr
 from stagepack.capture.programs import Capture, capture_module
 from stagepack.capture.sentence_pipeline import SentencePipeline
 from stagepack.capture.starting_file import starting_file
-from stagepack.errors import CaptureError, ExportWarning
+from stagepack.errors import CaptureError, ExportWarning, warn_caller
 from stagepack.torch_internals import register_transformers_caches, tree_leaves
 
 
@@ -129,7 +128,7 @@ class _Candidate:
                 f"{source}: the bundle takes text alone, and no {' or '.join(self.left_out)}, with which the model cannot be captured"
                 f"{reason}: export what reads them as a part (--part), or pass --inputs FILE.py:FUNCTION"
             )
-            warnings.warn(ExportWarning(message), stacklevel=3)
+            warn_caller(ExportWarning(message))
 
 
 def _candidates(model: torch.nn.Module, inputs: Inputs, folder: str | None) -> list[_Candidate]:

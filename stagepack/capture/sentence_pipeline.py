@@ -18,7 +18,7 @@ from torch.export import Dim
 from stagepack.capture.inputs import Inputs
 from stagepack.capture.source_path import MODULES_FILE, model_file
 from stagepack.capture.transformers_package import torchao_on_demand
-from stagepack.errors import CaptureError, ExportWarning, MissingPackageError
+from stagepack.errors import CaptureError, ExportWarning, MissingPackageError, warn_caller
 from stagepack.extras import explain_missing_packages
 from stagepack.torch_internals import pooled_without_prompts
 
@@ -71,7 +71,7 @@ class SentencePipeline(torch.nn.Module):
         self._length_limit = _length_limit(model)
         if others := [str(modality) for modality in model.modalities if modality not in ("text", "message")]:
             message = f"the model also reads {', '.join(others)}, which are left out: the bundle takes texts"
-            warnings.warn(ExportWarning(message), stacklevel=2)
+            warn_caller(ExportWarning(message))
         self.files = self._files(model)
 
     @property
@@ -221,7 +221,7 @@ def is_sentence_pipeline(source: str) -> bool:
     kind = settings.get("model_type", _KIND) if isinstance(settings, dict) else _KIND
     if kind == "CrossEncoder":
         message = f"{source}: is a CrossEncoder of sentence-transformers: the bundle has its logits, without what predict() makes of them"
-        warnings.warn(ExportWarning(message), stacklevel=2)
+        warn_caller(ExportWarning(message))
         return False
     if kind != _KIND:
         raise CaptureError(
@@ -292,7 +292,7 @@ def _tokenizer_text(model: Any) -> str | None:
         f"{type(model[0]).__name__}: reads texts by code of its own, for which there is no tokenizer.json: the bundle takes tokens and no "
         "texts"
     )
-    warnings.warn(ExportWarning(message), stacklevel=2)
+    warn_caller(ExportWarning(message))
     return None
 
 

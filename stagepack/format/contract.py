@@ -28,7 +28,7 @@ from stagepack.format.shapes import (
     size_in_range,
     symbol_names,
 )
-from stagepack.format.signature import Signature
+from stagepack.format.signature import Parameter, Signature
 from stagepack.format.tree import (
     UNUSED_VALUE,
     ConstantLeaf,
@@ -290,10 +290,19 @@ def _arguments_by_parameter(signature: Signature, args: tuple[Any, ...], kwargs:
         if keyword in arguments:
             raise InputError(f"the argument {keyword!r} is given by position and by name")
         if keyword not in keywords:
-            exported_with = ", ".join(sorted(keywords))
-            raise InputError(f"there is no argument {keyword!r}: the model was exported with {exported_with}")
+            taken = [
+                parameter.name for parameter in signature.parameters if parameter.keyword and not _is_none(parameter)
+            ]
+            raise InputError(
+                f"there is no argument {keyword!r}: the model was exported with {', '.join(taken) or 'none'}"
+            )
         arguments[keyword] = argument
     return arguments
+
+
+def _is_none(parameter: Parameter) -> bool:
+    """Whether the example had None for a parameter, so that no call can give it anything else."""
+    return isinstance(parameter.tree, ConstantLeaf) and constant_value(parameter.tree) is None
 
 
 def _checked_sizes(value: Value | Edge, argument: BoundArgument) -> Iterable[_Size]:

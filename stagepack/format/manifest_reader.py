@@ -12,7 +12,7 @@ from stagepack.format.digest import stated_and_actual_digest
 from stagepack.format.file_checks import NotPlainFileError, near_path_hint, read_limited
 from stagepack.format.manifest import Manifest
 from stagepack.format.upgrade import check_version
-from stagepack.format.validate import MANIFEST_NAME, check_manifest, raise_problems
+from stagepack.format.validate import MANIFEST_NAME, MODEL_CONFIG_NAME, check_manifest, raise_problems
 
 # What opening a file fails with if there is none, or a link to itself or a socket.
 _NO_PLAIN_FILE: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO})
@@ -51,7 +51,14 @@ def _found_at(folder: Path, manifest_path: Path) -> str:
         return "a link that leads nowhere"
     if not folder.is_dir():
         return f"a file: give its folder {folder.parent}" if folder.name == MANIFEST_NAME else "a file"
-    return "a folder without it" if not os.path.lexists(manifest_path) else "something else of this name"
+    if os.path.lexists(manifest_path):
+        return "something else of this name"
+    is_model = any((folder / file_name).exists() for file_name in (MODEL_CONFIG_NAME, "modules.json"))
+    return (
+        "the folder of a Hugging Face model: write its bundle by stagepack export"
+        if is_model
+        else "a folder without it"
+    )
 
 
 def parse_manifest(content: bytes, location: str) -> Manifest:

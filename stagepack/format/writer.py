@@ -7,7 +7,6 @@ folders, it may be missing, and the old bundle is then beside it.
 
 import os
 import shutil
-import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,15 @@ from typing import Self
 
 import msgspec
 
-from stagepack.errors import DigestError, ExportWarning, OutputExistsError, Problem, StagepackError, WriteError
+from stagepack.errors import (
+    DigestError,
+    ExportWarning,
+    OutputExistsError,
+    Problem,
+    StagepackError,
+    WriteError,
+    warn_caller,
+)
 from stagepack.format.bundle_files import BundleFiles
 from stagepack.format.chunks import ByteProgress
 from stagepack.format.codec import encode_manifest
@@ -301,7 +308,7 @@ class BundleWriter:
         synchronize(self._out.parent)
         if was_signed:
             message = f"{self._out}: the bundle was signed, and is not any more, because it has changed: sign it again (stagepack sign)"
-            warnings.warn(ExportWarning(message), stacklevel=2)
+            warn_caller(ExportWarning(message))
 
 
 def _check_digest(path: Path, digest: str) -> None:

@@ -6,7 +6,6 @@ program states wrongly for the ends of a range gets a symbol of its own, as a si
 """
 
 import itertools
-import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Final
@@ -15,7 +14,7 @@ import msgspec
 
 from stagepack.capture.dimension_names import DeclaredDimension, SizeRequest, declared_dimensions, size_requests
 from stagepack.capture.programs import Capture
-from stagepack.errors import ExportWarning
+from stagepack.errors import ExportWarning, warn_caller
 from stagepack.format.shapes import Guard, Symbol
 from stagepack.linearize.guards import is_implied
 from stagepack.linearize.observed_shapes import observations, with_observed_shapes
@@ -218,4 +217,4 @@ def _range_text(smallest: int, largest: int | None) -> str:
 
 
 def _warn(message: str) -> None:
-    warnings.warn(message, ExportWarning, stacklevel=2)
+    warn_caller(ExportWarning(message))

@@ -1,11 +1,10 @@
 """`stages=N`: cut into N consecutive stages so that the slowest is as fast as possible."""
 
 import itertools
-import warnings
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from stagepack.errors import CutError, ExportWarning
+from stagepack.errors import CutError, ExportWarning, warn_caller
 from stagepack.format.byte_sizes import format_bytes
 from stagepack.partition.activation_memory import activation_bytes
 from stagepack.partition.cost_sequence import CostSequence, PartCost, SharedCost, part_cost
@@ -75,11 +74,11 @@ def _warn_of_empty_stages(stage_count: int, filled_count: int, node_count: int) 
         if filled_count == node_count
         else "the model has no other positions to cut at, because operators that use memory which calls write stay in one stage"
     )
-    warnings.warn(
-        f"stages: {stage_count} were asked for, and the last {stage_count - filled_count} are empty: {reason}: "
-        f"{max(filled_count, 1)} would be enough",
-        ExportWarning,
-        stacklevel=2,
+    warn_caller(
+        ExportWarning(
+            f"stages: {stage_count} were asked for, and the last {stage_count - filled_count} are empty: {reason}: "
+            f"{max(filled_count, 1)} would be enough",
+        )
     )
 
 
@@ -121,7 +120,8 @@ def _part_costs(sequence: CostSequence, starts: Sequence[int]) -> list[PartCost]
 
 def _memory_message(sequence: CostSequence, limits: Sequence[int | None]) -> str:
     """Which stage lacks how many bytes, in the cut that lacks least."""
-    parts = _part_costs(sequence, split_with_least_excess(sequence, limits))
+    starts = split_with_least_excess(sequence, limits)
+    parts = _part_costs(sequence, starts)
     limited = [
         (part, limit, stage_number)
         for stage_number, (part, limit) in enumerate(zip(parts, limits, strict=True))
@@ -129,10 +129,15 @@ def _memory_message(sequence: CostSequence, limits: Sequence[int | None]) -> str
     ]
     part, limit, stage_number = max(limited, key=lambda entry: entry[0].memory_bytes - entry[1])
     activations = part.memory_bytes - part.weight_bytes
+    bounds = [0, *starts, len(sequence.times)]
+    is_divisible = any(
+        bounds[stage_number] < position < bounds[stage_number + 1] for position in sequence.split_positions
+    )
+    cure = "give more memory, or more stages" if is_divisible else "give more memory: it cannot be cut further"
     return (
         f"memory: no cut fits: in the nearest one, stage {stage_number} needs {format_bytes(part.memory_bytes)} "
         f"({format_bytes(part.weight_bytes)} of weights, {format_bytes(activations)} for activations at the example's sizes), and its "
-        f"device has {format_bytes(limit)}, {format_bytes(part.memory_bytes - limit)} too little: give more memory, or more stages"
+        f"device has {format_bytes(limit)}, {format_bytes(part.memory_bytes - limit)} too little: {cure}"
     )
 
 

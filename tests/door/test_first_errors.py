@@ -9,11 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 import stagepack
 from stagepack.cli import main
-from stagepack.errors import CutError, NotABundleError, OptionError, StagepackError
+from stagepack.errors import CutError, InputError, NotABundleError, OptionError, StagepackError
 from tests.door.model import EXAMPLE, Scale
 
 
@@ -28,6 +29,8 @@ def test_each_thing_that_is_no_bundle_has_its_own_message(exported: tuple[Path, 
     (tmp_path / "empty.stagepack").mkdir()
     (tmp_path / "file").touch()
     (tmp_path / "link").symlink_to("nowhere")
+    (tmp_path / "llama").mkdir()
+    (tmp_path / "llama" / "config.json").write_text("{}")
     messages = {
         "modl.stagepack": f"no such path: did you mean {tmp_path}/model.stagepack?",
         "other": "no such path",
@@ -35,12 +38,53 @@ def test_each_thing_that_is_no_bundle_has_its_own_message(exported: tuple[Path, 
         "model.stagepack/manifest.json": f"a file: give its folder {tmp_path}/model.stagepack",
         "empty.stagepack": "a folder without it",
         "link": "a link that leads nowhere",
+        "llama": "the folder of a Hugging Face model: write its bundle by stagepack export",
     }
     for name, found in messages.items():
         with pytest.raises(NotABundleError) as caught:
             stagepack.open(tmp_path / name)
         expected = f"{tmp_path / name}: not a stagepack bundle: expected a folder with a file manifest.json, found {found} [M1]"
         assert str(caught.value) == expected
+
+
+def test_an_empty_path_is_not_the_current_folder() -> None:
+    for function in (stagepack.open, stagepack.load, stagepack.verify):
+        with pytest.raises(NotABundleError, match="expected the path of a bundle, found an empty text"):
+            function("")
+
+
+def test_a_stage_that_cannot_be_cut_needs_more_memory(exported: tuple[Path, object], tmp_path: Path) -> None:
+    with pytest.raises(CutError, match="too little: give more memory: it cannot be cut further"):
+        stagepack.recut(exported[0], out=tmp_path / "m.stagepack", stages=2, memory=[1, 1])
+
+
+def test_files_that_are_no_checkpoints_are_named(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text("import torch\ndef make():\n    return torch.nn.Linear(4, 4)\n")
+    (tmp_path / "junk.bin").write_text("garbage")
+    (tmp_path / "empty.bin").touch()
+    torch.save(torch.nn.Linear(4, 4), tmp_path / "whole.pt")
+    for name, reason in (
+        ("junk.bin", "Unsupported operand 103"),
+        ("empty.bin", "EOFError"),
+        ("whole.pt", "GLOBAL torch.nn"),
+    ):
+        arguments = ["--weights", str(tmp_path / name), "--input", "input=float32[2,4]", "-o", str(tmp_path / "out")]
+        result = CliRunner().invoke(main, ["export", f"{tmp_path}/net.py:make", *arguments])
+        assert result.exit_code == 1
+        expected = f"{name}: expected a file that torch.load reads with weights_only=True, found another one ("
+        assert expected in result.output
+        assert reason in result.output
+        assert "torch.save(model.state_dict(), FILE)" in result.output
+
+
+def test_an_argument_that_is_not_there_is_answered_with_those_that_are(tmp_path: Path) -> None:
+    class Masked(torch.nn.Module):
+        def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None, scale: float = 1.0) -> torch.Tensor:
+            return x * scale if mask is None else x * mask
+
+    bundle = stagepack.export(Masked(), (torch.ones(2),), out=tmp_path / "m.stagepack")
+    with pytest.raises(InputError, match=r"there is no argument 'y': the model was exported with x, scale$"):
+        stagepack.load(bundle)(y=torch.ones(2))
 
 
 def test_errors_begin_with_the_name_of_the_bundle(exported: tuple[Path, object], tmp_path: Path) -> None:

@@ -83,3 +83,15 @@ def test_an_object_from_before_the_onnx_models_says_so(exported: tuple[Path, obj
     ):
         stagepack.load(bundle, runtime="onnxruntime")
     stagepack.load(bundle.path, runtime="onnxruntime")
+
+
+@pytest.mark.process
+def test_without_torch_and_without_onnx_models_both_cures_are_named(
+    exported: tuple[Path, object], tmp_path: Path
+) -> None:
+    bundle = stagepack.recut(exported[0], out=tmp_path / "m.stagepack", stages=2)
+    name, message = outcomes_without(["torch"], bundle.path)["load"]
+    assert name == "MissingPackageError"
+    assert "the package 'torch' is not installed: " in str(message)
+    assert "; onnxruntime is installed: " in str(message)
+    assert "stagepack onnx" in str(message)

@@ -17,8 +17,9 @@ def test_dropout_and_batch_norm_in_training_mode_warn(tmp_path: Path) -> None:
     x = torch.ones(2, 4)
     with pytest.warns(
         ExportWarning, match=r"drops values at random \(1\) and updates .*2.running_mean.*model.eval\(\)"
-    ):
+    ) as warned:
         stagepack.export(model(), (x,), out=tmp_path / "training.stagepack")
+    assert {warning.filename for warning in warned} == {__file__}
     stagepack.export(model().eval(), (x,), out=tmp_path / "evaluation.stagepack")
 
 

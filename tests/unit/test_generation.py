@@ -125,6 +125,22 @@ def test_a_cache_that_is_too_small_is_named() -> None:
         TokenLoop(facts, GenerationSettings(max_new_tokens=5), tokens)
 
 
+def test_without_a_length_20_tokens_are_new_as_in_transformers(llama: Any) -> None:
+    mask = torch.ones(2, 30, dtype=torch.int64)
+    tokens = torch.randint(1, 99, (2, 30), generator=torch.Generator().manual_seed(1))
+    with pytest.warns(UserWarning, match="model-agnostic default"):
+        expected = llama.generate(tokens, attention_mask=mask, do_sample=False, eos_token_id=[], pad_token_id=0)
+    generated, _ = run_loop(llama, tokens, mask, GenerationSettings())
+    assert generated.shape == (2, 50)
+    assert torch.equal(generated, expected)
+    facts = DecoderFacts(max_positions=32, logits=None, takes_encoder=False, encoder_positions=None)  # type: ignore[arg-type]
+    assert TokenLoop(facts, GenerationSettings(), tokens.numpy())._last_length == 32
+    with pytest.raises(
+        InputError, match=r"max_length: expected more than the 30 tokens to begin with, found 20: pass max_new_tokens"
+    ):
+        TokenLoop(facts, GenerationSettings(max_length=20), tokens.numpy())
+
+
 @pytest.mark.parametrize("settings", [{"top_k": "3"}, {"num_beams": 3}, {"eos_token_id": ["a"]}])
 def test_wrong_settings_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(InputError, match=r"settings? "):

@@ -50,7 +50,8 @@ class GenerationSettings:
 
     Attributes:
         max_new_tokens: the largest number of new tokens; None if `max_length` bounds them.
-        max_length: the largest number of tokens of the prompt, or of the decoder's beginning, and of the new ones together.
+        max_length: the largest number of tokens of the prompt, or of the decoder's beginning, and of the new ones together. Without any of
+            the two, 20 tokens are new, as in transformers, as far as the cache holds them.
         do_sample: draw tokens; otherwise the likeliest one is taken.
         temperature: divides the logits.
         top_k: draw among so many tokens; 0 is all.
@@ -67,7 +68,7 @@ class GenerationSettings:
     """
 
     max_new_tokens: Int64 | None = None
-    max_length: Int64 = 20
+    max_length: Int64 | None = None
     do_sample: bool = False
     temperature: float = 1.0
     top_k: Int64 = 50

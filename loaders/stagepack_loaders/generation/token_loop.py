@@ -3,7 +3,7 @@
 It does no calls itself, so that a caller in one thread, many threads and an event loop can drive it.
 """
 
-from typing import Literal
+from typing import Final, Literal
 
 import numpy
 
@@ -15,6 +15,8 @@ from stagepack_loaders.generation.settings import GenerationSettings
 
 # Why a text ends: a token that ends it, or the largest number of tokens.
 FinishReason = Literal["stop", "length"]
+# Without a setting, as in transformers.
+_DEFAULT_NEW_TOKENS: Final = 20
 
 
 class TokenLoop:
@@ -49,14 +51,7 @@ class TokenLoop:
             InputError: the cache has not enough positions.
         """
         batch, length = tokens.shape
-        last_length = settings.max_length if settings.max_new_tokens is None else length + settings.max_new_tokens
-        # The last token takes no position: it is not read.
-        if not 0 < length < last_length <= facts.max_positions + 1:
-            raise InputError(
-                f"expected at least 1 new token, and up to {facts.max_positions + 1} tokens in all (the cache has {facts.max_positions} "
-                f"positions), found {length} tokens to begin with and a length of {last_length} at most: generate fewer, or "
-                f"export with a larger cache (--generate {last_length - 1}; in Python generate={last_length - 1})"
-            )
+        last_length = _last_length(facts, settings, length)
         self.tokens = tokens.astype(numpy.int64)
         self.finish_reasons: list[FinishReason | None] = [None] * batch
         self._settings = settings
@@ -126,3 +121,29 @@ class TokenLoop:
                 elif is_last:
                     self.finish_reasons[row] = "length"
         return chosen
+
+
+def _last_length(facts: DecoderFacts, settings: GenerationSettings, length: int) -> int:
+    """The number of tokens at which a generation ends at the latest.
+
+    Raises:
+        InputError: there is nothing to begin with or to generate, or the cache has not enough positions.
+    """
+    if settings.max_new_tokens is not None:
+        last_length = length + settings.max_new_tokens
+    elif settings.max_length is not None:
+        last_length = settings.max_length
+        if 0 < last_length <= length:
+            raise InputError(
+                f"max_length: expected more than the {length} tokens to begin with, found {last_length}: pass max_new_tokens"
+            )
+    else:
+        last_length = max(length + 1, min(length + _DEFAULT_NEW_TOKENS, facts.max_positions))
+    # The last token takes no position: it is not read.
+    if not 0 < length < last_length <= facts.max_positions + 1:
+        raise InputError(
+            f"expected at least 1 new token, and up to {facts.max_positions + 1} tokens in all (the cache has {facts.max_positions} "
+            f"positions), found {length} tokens to begin with and a length of {last_length} at most: generate fewer, or "
+            f"export with a larger cache (--generate {last_length - 1}; in Python generate={last_length - 1})"
+        )
+    return last_length

@@ -88,7 +88,12 @@ class MicrobatchLoss:
         return share
 
     def _call(self, results: tuple[torch.Tensor, ...], target: Any) -> torch.Tensor:
-        loss = self._loss(self._unflattened(results), target)
+        try:
+            loss = self._loss(self._unflattened(results), target)
+        except Exception as error:
+            if target is None:
+                error.add_note("training.step was called without a target: pass target= if the loss needs one")
+            raise
         if not isinstance(loss, torch.Tensor) or loss.dim():
             found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise OptionError(f"loss: expected a function that returns a tensor without dimensions, found {found}")

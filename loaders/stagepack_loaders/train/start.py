@@ -1,7 +1,6 @@
 """Load the stages of one process for training."""
 
 import os
-import warnings
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, get_args
 
@@ -12,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import get_backend_config
 from torch.distributed.pipelining import PipelineStage
 
-from stagepack.errors import EvaluationModeWarning, MicrobatchWarning, OptionError, UnsupportedError
+from stagepack.errors import EvaluationModeWarning, MicrobatchWarning, OptionError, UnsupportedError, warn_caller
 from stagepack.format.reader import Bundle
 from stagepack.format.writer import check_output_path
 from stagepack.opening import errors_name_bundle
@@ -147,7 +146,7 @@ def train(
         raise OptionError(f"loss_reduction: expected 'mean', 'sum' or None, found {loss_reduction!r}")
     if not torch.distributed.get_rank(groups.whole):
         for warning in _find_warnings(opened_bundle, dimensions):
-            warnings.warn(warning, stacklevel=2)
+            warn_caller(warning)
     if groups.replica_count == 1:
         known_processes.expect_stages(rank_of_stage)
     # Before weights are read, so that a process that is lost meanwhile is noticed.
