@@ -4,6 +4,7 @@ The names below are imported when they are first used; those that need torch imp
 """
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from stagepack import errors
@@ -119,7 +120,15 @@ def __getattr__(attribute_name: str) -> Any:
         raise AttributeError(f"module 'stagepack' has no attribute {attribute_name!r}")
     module_name, home_name = _HOMES[attribute_name]
     with explain_missing_packages():
-        return getattr(importlib.import_module(module_name), home_name)
+        value = getattr(importlib.import_module(module_name), home_name)
+    if (reader := sys.modules.get("stagepack.format.reader")) is not None:
+        reader.Bundle.notebook_view = _notebook_view
+    return value
+
+
+def _notebook_view(bundle: Any) -> str:
+    html: str = importlib.import_module("stagepack.cli.report.notebook").notebook_view(bundle)
+    return html
 
 
 def __dir__() -> list[str]:

@@ -1,6 +1,5 @@
 """A model in any form that users have -> a bundle: the function `stagepack.export`."""
 
-import importlib
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -176,8 +175,7 @@ def export(
         model, dtype, asset_contents = made.module, None, {**made.files, **asset_contents}
         inputs, entry_points = made.inputs or inputs, made.entry_points or None
     if onnx:
-        # Packages that only this needs are missed before the work begins.
-        importlib.import_module("stagepack.onnx")
+        import stagepack.onnx  # noqa: F401, PLC0415 - packages that it needs are missed before the work begins
     if entry_points is not None or modules:
         if weights is not None or graph_from is not None or any(further_options.values()):
             raise OptionError(

@@ -5,12 +5,11 @@ header of a weight file.
 """
 
 import copy
-import importlib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import ClassVar, NamedTuple, Self
 
 from msgspec.msgpack import encode
 
@@ -80,6 +79,9 @@ class Bundle(BundleFiles):
             bundle.verify()
     """
 
+    # The package sets it: what draws a report is above this module.
+    notebook_view: ClassVar[Callable[["Bundle"], str] | None] = None
+
     def __init__(self, path: str | os.PathLike[str], *, source: FileSource | None = None) -> None:
         """Read and check the manifest; no other file is read.
 
@@ -106,11 +108,9 @@ class Bundle(BundleFiles):
         )
         return f"<Bundle {self.location!r}, {counts}>"
 
-    def _repr_html_(self) -> str:
+    def _repr_html_(self) -> str | None:
         """The report of the bundle without its nodes, for a notebook."""
-        # By name: the report is drawn by the command line, which imports this module.
-        html: str = importlib.import_module("stagepack.cli.report.notebook").notebook_view(self)
-        return html
+        return None if Bundle.notebook_view is None else Bundle.notebook_view(self)
 
     @property
     def entry_points(self) -> tuple[EntryPoint, ...]:
