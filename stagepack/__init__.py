@@ -105,12 +105,7 @@ __all__ = [
 
 
 def __getattr__(attribute_name: str) -> Any:
-    """Import a public name from the module that defines it.
-
-    Raises:
-        AttributeError: there is no such name.
-        MissingPackageError: the name needs a package that is not installed, such as torch.
-    """
+    """Import a public name from the module that defines it."""
     if attribute_name == "__version__":
         return importlib.import_module("importlib.metadata").version("stagepack")
     if attribute_name in _MODULES:

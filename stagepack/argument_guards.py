@@ -65,11 +65,7 @@ def _check_rnn(arguments: _Arguments) -> None:
 def _check_recurrent(arguments: _Arguments, hidden: torch.Tensor, cell_size: int, gates: int) -> None:
     """Check the arguments that all recurrent layers have.
 
-    Args:
-        arguments: the arguments by name.
-        hidden: the hidden state, [layers * directions, batch, hidden].
-        cell_size: the size of the cell; it differs from that of the hidden state where that is projected.
-        gates: how many gates a cell has.
+    hidden: the hidden state, [layers * directions, batch, hidden].
     """
     layer_input = arguments["input"]
     if layer_input.dim() != 3 or hidden.dim() != 3:
@@ -157,10 +153,7 @@ def _check_encoder_layer(arguments: _Arguments) -> None:
 def _check_attention_weights(arguments: _Arguments, query: torch.Tensor, head_count: int) -> None:
     """Check the weights and the mask of an operator with the whole attention of several heads.
 
-    Args:
-        arguments: the arguments by name.
-        query: what the heads attend from, [batch, length, width].
-        head_count: how many heads there are.
+    query: what the heads attend from, [batch, length, width].
     """
     batch_size, length, width = query.shape
     if head_count <= 0 or width % head_count or not width:

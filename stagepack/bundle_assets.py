@@ -35,17 +35,7 @@ _HUGGING_FACE_FILES: Final = (
 
 
 def read_assets(paths: Iterable[str | os.PathLike[str]]) -> dict[str, bytes]:
-    """Read the assets of a bundle.
-
-    Args:
-        paths: the files. The bundle has them under the same names, in one folder.
-
-    Returns:
-        The content of each file by its name.
-
-    Raises:
-        OptionError: a file cannot be read, two have one name, or one has a name that no asset may have.
-    """
+    """Read the assets of a bundle."""
     contents: dict[str, bytes] = {}
     for path in map(Path, paths):
         if path.name in contents:
@@ -68,10 +58,8 @@ def read_assets(paths: Iterable[str | os.PathLike[str]]) -> dict[str, bytes]:
 def exported_assets(source: object, contents: Mapping[str, bytes], *, generates: bool) -> dict[str, bytes]:
     """Return the assets of an export: those that the caller gives, and the tokenizer and processors of a Hugging Face model.
 
-    Args:
-        source: what was exported: a Hugging Face folder, or a hub name, whose model was loaded; anything else has no such files.
-        contents: the content of each file that the caller gives, by its name.
-        generates: whether the bundle generates, which it does with texts only if it has a tokenizer: a warning says so otherwise.
+    source: what was exported: a Hugging Face folder, or a hub name, whose model was loaded; anything else has no such files.
+    generates: whether the bundle generates, which it does with texts only if it has a tokenizer: a warning says so otherwise.
     """
     folders = _hugging_face_folders(source)
     if not folders:

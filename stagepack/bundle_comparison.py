@@ -53,14 +53,8 @@ def compare_bundles(first: Bundle, second: Bundle) -> Differences:
 
     Bundles of one digest are equal. Otherwise all graphs are read, and of the weights those whose files differ.
 
-    Args:
-        first: the bundle A. If one of its several entry points is selected, this one is compared with the selected one of B.
-        second: the bundle B.
-
-    Raises:
-        EntryPointError: one of several entry points is selected in one bundle, and none in the other.
-        DigestError, FormatError: a file is damaged, or breaks a rule of the format.
-        CutError: the manifest of a bundle does not record the positions of the nodes in the whole model.
+    first: the bundle A. If one of its several entry points is selected, this one is compared with the selected one of B.
+    second: the bundle B.
     """
     if first.identity == second.identity:
         return Differences(graph=(), weights={}, plan=(), files=())
@@ -145,10 +139,7 @@ _TITLES: Final = {
 def _differing_fields(first: Struct, second: Struct, without: Collection[str]) -> Iterator[str]:
     """Yield the fields of two objects of one type that are not stored alike.
 
-    Args:
-        first: an object.
-        second: another one of its type.
-        without: the fields that the caller compares, or need not.
+    second: another one of its type.
     """
     for field in first.__struct_fields__:
         if field not in without and not _is_same(getattr(first, field), getattr(second, field)):

@@ -22,27 +22,14 @@ from stagepack.partition.cut import Cut, CutStage
 def check_output(bundle: Bundle, out: str | os.PathLike[str], *, overwrite: bool) -> str | None:
     """Refuse an output path that a bundle made of this one cannot be written to, before any work is done.
 
-    Args:
-        bundle: the bundle that the new one is made of.
-        out: the folder of the new bundle; it may be that of `bundle`.
-        overwrite: whether `out` may be an existing bundle.
-
-    Returns:
-        The digest of `bundle` if `out` is its folder, where only it may be replaced; otherwise None.
-
-    Raises:
-        OutputExistsError, WriteError: see `check_output_path`.
+    The result is the digest of `bundle` if `out` is its folder, where only it may be replaced; otherwise None.
     """
     check_output_path(out, overwrite=overwrite)
     return bundle.digest if os.path.realpath(out) == os.path.realpath(bundle.path) else None
 
 
 def further_files(bundle: Bundle) -> dict[str, bytes]:
-    """Return the files of a bundle that depend neither on its cut nor on its weights, such as ``config.json``.
-
-    Raises:
-        DigestError: a file is damaged.
-    """
+    """Return the files of a bundle that depend neither on its cut nor on its weights, such as ``config.json``."""
     return {file_name: bundle.read(file_name) for file_name in further_file_names(bundle)}
 
 
@@ -79,11 +66,7 @@ class StoredEntryPoint:
         return stored_tensors(self.locations, self.versions, weights)
 
     def content(self, **changes: Any) -> EntryPointContent:
-        """Return what `write_bundle` writes for the same entry point, with the same cut.
-
-        Args:
-            changes: other values of fields.
-        """
+        """Return what `write_bundle` writes for the same entry point, with the same cut."""
         entry_point = self.bundle.entry_point
         stages = [
             CutStage(graph=graph, added_count=stage.added, node_runs=stage.places)
@@ -113,13 +96,7 @@ def read_entry_point(
 ) -> StoredEntryPoint:
     """Read the graphs of the selected entry point, and the headers of its weight files.
 
-    Args:
-        bundle: the bundle, at this entry point.
-        versions: from `Bundle.check_digests`, for weights that are copied; none if only graphs and headers are used.
-        named_weights: the weights of the entry points that are read with this one; None for an entry point alone.
-
-    Raises:
-        DigestError, FormatError: a file is damaged, or breaks a rule of the format.
+    named_weights: the weights of the entry points that are read with this one; None for an entry point alone.
     """
     graphs = bundle.graphs()
     locations: dict[str, tuple[Path, StoredTensor]] = {}
@@ -130,15 +107,7 @@ def read_entry_point(
 
 
 def recorded_example(bundle: Bundle, versions: Mapping[str, FileVersion]) -> TensorSource:
-    """Return the tensors of the recorded example; none if the bundle has none.
-
-    Args:
-        bundle: the bundle.
-        versions: from `Bundle.check_digests`.
-
-    Raises:
-        FormatError: its tensors do not fit the entry point (M16).
-    """
+    """Return the tensors of the recorded example; none if the bundle has none."""
     if bundle.example is None:
         return stored_tensors({}, versions)
     header = read_weight_header(bundle.example)
@@ -151,13 +120,7 @@ def stored_tensors(
     versions: Mapping[str, FileVersion],
     weights: Sequence[Weight] = (),
 ) -> TensorSource:
-    """Return the tensors of weight files, and the weights of zeros, which no file stores.
-
-    Args:
-        locations: the file and the position of each stored tensor, by name.
-        versions: the version of each file that was compared with its digest, by file name; another one is not copied.
-        weights: weights of which those of zeros are added.
-    """
+    """Return the tensors of weight files, and the weights of zeros, which no file stores."""
     specs = {
         tensor: TensorSpec(name=tensor, dtype=TORCH_DTYPES[stored.dtype], shape=stored.shape)
         for tensor, (_, stored) in locations.items()

@@ -91,18 +91,7 @@ def write_bundle(
 ) -> None:
     """Write a bundle, completely or not at all.
 
-    Args:
-        out: the folder to write.
-        entry_points: the entry points. A stored tensor that several of them use has one name in all of them.
-        weights: the stored tensors of the stages' weights.
-        origin: the fields of the manifest that describe the whole model.
-        overwrite: replace a bundle that exists at `out`.
-        replaced_digest: replace only the bundle with this digest; None for any bundle.
-
-    Raises:
-        FormatError: the bundle breaks rules of the format, as any reader checks them; nothing is written.
-        OutputExistsError: `out` exists and `overwrite` is false, or it is not a bundle.
-        WriteError: the bundle cannot be written.
+    replaced_digest: replace only the bundle with this digest; None for any bundle.
     """
     prefixes = [f"{entry_point.name}-" if len(entry_points) > 1 else "" for entry_point in entry_points]
     stages = {

@@ -145,7 +145,6 @@ class StageLostError(StagepackError):
     def __init__(
         self, message: str, *, stages: tuple[int, ...] = (), host: str = "", exit_status: int | None = None
     ) -> None:
-        """Make the error from its message and its attributes."""
         super().__init__(message)
         self.stages = stages
         self.host = host
@@ -205,7 +204,6 @@ class FormatError(StagepackError):
     """
 
     def __init__(self, problems: list[Problem]) -> None:
-        """Make the message from at least one problem."""
         self.problems = tuple(problems)
         lines = [str(problem) for problem in self.problems[:_SHOWN_PROBLEMS]]
         if len(self.problems) > len(lines):
@@ -227,7 +225,6 @@ class SignatureError(StagepackError):
     """
 
     def __init__(self, message: str, *, reason: SignatureReason) -> None:
-        """Make the error from its message and the reason."""
         super().__init__(message)
         self.reason = reason
 

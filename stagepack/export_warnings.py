@@ -12,13 +12,7 @@ _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def warn_of_training_mode(capture: Capture, program: LinearizedProgram, written_weights: tuple[str, ...]) -> None:
-    """Warn if a model in training mode drops values at random or updates statistics of batches, as dropout and batch norm do.
-
-    Args:
-        capture: the captured model.
-        program: its program.
-        written_weights: the names of the weights that a call writes.
-    """
+    """Warn if a model in training mode drops values at random or updates statistics of batches, as dropout and batch norm do."""
     if capture.model is None or not capture.model.training:
         return
     graph = program.graph
@@ -44,11 +38,7 @@ def warn_of_training_mode(capture: Capture, program: LinearizedProgram, written_
 
 
 def warn_of_lost_backward(capture: Capture) -> None:
-    """Warn if a model calls functions with a backward of their own, which torch does not capture.
-
-    Args:
-        capture: the captured model.
-    """
+    """Warn if a model calls functions with a backward of their own, which torch does not capture."""
     if capture.functions:
         class_names = [function.class_name for function in capture.functions]
         warn_caller(
@@ -62,12 +52,7 @@ def warn_of_lost_backward(capture: Capture) -> None:
 
 
 def warn_of_unlisted_operators(capture: Capture, graph: Graph) -> None:
-    """Warn if a model uses operators that loaders do not run by default.
-
-    Args:
-        capture: the captured model.
-        graph: its graph.
-    """
+    """Warn if a model uses operators that loaders do not run by default."""
     permissions = sorted(needed_permissions([graph]))
     if permissions:
         model_name = capture.model_name

@@ -84,17 +84,7 @@ def export_capture(
 ) -> Bundle:
     """Write a captured model as a bundle.
 
-    Args:
-        capture: the captured model.
-        out: the folder to write; it must not exist unless `options.overwrite` is true.
-        cut_options: where to cut.
-        options: how to write it.
-
-    Returns:
-        The new bundle, opened.
-
-    Raises:
-        AnswerDiffersError, CaptureError, UnsupportedError, CutError, OutputExistsError, WriteError: see `export`.
+    out: the folder to write; it must not exist unless `options.overwrite` is true.
     """
     try:
         return export_entry_points({FORWARD: capture}, out=out, cut_options={FORWARD: cut_options}, options=options)
@@ -112,17 +102,7 @@ def export_captures(
 ) -> Bundle:
     """Write a captured model as a bundle, or captured functions of one model, each cut in the same way.
 
-    Args:
-        captures: the captured functions, by the name of the entry point.
-        out: the folder to write; it must not exist unless `options.overwrite` is true.
-        cut_options: where to cut each of them.
-        options: how to write them.
-
-    Returns:
-        The new bundle, opened.
-
-    Raises:
-        AnswerDiffersError, CaptureError, UnsupportedError, CutError, OutputExistsError, WriteError: see `export`.
+    out: the folder to write; it must not exist unless `options.overwrite` is true.
     """
     if len(captures) == 1 and FORWARD in captures:
         return export_capture(captures[FORWARD], out=out, cut_options=cut_options, options=options)
@@ -140,18 +120,8 @@ def export_entry_points(
 
     The bundle is loaded before it has its name, and runs the example: what no loader accepts is not written.
 
-    Args:
-        captures: the captured functions, by the name of the entry point. A weight that several of them use has one name in all.
-        out: the folder to write; it must not exist unless `options.overwrite` is true.
-        cut_options: where to cut each of them, by name.
-        options: how to write them.
-
-    Returns:
-        The new bundle, opened.
-
-    Raises:
-        NotIdenticalError: a captured program whose weights are deferred answers otherwise than the model.
-        AnswerDiffersError, CaptureError, UnsupportedError, CutError, OutputExistsError, WriteError: see `export`.
+    captures: the captured functions, by the name of the entry point. A weight that several of them use has one name in all.
+    out: the folder to write; it must not exist unless `options.overwrite` is true.
     """
     check_output_path(out, overwrite=options.overwrite)
     contents, sources, devices = [], [], set()
@@ -222,12 +192,7 @@ def _model_answer(
 def _record_from_files(
     capture: Capture, program: LinearizedProgram, options: ExportOptions, draft: Bundle
 ) -> TensorSource:
-    """Record the example of a model whose weights are deferred: it runs with those of the weight files that are just written.
-
-    Raises:
-        NotIdenticalError: the captured program answers otherwise than the model, which may be captured in another way.
-        AnswerDiffersError, CaptureError, UnsupportedError: see `export`.
-    """
+    """Record the example of a model whose weights are deferred: it runs with those of the weight files that are just written."""
     options.progress("run the example")
     assert capture.model is not None
     locations = read_entry_point(draft).locations
@@ -251,12 +216,7 @@ def _record_example(
     expected: Mapping[str, torch.Tensor],
     options: ExportOptions,
 ) -> TensorSource:
-    """The inputs of the example and the answer of the loaded stages, which is compared with that of the model.
-
-    Raises:
-        AnswerDiffersError: they differ by more than rounding, and the caller does not allow it.
-        UnsupportedError: the stages do not run.
-    """
+    """The inputs of the example and the answer of the loaded stages, which is compared with that of the model."""
     options.progress("replay the example")
     inputs = example_inputs(capture, program)
     answer = stages.run(inputs, EXAMPLE_SEED)
@@ -282,19 +242,7 @@ def _written_weights(program: LinearizedProgram) -> tuple[str, ...]:
 
 
 def plan_capture(capture: Capture, cut_options: CutOptions) -> tuple[Partition, tuple[Symbol, ...]]:
-    """Make the cut that `export_capture` would write.
-
-    Args:
-        capture: the captured model.
-        cut_options: where to cut.
-
-    Returns:
-        The cut with its costs, and the dynamic sizes of the model.
-
-    Raises:
-        UnsupportedError: the captured program contains something that a bundle cannot represent.
-        CutError: the model cannot be cut as requested.
-    """
+    """Make the cut that `export_capture` would write."""
     program = _linearize(capture)
     return _cut(program, cut_options), program.graph.symbols
 

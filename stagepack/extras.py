@@ -44,11 +44,7 @@ _EXTRAS = {
 def explain_missing_packages(extra: str | None = None) -> Iterator[None]:
     """Raise `MissingPackageError` in the place of a ``ModuleNotFoundError`` of a package that an extra of stagepack installs.
 
-    Args:
-        extra: the extra that installs all that the ``with`` block imports. By default, the one that installs the missing package.
-
-    Raises:
-        MissingPackageError: the ``with`` block imports such a package, and it is not installed.
+    extra: the extra that installs all that the ``with`` block imports. By default, the one that installs the missing package.
     """
     try:
         yield
@@ -65,9 +61,6 @@ def require_extras(*extras: str) -> None:
     """Refuse a call that needs several extras of which more than one is missing: all of them at once, before any work.
 
     A single missing one is told when it is imported, with the name of its package.
-
-    Raises:
-        MissingPackageError: packages of two extras or more are not installed.
     """
     missing = {
         extra: [module for module, its_extras in _EXTRAS.items() if extra in its_extras and not _is_found(module)]
@@ -92,12 +85,7 @@ def _is_found(module_name: str) -> bool:
 
 
 def missing_package_message(error: ModuleNotFoundError, extra: str | None = None) -> str | None:
-    """Say which extra of stagepack installs the module that was not found; None if none does.
-
-    Args:
-        error: names the module.
-        extra: the extra to name, if the module is one that extras install.
-    """
+    """Say which extra of stagepack installs the module that was not found; None if none does."""
     module_name = error.name or ""
     extras = _EXTRAS.get(module_name.partition(".")[0])
     if extras is None:

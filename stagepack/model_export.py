@@ -293,15 +293,7 @@ def example_inputs(
 ) -> Inputs:
     """Return example inputs as `Inputs`.
 
-    Args:
-        args: the inputs by position.
-        kwargs: the inputs by name, or None.
-        dynamic_shapes: see `export`.
-        stated: the inputs in one argument.
-        model: the model, of which an image may be an input.
-
-    Raises:
-        OptionError: `args` is not a tuple, or `kwargs` not a dict, or inputs are stated in both ways.
+    kwargs: the inputs by name, or None.
     """
     if stated is not None:
         if args or kwargs or dynamic_shapes is not None:

@@ -110,11 +110,7 @@ def open_bundle(
 
 
 def split_entry_point(source: str | os.PathLike[str]) -> tuple[str | os.PathLike[str], str | None]:
-    """Return a path or URL, and the name of the entry point after it, if there is one. A path that exists may have a ``#``.
-
-    Args:
-        source: a path or URL, as `open_bundle` takes it.
-    """
+    """Return a path or URL, and the name of the entry point after it, if there is one. A path that exists may have a ``#``."""
     text = os.fspath(source)
     if not text:
         raise NotABundleError("expected the path of a bundle, found an empty text")
@@ -157,15 +153,7 @@ def _open_location(
 
 
 def opened(bundle: BundleSource, require_signature: TrustedSigners | None = None) -> Bundle:
-    """Return a bundle that may be opened already.
-
-    Args:
-        bundle: the folder of the bundle, its URL, or an opened bundle.
-        require_signature: see `open_bundle`.
-
-    Raises:
-        StagepackError: it cannot be opened; see `open_bundle`.
-    """
+    """Return a bundle that may be opened already."""
     if not isinstance(bundle, Bundle):
         return open_bundle(bundle, require_signature=require_signature)
     if require_signature is not None:

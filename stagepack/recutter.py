@@ -94,18 +94,7 @@ def recut_with_options(
 ) -> Bundle:
     """Write the model of a bundle in other stages.
 
-    Args:
-        bundle: the opened bundle.
-        out: the folder to write; it must not exist unless `overwrite` is true, and may then be the bundle itself.
-        cut_options: where to cut.
-        overwrite: replace a bundle that exists at `out`.
-
-    Returns:
-        The new bundle, opened.
-
-    Raises:
-        EntryPointError: the bundle has several entry points, and none is selected.
-        DigestError, FormatError, CutError, OutputExistsError, WriteError: see `recut`.
+    out: the folder to write; it must not exist unless `overwrite` is true, and may then be the bundle itself.
     """
     replaced_digest = check_output(bundle, out, overwrite=overwrite)
     selected_name = bundle.entry_point.name
@@ -128,32 +117,12 @@ def recut_with_options(
 
 
 def plan_bundle(bundle: Bundle, cut_options: CutOptions) -> Partition:
-    """Make the cut that `recut` would write. Reads no weights.
-
-    Args:
-        bundle: the opened bundle.
-        cut_options: where to cut.
-
-    Returns:
-        The cut with its costs.
-
-    Raises:
-        DigestError, FormatError: a file is damaged, or breaks a rule of the format.
-        CutError: the model cannot be cut as requested.
-    """
+    """Make the cut that `recut` would write. Reads no weights."""
     return _cut(read_entry_point(bundle), cut_options)
 
 
 def whole_graph(bundle: Bundle) -> Graph:
-    """Return the graph of the whole model, as it was before the cut. Reads no weights.
-
-    Args:
-        bundle: the opened bundle.
-
-    Raises:
-        DigestError, FormatError: a file is damaged, or breaks a rule of the format.
-        CutError: the manifest does not record the positions of the nodes in the whole model.
-    """
+    """Return the graph of the whole model, as it was before the cut. Reads no weights."""
     return _join_graphs(bundle, bundle.graphs())
 
 

@@ -119,16 +119,7 @@ def _weight_names(bundle: Bundle) -> set[str]:
 
 
 def _in_all_processes(training: "Training", action: Callable[[], str]) -> list[str]:
-    """Do something in all processes at the same time.
-
-    Returns:
-        The results of all, by rank.
-
-    Raises:
-        Exception: the error of this process.
-        GroupError: another process failed.
-        StageLostError: another process is gone.
-    """
+    """Do something in all processes at the same time."""
     result = ""
     error: Exception | None = None
     try:

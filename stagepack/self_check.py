@@ -57,15 +57,7 @@ _IN_PLACE = "changes the shape or the strides of"
 
 
 def check_program(program: LinearizedProgram) -> None:
-    """Refuse a program that no loader accepts once it is written.
-
-    Args:
-        program: the program.
-
-    Raises:
-        UnsupportedError: a value is not what its operator returns, or an operator refuses its arguments; the message has the module, the
-            line and what to do.
-    """
+    """Refuse a program that no loader accepts once it is written."""
     graph = program.graph
     with refused_by_loaders():
         operators = resolve_operators(graph.ops, needed_permissions([graph]), "the graph")
@@ -121,12 +113,7 @@ def _changed_defaults() -> str:
 
 @contextlib.contextmanager
 def refused_by_loaders() -> Iterator[None]:
-    """Return a context with the defaults of torch, as loaders have them, that raises what they refuse as the error of an export.
-
-    Raises:
-        UnsupportedError: a loader refuses the bundle, or its stages cannot run the example.
-        CaptureError: the example does not fit the sizes and constants of the captured program.
-    """
+    """Return a context with the defaults of torch, as loaders have them, that raises what they refuse as the error of an export."""
     try:
         with _defaults_of_torch():
             yield
@@ -155,17 +142,6 @@ class LoadedDraft:
     """The stages of a bundle before it has its name, prepared as for a caller who allows their operators."""
 
     def __init__(self, draft: Bundle, device: str, allow_ops: Collection[str]) -> None:
-        """Load the stages.
-
-        Args:
-            draft: the bundle, at an entry point.
-            device: the type of the device that the model was captured on. Where its memory has no room for the stages beside the model,
-                they run on the CPU.
-            allow_ops: see `stagepack.load`.
-
-        Raises:
-            UnsupportedError: see `refused_by_loaders`.
-        """
         self._draft = draft
         self._allow_ops = allow_ops
         with refused_by_loaders():
@@ -181,15 +157,7 @@ class LoadedDraft:
         return finish_pipeline(self._draft, prepared_stages, (), verify=False)
 
     def run(self, inputs: Mapping[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
-        """Return the leaves of the answer as tensors on the CPU, as ``output.INDEX``.
-
-        Args:
-            inputs: a tensor for each input by name; they stay as they are.
-            seed: the seed of the random generators.
-
-        Raises:
-            UnsupportedError: see `refused_by_loaders`.
-        """
+        """Return the leaves of the answer as tensors on the CPU, as ``output.INDEX``."""
         with refused_by_loaders(), torch.random.fork_rng(range(torch.cuda.device_count())):
             try:
                 answer = self._run(inputs, seed)
@@ -211,18 +179,7 @@ class LoadedDraft:
 
 
 def report_difference(capture: Capture, inputs: Sequence[Any], largest: float, *, seed: int, is_allowed: bool) -> None:
-    """Say that the captured program answers otherwise than the model, and in which module the two part.
-
-    Args:
-        capture: the captured model, with its weights.
-        inputs: the inputs of the program to the example, in its order.
-        largest: the largest difference between the answers.
-        seed: the seed of the example.
-        is_allowed: warn, and go on.
-
-    Raises:
-        AnswerDiffersError: it is not allowed.
-    """
+    """Say that the captured program answers otherwise than the model, and in which module the two part."""
     module = ""
     if capture.model is not None:
         module = diverging_module(capture.model, capture.program, capture.inputs, inputs, seed)
@@ -241,17 +198,7 @@ def report_difference(capture: Capture, inputs: Sequence[Any], largest: float, *
 
 
 def check_second_call(capture: Capture, changed: Sequence[str], *, seed: int, is_allowed: bool) -> None:
-    """Compare two calls of a model that changes attributes of its own, which a bundle does not.
-
-    Args:
-        capture: the captured model, which writes no buffers.
-        changed: the paths of the attributes.
-        seed: the seed of the example.
-        is_allowed: warn, and go on.
-
-    Raises:
-        AnswerDiffersError: the second call answers otherwise, and it is not allowed.
-    """
+    """Compare two calls of a model that changes attributes of its own, which a bundle does not."""
     if capture.model is None or are_identical(*run_model_twice(capture.model, capture.inputs, seed=seed)):
         return
     message = (
@@ -275,19 +222,7 @@ def check_other_inputs(
     seed: int,
     is_allowed: bool,
 ) -> None:
-    """Compare the stages with the model on its example with other properties, where its code asks for these.
-
-    Args:
-        stages: the stages of the bundle.
-        capture: the captured model, with its weights.
-        program: its program.
-        written: the tensors of the model that it writes.
-        seed: the seed of the example.
-        is_allowed: warn, and go on.
-
-    Raises:
-        AnswerDiffersError: the model answers otherwise, and it is not allowed.
-    """
+    """Compare the stages with the model on its example with other properties, where its code asks for these."""
     if capture.model is None:
         return
     for asked, other in other_inputs(capture.inputs, capture.questions):

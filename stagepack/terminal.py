@@ -18,8 +18,7 @@ _active_lines: list[Callable[[str | None], object]] = []
 def active_line(show: Callable[[str | None], object]) -> Iterator[None]:
     """Let `byte_progress` within the ``with`` block show its text by `show`, and not in a line of its own.
 
-    Args:
-        show: takes the text; None when the step has ended.
+    show: takes the text; None when the step has ended.
     """
     _active_lines.append(show)
     try:
@@ -32,12 +31,8 @@ def active_line(show: Callable[[str | None], object]) -> Iterator[None]:
 def byte_progress(step: str, total_bytes: int | None = None) -> Iterator[Callable[[int], None]]:
     """Show on a terminal how many bytes of a step are done.
 
-    Args:
-        step: what is being done.
-        total_bytes: how many bytes it is in all; None if it is not known.
-
-    Yields:
-        A function that takes the number of further bytes that are done. Several threads may call it at a time.
+    total_bytes: how many bytes it is in all; None if it is not known.
+    It yields a function that takes the number of further bytes that are done. Several threads may call it at a time.
     """
     if sys.stderr is None or not sys.stderr.isatty():
         yield lambda _: None

@@ -271,8 +271,7 @@ def traced_conditions(program: ExportedProgram) -> "list[sympy.Basic] | None":
 
     torch records each over the symbols of its time, of which it replaces some afterwards, such as one of two equal sizes.
 
-    Returns:
-        The conditions; a symbol for something else than a size of an input has torch's expression for it as its name, such as
+    The result is the conditions; a symbol for something else than a size of an input has torch's expression for it as its name, such as
         ``L['x'].stride()[0]``. None for a program that was read from a file, which has only the texts of its conditions.
     """
     size = next(symbolic_sizes(program.graph.nodes), None)
@@ -421,13 +420,7 @@ def register_container(
     flatten: Callable[[Any], tuple[list[Any], Any]],
     unflatten: Callable[[Iterable[Any], Any], Any],
 ) -> None:
-    """Let torch take objects of a class for containers.
-
-    Args:
-        container_type: the class.
-        flatten: returns the items of an object, and what else describes it.
-        unflatten: builds an object of both.
-    """
+    """Let torch take objects of a class for containers."""
     name = f"{container_type.__module__}.{container_type.__qualname__}"
     _pytree.register_pytree_node(container_type, flatten, unflatten, serialized_type_name=name)
 
@@ -451,11 +444,7 @@ def transformers_exporter() -> Any:
 
 
 def export_by_transformers(model: torch.nn.Module, inputs: Mapping[str, Any], dynamic_shapes: Any) -> ExportedProgram:
-    """Export a model by transformers' own exporter.
-
-    Raises:
-        ImportError: this version of transformers has none.
-    """
+    """Export a model by transformers' own exporter."""
     exporter_module = transformers_exporter()
     exporter = exporter_module.DynamoExporter()
     config = exporter_module.DynamoConfig(dynamic=dynamic_shapes is not None, dynamic_shapes=dynamic_shapes)
@@ -483,9 +472,7 @@ def replaced_checkpoint_tensors(read_files: Callable[[list[str], Any], dict[str,
     It takes the tensors of a state dict only from callers that have no folder; and it converts tensors in threads, which modes of torch
     do not see, unless an environment variable says otherwise.
 
-    Args:
-        read_files: returns the tensors by their names in the files. It takes the paths of the files, and the quantizer of the model, or
-            None.
+    read_files: returns the tensors by their names in the files. It takes the paths of the files, and the quantizer of the model, or None.
     """
     model_class = importlib.import_module("transformers").PreTrainedModel
     load_tensors = model_class._load_pretrained_model
@@ -549,9 +536,8 @@ ModuleCallHook = Callable[..., Any]
 def traced_module_calls(hook: ModuleCallHook) -> Iterator[None]:
     """Call a hook for each call of a module in what ``torch.export`` traces inside this context.
 
-    Args:
-        hook: takes the tracer, the module, its ``forward``, the args, the kwargs, and the function that traces the call with the
-            first five; it returns what that function returns. ``tracer.module_stack`` has the paths of the modules around.
+    hook: takes the tracer, the module, its ``forward``, the args, the kwargs, and the function that traces the call with the first five; it
+        returns what that function returns. ``tracer.module_stack`` has the paths of the modules around.
     """
     tracer_class = proxy_tensor._ModuleStackTracer
     trace_call = tracer_class.call_module
@@ -565,11 +551,7 @@ def traced_module_calls(hook: ModuleCallHook) -> Iterator[None]:
 
 @contextlib.contextmanager
 def traced_nodes(hook: Callable[[Any, FxNode], None]) -> Iterator[None]:
-    """Call a hook for each node that ``torch.export`` makes inside this context.
-
-    Args:
-        hook: takes the tracer and the node.
-    """
+    """Call a hook for each node that ``torch.export`` makes inside this context."""
     tracer_class = proxy_tensor._ModuleStackTracer
     create_node = tracer_class.create_node
 
@@ -625,14 +607,7 @@ def signs_of_zeros_kept() -> Iterator[None]:
 
 
 def operators_without_onnx_form(program: ExportedProgram) -> Iterator[tuple[str, FxNode]]:
-    """Yield the calls for which torch's ONNX exporter has no function: the operator, and the node that calls it.
-
-    Args:
-        program: the program that ``torch.onnx.export`` refused.
-
-    Raises:
-        Exception: of whatever class, if torch cannot decompose the program.
-    """
+    """Yield the calls for which torch's ONNX exporter has no function: the operator, and the node that calls it."""
     from torch.onnx._internal.exporter import _core, _dispatching, _registration  # noqa: PLC0415 - takes seconds
 
     registry = _registration.ONNXRegistry.from_torchlib()
@@ -651,14 +626,8 @@ def operators_without_onnx_form(program: ExportedProgram) -> Iterator[tuple[str,
 def compile_to_package(program: ExportedProgram, package_path: str, temporary_folder: str) -> None:
     """Compile a program with AOTInductor into a package file; the only way to it is private.
 
-    Args:
-        program: the program.
-        package_path: the file.
-        temporary_folder: a folder for the temporary files of torch and of the compiler that it starts, which stay there when this process
-            is killed. Meanwhile it is the folder of temporary files of the whole process, as `tempfile` and ``TMPDIR`` have it.
-
-    Raises:
-        Exception: of whatever class, if the compiler cannot do it.
+    temporary_folder: a folder for the temporary files of torch and of the compiler that it starts, which stay there when this process is
+        killed. Meanwhile it is the folder of temporary files of the whole process, as `tempfile` and ``TMPDIR`` have it.
     """
     from torch._inductor import aoti_compile_and_package  # noqa: PLC0415 - takes a second
     from torch._inductor.runtime.cache_dir_utils import cache_dir  # noqa: PLC0415
@@ -686,9 +655,6 @@ def load_package(package_path: str, device: torch.device) -> Any:
     """Load a package file of AOTInductor.
 
     ``torch._inductor.aoti_load_package`` does the same after two seconds, in which it imports the compiler.
-
-    Returns:
-        The code, whose ``boxed_run`` takes a list of tensors, which it empties, and returns a list of tensors.
     """
     device_index = -1 if device.index is None else device.index
     return torch._C._aoti.AOTIModelPackageLoader(package_path, "model", False, 1, device_index)
@@ -740,18 +706,8 @@ def gloo_process_group(store: "Store", rank: int, size: int, timeout: timedelta,
     ``torch.distributed.new_group`` needs a default group, of which a process has only one. Only the options, which choose the network
     interface, are private.
 
-    Args:
-        store: where the processes find each other.
-        rank: the number of this process.
-        size: the number of processes.
-        timeout: how long to wait for the others to connect.
-        host_name: the name or address whose interface is used; None for that of the name of this host.
-
-    Returns:
-        An object with ``send(tensors, rank, tag)`` and ``recv(tensors, rank, tag)``, which return a ``torch.distributed.Work``.
-
-    Raises:
-        RuntimeError: the others did not connect in time.
+    host_name: the name or address whose interface is used; None for that of the name of this host.
+    The result is an object with ``send(tensors, rank, tag)`` and ``recv(tensors, rank, tag)``, which return a ``torch.distributed.Work``.
     """
     from torch.distributed.distributed_c10d import ProcessGroupGloo  # noqa: PLC0415 - only distributed pipelines use it
 
@@ -766,17 +722,7 @@ def gloo_process_group(store: "Store", rank: int, size: int, timeout: timedelta,
 def recorded_call(
     operator: OperatorOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: torch.Tensor
 ) -> torch.Tensor:
-    """Record the call of an operator in a trace without calling it, which would make numbers of its symbolic sizes.
-
-    Args:
-        operator: the operator.
-        args: its arguments by position; numbers, some of them symbolic.
-        kwargs: its arguments by name.
-        result: a tensor of the trace with the dtype and the shape of the result.
-
-    Returns:
-        The result of the call in the trace; outside of a trace, `result`.
-    """
+    """Record the call of an operator in a trace without calling it, which would make numbers of its symbolic sizes."""
     mode = proxy_tensor.get_proxy_mode()
     if mode is None:
         return result

@@ -91,24 +91,7 @@ def replace_weights(
     Names, shapes and dtypes of the weights are compared. Buffers that a checkpoint does not have, and constants, stay those of the
     bundle. ONNX files belong to the old weights and are left out. The weights are never in memory together.
 
-    Args:
-        bundle: the bundle that has the graphs.
-        source: a checkpoint, see `stagepack.capture.checkpoint.read_checkpoint`, or a Hugging Face folder or hub name.
-        out: the folder to write.
-        allow_ops: as for `stagepack.load`, for the answer to the example.
-        overwrite: replace a bundle that exists at `out`.
-        needed_names: the weights that the source must have; others may stay those of the bundle. None for all parameters and buffers.
-        progress: called with the name of each step before it begins.
-
-    Returns:
-        The new bundle, opened.
-
-    Raises:
-        CaptureError: the source cannot be read, or has other weights than the graphs; the message lists what differs.
-        DigestError, FormatError: the bundle is damaged; or `out` is its folder, and has files that the manifest does not list, which would
-            be lost.
-        OperatorError: a stage cannot run here, or needs a namespace that is not allowed.
-        OutputExistsError, WriteError: see `stagepack.export`.
+    needed_names: the weights that the source must have; others may stay those of the bundle. None for all parameters and buffers.
     """
     opened = bundle if isinstance(bundle, Bundle) else open_bundle(bundle)
     replaced_digest = check_output(opened, out, overwrite=overwrite)
@@ -191,11 +174,7 @@ def _open_source(source: str | os.PathLike[str], weights: Mapping[str, Weight]) 
 
 
 def _check_settings(bundle: Bundle, files: Mapping[str, bytes], source_name: str) -> None:
-    """Refuse a model that computes otherwise than the graphs, by what the configurations of both state.
-
-    Raises:
-        CaptureError: they differ.
-    """
+    """Refuse a model that computes otherwise than the graphs, by what the configurations of both state."""
     problems = []
     for file_name in sorted(files.keys() & bundle.files.keys() & {MODEL_CONFIG_NAME, SETTINGS_FILE}):
         settings, graph_settings = (
@@ -236,11 +215,7 @@ def _replacements(
     source_name: str,
     needed_names: Collection[str] | None,
 ) -> dict[str, CheckpointTensor]:
-    """The new tensor of each stored tensor that is replaced, by stored name.
-
-    Raises:
-        CaptureError: the source has other weights than the graphs.
-    """
+    """The new tensor of each stored tensor that is replaced, by stored name."""
     known_names = {weight_name for weight in weights.values() for weight_name in weight.names}
     # Entry points that are functions of a model do not have the weights that none of them uses.
     is_whole = any(entry_point.name == FORWARD for entry_point in bundle.entry_points)

@@ -188,7 +188,6 @@ class SharedObjects:
     """One object of each class, for stages that are loaded together: a runtime keeps there what it has read."""
 
     def __init__(self) -> None:
-        """Start without objects."""
         self._objects: dict[type, Any] = {}
 
     def get(self, kind: type[Shared], make: Callable[[], Shared]) -> Shared:

@@ -39,14 +39,8 @@ def batch_limit(
     the recorded example does not depend on the rest of the batch: other rows of the example, and rows that are scaled, reordered, NaN or
     infinite. The graph decides, and the runs confirm it for the kernels of the runtime.
 
-    Args:
-        bundle: the bundle to run.
-        edges: the edges whose values are joined and split.
-        requested_size: the batch size that the operator allows.
-        pipeline: runs the example; with None the runs are left out, and the graph alone decides.
-
-    Returns:
-        The smaller of `requested_size` and the largest batch size of the bundle; 1 with a reason if requests must not be joined.
+    pipeline: runs the example; with None the runs are left out, and the graph alone decides.
+    The result is the smaller of `requested_size` and the largest batch size of the bundle; 1 with a reason if requests must not be joined.
     """
     dimension = batch_dimension(bundle, edges)
     if isinstance(dimension, str):

@@ -77,11 +77,7 @@ def _parse_limit(size: Any) -> int:
 
 
 def checked_limits(limits: Any) -> Limits:
-    """Return the limits that a caller gives, and those without a limit for None.
-
-    Raises:
-        OptionError: they are something else than `Limits`.
-    """
+    """Return the limits that a caller gives, and those without a limit for None."""
     if not isinstance(limits, Limits | None):
         raise OptionError(f"limits: expected stagepack.Limits(...), found {limits!r}")
     return limits or Limits()
@@ -91,16 +87,6 @@ class ValueLimit:
     """The largest size that values of an entry point may have."""
 
     def __init__(self, bundle: Bundle, most_bytes: int) -> None:
-        """Collect the shapes of all values, of which equal ones are looked at once.
-
-        Args:
-            bundle: the bundle, at an entry point. Its graphs are read.
-            most_bytes: the limit.
-
-        Raises:
-            ValueSizeError: a value is larger at any sizes of the inputs.
-            DigestError, FormatError: a graph is damaged.
-        """
         self._most_bytes = most_bytes
         names: dict[tuple[str, tuple[Dim, ...]], str] = {}
         values: list[Value | Edge] = list(bundle.edges)
@@ -117,14 +103,7 @@ class ValueLimit:
         self._check({key: name for key, name in names.items() if key not in self._names}, {})
 
     def check(self, sizes: Mapping[str, int]) -> None:
-        """Check the values of a call.
-
-        Args:
-            sizes: the sizes of the symbols that the inputs determine.
-
-        Raises:
-            ValueSizeError: a value would be larger than the limit.
-        """
+        """Check the values of a call."""
         self._check(self._names, sizes)
 
     def _check(self, names: Mapping[tuple[str, tuple[Dim, ...]], str], sizes: Mapping[str, int]) -> None:
@@ -153,11 +132,7 @@ class ValueLimit:
 
 
 def value_limit(bundle: Bundle, limits: Limits) -> ValueLimit | None:
-    """Return the limit for the values of a bundle; None if there is none.
-
-    Raises:
-        ValueSizeError: a value is larger at any sizes of the inputs.
-    """
+    """Return the limit for the values of a bundle; None if there is none."""
     return None if limits.value_bytes is None else ValueLimit(bundle, int(limits.value_bytes))
 
 

@@ -66,13 +66,6 @@ class CallablePipeline(ABC):
     """
 
     def __init__(self, bundle: Bundle, types: Collection[type] = (), limit: ValueLimit | None = None) -> None:
-        """Keep what a call needs of the entry point.
-
-        Args:
-            bundle: the bundle, at the entry point that runs.
-            types: classes that results may be built of, where the bundle names them.
-            limit: the largest size of values; None for no limit.
-        """
         self.bundle = bundle
         self.entry_point = entry_point = bundle.entry_point
         self._types = tuple(types)

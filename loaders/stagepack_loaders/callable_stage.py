@@ -17,11 +17,7 @@ from stagepack_loaders.stage_errors import typed_stage_errors
 
 
 def bind_inputs(inputs: Sequence[Value | Edge], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Match a call of a stage with its inputs: the value of each, by name, in the order of `inputs`.
-
-    Raises:
-        InputError: an input is missing or unknown.
-    """
+    """Match a call of a stage with its inputs: the value of each, by name, in the order of `inputs`."""
     input_names = [value_type.name for value_type in inputs]
     bound_inputs = dict(zip(input_names, args, strict=False)) | dict(kwargs)
     if len(args) > len(input_names) or bound_inputs.keys() != set(input_names):
@@ -36,11 +32,7 @@ def check_inputs(
     symbols: Iterable[Symbol],
     guards: Iterable[Guard],
 ) -> None:
-    """Check the inputs of a stage against their recorded types, shapes and ranges, and those guards whose symbols they determine.
-
-    Raises:
-        InputError: the first input that does not fit.
-    """
+    """Check the inputs of a stage against their recorded types, shapes and ranges, and those guards whose symbols they determine."""
     arguments = {input_name: BoundArgument(input_name, value) for input_name, value in bound_inputs.items()}
     check_values(inputs, arguments, symbols, guards)
 

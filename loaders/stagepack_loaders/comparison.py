@@ -48,14 +48,7 @@ class Tolerance(NamedTuple):
 
 
 def compare_arrays(arrays: ArrayOps, actual: Any, expected: Any, tolerance: Tolerance | None = None) -> Difference:
-    """Compare two arrays.
-
-    Args:
-        arrays: the operations on arrays of their kind.
-        actual: an array.
-        expected: the array that it should equal.
-        tolerance: how far they may differ, in the place of `TOLERANCE`.
-    """
+    """Compare two arrays."""
     dtype = str(expected.dtype).removeprefix("torch.")
     return Difference(*arrays.difference(actual, expected, *(tolerance or Tolerance()).of_dtype(dtype)))
 

@@ -68,11 +68,7 @@ class EmbeddingSettings(Struct, frozen=True, kw_only=True):
     special_token_ids: frozenset[Int64] = frozenset()
 
     def prompt(self, prompt_name: str | None) -> str:
-        """Return the prompt of a name, or the default one.
-
-        Raises:
-            InputError: there is none of this name.
-        """
+        """Return the prompt of a name, or the default one."""
         if prompt_name is None:
             return "" if self.default_prompt_name is None else self.prompts.get(self.default_prompt_name, "")
         if prompt_name not in self.prompts:
@@ -144,16 +140,6 @@ class TextReader:
     """
 
     def __init__(self, bundle: Bundle, facts: EmbeddingFacts) -> None:
-        """Read the files of the bundle.
-
-        Args:
-            bundle: the bundle.
-            facts: those of its entry point.
-
-        Raises:
-            InputError: a file is damaged.
-            DigestError: a file is not the one that the manifest lists.
-        """
         self.facts = facts
         self.settings = _read_settings(bundle)
         self._location = bundle.location
@@ -163,33 +149,14 @@ class TextReader:
             self._tokenizer.enable_padding(**{**(self._tokenizer.padding or {}), "length": None})
 
     def batches(self, lengths: Sequence[int], batch_size: int) -> Iterator[list[int]]:
-        """Yield the positions of the texts of each batch: the longest first, as ``encode`` of sentence-transformers orders them.
-
-        Args:
-            lengths: the length of each text.
-            batch_size: the largest number of texts of a batch.
-
-        Yields:
-            The positions.
-        """
+        """Yield the positions of the texts of each batch: the longest first, as ``encode`` of sentence-transformers orders them."""
         order: list[int] = numpy.argsort([-length for length in lengths]).tolist()
         largest = batch_size if self.facts.max_batch is None else min(batch_size, self.facts.max_batch)
         for start in range(0, len(order), largest):
             yield order[start : start + largest]
 
     def read_texts(self, sentences: Sequence[str], prompt: str) -> TextBatch:
-        """Return the inputs for texts, which are padded to the longest of them.
-
-        Args:
-            sentences: the texts.
-            prompt: what is put before each.
-
-        Returns:
-            The inputs.
-
-        Raises:
-            InputError: the bundle has no tokenizer, or it fails.
-        """
+        """Return the inputs for texts, which are padded to the longest of them."""
         if self._tokenizer is None:
             raise InputError(f"{self._location}: expected tokens, found a text: the bundle has no {TOKENIZER_FILE}")
         with tokenizer_errors("the text"):
@@ -206,17 +173,7 @@ class TextReader:
         )
 
     def read_tokens(self, rows: Sequence[Sequence[int]]) -> TextBatch:
-        """Return the inputs for tokens, which are taken as they are: with those that begin and end a text.
-
-        Args:
-            rows: the tokens of each text; each has some.
-
-        Returns:
-            The inputs.
-
-        Raises:
-            InputError: the tokenizer tells tokens of one text apart by their types.
-        """
+        """Return the inputs for tokens, which are taken as they are: with those that begin and end a text."""
         if self.facts.is_flat:
             return self._flat_batch(rows)
         if _TYPES in self.facts.inputs and any(self._encode_one("a").type_ids):
@@ -258,17 +215,7 @@ class TextReader:
 
 
 def text_reader(bundle: Bundle) -> TextReader:
-    """Return what makes the inputs of a bundle that embeds texts.
-
-    Args:
-        bundle: the bundle, at an entry point.
-
-    Returns:
-        The reader.
-
-    Raises:
-        InputError: the entry point does not embed texts, or a file is damaged.
-    """
+    """Return what makes the inputs of a bundle that embeds texts."""
     facts = embedding_facts(bundle.entry_point)
     if facts is None:
         raise InputError(

@@ -39,12 +39,6 @@ class EntryPointPipelines(Mapping[str, Pipeline]):
     """
 
     def __init__(self, bundle: Bundle, pipelines: Mapping[str, Pipeline]) -> None:
-        """Keep the pipelines.
-
-        Args:
-            bundle: the bundle.
-            pipelines: the pipelines by name.
-        """
         self.bundle = bundle
         self._pipelines = dict(pipelines)
 

@@ -30,59 +30,20 @@ from stagepack_loaders.elements import ELEMENT_DTYPES
 
 
 def replay_example(pipeline: CallablePipeline, bundle: Bundle, tolerance: Tolerance | None = None) -> Difference:
-    """Run the recorded example, and compare the results with the recorded ones.
-
-    Args:
-        pipeline: the pipeline.
-        bundle: its bundle.
-        tolerance: how far the results may differ, in the place of the tolerance of each dtype.
-
-    Raises:
-        InputError: the bundle has no example, or it does not fit.
-        StageFailedError: an operator fails on it.
-        DigestError: the file of the example is not the one that the manifest lists.
-        FormatError: the file breaks rules.
-
-    Example:
-        >>> bundle = stagepack.open("m.stagepack")
-        >>> replay_example(stagepack.load(bundle), bundle).largest
-        0.0
-    """
+    """Run the recorded example, and compare the results with the recorded ones."""
     inputs, expected_results = read_example(pipeline, bundle)
     return compare_results(pipeline, run_on_inputs(pipeline, inputs), expected_results, tolerance)
 
 
 def read_example(pipeline: CallablePipeline, bundle: Bundle) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Read the recorded example, and seed the random generators as they were when it was recorded.
-
-    Returns:
-        The inputs by edge name, and the results as `run_on_inputs` returns them.
-
-    Raises:
-        InputError: the bundle has no example, or its bytes are no complex numbers.
-        DigestError: the file of the example is not the one that the manifest lists.
-        FormatError: the file breaks rules.
-    """
+    """Read the recorded example, and seed the random generators as they were when it was recorded."""
     inputs, results = _read_example_arrays(bundle, pipeline.arrays)
     pipeline.seed(bundle.entry_point.seed)
     return inputs, results
 
 
 def read_example_inputs(bundle: Bundle, array_ops: ArrayOps) -> dict[str, Any]:
-    """Read the recorded inputs, and check them as a call of a pipeline does.
-
-    Args:
-        bundle: the bundle.
-        array_ops: the arrays to return.
-
-    Returns:
-        The inputs by edge name; a symbolic scalar is a number.
-
-    Raises:
-        InputError: the bundle has no example, or it does not fit the entry point.
-        DigestError: the file of the example is not the one that the manifest lists.
-        FormatError: the file breaks rules.
-    """
+    """Read the recorded inputs, and check them as a call of a pipeline does."""
     entry_point = bundle.entry_point
     values = _input_values(entry_point, _read_example_arrays(bundle, array_ops)[0])
     bound_values = {edge_name: BoundArgument(edge_name, value) for edge_name, value in values.items()}
@@ -127,16 +88,7 @@ def compare_results(
 def run_on_inputs(pipeline: CallablePipeline, inputs: Mapping[str, Any]) -> dict[str, Any]:
     """Call a pipeline.
 
-    Args:
-        pipeline: the pipeline.
-        inputs: an array for each input of the model, by edge name. A number is an array of one element.
-
-    Returns:
-        The results as arrays, by number: ``output.0`` is the first leaf of the result. A number is an array without dimensions.
-
-    Raises:
-        InputError: an input is missing or unknown, or does not fit.
-        StageFailedError: an operator fails on the inputs.
+    The result is the results as arrays, by number: ``output.0`` is the first leaf of the result. A number is an array without dimensions.
     """
     entry_point = pipeline.entry_point
     args, kwargs = _call_arguments(entry_point, _input_values(entry_point, inputs))
@@ -154,9 +106,6 @@ def read_inputs(pipeline: CallablePipeline, path: Path) -> dict[str, Any]:
     """Read the inputs in a safetensors file: tensors by edge name, with or without the prefix ``input.``.
 
     Outputs and padding are left out, so that the example of a bundle is such a file.
-
-    Raises:
-        InputError: the file does not exist, or is not a safetensors file.
     """
     try:
         tensors = pipeline.arrays.load(path)
@@ -172,11 +121,7 @@ def read_inputs(pipeline: CallablePipeline, path: Path) -> dict[str, Any]:
 
 
 def write_outputs(pipeline: CallablePipeline, results: Mapping[str, Any], path: Path) -> None:
-    """Write results of `run_on_inputs` as a safetensors file. A file of that name is replaced.
-
-    Raises:
-        WriteError: the file cannot be written, or has no name for the dtype of a result.
-    """
+    """Write results of `run_on_inputs` as a safetensors file. A file of that name is replaced."""
     try:
         with output_file(path) as new_file:
             pipeline.arrays.save(results, new_file)
@@ -192,11 +137,7 @@ def _input_edges(entry_point: EntryPoint) -> dict[str, Edge]:
 
 
 def _input_values(entry_point: EntryPoint, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """The inputs of a call by edge name, with numbers in the place of arrays of one element.
-
-    Raises:
-        InputError: an input is missing or unknown, or has several elements where one number is expected.
-    """
+    """The inputs of a call by edge name, with numbers in the place of arrays of one element."""
     edges = _input_edges(entry_point)
     if inputs.keys() != edges.keys():
         raise InputError(f"expected the inputs {', '.join(edges) or '(none)'}, found {', '.join(inputs) or '(none)'}")
@@ -211,11 +152,7 @@ def _input_values(entry_point: EntryPoint, inputs: Mapping[str, Any]) -> dict[st
 
 
 def _restore_dtypes(array_ops: ArrayOps, arrays: Mapping[str, Any], edges: Mapping[str, Edge]) -> dict[str, Any]:
-    """Return arrays of a safetensors file with those of complex numbers that it stores as bytes.
-
-    Raises:
-        InputError: there are other bytes than those of complex numbers.
-    """
+    """Return arrays of a safetensors file with those of complex numbers that it stores as bytes."""
     restored = dict(arrays)
     for array_name, edge in edges.items():
         if edge.dtype in STORED_AS_BYTES and array_name in arrays:

@@ -16,11 +16,7 @@ from stagepack_loaders.registry import runtimes
 
 
 def array_ops_of(value: object) -> ArrayOps:
-    """Return the operations on a value: those of numpy arrays, or of the first runtime that takes it.
-
-    Raises:
-        InputError: no runtime takes it.
-    """
+    """Return the operations on a value: those of numpy arrays, or of the first runtime that takes it."""
     if NUMPY_ARRAYS.is_array(value):
         return NUMPY_ARRAYS
     for runtime in runtimes():
@@ -32,22 +28,14 @@ def array_ops_of(value: object) -> ArrayOps:
 
 
 def to_runtime(value: Any, value_type: Value | Edge, runtime: Runtime) -> Any:
-    """Return a value as a stage of a runtime takes it; the same object if the stage takes it as it is.
-
-    Raises:
-        InputError: the value is not a dense tensor.
-    """
+    """Return a value as a stage of a runtime takes it; the same object if the stage takes it as it is."""
     if value_type.dtype in SCALAR_DTYPES or runtime.takes(value):
         return value
     return _convert(value, value_type, runtime.arrays)
 
 
 def to_array(value: Any, value_type: Value | Edge, arrays: ArrayOps) -> Any:
-    """Return a value as a caller gets it, who uses arrays of some kind; the same object if it is one.
-
-    Raises:
-        InputError: the value is not a dense tensor.
-    """
+    """Return a value as a caller gets it, who uses arrays of some kind; the same object if it is one."""
     if value_type.dtype in SCALAR_DTYPES or arrays.is_array(value):
         return value
     converted_value = _convert(value, value_type, arrays)
@@ -58,11 +46,7 @@ def to_array(value: Any, value_type: Value | Edge, arrays: ArrayOps) -> Any:
 
 
 def to_elements(value: Any, value_type: Value | Edge) -> Array:
-    """Return the elements of a value of any runtime, on the host.
-
-    Raises:
-        InputError: the value is not a dense tensor.
-    """
+    """Return the elements of a value of any runtime, on the host."""
     source_arrays = NUMPY_ARRAYS if value_type.dtype in SCALAR_DTYPES else array_ops_of(value)
     return source_arrays.to_elements(value, value_type.dtype)
 
@@ -71,9 +55,6 @@ def check_shared_memory(values: Mapping[str, Any], written_names: Collection[str
     """Check inputs of a model that writes some of them, before a call of several stages.
 
     A stage that reads one of two inputs on the same memory may run before or after the stage that writes the other.
-
-    Raises:
-        InputError: a written input shares memory with another one.
     """
     for written_name in values.keys() & set(written_names):
         written_range = _memory_range(values[written_name])

@@ -99,13 +99,8 @@ _watch: _Watch | None = None
 def map_with_lease(descriptor: int, file_name: str) -> mmap.mmap | None:
     """Map a file copy-on-write, with a lease that lasts as long as the mapping.
 
-    Args:
-        descriptor: the open file, which is open for reading only. The lease stays when it is closed.
-        file_name: its name, for errors.
-
-    Returns:
-        The mapping; None if there is no lease: another user owns the file, somebody has it open for writing, the file system is not a local
-        one, or the kernel is not Linux.
+    The result is the mapping; None if there is no lease: another user owns the file, somebody has it open for writing, the file system is
+        not a local one, or the kernel is not Linux.
     """
     global _watch
     status = os.fstat(descriptor)
@@ -133,17 +128,7 @@ def has_lease(memory: mmap.mmap) -> bool:
 
 @contextlib.contextmanager
 def kept_files(memories: Mapping[Path, mmap.mmap]) -> Iterator[None]:
-    """Leave files as they are, while other code reads them by their paths: who is about to change one waits until the end.
-
-    Args:
-        memories: mappings of the files, of `map_with_lease`, by path.
-
-    Yields:
-        Nothing.
-
-    Raises:
-        DigestError: a file has lost its lease, or another one is at its path.
-    """
+    """Leave files as they are, while other code reads them by their paths: who is about to change one waits until the end."""
     with _lock:
         lease_of_memory = {id(lease.memory()): lease for lease in _leases}
         leases = {path: lease_of_memory.get(id(memory)) for path, memory in memories.items()}
@@ -169,11 +154,7 @@ def _check_paths(leases: Mapping[Path, _Lease | None]) -> None:
 
 
 def check_files_in_use() -> None:
-    """Check that all files that are mapped are as they were when they were mapped, or copied as they were.
-
-    Raises:
-        DigestError: a file was changed before this process could copy it. Loading the bundle again helps.
-    """
+    """Check that all files that are mapped are as they were when they were mapped, or copied as they were."""
     if _lost:
         message = "the file was changed while it was in use, and could not be copied before: load the bundle again"
         raise DigestError([Problem(rule="D2", where=lease.file_name, message=message) for lease in list(_lost)])

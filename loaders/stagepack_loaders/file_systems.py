@@ -9,12 +9,7 @@ _MOUNTS_PATH: Final = Path("/proc/self/mountinfo")
 
 
 def is_of_kind(device: int, kinds: AbstractSet[str]) -> bool:
-    """Whether a device has a file system of some kinds, and is not an image that a file holds. False where the kernel does not tell.
-
-    Args:
-        device: the number of the device, as `os.stat` returns it.
-        kinds: the names of the kinds, such as ``"ext4"``.
-    """
+    """Whether a device has a file system of some kinds, and is not an image that a file holds. False where the kernel does not tell."""
     device_name = f"{os.major(device)}:{os.minor(device)}"
     try:
         if Path(f"/sys/dev/block/{device_name}/loop").exists():

@@ -22,22 +22,12 @@ def new_memory(byte_count: int) -> mmap.mmap:
 
     Large pages are not asked for: they are slow to get where memory is fragmented, and where a host has to find them for a virtual machine.
     There, 2 GB were read into large pages in 2.5 s, and into others in 0.8 s.
-
-    Args:
-        byte_count: its size.
     """
     return mmap.mmap(-1, byte_count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 def map_file(descriptor: int) -> mmap.mmap:
-    """Map a file copy-on-write. The object has no descriptor of the file.
-
-    Args:
-        descriptor: the open file.
-
-    Raises:
-        OSError: the file cannot be mapped.
-    """
+    """Map a file copy-on-write. The object has no descriptor of the file."""
     byte_count = os.fstat(descriptor).st_size
     memory = new_memory(byte_count)
     _call("mmap", _address(memory), byte_count, _PROTECTION, mmap.MAP_PRIVATE | _MAP_FIXED, descriptor, 0)
@@ -48,14 +38,6 @@ def replace_by_copy(memory: mmap.mmap, descriptor: int) -> None:
     """Put memory of this process in the place of a mapped file: the bytes of the file, and the pages that were written as they are.
 
     Other threads may read the memory meanwhile. What they write may be lost.
-
-    Args:
-        memory: the mapping.
-        descriptor: the open file.
-
-    Raises:
-        OSError: there is not enough memory, or the file cannot be read.
-        EOFError: the file is shorter than the mapping.
     """
     page_count = -(-len(memory) // mmap.PAGESIZE)
     copy_bytes = page_count * mmap.PAGESIZE

@@ -19,11 +19,7 @@ from stagepack_loaders.elements import COMPLEX_DTYPES, ELEMENT_DTYPES, Array
 
 
 def numpy_dtype(dtype: str) -> numpy.dtype[Any]:
-    """Return the numpy dtype of a torch name, such as ``float32`` or ``bfloat16``.
-
-    Raises:
-        MissingPackageError: numpy lacks it, and ml_dtypes is not installed.
-    """
+    """Return the numpy dtype of a torch name, such as ``float32`` or ``bfloat16``."""
     if not is_extension_dtype(dtype):
         return numpy.dtype(dtype)
     try:

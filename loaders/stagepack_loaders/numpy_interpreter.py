@@ -24,16 +24,6 @@ def refuse_unsupported(bundle: Bundle, stage_number: int, graph: Graph, operator
 
     Refused are: operators without a function; arguments that the function does not take; arguments other than values, numbers, strings,
     None and lists of these; operators that return several values; grad modes and autocast; subgraphs; stages that write buffers.
-
-    Args:
-        bundle: the bundle of the stage.
-        stage_number: the stage.
-        graph: its graph.
-        operators: the functions of the runtime.
-        title: the name of the runtime in the message.
-
-    Raises:
-        OperatorError: the stage cannot be run.
     """
     unknown_operators = sorted({op.name for op in graph.ops} - operators.keys())
     if unknown_operators:
@@ -77,13 +67,7 @@ def _is_supported(argument: Argument) -> bool:
 def run_nodes(graph: Graph, operators: Operators, values: Mapping[str, Any]) -> tuple[Any, ...]:
     """Run the nodes of a graph in their order.
 
-    Args:
-        graph: a graph that `refuse_unsupported` did not refuse.
-        operators: the functions of the runtime.
-        values: the inputs and weights by value name: numpy arrays, or Python numbers for symbolic scalars.
-
-    Returns:
-        The outputs of the graph, in order. Tensors have the dtypes that the graph states.
+    The result is the outputs of the graph, in order. Tensors have the dtypes that the graph states.
     """
     known_values = dict(values)
     for node in graph.nodes:

@@ -15,28 +15,14 @@ from stagepack_loaders.weight_files import WeightFile, open_weight_files
 def map_stored_tensors(bundle: Bundle, stage_number: int, *, verify: bool) -> dict[str, Array]:
     """Map the weight files of a stage. The arrays stay as they are when the bundle is replaced, removed or written into.
 
-    Args:
-        bundle: the bundle.
-        stage_number: the stage.
-        verify: compare the weight files with their digests.
-
-    Returns:
-        The bytes of each stored tensor, by name.
-
-    Raises:
-        DigestError: a weight file is not the one that the manifest lists.
-        FormatError: a header breaks a rule.
+    The result is the bytes of each stored tensor, by name.
     """
     weight_files = open_weight_files(bundle, bundle.stages[stage_number].weights, verify=verify, copy=False)
     return stored_tensors(weight_files)
 
 
 def stored_tensors(weight_files: Mapping[str, WeightFile]) -> dict[str, Array]:
-    """Return the bytes of each stored tensor of weight files, by name. They cannot be written.
-
-    Args:
-        weight_files: the weight files, by name.
-    """
+    """Return the bytes of each stored tensor of weight files, by name. They cannot be written."""
     stored: dict[str, Array] = {}
     for weight_file in weight_files.values():
         content = numpy.frombuffer(weight_file.content, numpy.uint8)
@@ -50,9 +36,7 @@ def stored_tensors(weight_files: Mapping[str, WeightFile]) -> dict[str, Array]:
 def read_weight(weight: Weight, stored_tensors: Mapping[str, Array]) -> Array:
     """Return a weight as a read-only array.
 
-    Args:
-        weight: its entry in the graph.
-        stored_tensors: the bytes of each stored tensor, from `map_stored_tensors`.
+    stored_tensors: the bytes of each stored tensor, from `map_stored_tensors`.
     """
     dtype = numpy_dtype(weight.dtype)
     if weight.zeros:

@@ -21,14 +21,6 @@ class OutputContract:
         symbols: Sequence[Symbol],
         dtype_of: Callable[[str], Any] = str,
     ) -> None:
-        """Collect what is stated.
-
-        Args:
-            inputs: the inputs of the stage.
-            outputs: its outputs; None for one that is not checked, such as a weight, whose file is.
-            symbols: the symbols of the graph or of the entry point.
-            dtype_of: the `dtype` that values have, by the name of a dtype.
-        """
         self._inputs = inputs
         # The other sizes are those of the inputs, which were checked.
         self._symbols_of_data = [symbol for symbol in symbols if symbol.example is None]
@@ -50,15 +42,7 @@ class OutputContract:
         )
 
     def check(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-        """Check outputs.
-
-        Args:
-            inputs: the inputs of the stage, which fit: objects with `shape` and `dtype`, or Python numbers.
-            outputs: what it returned for them, likewise.
-
-        Raises:
-            StageFailedError: an output has another type or shape than the bundle states.
-        """
+        """Check outputs."""
         if self._is_plain and self._fit(inputs, outputs):
             return
         bound = {

@@ -47,14 +47,6 @@ class Pipeline(CallablePipeline):
         types: Collection[type] = (),
         limit: ValueLimit | None = None,
     ) -> None:
-        """Connect the stages of a bundle.
-
-        Args:
-            bundle: the bundle, at the entry point that runs.
-            stages: its loaded stages, in order.
-            types: classes that results may be built of, where the bundle names them.
-            limit: the largest size of values; None for no limit.
-        """
         super().__init__(bundle, types, limit)
         self.stages = tuple(stages)
         self.runtimes: tuple[Runtime, ...] = tuple(find_runtime(stage.runtime) for stage in stages)

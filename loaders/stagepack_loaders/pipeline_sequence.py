@@ -25,13 +25,6 @@ class PipelineSequence(AbstractContextManager["PipelineSequence"]):
         end: Callable[[], None],
         forget: Callable[[], None],
     ) -> None:
-        """Name the state that is used.
-
-        Args:
-            submit: calls the pipeline with the state.
-            end: frees the state.
-            forget: called instead of `end` if the sequence is collected before it was closed; from any thread.
-        """
         self._submit = submit
         self._end = end
         self._lock = threading.Lock()

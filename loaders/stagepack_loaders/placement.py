@@ -15,11 +15,7 @@ Device = TypeVar("Device")
 
 
 def device_list(devices: Any, device: Any = None) -> list[Any]:
-    """Return the devices that a caller names: one, or several, or in the way of other libraries as `device`; the CPU by default.
-
-    Raises:
-        OptionError: both are given.
-    """
+    """Return the devices that a caller names: one, or several, or in the way of other libraries as `device`; the CPU by default."""
     if device is not None:
         if devices is not None:
             raise OptionError("device, devices: expected one of them: device is that of all stages")
@@ -34,13 +30,6 @@ def place_stages(entry_point: EntryPoint, devices: Sequence[Device]) -> list[Dev
 
     With fewer devices than stages, consecutive stages share one, so that the largest time of a device is as small as possible. The
     times of the stages are those that the plan of the bundle estimates; without a plan, in proportion to the bytes of their weights.
-
-    Args:
-        entry_point: the entry point of the bundle.
-        devices: the devices, in the order of the stages.
-
-    Raises:
-        DeviceError: there is no device, or there are more devices than stages.
     """
     stages = entry_point.stages
     if not 1 <= len(devices) <= len(stages):

@@ -20,17 +20,7 @@ from stagepack_loaders.registry import choose_runtime, find_runtime, import_runt
 
 
 def open_for_loading(bundle: BundleSource, verify: Verify, require_signature: TrustedSigners | None = None) -> Bundle:
-    """Open a bundle for `load`. Of the weights only a runtime knows when they are read: it is asked to verify them by `finish`.
-
-    Args:
-        bundle: the folder of the bundle, its URL, or an opened bundle.
-        verify: see `stagepack.load`.
-        require_signature: see `stagepack.load`.
-
-    Raises:
-        OptionError: `verify` is none of the three, or leaves files unchecked whose digests are signed.
-        StagepackError: see `stagepack.open`.
-    """
+    """Open a bundle for `load`. Of the weights only a runtime knows when they are read: it is asked to verify them by `finish`."""
     if verify not in get_args(Verify):
         choices = ", ".join(map(repr, get_args(Verify)))
         raise OptionError(f"verify: expected one of {choices}, found {verify!r}")
@@ -47,15 +37,7 @@ def open_for_loading(bundle: BundleSource, verify: Verify, require_signature: Tr
 
 
 def runtime_of_each_stage(runtime: str | Sequence[str], bundle: Bundle) -> list[Runtime]:
-    """Return the runtime of each stage, without importing its library.
-
-    Args:
-        runtime: a name for all stages, or one for each; ``"auto"``: see `choose_runtime`.
-        bundle: the bundle.
-
-    Raises:
-        OptionError: a name is unknown, or there are not as many names as stages.
-    """
+    """Return the runtime of each stage, without importing its library."""
     stage_count = len(bundle.stages)
     if not isinstance(runtime, list | tuple):
         return [choose_runtime(runtime, bundle, range(stage_count))] * stage_count
@@ -72,17 +54,7 @@ def prepare_all(
 ) -> dict[int, PreparedStage]:
     """Prepare all stages of a bundle.
 
-    Args:
-        bundle: the bundle.
-        devices: the device of each stage; with fewer devices, consecutive stages share one.
-        runtime: the name of the runtime of all stages, or one for each.
-        options: what the caller asks for.
-
-    Returns:
-        The prepared stages by number, in order.
-
-    Raises:
-        OptionError, MissingPackageError, DigestError, FormatError, DeviceError, OperatorError: see `stagepack.load`.
+    The result is the prepared stages by number, in order.
     """
     stage_runtimes = runtime_of_each_stage(runtime, bundle)
     if not all(chosen_runtime.keeps_strides for chosen_runtime in stage_runtimes):
@@ -102,35 +74,14 @@ def prepare_all(
 def prepare_stage(
     bundle: Bundle, stage_number: int, device: object, runtime: str, options: PrepareOptions
 ) -> PreparedStage:
-    """Prepare one stage of a bundle.
-
-    Args:
-        bundle: the bundle.
-        stage_number: the stage.
-        device: the device that it will run on.
-        runtime: the name of its runtime.
-        options: what the caller asks for.
-
-    Raises:
-        OptionError, MissingPackageError, DigestError, FormatError, DeviceError, OperatorError: see `stagepack.load`.
-    """
+    """Prepare one stage of a bundle."""
     return prepare_placed(bundle, {stage_number: device}, runtime, options)[stage_number]
 
 
 def prepare_placed(
     bundle: Bundle, placement: Mapping[int, Any], runtime: str, options: PrepareOptions
 ) -> Mapping[int, PreparedStage]:
-    """Prepare some stages of a bundle in one runtime. Those on one device will share the tensors that are one tensor in the model.
-
-    Args:
-        bundle: the bundle.
-        placement: the device of each stage, by stage number.
-        runtime: the name of their runtime.
-        options: what the caller asks for.
-
-    Raises:
-        OptionError, MissingPackageError, DigestError, FormatError, DeviceError, OperatorError: see `stagepack.load`.
-    """
+    """Prepare some stages of a bundle in one runtime. Those on one device will share the tensors that are one tensor in the model."""
     return _prepare_in(find_runtime(runtime), bundle, placement, options)
 
 
@@ -149,11 +100,7 @@ def _prepare_in(
 def check_compile_options(
     stage_runtimes: Sequence[Runtime], compile: Compile, compiled: str | os.PathLike[str] | None
 ) -> None:
-    """Check that stages can be compiled as the caller asks, before anything is read.
-
-    Raises:
-        OptionError: both ways are asked for, or a runtime of a stage does not compile.
-    """
+    """Check that stages can be compiled as the caller asks, before anything is read."""
     if compile and compiled is not None:
         raise OptionError("compile and compiled exclude each other: give one of them")
     if compile is False and compiled is None:
@@ -171,17 +118,7 @@ def check_stream_options(
 ) -> int | None:
     """Check that weights of stages can arrive while the stages run, if the caller asks for that.
 
-    Args:
-        stage_runtimes: the runtime of each stage.
-        stream: see `stagepack.load`.
-        device_memory: see `stagepack.load`.
-        **excluded_options: options that do not go with these, by name; true values are refused.
-
-    Returns:
-        `device_memory` in bytes.
-
-    Raises:
-        OptionError: `device_memory` is not a number of bytes, a runtime does not stream weights, or another option is given.
+    The result is `device_memory` in bytes.
     """
     if not stream and device_memory is None:
         return None
@@ -205,12 +142,7 @@ def check_stream_options(
 def reading_progress(bundle: Bundle, stage_numbers: Iterable[int]) -> Iterator[ByteProgress]:
     """Show on a terminal how many bytes of the weights of some stages are read, if that takes more than a second.
 
-    Args:
-        bundle: the bundle.
-        stage_numbers: the stages.
-
-    Yields:
-        A function that takes the number of further bytes that were read. Several threads may call it.
+    It yields a function that takes the number of further bytes that were read. Several threads may call it.
     """
     file_names = {file_name for stage_number in stage_numbers for file_name in bundle.stages[stage_number].weights}
     total_bytes = sum(bundle.files[file_name].size for file_name in file_names)
@@ -224,11 +156,7 @@ def compile_prepared(
     compile: Compile,
     compiled: str | os.PathLike[str] | None,
 ) -> dict[int, PreparedStage]:
-    """Return stages that run compiled as the caller asks, and the same stages if nothing is asked.
-
-    Raises:
-        OptionError, CompiledError: see `stagepack.load`.
-    """
+    """Return stages that run compiled as the caller asks, and the same stages if nothing is asked."""
     check_compile_options([find_runtime(stage.runtime) for stage in prepared_stages.values()], compile, compiled)
     ready_stages = dict(prepared_stages)
     if compile is False and compiled is None:
@@ -241,16 +169,7 @@ def compile_prepared(
 def finish_prepared(bundle: Bundle, stages: Mapping[int, PreparedStage], *, verify: bool) -> dict[int, LoadedStage]:
     """Read the weights of stages that were prepared together.
 
-    Args:
-        bundle: the bundle of the stages.
-        stages: the stages, by stage number.
-        verify: compare the weight files with their digests first.
-
-    Returns:
-        The loaded stages by number, in order.
-
-    Raises:
-        DigestError, FormatError, OperatorError: see `stagepack.load`.
+    The result is the loaded stages by number, in order.
     """
     loaded_stages: dict[int, LoadedStage] = {}
     for runtime, runtime_stages in _stages_by_runtime(stages):
@@ -268,15 +187,7 @@ def finish_pipeline(
 ) -> Pipeline:
     """Read the weights of all stages of a bundle, and connect them.
 
-    Args:
-        bundle: the bundle.
-        stages: all its stages, by stage number.
-        types: see `stagepack.load`.
-        verify: see `finish_prepared`.
-        limit: the largest size of values; None for no limit.
-
-    Raises:
-        DigestError, FormatError, OperatorError: see `stagepack.load`.
+    limit: the largest size of values; None for no limit.
     """
     return Pipeline(bundle, list(finish_prepared(bundle, stages, verify=verify).values()), types, limit)
 

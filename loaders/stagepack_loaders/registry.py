@@ -56,11 +56,7 @@ def runtime_names() -> tuple[str, ...]:
 
 
 def find_runtime(runtime_name: object) -> Runtime:
-    """Return the runtime of a name. The library that it needs is not imported.
-
-    Raises:
-        OptionError: there is no runtime of that name.
-    """
+    """Return the runtime of a name. The library that it needs is not imported."""
     entry = _REGISTRY.get(runtime_name) if isinstance(runtime_name, str) else None
     if entry is None:
         raise OptionError(f"expected the runtime {' or '.join(map(repr, _REGISTRY))}, found {runtime_name!r}")
@@ -72,12 +68,7 @@ def find_runtime(runtime_name: object) -> Runtime:
 
 
 def import_runtime(runtime_name: object) -> Runtime:
-    """Return the runtime of a name, after importing the library that it needs.
-
-    Raises:
-        OptionError: there is no runtime of that name.
-        MissingPackageError: its library is not installed.
-    """
+    """Return the runtime of a name, after importing the library that it needs."""
     runtime = find_runtime(runtime_name)
     for package in runtime.packages:
         try:
@@ -89,17 +80,7 @@ def import_runtime(runtime_name: object) -> Runtime:
 
 
 def choose_runtime(runtime_name: object, bundle: Bundle, stage_numbers: Iterable[int]) -> Runtime:
-    """Return the runtime of a name; of ``"auto"`` the first one that is installed and that stages have files for, and torch without one.
-
-    Args:
-        runtime_name: the name.
-        bundle: the bundle.
-        stage_numbers: the stages that run in it.
-
-    Raises:
-        OptionError: there is no runtime of that name.
-        MissingPackageError: torch is not installed, and another runtime lacks files of the stages.
-    """
+    """Return the runtime of a name; of ``"auto"`` the first one that is installed and that stages have files for, and torch without one."""
     if runtime_name != DEFAULT_RUNTIME:
         return find_runtime(runtime_name)
     stage_numbers, lacking_files = list(stage_numbers), ""

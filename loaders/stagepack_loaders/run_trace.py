@@ -70,11 +70,6 @@ class SpanRecorder:
     """
 
     def __init__(self, process: int = 0) -> None:
-        """Record nothing yet.
-
-        Args:
-            process: the rank of this process.
-        """
         self.is_on = False
         self.dropped = 0
         self._process = process
@@ -89,11 +84,7 @@ class SpanRecorder:
         self.is_on = True
 
     def stop(self) -> list[Span]:
-        """Record no more.
-
-        Returns:
-            The spans that have ended since `start`.
-        """
+        """Record no more."""
         self.is_on = False
         spans, self._spans = self._spans, []
         return spans
@@ -101,14 +92,7 @@ class SpanRecorder:
     def span(
         self, kind: SpanKind, request: int, stage: int | None = None, byte_count: int = 0
     ) -> AbstractContextManager[object]:
-        """Return a context whose duration is recorded. While the recorder is off, it costs 0.4 µs, and `add` 0.1 µs.
-
-        Args:
-            kind: what happens in the context.
-            request: the number of the request.
-            stage: see `Span`.
-            byte_count: how much is transferred.
-        """
+        """Return a context whose duration is recorded. While the recorder is off, it costs 0.4 µs, and `add` 0.1 µs."""
         return _OpenSpan(self, kind, request, stage, byte_count) if self.is_on else _OFF
 
     def add(
@@ -120,16 +104,7 @@ class SpanRecorder:
         byte_count: int = 0,
         end: int | None = None,
     ) -> None:
-        """Record a span; nothing while the recorder is off. What began before the recorder was on begins with it.
-
-        Args:
-            kind: what happened.
-            request: the number of the request.
-            start: when it began; of `trace_clock`.
-            stage: see `Span`.
-            byte_count: how much was transferred.
-            end: when it was over; now by default.
-        """
+        """Record a span; nothing while the recorder is off. What began before the recorder was on begins with it."""
         if not self.is_on:
             return
         start = max(start, self._start)
@@ -154,7 +129,6 @@ class ConsecutiveSpans:
     """Records what one thread does, one thing after another: each span begins where the one before has ended."""
 
     def __init__(self, recorder: SpanRecorder) -> None:
-        """Take the recorder of the process."""
         self._recorder = recorder
         self._last_end = 0
 

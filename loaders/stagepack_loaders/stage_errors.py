@@ -55,19 +55,6 @@ def typed_stage_errors(stage_number: int) -> Iterator[None]:
     """Raise the errors of a stage as errors of stagepack, with the original error as their cause.
 
     A message has the class and the first line of the original message: further lines may be a native stack trace.
-
-    Args:
-        stage_number: the stage that runs inside the context, for the message.
-
-    Yields:
-        Nothing.
-
-    Raises:
-        InputError: the stage raised `IndexError`, or an error whose message says that an index is out of range or that a check which
-            the capture recorded failed.
-        StageLostError: the stage raised an error after which its device computes nothing more in this process.
-        StageFailedError: the stage raised another error.
-        DigestError: a weight file was changed, and could not be copied before; see `stagepack_loaders.file_leases`.
     """
     try:
         check_files_in_use()

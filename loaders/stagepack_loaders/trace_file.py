@@ -39,17 +39,7 @@ def write_trace(trace: RunTrace, path: str | os.PathLike[str]) -> None:
 
 
 def read_trace(path: str | os.PathLike[str]) -> RunTrace:
-    """Read a trace that `write_trace` wrote. Times count from the first span.
-
-    Args:
-        path: the file.
-
-    Returns:
-        The trace.
-
-    Raises:
-        InputError: the file cannot be read, or is no such trace.
-    """
+    """Read a trace that `write_trace` wrote. Times count from the first span."""
     try:
         content = msgspec.json.decode(Path(path).read_bytes(), type=_TraceFile)
     except OSError as error:
@@ -142,12 +132,7 @@ def _title(span: Span) -> str:
 
 
 def _free_row(rows: list[list[int]], span: Span) -> int:
-    """The first row in which a span follows all spans, or is inside one: events of a row must nest. Starts ascend.
-
-    Args:
-        rows: the ends of the spans of each row that are open, each inside the one before. Changed.
-        span: the span.
-    """
+    """The first row in which a span follows all spans, or is inside one: events of a row must nest. Starts ascend."""
     for row, open_ends in enumerate(rows):
         while open_ends and open_ends[-1] <= span.start:
             open_ends.pop()

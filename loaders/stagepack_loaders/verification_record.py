@@ -19,12 +19,6 @@ class VerificationRecord:
     """A folder of entries. It belongs to this user, and nobody else may write to it; otherwise it has no entries, and takes none."""
 
     def __init__(self, variable: str, folder_name: str) -> None:
-        """Find the folder.
-
-        Args:
-            variable: the environment variable that names the folder; empty to keep no record.
-            folder_name: the name of the folder inside it.
-        """
         self._folder = _record_folder(variable, folder_name)
 
     def has(self, identity: str | None) -> bool:

@@ -35,16 +35,10 @@ class VerifiedFiles(VerificationRecord):
     """The record of this user."""
 
     def __init__(self) -> None:
-        """Find the record. Without one, no file counts as verified."""
         super().__init__(FOLDER_VARIABLE, "verified")
 
     def identity(self, descriptor: int, entry: File) -> str | None:
-        """Return the name of the entry of a file, or None if the file cannot have one.
-
-        Args:
-            descriptor: the open file.
-            entry: its manifest entry.
-        """
+        """Return the name of the entry of a file, or None if the file cannot have one."""
         status = os.fstat(descriptor)
         owned = status.st_uid in (os.geteuid(), 0) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
         settled = status.st_ctime + _SETTLED_SECONDS < time.time()

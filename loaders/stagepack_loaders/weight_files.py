@@ -35,13 +35,7 @@ class WeightFile:
 
 
 def map_weight_file(path: Path) -> WeightFile:
-    """Map a weight file copy-on-write, or copy it if it can have no lease; see `stagepack_loaders.file_leases`.
-
-    Raises:
-        FormatError: its header breaks a rule.
-        DigestError: the file was cut short meanwhile.
-        OSError: the file cannot be read.
-    """
+    """Map a weight file copy-on-write, or copy it if it can have no lease; see `stagepack_loaders.file_leases`."""
     with path.open("rb") as file:
         content = map_with_lease(file.fileno(), path.name)
         if content is None:
@@ -63,24 +57,7 @@ def open_weight_files(
 ) -> dict[str, WeightFile]:
     """Bring weight files of a bundle into memory.
 
-    Args:
-        bundle: the bundle.
-        file_names: the names of the weight files.
-        verify: compare the files with their digests, by as many threads as there are processors. Of copies, the bytes in memory are
-            the ones compared. Files that are mapped are compared once and then again when they have changed or the machine was
-            restarted; see `stagepack_loaders.verified_files`.
-        copy: read the files into memory of this process. Otherwise those are mapped that can have a lease, and take no memory of their
-            own until somebody is about to change them; see `stagepack_loaders.file_leases`.
-        progress: called by several threads with the number of bytes that were read.
-        unchanged: called with the size of each file that was compared earlier, and not again.
-
-    Returns:
-        The weight files by name.
-
-    Raises:
-        DigestError: a file is not the one that the manifest lists.
-        FormatError: a header breaks a rule.
-        StagepackError: this process has too many open files.
+    progress: called by several threads with the number of bytes that were read.
     """
     entries = [bundle.files[file_name] for file_name in dict.fromkeys(file_names)]
     bundle.fetch(entry.name for entry in entries)

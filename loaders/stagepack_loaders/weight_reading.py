@@ -41,12 +41,6 @@ class FolderReader:
     """
 
     def __init__(self, folder: Path, source: FileSource | None = None) -> None:
-        """Open nothing yet.
-
-        Args:
-            folder: the folder of the bundle.
-            source: that of a remote bundle, which stays in the cache as long as its source is used.
-        """
         self._folder = folder
         self._source = source
         self._lock = threading.Lock()
@@ -57,14 +51,7 @@ class FolderReader:
         weakref.finalize(self, _close_all, self._opened)
 
     def hold(self, file_names: Iterable[str]) -> list[str]:
-        """Open files now: they are the ones that are read, also when another bundle takes the place of this one.
-
-        Args:
-            file_names: the names of the files. One that cannot be opened is an error when it is read.
-
-        Returns:
-            The files that were open and were replaced since; the new ones are read from now on.
-        """
+        """Open files now: they are the ones that are read, also when another bundle takes the place of this one."""
         replaced = []
         for file_name in file_names:
             with contextlib.suppress(OSError):

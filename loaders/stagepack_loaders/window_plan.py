@@ -95,11 +95,7 @@ def place_bytes(byte_count: int) -> int:
 
 
 def least_bytes(uses: Sequence[PlannedUse]) -> int:
-    """Return the least memory that a plan needs, in bytes.
-
-    Args:
-        uses: the uses of the weights, in the order of first use.
-    """
+    """Return the least memory that a plan needs, in bytes."""
     return min(sum(use.byte_count for use in uses), _choose_candidates(uses).least_bytes)
 
 
@@ -108,12 +104,7 @@ def plan_window(uses: Sequence[PlannedUse], memory_bytes: int) -> WindowPlan:
 
     The weights that stay are spread evenly over the stage, so that while it computes with them, others arrive.
 
-    Args:
-        uses: the uses of the weights, in the order of first use.
-        memory_bytes: the memory for weights, in bytes.
-
-    Raises:
-        OptionError: the memory is too small.
+    memory_bytes: the memory for weights, in bytes.
     """
     total = sum(use.byte_count for use in uses)
     if total <= memory_bytes:

@@ -23,9 +23,7 @@ _PRESENT, _SWAPPED, _OF_FILE = (numpy.uint64(1 << bit) for bit in (63, 62, 61))
 def may_be_written(address: int, byte_count: int) -> bool:
     """Whether this process may have written to memory that is mapped privately from a file. True where the kernel does not tell.
 
-    Args:
-        address: the address of the first byte.
-        byte_count: the number of bytes. Writes to the pages that they share with other bytes count too.
+    byte_count: the number of bytes. Writes to the pages that they share with other bytes count too.
     """
     return bool(written_pages(address, byte_count).any())
 
@@ -33,9 +31,7 @@ def may_be_written(address: int, byte_count: int) -> bool:
 def written_pages(address: int, byte_count: int) -> Array:
     """Return for each page of memory that is mapped privately from a file whether this process may have written to it. `Shape [page]`.
 
-    Args:
-        address: the address of the first byte.
-        byte_count: the number of bytes.
+    byte_count: the number of bytes.
     """
     first_page, end_page = address // mmap.PAGESIZE, -(-(address + byte_count) // mmap.PAGESIZE)
     page_count = end_page - first_page if byte_count else 0

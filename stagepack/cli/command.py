@@ -42,12 +42,7 @@ def _bundle_source(source: Any) -> str | None:
 
 
 def subcommand(command_name: str, *, examples: Sequence[str]) -> Callable[[Callable[..., Any]], click.Command]:
-    """Return a decorator that makes a function a subcommand.
-
-    Args:
-        command_name: the name of the subcommand.
-        examples: command lines that the help shows below the docstring of the function.
-    """
+    """Return a decorator that makes a function a subcommand."""
 
     def declare(function: Callable[..., Any]) -> click.Command:
         # click keeps the line breaks of a paragraph that starts with \b. Four spaces make it a code block in Markdown.

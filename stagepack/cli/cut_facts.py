@@ -25,12 +25,7 @@ def cut_facts(
 ) -> dict[str, Any]:
     """Return the stages and edges of a cut with their costs at the sizes of the example.
 
-    Args:
-        plan: the cut.
-        edges: its edges.
-        symbols: the dynamic sizes of the model.
-        node_counts: the number of nodes in the graph of each stage. The plan does not count nodes that several stages compute.
-        result_names: the names of the values that the model returns.
+    node_counts: the number of nodes in the graph of each stage. The plan does not count nodes that several stages compute.
     """
     sizes = example_sizes(symbols)
     stage_times = [stage.time for stage in plan.stages]

@@ -64,13 +64,7 @@ class _Module:
 def disagreements(capture: Capture, folder: Path, *, processes: bool) -> Iterator[str]:
     """Compare what the captured program answers with every other road, at the sizes of the example and at others that the bundle allows.
 
-    Args:
-        capture: the captured model.
-        folder: an empty folder for bundles.
-        processes: start a process for each stage, too.
-
-    Yields:
-        A line for each road and sizes that differ.
+    folder: an empty folder for bundles.
     """
     bundles = list(_cuts(capture, folder))
     with ExitStack() as open_pipelines:

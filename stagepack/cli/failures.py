@@ -48,11 +48,7 @@ def shown_warnings() -> Iterator[None]:
 
 
 def fail(message: str) -> NoReturn:
-    """End the subcommand with one line on standard error and exit status 1.
-
-    Raises:
-        Failure: always.
-    """
+    """End the subcommand with one line on standard error and exit status 1."""
     raise Failure(message)
 
 

@@ -39,13 +39,7 @@ Statement = Node | str
 def graph_lines(folded: FoldedGraph, graph: Graph, function_name: str) -> Iterator[str]:
     """Yield the lines of a graph: its subgraphs and regions first, each before those that call it.
 
-    Args:
-        folded: the graph with its regions.
-        graph: the same graph, unfolded.
-        function_name: the name of the function for the graph.
-
-    Yields:
-        One line. A region has the value names of its first call. The texts for its holes that occur in the names of weights and
+    It yields one line. A region has the value names of its first call. The texts for its holes that occur in the names of weights and
         modules, such as the number of a layer, are its parameters ``at0``, ``at1``.
     """
     listing = _Listing(folded, graph)

@@ -40,11 +40,7 @@ class _VolumeType(click.ParamType):  # type: ignore[type-arg]
     name = "volume"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> BundleVolume:
-        """Return the volume.
-
-        Raises:
-            BadParameter: the kind is unknown, or there is no source.
-        """
+        """Return the volume."""
         kind, _, source = value.partition(":")
         if kind not in _VOLUME_KINDS or not source:
             self.fail(f"expected claim:NAME, host:FOLDER or image:REFERENCE, found {value!r}.", param, ctx)

@@ -18,10 +18,7 @@ _VERIFIED_PARTS = {
 def print_facts(facts: dict[str, Any], inputs_file: Path | None, outputs_file: Path | None) -> None:
     """Print what was loaded, and what it answered.
 
-    Args:
-        facts: the facts, as ``--json`` prints them.
-        inputs_file: the file of the inputs that were run; None for the example.
-        outputs_file: the file that the results were written to, if they were.
+    inputs_file: the file of the inputs that were run; None for the example.
     """
     in_processes = any("process" in stage for stage in facts["stages"])
     rows = [

@@ -68,11 +68,7 @@ class ServeOptions:
 
 
 def bundle_paths_by_name(bundle_arguments: tuple[str, ...]) -> dict[str, str]:
-    """Return the paths of the bundles by the names that clients call the models.
-
-    Args:
-        bundle_arguments: the arguments of the command line, ``[NAME=]BUNDLE``.
-    """
+    """Return the paths of the bundles by the names that clients call the models."""
     paths: dict[str, str] = {}
     for argument in bundle_arguments:
         model_name, equals, path = argument.partition("=")
@@ -88,12 +84,6 @@ class BundleLoading:
     """Loads bundles with the options of `stagepack serve`. Implements `BundleLoader`."""
 
     def __init__(self, options: ServeOptions, models: "ServedModels") -> None:
-        """Keep the options, and the digest and the trusted signers of the command line.
-
-        Args:
-            options: the options of the command line.
-            models: the models of the server, for their limits and metrics.
-        """
         self._options = options
         self._models = models
         self._digest = given_digest()
@@ -177,9 +167,7 @@ class BundleLoading:
 def models_of_bundle(model_name: str, bundle: Bundle) -> dict[str, Bundle]:
     """Return the bundle at each entry point that is served, by the names of the models.
 
-    Args:
-        model_name: the name of the bundle; that of the model if one entry point is selected, and that of the decoder if it generates.
-        bundle: the bundle.
+    model_name: the name of the bundle; that of the model if one entry point is selected, and that of the decoder if it generates.
     """
     if bundle.selected is not None:
         return {model_name: bundle}

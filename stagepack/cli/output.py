@@ -23,12 +23,7 @@ class OutputError(Exception):
 
 
 def _echo(line: str) -> None:
-    """Write a line to standard output.
-
-    Raises:
-        BrokenPipeError: the reader of the output has gone.
-        OutputError: it cannot be written.
-    """
+    """Write a line to standard output."""
     try:
         click.echo(line)
     except BrokenPipeError:
@@ -128,11 +123,7 @@ def _is_terminal(stream: TextIO | None) -> bool:
 
 @contextlib.contextmanager
 def progress(first_step: str) -> Iterator[Callable[[str], None]]:
-    """Show the current step on a terminal, and nothing in a pipe.
-
-    Yields:
-        A function that takes the description of the next step.
-    """
+    """Show the current step on a terminal, and nothing in a pipe."""
     if not _is_terminal(sys.stderr):
         yield lambda _: None
         return
@@ -160,12 +151,8 @@ def progress(first_step: str) -> Iterator[Callable[[str], None]]:
 def byte_progress(step: str, total_bytes: int | None = None) -> Iterator[Callable[[int], None]]:
     """Show on a terminal how many bytes are done, after a second; nothing in a pipe.
 
-    Args:
-        step: the description of the step.
-        total_bytes: the number of bytes of the whole step; None if it is not known.
-
-    Yields:
-        A function that takes the number of further bytes that are done. Several threads may call it.
+    total_bytes: the number of bytes of the whole step; None if it is not known.
+    It yields a function that takes the number of further bytes that are done. Several threads may call it.
     """
     with progress(step), terminal.byte_progress(printable(step), total_bytes) as count_bytes:
         yield count_bytes

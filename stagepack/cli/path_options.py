@@ -24,7 +24,6 @@ class PathType(click.Path):
     takes_urls = False
 
     def __init__(self, path_type: type | None = None) -> None:
-        """Pass ``pathlib.Path`` as `path_type` to convert the value."""
         super().__init__(readable=False, path_type=path_type)
 
     def convert(
@@ -75,17 +74,7 @@ def digest_option(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def open_argument(bundle_path: str, *extras: str) -> Bundle:
-    """Open the bundle at a path or URL of the command line.
-
-    Args:
-        bundle_path: the argument.
-        extras: the extras of stagepack that the command needs after it.
-
-    Raises:
-        MissingPackageError: packages of several extras are missing.
-        StagepackError: it cannot be opened, has another digest than `--digest`, or is not signed as `--require-signature` says; see
-            `stagepack.open`.
-    """
+    """Open the bundle at a path or URL of the command line."""
     require_packages([bundle_path], *extras)
     return open_bundle(bundle_path, digest=given_digest(), require_signature=given_trusted_files())
 
@@ -111,11 +100,7 @@ def remember_trusted_files(
 
 
 def given_trusted_files() -> tuple[str, ...] | None:
-    """Return the values of `--require-signature`, if it is on the command line.
-
-    Raises:
-        UsageError: files are not compared with the digests that are signed.
-    """
+    """Return the values of `--require-signature`, if it is on the command line."""
     context = click.get_current_context()
     trusted_files: tuple[str, ...] | None = context.meta.get(_TRUSTED_FILES_KEY) or None
     if trusted_files is not None and context.params.get("verify", "full") != "full":

@@ -11,7 +11,6 @@ class PhaseTimer:
     """
 
     def __init__(self) -> None:
-        """Start the first phase."""
         self.seconds: dict[str, float] = {}
         self._phase_start = time.perf_counter()
 

@@ -43,26 +43,8 @@ def start_processes(
 ) -> "DistributedPipeline | None":
     """Start processes on this machine, or take those that torchrun has started.
 
-    Args:
-        bundle: the bundle.
-        process_count: the number of processes on this machine; None under torchrun.
-        devices: see `stagepack.load`.
-        runtimes: the name of the runtime of each stage.
-        allow_ops: see `stagepack.load`.
-        imports: the modules that each process imports first.
-        verify: see `stagepack.load`.
-        copy: see `stagepack.load`.
-        compile_mode: see `stagepack.load`.
-        compiled_folder: see `stagepack.load`.
-        max_restarts: see `stagepack.load`.
-        limits: see `stagepack.load`.
-
-    Returns:
-        The pipeline; None in a process that torchrun started to run stages, when the pipeline is closed.
-
-    Raises:
-        UsageError: there is a number of processes, and torchrun has started some.
-        StagepackError: see `stagepack.load` and `stagepack.distributed.connect`.
+    process_count: the number of processes on this machine; None under torchrun.
+    The result is the pipeline; None in a process that torchrun started to run stages, when the pipeline is closed.
     """
     if process_count is None:
         from stagepack_loaders.distributed.connect import connect  # noqa: PLC0415 - imports torch

@@ -72,11 +72,7 @@ def link_text(link: Mapping[str, float]) -> str:
 
 
 def assumption_lines(facts: Mapping[str, Any] | None) -> list[str]:
-    """Return lines that say where the times of a cut come from.
-
-    Args:
-        facts: those of `cost_facts`.
-    """
+    """Return lines that say where the times of a cut come from."""
     if facts is None:
         return [f"assumed: {ASSUMED_DEVICES}"]
     if "device" in facts:

@@ -81,15 +81,7 @@ def repository_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check_sources(bundle_paths: Mapping[str, str], options: ServeOptions) -> None:
-    """Refuse bundles beside a model repository, neither of them, and `--load-model` without clients that load.
-
-    Args:
-        bundle_paths: the bundles on the command line.
-        options: the options of the command line.
-
-    Raises:
-        UsageError: the options do not go together.
-    """
+    """Refuse bundles beside a model repository, neither of them, and `--load-model` without clients that load."""
     if not bundle_paths and options.repository is None:
         raise click.UsageError("Missing argument '[NAME=]BUNDLE...', or the option --model-repository.")
     if bundle_paths and options.repository is not None:
@@ -115,24 +107,14 @@ def _is_written_for_triton(folder: Path) -> bool:
 
 
 def load_names(options: ServeOptions) -> list[str] | None:
-    """Return the models that are loaded at the start; None for all.
-
-    Args:
-        options: the options of the command line.
-    """
+    """Return the models that are loaded at the start; None for all."""
     if options.repository is None or options.control_mode != "explicit" or "*" in options.load_names:
         return None
     return list(options.load_names)
 
 
 def model_control(bundle_paths: Mapping[str, str], options: ServeOptions, models: "ServedModels") -> "ModelControl":
-    """Return what loads the bundles of the command line.
-
-    Args:
-        bundle_paths: the bundles on the command line.
-        options: the options of the command line.
-        models: the models of the server.
-    """
+    """Return what loads the bundles of the command line."""
     from stagepack_serving.server.model_control import ModelControl  # noqa: PLC0415 - after the arguments are checked
     from stagepack_serving.server.model_repository import FixedBundles, RepositoryFolder  # noqa: PLC0415 - the same
 

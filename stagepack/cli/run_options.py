@@ -58,11 +58,7 @@ class RuntimeName(click.ParamType):  # type: ignore[type-arg]
     name = "runtime"
 
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """Return the name if it is that of a runtime.
-
-        Raises:
-            BadParameter: there is no such runtime.
-        """
+        """Return the name if it is that of a runtime."""
         if value not in (names := (DEFAULT_RUNTIME, *runtime_names())):
             self.fail(f"{value!r} is not one of {', '.join(map(repr, names))}.", param, ctx)
         return value
@@ -126,11 +122,7 @@ def signature_option(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def byte_size(_context: click.Context, _option: click.Parameter, value: str | None) -> int | None:
-    """Parse the value of an option that is a number of bytes, as a callback of the option.
-
-    Raises:
-        BadParameter: it is none.
-    """
+    """Parse the value of an option that is a number of bytes, as a callback of the option."""
     try:
         return None if value is None else parse_byte_size(value)
     except ValueError as error:
@@ -210,15 +202,7 @@ def limit_option(
 ) -> Callable[..., Any]:
     """Return a decorator that adds an option for a field of `ServerLimits`.
 
-    Args:
-        flag: the name of the option.
-        field: the name of the field; its default is that of the option.
-        metavar: the name of the value in the help.
-        description: the help text.
-        unit: what a value of 1 is in the unit of the field: 1e-3 for milliseconds, where the field has seconds.
-        minimum: the least allowed value.
-        maximum: the largest allowed value, unless it is a count.
-        default: another default than that of the field.
+    unit: what a value of 1 is in the unit of the field: 1e-3 for milliseconds, where the field has seconds.
     """
     field_default = getattr(ServerLimits(), field)
     is_count = isinstance(field_default, int) and unit == 1
@@ -250,21 +234,13 @@ def _integer_if_whole(quantity: float) -> float:
 
 
 def check_stage_number(stage_number: int | None, bundle: Bundle) -> None:
-    """Refuse a `--stage` that the bundle does not have.
-
-    Raises:
-        Failure: there is no such stage.
-    """
+    """Refuse a `--stage` that the bundle does not have."""
     if stage_number is not None and not 0 <= stage_number < len(bundle.stages):
         raise Failure(f"--stage: expected a stage from 0 to {len(bundle.stages) - 1}, found {stage_number}")
 
 
 def runtime_of_each_stage(runtimes: Sequence[str], bundle: Bundle) -> list[str]:
-    """Return the name of the runtime of each stage.
-
-    Raises:
-        UsageError: the number of runtimes is neither 1 nor that of the stages.
-    """
+    """Return the name of the runtime of each stage."""
     stage_count = len(bundle.stages)
     if len(runtimes) not in (1, stage_count):
         raise click.UsageError(
@@ -275,11 +251,7 @@ def runtime_of_each_stage(runtimes: Sequence[str], bundle: Bundle) -> list[str]:
 
 
 def check_runtimes_compile(flag: str, runtimes: Sequence[str]) -> None:
-    """Refuse an option for compiled stages with a runtime that does not run them.
-
-    Raises:
-        UsageError: one of the runtimes does not compile stages.
-    """
+    """Refuse an option for compiled stages with a runtime that does not run them."""
     if not all(name == DEFAULT_RUNTIME or find_runtime(name).compiles for name in runtimes):
         compiling_runtimes = " or ".join(runtime.name for runtime in registered_runtimes() if runtime.compiles)
         raise click.UsageError(f"{flag} requires the runtime {compiling_runtimes} for all stages: leave out --runtime")

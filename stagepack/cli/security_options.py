@@ -51,14 +51,7 @@ def security_options(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check_security_options(options: ServeOptions) -> None:
-    """Refuse options of TLS that do not go together.
-
-    Args:
-        options: the options of the command line.
-
-    Raises:
-        click.UsageError: they do not.
-    """
+    """Refuse options of TLS that do not go together."""
     if (options.tls_certificate is None) != (options.tls_key is None):
         raise click.UsageError("--tls-certificate and --tls-key require each other")
     if options.tls_client_ca is not None and options.tls_certificate is None:
@@ -66,11 +59,7 @@ def check_security_options(options: ServeOptions) -> None:
 
 
 def server_security(options: ServeOptions) -> "ServerSecurity":
-    """Read and check the files that the options name. In processes of torchrun that run stages only, the files need not be there.
-
-    Args:
-        options: the options of the command line.
-    """
+    """Read and check the files that the options name. In processes of torchrun that run stages only, the files need not be there."""
     from stagepack_serving.server.security import ServerSecurity, read_security  # noqa: PLC0415 - after the arguments are checked
 
     if is_launched_group() and launched_rank() != 0:

@@ -48,19 +48,7 @@ def trace_requests(
 ) -> dict[str, Any]:
     """Run a pipeline several times on the same inputs, and write a trace of it.
 
-    Args:
-        pipeline: the pipeline.
-        inputs: an array for each input, by edge name.
-        request_count: the number of calls.
-        trace_file: the file to write.
-        at_once: how many calls are in flight at most.
-
-    Returns:
-        The name of the file, and `trace_facts`.
-
-    Raises:
-        InputError: the model fails on the inputs.
-        WriteError: the file cannot be written.
+    at_once: how many calls are in flight at most.
     """
     from stagepack_loaders import example  # noqa: PLC0415 - after the arguments are checked
     from stagepack_loaders.trace_file import write_trace  # noqa: PLC0415 - the same
@@ -81,14 +69,7 @@ def trace_requests(
 
 
 def trace_until_closed(pipeline: "CallablePipeline", trace_file: Path, closing: ExitStack, *, quiet: bool) -> None:
-    """Trace a pipeline from now on, and write the trace when `closing` is closed, or say why there is none.
-
-    Args:
-        pipeline: the pipeline.
-        trace_file: the file to write.
-        closing: closed before the pipeline is.
-        quiet: print nothing about a trace that is written.
-    """
+    """Trace a pipeline from now on, and write the trace when `closing` is closed, or say why there is none."""
     from stagepack_loaders.trace_file import write_trace  # noqa: PLC0415 - after the arguments are checked
 
     traced = ExitStack()

@@ -58,25 +58,11 @@ class AliasClasses:
     writers: Mapping[str, tuple[int, ...]]
 
     def representative(self, value_name: str) -> str:
-        """Return the value that represents the class of a value.
-
-        Args:
-            value_name: the name of a value of the nodes.
-
-        Returns:
-            The representative; the value itself when it shares no memory.
-        """
+        """Return the value that represents the class of a value."""
         return self.representatives.get(value_name, value_name)
 
     def is_written(self, value_name: str) -> bool:
-        """Tell whether a node writes the memory of a value.
-
-        Args:
-            value_name: the name of a value of the nodes.
-
-        Returns:
-            Whether a node writes the value, or one that may share memory with it.
-        """
+        """Tell whether a node writes the memory of a value."""
         return self.representative(value_name) in self.writers
 
 
@@ -94,14 +80,7 @@ class ColocationGroup:
 
 
 def alias_classes(graph: Graph) -> AliasClasses:
-    """Find the values of a graph that may share memory.
-
-    Args:
-        graph: the graph of a model or of a stage.
-
-    Returns:
-        The alias classes; weights on one stored tensor are in one class.
-    """
+    """Find the values of a graph that may share memory."""
     return _alias_classes_of_nodes(_NodeMemory(graph), graph.nodes, graph.weights)
 
 
@@ -119,28 +98,14 @@ def written_inputs(graph: Graph) -> frozenset[str]:
 
 
 def written_weight_names(graph: Graph, classes: AliasClasses) -> tuple[str, ...]:
-    """Return the first names of the weights that nodes write, in the order of the weight table.
-
-    Args:
-        graph: the graph of a model or of a stage.
-        classes: its alias classes.
-    """
+    """Return the first names of the weights that nodes write, in the order of the weight table."""
     return tuple(weight.names[0] for weight in graph.weights if classes.is_written(weight.value))
 
 
 def colocation_groups(
     graph: Graph, classes: AliasClasses, touched_values: Sequence[Iterable[str]]
 ) -> tuple[ColocationGroup, ...]:
-    """Find the nodes that must stay in one stage.
-
-    Args:
-        graph: the graph of a whole model.
-        classes: its alias classes.
-        touched_values: for each node, the names of the values that it uses or defines.
-
-    Returns:
-        The groups, ordered by their nodes.
-    """
+    """Find the nodes that must stay in one stage."""
     outside_values = {weight.value: weight.names[0] for weight in graph.weights}
     outside_values |= {value.name: value.name for value in graph.inputs}
     outside_names = {classes.representative(value_name): label for value_name, label in outside_values.items()}
@@ -160,13 +125,7 @@ def colocation_groups(
 def impurity_reason(graph: Graph, nodes: Sequence[Node], outputs: Iterable[str]) -> str | None:
     """Say why a run of nodes is impure: it writes one of its inputs, or returns a view of one.
 
-    Args:
-        graph: the graph that has the nodes.
-        nodes: consecutive nodes of `graph`.
-        outputs: the values of the run that are used outside of it.
-
-    Returns:
-        The reason, or None when the run is a function of its inputs.
+    The result is the reason, or None when the run is a function of its inputs.
     """
     defined: set[str] = set()
     input_labels: dict[str, str] = {}

@@ -26,29 +26,9 @@ from stagepack.format.weights import StoredTensor, parse_header_bytes, parse_wei
 
 
 class BundleFiles:
-    """The files of an open bundle; see `Bundle`.
-
-    Attributes:
-        path: the folder of the bundle; of a remote bundle, its folder in the cache, which may not have all files yet: see `fetch`.
-        manifest: the checked manifest.
-        source: where the files come from that the folder does not have; None for a local bundle.
-        compares_digests: files are compared with their digests when they are read; see `without_digests`.
-    """
+    """The files of an open bundle; see `Bundle`."""
 
     def __init__(self, path: str | os.PathLike[str], *, source: FileSource | None = None) -> None:
-        """Read and check the manifest; no other file is read.
-
-        Args:
-            path: the folder of the bundle.
-            source: where the files come from that the folder does not have.
-
-        Raises:
-            NotABundleError: there is no bundle at `path`.
-            VersionError: the bundle is of a newer major version or needs an unknown feature.
-            DigestError: the manifest was changed after it was written.
-            LimitError: the manifest is over a limit.
-            FormatError: the manifest breaks another rule.
-        """
         self.path = Path(path)
         self.source = source
         self.manifest = read_manifest(self.path)

@@ -13,14 +13,8 @@ _UNITS = {"": 1, "B": 1} | {
 def parse_byte_size(size: int | str) -> int:
     """Parse a number of bytes: ``24GiB`` (1024 ** 3), ``24GB`` (1000 ** 3), ``500 MB``, or a plain number.
 
-    Args:
-        size: the number with its unit; a plain number counts bytes.
-
-    Returns:
-        The number of bytes, rounded down, below 2 ** 63.
-
-    Raises:
-        ValueError: `size` is not a number of bytes, or is 2 ** 63 bytes or more.
+    size: the number with its unit; a plain number counts bytes.
+    The result is the number of bytes, rounded down, below 2 ** 63.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KkMGT]?i?B?)", str(size))
     unit = match[2].replace("k", "K") if match else "?"

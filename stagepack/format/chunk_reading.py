@@ -35,13 +35,9 @@ class FileRead:
 def read_chunks(reads: Sequence[FileRead], *, compare: bool, progress: ByteProgress | None = None) -> list[Problem]:
     """Read files by chunk, in as many threads as there are processors.
 
-    Args:
-        reads: the files.
-        compare: compare each chunk with its digest (D2). With a destination, the bytes in the destination are the ones compared.
-        progress: called by the threads with the number of bytes that were read.
-
-    Returns:
-        The problems, in the order of the files; of each file the first one. Without problems, the destinations are filled.
+    compare: compare each chunk with its digest (D2). With a destination, the bytes in the destination are the ones compared.
+    progress: called by the threads with the number of bytes that were read.
+    The result is the problems, in the order of the files; of each file the first one. Without problems, the destinations are filled.
     """
     reader = _PieceReader(progress)
 
@@ -67,14 +63,7 @@ def read_chunks(reads: Sequence[FileRead], *, compare: bool, progress: ByteProgr
 def hash_file(path: Path, file_name: str, progress: ByteProgress | None = None) -> File:
     """Return the manifest entry of a file. Reads the file in threads, by chunk.
 
-    Args:
-        path: the file.
-        file_name: its name in the bundle.
-        progress: called by the threads with the number of bytes that were hashed.
-
-    Raises:
-        DigestError: the path is not a plain file, or the file was cut short while it was read.
-        OSError: the file cannot be read.
+    progress: called by the threads with the number of bytes that were hashed.
     """
     if not path.is_file():
         raise DigestError([Problem(rule="D1", where=file_name, message="not a plain file")])
@@ -105,11 +94,7 @@ class _PieceReader:
     def pieces(
         self, descriptor: int, start: int, end: int, destination: memoryview | None = None
     ) -> Iterator[memoryview]:
-        """Yield the bytes of a file from `start` to `end`.
-
-        Raises:
-            EOFError: the file ends before `end`.
-        """
+        """Yield the bytes of a file from `start` to `end`."""
         if destination is None and not hasattr(self._thread_state, "buffer"):
             self._thread_state.buffer = memoryview(bytearray(_PIECE_BYTES))
         while start < end:

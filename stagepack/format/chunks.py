@@ -49,11 +49,7 @@ class FileChunk:
         return self.entry.chunks[self.index] if self.entry.chunks else self.entry.blake3
 
     def problem(self, actual_digest: str) -> Problem | None:
-        """Return the D2 problem if the chunk has another digest than the manifest states, otherwise None.
-
-        Args:
-            actual_digest: the digest of the content, in hexadecimal.
-        """
+        """Return the D2 problem if the chunk has another digest than the manifest states, otherwise None."""
         if actual_digest == self.digest:
             return None
         location = f" in the bytes {self.start} to {self.end}" if self.entry.chunks else ""
@@ -63,8 +59,7 @@ class FileChunk:
     def check(self, content: bytes | memoryview) -> Problem | None:
         """Return the D2 problem if the content of the chunk is not the one that the manifest states, otherwise None.
 
-        Args:
-            content: the bytes of the chunk, from `start` to `end`.
+        content: the bytes of the chunk, from `start` to `end`.
         """
         return self.problem(chunk_digest(content))
 
@@ -75,13 +70,7 @@ def chunk_count(size: int) -> int:
 
 
 def file_chunks(entry: File, start: int = 0, end: int | None = None) -> list[FileChunk]:
-    """Return the chunks of a file that a range of its bytes touches, in order.
-
-    Args:
-        entry: the manifest entry of the file.
-        start: the first byte of the range.
-        end: the byte after its last one; by default the end of the file.
-    """
+    """Return the chunks of a file that a range of its bytes touches, in order."""
     end = entry.size if end is None else min(end, entry.size)
     if not entry.size:
         return [FileChunk(entry, 0)]
@@ -96,8 +85,7 @@ def chunk_digest(content: bytes | memoryview) -> str:
 def file_digest(chunk_digests: Sequence[str]) -> str:
     """Return the digest of a file, in hexadecimal.
 
-    Args:
-        chunk_digests: the digests of all its chunks, at least one, in hexadecimal.
+    chunk_digests: the digests of all its chunks, at least one, in hexadecimal.
     """
     if len(chunk_digests) == 1:
         return chunk_digests[0]
@@ -107,10 +95,7 @@ def file_digest(chunk_digests: Sequence[str]) -> str:
 def file_entry(file_name: str, size: int, chunk_digests: Sequence[str]) -> File:
     """Return the manifest entry of a file.
 
-    Args:
-        file_name: the name of the file in the bundle.
-        size: its size in bytes.
-        chunk_digests: the digests of its chunks, in hexadecimal.
+    size: its size in bytes.
     """
     listed = tuple(chunk_digests) if len(chunk_digests) > 1 else ()
     return File(name=file_name, size=size, blake3=file_digest(chunk_digests), chunks=listed)
@@ -119,12 +104,8 @@ def file_entry(file_name: str, size: int, chunk_digests: Sequence[str]) -> File:
 def check_content(entry: File, content: bytes | memoryview) -> list[Problem]:
     """Compare the whole content of a file with its digest (D2).
 
-    Args:
-        entry: the manifest entry of the file.
-        content: all its bytes.
-
-    Returns:
-        One problem if the content differs; otherwise an empty list.
+    content: all its bytes.
+    The result is one problem if the content differs; otherwise an empty list.
     """
     if len(content) != entry.size:
         message = f"expected {entry.size} bytes, found {len(content)}"

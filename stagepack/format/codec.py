@@ -36,17 +36,7 @@ def decode_graph(content: bytes, file_name: str, *, newer: bool = False) -> Fold
     A graph has one encoding. The decoded graph is encoded again and must give the same bytes; this finds duplicate keys, defaults that
     are written out, and unknown fields.
 
-    Args:
-        content: the bytes of the file.
-        file_name: the name of the file, for messages.
-        newer: the bundle is of a newer minor version than this code; unknown fields are then ignored.
-
-    Returns:
-        The graph, folded.
-
-    Raises:
-        FormatError: the content is not msgpack (E1), is not the one encoding (E2), or does not have the types of a graph (E3).
-        LimitError: the content is nested too deep (L2).
+    content: the bytes of the file.
     """
     with _typed_errors(file_name, "msgpack"):
         graph = _graph_decoder.decode(content)
@@ -59,11 +49,8 @@ def decode_graph(content: bytes, file_name: str, *, newer: bool = False) -> Fold
 def is_plain(value: object) -> bool:
     """Whether the format can represent a constant.
 
-    Args:
-        value: a Python object.
-
-    Returns:
-        True for None, a bool, a float, an integer of at most 64 bits, and a string without lone surrogates; False for any other object.
+    The result is true for None, a bool, a float, an integer of at most 64 bits, and a string without lone surrogates; False for any other
+        object.
     """
     if type(value) is int:
         return -(2**63) <= value < 2**63
@@ -79,19 +66,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def parse_json(content: bytes, file_name: str) -> Any:
-    """Parse JSON strictly: duplicate keys, NaN, infinities, lone surrogates and the integer ``-0`` are refused.
-
-    Args:
-        content: the JSON text in UTF-8.
-        file_name: the name of the file, for messages.
-
-    Returns:
-        The value as plain containers.
-
-    Raises:
-        FormatError: the content is not JSON in UTF-8 (E1), or has a duplicate key (E2).
-        LimitError: the content is nested too deep (L2).
-    """
+    """Parse JSON strictly: duplicate keys, NaN, infinities, lone surrogates and the integer ``-0`` are refused."""
 
     def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         fields = dict(pairs)
@@ -117,17 +92,6 @@ def convert_manifest(fields: Any, file_name: str) -> Manifest:
     """Convert a manifest from plain containers to its types. Of the rules, only E2 and E3 are checked.
 
     A manifest has one form, as a graph has one encoding; see `decode_graph`.
-
-    Args:
-        fields: the manifest as `parse_json` returns it.
-        file_name: the name of the manifest file, for messages.
-
-    Returns:
-        The manifest.
-
-    Raises:
-        FormatError: a field has another type (E3), or the manifest is not in its one form (E2).
-        LimitError: the manifest is nested too deep (L2).
     """
     with _typed_errors(file_name, "JSON"):
         manifest = msgspec.convert(fields, Manifest)
@@ -138,12 +102,20 @@ def convert_manifest(fields: Any, file_name: str) -> Manifest:
 
 
 @contextmanager
-def _typed_errors(file_name: str, encoding: str) -> Iterator[None]:
-    """Convert the exceptions of the decoders to errors of stagepack."""
+def deep_nesting_refused(file_name: str) -> Iterator[None]:
+    """Refuse content that is nested deeper than Python can walk: from 3.12 on, the decoders, which are in C, go deeper than that."""
     try:
         yield
     except RecursionError:
         raise LimitError([Problem(rule="L2", where=file_name, message="nested too deep")]) from None
+
+
+@contextmanager
+def _typed_errors(file_name: str, encoding: str) -> Iterator[None]:
+    """Convert the exceptions of the decoders to errors of stagepack."""
+    try:
+        with deep_nesting_refused(file_name):
+            yield
     except msgspec.ValidationError as error:
         raise FormatError([Problem(rule="E3", where=file_name, message=str(error)[:300])]) from None
     # Bytes that are not UTF-8 raise a ValueError.

@@ -72,20 +72,7 @@ class _Size:
 
 
 def bind_call(signature: Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, BoundArgument]:
-    """Match a call with the signature.
-
-    Args:
-        signature: the recorded signature.
-        args: the positional arguments of the call.
-        kwargs: the keyword arguments of the call.
-
-    Returns:
-        The object for each value of the signature, by value name.
-
-    Raises:
-        InputError: an argument is missing, unknown or given twice; or its containers differ from those at export; or a constant has
-            another value than at export; or two objects that were the same at export differ.
-    """
+    """Match a call with the signature."""
     arguments = _arguments_by_parameter(signature, args, kwargs)
     bound: dict[str, BoundArgument] = {}
     for parameter in signature.parameters:
@@ -115,20 +102,7 @@ def check_values(
     symbols: Iterable[Symbol],
     guards: Iterable[Guard] = (),
 ) -> dict[str, int]:
-    """Check values against their dtypes, shapes and ranges, and their sizes against conditions.
-
-    Args:
-        expected: the values of a graph, or edges.
-        bound: the object for each expected value, by value name.
-        symbols: the symbols whose ranges are checked.
-        guards: the conditions on the sizes of symbols.
-
-    Returns:
-        The size of each symbol that the values determine.
-
-    Raises:
-        InputError: a value does not fit. The message has its location, the expected size and the size found.
-    """
+    """Check values against their dtypes, shapes and ranges, and their sizes against conditions."""
     sizes: dict[str, int] = {}
     origins: dict[str, _Size] = {}
     unchecked: list[_Size] = []
@@ -159,12 +133,7 @@ def check_values(
 
 
 def determined_symbols(values: Iterable[Value | Edge], symbols: Iterable[Symbol]) -> AbstractSet[str]:
-    """Return the names of the symbols whose sizes `check_values` finds from values.
-
-    Args:
-        values: the values of a graph, or edges.
-        symbols: the symbols in their shapes.
-    """
+    """Return the names of the symbols whose sizes `check_values` finds from values."""
     # Any sizes do: which symbols are found depends on the dimensions only.
     sizes = {symbol.name: symbol.example or symbol.min or 1 for symbol in symbols}
 
@@ -243,16 +212,7 @@ def _nearest_sizes(dim: Dim, symbol: Symbol, guards: Sequence[Guard], sizes: Map
 
 
 def check_constant(leaf: ConstantLeaf | NonFiniteLeaf, argument: Any, location: str) -> None:
-    """Check an argument that was fixed at export.
-
-    Args:
-        leaf: the recorded constant.
-        argument: the object that the caller passed for it.
-        location: the location of the object in the call, for messages.
-
-    Raises:
-        InputError: the object has another type or value than the constant, or is a float of other bits.
-    """
+    """Check an argument that was fixed at export."""
     constant = constant_value(leaf)
     if type(argument) is not type(constant) or constant_identity(argument) != constant_identity(constant):
         shown = repr(argument) if isinstance(argument, None | bool | int | float | str) else type(argument).__name__
@@ -342,15 +302,6 @@ def _check_expressions(
 
     A symbol that is solved may let earlier and later expressions be checked. An expression over sizes that depend on the data cannot be;
     assertions in the graph check these.
-
-    Args:
-        expressions: the dimensions that are arithmetic.
-        sizes: the sizes of symbols so far, to which those are added that the expressions determine.
-        origins: the dimension that determines the size of each symbol, likewise.
-        ranges: the symbols, for messages.
-
-    Raises:
-        InputError: a size differs from its expression.
     """
     waiting: defaultdict[str, list[int]] = defaultdict(list)
     unknown_counts = []

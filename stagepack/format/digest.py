@@ -14,24 +14,13 @@ def sha256_of(content: bytes) -> str:
 
 
 def sha256_of_file(path: Path) -> str:
-    """Return the SHA-256 digest of a file, in hexadecimal. The file is read in chunks.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
+    """Return the SHA-256 digest of a file, in hexadecimal. The file is read in chunks."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def insert_digest(manifest: bytes) -> bytes:
-    """Replace the 64 zeros at the end of a manifest by its digest (D3).
-
-    Args:
-        manifest: the JSON text of a manifest whose last field is ``sha256`` with 64 zeros.
-
-    Raises:
-        ValueError: the manifest does not end with such a field.
-    """
+    """Replace the 64 zeros at the end of a manifest by its digest (D3)."""
     stated_digest, actual_digest = stated_and_actual_digest(manifest)
     if stated_digest != ZERO_DIGEST:
         raise ValueError("expected a manifest that ends with 64 zeros as its sha256")
@@ -41,12 +30,8 @@ def insert_digest(manifest: bytes) -> bytes:
 def stated_and_actual_digest(manifest: bytes) -> tuple[str | None, str]:
     """Return the digest that a manifest states as its own, and the digest that it has (D3).
 
-    Args:
-        manifest: the JSON text of a manifest.
-
-    Returns:
-        The value of the last field ``sha256``, or None if the manifest does not end with one; and the SHA-256 of the text with 64 zeros
-        in the place of that value.
+    The result is the value of the last field ``sha256``, or None if the manifest does not end with one; and the SHA-256 of the text with 64
+        zeros in the place of that value.
     """
     field = _DIGEST_FIELD.search(manifest)
     if field is None:

@@ -52,15 +52,7 @@ SCALAR_DTYPES: Final = frozenset({"symint", "symfloat", "symbool"})
 
 
 def stored_shape(dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape that a safetensors header gives for a tensor.
-
-    Args:
-        dtype: the torch dtype of the tensor.
-        shape: the shape of the tensor.
-
-    Returns:
-        `shape`; for a dtype that is stored as bytes, with the last dimension multiplied by the bytes per element.
-    """
+    """Return the shape that a safetensors header gives for a tensor."""
     if dtype not in STORED_AS_BYTES:
         return shape
     return (*shape[:-1], shape[-1] * ITEM_SIZE[dtype]) if shape else (ITEM_SIZE[dtype],)

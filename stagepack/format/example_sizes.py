@@ -27,12 +27,7 @@ def example_sizes(symbols: Iterable[Symbol]) -> dict[str, int]:
 def value_bytes(value: Value | Edge, sizes: Mapping[str, int]) -> int:
     """Return the size of a value in bytes.
 
-    Args:
-        value: a value of a graph, or an edge.
-        sizes: the size of each symbol.
-
-    Returns:
-        The number of elements times the size of one, at most 2**53; 8 for a symbolic scalar and for a value whose shape cannot be
+    The result is the number of elements times the size of one, at most 2**53; 8 for a symbolic scalar and for a value whose shape cannot be
         evaluated.
     """
     if value.dtype in SCALAR_DTYPES:

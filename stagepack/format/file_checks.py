@@ -27,12 +27,7 @@ class NotPlainFileError(OSError):
 def check_size(folder: Path, entry: File) -> list[Problem]:
     """Compare the size of a file with the manifest (D1), without reading the file.
 
-    Args:
-        folder: The folder of the bundle.
-        entry: The manifest entry of the file.
-
-    Returns:
-        One problem if the file is missing, is not a plain file or has another size; otherwise an empty list.
+    The result is one problem if the file is missing, is not a plain file or has another size; otherwise an empty list.
     """
     path = folder / entry.name
     try:
@@ -54,11 +49,6 @@ def open_regular_file(path: Path) -> io.FileIO:
     """Open a file, or the file that a link leads to, for reading, without a buffer. Nobody waits for the writer of a pipe.
 
     Caches of Hugging Face and of DVC, and config maps of Kubernetes, are folders of links.
-
-    Raises:
-        NotPlainFileError: the path is a folder, a device or a pipe, or a link to one, or cannot be the path of a file.
-        OSError: the file is missing, or cannot be read.
-        StagepackError: this process has too many open files.
     """
     try:
         # Before it is opened too: to open a device can change its state.
@@ -79,16 +69,7 @@ def open_regular_file(path: Path) -> io.FileIO:
 
 
 def open_plain_file(folder: Path, entry: File) -> io.FileIO:
-    """Open a file of a bundle for reading, and compare its size with the manifest (D1).
-
-    Args:
-        folder: the folder of the bundle.
-        entry: the manifest entry of the file.
-
-    Raises:
-        DigestError: the file is missing, is not a plain file, cannot be read or has another size.
-        StagepackError: this process has too many open files.
-    """
+    """Open a file of a bundle for reading, and compare its size with the manifest (D1)."""
     raise_digest_problems(check_size(folder, entry))
     try:
         file = open_regular_file(folder / entry.name)
@@ -102,15 +83,7 @@ def open_plain_file(folder: Path, entry: File) -> io.FileIO:
 
 
 def read_listed_file(folder: Path, entry: File) -> bytes:
-    """Read a file of a bundle as a whole, and compare its size with the manifest (D1).
-
-    Args:
-        folder: the folder of the bundle.
-        entry: the manifest entry of the file.
-
-    Raises:
-        DigestError, StagepackError: see `open_plain_file`.
-    """
+    """Read a file of a bundle as a whole, and compare its size with the manifest (D1)."""
     try:
         with open_plain_file(folder, entry) as file:
             content = _read_up_to(file, entry.size + 1)
@@ -123,18 +96,7 @@ def read_listed_file(folder: Path, entry: File) -> bytes:
 
 
 def read_plain_file(folder: Path, file_name: str, max_bytes: int) -> bytes | None:
-    """Read a file of a bundle that the manifest does not list; None if there is none.
-
-    Args:
-        folder: the folder of the bundle.
-        file_name: the name of the file.
-        max_bytes: refuse a larger file.
-
-    Raises:
-        DigestError: it is not a plain file, or cannot be read.
-        LimitError: it is larger.
-        StagepackError: this process has too many open files.
-    """
+    """Read a file of a bundle that the manifest does not list; None if there is none."""
     try:
         return read_limited(folder / file_name, max_bytes)
     except FileNotFoundError:
@@ -145,16 +107,7 @@ def read_plain_file(folder: Path, file_name: str, max_bytes: int) -> bytes | Non
 
 
 def read_limited(path: Path, max_bytes: int) -> bytes:
-    """Read a plain file, unless it is too large.
-
-    Args:
-        path: the file.
-        max_bytes: refuse a larger file, without reading it.
-
-    Raises:
-        LimitError: it is larger.
-        NotPlainFileError, OSError, StagepackError: see `open_regular_file`.
-    """
+    """Read a plain file, unless it is too large."""
     with open_regular_file(path) as file:
         file_size = os.fstat(file.fileno()).st_size
         if file_size > max_bytes:
@@ -177,17 +130,7 @@ def check_digests(
 ) -> list[Problem]:
     """Compare the size and the content of files with the manifest (D1 and D2). Reads the files in threads, by chunk.
 
-    Args:
-        folder: the folder of the bundle.
-        entries: the manifest entries of the files.
-        progress: called by the threads with the number of bytes that were compared.
-        versions: gets the version that each file had before it was read, by file name.
-
-    Returns:
-        The problems in the order of the files; of each file the first one.
-
-    Raises:
-        StagepackError: this process has too many open files.
+    progress: called by the threads with the number of bytes that were compared.
     """
     entries = list(entries)
     problem_of_file: dict[str, Problem | None] = {entry.name: None for entry in entries}
@@ -209,22 +152,13 @@ def check_digests(
 
 
 def raise_digest_problems(problems: list[Problem]) -> None:
-    """Raise one error with all the problems, if there are any.
-
-    Raises:
-        DigestError: `problems` is not empty.
-    """
+    """Raise one error with all the problems, if there are any."""
     if problems:
         raise DigestError(problems)
 
 
 def near_path_hint(path: str | os.PathLike[str], pattern: str = "*") -> str:
-    """Return ``: did you mean PATH?`` with the paths of close names in the same folder; nothing if there is none.
-
-    Args:
-        path: a path that does not exist.
-        pattern: of the paths that come into question, relative to that folder; the first part of a path is its name.
-    """
+    """Return ``: did you mean PATH?`` with the paths of close names in the same folder; nothing if there is none."""
     missing = Path(path)
     names: set[str] = set()
     with contextlib.suppress(OSError, ValueError):

@@ -79,16 +79,8 @@ Piece = bytes | memoryview | FileRange
 def write_pieces(path: Path, pieces: Iterable[Piece], progress: ByteProgress | None = None) -> File:
     """Write a new file. The system begins to write it to disk, but may not have finished: see ``os.fsync``.
 
-    Args:
-        path: the file; it must not exist.
-        pieces: its content. At most a few chunks are read ahead of what is written.
-        progress: called by several threads with the number of bytes that were written.
-
-    Returns:
-        Its entry in the manifest.
-
-    Raises:
-        OSError: the file cannot be written, or a range of another file cannot be read.
+    path: the file; it must not exist.
+    progress: called by several threads with the number of bytes that were written.
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
@@ -99,11 +91,7 @@ def write_pieces(path: Path, pieces: Iterable[Piece], progress: ByteProgress | N
 
 
 def write_at(descriptor: int, content: bytes | bytearray | memoryview, start: int) -> None:
-    """Write bytes from a position of a file on. Several threads may write at the same time.
-
-    Raises:
-        OSError: the disk is full or the like.
-    """
+    """Write bytes from a position of a file on. Several threads may write at the same time."""
     remaining = memoryview(content)
     while remaining:
         written = os.pwrite(descriptor, remaining[:_WRITE_BYTES], start)
@@ -111,11 +99,7 @@ def write_at(descriptor: int, content: bytes | bytearray | memoryview, start: in
 
 
 def synchronize(path: Path) -> None:
-    """Return when a file or a folder is on disk.
-
-    Raises:
-        OSError: the disk fails.
-    """
+    """Return when a file or a folder is on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from stagepack.format.codec import decode_graph
+from stagepack.format.codec import decode_graph, deep_nesting_refused
 from stagepack.format.folded import FoldedGraph
 from stagepack.format.graph import Graph
 from stagepack.format.manifest import File
@@ -27,22 +27,13 @@ class GraphFile(NamedTuple):
 def read_graph(content: bytes, file_name: str, *, newer: bool = False, module_calls: bool = True) -> GraphFile:
     """Decode the content of a graph file, check it and unfold it.
 
-    Args:
-        content: the bytes of the file.
-        file_name: the name of the file, for messages.
-        newer: the bundle is of a newer minor version than this code; unknown fields are then ignored.
-        module_calls: whether to keep the module calls; leaving them out is faster.
-
-    Returns:
-        The graph, folded and unfolded.
-
-    Raises:
-        FormatError: the content breaks a rule.
+    content: the bytes of the file.
     """
     folded = decode_graph(content, file_name, newer=newer)
-    raise_problems(check_folded(folded, file_name))
-    graph = unfold_graph(folded, file_name, module_calls=module_calls)
-    raise_problems(check_graph(graph, file_name))
+    with deep_nesting_refused(file_name):
+        raise_problems(check_folded(folded, file_name))
+        graph = unfold_graph(folded, file_name, module_calls=module_calls)
+        raise_problems(check_graph(graph, file_name))
     return GraphFile(folded, graph)
 
 

@@ -19,15 +19,7 @@ _NO_PLAIN_FILE: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, err
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read the manifest of the bundle in a folder.
-
-    Args:
-        folder: the folder of the bundle.
-
-    Raises:
-        NotABundleError, VersionError, DigestError, LimitError, FormatError: see `stagepack.format.reader.Bundle`.
-        StagepackError: this process has too many open files.
-    """
+    """Read the manifest of the bundle in a folder."""
     path = folder / MANIFEST_NAME
     try:
         content = read_limited(path, limits.MANIFEST_BYTES)
@@ -64,12 +56,7 @@ def _found_at(folder: Path, manifest_path: Path) -> str:
 def parse_manifest(content: bytes, location: str) -> Manifest:
     """Decode and check a manifest.
 
-    Args:
-        content: the bytes of the file.
-        location: its path or URL, for messages.
-
-    Raises:
-        NotABundleError, VersionError, DigestError, LimitError, FormatError: see `Bundle`.
+    content: the bytes of the file.
     """
     if len(content) > limits.MANIFEST_BYTES:
         message = f"expected at most {limits.MANIFEST_BYTES} bytes, found {len(content)}"

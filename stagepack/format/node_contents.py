@@ -13,7 +13,6 @@ class NodeContents:
     """The contents of the nodes of a graph, which are equal for nodes that are the same in two graphs with other tables."""
 
     def __init__(self, graph: Graph) -> None:
-        """Keep the graph that has the tables."""
         self._graph = graph
         # By digest: a subgraph that calls another one twice, which does so too, is as long as all paths through them.
         self._subgraphs: list[bytes] = []

@@ -175,16 +175,7 @@ def onnx_element_type(dtype: str) -> int | None:
 def parse_onnx_model(content: bytes, file_name: str) -> OnnxModel:
     """Parse the content of an ONNX file.
 
-    Args:
-        content: the bytes of the file.
-        file_name: the name of the file, for messages.
-
-    Returns:
-        The parts that rules are about.
-
-    Raises:
-        FormatError: the content is not an ONNX model, or has fields that this format excludes (O2).
-        LimitError: the content has too many fields (L1), or is nested too deep (L2).
+    content: the bytes of the file.
     """
     try:
         model = _Parser(content).parse(0, len(content), "Model", 0)
@@ -337,12 +328,7 @@ class _Parser:
         self.field_count = 0
 
     def parse(self, position: int, end: int, message_type: str, depth: int) -> _Message:
-        """Parse the message in the bytes from `position` up to `end`, `end` excluded.
-
-        Raises:
-            ValueError, IndexError: the message is cut short, has an unknown field, or repeats a field that is not repeated.
-            _TooLargeError: there are too many fields, or messages are nested too deep.
-        """
+        """Parse the message in the bytes from `position` up to `end`, `end` excluded."""
         if depth > limits.ONNX_DEPTH:
             raise _TooLargeError("L2", "nested too deep")
         content = self.content

@@ -9,14 +9,7 @@ from stagepack.format.reader import Bundle
 
 
 def needed_permission(operator_name: str) -> str | None:
-    """Return what a caller must name in ``allow_ops`` so that an operator runs: its namespace, or in ATen and prims the operator.
-
-    Args:
-        operator_name: the name of an operator that is not denied.
-
-    Returns:
-        The namespace, or the name without the overload; None for an operator that runs by default.
-    """
+    """Return what a caller must name in ``allow_ops`` so that an operator runs: its namespace, or in ATen and prims the operator."""
     namespace = operator_namespace(operator_name)
     if namespace not in ALLOWED_NAMESPACES:
         return namespace
@@ -28,9 +21,7 @@ def needed_permission(operator_name: str) -> str | None:
 def is_permitted(operator_name: str, allow_ops: Collection[str]) -> bool:
     """Whether a caller lets an operator run that is not denied: it runs by default, or the caller names it or its namespace.
 
-    Args:
-        operator_name: the name of the operator.
-        allow_ops: what the caller names: namespaces of custom operators, and operators of ATen and prims with or without the overload.
+    allow_ops: what the caller names: namespaces of custom operators, and operators of ATen and prims with or without the overload.
     """
     permission = needed_permission(operator_name)
     return permission is None or permission in allow_ops or ("." in permission and operator_name in allow_ops)

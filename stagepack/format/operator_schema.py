@@ -52,12 +52,7 @@ class OperatorSchema(NamedTuple):
 
 
 def parse_schema(text: str) -> OperatorSchema | None:
-    """Return the schema that a text stands for, or None if the text is no schema.
-
-    Examples:
-        >>> parse_schema("aten::relu(Tensor self) -> Tensor").parameters[0].name
-        'self'
-    """
+    """Return the schema that a text stands for, or None if the text is no schema."""
     match = _SCHEMA.fullmatch(text) if len(text) <= limits.SCHEMA_CHARACTERS else None
     closing = _end_of_bracket(match["rest"]) if match is not None else None
     if match is None or closing is None:
@@ -79,12 +74,7 @@ def parse_schema(text: str) -> OperatorSchema | None:
 
 @functools.lru_cache(maxsize=1024)
 def schema_parameters(text: str) -> tuple[str, ...] | None:
-    """Return the names of the parameters of a schema, in order; None if the text is no schema.
-
-    Examples:
-        >>> schema_parameters("aten::add.Tensor(Tensor self, Tensor other, *, Scalar alpha=1) -> Tensor")
-        ('self', 'other', 'alpha')
-    """
+    """Return the names of the parameters of a schema, in order; None if the text is no schema."""
     # Nearly all schemas are read so: parsing takes a millisecond.
     declarations, _, _ = text.partition("(")[2].rpartition(") -> ")
     names = tuple(
@@ -124,12 +114,7 @@ class SchemaEffects(NamedTuple):
 # Effects of honest schemas are small; those of the longest texts take 100 kB.
 @functools.lru_cache(maxsize=256)
 def schema_effects(text: str) -> SchemaEffects | None:
-    """Return the effects that a schema states; None if the text is no schema, or too long for one.
-
-    Examples:
-        >>> schema_effects("aten::relu_(Tensor(a!) self) -> Tensor(a!)").mutates
-        frozenset({'self'})
-    """
+    """Return the effects that a schema states; None if the text is no schema, or too long for one."""
     if len(text) > limits.SCHEMA_CHARACTERS:
         return None
     if not _ALIAS_ANNOTATION.search(text):
@@ -197,11 +182,7 @@ def _takes(parameter: SchemaParameter, earlier: SchemaParameter) -> bool:
 
 
 def _parse_parameters(text: str) -> Iterator[SchemaParameter]:
-    """Yield the parameters.
-
-    Raises:
-        _NoSchemaError: the text is not a list of parameters.
-    """
+    """Yield the parameters."""
     keyword_only = False
     for part in _split(text):
         if part == "*" and not keyword_only:
@@ -226,11 +207,7 @@ def _split(text: str) -> list[str]:
 
 
 def _partition(text: str, separator: str) -> tuple[str, str, str]:
-    """As `str.partition`, at the first separator outside of brackets and quotes.
-
-    Raises:
-        _NoSchemaError: nothing closes a bracket or a quote.
-    """
+    """As `str.partition`, at the first separator outside of brackets and quotes."""
     position = 0
     while position < len(text):
         if text.startswith(separator, position):

@@ -22,14 +22,6 @@ def check_output_file(out: str | os.PathLike[str], *, overwrite: bool) -> None:
     """Refuse a path that no file may be written to, before any work is done.
 
     Pipes and terminals may be written always: they have no content.
-
-    Args:
-        out: the file to be written.
-        overwrite: whether it may exist.
-
-    Raises:
-        OutputExistsError: it exists, and `overwrite` is false.
-        WriteError: it is a folder, a disk or a socket, or inside a bundle, or its folder does not exist.
     """
     if _is_stream(out):
         return
@@ -55,12 +47,6 @@ def output_file(out: str | os.PathLike[str]) -> Iterator[Path]:
 
     The ``with`` statement is given the path to write to. The file is put in place at its end, on disk and as a whole; an error in it
     leaves everything as it was. A link is followed, and pipes and terminals are written as they are.
-
-    Args:
-        out: the file.
-
-    Raises:
-        WriteError: it cannot be written.
     """
     try:
         if _is_stream(out):

@@ -14,12 +14,7 @@ _EXCHANGE = 2  # RENAME_EXCHANGE
 def exchange_paths(first: Path, second: Path) -> bool:
     """Exchange what two paths name, by ``renameat2`` of Linux (https://man7.org/linux/man-pages/man2/rename.2.html).
 
-    Args:
-        first: a path that exists.
-        second: another one, on the same file system.
-
-    Returns:
-        Whether that was done; if not, the system or the file system cannot.
+    second: another one, on the same file system.
     """
     rename = _renameat2()
     return rename is not None and not rename(

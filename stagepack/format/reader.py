@@ -64,8 +64,18 @@ class Bundle(BundleFiles):
     those of the selected entry point. The only entry point of other bundles is selected.
 
     Attributes:
-        path, manifest, source, compares_digests: see `BundleFiles`.
+        path: the folder of the bundle; of a remote bundle, its folder in the cache, which may not have all files yet: see `fetch`.
+        manifest: the checked manifest.
+        source: where the files come from that the folder does not have; None for a local bundle.
+        compares_digests: files are compared with their digests when they are read; see `without_digests`.
         selected: the selected entry point, or None.
+
+    Raises:
+        NotABundleError: there is no bundle at the path.
+        VersionError: the bundle is of a newer major version or needs an unknown feature.
+        DigestError: the manifest was changed after it was written.
+        LimitError: the manifest is over a limit.
+        FormatError: the manifest breaks another rule.
 
     Examples:
         List the stages and the tensors between them, then verify every file::
@@ -83,15 +93,6 @@ class Bundle(BundleFiles):
     notebook_view: ClassVar[Callable[["Bundle"], str] | None] = None
 
     def __init__(self, path: str | os.PathLike[str], *, source: FileSource | None = None) -> None:
-        """Read and check the manifest; no other file is read.
-
-        Args:
-            path: the folder of the bundle.
-            source: where the files come from that the folder does not have.
-
-        Raises:
-            NotABundleError, VersionError, DigestError, LimitError, FormatError: see `BundleFiles`.
-        """
         super().__init__(path, source=source)
         # Shared with the bundles that `select` returns; None to read a graph file at each request.
         self._kept_graphs: KeptGraphs | None = None
@@ -109,7 +110,6 @@ class Bundle(BundleFiles):
         return f"<Bundle {self.location!r}, {counts}>"
 
     def _repr_html_(self) -> str | None:
-        """The report of the bundle without its nodes, for a notebook."""
         return None if Bundle.notebook_view is None else Bundle.notebook_view(self)
 
     @property

@@ -60,12 +60,7 @@ def names_in_region(region: Region) -> Iterator[str]:
 
 
 def rename_value(value: Value, rename: Callable[[str], str]) -> Value:
-    """Return a value with other names.
-
-    Args:
-        value: the value.
-        rename: maps an old name to a new one. It is called in the order of `names_in_value`.
-    """
+    """Return a value with other names."""
     return replace(
         value,
         name=rename(value.name),
@@ -75,12 +70,7 @@ def rename_value(value: Value, rename: Callable[[str], str]) -> Value:
 
 
 def rename_node(node: Node, rename: Callable[[str], str]) -> Node:
-    """Return a node with other names.
-
-    Args:
-        node: the node.
-        rename: maps an old name to a new one. It is called in the order of `names_in_node`.
-    """
+    """Return a node with other names."""
 
     def rename_leaf(leaf: Argument) -> Argument:
         return ValueArg(rename(leaf.name)) if isinstance(leaf, ValueArg) else leaf
@@ -91,12 +81,7 @@ def rename_node(node: Node, rename: Callable[[str], str]) -> Node:
 
 
 def rename_weight(weight: Weight, rename: Callable[[str], str]) -> Weight:
-    """Return a weight with other names.
-
-    Args:
-        weight: the weight.
-        rename: maps an old name to a new one. It is called in the order of `names_in_weight`.
-    """
+    """Return a weight with other names."""
     return replace(
         weight,
         value=rename(weight.value),
@@ -106,12 +91,7 @@ def rename_weight(weight: Weight, rename: Callable[[str], str]) -> Weight:
 
 
 def rename_module_call(call: ModuleCall, rename: Callable[[str], str]) -> ModuleCall:
-    """Return a module call with other names.
-
-    Args:
-        call: the module call.
-        rename: maps an old name to a new one. It is called in the order of `names_in_module_call`.
-    """
+    """Return a module call with other names."""
     return replace(
         call,
         path=rename(call.path),
@@ -121,10 +101,6 @@ def rename_module_call(call: ModuleCall, rename: Callable[[str], str]) -> Module
 
 
 def rename_in_order(new_names: Iterable[str]) -> Callable[[str], str]:
-    """Return a function for the functions above that ignores the old name and returns the next new name.
-
-    Args:
-        new_names: the new names, one for each old name.
-    """
+    """Return a function for the functions above that ignores the old name and returns the next new name."""
     remaining = iter(new_names)
     return lambda _: next(remaining)

@@ -108,31 +108,14 @@ def symbol_names(dim: Dim) -> Iterator[str]:
 
 
 def rename_symbols(dim: Dim, rename: Callable[[str], str]) -> Dim:
-    """Return a dimension with other names of symbols.
-
-    Args:
-        dim: the dimension.
-        rename: maps an old name to a new one. It is called in the order of `symbol_names`.
-    """
+    """Return a dimension with other names of symbols."""
     if isinstance(dim, Expr):
         return Expr(op=dim.op, args=tuple([rename_symbols(arg, rename) for arg in dim.args]))
     return rename(dim) if isinstance(dim, str) else dim
 
 
 def evaluate_dim(dim: Dim, sizes: Mapping[str, int]) -> int:
-    """Compute a dimension.
-
-    Args:
-        dim: the dimension.
-        sizes: the size of each symbol, by name.
-
-    Returns:
-        The value of the dimension.
-
-    Raises:
-        KeyError: a symbol has no size.
-        ArithmeticError: a division by zero, an exponent outside of 0 to 64, or an intermediate result over the limit of a size.
-    """
+    """Compute a dimension."""
     if isinstance(dim, int):
         return dim
     if isinstance(dim, str):

@@ -41,11 +41,7 @@ class Signature(Struct, frozen=True, kw_only=True):
         return (*(parameter.tree for parameter in self.parameters), self.result)
 
     def renamed(self, rename: Callable[[str], str]) -> "Signature":
-        """Return the signature with other value names.
-
-        Args:
-            rename: maps an old value name to a new one. It is called in the order of `trees`, and in each from left to right.
-        """
+        """Return the signature with other value names."""
         parameters = [replace(parameter, tree=rename_values(parameter.tree, rename)) for parameter in self.parameters]
         return Signature(parameters=tuple(parameters), result=rename_values(self.result, rename))
 

@@ -43,14 +43,7 @@ def escape_template(literal: str) -> str:
 def parse_template(template: str) -> tuple[str | Hole, ...]:
     """Split a template into literal strings, with their braces unescaped, and holes.
 
-    Args:
-        template: the template.
-
-    Returns:
-        The literals and holes in order.
-
-    Raises:
-        TemplateError: `template` has a brace that is neither escaped nor part of a hole, or is too long (F2).
+    The result is the literals and holes in order.
     """
     if len(template) > limits.TEMPLATE_CHARACTERS:
         raise TemplateError(
@@ -71,19 +64,7 @@ def parse_template(template: str) -> tuple[str | Hole, ...]:
 
 
 def fill_template(template: str, hole_texts: Sequence[str]) -> str:
-    """Fill the holes of a template.
-
-    Args:
-        template: the template.
-        hole_texts: the texts of a region call.
-
-    Returns:
-        The filled template.
-
-    Raises:
-        TemplateError: `template` is not a template (F2); or a hole has no text, an increment is added to a text that is not a decimal
-            number, the sum is negative, or the result is too long (F5).
-    """
+    """Fill the holes of a template."""
     parts = parse_template(template)
     filled = "".join([_filled(part, hole_texts) if isinstance(part, Hole) else part for part in parts])
     if len(filled) > limits.NAME_CHARACTERS:

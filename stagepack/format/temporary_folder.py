@@ -29,14 +29,6 @@ class TemporaryFolder:
     """
 
     def __init__(self, out: Path) -> None:
-        """Create the folder, after those that killed processes left for the same output are removed.
-
-        Args:
-            out: the output.
-
-        Raises:
-            OSError: the folder cannot be created.
-        """
         for leftover in siblings(out, "part"):
             _remove_abandoned(leftover)
         for _ in range(_ATTEMPTS):

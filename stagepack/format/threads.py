@@ -15,15 +15,7 @@ def usable_cpu_count() -> int:
 
 
 def map_in_threads(function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
-    """Return the results of a function for several items, in their order, computed by as many threads as there are processors.
-
-    Args:
-        function: the function. It is called in this thread if there is one item only.
-        items: its arguments.
-
-    Raises:
-        Exception: the first exception of the function, after the calls that had begun.
-    """
+    """Return the results of a function for several items, in their order, computed by as many threads as there are processors."""
     if len(items) < 2:
         return [function(item) for item in items]
     # The import takes 20 ms, which opening a bundle does not need.

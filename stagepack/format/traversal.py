@@ -46,10 +46,6 @@ def map_arguments(argument: Argument, function: Callable[[Argument], Argument]) 
     """Return an argument with its leaves replaced; the containers stay.
 
     Law: ``map_arguments(argument, lambda leaf: leaf) == argument``.
-
-    Args:
-        argument: a leaf or a container.
-        function: maps an old leaf to a new one. It is called in the order of `leaf_arguments`.
     """
     match argument:
         case ListArg(items) | TupleArg(items):
@@ -63,12 +59,7 @@ def map_arguments(argument: Argument, function: Callable[[Argument], Argument]) 
 
 
 def map_node_arguments(node: Node, function: Callable[[Argument], Argument]) -> Node:
-    """Return a node with the leaves of its arguments replaced, as by `map_arguments`.
-
-    Args:
-        node: the node.
-        function: maps an old leaf to a new one. It is called in the order of `node_arguments`.
-    """
+    """Return a node with the leaves of its arguments replaced, as by `map_arguments`."""
     return replace(
         node,
         args=tuple([map_arguments(argument, function) for argument in node.args]),
@@ -138,19 +129,7 @@ def random_nodes(graph: Graph) -> frozenset[int]:
 
 
 def parameter_argument(node: Node, op: Op, parameter: str) -> Argument:
-    """Return the argument that a node passes to one parameter of its operator.
-
-    Args:
-        node: a node.
-        op: its operator.
-        parameter: the name of a parameter of `op`.
-
-    Returns:
-        The argument; None if the node omits it.
-
-    Raises:
-        ValueError: `op` has no such parameter.
-    """
+    """Return the argument that a node passes to one parameter of its operator."""
     position = op.parameters.index(parameter)
     if position < len(node.args):
         return node.args[position]
@@ -161,10 +140,6 @@ def passed_arguments(node: Node, op: Op) -> Iterator[tuple[str, Argument]]:
     """Yield each argument that a node passes, with the name of its parameter.
 
     To look at several parameters, pass over this once: operators and nodes may have as many of them as fit into a file.
-
-    Args:
-        node: a node.
-        op: its operator.
     """
     yield from zip(op.parameters, node.args, strict=False)
     yield from node.kwargs
@@ -185,11 +160,7 @@ def sort_module_calls(calls: Iterable[ModuleCall]) -> tuple[ModuleCall, ...]:
 def split_call_path(path: str) -> tuple[str, str]:
     """Split the path of a module call into the path of the module and the number of the call.
 
-    Args:
-        path: the path of a module call, or its last component, such as ``layers.0@2``.
-
-    Returns:
-        The path without the number, and the number in digits; an empty string for the first call.
+    The result is the path without the number, and the number in digits; an empty string for the first call.
     """
     module_path, separator, call_number = path.rpartition("@")
     return (module_path, call_number) if separator and call_number.isdecimal() else (path, "")

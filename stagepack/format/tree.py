@@ -140,12 +140,7 @@ def value_names(*trees: Tree) -> Iterator[str]:
 
 
 def rename_values(tree: Tree, rename: Callable[[str], str]) -> Tree:
-    """Return a tree with other value names.
-
-    Args:
-        tree: the tree.
-        rename: maps an old value name to a new one. It is called in the order of `value_names`.
-    """
+    """Return a tree with other value names."""
     if isinstance(tree, ValueLeaf):
         return ValueLeaf(rename(tree.name))
     if isinstance(tree, SequenceTree):
@@ -194,17 +189,6 @@ def flatten_tree(tree: Tree, argument: Any, location: str) -> Iterator[tuple[str
 
     For an `ObjectTree`, a mapping is read by key; a named tuple, a dataclass, and an object of the recorded class are read by attribute;
     and where a named tuple is expected, a tuple without these names is read by position.
-
-    Args:
-        tree: the expected containers.
-        argument: the object.
-        location: the location of the object in the call, such as ``batch['ids']``, for messages.
-
-    Yields:
-        The location of each leaf, the leaf, and the object at its location, from left to right.
-
-    Raises:
-        InputError: the containers differ.
     """
     if isinstance(tree, SequenceTree):
         _require(isinstance(argument, list | tuple | collections.deque), f"a {tree.kind}", argument, location)
@@ -223,19 +207,10 @@ def flatten_tree(tree: Tree, argument: Any, location: str) -> Iterator[tuple[str
 def unflatten_tree(tree: Tree, build_leaf: Callable[[Leaf], Any], types: Collection[type] = ()) -> Any:
     """Build the object that a tree describes.
 
-    Args:
-        tree: the containers.
-        build_leaf: returns the object of a leaf. It is called from left to right.
-        types: the classes that an `ObjectTree` may be built of. A named tuple, a dataclass or a mapping is built by calling the class with
-            the fields as keyword arguments; another tuple with one argument, the items; an object of another class by setting its
-            attributes.
-
-    Returns:
-        The object. An `ObjectTree` whose class is not among `types` becomes a named tuple of its fields if it was a tuple, else a
+    types: the classes that an `ObjectTree` may be built of. A named tuple, a dataclass or a mapping is built by calling the class with the
+        fields as keyword arguments; another tuple with one argument, the items; an object of another class by setting its attributes.
+    The result is the object. An `ObjectTree` whose class is not among `types` becomes a named tuple of its fields if it was a tuple, else a
         `Record`.
-
-    Raises:
-        InputError: a class of `types` does not accept the recorded fields.
     """
     if isinstance(tree, SequenceTree):
         items = [unflatten_tree(item, build_leaf, types) for item in tree.items]
@@ -319,12 +294,7 @@ def _fields_of(tree: ObjectTree, argument: Any, location: str) -> Mapping[str, A
 
 
 def output_names(result: Tree, input_names: Collection[str]) -> dict[str, str]:
-    """Return the names by which callers know the values of a result, such as ``logits`` or ``output.0``, with the names of the values.
-
-    Args:
-        result: the result of the model.
-        input_names: the names of the inputs, which no output has.
-    """
+    """Return the names by which callers know the values of a result, such as ``logits`` or ``output.0``, with the names of the values."""
     names: dict[str, str] = {}
     for path, leaf in _result_leaves(result, ()):
         prefix = () if path and isinstance(path[0], str) else ("output",)

@@ -32,18 +32,6 @@ def unfold_graph(folded: FoldedGraph, file_name: str = "", *, module_calls: bool
 
     The tables of the result have a fixed order: scopes by path and type; weights by their first use, and after them the weights that no
     node uses; module calls by their first node. A graph without regions keeps its order.
-
-    Args:
-        folded: a graph that `validate.check_folded` finds no problem in.
-        file_name: the name of the graph file, for messages.
-        module_calls: whether to keep the module calls; leaving them out is faster.
-
-    Returns:
-        The graph.
-
-    Raises:
-        FormatError: a hole cannot be filled (F5).
-        LimitError: the filled names are too long altogether (L1).
     """
     fields = {field_name: getattr(folded, field_name) for field_name in Graph.__struct_fields__}
     if not module_calls:

@@ -13,26 +13,13 @@ _VERSION_PATTERN: Final = re.compile(r"(0|[1-9][0-9]{0,5})\.(0|[1-9][0-9]{0,5})"
 
 
 def is_newer_minor(version: str) -> bool:
-    """Whether a version is newer than the one that this code writes, so that unknown fields are ignored (SPEC E2).
-
-    Args:
-        version: a version of a major that this code reads, as ``MAJOR.MINOR``.
-    """
+    """Whether a version is newer than the one that this code writes, so that unknown fields are ignored (SPEC E2)."""
     match = _VERSION_PATTERN.fullmatch(version)
     return match is not None and (int(match[1]), int(match[2])) > (MAJOR, MINOR)
 
 
 def check_version(fields: Any, location: str) -> None:
-    """Refuse a manifest that this code cannot read, before anything else in it is interpreted.
-
-    Args:
-        fields: the manifest as plain containers.
-        location: the name of the manifest file, for messages.
-
-    Raises:
-        FormatError: the version is not of the form ``MAJOR.MINOR`` (M2), or the features are not a list of names (M3).
-        VersionError: the major version is newer (M2), or the bundle needs an unknown feature (M3).
-    """
+    """Refuse a manifest that this code cannot read, before anything else in it is interpreted."""
     version = fields.get("version") if isinstance(fields, dict) else None
     match = _VERSION_PATTERN.fullmatch(version) if isinstance(version, str) else None
     if match is None or int(match[1]) == 0:

@@ -84,12 +84,6 @@ def weight_file_header(tensors: Iterable[TensorSpec]) -> tuple[bytes, list[int]]
 
     The data begins on a multiple of 64 bytes, and so does every tensor in it. Because safetensors allows no gaps, a tensor of bytes named
     ``__padding__N`` fills the space before a tensor.
-
-    Args:
-        tensors: the tensors in the order of the file.
-
-    Returns:
-        The header with the 8 bytes of its length, and the number of padding bytes before each tensor.
     """
     fields: dict[str, dict[str, object]] = {}
     paddings: list[int] = []
@@ -116,34 +110,13 @@ def weight_file_header(tensors: Iterable[TensorSpec]) -> tuple[bytes, list[int]]
 
 
 def read_weight_header(path: Path) -> dict[str, StoredTensor]:
-    """Read and check the header of a weight file. The tensors themselves are not read.
-
-    Args:
-        path: the weight file.
-
-    Returns:
-        The tensors by name, in the order of the file, without padding.
-
-    Raises:
-        FormatError: the header breaks one of the rules W1 to W6, E1 or E2.
-        LimitError: the header is over the limit (L1).
-        NotPlainFileError, OSError, StagepackError: see `open_regular_file`.
-    """
+    """Read and check the header of a weight file. The tensors themselves are not read."""
     with open_regular_file(path) as file:
         return parse_weight_header(file, path.name)
 
 
 def parse_weight_header(file: BinaryIO | mmap.mmap, file_name: str) -> dict[str, StoredTensor]:
-    """Check the header of a weight file that is open or in memory; see `read_weight_header`.
-
-    Args:
-        file: the whole weight file, at its beginning.
-        file_name: its name, for messages.
-
-    Raises:
-        FormatError: the header breaks one of the rules W1 to W6, E1 or E2.
-        LimitError: the header is over the limit (L1).
-    """
+    """Check the header of a weight file that is open or in memory; see `read_weight_header`."""
     file_size = len(file) if isinstance(file, mmap.mmap) else os.fstat(file.fileno()).st_size
     return parse_header_bytes(file.read, file_size, file_name)
 
@@ -151,14 +124,8 @@ def parse_weight_header(file: BinaryIO | mmap.mmap, file_name: str) -> dict[str,
 def parse_header_bytes(read: Callable[[int], bytes], file_size: int, file_name: str) -> dict[str, StoredTensor]:
     """Check the header of a weight file; see `read_weight_header`.
 
-    Args:
-        read: returns the next bytes of the file, from its first one on; as many as it is called with, or fewer at the end of the file.
-        file_size: the size of the file in bytes.
-        file_name: its name, for messages.
-
-    Raises:
-        FormatError: the header breaks one of the rules W1 to W6, E1 or E2.
-        LimitError: the header is over the limit (L1).
+    read: returns the next bytes of the file, from its first one on; as many as it is called with, or fewer at the end of the file.
+    file_size: the size of the file in bytes.
     """
     header_length = int.from_bytes(read(8), "little")
     if header_length > limits.WEIGHT_HEADER_BYTES:
@@ -196,14 +163,7 @@ def _is_metadata(fields: object) -> bool:
 def parse_header_entry(tensor_name: str, entry: object, data_start: int, file_name: str) -> StoredTensor:
     """Check one entry of the header of a safetensors file.
 
-    Args:
-        tensor_name: its key.
-        entry: its value.
-        data_start: the first byte of the data, from which its offsets are counted.
-        file_name: the name of the file, for messages.
-
-    Raises:
-        FormatError: the entry breaks one of the rules W3 or W4.
+    data_start: the first byte of the data, from which its offsets are counted.
     """
     location = f"{file_name}: {tensor_name[:80]}"
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:

@@ -71,17 +71,7 @@ class TensorSource:
 
 
 def check_output_path(out: str | os.PathLike[str], *, overwrite: bool, absorbed_names: Collection[str] = ()) -> None:
-    """Refuse an output path that no bundle can be written to, before any work is done.
-
-    Args:
-        out: the folder of the bundle to be written.
-        overwrite: whether `out` may be an existing bundle.
-        absorbed_names: files in its folder that the manifest does not list yet, and the one of the new bundle will.
-
-    Raises:
-        OutputExistsError: `out` exists and `overwrite` is false, or `out` is not a bundle, or has other files that would be lost.
-        WriteError: the parent folder does not exist.
-    """
+    """Refuse an output path that no bundle can be written to, before any work is done."""
     path = Path(os.path.abspath(out))
     if os.path.lexists(path) and not overwrite:
         raise OutputExistsError(
@@ -122,17 +112,6 @@ class BundleWriter:
     """
 
     def __init__(self, out: str | os.PathLike[str], *, overwrite: bool, absorbed_names: Collection[str] = ()) -> None:
-        """Create the temporary folder. Those that killed processes left for the same output are removed.
-
-        Args:
-            out: the folder of the bundle to be written.
-            overwrite: whether `out` may be an existing bundle.
-            absorbed_names: see `check_output_path`.
-
-        Raises:
-            OutputExistsError: `out` exists and `overwrite` is false, or `out` is not a bundle.
-            WriteError: the parent folder does not exist or is not writable.
-        """
         check_output_path(out, overwrite=overwrite, absorbed_names=absorbed_names)
         self._absorbed_names = absorbed_names
         self._out = Path(os.path.abspath(out))
@@ -178,13 +157,8 @@ class BundleWriter:
     def write_file(self, file_name: str, pieces: Pieces, progress: ByteProgress | None = None) -> None:
         """Write one file, and record its size and digests for the manifest. Threads hash and write its chunks.
 
-        Args:
-            file_name: the name of the file in the bundle.
-            pieces: its content: bytes, which must not change afterwards, and ranges of other files.
-            progress: called by the threads with the number of bytes that were written.
-
-        Raises:
-            OSError: the file cannot be written; the ``with`` statement converts it to a `WriteError`.
+        pieces: its content: bytes, which must not change afterwards, and ranges of other files.
+        progress: called by the threads with the number of bytes that were written.
         """
         path = self._temporary_folder / file_name
         self._file_entries.append(write_pieces(path, pieces, progress))
@@ -193,14 +167,7 @@ class BundleWriter:
     def link_file(self, path: Path, entry: File, version: FileVersion | None = None) -> None:
         """Add a file of another bundle: as a hard link if the file system can, otherwise as a copy. Only a copy is hashed again.
 
-        Args:
-            path: the file.
-            entry: its entry in the manifest of the other bundle.
-            version: the file must still be this one, from `Bundle.check_digests`; None if nobody else writes it.
-
-        Raises:
-            DigestError: the copy differs from the entry.
-            OSError: the file is not of this version, or cannot be copied; the ``with`` statement converts it to a `WriteError`.
+        version: the file must still be this one, from `Bundle.check_digests`; None if nobody else writes it.
         """
         new_path = self._temporary_folder / entry.name
         try:
@@ -228,14 +195,8 @@ class BundleWriter:
     ) -> None:
         """Write a weight file.
 
-        Args:
-            file_name: the name of the file in the bundle.
-            tensors: the tensors in the order of the file.
-            read_tensor: returns the bytes of a tensor, by its name. It is called once for each tensor, in order.
-            progress: called by several threads with the number of bytes that were written.
-
-        Raises:
-            OSError: the file cannot be written; the ``with`` statement converts it to a `WriteError`.
+        read_tensor: returns the bytes of a tensor, by its name. It is called once for each tensor, in order.
+        progress: called by several threads with the number of bytes that were written.
         """
         specs = list(tensors)
 
@@ -249,23 +210,11 @@ class BundleWriter:
         self.write_file(file_name, pieces(), progress)
 
     def write_draft(self, manifest: Manifest) -> None:
-        """Write a manifest of the files that are written so far, so that the folder can be opened before it is finished.
-
-        Args:
-            manifest: the manifest. Its `files` and `sha256` are replaced.
-
-        Raises:
-            FormatError: the manifest breaks rules.
-            OSError: see `write_file`.
-        """
+        """Write a manifest of the files that are written so far, so that the folder can be opened before it is finished."""
         (self._temporary_folder / MANIFEST_NAME).write_bytes(encode_manifest(self._with_files(manifest)))
 
     def _with_files(self, manifest: Manifest) -> Manifest:
-        """The manifest with the list of files.
-
-        Raises:
-            FormatError: it breaks rules.
-        """
+        """The manifest with the list of files."""
         entries = sorted(self._file_entries, key=lambda entry: entry.name)
         manifest = msgspec.structs.replace(manifest, files=tuple(entries))
         raise_problems(check_manifest(manifest))
@@ -274,15 +223,7 @@ class BundleWriter:
     def finish(self, manifest: Manifest, *, replaced_digest: str | None = None) -> None:
         """Write the manifest and rename the temporary folder to the output.
 
-        Args:
-            manifest: the manifest. Its `files` and `sha256` are replaced.
-            replaced_digest: replace only the bundle with this digest; None for any bundle.
-
-        Raises:
-            OutputExistsError: the output was created by someone else in the meantime.
-            WriteError: the output is not the bundle with `replaced_digest` any more.
-            FormatError: the manifest breaks rules.
-            OSError: the file system refuses; the ``with`` statement converts it to a `WriteError`.
+        replaced_digest: replace only the bundle with this digest; None for any bundle.
         """
         manifest = self._with_files(manifest)
         (self._temporary_folder / MANIFEST_NAME).unlink(missing_ok=True)  # that of a draft
@@ -312,11 +253,7 @@ class BundleWriter:
 
 
 def _check_digest(path: Path, digest: str) -> None:
-    """Refuse to replace another bundle than the one that was changed.
-
-    Raises:
-        WriteError: the bundle has another digest, or there is none any more.
-    """
+    """Refuse to replace another bundle than the one that was changed."""
     try:
         found_digest = read_manifest(path).sha256
     except StagepackError as error:

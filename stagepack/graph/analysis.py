@@ -98,27 +98,13 @@ class GraphAnalysis:
         return written_weight_names(self.graph, self.alias_classes)
 
     def used_by(self, node_numbers: Iterable[int]) -> dict[str, None]:
-        """Return the distinct names of the values that nodes use, in the order of first use.
-
-        Args:
-            node_numbers: the numbers of the nodes.
-
-        Returns:
-            The names, as the keys of a dict; values that these nodes define are among them.
-        """
+        """Return the distinct names of the values that nodes use, in the order of first use."""
         return dict.fromkeys(
             itertools.chain.from_iterable(self.node_inputs[node_number] for node_number in node_numbers)
         )
 
     def defined_by(self, node_numbers: Iterable[int]) -> dict[str, None]:
-        """Return the names of the values that nodes define, in the order of the nodes.
-
-        Args:
-            node_numbers: the numbers of the nodes.
-
-        Returns:
-            The names, as the keys of a dict.
-        """
+        """Return the names of the values that nodes define, in the order of the nodes."""
         return dict.fromkeys(
             itertools.chain.from_iterable(self.node_outputs[node_number] for node_number in node_numbers)
         )

@@ -20,14 +20,7 @@ from stagepack.format.traversal import (
 
 
 def canonical_graph(graph: Graph) -> Graph:
-    """Return the graph of a whole model in the one form that `join_stages` returns.
-
-    Args:
-        graph: the graph of a whole model.
-
-    Returns:
-        The graph with its tables and weights in the order of first use; weights that no node uses follow, sorted by name.
-    """
+    """Return the graph of a whole model in the one form that `join_stages` returns."""
     used_names = dict.fromkeys(value_name for node in graph.nodes for value_name in input_names(node))
     ranks = {value_name: rank for rank, value_name in enumerate(used_names)}
     weights = sorted(graph.weights, key=lambda weight: (ranks.get(weight.value, len(ranks)), weight.names))
@@ -39,11 +32,6 @@ class GraphAssembler:
     """A graph while it is assembled: `add_node` copies each node, then `finish` returns the graph."""
 
     def __init__(self, symbols: Sequence[Symbol]) -> None:
-        """Start without nodes.
-
-        Args:
-            symbols: all symbols that the values of the graph may use.
-        """
         self._symbols = symbols
         self._ops: dict[Op, int] = {}
         self._scopes: dict[Scope, int] = {}
@@ -62,34 +50,13 @@ class GraphAssembler:
         weights: Sequence[Weight],
         outputs: Sequence[str],
     ) -> Graph:
-        """Assemble the graph of some nodes of one graph.
-
-        Args:
-            source: the graph that has the tables which `nodes` refer to.
-            nodes: the nodes, in execution order.
-            inputs: the inputs of the graph.
-            weights: its weights.
-            outputs: the names of its outputs.
-
-        Returns:
-            The graph, without module calls.
-        """
+        """Assemble the graph of some nodes of one graph."""
         return self.finish([self.add_node(source, node) for node in nodes], inputs, weights, outputs)
 
     def finish(
         self, nodes: Sequence[Node], inputs: Sequence[Value], weights: Sequence[Weight], outputs: Sequence[str]
     ) -> Graph:
-        """Assemble the graph of nodes that `add_node` returned.
-
-        Args:
-            nodes: the nodes, in execution order.
-            inputs: the inputs of the graph.
-            weights: its weights.
-            outputs: the names of its outputs.
-
-        Returns:
-            The graph, without module calls.
-        """
+        """Assemble the graph of nodes that `add_node` returned."""
         scopes = sorted(self._scopes, key=lambda scope: (scope.path, scope.type))
         sorted_indices = {scope: index for index, scope in enumerate(scopes)}
         new_scopes = [sorted_indices[scope] for scope in self._scopes]
@@ -109,15 +76,7 @@ class GraphAssembler:
         )
 
     def add_node(self, source: Graph, node: Node) -> Node:
-        """Copy a node, and the entries of tables that it uses, from another graph.
-
-        Args:
-            source: the graph that has the tables which `node` refers to.
-            node: the node.
-
-        Returns:
-            The node with references to the tables of this graph, for `finish`.
-        """
+        """Copy a node, and the entries of tables that it uses, from another graph."""
         if source.subgraphs and any(True for _ in subgraph_indices(node)):
             node = map_node_arguments(node, lambda leaf: self._copy_subgraph(source, leaf))
         return replace(

@@ -30,13 +30,8 @@ _Item = TypeVar("_Item")
 def fold_graph(graph: Graph, positions: Sequence[int] | None = None) -> FoldedGraph:
     """Fold a graph.
 
-    Args:
-        graph: a graph whose tables are in the order that `unfold_graph` gives them; any other graph is not folded.
-        positions: the position of each node in the whole model when `graph` is a stage, -1 for a node that is in no other stage; None
-            for a whole model.
-
-    Returns:
-        The folded graph; with no regions when nothing repeats.
+    positions: the position of each node in the whole model when `graph` is a stage, -1 for a node that is in no other stage; None for a
+        whole model.
     """
     analysis = GraphAnalysis(graph)
     repeats = find_repeats(analysis).repeats
@@ -68,12 +63,7 @@ class _RegionRuns:
         return tuple(run_texts[run_index] for run_texts in self.templates.hole_texts)
 
     def renaming(self, items: Sequence[_Item], names_in: Callable[[_Item], Iterable[str]]) -> Callable[[str], str]:
-        """A function that renames the item of one run to the templates for all runs.
-
-        Args:
-            items: the item of each run, equal up to names.
-            names_in: lists the names in an item, in the order in which they are renamed.
-        """
+        """A function that renames the item of one run to the templates for all runs."""
         return rename_in_order(
             [self.templates.template(run_names) for run_names in zip(*map(names_in, items), strict=True)]
         )

@@ -18,16 +18,7 @@ def join_stages(entry_point: EntryPoint, stages: Sequence[Graph]) -> Graph:
 
     A node that several stages compute is in the result once, and a node that a cut added is not in it.
 
-    Args:
-        entry_point: the entry point of a bundle.
-        stages: the graphs of its stages, in order.
-
-    Returns:
-        The graph of the whole model, in the form of `canonical_graph`.
-
-    Raises:
-        CutError: the manifest does not record the positions of the nodes in the whole model, or a weight differs in two stages.
-        FormatError: the stages are not the parts of one model (G18, G19).
+    stages: the graphs of its stages, in order.
     """
     raise_problems(check_whole_model(entry_point, stages))
     sources: dict[int, tuple[Graph, int]] = {}

@@ -24,11 +24,6 @@ class NodeTokens:
     """
 
     def __init__(self, graph: Graph) -> None:
-        """Compute the tokens.
-
-        Args:
-            graph: the graph that has the nodes.
-        """
         self._graph = graph
         self._token_of_encoding: dict[bytes, int] = {}
         self._types = dict(self._value_types())
@@ -41,15 +36,7 @@ class NodeTokens:
             self._node_names.append(node_names)
 
     def equality_key(self, start: int, end: int) -> object:
-        """Return a key that is equal for runs of nodes that are equal up to names.
-
-        Args:
-            start: the first node of the run.
-            end: the node after its last.
-
-        Returns:
-            The tokens of the nodes, and which of the names in them are the same name.
-        """
+        """Return a key that is equal for runs of nodes that are equal up to names."""
         index_of: dict[str, int] = {}
         run_names = itertools.chain.from_iterable(self._node_names[start:end])
         indices = [index_of.setdefault(run_name, len(index_of)) for run_name in run_names]

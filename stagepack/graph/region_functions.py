@@ -53,27 +53,11 @@ class RegionFunction:
     outputs: tuple[tuple[int, int], ...]
 
     def input_names(self, graph: Graph, start_node: int) -> list[str]:
-        """Return the names of the values that a call takes.
-
-        Args:
-            graph: the unfolded graph.
-            start_node: the number of the first node of the call.
-
-        Returns:
-            A name for each entry of `inputs`.
-        """
+        """Return the names of the values that a call takes."""
         return [input_names(graph.nodes[start_node + offset])[value_index] for offset, value_index in self.inputs]
 
     def output_names(self, graph: Graph, start_node: int) -> list[str]:
-        """Return the names of the values that a call returns.
-
-        Args:
-            graph: the unfolded graph.
-            start_node: the number of the first node of the call.
-
-        Returns:
-            A name for each entry of `outputs`.
-        """
+        """Return the names of the values that a call returns."""
         return [
             list(output_names(graph.nodes[start_node + offset]))[value_index] for offset, value_index in self.outputs
         ]
@@ -82,12 +66,7 @@ class RegionFunction:
 def region_functions(folded: FoldedGraph, graph: Graph) -> tuple[list[BodyItem], list[RegionFunction]]:
     """Describe a folded graph as calls of functions.
 
-    Args:
-        folded: the folded graph, of `folded_functions`.
-        graph: the same graph, unfolded.
-
-    Returns:
-        The items of the graph in order, and a function for each region.
+    The result is the items of the graph in order, and a function for each region.
     """
     calls_of_graph = _Calls(folded)
     last_uses = GraphAnalysis(graph).last_uses
@@ -112,10 +91,6 @@ def folded_functions(folded: FoldedGraph, graph: Graph) -> FoldedGraph:
     """Return a folded graph if each of its regions is one function, which all its calls can run; otherwise the graph without regions.
 
     A region is text: names of two values may be equal at one of its calls and differ at another one, or stand for values of other shapes.
-
-    Args:
-        folded: the folded graph.
-        graph: the same graph, unfolded.
     """
     if not folded.regions:
         return folded

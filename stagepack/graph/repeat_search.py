@@ -28,11 +28,7 @@ _Span = tuple[int, int]
 def find_repeats(analysis: GraphAnalysis) -> RepeatSearchResult:
     """Find the equal runs of nodes of a graph, in a time that grows little faster than the number of its nodes.
 
-    Args:
-        analysis: of the graph.
-
-    Returns:
-        The repeats that save at least eight nodes when they are stored once.
+    The result is the repeats that save at least eight nodes when they are stored once.
     """
     search = _RepeatSearch(analysis)
     search.run()

@@ -23,16 +23,7 @@ class RepeatedSubsequence:
 
 
 def repeated_subsequences(sequence: Sequence[int], sizes: Sequence[int], least_gain: int) -> list[RepeatedSubsequence]:
-    """Find the repeated subsequences that are worth a region.
-
-    Args:
-        sequence: the items.
-        sizes: the number of nodes of each item.
-        least_gain: the nodes that a repeat must save, see `folding_gain`.
-
-    Returns:
-        The subsequences, the most useful first; different ones may overlap.
-    """
+    """Find the repeated subsequences that are worth a region."""
     size_before = [0]
     for size in sizes:
         size_before.append(size_before[-1] + size)
@@ -51,15 +42,7 @@ def repeated_subsequences(sequence: Sequence[int], sizes: Sequence[int], least_g
 
 
 def folding_gain(node_count: int, run_count: int) -> int:
-    """Compute how many nodes it saves to store equal runs once and to call them, where a call counts as two nodes.
-
-    Args:
-        node_count: nodes of each run.
-        run_count: the number of runs.
-
-    Returns:
-        The nodes that are saved; negative when folding costs more than it saves.
-    """
+    """Compute how many nodes it saves to store equal runs once and to call them, where a call counts as two nodes."""
     return (run_count - 1) * node_count - 2 * run_count
 
 

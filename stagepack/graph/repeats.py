@@ -35,14 +35,7 @@ class ImpureRepeat:
     reason: str
 
     def covers(self, repeat: Repeat) -> bool:
-        """Tell whether each run of another repeat is inside of a run of this one.
-
-        Args:
-            repeat: the other repeat.
-
-        Returns:
-            Whether all its runs are covered.
-        """
+        """Tell whether each run of another repeat is inside of a run of this one."""
         starts, length = self.repeat.starts, self.repeat.length
         indices = [bisect.bisect(starts, start) - 1 for start in repeat.starts]
         ends = [starts[index] + length if index >= 0 else 0 for index in indices]
@@ -65,11 +58,7 @@ class RepeatSearchResult:
 def all_starts(repeats: Sequence[Repeat]) -> list[list[int]]:
     """List the starts of all runs of each repeat, those inside of any run of a longer repeat too.
 
-    Args:
-        repeats: the longest first, as `RepeatSearchResult` has them.
-
-    Returns:
-        For each repeat, the numbers of the first nodes of its runs, ascending.
+    The result is for each repeat, the numbers of the first nodes of its runs, ascending.
     """
     starts_of: list[list[int]] = []
     for repeat in repeats:
@@ -92,11 +81,7 @@ def all_starts(repeats: Sequence[Repeat]) -> list[list[int]]:
 def repeat_interiors(repeats: Sequence[Repeat]) -> list[set[int]]:
     """List the positions at which a cut would divide a repeated run.
 
-    Args:
-        repeats: the longest first, as `RepeatSearchResult` has them.
-
-    Returns:
-        Sets of nodes in front of which a cut would be inside of a run: first those inside of any run, then again without the
+    The result is sets of nodes in front of which a cut would be inside of a run: first those inside of any run, then again without the
         longest runs, and so on.
     """
     starts_of = all_starts(repeats)
@@ -114,14 +99,7 @@ def repeat_interiors(repeats: Sequence[Repeat]) -> list[set[int]]:
 
 
 def without_nested_copies(repeats: Sequence[Repeat]) -> Iterator[Repeat]:
-    """Yield repeats, the longest first, without the runs inside of runs that are equal to an earlier one.
-
-    Args:
-        repeats: in any order.
-
-    Yields:
-        The repeats that still have several runs.
-    """
+    """Yield repeats, the longest first, without the runs inside of runs that are equal to an earlier one."""
     # For each node, the length of the longest yielded run that has it and is not the first of its repeat.
     enclosing_lengths: dict[int, int] = {}
     for repeat in sorted(repeats, key=lambda repeat: (-repeat.length, repeat.starts)):

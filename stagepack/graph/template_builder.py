@@ -18,7 +18,6 @@ class TemplateBuilder:
     """
 
     def __init__(self) -> None:
-        """Start without holes."""
         self.hole_texts: list[tuple[str, ...]] = []
         self._templates: dict[tuple[str, ...], str] = {}
         self._text_holes: dict[tuple[str, ...], int] = {}
@@ -26,14 +25,7 @@ class TemplateBuilder:
         self._integer_holes: dict[tuple[int, ...], tuple[int, int]] = {}
 
     def template(self, run_names: tuple[str, ...]) -> str:
-        """Return a template for names that differ from run to run; equal names have equal templates.
-
-        Args:
-            run_names: the name in each run.
-
-        Returns:
-            The template; what is equal in all names is part of it, the rest are holes.
-        """
+        """Return a template for names that differ from run to run; equal names have equal templates."""
         if run_names not in self._templates:
             self._templates[run_names] = self._make_template(run_names)
         return self._templates[run_names]

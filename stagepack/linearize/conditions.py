@@ -15,14 +15,7 @@ class _InexactError(Exception):
 
 
 def integer_condition(condition: sympy.Basic) -> sympy.Basic:
-    """Return a condition without negation, with integers in the place of floats, as far as float arithmetic on sizes is exact.
-
-    Args:
-        condition: a condition of torch.
-
-    Returns:
-        Relations, or ``And`` and ``Or`` of some, which hold for the same sizes.
-    """
+    """Return a condition without negation, with integers in the place of floats, as far as float arithmetic on sizes is exact."""
     pieces = sorted(condition.atoms(sympy.Piecewise), key=lambda piece: len(piece.args))
     if pieces:
         return integer_condition(_by_cases(condition, pieces[0]))

@@ -11,15 +11,7 @@ from stagepack.linearize.tensor_memory import dtype_name
 def constant_argument(constant: object, location: str) -> Argument:
     """Return a constant as data.
 
-    Args:
-        constant: a number, text, bool or None, or a dtype, layout or memory format of torch.
-        location: where the constant is, for the error.
-
-    Returns:
-        The argument.
-
-    Raises:
-        UnsupportedError: the constant is of another kind.
+    constant: a number, text, bool or None, or a dtype, layout or memory format of torch.
     """
     if is_plain(constant):
         return constant  # type: ignore[return-value]

@@ -37,19 +37,7 @@ FactoryName = Literal["list", "dict", "set", "int", "float", "str"]
 
 
 def container_tree(spec: TreeSpec, leaves: Iterator[Leaf], location: str) -> Tree:
-    """Build the tree of nested containers.
-
-    Args:
-        spec: torch's description of the containers.
-        leaves: the leaves from left to right; as many are consumed as the containers hold.
-        location: where the containers are, for the error.
-
-    Returns:
-        The tree.
-
-    Raises:
-        UnsupportedError: a container or a constant is one that a bundle cannot hold.
-    """
+    """Build the tree of nested containers."""
     if spec.is_leaf():
         return leaf_tree(next(leaves), location)
     container_type, context = spec.type, spec.context
@@ -87,18 +75,7 @@ def container_tree(spec: TreeSpec, leaves: Iterator[Leaf], location: str) -> Tre
 
 
 def leaf_tree(leaf: Leaf, location: str) -> Tree:
-    """Return a leaf as a tree.
-
-    Args:
-        leaf: the name of a value, or a constant.
-        location: where the leaf is, for the error.
-
-    Returns:
-        The tree of one leaf.
-
-    Raises:
-        UnsupportedError: the constant is not a number, a text, a bool or None.
-    """
+    """Return a leaf as a tree."""
     if isinstance(leaf, str):
         return ValueLeaf(leaf)
     constant = leaf.value

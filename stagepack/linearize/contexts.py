@@ -24,13 +24,7 @@ def context_module_position(node: FxNode) -> int:
 
 
 def opened_context(node: FxNode, parent: int | None, capture_device: str) -> Context:
-    """Return the context that a node opens.
-
-    Args:
-        node: a node for which `opens_context` is true.
-        parent: the index of the context that the node itself is in.
-        capture_device: the type of the device that the program was captured on.
-    """
+    """Return the context that a node opens."""
     if str(node.target) == _GRAD_MODE:
         return Context(parent=parent, grad=bool(node.args[0]))
     device_type, dtype, is_enabled, caches_weights = node.args[:4]

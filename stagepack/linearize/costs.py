@@ -35,12 +35,8 @@ class CostModel:
     ) -> Cost:
         """Return the cost of one call of a node.
 
-        Args:
-            node: a node of a captured program.
-            operator_name: the name of its operator in the op table.
-            weight_nodes: the nodes that stand for weights of the model.
-            body_costs: the costs of the nodes of its subgraphs; each subgraph is executed once, or once for each step of a loop
-                whose number of steps a shape tells.
+        body_costs: the costs of the nodes of its subgraphs; each subgraph is executed once, or once for each step of a loop whose number of
+            steps a shape tells.
         """
         own_cost = self._own_cost(node, operator_name, weight_nodes)
         step_count = _step_count(node, operator_name)

@@ -26,26 +26,13 @@ INPUT_PREFIX, OUTPUT_PREFIX = "input.", "output."
 
 
 def example_values(capture: Capture, program: LinearizedProgram) -> dict[str, Any]:
-    """Return the tensors and numbers that the program takes in its example, by name, in the order of its inputs.
-
-    Args:
-        capture: the captured model.
-        program: its program.
-    """
+    """Return the tensors and numbers that the program takes in its example, by name, in the order of its inputs."""
     bound = bind_call(program.signature, capture.inputs.args, capture.inputs.kwargs)
     return {value.name: bound[value.name].value for value in program.graph.inputs}
 
 
 def with_example_sizes(capture: Capture, program: LinearizedProgram) -> LinearizedProgram:
-    """Return a program whose symbols have the sizes of the example, where they were traced with another one.
-
-    Args:
-        capture: the captured program, with the inputs that the caller passed for it.
-        program: the same program as data.
-
-    Raises:
-        InputError: the example does not satisfy a guard.
-    """
+    """Return a program whose symbols have the sizes of the example, where they were traced with another one."""
     bound = bind_call(program.signature, capture.inputs.args, capture.inputs.kwargs)
     sizes = check_values(program.graph.inputs, bound, (), program.guards)
     symbols = [replace(symbol, example=sizes.get(symbol.name, symbol.example)) for symbol in program.graph.symbols]
@@ -53,22 +40,13 @@ def with_example_sizes(capture: Capture, program: LinearizedProgram) -> Lineariz
 
 
 def check_example(capture: Capture, program: LinearizedProgram) -> None:
-    """Check the example of a captured program as a call of its bundle is checked.
-
-    Raises:
-        InputError: the example does not fit.
-    """
+    """Check the example of a captured program as a call of its bundle is checked."""
     bound = bind_call(program.signature, capture.inputs.args, capture.inputs.kwargs)
     check_values(program.graph.inputs, bound, program.graph.symbols, program.guards)
 
 
 def example_inputs(capture: Capture, program: LinearizedProgram) -> dict[str, torch.Tensor]:
-    """Return copies of the inputs of the example by name, as they are in memory; numbers are 0-dimensional tensors.
-
-    Args:
-        capture: the captured model.
-        program: its program.
-    """
+    """Return copies of the inputs of the example by name, as they are in memory; numbers are 0-dimensional tensors."""
     bound = bind_call(program.signature, capture.inputs.args, capture.inputs.kwargs)
     return {name: copy.deepcopy(torch.as_tensor(argument.value).detach()) for name, argument in bound.items()}
 
@@ -79,20 +57,7 @@ def run_example(
     written: Iterable[torch.Tensor] = (),
     changed: list[str] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Run the original model once on its example. The model and its inputs stay as they are.
-
-    Args:
-        capture: the captured model. Without a model, its program is interpreted.
-        program: its program.
-        written: the tensors of the model that it writes.
-        changed: takes the paths of the attributes that the call changes, see `run_model`.
-
-    Returns:
-        The leaves of the answer as tensors on the CPU, as ``output.INDEX``.
-
-    Raises:
-        CaptureError: the model fails, or its answer consists of other containers than the captured program's.
-    """
+    """Run the original model once on its example. The model and its inputs stay as they are."""
     result_tree = program.signature.result
     if capture.model is None:
         inputs = Inputs(args=tuple(example_values(capture, program).values()))
@@ -116,11 +81,7 @@ def _answer_tensors(results: Iterable[tuple[Any, Any]]) -> dict[str, torch.Tenso
 
 
 def tensor_source(tensors: Mapping[str, torch.Tensor]) -> TensorSource:
-    """Return tensors as the content of a file.
-
-    Args:
-        tensors: the tensors by name.
-    """
+    """Return tensors as the content of a file."""
     # The bytes of a lazy conjugate or negative are other numbers.
     contiguous = {
         tensor_name: tensor.detach().contiguous().resolve_conj().resolve_neg()

@@ -27,13 +27,6 @@ def fill_modules(
 
     The weights are mapped from files for reading only, so they take no memory of the process. Their addresses are aligned as in every
     loaded bundle, so that kernels give the same bits.
-
-    Args:
-        modules: the modules; they are changed.
-        capture: the capture that they belong to.
-        weights: its weights.
-        locations: where they are written.
-        written_names: the names of the weights that the model writes; their memory is their own.
     """
     fake_tensors = weights.tensors
     entries = {id(fake_tensors[weight_name]): weight for weight in weights.weights for weight_name in weight.names}

@@ -53,11 +53,7 @@ _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
 
 
 def conditions_of_texts(program: ExportedProgram) -> Iterator[sympy.Basic]:
-    """Yield the conditions of a program that was read from a file, over the symbols of its inputs.
-
-    Raises:
-        UnsupportedError: a condition cannot be read, or is about something else than sizes of inputs.
-    """
+    """Yield the conditions of a program that was read from a file, over the symbols of its inputs."""
     condition_texts = guard_texts(program)
     sizes = _sizes_by_source(program) if condition_texts else {}
     for condition_text in condition_texts:

@@ -47,11 +47,7 @@ _MANY_SIZES = (
 
 
 def program_conditions(program: ExportedProgram) -> tuple[sympy.Basic, ...]:
-    """Return the conditions on sizes that a program was traced for, over torch's symbols of its inputs.
-
-    Raises:
-        UnsupportedError: a condition of a program that was read from a file cannot be read.
-    """
+    """Return the conditions on sizes that a program was traced for, over torch's symbols of its inputs."""
     conditions = traced_conditions(program)
     return tuple(conditions_of_texts(program) if conditions is None else conditions)
 
@@ -61,15 +57,8 @@ def program_guards(
 ) -> tuple[Guard, ...]:
     """Return conditions as guards, except those that the ranges of symbols imply.
 
-    Args:
-        conditions: the conditions of a program.
-        asserted: conditions that its nodes assert. Those that a guard can be are guards too, which are checked before a stage runs, in
-            every runtime.
-        symbols: its symbols, with those of all inputs.
-        inputs: its inputs.
-
-    Raises:
-        UnsupportedError: a bundle cannot keep a condition.
+    asserted: conditions that its nodes assert. Those that a guard can be are guards too, which are checked before a stage runs, in every
+        runtime.
     """
     builder = _GuardBuilder(symbols, inputs)
     parts = itertools.chain.from_iterable(map(sympy.And.make_args, map(integer_condition, conditions)))

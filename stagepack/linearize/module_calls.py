@@ -23,12 +23,7 @@ _MAX_LEAVES = 64
 
 
 def module_calls(body: BodyBuilder, traced_calls: TracedCalls) -> Iterator[ModuleCall]:
-    """Yield the calls of modules whose nodes follow one another.
-
-    Args:
-        body: the nodes of the whole program.
-        traced_calls: the calls that were recorded during the capture. A call that is missing there has no signature.
-    """
+    """Yield the calls of modules whose nodes follow one another."""
     positions: dict[Scope, list[int]] = {}
     for position, source in enumerate(body.sources):
         for scope in module_stack(source):

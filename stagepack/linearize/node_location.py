@@ -7,12 +7,7 @@ from stagepack.linearize.tables import module_stack
 
 
 def with_node_location(message: str, node: FxNode | None) -> str:
-    """Append module and line of a node to a message about it, such as ``(layers.0: net.py, line 7, in forward)``, if they are known.
-
-    Args:
-        message: the message.
-        node: a node of a captured program.
-    """
+    """Append module and line of a node to a message about it, such as ``(layers.0: net.py, line 7, in forward)``, if they are known."""
     if node is None:
         return message
     stack = module_stack(node)

@@ -23,13 +23,7 @@ _ValueAxis = tuple[str, int | None]
 
 
 def observations(trial: SizeTrial, graph: Graph, guards: Sequence[Guard]) -> list[Observed]:
-    """Return what runs at sizes that a program admits have found other than its graph states.
-
-    Args:
-        trial: runs the program.
-        graph: its graph, with the ranges of the symbols.
-        guards: the conditions on its symbols.
-    """
+    """Return what runs at sizes that a program admits have found other than its graph states."""
     symbols = {symbol.name: symbol for symbol in graph.symbols}
 
     def is_admitted(point: Point) -> bool:
@@ -81,10 +75,6 @@ def with_observed_shapes(graph: Graph, observed: Sequence[Observed]) -> Graph:
     """Return a graph with a symbol in the place of each dimension that was observed otherwise than it is stated.
 
     Dimensions that are stated alike, and were observed alike in all runs, have one symbol.
-
-    Args:
-        graph: the graph.
-        observed: for each run, the dimensions that differ from what the graph states.
     """
     wrong_sizes: dict[_ValueAxis, tuple[int | None, ...]] = {}
     for value_axis in itertools.chain.from_iterable(observed):

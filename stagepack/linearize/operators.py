@@ -30,14 +30,7 @@ _RETURN_INPUT = (
 
 
 def op_row(target: Callable[..., Any]) -> Op:
-    """Return the row of the op table for the target of a call.
-
-    Args:
-        target: an operator of torch, or a Python function on symbolic scalars.
-
-    Raises:
-        UnsupportedError: a bundle cannot hold the operator.
-    """
+    """Return the row of the op table for the target of a call."""
     if isinstance(target, OperatorOverload):
         if is_denied_operator(str(target)):
             raise UnsupportedError(f"the operator {target} is not allowed in a bundle")
@@ -57,12 +50,6 @@ def observed_aliases(node: FxNode) -> Iterator[tuple[int, str]]:
     """Yield which results of a call share storage with its arguments, as the capture observed it.
 
     Some schemas do not say it: those of einsum and meshgrid, which return views.
-
-    Args:
-        node: a node of a captured program.
-
-    Yields:
-        The index of a result, and the parameter whose argument it shares storage with.
     """
     if not isinstance(node.target, OperatorOverload):
         return

@@ -74,11 +74,7 @@ class LinearizedProgram:
     traced_symbols: Mapping[str, TracedSymbol]
 
     def with_constant_prefix(self, prefix: str) -> "LinearizedProgram":
-        """Return the program with other names of its constants, which torch numbers in each program.
-
-        Args:
-            prefix: is put before the name of each constant.
-        """
+        """Return the program with other names of its constants, which torch numbers in each program."""
         return self._with_weights(self.weights.with_constant_prefix(prefix))
 
     def without_unused_weights(self) -> "LinearizedProgram":
@@ -103,20 +99,7 @@ def linearize_program(
 ) -> LinearizedProgram:
     """Turn a captured program into data.
 
-    Args:
-        program: a program of ``torch.export``.
-        dim_names: the caller's names of dynamic dimensions, by the names of torch's symbols.
-        forward: the call of the original model, for the order and the defaults of its parameters; None if there is no model.
-        smallest_sizes: where ranges begin that torch begins later, by the same names; see `with_tried_sizes`.
-        traced_calls: the calls of modules that were recorded during the capture.
-        store_zeros: store persistent buffers of all zeros, too.
-        data_of: returns a tensor with the data of one of the program's; fake tensors have no data of their own.
-
-    Returns:
-        The graph with its weights and its signature.
-
-    Raises:
-        UnsupportedError: the program has something that a bundle cannot hold; the message names it.
+    forward: the call of the original model, for the order and the defaults of its parameters; None if there is no model.
     """
     conditions = program_conditions(program)
     program = _without_vmap(program)

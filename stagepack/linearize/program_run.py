@@ -35,19 +35,6 @@ def run_program(
     """Run a captured program, without its guards on the sizes of inputs.
 
     Not by ``program.module()``: this one has the name of each node, and needs no Python code made of names of the model.
-
-    Args:
-        program: the program.
-        weights: its parameters, buffers and constants by name.
-        leaves: the inputs of the model, flat.
-        record: called for each node.
-        skip_failing: leave out nodes that fail, and those that use their results.
-
-    Returns:
-        The leaves of the model's result; not those that are left out.
-
-    Raises:
-        UnsafeArgumentsError: an operator would end the process, so it is not called.
     """
     arguments, remaining = [], iter(leaves)
     for spec in program.graph_signature.input_specs:

@@ -16,15 +16,8 @@ from stagepack.torch_internals import wrapped_attributes
 def program_tensors(program: ExportedProgram) -> dict[str, tuple[WeightKind, torch.Tensor]]:
     """Return the parameters, buffers and constants of a program.
 
-    Args:
-        program: a captured program.
-
-    Returns:
-        The tensors with their kind by fully qualified name, in the order of the model. In the place of a tensor of a subclass that
-        wraps others, such as a quantized weight, are the tensors that it wraps.
-
-    Raises:
-        UnsupportedError: a constant is not a tensor.
+    The result is the tensors with their kind by fully qualified name, in the order of the model. In the place of a tensor of a subclass
+        that wraps others, such as a quantized weight, are the tensors that it wraps.
     """
     tensors: dict[str, tuple[WeightKind, torch.Tensor]] = {}
     used_names = {node.name for node in program.graph.nodes if node.op == "placeholder" and node.users}
@@ -47,12 +40,6 @@ def inner_constants(program: ExportedProgram) -> dict[str, torch.Tensor]:
     """Return the tensors that graph modules inside a program hold, such as constants in the branches of ``torch.cond``.
 
     torch lifts the constants of the program itself, and names them ``lifted_tensor_0`` and so on. These get the next names.
-
-    Args:
-        program: a captured program.
-
-    Returns:
-        The tensors by name, each once, in the order in which nodes use them.
     """
     taken_names = {*program.constants, *program.state_dict}
     free_names = (f"lifted_tensor_{number}" for number in itertools.count())

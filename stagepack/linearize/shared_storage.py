@@ -27,12 +27,8 @@ class BaseTensor:
 def base_tensors(tensors: Mapping[str, torch.Tensor], taken_names: Container[str]) -> dict[str, BaseTensor | None]:
     """Find the stored tensor that each tensor is a view of.
 
-    Args:
-        tensors: tensors of which no two are equal views.
-        taken_names: the names that a new stored tensor must not have.
-
-    Returns:
-        For each tensor its base, which may be the tensor itself; None for a tensor that is dense and shares no memory.
+    taken_names: the names that a new stored tensor must not have.
+    The result is for each tensor its base, which may be the tensor itself; None for a tensor that is dense and shares no memory.
     """
     groups: dict[tuple[object, ...], dict[str, torch.Tensor]] = {}
     for tensor_name, tensor in tensors.items():

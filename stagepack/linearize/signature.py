@@ -22,17 +22,7 @@ def program_signature(
 ) -> Signature:
     """Return the signature of a program: the parameters that the example passes, and those with a plain default.
 
-    Args:
-        program: a captured program.
-        inputs: the leaves of its arguments, from left to right.
-        results: the leaves of its result.
-        forward: the call of the original model, for the order and the defaults of its parameters; None if there is no model.
-
-    Returns:
-        The signature.
-
-    Raises:
-        UnsupportedError: a container or a constant is one that a bundle cannot hold.
+    forward: the call of the original model, for the order and the defaults of its parameters; None if there is no model.
     """
     leaves = iter(inputs)
     args_spec, kwargs_spec = tree_children(program.call_spec.in_spec)
@@ -49,19 +39,7 @@ def program_signature(
 
 
 def call_signature(call: TracedCall, arguments: Sequence[Leaf], results: Sequence[Leaf]) -> Signature:
-    """Return the signature of a call of a module, with its arguments as they were passed.
-
-    Args:
-        call: the recorded call.
-        arguments: the leaves of its arguments, by position and then by name.
-        results: the leaves of its result.
-
-    Returns:
-        The signature.
-
-    Raises:
-        UnsupportedError: a container or a constant is one that a bundle cannot hold.
-    """
+    """Return the signature of a call of a module, with its arguments as they were passed."""
     leaves = iter(arguments)
     args_spec, kwargs_spec = tree_children(call.arguments_spec)
     declared = [parameter for parameter in call.parameters.values() if parameter.kind in _POSITIONAL]

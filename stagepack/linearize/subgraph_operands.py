@@ -18,11 +18,8 @@ _SCORE_OPERANDS, _MASK_OPERANDS = 7, 8
 def subgraph_operands(node: FxNode) -> Iterator[tuple[int | None, list[FxNode]]]:
     """Yield the subgraphs of a call of a higher-order operator that get the same operands.
 
-    Args:
-        node: a node of a captured program.
-
-    Yields:
-        The position of the argument that lists the operands, None if all further arguments are operands; and the nodes of the subgraphs.
+    It yields the position of the argument that lists the operands, None if all further arguments are operands; and the nodes of the
+        subgraphs.
     """
     if not isinstance(node.target, HigherOrderOperator):
         return
@@ -43,15 +40,7 @@ def subgraph_operands(node: FxNode) -> Iterator[tuple[int | None, list[FxNode]]]
 def with_operands(
     args: Sequence[Argument], further_operands: Mapping[int | None, Sequence[Argument]]
 ) -> tuple[Argument, ...]:
-    """Return the arguments of a call with further operands.
-
-    Args:
-        args: the arguments by position.
-        further_operands: the operands, by the position that `subgraph_operands` gives.
-
-    Raises:
-        UnsupportedError: the call does not list its operands.
-    """
+    """Return the arguments of a call with further operands."""
     extended = list(args)
     for position, operands in further_operands.items():
         if position is None:

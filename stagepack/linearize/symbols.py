@@ -38,13 +38,6 @@ class SymbolTable:
     def __init__(
         self, program: ExportedProgram, dim_names: Mapping[str, str], smallest_sizes: Mapping[str, int] | None = None
     ) -> None:
-        """Start an empty table.
-
-        Args:
-            program: the program, which has torch's range of each symbol, and its value in the example.
-            dim_names: the caller's name of each symbol, by the name that torch gives it.
-            smallest_sizes: where ranges begin that begin later in the program, by the same names.
-        """
         self._smallest_sizes = smallest_sizes or {}
         self._traced_symbols: dict[str, TracedSymbol] = {}
         self._ranges = program.range_constraints
@@ -69,14 +62,7 @@ class SymbolTable:
         return self._symbols.get(variable)
 
     def dim(self, size: "int | torch.SymInt") -> Dim:
-        """Return a size as a dimension.
-
-        Args:
-            size: a size of a tensor of the program.
-
-        Returns:
-            The dimension. Arithmetic that the format cannot express becomes a symbol of its own, without bounds.
-        """
+        """Return a size as a dimension."""
         return size if isinstance(size, int) else self._dim(symbolic_expression(size))
 
     def exact_dim(self, size: "torch.SymInt") -> Dim | None:

@@ -64,23 +64,14 @@ class Tables:
         return tuple(self._context_indices)
 
     def op_index(self, target: Any) -> int:
-        """Return the index of an operator, which is added when it is new.
-
-        Raises:
-            UnsupportedError: a bundle cannot hold the operator.
-        """
+        """Return the index of an operator, which is added when it is new."""
         if target not in self._op_indices:
             self._op_indices[target] = len(self._op_rows)
             self._op_rows.append(op_row(target))
         return self._op_indices[target]
 
     def add_aliases(self, op: int, aliases: Iterable[tuple[int, str]]) -> None:
-        """Record that results of an operator may share memory with arguments.
-
-        Args:
-            op: the index of the operator.
-            aliases: pairs of the index of a result and a parameter.
-        """
+        """Record that results of an operator may share memory with arguments."""
         row = self._op_rows[op]
         self._op_rows[op] = replace(row, aliases=tuple(dict.fromkeys((*row.aliases, *aliases))))
 

@@ -6,14 +6,7 @@ from stagepack.torch_internals import FakeTensor, storage_identity
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a contiguous tensor, without a copy if it is on the CPU.
-
-    Args:
-        tensor: a tensor whose elements follow one another in the order of its dimensions.
-
-    Returns:
-        One byte an item.
-    """
+    """Return the bytes of a contiguous tensor, without a copy if it is on the CPU."""
     # A dimension of size 1 may have any stride, which a view as bytes refuses: describe the elements as one dimension.
     elements = tensor.detach().cpu().as_strided((tensor.numel(),), (1,))
     return elements.view(torch.uint8).numpy().data

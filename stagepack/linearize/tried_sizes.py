@@ -37,13 +37,6 @@ def with_tried_sizes(capture: Capture, program: LinearizedProgram) -> Linearized
 
     The model and its program run at a few sizes and are left as they were. A model with weights that are not in memory, or whose trials
     would be too much work, is not run.
-
-    Args:
-        capture: the captured model.
-        program: its program, with ranges that begin where the caller wants it (`size_requests`).
-
-    Returns:
-        The program. A size that was asked for and cannot be had is named by an `ExportWarning`.
     """
     trial = SizeTrial(capture, program)
     _warn_of_fixed_sizes(trial, declared_dimensions(capture))

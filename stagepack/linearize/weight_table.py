@@ -50,11 +50,7 @@ class WeightTable:
     tensors: Mapping[str, torch.Tensor]
 
     def of_values(self, value_names: Collection[str]) -> "WeightTable":
-        """Return the part of the table that some values need.
-
-        Args:
-            value_names: the names of the values; those that are no weights are ignored.
-        """
+        """Return the part of the table that some values need."""
         needed = {
             weight_name
             for weight in self.weights
@@ -71,11 +67,7 @@ class WeightTable:
         )
 
     def with_constant_prefix(self, prefix: str) -> "WeightTable":
-        """Return the table with a text before the name of each constant.
-
-        Args:
-            prefix: the text.
-        """
+        """Return the table with a text before the name of each constant."""
         constants = {name for weight in self.weights if weight.kind == "constant" for name in weight.names}
 
         def renamed(name: str) -> str:
@@ -110,17 +102,8 @@ def weight_table(
 ) -> WeightTable:
     """Describe the tensors of a model.
 
-    Args:
-        tensors: the tensors by fully qualified name, in the order of the model.
-        store_zeros: store persistent buffers of all zeros, too. Without it, as for other buffers and constants, their entry says
-            that they are zeros, and no file has bytes of them.
-        data_of: returns a tensor with the data of one of `tensors`; fake tensors have no data of their own.
-
-    Returns:
-        The weight table. The content of tensors is read only to find those that are all zeros.
-
-    Raises:
-        UnsupportedError: a tensor has a name, a layout, a dtype or a class that a weight file cannot hold, or no data.
+    store_zeros: store persistent buffers of all zeros, too. Without it, as for other buffers and constants, their entry says that they are
+        zeros, and no file has bytes of them.
     """
     for tensor_name, (_, tensor) in tensors.items():
         _require_storable(tensor_name, tensor)

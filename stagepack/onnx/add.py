@@ -54,34 +54,8 @@ def add_onnx(
     A difference is allowed within a tolerance of the dtype (for float32: 1e-3 of each value, plus 1e-4). Beyond it, the stage is
     computed in float64: up to 8 times the distance of torch's own answer from that is allowed.
 
-    Args:
-        bundle: the folder of a bundle, or an opened bundle, at the entry point that is converted. It is replaced when all models are
-            written and checked.
-        allow_ops: as for `stagepack.load`.
-        rtol: the difference that is allowed relative to each value, in the place of that of the dtype; nothing is then computed
-            in float64. Integers must be equal all the same.
-        atol: the absolute difference that is allowed in addition, likewise.
-        progress: called with one line when a step begins.
-
-    Returns:
-        The bundle with the models, and for each stage how far its answer is from that in torch, or why it has no model.
-
-    Raises:
-        OptionError: the bundle is at a URL, or a tolerance is negative.
-        EntryPointError: the bundle has several entry points, and none is selected.
-        NotABundleError, VersionError: there is no bundle that this stagepack reads.
-        DigestError, FormatError: a file is damaged, or breaks a rule of the format.
-        OutputExistsError: the folder has files that the manifest does not list, which would be lost.
-        OperatorError: an operator is missing here, not allowed, or has another schema.
-        InputError: the example does not fit the bundle.
-        StageFailedError: a stage fails on the example in torch.
-        WriteError: a file cannot be written, for example because the disk is full; or the bundle was changed meanwhile.
-
-    Example:
-        >>> added = stagepack.add_onnx("model.stagepack")
-        >>> added.torch_only
-        {}
-        >>> pipe = stagepack.load(added.bundle, runtime="onnxruntime")
+    rtol: the difference that is allowed relative to each value, in the place of that of the dtype; nothing is then computed in float64.
+        Integers must be equal all the same.
     """
     if any(bound is not None and not bound >= 0 for bound in (rtol, atol)):
         raise OptionError(f"rtol, atol: expected numbers that are not negative, found {rtol} and {atol}")
@@ -144,11 +118,7 @@ def _resolved_path(bundle: Bundle) -> Path:
 
 @contextmanager
 def _folder_beside(path: Path) -> Iterator[Path]:
-    """A temporary folder on the same file system, so that files can be linked to.
-
-    Raises:
-        WriteError: the folder cannot be created.
-    """
+    """A temporary folder on the same file system, so that files can be linked to."""
     try:
         folder = TemporaryFolder(path)
     except OSError as error:
@@ -167,15 +137,7 @@ def _write_bundle(
 ) -> None:
     """Write a bundle with the ONNX models of these stages and no others.
 
-    Args:
-        bundle: the bundle whose other files are linked.
-        converted: the ONNX models, by stage number.
-        versions: the versions of the files of the bundle that were compared with their digests.
-        out: the folder to write.
-        replaced_digest: the digest of the bundle at `out`, which is replaced; None if there must be none.
-
-    Raises:
-        WriteError: the bundle was changed meanwhile, or a file cannot be written.
+    replaced_digest: the digest of the bundle at `out`, which is replaced; None if there must be none.
     """
     replaced_files = {file_name for stage in bundle.stages for file_name in stage.onnx_files}
     stages = [msgspec.structs.replace(stage, onnx=None) for stage in bundle.stages]

@@ -22,12 +22,7 @@ _RELATIONS = {
 
 
 def lost_assertion(graph: Graph, guards: Collection[Guard]) -> str | None:
-    """Return what a stage asserts and ONNX cannot; None where all that it asserts is a guard, or holds for all inputs.
-
-    Args:
-        graph: the stage.
-        guards: the conditions on sizes that are checked at each call.
-    """
+    """Return what a stage asserts and ONNX cannot; None where all that it asserts is a guard, or holds for all inputs."""
     nodes = [*graph.nodes, *(node for subgraph in graph.subgraphs for node in subgraph.nodes)]
     scalars = _Scalars(graph)
     for node in nodes:

@@ -17,13 +17,7 @@ from stagepack.format.shapes import format_dim
 
 
 def describe_boundary(model: ir.Model, graph: Graph, edges: Mapping[str, Edge]) -> None:
-    """Give the inputs and outputs of a model the types and sizes of the edges and weights that they are.
-
-    Args:
-        model: the model, whose inputs and outputs have their final names. It is changed.
-        graph: the stage as data.
-        edges: the edges of the bundle by name.
-    """
+    """Give the inputs and outputs of a model the types and sizes of the edges and weights that they are."""
     weights = {weight.names[0]: weight for weight in graph.weights}
     for output in list(model.graph.outputs):
         _cast_output(model, output, _boundary_value(output.name, edges, weights).dtype)

@@ -91,18 +91,7 @@ def check_stages(
     answer from the stage in float64, and at most the relative tolerance of the largest value. Of a stage that draws random numbers, the
     distributions of the answers are compared.
 
-    Args:
-        bundle: the bundle, with ONNX models.
-        allow_ops: as for `stagepack.load`.
-        tolerance: the only tolerance, in the place of all that.
-
-    Yields:
-        The result for each stage, in order.
-
-    Raises:
-        OperatorError: an operator is missing here, not allowed, or has another schema.
-        InputError: the example does not fit the bundle.
-        StageFailedError: a stage fails on the example in torch.
+    It yields the result for each stage, in order.
     """
     if bundle.example is None:
         yield from [StageCheck(reason="the bundle has no example")] * len(bundle.stages)
@@ -159,11 +148,7 @@ class _CheckedStage:
             self.check = StageCheck(within=False, reason=str(error))
 
     def run(self, call: _Call) -> None:
-        """Run a call in torch, whose outputs become values of the call, and compare the answers.
-
-        Raises:
-            StagepackError: the stage fails in torch.
-        """
+        """Run a call in torch, whose outputs become values of the call, and compare the answers."""
         entry = self.bundle.stages[self.stage_number]
         inputs = [call.values[edge_name] for edge_name in entry.inputs]
         # The stage may write into its inputs.

@@ -31,20 +31,7 @@ _EXPORTER_LOGGERS = ("torch.onnx", "onnx_ir", "onnxscript")
 
 
 def convert_stage(bundle: Bundle, stage_number: int, allow_ops: Collection[str]) -> OnnxFiles | str:
-    """Convert a stage with torch's ONNX exporter.
-
-    Args:
-        bundle: the bundle, whose digests are checked.
-        stage_number: the stage to convert.
-        allow_ops: as for `stagepack.load`.
-
-    Returns:
-        The content of the files, or the reason why the stage has no ONNX form.
-
-    Raises:
-        FormatError: a file breaks a rule of the format.
-        OperatorError: an operator is missing here, not allowed, or has another schema.
-    """
+    """Convert a stage with torch's ONNX exporter."""
     _, graph, targets = read_parts(bundle, stage_number, PrepareOptions(allow_ops=allow_ops))
     writes = stage_writes(graph)
     if reason := _inexpressible(bundle, stage_number, graph, writes):

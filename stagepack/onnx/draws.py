@@ -36,9 +36,7 @@ _BLOCKS, _CALLS_OF_LARGE = 64, 16
 def call_count(elements: int, call_bytes: int = 0) -> int:
     """Return how many calls in each runtime a comparison takes.
 
-    Args:
-        elements: the number of elements of an answer.
-        call_bytes: the bytes of all values of a call, of which the answer may be a mean.
+    call_bytes: the bytes of all values of a call, of which the answer may be a mean.
     """
     if elements > _MAX_ELEMENTS or call_bytes > _MAX_CALL_BYTES:
         return _CALLS_OF_LARGE
@@ -71,13 +69,8 @@ class Draw:
 def compare_draws(first: Sequence[Draw], second: Sequence[Draw], tolerance: Tolerance | None) -> str:
     """Compare the answers of several calls in one runtime with those in another: means and spreads, of each element and of all.
 
-    Args:
-        first: the answers in ONNX Runtime.
-        second: the answers in torch.
-        tolerance: by how much means may differ in any case, in the place of the tolerance of their dtype.
-
-    Returns:
-        How the distributions differ; empty if they do not.
+    second: the answers in torch.
+    The result is how the distributions differ; empty if they do not.
     """
     onnx_types, torch_types = ({draw.type for draw in draws} for draws in (first, second))
     if onnx_types != torch_types:

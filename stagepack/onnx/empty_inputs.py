@@ -13,11 +13,7 @@ _IMAGES_IN_3D = 5  # dimensions
 
 
 def guard_empty_inputs(model: ir.Model) -> None:
-    """Put each layer with which ONNX Runtime may end the process, or run without end, into a branch.
-
-    Args:
-        model: the model. It is changed.
-    """
+    """Put each layer with which ONNX Runtime may end the process, or run without end, into a branch."""
     for node in list(model.graph.all_nodes()):
         if node.op_type in _RECURRENT and not _has_elements(node.inputs[0]):
             _put_into_branch(node)
@@ -82,14 +78,7 @@ def _prefix(node: ir.Node) -> str:
 
 
 def _replace_by_choice(node: ir.Node, count: "_Nodes", elements: ir.Value, empty_graph: ir.Graph) -> None:
-    """Replace a layer by an ``If`` with the same outputs, which has another graph where there are no elements, and else the layer.
-
-    Args:
-        node: the layer.
-        count: the nodes that count the elements.
-        elements: their number.
-        empty_graph: the other graph. It has the outputs of the layer that have names.
-    """
+    """Replace a layer by an ``If`` with the same outputs, which has another graph where there are no elements, and else the layer."""
     old_outputs = list(node.outputs)
     output_names = [output.name or "" for output in old_outputs]
     prefix = _prefix(node)

@@ -12,14 +12,9 @@ _MAX_REASON_LENGTH = 300
 def explain_failure(graph: Graph, program: ExportedProgram | None, error: BaseException) -> str:
     """Return the reason why a stage could not be converted.
 
-    Args:
-        graph: the stage as data.
-        program: the captured stage; None if the capture failed.
-        error: the exception of torch or its exporter.
-
-    Returns:
-        The operators without an ONNX form, each with the paths of the modules that call it; if there are none, the first cause of the
-        exception.
+    program: the captured stage; None if the capture failed.
+    The result is the operators without an ONNX form, each with the paths of the modules that call it; if there are none, the first cause of
+        the exception.
     """
     unsupported = [] if program is None else _unsupported_calls(graph, program)
     if unsupported:

@@ -23,13 +23,7 @@ def move_weights_out(
 ) -> dict[TensorSpec, bytes]:
     """Let the initializers of a model point into weight files, apart from small ones.
 
-    Args:
-        model: the model. It is changed.
-        weights: the weights of the stage by the names of their values, which the initializers have.
-        stage_place: where the stage is in the bundle.
-
-    Returns:
-        The tensors that are in no weight file yet, with their bytes, in the order of the stage's own weight file.
+    The result is the tensors that are in no weight file yet, with their bytes, in the order of the stage's own weight file.
     """
     new_tensors: dict[TensorSpec, bytes] = {}
     new_values = []

@@ -40,17 +40,7 @@ class OnnxFiles:
 
 
 def finish_model(model: ir.Model, graph: Graph, writes: StageWrites, stage_place: StagePlace) -> OnnxFiles:
-    """Give a model of torch's exporter the names, types and weights of its stage.
-
-    Args:
-        model: the model of a traced `FunctionalStage`. It is changed.
-        graph: the stage as data. The initializers of the model have the names of the values of its weights.
-        writes: the values that the stage writes.
-        stage_place: where the stage is in the bundle.
-
-    Returns:
-        The content of the files.
-    """
+    """Give a model of torch's exporter the names, types and weights of its stage."""
     weights = {weight.value: weight for weight in graph.weights}
     # The argument that `FunctionalStage` does not use.
     del model.graph.inputs[0]

@@ -31,15 +31,8 @@ def float64_answers(
 ) -> dict[str, torch.Tensor]:
     """Run a stage in float64, also where its graph names a lower precision.
 
-    Args:
-        bundle: the bundle.
-        stage_number: the stage.
-        inputs: its inputs, as it takes them in its own precision.
-        allow_ops: as for `stagepack.load`.
-
-    Returns:
-        The outputs by the names of their edges; nothing if the stage cannot run in float64, for example because an operator has no
-        kernel for it.
+    The result is the outputs by the names of their edges; nothing if the stage cannot run in float64, for example because an operator has
+        no kernel for it.
     """
     graph = bundle.graph(stage_number)
     module = build_graph_module(
@@ -71,16 +64,7 @@ def float64_answers(
 
 
 def rounding_error(exact_answers: Mapping[str, torch.Tensor], edge_name: str, answer: torch.Tensor) -> float | None:
-    """Return the largest absolute difference of an answer of a stage from that in float64.
-
-    Args:
-        exact_answers: the result of `float64_answers`.
-        edge_name: the edge of the answer.
-        answer: the answer in the precision of the stage.
-
-    Returns:
-        The difference; None if it is not known, or not finite.
-    """
+    """Return the largest absolute difference of an answer of a stage from that in float64."""
     if edge_name not in exact_answers or answer.dtype not in _WIDE_DTYPES:
         return None
     error, _ = TORCH_ARRAYS.difference(answer.to(_WIDE_DTYPES[answer.dtype]), exact_answers[edge_name], 0.0, 0.0)

@@ -48,14 +48,6 @@ class FunctionalStage(torch.nn.Module):
     def __init__(
         self, module: GraphModule, graph: Graph, tensors: Mapping[str, torch.Tensor], writes: StageWrites
     ) -> None:
-        """Wrap a stage.
-
-        Args:
-            module: the stage.
-            graph: the stage as data.
-            tensors: its weights by the names of their values; they become buffers of these names.
-            writes: the values that it writes.
-        """
         super().__init__()
         # A tuple, so that the module is not registered as a child.
         self._stage = (module, graph)

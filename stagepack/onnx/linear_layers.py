@@ -39,11 +39,7 @@ class _LinearWithBias(_Linear):
 
 
 def use_stored_weights(model: ir.Model) -> None:
-    """Replace the products of a model with transposed initializers.
-
-    Args:
-        model: the model. It is changed.
-    """
+    """Replace the products of a model with transposed initializers."""
     # One rule after the other: a product comes before the addition of the bias.
     for rule in (_LinearWithBias, _Linear):
         rewriter.RewritePass([rule.rule()])(model)  # type: ignore[no-untyped-call]

@@ -61,14 +61,8 @@ def inputs_at(bundle: Bundle, example_inputs: Mapping[str, Any], sizes: Sizes) -
     Tensors are cut, or their values repeated; repeated values that are no integers are a little smaller, so that they differ. Integers
     may be positions in a dimension that is smaller now, so that there is a second choice, in which they are below all sizes.
 
-    Args:
-        bundle: the bundle.
-        example_inputs: the inputs of the example by edge name.
-        sizes: the size of each symbol.
-
-    Returns:
-        The choices that fit the contract of the bundle, by edge name; none if the values of the example have no elements to repeat, a
-        dimension does not follow from the sizes, or an operator may end the process at other sizes.
+    The result is the choices that fit the contract of the bundle, by edge name; none if the values of the example have no elements to
+        repeat, a dimension does not follow from the sizes, or an operator may end the process at other sizes.
     """
     # max_pool2d_with_indices_backward writes past the end of its result where an index is out of range.
     if unsafe_operators(bundle.graph(stage_number) for stage_number in range(len(bundle.stages))):

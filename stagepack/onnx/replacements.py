@@ -14,13 +14,7 @@ _Operator = OperatorOverload
 
 
 def call_replaced(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Call an operator, or what is right in its place.
-
-    Args:
-        target: the operator.
-        args: its arguments.
-        kwargs: its arguments by name.
-    """
+    """Call an operator, or what is right in its place."""
     if not isinstance(target, OperatorOverload):
         return target(*args, **kwargs)
     namespace, written_name, overload = str(target).split(".")

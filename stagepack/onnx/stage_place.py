@@ -36,13 +36,7 @@ class StagePlace:
 
 
 def describe_place(model: ir.Model, stage_place: StagePlace, module_paths: Mapping[ir.Node, str]) -> None:
-    """Write into a model which stage it is, and into its nodes which stage and which module they belong to.
-
-    Args:
-        model: the model. It is changed.
-        stage_place: where the stage is in its bundle.
-        module_paths: the paths of the modules that nodes came from.
-    """
+    """Write into a model which stage it is, and into its nodes which stage and which module they belong to."""
     model.ir_version = _IR_VERSION
     model.producer_name, model.producer_version = "stagepack", importlib.metadata.version("stagepack")
     # onnx.compose refuses to merge models whose metadata differ, so what differs between stages is metadata of the graph.

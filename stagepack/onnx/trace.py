@@ -21,21 +21,7 @@ def trace_stage(
     tensors: Mapping[str, torch.Tensor],
     writes: StageWrites,
 ) -> ExportedProgram:
-    """Capture a stage as a `FunctionalStage`, with the sizes that may change.
-
-    Args:
-        module: the stage, without regions.
-        graph: the stage as data.
-        targets: the operators of its op table.
-        tensors: the weights by the names of their values. They become buffers of these names; their content is not read.
-        writes: the values that the stage writes.
-
-    Returns:
-        The program.
-
-    Raises:
-        torch._dynamo.exc.UserError, RuntimeError and others: ``torch.export`` cannot capture the stage.
-    """
+    """Capture a stage as a `FunctionalStage`, with the sizes that may change."""
     sizes = _traced_sizes(graph.symbols)
     examples = [_example_input(value, sizes) for value in graph.inputs]
     examples += [(tensors[value_name].detach().clone(), None) for value_name in writes.state]

@@ -13,12 +13,6 @@ def name_values(model: ir.Model, graph: Graph, writes: StageWrites, stage_number
     """Rename all values and nodes of a model.
 
     Stages can then be merged, for example by ``onnx.compose``, apart from inputs and weights that several stages use.
-
-    Args:
-        model: the model. It is changed.
-        graph: the stage as data.
-        writes: the values that the stage writes.
-        stage_number: the number of the stage.
     """
     weight_names = {weight.value: weight.names[0] for weight in graph.weights}
     state_names = [weight_names[value_name] for value_name in writes.state]

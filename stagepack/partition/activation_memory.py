@@ -11,14 +11,6 @@ def activation_bytes(analysis: GraphAnalysis, costs: GraphCosts, order: NodeOrde
     """Compute the memory of the values that are alive while each node runs.
 
     Values that may share memory count once, with the largest of them; weights do not count.
-
-    Args:
-        analysis: of a whole model.
-        costs: of the same graph.
-        order: the order in which the nodes run.
-
-    Returns:
-        Bytes for each position of `order`.
     """
     graph, representative = analysis.graph, analysis.alias_classes.representative
     births = [(0, value.name) for value in graph.inputs]

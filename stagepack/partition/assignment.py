@@ -29,31 +29,14 @@ class StageAssignment(NamedTuple):
 def assign_consecutive(order: NodeOrder, split_positions: Sequence[int]) -> StageAssignment:
     """Split an order of nodes into consecutive stages, which may be empty.
 
-    Args:
-        order: the order of the nodes.
-        split_positions: the positions in `order` at which a stage starts, ascending.
-
-    Returns:
-        The stage of each node; there is one stage more than split positions.
+    split_positions: the positions in `order` at which a stage starts, ascending.
     """
     stage_of = [bisect.bisect_right(split_positions, position) for position in order.positions]
     return StageAssignment(stage_of, len(split_positions) + 1)
 
 
 def assign_by_positions(analysis: GraphAnalysis, order: NodeOrder, split_positions: Iterable[int]) -> StageAssignment:
-    """Split an order of nodes into consecutive stages that are not empty.
-
-    Args:
-        analysis: of a whole model.
-        order: the order of its nodes.
-        split_positions: the positions in `order` at which a stage starts.
-
-    Returns:
-        The stage of each node.
-
-    Raises:
-        CutError: a stage would be empty, or a colocation group would be split.
-    """
+    """Split an order of nodes into consecutive stages that are not empty."""
     positions = sorted(split_positions)
     node_count = len(analysis.graph.nodes)
     ends = [0, *positions, node_count]
@@ -68,20 +51,7 @@ def assign_by_positions(analysis: GraphAnalysis, order: NodeOrder, split_positio
 
 
 def assign_by_modules(analysis: GraphAnalysis, order: NodeOrder, module_paths: Sequence[str]) -> StageAssignment:
-    """Start a stage at the first node of each named module.
-
-    Args:
-        analysis: of a whole model.
-        order: the order of its nodes.
-        module_paths: paths of modules, such as ``layers.8``.
-
-    Returns:
-        The stage of each node.
-
-    Raises:
-        CutError: no node comes from a module of this path, two modules start at the same node, a stage would be empty, or a
-            colocation group would be split.
-    """
+    """Start a stage at the first node of each named module."""
     first_positions = _first_positions(analysis, order)
     starts: dict[int, str] = {}
     for path in module_paths:
@@ -119,19 +89,7 @@ def _first_positions(analysis: GraphAnalysis, order: NodeOrder) -> dict[str, int
 
 
 def assign_by_plan(analysis: GraphAnalysis, plan: Plan) -> StageAssignment:
-    """Assign to each stage the nodes that a plan lists for it.
-
-    Args:
-        analysis: of a whole model.
-        plan: a plan of the same model.
-
-    Returns:
-        The stage of each node.
-
-    Raises:
-        CutError: the plan is of another model, a node is in no stage or in two, a value would flow to an earlier stage, or a
-            colocation group would be split.
-    """
+    """Assign to each stage the nodes that a plan lists for it."""
     stage_of = _planned_stages(plan, len(analysis.graph.nodes))
     for node_number, required_node, value_name in node_dependencies(analysis):
         if stage_of[required_node] > stage_of[node_number]:
@@ -168,12 +126,6 @@ def node_dependencies(analysis: GraphAnalysis) -> Iterator[tuple[int, int, str]]
     """Yield the nodes that must not run after a node.
 
     Random numbers count as values: all are drawn from one generator, so their order is part of the model.
-
-    Args:
-        analysis: of a whole model.
-
-    Yields:
-        A node, a node that it depends on, and the name of the value that it uses of it.
     """
     last_random_node: int | None = None
     for node_number, used_names in enumerate(analysis.node_inputs):
@@ -187,15 +139,7 @@ def node_dependencies(analysis: GraphAnalysis) -> Iterator[tuple[int, int, str]]
 
 
 def refuse_split_groups(analysis: GraphAnalysis, stage_of: Sequence[int]) -> None:
-    """Check that each colocation group is in one stage.
-
-    Args:
-        analysis: of a whole model.
-        stage_of: the stage of each node.
-
-    Raises:
-        CutError: a group is in several stages.
-    """
+    """Check that each colocation group is in one stage."""
     graph = analysis.graph
     for group in analysis.colocation_groups:
         scopes = {stage_of[node]: graph.scopes[graph.nodes[node].scope].path for node in group.nodes}

@@ -32,19 +32,8 @@ def balance_stages(
     it. When there are fewer positions to cut at than requested, the last stages are empty, and their positions are the end of the graph; an
     `ExportWarning` says so.
 
-    Args:
-        costed: the graph of a whole model.
-        stage_count: the number of stages.
-        order: the order of the nodes that is cut; execution order by default.
-        memory: bytes of memory of the device of each stage; empty for no limits.
-        speeds: speed of the device of each stage, relative to the others; empty for equal speeds.
-        repeat_interiors: the positions inside of repeats; first inside of any, then of fewer and fewer.
-
-    Returns:
-        The positions in `order` at which a stage starts, ``stage_count - 1`` of them.
-
-    Raises:
-        CutError: `stage_count` is less than 1, `memory` or `speeds` have another length, or no cut fits into the memory.
+    memory: bytes of memory of the device of each stage; empty for no limits.
+    speeds: speed of the device of each stage, relative to the others; empty for equal speeds.
     """
     if stage_count < 1:
         raise CutError(f"stages: expected at least 1, found {stage_count}")
@@ -142,15 +131,7 @@ def _memory_message(sequence: CostSequence, limits: Sequence[int | None]) -> str
 
 
 def cost_sequence(costed: CostedGraph, order: NodeOrder) -> CostSequence:
-    """Describe the nodes of a graph as items to split, so that no split divides a colocation group.
-
-    Args:
-        costed: the graph of a whole model.
-        order: the order of its nodes.
-
-    Returns:
-        An item for each node, in `order`.
-    """
+    """Describe the nodes of a graph as items to split, so that no split divides a colocation group."""
     analysis, costs, positions = costed.analysis, costed.costs, order.positions
     users = {
         value_name: sorted(positions[node_number] for node_number in node_numbers)

@@ -57,17 +57,7 @@ class OperatorCall:
     results: Sequence[TensorShape]
 
     def tensor(self, *parameters: str) -> TensorShape:
-        """Return the tensor given for the first of these parameters that the operator has.
-
-        Args:
-            parameters: names for one thing: overloads and variants of an operator differ in them.
-
-        Returns:
-            The shape of the tensor.
-
-        Raises:
-            KeyError: the operator has none of these parameters.
-        """
+        """Return the tensor given for the first of these parameters that the operator has."""
         for parameter in parameters:
             if isinstance(self.arguments.get(parameter), TensorShape):
                 shape: TensorShape = self.arguments[parameter]
@@ -94,11 +84,7 @@ def estimated_flops(call: OperatorCall) -> int:
     a layer does, one product of each weight with each row of the largest activation. Of a weight with three dimensions, such
     as the matrices of several experts, each row meets one matrix.
 
-    Args:
-        call: the shapes that the operator takes and returns.
-
-    Returns:
-        The estimated number of floating-point operations, at least 0.
+    The result is the estimated number of floating-point operations, at least 0.
     """
     returned = sum(result.elements for result in call.results if result.is_multiplied)
     multiplied = [tensor for tensor in call.tensors() if tensor.is_multiplied]

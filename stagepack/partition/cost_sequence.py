@@ -20,15 +20,7 @@ class SharedCost:
     producer: int = -1
 
     def is_used(self, start: int, end: int) -> bool:
-        """Tell whether a part has the cost, apart from its producer.
-
-        Args:
-            start: the first item of the part.
-            end: the item after its last.
-
-        Returns:
-            Whether an item from `start` to `end` (excluded) uses it.
-        """
+        """Tell whether a part has the cost, apart from its producer."""
         first_user = bisect.bisect_left(self.users, start)
         return first_user < len(self.users) and self.users[first_user] < end
 
@@ -69,28 +61,12 @@ class PartCost:
     memory_bytes: int
 
     def time_at(self, speed: float) -> float:
-        """Return the time on a device, that of receiving included.
-
-        Args:
-            speed: of the device, relative to that of the reference device.
-
-        Returns:
-            Picoseconds.
-        """
+        """Return the time on a device, that of receiving included."""
         return self.compute_time / speed + self.receiving_time
 
 
 def part_cost(sequence: CostSequence, start: int, end: int) -> PartCost:
-    """Compute the cost of consecutive items.
-
-    Args:
-        sequence: all items.
-        start: the first item of the part.
-        end: the item after the last of the part.
-
-    Returns:
-        The cost of the items from `start` to `end` (excluded).
-    """
+    """Compute the cost of consecutive items."""
     received = (value for value in sequence.transfers if value.producer < start)
     weight_bytes = sum(weight.cost for weight in sequence.weights if weight.is_used(start, end))
     return PartCost(

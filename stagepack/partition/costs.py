@@ -34,11 +34,7 @@ class LinkCosts:
     def sending_time(self, byte_count: int) -> int:
         """Return the time to send one value.
 
-        Args:
-            byte_count: bytes of the value.
-
-        Returns:
-            Picoseconds, latency included.
+        byte_count: bytes of the value.
         """
         return round(self.per_value + byte_count * self.per_byte)
 
@@ -66,12 +62,7 @@ class GraphCosts:
 def graph_costs(graph: Graph, stored_bytes: Mapping[str, int]) -> GraphCosts:
     """Estimate the costs of a graph.
 
-    Args:
-        graph: the graph of a whole model.
-        stored_bytes: the bytes of each stored tensor, by its name.
-
-    Returns:
-        The costs at the sizes of the example.
+    stored_bytes: the bytes of each stored tensor, by its name.
     """
     sizes = example_sizes(graph.symbols)
     node_values = (value for node in graph.nodes for value in node.outputs if value is not None)
@@ -83,23 +74,15 @@ def graph_costs(graph: Graph, stored_bytes: Mapping[str, int]) -> GraphCosts:
 
 
 def node_time(node: Node) -> int:
-    """Estimate the time of a node.
-
-    Args:
-        node: a node with its cost.
-
-    Returns:
-        Picoseconds; 1 for a node without cost, such as a view, which launches nothing.
-    """
+    """Estimate the time of a node."""
     return estimated_time(-(-node.cost.flops // _FLOPS_PER_PICOSECOND), memory_time(node.cost.bytes))
 
 
 def estimated_time(arithmetic_time: int, memory_time: int) -> int:
     """Return the time of a node that is launched, and then takes as long as the slower of arithmetic and memory.
 
-    Args:
-        arithmetic_time: picoseconds of arithmetic.
-        memory_time: picoseconds of reading and writing memory.
+    arithmetic_time: picoseconds of arithmetic.
+    memory_time: picoseconds of reading and writing memory.
     """
     busy_time = max(arithmetic_time, memory_time)
     return _LAUNCH_PICOSECONDS + busy_time if busy_time else 1
@@ -108,11 +91,7 @@ def estimated_time(arithmetic_time: int, memory_time: int) -> int:
 def memory_time(byte_count: int) -> int:
     """Estimate the time to read or write memory.
 
-    Args:
-        byte_count: bytes that are read or written.
-
-    Returns:
-        Picoseconds.
+    byte_count: bytes that are read or written.
     """
     return -(-byte_count // _BYTES_PER_PICOSECOND)
 
@@ -120,10 +99,6 @@ def memory_time(byte_count: int) -> int:
 def transfer_time(byte_count: int) -> int:
     """Estimate the time that bytes take from one device to another, without the latency of a transfer.
 
-    Args:
-        byte_count: bytes that are sent.
-
-    Returns:
-        Picoseconds.
+    byte_count: bytes that are sent.
     """
     return byte_count * _PICOSECONDS_PER_BYTE_SENT

@@ -57,14 +57,8 @@ class Cut:
 def cut_graph(costed: CostedGraph, assignment: StageAssignment, shared: WeightSharing = "replicate") -> Cut:
     """Cut the graph of a whole model into stages.
 
-    Args:
-        costed: the graph with its costs.
-        assignment: the stage of each node.
-        shared: how stages get a weight that several of them use: each holds it ("replicate"), or the first one holds it and sends it
-            to the others at each call ("transmit").
-
-    Returns:
-        The stages, and the edges between them.
+    shared: how stages get a weight that several of them use: each holds it ("replicate"), or the first one holds it and sends it to the
+        others at each call ("transmit").
     """
     analysis = costed.analysis
     graph = replace(analysis.graph, ops=ops_with_sym_size(analysis.graph))

@@ -77,11 +77,7 @@ class CutOptions:
 
     @property
     def memory_bytes(self) -> list[int]:
-        """Bytes of memory of the device of each stage; empty for no limits.
-
-        Raises:
-            CutError: an item of `memory` is not a number of bytes.
-        """
+        """Bytes of memory of the device of each stage; empty for no limits."""
         if not self.memory and self.stages is not None and isinstance(self.profile, DeviceProfile):
             return [self.profile.memory] * self.stages
         try:

@@ -81,11 +81,7 @@ DEVICE_PROFILES: Final[Mapping[str, DeviceProfile]] = MappingProxyType(
 def find_profile(name: str | os.PathLike[str]) -> Profile | DeviceProfile:
     """Return the profile of a device, or of a file.
 
-    Args:
-        name: the name of one of `DEVICE_PROFILES`, such as ``"h100"``; or the path of a file that ``stagepack profile`` wrote.
-
-    Raises:
-        CutError: there is no such device or file, or the file is not a profile.
+    name: the name of one of `DEVICE_PROFILES`, such as ``"h100"``; or the path of a file that ``stagepack profile`` wrote.
     """
     device = DEVICE_PROFILES.get(os.fspath(name).lower())
     if device is not None:
@@ -98,13 +94,7 @@ def find_profile(name: str | os.PathLike[str]) -> Profile | DeviceProfile:
 
 
 def device_costs(graph: Graph, costs: GraphCosts, device: DeviceProfile) -> GraphCosts:
-    """Replace the times of the reference device by those of another one. The latencies stay.
-
-    Args:
-        graph: the graph of a whole model.
-        costs: its costs.
-        device: the device of all stages.
-    """
+    """Replace the times of the reference device by those of another one. The latencies stay."""
     return replace(
         costs,
         node_times=tuple(_node_time(node, device) for node in graph.nodes),

@@ -26,19 +26,7 @@ class MeasuredCosts:
 
 
 def measured_costs(graph: Graph, costs: GraphCosts, profile: Profile) -> MeasuredCosts:
-    """Replace estimated times of nodes by measured ones, and that of sending values if the profile has it. All other costs stay.
-
-    Args:
-        graph: the graph of a whole model, of `canonical_graph`.
-        costs: its estimated costs.
-        profile: measured times of the same model.
-
-    Returns:
-        The costs with the times of the profile.
-
-    Raises:
-        CutError: the profile is of another model, or measures no node.
-    """
+    """Replace estimated times of nodes by measured ones, and that of sending values if the profile has it. All other costs stay."""
     found_digest = model_digest(graph)
     if profile.model != found_digest:
         raise CutError(

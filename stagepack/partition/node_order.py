@@ -46,49 +46,21 @@ class NodeOrder:
         return all(position == node_number for position, node_number in enumerate(self.node_numbers))
 
     def position_in_front_of(self, node_number: int) -> int:
-        """Return the number of nodes that this order places before a split in front of a node.
-
-        Args:
-            node_number: the node in execution order, or the number of nodes for the end.
-
-        Returns:
-            The position at which the order is split.
-        """
+        """Return the number of nodes that this order places before a split in front of a node."""
         return bisect.bisect_left(sorted(self.keys), node_number)
 
     def apply(self, graph: Graph) -> Graph:
-        """Return the graph with its nodes in this order.
-
-        Args:
-            graph: the graph that the order is of.
-
-        Returns:
-            A graph that differs in the order of its nodes alone.
-        """
+        """Return the graph with its nodes in this order."""
         return replace(graph, nodes=tuple([graph.nodes[node_number] for node_number in self.node_numbers]))
 
 
 def execution_order(graph: Graph) -> NodeOrder:
-    """Return the order in which the nodes of a graph run.
-
-    Args:
-        graph: any graph.
-
-    Returns:
-        The order in which the position of each node is its number.
-    """
+    """Return the order in which the nodes of a graph run."""
     return NodeOrder(range(len(graph.nodes)))
 
 
 def late_state_order(analysis: GraphAnalysis) -> NodeOrder:
-    """Move nodes that touch written memory in front of the first node that depends on them; all others stay.
-
-    Args:
-        analysis: of a whole model.
-
-    Returns:
-        The order in which consecutive stages are cut.
-    """
+    """Move nodes that touch written memory in front of the first node that depends on them; all others stay."""
     classes = analysis.alias_classes
     if not classes.writers:
         return execution_order(analysis.graph)

@@ -31,14 +31,7 @@ _CONTROL_FLOW: Final = frozenset(
 
 
 def operator_base_name(operator_name: str) -> str:
-    """Return the name that the tables have for an operator.
-
-    Args:
-        operator_name: the name in the op table of a graph, such as ``aten.add_.Tensor``.
-
-    Returns:
-        Namespace and name without overload and trailing underscore: ``aten.add``.
-    """
+    """Return the name that the tables have for an operator."""
     namespace, base_name = operator_name.split(".")[:2]
     if not base_name.startswith("__"):
         base_name = base_name.rstrip("_")
@@ -48,11 +41,7 @@ def operator_base_name(operator_name: str) -> str:
 def cost_source(operator_name: str) -> CostSource:
     """Return where the cost of the nodes that call an operator comes from.
 
-    Args:
-        operator_name: the name in the op table of a graph, such as ``aten.linear.default``.
-
-    Returns:
-        ``"free"``: it moves no data. ``"counted"``: its floating-point operations are counted, by torch or by a formula.
+    The result is ``"free"``: it moves no data. ``"counted"``: its floating-point operations are counted, by torch or by a formula.
         ``"memory"``: the bytes that it reads and writes tell its cost. ``"estimated"``: a guess from the shapes.
     """
     base_name = operator_base_name(operator_name)
@@ -68,11 +57,7 @@ def cost_source(operator_name: str) -> CostSource:
 def estimated_operators(graphs: Iterable[Graph]) -> Mapping[str, int]:
     """Count the nodes whose costs are estimates, by operator.
 
-    Args:
-        graphs: the stages of a model, or the whole model.
-
-    Returns:
-        The number of nodes of each such operator, by its name; empty when all costs are counted.
+    The result is the number of nodes of each such operator, by its name; empty when all costs are counted.
     """
     counts: Counter[str] = Counter()
     for graph in graphs:

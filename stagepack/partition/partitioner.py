@@ -50,20 +50,7 @@ class Partition:
 def partition_graph(
     graph: Graph, costs: GraphCosts, options: CutOptions, split_positions: Sequence[int] = ()
 ) -> Partition:
-    """Cut a graph as the caller asks.
-
-    Args:
-        graph: the graph of a whole model, of `canonical_graph`.
-        costs: its estimated costs.
-        options: where to cut.
-        split_positions: the numbers of the nodes in front of which the model's own code has a split marker.
-
-    Returns:
-        The cut, and its plan.
-
-    Raises:
-        CutError: the graph cannot be cut so, or the profile is of another model.
-    """
+    """Cut a graph as the caller asks."""
     estimated = CostedGraph(analysis=GraphAnalysis(graph), costs=costs)
     measured = measured_costs(graph, costs, options.profile) if isinstance(options.profile, Profile) else None
     costed = estimated

@@ -39,15 +39,7 @@ def read_plan(path: str | os.PathLike[str]) -> Plan:
 
 
 def write_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
-    """Write a plan file, with one line for each stage. A file of that name is replaced.
-
-    Args:
-        plan: the plan.
-        path: the file to write.
-
-    Raises:
-        WriteError: the file cannot be written.
-    """
+    """Write a plan file, with one line for each stage. A file of that name is replaced."""
     stages = ",\n  ".join(json.dumps(msgspec.to_builtins(stage)) for stage in plan.stages)
     json_text = f'{{\n "stages": [\n  {stages}\n ],\n "shared": {json.dumps(plan.shared)}\n}}\n'
     with output_file(path) as new_file:

@@ -18,14 +18,8 @@ def plan_for_assignment(
 ) -> Plan:
     """Estimate the costs of a cut, stage by stage.
 
-    Args:
-        costed: the graph of a whole model.
-        assignment: the stage of each node.
-        memory: bytes of memory of the device of each stage; empty for no limits.
-        speeds: speed of the device of each stage, relative to the others; empty for equal speeds.
-
-    Returns:
-        The plan, which replicates shared weights.
+    memory: bytes of memory of the device of each stage; empty for no limits.
+    speeds: speed of the device of each stage, relative to the others; empty for equal speeds.
     """
     working_bytes = activation_bytes(costed.analysis, costed.costs, execution_order(costed.graph))
     stage_nodes: list[list[int]] = [[] for _ in range(assignment.stage_count)]

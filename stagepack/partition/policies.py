@@ -46,17 +46,6 @@ def assign_by_policy(analysis: GraphAnalysis, policy: Policy) -> StageAssignment
 
     Its stage numbers give the order of the stages when every value flows to the same or a later stage; else stages are reordered
     so that it does. Numbers without nodes are skipped.
-
-    Args:
-        analysis: of a whole model.
-        policy: the function; it is called once for each node, in execution order.
-
-    Returns:
-        The stage of each node.
-
-    Raises:
-        CutError: the policy returns something other than an integer from 0 up, stages depend on each other in a cycle, or a
-            colocation group would be split.
     """
     graph = analysis.graph
     labels = []

@@ -94,12 +94,6 @@ def model_digest(graph: Graph) -> str:
     """Return a digest of what the times of a model are for: its nodes with their operators, modules and shapes.
 
     Models that differ in the values of their weights alone have one digest, as have all cuts of a model.
-
-    Args:
-        graph: the graph of a whole model, of `canonical_graph`.
-
-    Returns:
-        SHA-256, in hexadecimal.
     """
     nodes = [
         (
@@ -139,15 +133,7 @@ def read_profile(path: str | os.PathLike[str]) -> Profile:
 
 
 def write_profile(profile: Profile, path: str | os.PathLike[str]) -> None:
-    """Write a profile, with one line for each stage and each node. A file of that name is replaced.
-
-    Args:
-        profile: the profile.
-        path: the file to write.
-
-    Raises:
-        WriteError: the file cannot be written.
-    """
+    """Write a profile, with one line for each stage and each node. A file of that name is replaced."""
     fields = msgspec.to_builtins(profile)
     lines = [
         f" {json.dumps(field)}: {_lines(value) if field in ('stages', 'nodes') else json.dumps(value)}"

@@ -49,13 +49,6 @@ def recomputation_recipes(analysis: GraphAnalysis, costs: GraphCosts) -> dict[st
     Costs are compared at large sizes of the dimensions that may change: examples are small, and a mask outgrows what it is made of.
     A value that is made of weights and sizes alone is the same in every call, so it is never sent. Kernels are chosen by more than
     values: a view of a parameter requires a gradient (``at::matmul`` asks for it), which a value that was sent does not.
-
-    Args:
-        analysis: of the graph of a whole model.
-        costs: of the same graph.
-
-    Returns:
-        The recipe of each such value, by its name; symbolic scalars have none.
     """
     return _RecipeSearch(analysis, costs).run()
 

@@ -40,39 +40,18 @@ class StageNodes:
     node_numbers: tuple[int, ...]
 
     def input_names(self, analysis: GraphAnalysis) -> dict[str, None]:
-        """Return the distinct names of the values that the nodes use, in the order of first use.
-
-        Args:
-            analysis: of the whole graph.
-
-        Returns:
-            The names, as the keys of a dict.
-        """
+        """Return the distinct names of the values that the nodes use, in the order of first use."""
         added_names = dict.fromkeys(value_name for node in self.added for value_name in input_names(node))
         return added_names | analysis.used_by(self.node_numbers)
 
     def output_names(self, analysis: GraphAnalysis) -> set[str]:
-        """Return the names of the values that the nodes define.
-
-        Args:
-            analysis: of the whole graph.
-
-        Returns:
-            The names.
-        """
+        """Return the names of the values that the nodes define."""
         added_names = {value_name for node in self.added for value_name in output_names(node)}
         return added_names | analysis.defined_by(self.node_numbers).keys()
 
 
 def ops_with_sym_size(graph: Graph) -> tuple[Op, ...]:
-    """Return the operator table that the nodes of `rematerialize_values` refer to.
-
-    Args:
-        graph: a whole graph.
-
-    Returns:
-        The operators of the graph, with `SYM_SIZE_OP` at the end when it is not among them.
-    """
+    """Return the operator table that the nodes of `rematerialize_values` refer to."""
     return graph.ops if SYM_SIZE_OP in graph.ops else (*graph.ops, SYM_SIZE_OP)
 
 
@@ -80,13 +59,6 @@ def rematerialize_values(costed: CostedGraph, assignment: StageAssignment) -> li
     """Find the nodes of each stage: those assigned to it, and copies of those that define values which it would else receive.
 
     Nodes whose values only other stages use, which compute them again, are left out.
-
-    Args:
-        costed: the graph of a whole model.
-        assignment: the stage of each node.
-
-    Returns:
-        The nodes of each stage; added nodes refer to operators by their index in `ops_with_sym_size`.
     """
     assigned: list[list[int]] = [[] for _ in range(assignment.stage_count)]
     for node_number, stage_number in enumerate(assignment.stage_of):

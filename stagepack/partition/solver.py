@@ -31,15 +31,11 @@ def split_sequence(
 ) -> list[int] | None:
     """Find the split whose slowest part is fastest.
 
-    Args:
-        sequence: the items; it has at least ``len(speeds) - 1`` split positions.
-        speeds: speed of the device of each part, relative to the reference device.
-        memory_limits: bytes of memory of the device of each part; None for no limit.
-        longest_time: picoseconds; splits with a slower part may be ignored. None for no bound.
-
-    Returns:
-        The items in front of which the sequence is split, ``len(speeds) - 1`` of them; no part is empty. None when no split fits into
-        the memory, or when `longest_time` excludes all splits.
+    sequence: the items; it has at least ``len(speeds) - 1`` split positions.
+    memory_limits: bytes of memory of the device of each part; None for no limit.
+    longest_time: picoseconds; splits with a slower part may be ignored. None for no bound.
+    The result is the items in front of which the sequence is split, ``len(speeds) - 1`` of them; no part is empty. None when no split fits
+        into the memory, or when `longest_time` excludes all splits.
     """
     fastest = max(speeds) * _ROUNDING
     cost = _time_function(speeds, memory_limits)
@@ -63,12 +59,9 @@ def split_sequence(
 def split_with_least_excess(sequence: CostSequence, memory_limits: Sequence[int | None]) -> list[int]:
     """Find the split whose part that exceeds its memory limit most exceeds it by as few bytes as possible.
 
-    Args:
-        sequence: the items; it has at least ``len(memory_limits) - 1`` split positions.
-        memory_limits: bytes of memory of the device of each part; None for no limit.
-
-    Returns:
-        The items in front of which the sequence is split; no part is empty.
+    sequence: the items; it has at least ``len(memory_limits) - 1`` split positions.
+    memory_limits: bytes of memory of the device of each part; None for no limit.
+    The result is the items in front of which the sequence is split; no part is empty.
     """
     ceilings = _column([math.inf if limit is None else limit for limit in memory_limits])
     table = _PartTable(sequence, len(memory_limits), has_limits=True)
@@ -112,7 +105,6 @@ class _PartTable:
     """All parts of a sequence."""
 
     def __init__(self, sequence: CostSequence, part_count: int, *, has_limits: bool) -> None:
-        """Without `has_limits` the memory of parts is not computed."""
         self._sequence = sequence
         self._part_count = part_count
         self._has_limits = has_limits
@@ -125,13 +117,7 @@ class _PartTable:
     ) -> tuple[float, list[int]]:
         """Find the split with the least total cost.
 
-        Args:
-            cost: the costs of parts.
-            combine: combines the cost of a part with that of the parts after it.
-            longest_time: parts whose items take more picoseconds than this are ignored, except parts of one item.
-
-        Returns:
-            The total cost, and the items in front of which the sequence is split.
+        longest_time: parts whose items take more picoseconds than this are ignored, except parts of one item.
         """
         end_count = len(self._ends)
         # [part number, start]: the least cost of this part and all parts after it; the last row is the end of the sequence.

@@ -43,11 +43,6 @@ class PartFile:
     """
 
     def __init__(self, path: Path) -> None:
-        """Open or create the file, and wait for its lock.
-
-        Raises:
-            OSError: it cannot be created.
-        """
         self.path = path
         while True:
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
@@ -96,22 +91,13 @@ class PartFile:
         return os.pread(self._descriptor, end - start, start)
 
     def write(self, content: bytes | bytearray | memoryview, start: int) -> None:
-        """Write bytes at a position. Several threads may write at the same time.
-
-        Raises:
-            OSError: the disk is full or the like.
-        """
+        """Write bytes at a position. Several threads may write at the same time."""
         write_at(self._descriptor, content, start)
 
     def complete(self, size: int, target: Path) -> None:
         """Give the file its final name, after its bytes are on disk.
 
-        Args:
-            size: the size of the file in bytes.
-            target: the final path, which may exist.
-
-        Raises:
-            OSError: the disk is full or the like.
+        size: the size of the file in bytes.
         """
         os.ftruncate(self._descriptor, size)
         os.fsync(self._descriptor)
@@ -126,11 +112,6 @@ class Cache:
     """The cache in one folder."""
 
     def __init__(self, folder: Path) -> None:
-        """Create the folder if it does not exist.
-
-        Raises:
-            WriteError: it cannot be created.
-        """
         self.folder = folder
         self._files = folder / "files"
         try:
@@ -144,22 +125,11 @@ class Cache:
             ) from None
 
     def bundle_folder(self, digest: str) -> Path:
-        """Return the folder of a bundle, which may not exist.
-
-        Args:
-            digest: the digest of the bundle.
-        """
+        """Return the folder of a bundle, which may not exist."""
         return self.folder / "bundles" / digest
 
     def add_manifest(self, digest: str, content: bytes) -> Path:
-        """Store the manifest of a bundle, unless it is there.
-
-        Returns:
-            The folder of the bundle.
-
-        Raises:
-            WriteError: it cannot be written.
-        """
+        """Store the manifest of a bundle, unless it is there."""
         folder = self.bundle_folder(digest)
         path = folder / MANIFEST_NAME
         with self.errors():
@@ -183,25 +153,13 @@ class Cache:
         return folder
 
     def location_path(self, digest: str) -> Path:
-        """Return the file with the URL that a bundle was opened at last. The time of its last change is that of the last use.
-
-        Args:
-            digest: the digest of the bundle.
-        """
+        """Return the file with the URL that a bundle was opened at last. The time of its last change is that of the last use."""
         return self.folder / "locations" / digest
 
     def use(self, digest: str, location: str) -> int | None:
         """Note that this process uses a bundle: it is not removed from the cache before the descriptor is closed.
 
-        Args:
-            digest: the digest of the bundle.
-            location: its URL, without secrets.
-
-        Returns:
-            The descriptor; None if the bundle is not in the cache, because another process has just removed it.
-
-        Raises:
-            WriteError: the use cannot be noted.
+        The result is the descriptor; None if the bundle is not in the cache, because another process has just removed it.
         """
         folder = self.bundle_folder(digest)
         with self.errors():
@@ -219,28 +177,12 @@ class Cache:
         return descriptor
 
     def lock(self, entry: File) -> PartFile:
-        """Wait until no other process downloads a file, and hold it.
-
-        Raises:
-            WriteError: it cannot be created.
-        """
+        """Wait until no other process downloads a file, and hold it."""
         with self.errors():
             return PartFile(self._files / f"{entry.blake3}.part")
 
     def add(self, entry: File, folder: Path, part: PartFile | None = None) -> bool:
-        """Put a file of the cache into the folder of a bundle that has it.
-
-        Args:
-            entry: the manifest entry of the file.
-            folder: the folder of the bundle.
-            part: the complete file, if it was just downloaded.
-
-        Returns:
-            Whether the folder has the file now.
-
-        Raises:
-            WriteError: it cannot be written.
-        """
+        """Put a file of the cache into the folder of a bundle that has it."""
         file_path, target = self._files / entry.blake3, folder / entry.name
         with self.errors():
             if part is not None:
@@ -268,11 +210,7 @@ class Cache:
             path.unlink(missing_ok=True)
 
     def check_free_bytes(self, needed_bytes: int) -> None:
-        """Refuse to begin a download that the disk cannot hold.
-
-        Raises:
-            WriteError: fewer bytes are free.
-        """
+        """Refuse to begin a download that the disk cannot hold."""
         with self.errors():
             free_bytes = shutil.disk_usage(self.folder).free
         if needed_bytes > free_bytes:
@@ -283,11 +221,7 @@ class Cache:
 
     @contextlib.contextmanager
     def errors(self) -> Iterator[None]:
-        """Convert errors of the file system.
-
-        Raises:
-            WriteError: in the place of an `OSError`.
-        """
+        """Convert errors of the file system."""
         try:
             yield
         except OSError as error:

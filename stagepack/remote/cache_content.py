@@ -59,13 +59,7 @@ def remove_bundles(
 ) -> list[CachedBundle]:
     """Remove bundles from the cache, those first that were not used for the longest time, and downloads that were interrupted.
 
-    Args:
-        cache: the cache.
-        unused_seconds: remove the bundles that were not opened for so long.
-        most_bytes: remove bundles until the cache takes at most so many bytes of the disk.
-
-    Returns:
-        The bundles that were removed. Those that a process has opened are kept.
+    most_bytes: remove bundles until the cache takes at most so many bytes of the disk.
     """
     removed_bundles = []
     _remove_unused_files(cache, unused_seconds, most_bytes)

@@ -64,12 +64,6 @@ class Tries:
     """Counts the tries of one read, and waits between them."""
 
     def __init__(self, location: str, stop: threading.Event) -> None:
-        """Begin with the first try.
-
-        Args:
-            location: what is read, for messages.
-            stop: set when the download has failed elsewhere.
-        """
         self._location = location
         self._stop = stop
         self._failed = 0
@@ -78,13 +72,7 @@ class Tries:
     def failed(self, error: FetchError, progress_bytes: int = 0) -> None:
         """Wait before the next try.
 
-        Args:
-            error: how the try failed.
-            progress_bytes: how many bytes the try brought.
-
-        Raises:
-            RemoteError: another try makes no sense, or there were too many.
-            DigestError: the file has another size.
+        progress_bytes: how many bytes the try brought.
         """
         if isinstance(error, WrongSizeError):
             raise DigestError([Problem(rule="D1", where=self._location, message=str(error))]) from None
@@ -104,11 +92,7 @@ class Tries:
             raise RemoteError(f"{self._location}: cancelled")
 
     def wrong_content(self, problem: Problem) -> None:
-        """Count content that is not the one of the manifest.
-
-        Raises:
-            DigestError: it came too often.
-        """
+        """Count content that is not the one of the manifest."""
         self._wrong_contents += 1
         if self._wrong_contents >= _WRONG_CONTENTS:
             message = f"{problem.message}; downloaded {self._wrong_contents} times. Use another mirror, or ask for the right file"
@@ -119,13 +103,6 @@ class Download:
     """One download of several files."""
 
     def __init__(self, store: RemoteStore, location: str, progress: ByteProgress) -> None:
-        """Request nothing yet.
-
-        Args:
-            store: where the files are.
-            location: the URL of the bundle, for messages.
-            progress: called by several threads with the number of bytes that came; negative if they must come again.
-        """
         self._store = store
         self._location = location
         self._progress = progress
@@ -142,13 +119,7 @@ class Download:
 
         The first chunks of all files come first: they have the headers of weight files, by which tensors are placed.
 
-        Yields:
-            Each file, when all its bytes are written.
-
-        Raises:
-            RemoteError: the store fails.
-            DigestError: it has other files than the manifest states.
-            OSError: a file cannot be written.
+        It yields each file, when all its bytes are written.
         """
         future_downloads: dict[Future[None], FileDownload] = {}
         tasks = [(download, chunk) for download in downloads for chunk in file_chunks(download.entry)]

@@ -13,11 +13,6 @@ class DownloadThreads:
     """
 
     def __init__(self, thread_count: int) -> None:
-        """Start the threads.
-
-        Args:
-            thread_count: how many.
-        """
         self._tasks: queue.SimpleQueue[tuple[Future[None], Callable[[], None]] | None] = queue.SimpleQueue()
         self._futures: list[Future[None]] = []
         self._threads = [

@@ -109,12 +109,6 @@ class FileStream:
     """A handle of files that are being downloaded: see `stagepack.format.file_source.FileStream`."""
 
     def __init__(self, entries: Mapping[str, File], arrivals: _Arrivals) -> None:
-        """Keep a handle; see `start`.
-
-        Args:
-            entries: the files by name.
-            arrivals: what has arrived of them.
-        """
         self._entries = entries
         self._arrivals = arrivals
         with arrivals.change:
@@ -123,12 +117,7 @@ class FileStream:
 
     @classmethod
     def start(cls, entries: Sequence[File], fetch: Callable[[Sequence[File], DownloadObserver], None]) -> Self:
-        """Begin to download files, in a thread.
-
-        Args:
-            entries: the files, in the order in which they are needed.
-            fetch: downloads files.
-        """
+        """Begin to download files, in a thread."""
         arrivals = _Arrivals({entry.blake3 for entry in entries})
         handle = cls({entry.name: entry for entry in entries}, arrivals)
         threading.Thread(
@@ -145,17 +134,7 @@ class FileStream:
         self._release()
 
     def read_into(self, file_name: str, start: int, memory: memoryview) -> None:
-        """Fill memory with the bytes of a file, when they have arrived.
-
-        Args:
-            file_name: the name of the file.
-            start: the first byte.
-            memory: writeable memory, as long as the range.
-
-        Raises:
-            RemoteError, WriteError: the file cannot be downloaded, or written into the cache.
-            DigestError: the server has another file than the manifest states, or the file in the cache is too short.
-        """
+        """Fill memory with the bytes of a file, when they have arrived."""
         entry = self._entries[file_name]
         arrivals = self._arrivals
         file = arrivals.files[entry.blake3]

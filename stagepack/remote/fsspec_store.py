@@ -20,17 +20,6 @@ class FsspecStore(RemoteStore):
     """The folder of a bundle in a file system of fsspec."""
 
     def __init__(self, url: str, storage_options: Mapping[str, Any] | None = None) -> None:
-        """Make the file system; most open no connection yet.
-
-        Args:
-            url: the folder.
-            storage_options: arguments of the file system, such as credentials.
-
-        Raises:
-            OptionError: fsspec knows no such scheme, or the file system refuses the options.
-            MissingPackageError: the package of the file system is not installed.
-            RemoteError: the file system connects at once, and the server does not answer.
-        """
         self._folder_scheme = scheme = url.partition("://")[0]
         try:
             self._file_system, self._folder = fsspec.url_to_fs(url, **(storage_options or {}))

@@ -45,13 +45,6 @@ class HttpStore(RemoteStore):
         headers: Mapping[str, str] | None = None,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        """Open no connection yet.
-
-        Args:
-            file_url: returns the URL of a file of the bundle.
-            headers: sent with each request, and not to another host that the server redirects to, if they authorize.
-            storage_options: arguments of ``fsspec.implementations.http.HTTPFileSystem``.
-        """
         options = dict(storage_options or {})
         client_options = {"auto_decompress": False, "trust_env": True} | options.pop("client_kwargs", {})
         self._file_url = file_url
@@ -134,11 +127,7 @@ class HttpStore(RemoteStore):
                 return
 
     def _wait(self, read: Coroutine[Any, Any, None]) -> None:
-        """Run a read in fsspec's event loop, and wait for it.
-
-        Raises:
-            FetchError: it failed, or was cancelled.
-        """
+        """Run a read in fsspec's event loop, and wait for it."""
         future = asyncio.run_coroutine_threadsafe(read, self._file_system.loop)
         with self._lock:
             self._pending.add(future)
@@ -185,11 +174,7 @@ def _check_range(response: aiohttp.ClientResponse, start: int, end: int, size: i
 
 
 async def _pieces(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    """Yield the body of a response as it comes.
-
-    Raises:
-        TimeoutError: it comes too slowly, or no further byte comes. The time limits of aiohttp do not hold after a malformed chunk.
-    """
+    """Yield the body of a response as it comes."""
     deadline = time.monotonic() + 2 * STALL_SECONDS
     while True:
         async with asyncio.timeout(min(STALL_SECONDS, deadline - time.monotonic())):

@@ -30,14 +30,7 @@ def open_hub_store(url: BundleUrl, storage_options: Mapping[str, Any] | None = N
 
     So all files are of one commit, also when the repository changes while they are downloaded.
 
-    Args:
-        url: a URL ``hf://``.
-        storage_options: ``token`` and ``endpoint``, where these are not those of the environment; the others go to fsspec.
-
-    Raises:
-        RemoteError: the hub does not answer, or has no such repository or revision.
-        NotABundleError: the hub must not be asked, and its cache has a model there, and no bundle.
-        OptionError: the URL has another form.
+    storage_options: ``token`` and ``endpoint``, where these are not those of the environment; the others go to fsspec.
     """
     options = dict(storage_options or {})
     token, endpoint = options.pop("token", None) or get_token(), options.pop("endpoint", None)
@@ -70,20 +63,7 @@ def push(
     The repository is created if it does not exist. Files of an older bundle that the new one does not have are removed; the model card
     and all other files stay. A repository without a model card gets a short one.
 
-    Args:
-        bundle: the bundle. It is verified first.
-        url: a URL ``hf://``, whose revision must be a branch.
-        private: whether a new repository is private; by default as the organization has it.
-        message: the message of the commit.
-        token: the token of the hub, in the place of the one in the environment.
-
-    Returns:
-        The URL of the commit.
-
-    Raises:
-        DigestError, FormatError: the bundle is damaged.
-        OptionError: the URL has another form.
-        RemoteError: the hub does not answer, or refuses.
+    url: a URL ``hf://``, whose revision must be a branch.
     """
     location = url.hub_location
     with byte_progress(f"verifying {bundle.location}", sum(file.size for file in bundle.manifest.files)) as progress:

@@ -20,11 +20,7 @@ def is_offline() -> bool:
 
 
 def find_snapshot(url: BundleUrl) -> Path | None:
-    """Return the folder of a bundle in the Hub's cache; None if that has no manifest.
-
-    Raises:
-        OptionError: the URL has another form.
-    """
+    """Return the folder of a bundle in the Hub's cache; None if that has no manifest."""
     manifest_path = _find_file(url, MANIFEST_NAME)
     return None if manifest_path is None else manifest_path.parent
 

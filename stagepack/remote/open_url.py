@@ -36,19 +36,7 @@ def open_url(
     With ``HF_HUB_OFFLINE``, a bundle of the Hub is the snapshot in the Hub's own cache, as it is for transformers; or the one that was
     opened last from this URL.
 
-    Args:
-        url: the URL of the bundle.
-        cache: the cache that its files come into.
-        digest: the digest that the bundle must have. If the cache has its manifest, nothing is downloaded.
-        storage_options: arguments of the file system of fsspec.
-
-    Raises:
-        NotABundleError: there is no manifest at the URL.
-        RemoteError: the manifest could not be downloaded.
-        DigestError: the bundle has another digest.
-        VersionError, LimitError, FormatError: see `Bundle`.
-        WriteError: the cache cannot be written.
-        OptionError, MissingPackageError: there is no file system for the URL.
+    digest: the digest that the bundle must have. If the cache has its manifest, nothing is downloaded.
     """
     location = str(url)
     if url.scheme == HUB_SCHEME and is_offline() and (digest is None or not _cached_bundle(cache, digest)):
@@ -94,16 +82,7 @@ def _open_manifest(
 
 
 def open_store(url: BundleUrl, storage_options: Mapping[str, Any] | None = None) -> RemoteStore:
-    """Return the store of a URL.
-
-    Args:
-        url: the URL of the bundle.
-        storage_options: arguments of the file system of fsspec.
-
-    Raises:
-        RemoteError: the hub does not answer, or has no such repository.
-        OptionError, MissingPackageError: there is no file system for the URL.
-    """
+    """Return the store of a URL."""
     if url.scheme in WEB_SCHEMES:
         return HttpStore(url.file_url, storage_options=storage_options)
     if url.scheme == HUB_SCHEME:

@@ -29,19 +29,7 @@ def pull(
     The files come into the folder ``.NAME.download`` beside the output, which is renamed when all are there. If the download is
     interrupted, the folder stays, and the next call for the same output goes on.
 
-    Args:
-        url: the URL of the bundle.
-        out: the folder to write; it must not exist.
-        digest: the digest that the bundle must have; see `stagepack.open`.
-        storage_options: arguments of the file system of fsspec.
-
-    Returns:
-        The bundle, opened.
-
-    Raises:
-        OutputExistsError: `out` exists.
-        WriteError: it cannot be written.
-        NotABundleError, RemoteError, DigestError, FormatError, VersionError, OptionError, MissingPackageError: see `stagepack.open`.
+    out: the folder to write; it must not exist.
     """
     path = Path(os.path.abspath(out))
     if os.path.lexists(path):

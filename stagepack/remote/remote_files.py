@@ -32,15 +32,6 @@ class RemoteFiles:
     def __init__(
         self, location: str, url: str | None, cache: Cache, folder: Path, open_store: Callable[[], RemoteStore]
     ) -> None:
-        """Download nothing yet.
-
-        Args:
-            location: the URL of the bundle, for messages.
-            url: the URL that opens it; None if it needs options too.
-            cache: the cache.
-            folder: the folder of the bundle in the cache.
-            open_store: makes the store, when the first file is downloaded.
-        """
         self.location = location
         self.url = url
         self._cache = cache
@@ -52,12 +43,7 @@ class RemoteFiles:
         return self._open_store()
 
     def fetch(self, entries: Sequence[File], observer: DownloadObserver | None = None) -> None:
-        """Download the files that neither the folder nor the cache has; wait for those that other processes download.
-
-        Args:
-            entries: the files, in the order in which they are needed.
-            observer: is told how the download proceeds, in the place of the user.
-        """
+        """Download the files that neither the folder nor the cache has; wait for those that other processes download."""
         self._tell_complete(entries, observer)
         while missing := [entry for entry in entries if not is_complete(self._folder / entry.name, entry)]:
             # Files of the same content come one after the other.

@@ -46,11 +46,7 @@ class BundleUrl:
 
     @classmethod
     def parse(cls, url: str) -> Self:
-        """Parse a URL.
-
-        Raises:
-            OptionError: it has no host or path, or a fragment.
-        """
+        """Parse a URL."""
         scheme = url.partition("://")[0].lower()
         rest = url[len(scheme) + 3 :]
         if scheme in WEB_SCHEMES:
@@ -89,20 +85,12 @@ class BundleUrl:
         return str(self).rpartition("/")[2]
 
     def file_url(self, file_name: str) -> str:
-        """Return the URL of one of the bundle's files.
-
-        Args:
-            file_name: a plain name of a file, which needs no quoting (rule M5).
-        """
+        """Return the URL of one of the bundle's files."""
         return f"{self.folder}/{file_name}" + (f"?{self.query}" if self.query else "")
 
     @property
     def hub_location(self) -> "HubLocation":
-        """The repository of a URL ``hf://ORGANIZATION/NAME[@REVISION][/FOLDER]``.
-
-        Raises:
-            OptionError: the URL has another form.
-        """
+        """The repository of a URL ``hf://ORGANIZATION/NAME[@REVISION][/FOLDER]``."""
         rest = self.folder.removeprefix(f"{HUB_SCHEME}://")
         match = _HUB_PATTERN.fullmatch(rest)
         if match is None or rest.startswith(_HUB_OTHER_KINDS):

@@ -77,12 +77,7 @@ class SignatureFile(msgspec.Struct, frozen=True, rename="camel"):
     def parse(cls, content: bytes, location: str) -> "SignatureFile":
         """Decode the file.
 
-        Args:
-            content: the bytes of the file.
-            location: the path or URL of the bundle, for messages.
-
-        Raises:
-            SignatureError: it is not a signature.
+        content: the bytes of the file.
         """
         try:
             return msgspec.json.decode(content, type=cls)
@@ -101,11 +96,7 @@ class SignatureFile(msgspec.Struct, frozen=True, rename="camel"):
         return {signed_file.name: signed_file.digest for signed_file in statement.predicate.resources}
 
     def certificates(self) -> list[x509.Certificate]:
-        """Return the certificate of the signer, and after it those of the authorities that issued it; empty for a key.
-
-        Raises:
-            ValueError: a certificate is malformed.
-        """
+        """Return the certificate of the signer, and after it those of the authorities that issued it; empty for a key."""
         chain = self.verification_material.chain
         entries = () if chain is None else chain.certificates
         return [x509.load_der_x509_certificate(base64.b64decode(entry.raw_bytes)) for entry in entries]
@@ -115,12 +106,6 @@ class SignatureFile(msgspec.Struct, frozen=True, rename="camel"):
 
         model_signing compares them with the time at which the certificate of the signer became valid. Since nothing proves when a
         signature was made, a key that is found years later could still sign.
-
-        Args:
-            location: the path or URL of the bundle, for messages.
-
-        Raises:
-            SignatureError: a certificate has expired, or is not valid yet.
         """
         now = datetime.now(UTC)
         for certificate in self.certificates():

@@ -51,17 +51,7 @@ def verify_signature(bundle: Bundle, trusted_files: Iterable[str | os.PathLike[s
 
     The content of the files is compared with the manifest when they are read, or by `Bundle.verify`.
 
-    Args:
-        bundle: the opened bundle.
-        trusted_files: PEM files, each with a public key or with certificates of authorities. One of them must verify the signature.
-
-    Returns:
-        How it was verified.
-
-    Raises:
-        SignatureError: the bundle is not signed, or by no trusted signer, or was changed afterwards.
-        OptionError: a file has neither a public key nor certificates that can be used.
-        RemoteError: the signature of a remote bundle cannot be downloaded.
+    trusted_files: PEM files, each with a public key or with certificates of authorities. One of them must verify the signature.
     """
     verifiers = _verifiers([os.fspath(path) for path in trusted_files])
     signature = SignatureFile.parse(_read_signature(bundle), bundle.location)

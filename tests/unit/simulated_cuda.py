@@ -17,6 +17,7 @@ DEVICE = torch.device("cuda:0")
 # What stagepack and its loaders use of torch.cuda and torch.accelerator, beside methods of tensors. Streams and events have the methods
 # of the classes below.
 USED_NAMES = {
+    "torch.accelerator.current_accelerator",
     "torch.accelerator.current_device_index",
     "torch.accelerator.current_stream",
     "torch.accelerator.synchronize",

@@ -28,6 +28,7 @@ from stagepack_loaders.torch.prepare import build_code, read_parts
 from stagepack_loaders.torch.stage import output_contract
 from stagepack_loaders.torch.stage_inputs import move_input
 from stagepack_loaders.torch.torch_attributes import torch_attribute
+from stagepack_loaders.train import default_group
 from stagepack_serving.protocol.interface import Interface
 from stagepack_serving.server.metrics import Metrics
 from stagepack_serving.server.stage_runner import StageRunner
@@ -237,6 +238,12 @@ def test_a_device_that_is_lost_ends_the_server(
     assert caught.value.stages == (1,)
     assert runner.has_ended()
     assert runner.unavailable_reason() == str(caught.value)
+
+
+def test_training_exchanges_tensors_of_the_host_and_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert default_group._backends() == "cpu:gloo"
+    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda check_available=False: torch.device("cuda"))
+    assert default_group._backends() == "cpu:gloo,cuda:nccl"
 
 
 def test_the_names_of_torch_that_only_a_gpu_runs_are_known() -> None:

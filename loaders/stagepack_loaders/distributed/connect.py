@@ -138,12 +138,7 @@ def connect(
 def launched_store(rank: int, seconds: float) -> Store:
     """Return the store of the launcher, or of process 0, with names of its own for each start of the processes and for each pipeline.
 
-    Args:
-        rank: the number of this process.
-        seconds: how long to wait for process 0.
-
-    Raises:
-        GroupError: there is no store.
+    seconds: how long to wait for process 0.
     """
     host, port = launched_address(), launched_port()
     try:

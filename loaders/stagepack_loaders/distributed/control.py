@@ -68,11 +68,7 @@ def write_control(memory: memoryview, message: ControlMessage) -> None:
 
 
 def read_control(memory: memoryview, symbol_count: int) -> ControlMessage:
-    """Return the message at the beginning of some memory.
-
-    Raises:
-        ConnectionLostError: it is no message: another program has connected.
-    """
+    """Return the message at the beginning of some memory."""
     kind, number, sequence, seed = _FIXED_WORDS.unpack_from(memory)
     if kind not in _KINDS:
         raise ConnectionLostError(f"expected a control message, found the kind {kind}")
@@ -89,11 +85,7 @@ def encode_sizes(sizes: Mapping[str, int], symbols: Sequence[Symbol]) -> bytes:
 
 
 def decode_sizes(size_words: bytes, symbols: Sequence[Symbol]) -> dict[str, int]:
-    """Return the sizes of symbols; the reverse of `encode_sizes`.
-
-    Raises:
-        ConnectionLostError: a size is out of its range: another program has connected.
-    """
+    """Return the sizes of symbols; the reverse of `encode_sizes`."""
     words = _size_struct(len(symbols)).unpack(size_words)
     sizes = {}
     for symbol, is_known, size in zip(symbols, words[::2], words[1::2], strict=True):

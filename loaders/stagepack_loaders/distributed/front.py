@@ -58,14 +58,6 @@ class FrontProcess:
         find_end: Callable[[int], ProcessEnd | None] | None = None,
         report_loss: Callable[[StageLostError], None] = lambda _: None,
     ) -> None:
-        """Start the threads.
-
-        Args:
-            bundle: the bundle.
-            membership: this process in the group, with its own stages if it has some.
-            find_end: returns how the process of a rank has ended, or None while it runs; None if that is not known here.
-            report_loss: called when a process is lost, after all requests have failed.
-        """
         self._bundle = bundle
         self._membership = membership
         self._group = membership.group
@@ -127,20 +119,9 @@ class FrontProcess:
     ) -> "Future[dict[str, Any]]":
         """Send a request on its way. Waits while as many as allowed are in flight.
 
-        Args:
-            values: the inputs of the model by edge name, known to fit. They must not be written before the answer.
-            sizes: the sizes of the symbols that the inputs determine.
-            sequence: the sequence whose state the stages use; 0 for that of the stages themselves.
-            copies_results: False for a caller who soon drops the results, and does not fork: large ones may be on memory that is shared
-                with other processes, of which there is little.
-
-        Returns:
-            The values by edge name, with the results of the model.
-
-        Raises:
-            StageLostError: a process is lost.
-            InputError: an input is not a dense tensor, or a tensor would have more elements than the format allows.
-            OptionError: as many as allowed are in flight, and this is a callback of a call.
+        values: the inputs of the model by edge name, known to fit. They must not be written before the answer.
+        copies_results: False for a caller who soon drops the results, and does not fork: large ones may be on memory that is shared with
+            other processes, of which there is little.
         """
         start = trace_clock()
         size_words = encode_sizes(sizes, self._symbols)
@@ -172,14 +153,7 @@ class FrontProcess:
         return answer
 
     def command(self, kind: ControlKind, *, sequence: int = 0, seed: int = 0) -> int:
-        """Have all processes execute a command after the requests before it.
-
-        Returns:
-            Its number.
-
-        Raises:
-            StageLostError: a process is lost.
-        """
+        """Have all processes execute a command after the requests before it."""
         with self._sending():
             if (lost := self.lost) is not None:
                 raise repeated_error(lost)
@@ -199,11 +173,8 @@ class FrontProcess:
     def close(self, seconds: float = math.inf) -> bool:
         """Answer what is in flight, and end the other processes. Nothing is sent any more.
 
-        Args:
-            seconds: how long to wait for the answers.
-
-        Returns:
-            Whether all of them have ended in order; False if one is lost, or has not ended in time.
+        seconds: how long to wait for the answers.
+        The result is whether all of them have ended in order; False if one is lost, or has not ended in time.
         """
         deadline = time.monotonic() + seconds
         with self._sending():
@@ -233,11 +204,7 @@ class FrontProcess:
                 self._membership.close()
 
     def refuse_waiting(self) -> None:
-        """Refuse to wait for an answer in the thread that answers.
-
-        Raises:
-            OptionError: this is that thread.
-        """
+        """Refuse to wait for an answer in the thread that answers."""
         if threading.current_thread() in self._threads:
             raise OptionError(
                 "a callback of a call runs in the thread that answers calls, and cannot wait for another call, nor close the pipeline: "

@@ -49,12 +49,6 @@ class GroupTrace:
     """
 
     def __init__(self, ranks: Collection[int], send_command: Callable[[ControlKind], int]) -> None:
-        """Record nothing yet.
-
-        Args:
-            ranks: all processes, with the front.
-            send_command: has all processes execute a command after the requests before it, and returns its number.
-        """
         self.spans = SpanRecorder(FRONT_RANK)
         self._ranks = ranks
         self._send_command = send_command
@@ -62,12 +56,7 @@ class GroupTrace:
         self._is_on = False
 
     def start(self) -> None:
-        """Have all processes record what they do for each request after this call.
-
-        Raises:
-            OptionError: a trace is on.
-            StageLostError: a process is lost.
-        """
+        """Have all processes record what they do for each request after this call."""
         with self._lock:
             if self._is_on:
                 raise OptionError("the pipeline is traced already: end the other trace first")
@@ -84,14 +73,7 @@ class GroupTrace:
             raise
 
     def stop(self) -> tuple[list[Span], int]:
-        """Wait for the requests before this call, and collect what all processes have recorded.
-
-        Returns:
-            The spans by their start, and how many were dropped.
-
-        Raises:
-            StageLostError: a process is lost.
-        """
+        """Wait for the requests before this call, and collect what all processes have recorded."""
         try:
             self._send_command(ControlKind.STOP_TRACE)
             self._completed.result()

@@ -62,17 +62,6 @@ class GroupWatch:
         report_close: Callable[[int], None] = lambda _: None,
         silence_seconds: float = _SILENCE_SECONDS,
     ) -> None:
-        """Start the threads.
-
-        Args:
-            membership: this process in the group.
-            find_end: returns how the process of a rank has ended, or None while it runs; None if that is not known here.
-            find_stalled: returns a request that has been on its way for too long, and for how many seconds.
-            record_status: called with what a process tells, and its rank.
-            report_loss: called when a process is lost, once.
-            report_close: called with the rank of a process that ends by itself, and has no error.
-            silence_seconds: how long a process may send no heartbeat, in seconds.
-        """
         self.lost: StageLostError | None = None
         self._membership = membership
         self._find_end = find_end
@@ -201,11 +190,7 @@ class GroupWatch:
 def lost_error(watched: WatchedGroup, rank: int, end_text: str, exit_status: int | None = None) -> StageLostError:
     """Return the error that names a process which is gone.
 
-    Args:
-        watched: the processes.
-        rank: the process that is gone.
-        end_text: the end of the sentence, such as ``"is lost: it ended with signal 9"``.
-        exit_status: its exit status, negative for the number of a signal; None where it is not known.
+    exit_status: its exit status, negative for the number of a signal; None where it is not known.
     """
     stages = tuple(facts.stage for facts in watched.stage_facts if facts.rank == rank)
     host = watched.identities[rank].host

@@ -109,20 +109,7 @@ def exchange_identities(
 ) -> list[Identity]:
     """Tell the others what this process is, and wait for them.
 
-    Args:
-        store: the store of the group.
-        rank: the number of this process.
-        size: the number of processes.
-        identity: what this process is.
-        seconds: how long to wait for the others.
-        check: called again and again; raises when there is no use in waiting.
-
-    Returns:
-        The identities of all, by rank.
-
-    Raises:
-        GroupError: a process has not come in time, or does not fit to the others.
-        ConnectionLostError: the store has gone.
+    seconds: how long to wait for the others.
     """
     identities = exchange_reports(store, "identity", rank, size, identity, seconds=seconds, check=check)
     check_identities(identities)
@@ -130,11 +117,7 @@ def exchange_identities(
 
 
 def check_identities(identities: Sequence[Identity]) -> None:
-    """Check that processes fit to each other.
-
-    Raises:
-        GroupError: they have other bundles or versions.
-    """
+    """Check that processes fit to each other."""
     for field_name, title in (
         ("digest", "bundle, by the digest of its manifest"),
         ("stagepack", "version of stagepack"),
@@ -159,15 +142,7 @@ def exchange_reports(
     seconds: float,
     check: Callable[[], None],
 ) -> list[Report]:
-    """Publish a report, and wait for those of the others.
-
-    Returns:
-        The reports of all, by rank.
-
-    Raises:
-        GroupError: a process has not published one in time.
-        ConnectionLostError: the store has gone.
-    """
+    """Publish a report, and wait for those of the others."""
     deadline = time.monotonic() + seconds
     try:
         store.set(f"{topic}/{rank}", msgspec.json.encode(report).decode())

@@ -53,11 +53,7 @@ def restart_count() -> int:
 
 
 def _integer(variable: str, lowest: int, highest: int, default: str = "") -> int:
-    """The number in an environment variable.
-
-    Raises:
-        OptionError: it is no number, or out of its range.
-    """
+    """The number in an environment variable."""
     text = os.environ.get(variable, default)
     if not text.isdecimal() or not lowest <= int(text) <= highest:
         raise OptionError(

@@ -43,7 +43,6 @@ class LinkListener:
     """
 
     def __init__(self) -> None:
-        """Listen, if this machine has what it takes."""
         self.name = ""
         if machine_id():
             self.name = f"stagepack-{secrets.token_hex(16)}"
@@ -55,11 +54,7 @@ class LinkListener:
     def accept(self) -> tuple[int, socket.socket] | None:
         """Accept a connection.
 
-        Returns:
-            The number of its route, and the connection; None if there was none for a moment.
-
-        Raises:
-            ConnectionLostError: this process has too many open files.
+        The result is the number of its route, and the connection; None if there was none for a moment.
         """
         try:
             connection, _ = self._socket.accept()
@@ -87,11 +82,7 @@ class LinkListener:
 
 
 def connect_link(name: str, route_number: int) -> socket.socket:
-    """Connect to the listener of another process, for a route.
-
-    Raises:
-        ConnectionLostError: it does not listen any more.
-    """
+    """Connect to the listener of another process, for a route."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         connection.connect(f"\0{name}")
@@ -103,13 +94,7 @@ def connect_link(name: str, route_number: int) -> socket.socket:
 
 
 def find_local_routes(routes: Sequence[Route], machines: Sequence[str], symbols: Sequence[Symbol]) -> frozenset[Route]:
-    """Return the routes between processes of one machine. Computed alike by every process.
-
-    Args:
-        routes: all routes of the pipeline.
-        machines: the `machine_id` of each process.
-        symbols: the symbols of the entry point.
-    """
+    """Return the routes between processes of one machine. Computed alike by every process."""
     return frozenset(
         route
         for route in routes
@@ -128,20 +113,7 @@ def connect_links(
     symbols: Sequence[Symbol],
     check: Callable[[], None],
 ) -> LocalLinks:
-    """Connect the local routes of a process.
-
-    Args:
-        listener: the listener of this process.
-        listener_names: those of all processes.
-        rank: this process.
-        routes: all routes of the pipeline.
-        local_routes: those of them between processes of one machine.
-        symbols: the symbols of the entry point.
-        check: called while this process waits for others; raises when there is no use in waiting.
-
-    Raises:
-        ConnectionLostError: a process has gone.
-    """
+    """Connect the local routes of a process."""
     links = LocalLinks(senders={}, receivers={})
     with contextlib.ExitStack() as failure:
         failure.callback(links.close)

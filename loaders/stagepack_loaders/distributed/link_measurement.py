@@ -36,14 +36,7 @@ class LinkTimes(NamedTuple):
 
 
 def measure_link() -> LinkTimes:
-    """Measure transfers between this process and one that is started for it.
-
-    Returns:
-        The medians of several transfers.
-
-    Raises:
-        GroupError: the other process has ended.
-    """
+    """Measure transfers between this process and one that is started for it."""
     store = open_store()
     process = subprocess.Popen(  # noqa: S603 - this Python
         module_command(__name__, str(store.port)), env=module_environment(), stdin=subprocess.DEVNULL
@@ -109,11 +102,7 @@ def _one_way_seconds(ends: _Ends, byte_count: int, rounds: int) -> float:
 
 
 def send_back(port: int) -> None:
-    """Send back what `measure_link` sends.
-
-    Args:
-        port: the port of its store.
-    """
+    """Send back what `measure_link` sends."""
     store = open_store(port=port)
     with contextlib.closing(_Ends(store, 1)) as ends:
         for byte_count, rounds in (_SMALL, _LARGE):

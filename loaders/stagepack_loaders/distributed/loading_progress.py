@@ -22,11 +22,6 @@ class LoadingProgress:
     """Counts what this process reads, and tells the others by their store."""
 
     def __init__(self, store: Store) -> None:
-        """Begin at 0.
-
-        Args:
-            store: the store of the group.
-        """
         self._store = store
         self._lock = threading.Lock()
         self._untold_bytes = 0
@@ -78,14 +73,7 @@ class _ShownProgress(LoadingProgress):
 def loading_progress(
     store: Store, rank: int, bundle: Bundle, rank_of_stage: Sequence[int]
 ) -> Iterator[LoadingProgress]:
-    """Show on the terminal of the front how many bytes the processes have read, while they load their stages.
-
-    Args:
-        store: the store of the group.
-        rank: the number of this process.
-        bundle: the bundle.
-        rank_of_stage: the process of each stage.
-    """
+    """Show on the terminal of the front how many bytes the processes have read, while they load their stages."""
     if rank != FRONT_RANK:
         yield LoadingProgress(store)
         return

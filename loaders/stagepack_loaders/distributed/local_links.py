@@ -46,12 +46,6 @@ class LinkSender:
     """
 
     def __init__(self, connection: socket.socket, unused_bytes: UnusedBytes) -> None:
-        """Take a connection.
-
-        Args:
-            connection: the connection.
-            unused_bytes: of all links from this process.
-        """
         self.connection = connection
         self.blocks = WrittenBlocks(unused_bytes)
         self._untaken_count = 0  # of messages with bodies
@@ -67,15 +61,7 @@ class LinkSender:
         return self.blocks.used_count < _MOST_BLOCKS and bool(self._writable_poll.poll(0))
 
     def send(self, head: memoryview, bodies: Sequence[torch.Tensor]) -> None:
-        """Send a head and bodies, which are copied before this returns.
-
-        Args:
-            head: the head.
-            bodies: contiguous tensors on the host.
-
-        Raises:
-            ConnectionLostError: the other process has gone.
-        """
+        """Send a head and bodies, which are copied before this returns."""
         block_number = byte_count = new_bytes = 0
         descriptor = None
         if bodies or self.blocks.used_count:
@@ -103,11 +89,7 @@ class LinkSender:
             self._untaken_count += 1
 
     def limit_untaken(self, message_count: int) -> None:
-        """Wait until the other process has taken all messages with bodies but so many. Those without take no memory worth a wait.
-
-        Raises:
-            ConnectionLostError: the other process has gone.
-        """
+        """Wait until the other process has taken all messages with bodies but so many. Those without take no memory worth a wait."""
         self._wait_until(lambda: self._untaken_count <= message_count)
 
     def finish(self) -> None:
@@ -130,11 +112,7 @@ class LinkSender:
                     raise ConnectionLostError(f"no memory can be shared with the other process: {error}") from None
 
     def _wait_until(self, has_come: Callable[[], bool]) -> None:
-        """Read acknowledgements until they have brought something.
-
-        Raises:
-            ConnectionLostError: the other process has gone, or ended the route.
-        """
+        """Read acknowledgements until they have brought something."""
         poll = None
         while not has_come():
             if self._is_ended:
@@ -175,12 +153,6 @@ class LinkReceiver:
     """
 
     def __init__(self, connection: socket.socket, capacity: int) -> None:
-        """Take a connection.
-
-        Args:
-            connection: the connection.
-            capacity: the largest size of a head, in bytes.
-        """
         self.connection = connection
         self._capacity = capacity
         self.blocks = ReadBlocks()
@@ -190,11 +162,7 @@ class LinkReceiver:
     def receive(self) -> tuple[MessageHead, torch.Tensor | None]:
         """Wait for the next message.
 
-        Returns:
-            Its head, and its bodies as one tensor of bytes; None if it has none.
-
-        Raises:
-            ConnectionLostError: the other process has gone, or is another program.
+        The result is its head, and its bodies as one tensor of bytes; None if it has none.
         """
         head = MessageHead(self._capacity)
         try:

@@ -172,11 +172,7 @@ def group_options(
 
 
 def check_options(options: GroupOptions, max_restarts: int = 0, microbatch_size: int | None = None) -> None:
-    """Check options that callers give, before a process is started.
-
-    Raises:
-        OptionError: one has a wrong type, or is out of its range.
-    """
+    """Check options that callers give, before a process is started."""
     try:
         msgspec.convert(msgspec.to_builtins(options), GroupOptions)
     except (msgspec.ValidationError, TypeError) as error:
@@ -195,21 +191,7 @@ def check_options(options: GroupOptions, max_restarts: int = 0, microbatch_size:
 def join_group(
     bundle: Bundle, store: Store, rank: int, size: int, options: GroupOptions, check: Callable[[], None] = lambda: None
 ) -> Membership:
-    """Meet the other processes, load the stages of this one, and connect.
-
-    Args:
-        bundle: the bundle.
-        store: the store of the group.
-        rank: the number of this process.
-        size: the number of processes.
-        options: how the pipeline is distributed.
-        check: called while this process waits for others; raises when there is no use in waiting.
-
-    Raises:
-        GroupError: a process has not come in time, or does not fit to the others.
-        StagepackError: a process could not load its stages; all processes raise its error.
-        ConnectionLostError: a process has gone.
-    """
+    """Meet the other processes, load the stages of this one, and connect."""
     with contextlib.closing(LinkListener()) as listener:
         # The front gives up first, and names the processes that are missing.
         seconds = options.start_seconds + (0.0 if rank == FRONT_RANK else _FURTHER_SECONDS)

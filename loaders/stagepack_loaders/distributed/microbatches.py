@@ -23,16 +23,6 @@ class Microbatches:
     """Cuts batches of more than some rows, for a model whose rows do not depend on each other."""
 
     def __init__(self, bundle: Bundle, pipeline: CallablePipeline, size: int) -> None:
-        """Check that rows do not depend on each other, by the graphs and by runs of the recorded example.
-
-        Args:
-            bundle: the bundle.
-            pipeline: runs the example.
-            size: the largest number of rows of a batch.
-
-        Raises:
-            OptionError: the rows of the model depend on each other, or may not be so few.
-        """
         edges = end_edges(bundle)
         symbol = batch_dimension(bundle, edges)
         if isinstance(symbol, str):
@@ -53,11 +43,7 @@ class Microbatches:
     def submit(
         self, values: Mapping[str, Any], sizes: Mapping[str, int], submit: SubmitValues
     ) -> "Future[dict[str, Any]]":
-        """Send a batch on its way, in parts of as equal size as possible.
-
-        Returns:
-            The values by edge name, with the results of the model, or the error of the first part that failed.
-        """
+        """Send a batch on its way, in parts of as equal size as possible."""
         row_count = sizes[self._symbol]
         part_count = max(1, -(-row_count // self._size))
         if part_count == 1:

@@ -13,12 +13,6 @@ def chosen_address(target: str) -> str | None:
     """Return the address from which this machine reaches another one.
 
     IPv4 goes first, so that all processes choose alike.
-
-    Args:
-        target: the name or address of the other machine.
-
-    Returns:
-        The address; None where the variable ``GLOO_SOCKET_IFNAME`` names the interface, or there is no route.
     """
     return None if os.environ.get(_INTERFACE_VARIABLE) else _address_towards(target)
 
@@ -29,9 +23,7 @@ def reachable_address(address: str | None, other_addresses: Iterable[str | None]
     The name of a machine stands for a loopback address in its own ``/etc/hosts`` on Debian. A process that has such an address takes that
     from which it reaches the processes on other machines.
 
-    Args:
-        address: the address that this process has chosen so far; None to leave the choice to gloo.
-        other_addresses: those that the other processes have chosen.
+    address: the address that this process has chosen so far; None to leave the choice to gloo.
     """
     if address is None or not _is_loopback(address):
         return address

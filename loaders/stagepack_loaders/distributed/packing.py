@@ -49,15 +49,7 @@ def pack_values(
 ) -> PackedValues:
     """Return the head and bodies with the values of a route.
 
-    Args:
-        layout: how they travel.
-        values: the values by edge name.
-        symbols: the symbols of the entry point, for the ranges of sizes that depend on data.
-        copies: whether the memory of the values may change before they arrive.
-        head: memory for the head, of the size that the layout says; None for new memory.
-
-    Raises:
-        InputError: a value is not a dense tensor, or its shape is not the recorded one.
+    head: memory for the head, of the size that the layout says; None for new memory.
     """
     if head is None:
         head = MessageHead(layout.head_bytes)

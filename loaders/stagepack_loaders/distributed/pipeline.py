@@ -32,7 +32,6 @@ class CallFuture(Future[Any]):
     """The result of a call that was submitted. It cannot be cancelled: the stages work on it already."""
 
     def __init__(self, refuse_waiting: Callable[[], None]) -> None:
-        """Make the future; `refuse_waiting` raises in threads that must not wait for it."""
         super().__init__()
         self._refuse_waiting = refuse_waiting
         self.set_running_or_notify_cancel()
@@ -76,20 +75,6 @@ class DistributedPipeline(CallablePipeline):
         microbatch_size: int | None = None,
         limit: ValueLimit | None = None,
     ) -> None:
-        """Start the processes, and run the recorded example in them.
-
-        Args:
-            bundle: the bundle.
-            launcher: starts the processes.
-            types: classes that results may be built of, where the bundle names them.
-            max_restarts: how often the processes are started again after one was lost.
-            microbatch_size: batches of more rows are cut into parts of at most so many; None to leave them whole.
-            limit: the largest size of values; None for no limit.
-
-        Raises:
-            OptionError: the rows of a batch depend on each other, so that it cannot be cut.
-            StagepackError: the processes could not be started, or could not load their stages.
-        """
         super().__init__(bundle, types, limit)
         self._is_state_lost = False
         self._is_restarted = False

@@ -53,14 +53,6 @@ class PipelineProcesses:
     front: FrontProcess
 
     def __init__(self, title: str, launcher: GroupLauncher, max_restarts: int, prepare: Callable[[], None]) -> None:
-        """Name what starts them.
-
-        Args:
-            title: names the pipeline in the log.
-            launcher: starts the processes.
-            max_restarts: how often they are started again after one was lost.
-            prepare: a method, called when they have been started, before others may call them. It does not keep its object alive.
-        """
         self.restart_count = 0
         self.has_ended = False
         self._title = title
@@ -81,11 +73,7 @@ class PipelineProcesses:
         return self._failure or self.front.lost
 
     def start(self) -> None:
-        """Start the processes.
-
-        Raises:
-            StagepackError: they could not be started, or could not load their stages.
-        """
+        """Start the processes."""
         with self._lock:  # a process that is lost meanwhile is not started again: the caller gets the error
             try:
                 self._start()
@@ -95,12 +83,7 @@ class PipelineProcesses:
                 raise
 
     def check_ready(self) -> None:
-        """Refuse calls while the processes are started, but for those that prepare them, and calls of a fork of this process.
-
-        Raises:
-            OptionError: this process is a fork of that which has loaded the pipeline.
-            StagepackError: why the processes are not there.
-        """
+        """Refuse calls while the processes are started, but for those that prepare them, and calls of a fork of this process."""
         if self._is_forked():
             raise OptionError(
                 "this process is a fork of the one that has loaded the pipeline: load the bundle here, too"
@@ -110,11 +93,7 @@ class PipelineProcesses:
             raise repeated_error(failure)  # its traceback has the values of the call
 
     def close(self) -> None:
-        """Answer the calls in flight, and end the processes. A start that is under way is given up.
-
-        Raises:
-            OptionError: this is a callback of a call.
-        """
+        """Answer the calls in flight, and end the processes. A start that is under way is given up."""
         if self._is_forked():
             return
         if not self._is_closed:

@@ -37,12 +37,8 @@ class ConnectionLostError(Exception):
 def open_store(host: str = LOOPBACK, port: int | None = None) -> Any:
     """Return a store for the processes of a group.
 
-    Args:
-        host: the address of the machine that has the store, by which the others reach it; only there, the store accepts connections.
-        port: the port of the store that another process has opened; None to open one. Its ``port`` is then a free one.
-
-    Raises:
-        RuntimeError: there is no store at the port.
+    host: the address of the machine that has the store, by which the others reach it; only there, the store accepts connections.
+    port: the port of the store that another process has opened; None to open one. Its ``port`` is then a free one.
     """
     if port is not None:
         return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_CONNECT_TIMEOUT)
@@ -94,7 +90,6 @@ class SentMessages:
     """
 
     def __init__(self) -> None:
-        """Begin without messages."""
         self._messages: deque[tuple[int, Transfer]] = deque()
         self._lock = threading.Lock()
 
@@ -105,11 +100,7 @@ class SentMessages:
                 self._messages.extend((request_number, transfer) for transfer in transfers)
 
     def finish(self, request_number: int | None = None) -> None:
-        """Wait for the messages of all requests up to one, or of all requests.
-
-        Raises:
-            ConnectionLostError: a process has gone.
-        """
+        """Wait for the messages of all requests up to one, or of all requests."""
         while True:
             with self._lock:
                 if not self._messages or (request_number is not None and self._messages[0][0] > request_number):
@@ -130,20 +121,6 @@ class ProcessGroup:
     def __init__(
         self, store: Store, rank: int, size: int, *, address: str | None, check: Callable[[], None] = lambda: None
     ) -> None:
-        """Connect to all others; returns when they have connected too.
-
-        Args:
-            store: where the processes find each other's addresses.
-            rank: the number of this process.
-            size: the number of processes.
-            address: an address of this machine, on whose interface the process listens. None for the interface of the variable
-                ``GLOO_SOCKET_IFNAME``, or of the name of the host.
-            check: called again and again; raises when there is no use in waiting.
-
-        Raises:
-            GroupError: processes on several machines did not connect within a minute.
-            ConnectionLostError: those on one machine did not.
-        """
         self.rank = rank
         self.size = size
         self.sent_bytes = 0
@@ -166,16 +143,8 @@ class ProcessGroup:
 
         Messages with one tag arrive in the order in which they were sent; the receiver knows their sizes.
 
-        Args:
-            memory: a contiguous tensor with at least one element, on the host.
-            target_rank: the process that receives them.
-            tag: tells apart what goes from one process to another.
-
-        Returns:
-            The message, which must be kept until it is waited for.
-
-        Raises:
-            ConnectionLostError: the other process has gone.
+        memory: a contiguous tensor with at least one element, on the host.
+        The result is the message, which must be kept until it is waited for.
         """
         try:
             transfer = _GlooTransfer(self._backend.send([memory], target_rank, tag), memory)
@@ -185,11 +154,7 @@ class ProcessGroup:
         return transfer
 
     def receive(self, memory: torch.Tensor, source_rank: int, tag: int) -> Transfer:
-        """Post a receive of as many bytes as the memory has.
-
-        Raises:
-            ConnectionLostError: the other process has gone.
-        """
+        """Post a receive of as many bytes as the memory has."""
         try:
             return _GlooTransfer(self._backend.recv([memory], source_rank, tag), memory)
         except RuntimeError as error:

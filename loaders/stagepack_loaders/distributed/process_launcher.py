@@ -28,13 +28,6 @@ class ProcessLauncher(ABC, Generic[Handle]):
     """Starts a group of processes of which this one is the front, and runs no stages. The `GroupLauncher` of `DistributedPipeline`."""
 
     def __init__(self, bundle: Bundle, options: GroupOptions, *, imports: Sequence[str] = ()) -> None:
-        """Keep what the processes need.
-
-        Args:
-            bundle: the bundle.
-            options: how the pipeline is distributed; rank 0 runs no stage.
-            imports: modules that each process imports first, such as those that register custom operators.
-        """
         self._bundle = bundle
         self._options = options
         self._imports = tuple(imports)
@@ -152,16 +145,7 @@ class ProcessLauncher(ABC, Generic[Handle]):
 
 
 def over_processes(bundle: Bundle, process_count: int, options: GroupOptions) -> GroupOptions:
-    """Return the options for a bundle over processes that a front without stages starts.
-
-    Args:
-        bundle: the bundle.
-        process_count: the number of processes besides the front.
-        options: how else the pipeline is distributed.
-
-    Raises:
-        OptionError: there are more processes than stages, or none.
-    """
+    """Return the options for a bundle over processes that a front without stages starts."""
     if not 1 <= process_count <= len(bundle.stages):
         raise OptionError(
             f"expected 1 to {len(bundle.stages)} processes for {len(bundle.stages)} stages, found {process_count}"

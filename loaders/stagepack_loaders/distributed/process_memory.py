@@ -56,14 +56,7 @@ def estimate_memory(
 ) -> ProcessMemory:
     """Estimate the memory of its host that a process needs.
 
-    Args:
-        bundle: the bundle.
-        rank_of_stage: the process of each stage.
-        rank: the process.
-        devices: the device of each stage, in order; with fewer devices, consecutive stages share one.
-        sizes: the sizes of some symbols in the largest calls; those of the others are the sizes of the example.
-        in_flight: the largest number of requests on their way.
-        sequences: the number of sequences that have state.
+    devices: the device of each stage, in order; with fewer devices, consecutive stages share one.
     """
     stage_numbers = [number for number, stage_rank in enumerate(rank_of_stage) if stage_rank == rank]
     stage_devices = place_stages(bundle.entry_point, devices)

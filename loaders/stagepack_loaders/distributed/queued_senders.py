@@ -18,11 +18,6 @@ class QueuedSenders:
     """
 
     def __init__(self, senders: RouteSenders) -> None:
-        """Begin with an empty queue.
-
-        Args:
-            senders: send on the routes; nothing else uses them.
-        """
         self._senders = senders
         self._queue: SimpleQueue[tuple[Route, ControlMessage, PackedValues] | None] = SimpleQueue()
         self._unsent_count = 0
@@ -40,11 +35,7 @@ class QueuedSenders:
         return self._senders.send(route, message, packed_values)
 
     def run(self) -> None:
-        """Send what is queued, until `end` is called.
-
-        Raises:
-            ConnectionLostError: another process has gone.
-        """
+        """Send what is queued, until `end` is called."""
         while (unsent := self._queue.get()) is not None:
             self._senders.send(*unsent)
             del unsent  # its values are not kept until the next one comes

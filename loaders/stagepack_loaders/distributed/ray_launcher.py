@@ -49,11 +49,7 @@ class StageActor:
         return ray.get_runtime_context().get_node_id(), get_node_ip_address(), host_name()
 
     def run(self, description: str) -> None:
-        """Run stages until the front closes the pipeline.
-
-        Args:
-            description: what `encode_description` returns.
-        """
+        """Run stages until the front closes the pipeline."""
         run_process(decode_description(description))
 
 
@@ -83,14 +79,6 @@ class RayLauncher(ProcessLauncher[_StartedActor]):
     def __init__(
         self, bundle: Bundle, options: GroupOptions, resources: Sequence[dict[str, float]], *, imports: Sequence[str]
     ) -> None:
-        """Keep what the actors need.
-
-        Args:
-            bundle: the bundle, at the same path on each node, or at a URL that needs no options.
-            options: how the pipeline is distributed; rank 0 runs no stage.
-            resources: what Ray reserves for each process but the front, in the order of the ranks.
-            imports: modules that each process imports first.
-        """
         super().__init__(bundle, options, imports=imports)
         self._resources = resources
         self._placement: Any = None

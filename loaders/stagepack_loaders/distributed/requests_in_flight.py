@@ -14,7 +14,6 @@ class RequestsInFlight:
     """The requests that are not answered yet, by number. Its methods may be called from any thread."""
 
     def __init__(self) -> None:
-        """Begin without requests."""
         self._lock = threading.Lock()
         self._answers: dict[int, Future[dict[str, Any]]] = {}
         self._errors: dict[int, Future[Exception]] = {}
@@ -41,12 +40,7 @@ class RequestsInFlight:
                 report.set_result(error)
 
     def find_error(self, number: int, *, wait: bool) -> Exception | None:
-        """Return the error of a stage on a request.
-
-        Args:
-            number: the request.
-            wait: there is one. It comes on a way of its own, perhaps after the result that says so.
-        """
+        """Return the error of a stage on a request."""
         with self._lock:
             if not wait and number not in self._errors:
                 return None

@@ -107,28 +107,13 @@ class RequestLayouts:
     def __init__(
         self, routes: Sequence[Route], symbols: Sequence[Symbol], local_routes: Collection[Route] = frozenset()
     ) -> None:
-        """Begin without layouts.
-
-        Args:
-            routes: the routes.
-            symbols: the symbols of the entry point.
-            local_routes: those whose values need no receives.
-        """
         self._routes = routes
         self._local_routes = local_routes
         self._symbols = symbols
         self._layouts: dict[bytes, RequestLayout] = {}
 
     def find(self, size_words: bytes) -> RequestLayout:
-        """Return the layout of requests.
-
-        Args:
-            size_words: the sizes of the symbols that the inputs determine; see `encode_sizes`.
-
-        Raises:
-            InputError: a tensor has more elements than the format allows.
-            ConnectionLostError: a size is out of its range: another program has connected.
-        """
+        """Return the layout of requests."""
         layout = self._layouts.get(size_words)
         if layout is None:
             if len(self._layouts) >= _KEPT_LAYOUTS:
@@ -162,13 +147,7 @@ def head_capacity(edges: Sequence[Edge], symbols: Sequence[Symbol]) -> int:
 def route_layout(edges: Sequence[Edge], sizes: Mapping[str, int], first_offset: int) -> RouteLayout:
     """Return the layout of values.
 
-    Args:
-        edges: the values.
-        sizes: the sizes of the symbols that the inputs of the model determine.
-        first_offset: the bytes of the head before the strides.
-
-    Raises:
-        InputError: a tensor has more elements than the format allows.
+    first_offset: the bytes of the head before the strides.
     """
     shapes = [_shape(edge, sizes) for edge in edges]
     word_counts = [len(edge.shape) * (1 if shape is not None else 2) for edge, shape in zip(edges, shapes, strict=True)]
@@ -213,11 +192,7 @@ def route_layout(edges: Sequence[Edge], sizes: Mapping[str, int], first_offset: 
 def check_late_shapes(values: Iterable[tuple[Edge, tuple[int, ...]]], symbols: Sequence[Symbol]) -> list[int]:
     """Check shapes that depend on data, which the manifest bounds but does not determine.
 
-    Returns:
-        The bytes of each value.
-
-    Raises:
-        InputError: a size is out of its range, or sizes contradict each other.
+    The result is the bytes of each value.
     """
     shaped_values = {edge.name: (edge, _Shaped(shape, edge.dtype)) for edge, shape in values}
     byte_counts = [_byte_count(edge, shaped_value.shape) for edge, shaped_value in shaped_values.values()]
@@ -276,11 +251,7 @@ def _row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _byte_count(edge: Edge, shape: Sequence[int]) -> int:
-    """The bytes of a value.
-
-    Raises:
-        InputError: a size is negative, or the tensor has more elements than the format allows.
-    """
+    """The bytes of a value."""
     if edge.dtype in SCALAR_DTYPES:
         return WORD_BYTES
     element_count = math.prod(shape)

@@ -44,11 +44,7 @@ class Route:
 
 
 def assign_stages(entry_point: EntryPoint, ranks: Sequence[int]) -> tuple[int, ...]:
-    """Return the rank that runs each stage. Consecutive stages share one if there are fewer ranks than stages.
-
-    Raises:
-        DeviceError: there is no rank, or there are more ranks than stages.
-    """
+    """Return the rank that runs each stage. Consecutive stages share one if there are fewer ranks than stages."""
     return tuple(place_stages(entry_point, ranks))
 
 
@@ -57,10 +53,7 @@ def find_routes(
 ) -> tuple[Route, ...]:
     """Return all routes, in the order in which a request uses them. Each process but the front has some that end and some that begin there.
 
-    Args:
-        entry_point: the entry point of the bundle.
-        rank_of_stage: the process of each stage.
-        written_inputs: the inputs of the model whose memory a stage writes, by stage number. Their content goes back to the caller.
+    written_inputs: the inputs of the model whose memory a stage writes, by stage number. Their content goes back to the caller.
     """
     routes = [
         Route(source_stage=None, source_rank=FRONT_RANK, target_rank=target_rank, edges=edges)

@@ -61,7 +61,6 @@ class UnusedBytes:
     """The memory of the unused blocks of all links from a process. Its methods may be called from any thread."""
 
     def __init__(self) -> None:
-        """Begin without memory."""
         self._count = 0
         self._lock = threading.Lock()
 
@@ -79,11 +78,6 @@ class WrittenBlocks:
     """The blocks of the process that writes. One thread at a time uses it."""
 
     def __init__(self, unused_bytes: UnusedBytes) -> None:
-        """Begin without blocks.
-
-        Args:
-            unused_bytes: of all links from the process.
-        """
         self._unused_bytes = unused_bytes
         self._blocks: dict[int, _Block] = {}  # the last used one last
         self._next_number = 0
@@ -96,14 +90,7 @@ class WrittenBlocks:
     def take(self, byte_count: int) -> tuple[int, int, int | None]:
         """Return a block that the reader does not use.
 
-        Args:
-            byte_count: the bytes that it must hold.
-
-        Returns:
-            Its number, its address, and for a new block its file descriptor, which the caller closes.
-
-        Raises:
-            OSError: the system has no more memory, or this process too many open files.
+        byte_count: the bytes that it must hold.
         """
         # Of blocks of one size, the last used one, which is in the caches.
         unused_sizes = {
@@ -130,11 +117,7 @@ class WrittenBlocks:
         return self._next_number, block.address, descriptor
 
     def take_back(self, number: int) -> None:
-        """Take a block that the reader has returned.
-
-        Raises:
-            ValueError: there is no such block.
-        """
+        """Take a block that the reader has returned."""
         block = _find_block(self._blocks, number)
         block.is_returned = True
         self._unused_bytes.add(block.array.nbytes)
@@ -142,8 +125,7 @@ class WrittenBlocks:
     def drop_surplus(self) -> int:
         """Give a block back to the system if too much is unused, that which was used first.
 
-        Returns:
-            Its number, which the reader must be told; 0 if there was none to drop.
+        The result is its number, which the reader must be told; 0 if there was none to drop.
         """
         if self._unused_bytes.are_too_many():
             for number, block in self._blocks.items():
@@ -162,7 +144,6 @@ class ReadBlocks:
     """The blocks of the process that reads. One thread uses it."""
 
     def __init__(self) -> None:
-        """Begin without blocks."""
         self._blocks: dict[int, _Block] = {}
 
     @property
@@ -171,20 +152,11 @@ class ReadBlocks:
         return _count_used(self._blocks)
 
     def add(self, number: int, descriptor: int, byte_count: int) -> None:
-        """Add a new block.
-
-        Raises:
-            ValueError: the file of the descriptor is smaller.
-            OSError: the system has no more memory, or this process too many open files.
-        """
+        """Add a new block."""
         self._blocks[number] = _map_block(descriptor, byte_count)
 
     def tensor(self, number: int) -> torch.Tensor:
-        """Return the memory of a block as a tensor of bytes.
-
-        Raises:
-            ValueError: there is no such block.
-        """
+        """Return the memory of a block as a tensor of bytes."""
         block = _find_block(self._blocks, number)
         block.is_returned = False
         return torch.from_numpy(block.array)
@@ -199,11 +171,7 @@ class ReadBlocks:
         return unused_numbers
 
     def drop(self, number: int) -> None:
-        """Give a block back to the system, which the writer has dropped.
-
-        Raises:
-            ValueError: there is no such block.
-        """
+        """Give a block back to the system, which the writer has dropped."""
         _find_block(self._blocks, number)
         del self._blocks[number]
 

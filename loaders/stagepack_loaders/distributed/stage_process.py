@@ -49,16 +49,7 @@ def run_stage_process(bundle: Bundle, store: Store, rank: int, size: int, option
 
     The process ends with the status `LOST_STATUS` if another one is lost.
 
-    Args:
-        bundle: the bundle.
-        store: the store of the group.
-        rank: the number of this process, at least 1.
-        size: the number of processes.
-        options: how the pipeline is distributed.
-
-    Raises:
-        GroupError: a process has not come in time, or does not fit to the others.
-        StagepackError: a process could not load its stages.
+    rank: the number of this process, at least 1.
     """
     try:
         membership = join_group(bundle, store, rank, size, options)

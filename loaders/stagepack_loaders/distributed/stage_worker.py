@@ -116,14 +116,6 @@ class StageWorker:
         report_failure: Callable[[int, int, Exception], None],
         spans: SpanRecorder,
     ) -> None:
-        """Keep what the stages need.
-
-        Args:
-            entry_point: the entry point of the bundle.
-            membership: this process in the group, with its stages.
-            report_failure: called with the number of a request and of a stage, and the error of the stage.
-            spans: records what the stages do.
-        """
         self.spans = ConsecutiveSpans(spans)
         rank = membership.group.rank
         routes_of_stage = {
@@ -177,11 +169,7 @@ class StageWorker:
             yield
 
     def run_request(self, request: StageRequest) -> None:
-        """Run the stages on a request, and send on their outputs.
-
-        Raises:
-            ConnectionLostError: a process has gone.
-        """
+        """Run the stages on a request, and send on their outputs."""
         for stage in self._stages:
             if not request.has_failed:
                 try:
@@ -195,11 +183,7 @@ class StageWorker:
         self.spans.end("wait", request.message.number, self._last_stage)
 
     def execute(self, command: ControlMessage) -> None:
-        """Send on a command, and do what it says.
-
-        Raises:
-            ConnectionLostError: a process has gone.
-        """
+        """Send on a command, and do what it says."""
         for stage in self._stages:
             for outgoing in stage.outgoing:
                 self._send(outgoing.route, command, pack_command(self._symbols))

@@ -98,7 +98,6 @@ class StatusSender:
     """Sends statuses to another process, one at a time. Its methods may be called from any thread."""
 
     def __init__(self, group: ProcessGroup, target_rank: int = FRONT_RANK) -> None:
-        """Send by a group."""
         self._group = group
         self._target_rank = target_rank
         self._sent_messages = SentMessages()
@@ -106,11 +105,7 @@ class StatusSender:
         self._is_closed = False
 
     def send(self, status: Status) -> None:
-        """Send a status, after the other process has received the one before. After `close`, nothing is sent.
-
-        Raises:
-            ConnectionLostError: the other process has gone.
-        """
+        """Send a status, after the other process has received the one before. After `close`, nothing is sent."""
         if isinstance(status, RequestError) and len(status.error.message) > _LONGEST_MESSAGE:
             message = status.error.message[:_LONGEST_MESSAGE]
             status = structs.replace(status, error=structs.replace(status.error, message=message, problems=()))
@@ -124,14 +119,7 @@ class StatusSender:
                 self._sent_messages.add(0, transfers)
 
     def close(self, error: ErrorReport | None = None) -> None:
-        """Send the last status, and wait until the other process has received it.
-
-        Args:
-            error: the error that ends this process, if it is one.
-
-        Raises:
-            ConnectionLostError: the other process has gone.
-        """
+        """Send the last status, and wait until the other process has received it."""
         self.send(ProcessClosed(error=error))
         with self._lock:
             self._is_closed = True
@@ -139,11 +127,7 @@ class StatusSender:
 
 
 def receive_status(group: ProcessGroup, source_rank: int) -> Status:
-    """Wait for the next status of a process.
-
-    Raises:
-        ConnectionLostError: the process has gone, or sends what is no status.
-    """
+    """Wait for the next status of a process."""
     length_memory = allocate(_LENGTH_BYTES)
     group.receive(length_memory, source_rank, _STATUS_TAG).wait()
     length = int(length_memory.view(torch.int64).item())

@@ -30,11 +30,7 @@ _SCALAR_TENSOR_DTYPES = {"symint": torch.int64, "symfloat": torch.float64, "symb
 
 
 def to_host_tensor(value: Any, edge: Edge) -> torch.Tensor:
-    """Return the value of an edge as a tensor in the memory of the host; the same memory if it is there already.
-
-    Raises:
-        InputError: the value is not a dense tensor.
-    """
+    """Return the value of an edge as a tensor in the memory of the host; the same memory if it is there already."""
     if edge.dtype in SCALAR_DTYPES:
         return torch.tensor([value], dtype=_SCALAR_TENSOR_DTYPES[edge.dtype])
     tensor: torch.Tensor = to_array(value, edge, TORCH_ARRAYS)
@@ -58,11 +54,7 @@ def is_row_major(value: Any, edge: Edge, shape: tuple[int, ...]) -> bool:
 
 
 def to_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements of a tensor as bytes, in the order of its memory if it is dense, else row-major.
-
-    Returns:
-        A tensor of uint8 with one dimension; on the memory of `tensor` if it is dense.
-    """
+    """Return the elements of a tensor as bytes, in the order of its memory if it is dense, else row-major."""
     if not is_dense(tensor.shape, tensor.stride()):
         tensor = tensor.contiguous()
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
@@ -71,11 +63,7 @@ def to_bytes(tensor: torch.Tensor) -> torch.Tensor:
 def from_bytes(memory: torch.Tensor, edge: Edge, shape: Sequence[int], strides: Sequence[int]) -> Any:
     """Return the value of an edge on its bytes; the reverse of `to_bytes`.
 
-    Args:
-        memory: the bytes, aligned for the dtype.
-        edge: the edge.
-        shape: the shape of the tensor.
-        strides: the strides that it had.
+    memory: the bytes, aligned for the dtype.
     """
     if edge.dtype in SCALAR_DTYPES:
         scalar = memory.view(_SCALAR_TENSOR_DTYPES[edge.dtype]).item()
@@ -100,12 +88,7 @@ def large_row_major(memory: torch.Tensor, edge: Edge, shape: Sequence[int]) -> t
 
 
 def small_row_major(message: memoryview, layout: SmallTensor) -> torch.Tensor:
-    """Return a row-major tensor on the memory of the message that it came with.
-
-    Args:
-        message: the head of the message.
-        layout: where the tensor is in it.
-    """
+    """Return a row-major tensor on the memory of the message that it came with."""
     dtype = _TENSOR_DTYPES[layout.dtype]
     flat = torch.frombuffer(message, dtype=dtype, count=layout.element_count, offset=layout.offset)
     return flat if len(layout.shape) == 1 else flat.view(layout.shape)
@@ -129,7 +112,6 @@ class ReceiveMemory:
     """
 
     def __init__(self) -> None:
-        """Begin without memory."""
         self._memories: list[Any] = []  # numpy arrays: a tensor made by `from_numpy` counts as a reference of its array
         self._lock = threading.Lock()
 

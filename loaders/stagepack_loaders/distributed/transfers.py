@@ -30,13 +30,6 @@ class RouteSenders:
     """Sends what some routes from a process bring. One thread at a time uses it."""
 
     def __init__(self, group: ProcessGroup, links: LocalLinks, routes: Iterable[Route]) -> None:
-        """Keep the connections.
-
-        Args:
-            group: the processes.
-            links: the routes between this process and others of its machine.
-            routes: the routes that are used; no other object sends on them.
-        """
         self._group = group
         self._links = {route: links.senders[route] for route in routes if route in links.senders}
 
@@ -51,11 +44,7 @@ class RouteSenders:
     def send(self, route: Route, message: ControlMessage, packed_values: PackedValues) -> list[Transfer]:
         """Send a request or command on a route, without waiting until it arrives; a link waits until the other process has room for it.
 
-        Returns:
-            The messages whose values must not change before they have arrived.
-
-        Raises:
-            ConnectionLostError: the other process has gone.
+        The result is the messages whose values must not change before they have arrived.
         """
         write_control(packed_values.head.view, message)
         link = self._links.get(route)
@@ -71,11 +60,7 @@ class RouteSenders:
         ]
 
     def limit_untaken(self, message_count: int) -> None:
-        """Wait until other processes of this machine have taken all messages with bodies but so many of each route.
-
-        Raises:
-            ConnectionLostError: another process has gone.
-        """
+        """Wait until other processes of this machine have taken all messages with bodies but so many of each route."""
         for link in self._links.values():
             link.limit_untaken(message_count)
 
@@ -95,14 +80,6 @@ class RouteReceivers:
         routes: Sequence[Route],
         symbols: Sequence[Symbol],
     ) -> None:
-        """Expect the heads of the routes that end at this process.
-
-        Args:
-            group: the processes.
-            links: the routes between this process and others of its machine.
-            routes: all routes of the pipeline.
-            symbols: the symbols of the entry point.
-        """
         memory = ReceiveMemory()
         self._receivers = []
         for route in routes:
@@ -120,11 +97,7 @@ class RouteReceivers:
     def next_message(self) -> ControlMessage | None:
         """Wait for the next request or command.
 
-        Returns:
-            It; its kind is `FAIL` if it has failed on one of its ways. None if no route ends at this process.
-
-        Raises:
-            ConnectionLostError: a process that sends has gone, or is another program.
+        The result is it; its kind is `FAIL` if it has failed on one of its ways. None if no route ends at this process.
         """
         self._last_number += 1
         result = None
@@ -141,16 +114,8 @@ class RouteReceivers:
     def values(self, layout: RequestLayout, *, copies: bool = False) -> dict[str, Any]:
         """Wait for the values of the request of `next_message`.
 
-        Args:
-            layout: how they travel; `post_bodies` was, or is being, called with it.
-            copies: copy values out of memory that is shared with another process, and out of heads, which are larger, so that the caller
-                may keep them, and fork.
-
-        Returns:
-            The values by edge name, without those of routes on whose way it has failed.
-
-        Raises:
-            ConnectionLostError: a process that sends has gone, or sends sizes out of their ranges.
+        copies: copy values out of memory that is shared with another process, and out of heads, which are larger, so that the caller may
+            keep them, and fork.
         """
         values: dict[str, Any] = {}
         for receiver in self._receivers:

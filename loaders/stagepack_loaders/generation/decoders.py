@@ -46,14 +46,7 @@ class DecoderFacts:
 
 
 def decoder_facts(entry_point: EntryPoint) -> DecoderFacts | None:
-    """Return what generation needs to know of a decoder.
-
-    Args:
-        entry_point: an entry point of a bundle.
-
-    Returns:
-        The facts; None if the entry point has not the inputs and the result of a decoder.
-    """
+    """Return what generation needs to know of a decoder."""
     inputs = {edge.name: edge for edge in entry_point.inputs}
     results = [leaf for leaf in tree_leaves(entry_point.signature.result) if isinstance(leaf, ValueLeaf)]
     unknown_inputs = inputs.keys() - _TOKEN_INPUTS - {_ENCODER_INPUT, _ENCODER_MASK}
@@ -74,14 +67,7 @@ def decoder_facts(entry_point: EntryPoint) -> DecoderFacts | None:
 
 
 def generating_entry_point(bundle: Bundle) -> str | None:
-    """Return the entry point of a bundle that generates: a decoder, with the encoder that it needs beside it.
-
-    Args:
-        bundle: the bundle.
-
-    Returns:
-        The name of the entry point; None if the bundle does not generate.
-    """
+    """Return the entry point of a bundle that generates: a decoder, with the encoder that it needs beside it."""
     names = {entry_point.name for entry_point in bundle.entry_points}
     for entry_point in bundle.entry_points:
         facts = decoder_facts(entry_point)
@@ -91,15 +77,7 @@ def generating_entry_point(bundle: Bundle) -> str | None:
 
 
 def largest_size(dim: Dim, symbols: Iterable[Symbol]) -> int | None:
-    """Return the largest size of a dimension.
-
-    Args:
-        dim: the dimension.
-        symbols: the symbols of the entry point.
-
-    Returns:
-        The size; None for any.
-    """
+    """Return the largest size of a dimension."""
     if isinstance(dim, int):
         return dim
     return next((symbol.max for symbol in symbols if symbol.name == dim), None)
@@ -108,12 +86,7 @@ def largest_size(dim: Dim, symbols: Iterable[Symbol]) -> int | None:
 def logits_as_floats(elements: Array, logits: Edge) -> Array:
     """Return logits as numbers that numpy has.
 
-    Args:
-        elements: the elements of the logits (`stagepack_loaders.elements`), [batch, vocabulary].
-        logits: their edge.
-
-    Returns:
-        Those of bfloat16 as float32, others as they are.
+    elements: the elements of the logits (`stagepack_loaders.elements`), [batch, vocabulary].
     """
     if logits.dtype != "bfloat16":
         return elements

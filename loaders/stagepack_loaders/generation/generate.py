@@ -61,19 +61,7 @@ def generate(
 ) -> Any:
     """Generate tokens; see `CallablePipeline.generate`.
 
-    Args:
-        decoder: the pipeline of a decoder.
-        inputs: texts or tokens that are continued, or what the encoder reads; see `read_prompts`.
-        attention_mask: see `read_prompts`.
-        encoder: the pipeline of the encoder; None for a decoder alone.
-        on_tokens: called with the new tokens.
-        settings: fields of `GenerationSettings`, and inputs by the names that they have in transformers.
-
-    Returns:
-        All tokens of the decoder, as an array of the kind of `inputs`; for texts their texts.
-
-    Raises:
-        InputError: the pipeline is no decoder of this kind, or the arguments do not fit it.
+    encoder: the pipeline of the encoder; None for a decoder alone.
     """
     facts = decoder_facts(decoder.bundle.entry_point)
     if facts is None or facts.takes_encoder != (encoder is not None):

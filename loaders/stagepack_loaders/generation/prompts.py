@@ -46,11 +46,7 @@ class Prompts:
 
 
 def named_inputs(inputs: Any, mask: Any, settings: Mapping[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
-    """Return the inputs, the mask and the settings of a call, which may have the first two by their names in transformers.
-
-    Raises:
-        InputError: there are no inputs, or two.
-    """
+    """Return the inputs, the mask and the settings of a call, which may have the first two by their names in transformers."""
     given = inputs if isinstance(inputs, Mapping) else {"inputs": inputs}
     named = {name: value for name, value in {**given, "attention_mask": mask}.items() if value is not None}
     named |= {name: value for name, value in settings.items() if value is not None}
@@ -65,16 +61,10 @@ def named_inputs(inputs: Any, mask: Any, settings: Mapping[str, Any]) -> tuple[A
 def read_prompts(bundle: Bundle, inputs: Any, mask: Any, settings: GenerationSettings, *, continues: bool) -> Prompts:
     """Return the texts of a batch.
 
-    Args:
-        bundle: the bundle, which may have a tokenizer.
-        inputs: a text or several, tokens [length] or [batch, length] as an array or as lists, or what else an encoder reads.
-        mask: 1 for tokens and 0 for padding, [batch, length]; None for no padding, or for that of lists of several lengths and that of
-            the padding token, as in transformers.
-        settings: those of the generation.
-        continues: the decoder continues the texts, which are then padded on the left: others are moved. An encoder reads them as they are.
-
-    Raises:
-        InputError: the bundle has no tokenizer for a text, or the arguments are no batch, or a text has no tokens.
+    inputs: a text or several, tokens [length] or [batch, length] as an array or as lists, or what else an encoder reads.
+    mask: 1 for tokens and 0 for padding, [batch, length]; None for no padding, or for that of lists of several lengths and that of the
+        padding token, as in transformers.
+    continues: the decoder continues the texts, which are then padded on the left: others are moved. An encoder reads them as they are.
     """
     if isinstance(inputs, list | tuple) and not inputs:
         raise InputError("generate: the list is empty: give a text, a list of texts, or tokens [batch, length]")
@@ -116,14 +106,7 @@ def _require_tokens(rows: Sequence[Sequence[int]]) -> None:
 
 @contextlib.contextmanager
 def tokenizer_errors(what: str) -> Iterator[None]:
-    """Raise an `InputError` in the place of what the package tokenizers raises, which has no class of its own.
-
-    Args:
-        what: what the tokenizer is given, for the message.
-
-    Raises:
-        InputError: the tokenizer fails.
-    """
+    """Raise an `InputError` in the place of what the package tokenizers raises, which has no class of its own."""
     try:
         yield
     except BaseException as error:
@@ -134,16 +117,7 @@ def tokenizer_errors(what: str) -> Iterator[None]:
 
 
 def read_tokenizer(bundle: Bundle, *, cuts_and_pads: bool = False) -> "Tokenizer | None":
-    """Return the tokenizer of a bundle; None if the bundle has none.
-
-    Args:
-        bundle: the bundle.
-        cuts_and_pads: cut and pad texts as the file says it; without it, neither is done.
-
-    Raises:
-        InputError: its file is damaged.
-        DigestError: its file is not the one that the manifest lists.
-    """
+    """Return the tokenizer of a bundle; None if the bundle has none."""
     if TOKENIZER_FILE not in bundle.files:
         return None
     with explain_missing_packages():
@@ -159,16 +133,7 @@ def read_tokenizer(bundle: Bundle, *, cuts_and_pads: bool = False) -> "Tokenizer
 
 
 def check_tokens(bundle: Bundle, prompts: Prompts, vocabulary_size: int) -> None:
-    """Check that a decoder has the tokens that it continues.
-
-    Args:
-        bundle: the bundle.
-        prompts: the tokens.
-        vocabulary_size: the number of logits. Models may read tokens without one, which the tokenizer then has.
-
-    Raises:
-        InputError: a token is none of the model.
-    """
+    """Check that a decoder has the tokens that it continues."""
     tokens = prompts.tokens if prompts.mask is None else prompts.tokens[prompts.mask != 0]
     if ((tokens >= 0) & (tokens < vocabulary_size)).all():
         return

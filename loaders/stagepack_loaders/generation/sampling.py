@@ -23,12 +23,6 @@ class TokenSampler:
     """Chooses tokens for a batch of texts."""
 
     def __init__(self, settings: GenerationSettings, is_padding: Array) -> None:
-        """Start the generator that draws.
-
-        Args:
-            settings: how tokens are chosen.
-            is_padding: which of the tokens before the first new one are padding, [batch, length].
-        """
         self._settings = settings
         self._is_padding = is_padding
         self._draw = _drawing(settings.seed) if settings.do_sample else None
@@ -36,15 +30,9 @@ class TokenSampler:
     def choose(self, tokens: Array, logits: Array) -> Array:
         """Choose the next tokens.
 
-        Args:
-            tokens: the tokens so far, [batch, length].
-            logits: the logits of the next token, [batch, vocabulary].
-
-        Returns:
-            The tokens, [batch].
-
-        Raises:
-            StageFailedError: a text has no token with a finite logit that may be chosen, or logits that are NaN or infinite.
+        tokens: the tokens so far, [batch, length].
+        logits: the logits of the next token, [batch, vocabulary].
+        The result is the tokens, [batch].
         """
         settings = self._settings
         scores = logits.astype(numpy.float32)
@@ -133,11 +121,7 @@ def _suppress(scores: Array, tokens: Sequence[int]) -> None:
 
 
 def _require_finite_largest(scores: Array) -> None:
-    """Check that each text has a likeliest token.
-
-    Raises:
-        StageFailedError: the largest score of a text is not finite.
-    """
+    """Check that each text has a likeliest token."""
     largest_scores = scores.max(1)
     if (is_invalid := ~numpy.isfinite(largest_scores)).any():
         row = int(is_invalid.argmax())

@@ -142,18 +142,7 @@ class GenerationSettings:
 
 
 def read_settings(bundle: Bundle) -> GenerationSettings:
-    """Read the settings in the file generation_config.json of a bundle.
-
-    Args:
-        bundle: the bundle.
-
-    Returns:
-        The settings; the default ones where the bundle has none.
-
-    Raises:
-        InputError: the file is damaged, or a setting has another type.
-        DigestError: the file is not the one that the manifest lists.
-    """
+    """Read the settings in the file generation_config.json of a bundle."""
     if _FILE_NAME not in bundle.files:
         return GenerationSettings()
     try:

@@ -37,19 +37,6 @@ class TokenLoop:
         encoder_hidden_states: Array | None = None,
         encoder_attention_mask: Array | None = None,
     ) -> None:
-        """Start a generation.
-
-        Args:
-            facts: the decoder.
-            settings: how tokens are chosen.
-            tokens: what the decoder begins with, [batch, length]; shorter texts are padded on the left.
-            attention_mask: 1 for tokens, 0 for padding, [batch, length]; None if there is no padding.
-            encoder_hidden_states: what the encoder has returned, [batch, rows, hidden].
-            encoder_attention_mask: 1 for rows that are read, [batch, rows]; None for all.
-
-        Raises:
-            InputError: the cache has not enough positions.
-        """
         batch, length = tokens.shape
         last_length = _last_length(facts, settings, length)
         self.tokens = tokens.astype(numpy.int64)
@@ -75,11 +62,7 @@ class TokenLoop:
         return None not in self.finish_reasons
 
     def next_inputs(self) -> dict[str, Array]:
-        """Return the inputs of the next call.
-
-        Returns:
-            The arrays by name. The first call reads all tokens, later ones the last token.
-        """
+        """Return the inputs of the next call."""
         start, end = self._read_length, self.tokens.shape[1]
         self._read_length = end
         if start:
@@ -100,14 +83,8 @@ class TokenLoop:
     def take(self, logits: Array) -> Array:
         """Choose the next token of each text.
 
-        Args:
-            logits: what the call has returned, [batch, vocabulary].
-
-        Returns:
-            The tokens, [batch]; the padding token for a text that has ended.
-
-        Raises:
-            StageFailedError: see `TokenSampler.choose`.
+        logits: what the call has returned, [batch, vocabulary].
+        The result is the tokens, [batch]; the padding token for a text that has ended.
         """
         has_ended = numpy.array([reason is not None for reason in self.finish_reasons])
         chosen = self._sampler.choose(self.tokens, logits)
@@ -124,11 +101,7 @@ class TokenLoop:
 
 
 def _last_length(facts: DecoderFacts, settings: GenerationSettings, length: int) -> int:
-    """The number of tokens at which a generation ends at the latest.
-
-    Raises:
-        InputError: there is nothing to begin with or to generate, or the cache has not enough positions.
-    """
+    """The number of tokens at which a generation ends at the latest."""
     if settings.max_new_tokens is not None:
         last_length = length + settings.max_new_tokens
     elif settings.max_length is not None:

@@ -21,11 +21,7 @@ class Device:
 
 
 def parse_device(device: object) -> Device:
-    """Return the device of a name: ``cpu``, ``cuda``, ``cuda:1``.
-
-    Raises:
-        DeviceError: it is none of these, or this onnxruntime has no execution provider for it.
-    """
+    """Return the device of a name: ``cpu``, ``cuda``, ``cuda:1``."""
     device_type, _, index = str(device).partition(":")
     is_known = device_type in PROVIDERS and (not index or index.isdecimal())
     if not is_known or (device_type == "cpu" and int(index or 0)):

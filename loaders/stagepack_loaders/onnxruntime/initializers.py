@@ -18,15 +18,7 @@ _ITEM_SIZE_OF_TYPE: Final = {element_type: ITEM_SIZE[dtype] for dtype, element_t
 
 
 def initializers_in_files(model: OnnxModel, weight_files: Mapping[str, WeightFile]) -> dict[str, OrtValue] | None:
-    """Return the initializers whose bytes are in weight files, by name.
-
-    Args:
-        model: the parsed ONNX file.
-        weight_files: the weight files, by name.
-
-    Returns:
-        The values, on the memory of the files; None if not all tensors in files can be given to a session as values.
-    """
+    """Return the initializers whose bytes are in weight files, by name."""
     if len(model.initializers) < len(model.tensors):
         return None
     values = {}

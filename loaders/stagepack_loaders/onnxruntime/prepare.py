@@ -51,27 +51,11 @@ class PreparedOnnxRuntimeStage:
         return (*stage_entry.weights, *stage_entry.onnx.weights)
 
     def finish(self, *, verify: bool) -> OnnxRuntimeStage:
-        """Make the session of the stage, which reads its weights.
-
-        Args:
-            verify: compare the weight files with their digests first.
-
-        Raises:
-            DigestError: a weight file is not the one that the manifest lists.
-            OperatorError: this onnxruntime cannot run the stage.
-        """
+        """Make the session of the stage, which reads its weights."""
         return self.finish_from(_open_weight_files([self], verify=verify), verified=verify)
 
     def finish_from(self, weight_files: Mapping[str, WeightFile], *, verified: bool) -> OnnxRuntimeStage:
-        """Make the session of the stage.
-
-        Args:
-            weight_files: its weight files in memory, by name, and others.
-            verified: they were compared with their digests.
-
-        Raises:
-            DigestError, OperatorError: see `finish`.
-        """
+        """Make the session of the stage."""
         own_files = {file_name: weight_files[file_name] for file_name in self.weight_files()}
         # ONNX Runtime reads no file through a link that leaves the folder (https://github.com/microsoft/onnxruntime/issues/27353).
         is_mapped = all(
@@ -135,12 +119,7 @@ def _thread_count() -> int:
 def finish_stages(
     bundle: Bundle, stages: Mapping[int, PreparedOnnxRuntimeStage], *, verify: bool
 ) -> dict[int, OnnxRuntimeStage]:
-    """Make the sessions of stages; see `stagepack_loaders.base.Runtime.finish_stages`.
-
-    Raises:
-        DigestError: a weight file is not the one that the manifest lists.
-        OperatorError: this onnxruntime cannot run a stage.
-    """
+    """Make the sessions of stages; see `stagepack_loaders.base.Runtime.finish_stages`."""
     weight_files = _open_weight_files(stages.values(), verify=verify)
 
     def finish(stage: PreparedOnnxRuntimeStage) -> OnnxRuntimeStage:
@@ -170,11 +149,7 @@ def _open_weight_files(stages: Collection[PreparedOnnxRuntimeStage], *, verify: 
 def prepare_stages(
     bundle: Bundle, placement: Mapping[int, Device], options: PrepareOptions
 ) -> dict[int, PreparedOnnxRuntimeStage]:
-    """Read and check the ONNX files of stages; see `stagepack_loaders.base.Runtime.prepare`.
-
-    Raises:
-        DigestError, FormatError: a file is damaged, or breaks a rule of the format.
-    """
+    """Read and check the ONNX files of stages; see `stagepack_loaders.base.Runtime.prepare`."""
     # All at once: a remote bundle downloads several files at a time.
     stages = [bundle.stages[stage_number] for stage_number in placement]
     bundle.fetch(file_name for stage in stages for file_name in (stage.graph, *stage.weights, *stage.onnx_files))

@@ -61,19 +61,7 @@ class OnnxRuntimeStage(CallableStage):
         self._types = SessionTypes(self.inputs, self.outputs, further_outputs, bundle.entry_point.symbols)
 
     def run(self, values: list[Any]) -> tuple[Any, ...]:
-        """Run the stage; see `stagepack_loaders.base.LoadedStage`.
-
-        Args:
-            values: numpy arrays, values of ONNX Runtime, or numbers, in the order of the inputs.
-
-        Returns:
-            Values of ONNX Runtime, or numbers, in the order of the outputs.
-
-        Raises:
-            InputError: the stage writes an input that cannot be written, or that shares memory with another one.
-            StageFailedError: an output has another type or shape than the bundle states, or ONNX Runtime might end the process.
-            RuntimeError: ONNX Runtime fails, for example on an index out of range.
-        """
+        """Run the stage; see `stagepack_loaders.base.LoadedStage`."""
         if self.session is None:
             return ()
         described_inputs = self._types.describe_inputs(values)
@@ -154,9 +142,6 @@ class OnnxRuntimeStage(CallableStage):
 
         They are numpy arrays: copies of buffers that calls write, all others read-only. With ``copy=True``, or if files are not mapped,
         they are read from the weight files again, and compared with their digests if they were at loading.
-
-        Raises:
-            DigestError: a weight file that is read again has been changed since the stage was loaded.
         """
         state_entries: dict[str, Any] = {}
         for weight, array in self._weights:
@@ -168,9 +153,5 @@ class OnnxRuntimeStage(CallableStage):
         return state_entries
 
     def parameters(self) -> Iterator[Any]:
-        """Yield the parameters as read-only numpy arrays.
-
-        Raises:
-            DigestError: see `state_dict`.
-        """
+        """Yield the parameters as read-only numpy arrays."""
         return (array for weight, array in self._weights if weight.kind == "parameter")

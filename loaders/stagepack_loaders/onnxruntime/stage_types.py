@@ -29,7 +29,6 @@ class DescribedValue:
     __slots__ = ("dtype", "shape")
 
     def __init__(self, value: OrtValue, dtype: str) -> None:
-        """Describe a value that is stated to be of a dtype: it may be complex numbers as pairs."""
         self.shape = tuple(value.shape())
         self.dtype = _DTYPE_NAMES.get(value.element_type(), "unknown")
         if COMPLEX_PART_DTYPES.get(dtype) == self.dtype and self.shape[-1:] == (2,):
@@ -46,14 +45,6 @@ class SessionTypes:
         further_outputs: Sequence[Value],
         symbols: Sequence[Symbol],
     ) -> None:
-        """Collect what is stated.
-
-        Args:
-            inputs: the inputs of the stage.
-            outputs: the outputs of the stage.
-            further_outputs: the outputs of the session after these: the next state, and the inputs that the stage writes.
-            symbols: the symbols of the entry point.
-        """
         self._inputs = inputs
         self._outputs: list[Value | Edge] = [*outputs, *further_outputs]
         self._contract = OutputContract(inputs, self._outputs, symbols)
@@ -66,11 +57,7 @@ class SessionTypes:
         ]
 
     def outputs_without_elements(self, described_inputs: Sequence[Any], device: Device) -> tuple[Any, ...] | None:
-        """Return the outputs of a call if their shapes are all that is to know of them: none has an element.
-
-        Returns:
-            The outputs; None if an output has elements, or a shape that the inputs do not determine.
-        """
+        """Return the outputs of a call if their shapes are all that is to know of them: none has an element."""
         if all(0 not in getattr(value, "shape", ()) for value in described_inputs):
             return None
         bound = {
@@ -92,11 +79,7 @@ class SessionTypes:
         return tuple(outputs) if len(outputs) == len(self._outputs) else None
 
     def checked_outputs(self, described_inputs: Sequence[Any], output_values: Sequence[OrtValue]) -> list[Any]:
-        """Return what a session returned, with numbers in the place of symbolic scalars.
-
-        Raises:
-            StageFailedError: a value has another type or shape than the bundle states.
-        """
+        """Return what a session returned, with numbers in the place of symbolic scalars."""
         described = [
             DescribedValue(value, stated.dtype) for value, stated in zip(output_values, self._outputs, strict=True)
         ]
@@ -112,16 +95,7 @@ class SessionTypes:
 
 
 def check_operators(operators: Sequence[str], described_inputs: Sequence[Any], stage_number: int) -> None:
-    """Check inputs before a session runs.
-
-    Args:
-        operators: the operators of `ENDS_PROCESS_WITHOUT_ELEMENTS` that the session runs whatever its inputs are.
-        described_inputs: the inputs.
-        stage_number: the stage, for the message.
-
-    Raises:
-        StageFailedError: ONNX Runtime may end the process.
-    """
+    """Check inputs before a session runs."""
     if operators and any(0 in getattr(value, "shape", ()) for value in described_inputs):
         raise StageFailedError(
             f"stage {stage_number}: expected inputs with elements, found one without: ONNX Runtime ends the process if "

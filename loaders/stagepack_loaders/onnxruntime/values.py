@@ -12,12 +12,7 @@ from stagepack_loaders.numpy_arrays import is_extension_dtype, numpy_dtype
 
 
 def to_ort(value: Any, dtype: str) -> OrtValue:
-    """Return a value of ONNX Runtime for an array or a number, on the array's memory if that is contiguous.
-
-    Args:
-        value: a numpy array, a Python number, or a value of ONNX Runtime, which is returned as it is.
-        dtype: the torch name of its dtype, or ``symint``, ``symfloat``, ``symbool`` for a number.
-    """
+    """Return a value of ONNX Runtime for an array or a number, on the array's memory if that is contiguous."""
     if isinstance(value, OrtValue):
         return value
     if dtype in SCALAR_DTYPES:

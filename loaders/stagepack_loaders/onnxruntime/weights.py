@@ -33,15 +33,6 @@ class StageWeights:
         *,
         mapped: bool,
     ) -> None:
-        """Keep the weight files, if they are mapped, or open them.
-
-        Args:
-            bundle: the bundle of the stage.
-            stage_number: the stage.
-            graph_content: the content of its graph file, whose table of weights is read when it is needed.
-            weight_files: the weight files in memory, by name.
-            mapped: keep these. Copies are not kept, and the files are read again each time.
-        """
         self._graph_name = bundle.stages[stage_number].graph
         self._graph_content = graph_content
         self._newer = is_newer_minor(bundle.manifest.version)
@@ -50,13 +41,7 @@ class StageWeights:
         self._stored = stored_tensors(weight_files) if mapped else {}
 
     def keep(self, weight_names: Collection[str], weight_files: Mapping[str, WeightFile], *, verified: bool) -> None:
-        """Keep some weights in memory of their own.
-
-        Args:
-            weight_names: the names of the weights.
-            weight_files: copies of the weight files, by name.
-            verified: they were compared with their digests.
-        """
+        """Keep some weights in memory of their own."""
         assert self._files is not None
         self._files.verify = verified
         if not weight_names:
@@ -74,20 +59,12 @@ class StageWeights:
                 )
 
     def __iter__(self) -> Iterator[tuple[Weight, Array]]:
-        """Yield each weight of the graph with its content at loading.
-
-        Raises:
-            DigestError: a weight file was read at loading, and has been changed since.
-        """
+        """Yield each weight of the graph with its content at loading."""
         stored = self._stored if self._files is None else self._files.read()
         return ((weight, read_weight(weight, stored)) for weight in self._table)
 
     def some(self, weight_names: Collection[str]) -> Iterator[tuple[Weight, Array]]:
-        """Yield some weights with their content at loading: of copies, those that are kept.
-
-        Args:
-            weight_names: the names of the weights.
-        """
+        """Yield some weights with their content at loading: of copies, those that are kept."""
         for weight in self._table:
             if weight.names[0] in weight_names:
                 yield weight, read_weight(weight, self._stored)
@@ -116,11 +93,7 @@ class _OpenFiles:
             self._reads[file_name] = entry, file.fileno()
 
     def read(self) -> dict[str, Array]:
-        """Return the bytes of each stored tensor, by name, in new memory.
-
-        Raises:
-            DigestError: a file was changed.
-        """
+        """Return the bytes of each stored tensor, by name, in new memory."""
         memories = {file_name: mmap.mmap(-1, entry.size) for file_name, (entry, _) in self._reads.items()}
         reads = [
             FileRead(entry, descriptor, memoryview(memories[file_name]))

@@ -11,11 +11,7 @@ from stagepack_loaders.onnxruntime.values import to_numpy
 
 
 def check_written_inputs(inputs: Mapping[str, Any], written_names: Collection[str]) -> None:
-    """Check inputs before a call that writes some of them.
-
-    Raises:
-        InputError: one of these cannot be written, or shares memory with another input, which would not see the new content.
-    """
+    """Check inputs before a call that writes some of them."""
     for edge_name in written_names:
         if not _is_writeable(inputs[edge_name]):
             raise InputError(f"{edge_name}: the model writes into this input, and it cannot be written: give a copy")

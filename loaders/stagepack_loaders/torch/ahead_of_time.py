@@ -42,16 +42,7 @@ def compile_to_folder(
     The folder is written under a temporary name and renamed when it is complete. While a unit is compiled, this process and those that it
     starts have their temporary files in a folder inside of it.
 
-    Args:
-        bundle: the bundle of the stages.
-        stages: the module and the graph of each stage, built for `device`, by stage number.
-        device: the device to compile for.
-        out: the folder to write; it must not exist.
-        progress: called with a line before each unit.
-
-    Raises:
-        OutputExistsError: `out` exists.
-        WriteError: it cannot be written.
+    out: the folder to write; it must not exist.
     """
     path = Path(os.path.abspath(out))
     if path.exists():

@@ -24,12 +24,6 @@ class ArrivingFile:
     """
 
     def __init__(self, entry: File, device: torch.device) -> None:
-        """Allocate the memory.
-
-        Args:
-            entry: the manifest entry of the file.
-            device: the device.
-        """
         self.entry = entry
         self.memory = empty_bytes(entry.size, device)
         self._allocated = current_event(device)
@@ -43,10 +37,6 @@ class ArrivingFile:
         """Return the bytes of a stored tensor, as a tensor with a storage of its own, which shares the memory.
 
         Buffers that calls write are copied and exchanged by storage.
-
-        Args:
-            start: its first byte in the file.
-            end: the byte after its last one.
         """
         if (start, end) not in self._tensor_bytes:
             offset = self.memory.storage_offset()
@@ -65,12 +55,8 @@ class ArrivingFile:
     ) -> None:
         """Read a chunk into the memory. Errors are raised by `wait`.
 
-        Args:
-            writer: writes the bytes.
-            chunk: one of `chunks`.
-            verify: compare the chunk with its digest.
-            progress: called with the number of bytes that were read.
-            on_damage: called with the entry of the file, if the chunk has another digest.
+        writer: writes the bytes.
+        progress: called with the number of bytes that were read.
         """
         hasher = blake3() if verify else None
         source = ByteRange(self.entry.name, chunk.start, chunk.end)
@@ -97,16 +83,7 @@ class ArrivingFile:
             self._arrival.notify_all()
 
     def wait(self, start: int, end: int) -> None:
-        """Return when a range of bytes has arrived.
-
-        Args:
-            start: the first byte of the range.
-            end: the byte after the last one.
-
-        Raises:
-            DigestError: the file cannot be read, or a chunk of the range differs from the one that the manifest states.
-            RemoteError, WriteError: the file of a remote bundle cannot be downloaded, or written into the cache.
-        """
+        """Return when a range of bytes has arrived."""
         for chunk in file_chunks(self.entry, start, end) if end > start else ():
             with self._arrival:
                 self._arrival.wait_for(lambda index=chunk.index: index in self._events or index in self._errors)  # type: ignore[misc]
@@ -138,16 +115,6 @@ class ArrivingFiles:
         is_staged: bool | None = None,
         on_damage: Callable[[File], None] = lambda _: None,
     ) -> None:
-        """Start to read nothing yet.
-
-        Args:
-            device: the device.
-            reader: reads the files.
-            verify: compare each chunk with its digest before it counts as arrived.
-            progress: called by the threads with the number of bytes that were read.
-            is_staged: see `DeviceWriter`.
-            on_damage: called by the threads with the entry of a file that differs from the manifest.
-        """
         self._device = device
         self._on_damage = on_damage
         self._progress = progress
@@ -157,14 +124,7 @@ class ArrivingFiles:
         self._files: dict[str, ArrivingFile] = {}
 
     def add(self, entries: Iterable[File]) -> dict[str, ArrivingFile]:
-        """Return files, which are read from now on.
-
-        Args:
-            entries: the manifest entries of the files. A file that was added before is read once.
-
-        Returns:
-            The files by name.
-        """
+        """Return files, which are read from now on."""
         files = {}
         for entry in entries:
             if entry.name not in self._files:

@@ -30,14 +30,6 @@ class ArrivingWeight:
         files: Mapping[str, ArrivingFile],
         device: torch.device,
     ) -> None:
-        """Make the tensor.
-
-        Args:
-            weight: its entry in the graph.
-            stored_tensors: the file and the position of each stored tensor, by name.
-            files: the files, by name.
-            device: their device.
-        """
         self._weight = weight
         self._location = _location(weight, stored_tensors, files)
         self._lock = threading.Lock()
@@ -55,11 +47,7 @@ class ArrivingWeight:
 
     @torch.no_grad()
     def wait(self) -> None:
-        """Return when the weight has arrived.
-
-        Raises:
-            DigestError: a file cannot be read, or differs from the one that the manifest lists.
-        """
+        """Return when the weight has arrived."""
         if self._location is None:
             return
         file, stored = self._location
@@ -85,15 +73,6 @@ class ArrivingWeights:
         files: Sequence[ArrivingFile],
         sources: ArrivingFiles,
     ) -> None:
-        """Keep the weights.
-
-        Args:
-            graph: the graph of the stage.
-            uses: the uses of its weights, from `weight_uses`.
-            weights: its weights, in the order of the graph.
-            files: its weight files.
-            sources: what reads the files; kept until they have arrived.
-        """
         self._uses = uses
         self._weights = {weight.value: arriving for weight, arriving in zip(graph.weights, weights, strict=True)}
         self._weight_list = list(weights)
@@ -103,11 +82,7 @@ class ArrivingWeights:
         self.tensors = {value_name: arriving.tensor for value_name, arriving in self._weights.items()}
 
     def acquire(self, use_index: int, given_weights: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        """See `WeightGate`. The weights that the module was called with are returned: the user may have replaced them.
-
-        Raises:
-            DigestError: a file cannot be read, or differs from the one that the manifest lists.
-        """
+        """See `WeightGate`. The weights that the module was called with are returned: the user may have replaced them."""
         if self._waiting[use_index]:
             for weight_index in self._uses[use_index].weights:
                 self._weight_list[weight_index].wait()
@@ -126,11 +101,7 @@ class ArrivingWeights:
     def wait(self, value_names: Sequence[str] | None = None) -> None:
         """Return when weights have arrived.
 
-        Args:
-            value_names: the value names of the weights; None for all of them, and all bytes of their files.
-
-        Raises:
-            DigestError: a file cannot be read, or differs from the one that the manifest lists.
+        value_names: the value names of the weights; None for all of them, and all bytes of their files.
         """
         if self._sources is None:
             return

@@ -15,12 +15,7 @@ _LARGEST: Final = 2**63
 
 
 def bounded_add(a: Any, b: Any, /) -> Any:
-    """Return ``a + b``.
-
-    Raises:
-        OverflowError: the result is an integer whose magnitude is above 2^63.
-        TypeError: an argument is a sequence.
-    """
+    """Return ``a + b``."""
     _refuse_sequences(a, b)
     total = operator.add(a, b)
     if _are_integers(a, b) and abs(total) > _LARGEST:
@@ -29,11 +24,7 @@ def bounded_add(a: Any, b: Any, /) -> Any:
 
 
 def bounded_sub(a: Any, b: Any, /) -> Any:
-    """Return ``a - b``.
-
-    Raises:
-        OverflowError: the result is an integer whose magnitude is above 2^63.
-    """
+    """Return ``a - b``."""
     difference = operator.sub(a, b)
     if _are_integers(a, b) and abs(difference) > _LARGEST:
         raise _overflow("difference")
@@ -41,22 +32,13 @@ def bounded_sub(a: Any, b: Any, /) -> Any:
 
 
 def bounded_mod(a: Any, b: Any, /) -> Any:
-    """Return ``a % b``.
-
-    Raises:
-        TypeError: an argument is a sequence.
-    """
+    """Return ``a % b``."""
     _refuse_sequences(a, b)
     return operator.mod(a, b)
 
 
 def bounded_mul(a: Any, b: Any, /) -> Any:
-    """Return ``a * b``.
-
-    Raises:
-        OverflowError: the result is an integer whose magnitude is above 2^63.
-        TypeError: an argument is a sequence.
-    """
+    """Return ``a * b``."""
     _refuse_sequences(a, b)
     product = operator.mul(a, b)
     if _are_integers(a, b) and abs(product) > _LARGEST:
@@ -65,22 +47,14 @@ def bounded_mul(a: Any, b: Any, /) -> Any:
 
 
 def bounded_pow(a: Any, b: Any, /) -> Any:
-    """Return ``a ** b``.
-
-    Raises:
-        OverflowError: the result is an integer whose magnitude is above 2^63.
-    """
+    """Return ``a ** b``."""
     if _are_integers(a, b) and abs(a) > 1 and (b > _LARGEST.bit_length() or (b > 0 and abs(a**b) > _LARGEST)):
         raise _overflow("power")
     return operator.pow(a, b)
 
 
 def bounded_lshift(a: Any, b: Any, /) -> Any:
-    """Return ``a << b``.
-
-    Raises:
-        OverflowError: the result is an integer whose magnitude is above 2^63.
-    """
+    """Return ``a << b``."""
     if _are_integers(a, b) and a and (b > _LARGEST.bit_length() or (b > 0 and abs(a << b) > _LARGEST)):
         raise _overflow("shifted integer")
     return operator.lshift(a, b)

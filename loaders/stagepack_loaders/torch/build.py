@@ -44,16 +44,6 @@ def build_graph_module(
     """Return a module of a graph: called with the inputs and then the weights, it returns a tuple of the outputs.
 
     Each region becomes one module, ``region_0`` and so on, which all its calls share.
-
-    Args:
-        folded: the graph as its file holds it.
-        graph: the same graph, unfolded.
-        operators: the operator of each entry of its op table.
-        device: the device that the graph calls its own.
-
-    Raises:
-        OperatorError: a dtype, layout or memory format does not exist in this torch.
-        DeviceError: the graph names a device that this machine does not have.
     """
     items, regions = region_functions(folded, graph)
     builder = GraphBuilder(graph, regions, operators, device)
@@ -92,14 +82,6 @@ class GraphBuilder:
         operators: Sequence[Callable[..., Any]],
         device: torch.device,
     ) -> None:
-        """Build the modules of subgraphs and regions.
-
-        Args:
-            graph: the graph.
-            regions: its regions; none to build it without.
-            operators: the operator of each entry of its op table.
-            device: the device that the graph calls its own.
-        """
         self._graph = graph
         self._types = value_types(graph)
         self._parts = GraphParts(graph, operators, device)
@@ -126,12 +108,7 @@ class GraphBuilder:
     ) -> GraphModule:
         """Return a module of steps.
 
-        Args:
-            inputs: the names of the values that it takes.
-            steps: its steps, which are in `context` or in contexts inside it.
-            result: what it returns.
-            context: the context that it is called in; None for none.
-            class_name: the name of its class.
+        context: the context that it is called in; None for none.
         """
         return self._finish(FxBody(self._parts, inputs), steps, result, context, class_name)
 

@@ -19,11 +19,6 @@ class CalledModule(Container):
     """
 
     def __init__(self, bodies: Sequence[ModuleCallBody]) -> None:
-        """Create the module that runs some calls.
-
-        Args:
-            bodies: its calls, which have equal graphs.
-        """
         super().__init__()
         self.__dict__[_BODIES] = list(bodies)
         for body in bodies:
@@ -33,12 +28,7 @@ class CalledModule(Container):
         return self.__dict__[_BODIES][0].call.type.rpartition(".")[2] or type(self).__name__
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module.
-
-        Raises:
-            InputError: an argument is missing, unknown, or does not fit the recorded one; or the module uses a value that no argument
-                determines.
-        """
+        """Run the module."""
         call = pending_call.get()
         if call is None or not any(call.body is body for body in self.__dict__[_BODIES]):
             body = self._fitting_body(args, kwargs)
@@ -68,13 +58,7 @@ def called_modules(bodies: Iterable[ModuleCallBody]) -> list[tuple[str, CalledMo
 
 
 def connect(stage: Container, bodies: Sequence[ModuleCallBody], slots: Mapping[str, Slot]) -> None:
-    """Connect calls with their stage and its weights, and tell containers which of their modules are called.
-
-    Args:
-        stage: the stage, with all its modules and weights.
-        bodies: the calls that it makes.
-        slots: the slots of its weights, by value name.
-    """
+    """Connect calls with their stage and its weights, and tell containers which of their modules are called."""
     for body in bodies:
         body.stage = stage
         body.slots = [slots[value_name] for value_name in body.weights]

@@ -23,15 +23,10 @@ class CheckedGraphs(VerificationRecord):
     """The record of this user."""
 
     def __init__(self) -> None:
-        """Find the record. Without one, no graph counts as checked."""
         super().__init__(FOLDER_VARIABLE, "checked")
 
     def identity(self, entry: File) -> str:
-        """Return the name of the entry of a graph file.
-
-        Args:
-            entry: its manifest entry; the content has just been compared with the digest.
-        """
+        """Return the name of the entry of a graph file."""
         conditions = (torch.__version__, torch.get_default_dtype(), _code_digest())
         return blake3(repr((entry.size, entry.blake3, *conditions)).encode()).hexdigest()
 

@@ -23,12 +23,7 @@ def compile_stages(
     compile: Compile,
     compiled: str | os.PathLike[str] | None,
 ) -> dict[int, PreparedTorchStage]:
-    """Return stages that run compiled; see `stagepack_loaders.base.Runtime.compile_stages`.
-
-    Raises:
-        CompiledError: `compiled` is of another bundle, for another device or torch, or damaged.
-        OptionError: `compile` is none of its values, or both ways are asked for.
-    """
+    """Return stages that run compiled; see `stagepack_loaders.base.Runtime.compile_stages`."""
     if compile and compiled is not None:
         raise OptionError("compile and compiled exclude each other: pass one of them")
     torch_compiler = TorchCompiler(compile)

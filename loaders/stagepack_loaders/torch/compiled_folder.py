@@ -77,11 +77,7 @@ def encode_list(bundle: Bundle, device: torch.device, units: Sequence[CompiledUn
 
 
 def decode_list(content: str) -> tuple[str, Target, list[CompiledUnit]]:
-    """Return the identity of the bundle, the target and the units of a ``compiled.json``.
-
-    Raises:
-        ValueError, TypeError, KeyError: the content is of another form.
-    """
+    """Return the identity of the bundle, the target and the units of a ``compiled.json``."""
     content_entries = json.loads(content)
     units = [
         CompiledUnit(
@@ -99,15 +95,6 @@ class CompiledFolder:
     """A folder of native code, opened for a bundle."""
 
     def __init__(self, path: str | os.PathLike[str], bundle: Bundle) -> None:
-        """Read ``compiled.json``.
-
-        Args:
-            path: the folder.
-            bundle: the bundle whose stages will run the code.
-
-        Raises:
-            CompiledError: it is no such folder, or was compiled from another bundle.
-        """
         self._path = Path(path)
         try:
             digest, self._target, units = decode_list((self._path / LIST_NAME).read_text())
@@ -130,11 +117,7 @@ class CompiledFolder:
     def load_stage(
         self, stage_number: int, stage_module: GraphModule, graph: Graph, device: torch.device
     ) -> torch.nn.Module:
-        """Return the module of a stage that runs the native code of its units.
-
-        Raises:
-            CompiledError: the code is for another target, or a file is not the one that was written.
-        """
+        """Return the module of a stage that runs the native code of its units."""
         target = Target.of(device)
         if target != self._target:
             raise CompiledError(
@@ -164,12 +147,6 @@ class CompiledModule(torch.nn.Module):
     """
 
     def __init__(self, native_code: Any, inputs: Sequence[Value | Weight]) -> None:
-        """Wrap the code.
-
-        Args:
-            native_code: the loaded code.
-            inputs: the entries of the inputs in the graph.
-        """
         super().__init__()
         self._run = native_code.boxed_run
         self._activations = [index for index, value in enumerate(inputs) if isinstance(value, Value)]

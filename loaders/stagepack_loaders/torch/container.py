@@ -41,11 +41,7 @@ class Container(torch.nn.Module):
         self.__dict__[_OWN] = _Facts()
 
     def __getitem__(self, module_name: int | str) -> torch.nn.Module:
-        """Return the child module of that name.
-
-        Raises:
-            KeyError: there is none.
-        """
+        """Return the child module of that name."""
         children = child_modules(self)
         module = children.get(str(module_name))
         if module is None:
@@ -61,11 +57,7 @@ class Container(torch.nn.Module):
         return self.children()
 
     def __setattr__(self, module_name: str, value: Any) -> None:
-        """Replace a child module that the stage calls, or set any other attribute.
-
-        Raises:
-            InputError: the value is a module, and the stage would not call it.
-        """
+        """Replace a child module that the stage calls, or set any other attribute."""
         if isinstance(value, torch.nn.Module) and module_name in _facts(self).called_children:
             child_modules(self)[module_name] = value
         elif isinstance(value, torch.nn.Module):
@@ -77,11 +69,7 @@ class Container(torch.nn.Module):
             super().__setattr__(module_name, value)
 
     def get_submodule(self, target: str) -> torch.nn.Module:
-        """Return the module of the model at a path.
-
-        Raises:
-            AttributeError: there is none.
-        """
+        """Return the module of the model at a path."""
         module: torch.nn.Module | None = self
         for module_name in target.split(".") if target else ():
             module = child_modules(module).get(module_name) if module is not None else None
@@ -90,20 +78,12 @@ class Container(torch.nn.Module):
         return module
 
     def get_parameter(self, target: str) -> torch.nn.Parameter:
-        """Return the parameter of the model at a path.
-
-        Raises:
-            AttributeError: there is none.
-        """
+        """Return the parameter of the model at a path."""
         parameter: torch.nn.Parameter = self._weight_at(target, parameters=True)
         return parameter
 
     def get_buffer(self, target: str) -> torch.Tensor:
-        """Return the buffer of the model at a path.
-
-        Raises:
-            AttributeError: there is none.
-        """
+        """Return the buffer of the model at a path."""
         buffer: torch.Tensor = self._weight_at(target, parameters=False)
         return buffer
 
@@ -119,20 +99,13 @@ class Container(torch.nn.Module):
 
         `state_dict`, `load_state_dict`, `to` and copies wait on their own. `parameters` and `buffers` do not: before this returns, the
         content of a weight is undefined, and what is written into it may be overwritten.
-
-        Raises:
-            DigestError: a weight file cannot be read, or is not the one that the manifest lists.
         """
         wait = _facts(self).wait
         if wait is not None:
             wait()
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the parameters and persistent buffers by their names in the model, when all are loaded.
-
-        Raises:
-            DigestError: see `wait_for_weights`.
-        """
+        """Return the parameters and persistent buffers by their names in the model, when all are loaded."""
         self.wait_for_weights()
         return super().state_dict(*args, **kwargs)
 
@@ -149,20 +122,12 @@ class Container(torch.nn.Module):
         return super()._apply(fn, *args, **kwargs)  # type: ignore[no-untyped-call]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes of a copy, when all weights are loaded.
-
-        Raises:
-            DigestError: see `wait_for_weights`.
-        """
+        """Return the attributes of a copy, when all weights are loaded."""
         self.wait_for_weights()
         return self.__dict__ | {_OWN: replace(_facts(self), wait=None, check_conversion=None)}
 
     def forward(self, *_: Any, **__: Any) -> Any:
-        """Refuse the call.
-
-        Raises:
-            InputError: always.
-        """
+        """Refuse the call."""
         raise InputError(
             "this module cannot be called: the model does not call it, or it is not complete in this stage, "
             "or the stage was loaded without modules=True"
@@ -170,12 +135,7 @@ class Container(torch.nn.Module):
 
 
 def settle(container: Container, called_class: type[Container]) -> None:
-    """Order the child modules of a container and note which of them the stage calls, after all of them are added.
-
-    Args:
-        container: the container.
-        called_class: the class of modules that are called.
-    """
+    """Order the child modules of a container and note which of them the stage calls, after all of them are added."""
     children = child_modules(container)
     called_children = frozenset(
         module_name for module_name, child in children.items() if isinstance(child, called_class)
@@ -195,10 +155,7 @@ def set_wait(
 ) -> None:
     """Set what is called before weights are read or replaced, in a container and those inside it.
 
-    Args:
-        container: the container.
-        wait: returns when all weights are there.
-        check_conversion: takes a function that converts tensors, and raises an error if weights cannot be converted by it.
+    check_conversion: takes a function that converts tensors, and raises an error if weights cannot be converted by it.
     """
     for module in container.modules():
         if isinstance(module, Container):

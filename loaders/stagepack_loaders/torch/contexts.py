@@ -15,16 +15,7 @@ from stagepack_loaders.torch.torch_attributes import torch_attribute
 
 
 def context_call(context: Context, stage_device: torch.device) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Return the function that runs a module inside a context, and its arguments before the module.
-
-    Args:
-        context: grad mode or autocast.
-        stage_device: the device that the graph calls its own.
-
-    Raises:
-        OperatorError: this torch lacks the dtype of the autocast.
-        DeviceError: torch knows no such device.
-    """
+    """Return the function that runs a module inside a context, and its arguments before the module."""
     autocast = context.autocast
     if autocast is None:
         return run_with_grad_mode, (context.grad,)

@@ -106,13 +106,6 @@ class PlannedTorchStage:
         """Read the weights that stay, and begin to read those that the first call needs.
 
         Weights that pass through are registered in the stage as tensors on their mapped file.
-
-        Args:
-            verify: compare the weight files with their digests first.
-
-        Raises:
-            DeviceError: the device has not enough memory.
-            DigestError: a weight file is not the one that the manifest lists.
         """
         stage_entry = self.bundle.stages[self.stage_number]
         # What passes through must come from the files that are mapped and verified.
@@ -168,12 +161,7 @@ class PlannedTorchStage:
 def prepare_planned_stages(
     bundle: Bundle, placement: Mapping[int, torch.device], options: PrepareOptions
 ) -> dict[int, PlannedTorchStage]:
-    """Read and check stages, all but their weights, and plan which weights stay in the memory of their device.
-
-    Raises:
-        OptionError: the memory is too small for the weights that one call needs at a time.
-        DigestError, FormatError, OperatorError, DeviceError: see `stagepack_loaders.torch.prepare.prepare_stages`.
-    """
+    """Read and check stages, all but their weights, and plan which weights stay in the memory of their device."""
     assert options.device_memory is not None
     cache, folder_reader = WeightCache(), FolderReader(bundle.path, bundle.source)
     stage_uses = {
@@ -234,13 +222,7 @@ class _StageUses:
     ) -> Passage:
         """Return the weights of a use on their way through a ring.
 
-        Args:
-            use_index: the index of the use.
-            position: their position in the sequence of places.
-            memory: the memory of the ring.
-            offset: the offset of their place in it.
-            mapped: the bytes of each range of the weight files that holds them.
-            registered: the weights as they are registered in the stage, by value name.
+        mapped: the bytes of each range of the weight files that holds them.
         """
         shift_of_source = {}
         for source in self.sources[use_index]:

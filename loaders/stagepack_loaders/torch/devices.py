@@ -15,11 +15,7 @@ from stagepack.format.validate import zero_bytes
 
 
 def parse_device(device: object) -> torch.device:
-    """Return the device of a name, with its index if its type has several: ``cuda`` is the current one.
-
-    Raises:
-        DeviceError: torch knows no such device, or this machine has none.
-    """
+    """Return the device of a name, with its index if its type has several: ``cuda`` is the current one."""
     try:
         parsed: torch.device = torch.device(device)  # type: ignore[call-overload]
         if parsed.type not in ("cpu", "meta") and parsed.index is None:
@@ -34,11 +30,7 @@ def parse_device(device: object) -> torch.device:
 
 
 def parse_graph_device(device: str) -> torch.device:
-    """Return a device that a graph names.
-
-    Raises:
-        DeviceError: torch knows no such device, this machine has none, or its tensors have no data.
-    """
+    """Return a device that a graph names."""
     parsed = parse_device(device)
     if parsed.type == "meta":
         raise DeviceError(
@@ -48,11 +40,7 @@ def parse_graph_device(device: str) -> torch.device:
 
 
 def device_type_of(device: str) -> str:
-    """Return the type of a device, which this machine need not have.
-
-    Raises:
-        DeviceError: torch knows no such device.
-    """
+    """Return the type of a device, which this machine need not have."""
     try:
         return torch.device(device).type
     except RuntimeError as error:
@@ -76,15 +64,10 @@ class ZeroMemory:
     """
 
     def __init__(self) -> None:
-        """Start without weights."""
         self._byte_count = 0
 
     def reserve(self, weights: Iterable[Weight], device: torch.device) -> None:
-        """Count the weights of a stage.
-
-        Raises:
-            DeviceError: they and those that were counted before are more than the host has. On other devices, torch raises an error.
-        """
+        """Count the weights of a stage."""
         if device.type != "cpu":
             return
         self._byte_count += sum(map(zero_bytes, weights))
@@ -111,14 +94,7 @@ def available_host_bytes() -> int:
 
 @contextmanager
 def typed_memory_errors() -> Iterator[None]:
-    """Raise an error of torch that a device has not enough memory for weights as one of stagepack. Also a decorator.
-
-    Yields:
-        Nothing.
-
-    Raises:
-        DeviceError: the memory is not enough.
-    """
+    """Raise an error of torch that a device has not enough memory for weights as one of stagepack. Also a decorator."""
     try:
         yield
     except (RuntimeError, MemoryError, OSError) as error:

@@ -76,13 +76,6 @@ class FxBody:
     """An fx graph that grows node by node, and the attributes of its module."""
 
     def __init__(self, parts: GraphParts, inputs: Sequence[str], *, anonymous: bool = False) -> None:
-        """Start with the inputs.
-
-        Args:
-            parts: what all modules of the graph share.
-            inputs: the names of the inputs.
-            anonymous: leave numbers out of the names in the code, so that equal regions of several stages have equal code.
-        """
         self._parts = parts
         self._anonymous = anonymous
         self._fx_graph = FxGraph()
@@ -121,14 +114,7 @@ class FxBody:
         inputs: Sequence[str],
         outputs: Sequence[str],
     ) -> None:
-        """Append a call of a function that returns a tuple.
-
-        Args:
-            function: the function.
-            first_arguments: constants, and nodes from `attribute`.
-            inputs: the names of the values that are its other arguments.
-            outputs: the names of the values that it returns.
-        """
+        """Append a call of a function that returns a tuple."""
         args = (*first_arguments, *(self._fx_nodes[value_name] for value_name in inputs))
         self._define_items(self._create("call_function", function, args), outputs)
 

@@ -49,11 +49,6 @@ class GatedModule(torch.nn.Module):
     weights: GatedWeights
 
     def __init__(self, plain_module: GraphModule) -> None:
-        """Keep the module of the graph.
-
-        Args:
-            plain_module: the graph; it takes the inputs and then the weights.
-        """
         super().__init__()
         self.plain_module = plain_module
 
@@ -72,11 +67,7 @@ class GatedModule(torch.nn.Module):
         self.weights.release(use_index)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Module:
-        """Return a copy of the graph, which needs to ask for nothing, when all weights have arrived.
-
-        Raises:
-            TypeError: some weights do not stay in the memory of the device.
-        """
+        """Return a copy of the graph, which needs to ask for nothing, when all weights have arrived."""
         self.weights.wait()
         if not self.weights.has_arrived():
             raise TypeError(

@@ -76,17 +76,8 @@ def measure_bundle(
     A stage runs several times as a whole, and several times with each operator measured for itself. The times of the operators are scaled
     so that their sum is the time of the whole stage.
 
-    Args:
-        bundle: the bundle.
-        devices: the device of each stage, in order; with fewer devices, consecutive stages share one.
-        inputs_file: a safetensors file with the inputs; None for the recorded example.
-        allow_ops: as for `stagepack.load`.
-        runs: how many runs count.
-        progress: called with a line before each stage.
-
-    Raises:
-        InputError: there are no inputs, or the model fails on them.
-        DigestError, FormatError, DeviceError, OperatorError: see `stagepack.load`.
+    devices: the device of each stage, in order; with fewer devices, consecutive stages share one.
+    inputs_file: a safetensors file with the inputs; None for the recorded example.
     """
     stage_devices = [parse_device(device) for device in place_stages(bundle.entry_point, devices)]
     stages = [

@@ -84,12 +84,7 @@ class MetaValues:
         self._layouts: dict[str, tuple[object, ...]] = {}
 
     def argument(self, argument: Argument) -> Any:
-        """Return an argument as an operator takes it; None for a tensor whose sizes depend on data.
-
-        Raises:
-            OperatorError: this torch has no such dtype, layout or memory format.
-            DeviceError: this machine has no such device.
-        """
+        """Return an argument as an operator takes it; None for a tensor whose sizes depend on data."""
         return torch_argument(argument, self._leaf)
 
     def is_reshaped(self, value_name: str) -> bool:

@@ -32,14 +32,7 @@ class MetaWork(NamedTuple):
 
 
 def meta_work(overload: OperatorOverload, args: Sequence[Any], kwargs: _Arguments, stated_count: int) -> MetaWork:
-    """Tell whether a call would take long on tensors without memory.
-
-    Args:
-        overload: the operator.
-        args: its arguments by position.
-        kwargs: its arguments by name.
-        stated_count: the number of values that the node states.
-    """
+    """Tell whether a call would take long on tensors without memory."""
     name = str(overload)
     if name not in _RESULT_COUNTS and name not in _STEP_COUNTS and name not in _ITEM_LIMITS:
         return MetaWork(is_excessive=False)

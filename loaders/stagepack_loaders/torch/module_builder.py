@@ -26,18 +26,7 @@ def build_with_modules(
     device: torch.device,
     types: Collection[type],
 ) -> tuple[GraphModule, list[ModuleCallBody]]:
-    """Return a module of a graph, called as that of `build.build_graph_module`, and the calls of modules that it makes.
-
-    Args:
-        graph: the stage, with its module calls.
-        node_numbers: the number of each node in the whole model; -1 for a node that the model does not have.
-        operators: the operator of each entry of the op table.
-        device: the device that the graph calls its own.
-        types: classes to build arguments and results of.
-
-    Raises:
-        OperatorError, DeviceError: see `build.build_graph_module`.
-    """
+    """Return a module of a graph, called as that of `build.build_graph_module`, and the calls of modules that it makes."""
     return _ModuleBuilder(graph, operators, device, types).build(node_numbers)
 
 

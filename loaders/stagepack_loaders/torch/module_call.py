@@ -75,9 +75,6 @@ class ModuleCallBody:
         """Return the module that the call goes to, which the user may have replaced.
 
         It is looked up from the module around it as it was loaded, which the user may have wrapped into another one.
-
-        Raises:
-            InputError: there is no module.
         """
         module, path = self.stage, self.module_path
         if self.outer is not None and path.startswith(f"{self.outer.module_path}."):
@@ -102,11 +99,7 @@ class ModuleCallBody:
         return args, kwargs
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], outer_values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the values of a call: of its arguments, sizes that these determine, and otherwise those of `outer_values`.
-
-        Raises:
-            InputError: an argument is missing, unknown, or does not fit.
-        """
+        """Return the values of a call: of its arguments, sizes that these determine, and otherwise those of `outer_values`."""
         bound_arguments = bind_call(self.signature, args, kwargs)
         symbol_sizes = self._check(bound_arguments)
         derived_arguments = {}
@@ -126,14 +119,7 @@ class ModuleCallBody:
         }
 
     def run(self, values: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
-        """Run on values by name.
-
-        Returns:
-            The outputs by name, and the result of the module.
-
-        Raises:
-            InputError: a required value is missing.
-        """
+        """Run on values by name."""
         missing = [value_name for value_name in self.required if value_name not in values]
         if missing:
             raise InputError(
@@ -148,15 +134,7 @@ class ModuleCallBody:
         return outputs, self._build(self.signature.result, {**values, **weights, **outputs})
 
     def outputs_of_result(self, result: Any, values: dict[str, Any]) -> dict[str, Any]:
-        """Return the outputs that the result of a module contains, which may be the user's.
-
-        Args:
-            result: the result.
-            values: the values that the call was made with, by name.
-
-        Raises:
-            InputError: the result does not fit that of the original module.
-        """
+        """Return the outputs that the result of a module contains, which may be the user's."""
         outputs = {}
         for leaf_location, leaf, element in flatten_tree(
             self.signature.result, result, f"the result of {self.module_path}"
@@ -211,18 +189,7 @@ pending_call: ContextVar[PendingCall | None] = ContextVar("pending_call", defaul
 
 
 def call_module(body: ModuleCallBody, *values: Any) -> tuple[Any, ...]:
-    """Call the module that a call goes to.
-
-    Args:
-        body: the call.
-        *values: the values of its inputs.
-
-    Returns:
-        The values of its outputs.
-
-    Raises:
-        InputError: the module was replaced by one that does not return what is used after it.
-    """
+    """Call the module that a call goes to."""
     call = PendingCall(body, dict(zip(body.inputs, values, strict=True)))
     args, kwargs = body.arguments(call.values)
     token = pending_call.set(call)

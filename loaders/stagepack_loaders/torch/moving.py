@@ -21,11 +21,6 @@ def move_stages(bundle: Bundle, stages: Mapping[int, TorchStage], placement: Map
     """Move stages to other devices; see `stagepack_loaders.base.Runtime.move_stages`.
 
     Tensors that are on one device and share memory share it afterwards, also between stages that are moved to one device.
-
-    Raises:
-        DeviceError: a stage runs compiled code, has ``device_memory``, or names a device that this machine does not have; or a device has
-            not enough memory.
-        DigestError: the weights of a stage are still arriving, and differ from those that the manifest lists.
     """
     options = PrepareOptions(allow_ops=needed_permissions(stage.graph for stage in stages.values()))
     for stage_number, stage in stages.items():
@@ -51,13 +46,7 @@ def move_stages(bundle: Bundle, stages: Mapping[int, TorchStage], placement: Map
 def tensor_mover(
     tensors: Sequence[torch.Tensor], whole_tensors: Iterable[torch.Tensor], device: torch.device
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a function that copies tensors to a device, where those that share memory share it again.
-
-    Args:
-        tensors: all tensors that are copied together.
-        whole_tensors: those of them whose memory is copied as a whole, also where it is larger than they are.
-        device: the device.
-    """
+    """Return a function that copies tensors to a device, where those that share memory share it again."""
     spans = _overlapping_spans([(tensor, _span(tensor)) for tensor in tensors])
     for tensor in whole_tensors:
         spans[_memory_key(tensor)] = [(0, tensor.untyped_storage().nbytes())]

@@ -25,12 +25,6 @@ class NodeTimer:
     """
 
     def __init__(self, node_count: int, wait: Callable[[], None]) -> None:
-        """Measure how long it takes to measure nothing.
-
-        Args:
-            node_count: the number of nodes of the stage.
-            wait: returns when the work of the device is finished.
-        """
         self.seconds = [0.0] * max(node_count, 1)
         self._wait = wait
         self._overhead = 0.0
@@ -58,16 +52,7 @@ class NodeTimer:
 def with_node_timer(
     stage: PreparedTorchStage, wait: Callable[[], None], allow_ops: Collection[str]
 ) -> tuple[PreparedTorchStage, NodeTimer]:
-    """Return a stage that runs the same operators, and measures each. Its regions are unfolded, so that each node is a call of its own.
-
-    Args:
-        stage: the stage.
-        wait: returns when the work of its device is finished.
-        allow_ops: as for `stagepack.load`.
-
-    Raises:
-        OperatorError: see `prepare_stages`.
-    """
+    """Return a stage that runs the same operators, and measures each. Its regions are unfolded, so that each node is a call of its own."""
     graph = stage.code.graph
     file_name = stage.bundle.stages[stage.stage_number].graph
     operators = resolve_operators(graph.ops, allow_ops, file_name)

@@ -29,13 +29,7 @@ _PYTHON_NAMESPACES = {"operator": operator, "math": math, "torch": torch, "highe
 def resolve_operators(op_table: Iterable[Op], allow_ops: Collection[str], graph_name: str) -> list[Callable[..., Any]]:
     """Return the operator of each entry of an op table.
 
-    Args:
-        op_table: the table.
-        allow_ops: namespaces of custom operators that may run, and operators of ATen and prims that do not run by default.
-        graph_name: the name of the graph file, for messages.
-
-    Raises:
-        OperatorError: operators are missing here, denied, not allowed by the caller, or have another schema; all of them are named.
+    allow_ops: namespaces of custom operators that may run, and operators of ATen and prims that do not run by default.
     """
     operators = []
     problems = []
@@ -53,17 +47,7 @@ def resolve_operators(op_table: Iterable[Op], allow_ops: Collection[str], graph_
 def check_call(
     operator_name: str, target: Callable[..., Any], positional_count: int, keywords: Collection[str]
 ) -> None:
-    """Check the arguments of a call against the schema of the operator. Higher-order operators, which have none, are not checked.
-
-    Args:
-        operator_name: the qualified name of the operator, for messages.
-        target: the operator.
-        positional_count: how many arguments are passed by position.
-        keywords: the names of those passed by name.
-
-    Raises:
-        OperatorError: an argument is missing, unknown or passed twice, or there are too many by position.
-    """
+    """Check the arguments of a call against the schema of the operator. Higher-order operators, which have none, are not checked."""
     if isinstance(target, HigherOrderOperator):
         return
     parameters = _parameters(target)

@@ -58,15 +58,7 @@ class PreparedTorchStage:
 
     @typed_memory_errors()
     def finish(self, *, verify: bool) -> TorchStage:
-        """Read the weights of the stage, and nothing of other stages.
-
-        Args:
-            verify: compare the weight files with their digests first.
-
-        Raises:
-            DeviceError: the device has not enough memory.
-            DigestError: a weight file is not the one that the manifest lists.
-        """
+        """Read the weights of the stage, and nothing of other stages."""
         stage_entry = self.bundle.stages[self.stage_number]
         # On another device the weights are copies anyway.
         copy = self.copy and self.device.type == "cpu"
@@ -86,11 +78,6 @@ def prepare_stages(
     """Read and check stages, all but their weights; see `stagepack_loaders.base.Runtime.prepare`.
 
     Stages on one device will share the tensors that are one tensor in the model.
-
-    Raises:
-        DigestError, FormatError: a file is damaged, or breaks a rule of the format.
-        OperatorError: an operator is missing here, not allowed, or has another schema.
-        DeviceError: a graph names a device that this machine does not have.
     """
     cache = options.shared.get(WeightCache, WeightCache)
     named_weights = options.shared.get(NamedWeights, NamedWeights)
@@ -122,15 +109,10 @@ class LoadedModels:
     """The graphs of the stages that are loaded together. Those of all stages of an entry point must be the parts of one model."""
 
     def __init__(self) -> None:
-        """Start without stages."""
         self._graphs: dict[str, dict[int, Graph]] = {}
 
     def add(self, bundle: Bundle, stage_number: int, graph: Graph) -> None:
-        """Add a stage; with the last one, check all of them.
-
-        Raises:
-            FormatError: the stages do not fit together (G18, G19).
-        """
+        """Add a stage; with the last one, check all of them."""
         graphs = self._graphs.setdefault(bundle.identity, {})
         graphs[stage_number] = graph
         if len(graphs) == len(bundle.stages):
@@ -150,11 +132,7 @@ class StageParts(NamedTuple):
 
 
 def read_parts(bundle: Bundle, stage_number: int, options: PrepareOptions) -> StageParts:
-    """Read the graph of a stage, find its operators, and compare the values that it states with what these return.
-
-    Raises:
-        DigestError, FormatError, OperatorError: see `prepare_stages`.
-    """
+    """Read the graph of a stage, find its operators, and compare the values that it states with what these return."""
     folded, graph = bundle.graph_file(stage_number, module_calls=options.modules)
     options.shared.get(LoadedModels, LoadedModels).add(bundle, stage_number, graph)
     graph_name = bundle.stages[stage_number].graph
@@ -174,11 +152,7 @@ def read_parts(bundle: Bundle, stage_number: int, options: PrepareOptions) -> St
 def build_code(
     bundle: Bundle, stage_number: int, parts: StageParts, device: torch.device, options: PrepareOptions
 ) -> StageCode:
-    """Build what a stage runs.
-
-    Raises:
-        OperatorError, DeviceError: see `prepare_stages`.
-    """
+    """Build what a stage runs."""
     stage_entry = bundle.stages[stage_number]
     folded, graph, operators = parts
     options.shared.get(ZeroMemory, ZeroMemory).reserve(graph.weights, device)

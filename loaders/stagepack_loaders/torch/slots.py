@@ -25,11 +25,7 @@ class Slot:
     entries: tuple[tuple[dict[str, Any], str], ...]
 
     def get(self) -> torch.Tensor:
-        """Return the weight.
-
-        Raises:
-            InputError: the weight was removed, or its names no longer hold one weight.
-        """
+        """Return the weight."""
         weight = self._entry(0)
         for index in range(1, len(self.names)):
             tied_weight = self._entry(index)
@@ -55,13 +51,7 @@ class Slot:
 
 
 def register_weight(stage: torch.nn.Module, weight: Weight, tensor: torch.Tensor) -> Slot:
-    """Register a weight in a stage under all its names, in modules that are made where there are none.
-
-    Args:
-        stage: the stage.
-        weight: its entry in the graph.
-        tensor: its content.
-    """
+    """Register a weight in a stage under all its names, in modules that are made where there are none."""
     slot_entries = []
     for weight_name in weight.names:
         *module_path, attribute_name = weight_name.split(".")

@@ -90,15 +90,6 @@ class TorchStage(Container):
         state_names: Collection[str] = (),
         residency: Residency | None = None,
     ) -> None:
-        """Register the modules and the weights.
-
-        Args:
-            code: what the stage runs.
-            tensors: the weights, by value name.
-            device: their device.
-            state_names: the names of the buffers that calls write.
-            residency: which weights stay in the memory of the device, if not all do.
-        """
         super().__init__()
         for path, module in called_modules(code.module_calls):
             *outer_path, module_name = path.split(".")

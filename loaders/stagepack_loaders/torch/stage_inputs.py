@@ -15,11 +15,6 @@ class StageInputs:
     """The inputs of a stage."""
 
     def __init__(self, graph: Graph) -> None:
-        """Keep the graph.
-
-        Args:
-            graph: the graph of the stage.
-        """
         self._graph = graph
 
     @cached_property
@@ -40,9 +35,7 @@ class StageInputs:
     def write_counts(self, values: Sequence[Any], moved_values: Sequence[Any]) -> dict[int, int | None]:
         """Return the moved inputs that the stage may write, by position, with a count of their writes; None if it is not known.
 
-        Args:
-            values: the inputs, in order.
-            moved_values: the same on the device of the stage.
+        values: the inputs, in order.
         """
         moved_positions = {position for position, value in enumerate(values) if moved_values[position] is not value}
         if not moved_positions:
@@ -57,10 +50,7 @@ class StageInputs:
 def write_back(values: Sequence[Any], moved_values: Sequence[Any], counts: Mapping[int, int | None]) -> None:
     """Write what a stage has written into moved inputs into the inputs themselves, as a stage on their device does.
 
-    Args:
-        values: the inputs, in order.
-        moved_values: the same on the device of the stage.
-        counts: what `StageInputs.write_counts` has returned before the stage ran.
+    values: the inputs, in order.
     """
     for position, count in counts.items():
         if count is None or write_count(moved_values[position]) != count:

@@ -13,13 +13,6 @@ class StageState:
     """The memory that calls write, and its content at loading. Weights may share memory; each memory is kept once."""
 
     def __init__(self, weights: Sequence[Weight], slots: Sequence[Slot], state_names: Collection[str]) -> None:
-        """Keep a copy of the memory that calls write.
-
-        Args:
-            weights: the weights of the stage.
-            slots: the slot of each weight.
-            state_names: the names of the buffers that calls write.
-        """
         self._initial: list[torch.Tensor] = []
         buffer_memories = [_memory(slot.get()) for slot in slots]
         index_of_address: dict[int, int] = {}
@@ -39,11 +32,7 @@ class StageState:
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Set the memory to its content at loading.
-
-        Raises:
-            InputError: a buffer was replaced by one of another size or type.
-        """
+        """Set the memory to its content at loading."""
         for slot, memory_index in self._written:
             buffer_memory = _memory(slot.get())
             if self._initial[memory_index].shape != buffer_memory.shape:

@@ -70,14 +70,9 @@ def runs_by_context(
 ) -> Iterator[tuple[int | None, list[Step]]]:
     """Yield runs of consecutive steps that share a context directly inside another one.
 
-    Args:
-        contexts: the context table.
-        steps: steps that are in `context`, or in contexts inside it.
-        context: the enclosing context; None for none.
-
-    Yields:
-        The context of a run, which is `context` itself or a child of it, and the steps of the run. A region step has no context of its
-        own: its run has the context None.
+    context: the enclosing context; None for none.
+    It yields the context of a run, which is `context` itself or a child of it, and the steps of the run. A region step has no context of
+        its own: its run has the context None.
     """
     run: list[Step] = []
     run_context: int | None = None

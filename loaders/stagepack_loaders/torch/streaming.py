@@ -33,12 +33,6 @@ class Arrivals:
     """
 
     def __init__(self, bundle: Bundle, options: PrepareOptions) -> None:
-        """Read nothing yet.
-
-        Args:
-            bundle: the bundle of the weight files.
-            options: what the caller asks for.
-        """
         self._bundle = bundle
         self._reader = options.weight_reader
         self._folder_reader = FolderReader(bundle.path, bundle.source)
@@ -47,33 +41,16 @@ class Arrivals:
         self.weights: defaultdict[torch.device, dict[str, ArrivingWeight]] = defaultdict(dict)
 
     def stream(self, file_names: Iterable[str]) -> FileStream | None:
-        """Begin to download files of a remote bundle; return a handle that reads them. None if they are read from a folder.
-
-        Args:
-            file_names: the names of the files.
-        """
+        """Begin to download files of a remote bundle; return a handle that reads them. None if they are read from a folder."""
         return None if self._reader is not None else self._bundle.stream(file_names)
 
     def fetch(self, file_names: Sequence[str]) -> None:
-        """Bring files into the folder, and open them: they are read also when another bundle takes the place of this one.
-
-        Args:
-            file_names: the names of the files.
-
-        Raises:
-            RemoteError, DigestError, WriteError: see `Bundle.fetch`.
-        """
+        """Bring files into the folder, and open them: they are read also when another bundle takes the place of this one."""
         self._bundle.fetch(file_names)
         self._folder_reader.hold(file_names)
 
     def files(self, device: torch.device, stream: FileStream | None, *, verify: bool) -> ArrivingFiles:
-        """Return the files on their way to a device.
-
-        Args:
-            device: the device.
-            stream: what `stream` returned for the files.
-            verify: compare chunks with their digests.
-        """
+        """Return the files on their way to a device."""
         if (device, stream) not in self._files:
             handle = None if stream is None else stream.share()
             files = ArrivingFiles(
@@ -125,16 +102,7 @@ class StreamedTorchStage:
 
     @typed_memory_errors()
     def finish(self, *, verify: bool) -> TorchStage:
-        """Begin to read the weights. Returns when all are there, or, with a `GatedModule`, the buffers that calls write.
-
-        Args:
-            verify: compare each chunk of a weight file with its digest before it is computed with.
-
-        Raises:
-            DeviceError: the device has not enough memory.
-            DigestError: a file cannot be read, or is not the one that the manifest lists.
-            RemoteError, WriteError: a file of a remote bundle cannot be downloaded, or written into the cache.
-        """
+        """Begin to read the weights. Returns when all are there, or, with a `GatedModule`, the buffers that calls write."""
         stage_entry = self.bundle.stages[self.stage_number]
         arriving_files = self.arrivals.files(self.device, self.stream, verify=verify)
         files = arriving_files.add(self.bundle.files[file_name] for file_name in stage_entry.weights)
@@ -161,11 +129,7 @@ class StreamedTorchStage:
 def prepare_streamed_stages(
     bundle: Bundle, placement: Mapping[int, torch.device], options: PrepareOptions
 ) -> dict[int, StreamedTorchStage]:
-    """Read and check stages, all but their weights; with ``options.stream`` these will arrive while the stages run.
-
-    Raises:
-        DigestError, FormatError, OperatorError, DeviceError: see `stagepack_loaders.torch.prepare.prepare_stages`.
-    """
+    """Read and check stages, all but their weights; with ``options.stream`` these will arrive while the stages run."""
     arrivals = options.shared.get(Arrivals, lambda: Arrivals(bundle, options))
     named_weights = options.shared.get(NamedWeights, NamedWeights)
     bundle.fetch(bundle.stages[stage_number].graph for stage_number in placement)
@@ -196,14 +160,7 @@ def prepare_streamed_stages(
 
 
 def gate_code(code: StageCode, parts: StageParts, device: torch.device, uses: Sequence[WeightUse]) -> StageCode:
-    """Return the code of a stage with a `GatedModule`, which asks for each weight at its first use.
-
-    Args:
-        code: the code of the stage.
-        parts: what it is built from.
-        device: the device that it will run on.
-        uses: the uses of its weights.
-    """
+    """Return the code of a stage with a `GatedModule`, which asks for each weight at its first use."""
     module = GatedModule(code.graph_module)
     module.gated_module = build_gated_module(parts.folded, parts.graph, parts.operators, device, module, uses)
     return replace(code, compiled_module=module)

@@ -32,12 +32,7 @@ class _MisfitError(Exception):
 
 
 def subgraph_result(result: Argument, facts: Mapping[str, Fact]) -> CallResult:
-    """Return what is known of the result of a subgraph.
-
-    Args:
-        result: a value or constant, or a list or tuple of them.
-        facts: what is known of its values.
-    """
+    """Return what is known of the result of a subgraph."""
     return CallResult(_facts_of_items(result, facts), is_sequence=isinstance(result, ListArg | TupleArg))
 
 
@@ -51,16 +46,8 @@ def call_subgraphs(
 ) -> CallResult:
     """Return what a higher-order operator returns.
 
-    Args:
-        operator_name: its qualified name.
-        node: the node that calls it.
-        facts: what is known of the values that the node may use.
-        subgraphs: the subgraphs that it may call, by index.
-        is_casting: whether it runs inside autocast.
-
-    Returns:
-        The result; with a reason if the call does not fit the subgraphs, and empty where it is not known, as for `flex_attention`, whose
-        kernel decides what the subgraphs get.
+    The result is the result; with a reason if the call does not fit the subgraphs, and empty where it is not known, as for
+        `flex_attention`, whose kernel decides what the subgraphs get.
     """
     call = _Call(facts, subgraphs, is_casting)
     try:

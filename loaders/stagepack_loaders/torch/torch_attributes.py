@@ -19,15 +19,7 @@ from stagepack.format.graph import (
 
 
 def torch_attribute(attribute_name: str, kind: type) -> Any:
-    """Return a dtype, layout or memory format of torch.
-
-    Args:
-        attribute_name: its name in torch, such as ``float32``.
-        kind: its class, such as `torch.dtype`.
-
-    Raises:
-        OperatorError: this torch has none of that name.
-    """
+    """Return a dtype, layout or memory format of torch."""
     attribute = getattr(torch, attribute_name, None)
     if not isinstance(attribute, kind):
         raise OperatorError(f"torch {torch.__version__} has no {kind.__name__} {attribute_name!r}")
@@ -37,13 +29,8 @@ def torch_attribute(attribute_name: str, kind: type) -> Any:
 def torch_argument(argument: Argument, convert_leaf: Callable[[Argument], Any]) -> Any:
     """Return an argument as an operator of torch takes it.
 
-    Args:
-        argument: an argument of a node.
-        convert_leaf: returns all that is neither a container nor a dtype, layout or memory format: values, devices, subgraphs, complex
-            numbers and constants.
-
-    Raises:
-        OperatorError: this torch has no such dtype, layout or memory format.
+    convert_leaf: returns all that is neither a container nor a dtype, layout or memory format: values, devices, subgraphs, complex numbers
+        and constants.
     """
     match argument:
         case ListArg(items):

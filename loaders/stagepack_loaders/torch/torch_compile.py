@@ -15,14 +15,6 @@ class TorchCompiler:
     """Compiles stages unit by unit, equal units once, however often and in however many stages they are called."""
 
     def __init__(self, mode: Compile) -> None:
-        """Set the mode.
-
-        Args:
-            mode: True or ``"regions"`` compiles each distinct region once, ``"whole"`` each stage as a whole, False nothing.
-
-        Raises:
-            OptionError: `mode` is none of these.
-        """
         if mode not in (False, True, "regions", "whole"):
             raise OptionError(f"compile: expected False, True, 'regions' or 'whole', found {mode!r}")
         self._mode = mode

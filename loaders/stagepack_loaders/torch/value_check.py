@@ -86,17 +86,7 @@ class NodeProblem(NamedTuple):
 
 
 def check_values(graph: Graph, operators: Sequence[Callable[..., Any]], graph_name: str) -> None:
-    """Compare the values of a graph with what its operators return, see `value_problems`.
-
-    Args:
-        graph: the graph, unfolded.
-        operators: the operator of each entry of its op table.
-        graph_name: the name of its file, for messages.
-
-    Raises:
-        FormatError: a value is not what its operator returns, or an operator refuses its arguments (G16).
-        OperatorError, DeviceError: see `value_problems`.
-    """
+    """Compare the values of a graph with what its operators return, see `value_problems`."""
     try:
         problems = value_problems(graph, operators)
     except (DeviceError, OperatorError) as error:
@@ -117,17 +107,7 @@ def value_problems(graph: Graph, operators: Sequence[Callable[..., Any]]) -> lis
     those that take a value whose size depends on data, and of recurrent layers with long sequences; and inside autocast, which
     floating-point type a result has.
 
-    Args:
-        graph: the graph, unfolded.
-        operators: the operator of each entry of its op table.
-
-    Returns:
-        The nodes whose values are not what their operators return, or whose operators refuse their arguments; at most 20.
-
-    Raises:
-        OperatorError: the arguments of a call do not fit its operator by number and name, or a dtype, layout or memory format does not
-            exist in this torch.
-        DeviceError: the graph names a device that this machine does not have.
+    The result is the nodes whose values are not what their operators return, or whose operators refuse their arguments; at most 20.
     """
     check = _GraphCheck(graph, operators)
     with torch.no_grad(), operators_without_compiler():

@@ -80,19 +80,7 @@ def build_gated_module(
     gate: WeightGate,
     uses: Sequence[WeightUse],
 ) -> GraphModule:
-    """Return a module of a graph like that of `build_graph_module`, which asks a gate for its weights.
-
-    Args:
-        folded: the graph as its file holds it.
-        graph: the same graph, unfolded.
-        operators: the operator of each entry of its op table.
-        device: the device that the graph calls its own.
-        gate: answers for its weights.
-        uses: the uses of its weights, from `weight_uses`.
-
-    Raises:
-        OperatorError, DeviceError: see `build_graph_module`.
-    """
+    """Return a module of a graph like that of `build_graph_module`, which asks a gate for its weights."""
     items, regions = region_functions(folded, graph)
     builder = GraphBuilder(graph, regions, operators, device)
     # The names of values are identifiers: none has a space.

@@ -33,11 +33,6 @@ class TransferThreads:
     """Threads that run tasks in the order in which they were submitted. They end with the object, and with the process."""
 
     def __init__(self, thread_count: int | None = None) -> None:
-        """Start no thread yet.
-
-        Args:
-            thread_count: how many threads; by default one for each processor, at most 16.
-        """
         self._thread_count = thread_count or min(usable_cpu_count(), _MOST_THREADS)
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
@@ -97,13 +92,6 @@ class DeviceWriter:
     """Writes bytes of files into the memory of one device. It is called by the threads that do it."""
 
     def __init__(self, device: torch.device, reader: WeightReader, *, is_staged: bool | None = None) -> None:
-        """Allocate nothing yet.
-
-        Args:
-            device: the device.
-            reader: reads the files.
-            is_staged: read into memory of the host first, and copy from there; by default unless the device is the CPU.
-        """
         self.device = device
         self._reader = reader
         self._is_staged = device.type != "cpu" if is_staged is None else is_staged
@@ -112,17 +100,10 @@ class DeviceWriter:
     def write(self, source: ByteRange, memory: torch.Tensor, hasher: Hasher | None, after: Any = None) -> Any:
         """Copy a range of a file into memory of the device.
 
-        Args:
-            source: the range.
-            memory: contiguous bytes of the device, as many as the range has.
-            hasher: is given the bytes, in order; None to hash nothing.
-            after: an event of the device, before which the memory is still in use; None if it is free.
-
-        Returns:
-            The event of the device after which the bytes are there; None if they are there now.
-
-        Raises:
-            DigestError: the file cannot be read.
+        memory: contiguous bytes of the device, as many as the range has.
+        hasher: is given the bytes, in order; None to hash nothing.
+        after: an event of the device, before which the memory is still in use; None if it is free.
+        The result is the event of the device after which the bytes are there; None if they are there now.
         """
         if self._is_staged or hasher is not None:
             return self._write_staged(source, memory, hasher, after)

@@ -76,13 +76,6 @@ class WeightWindow:
     """
 
     def __init__(self, plan: WindowPlan, device: torch.device, reader: WeightReader) -> None:
-        """Allocate the ring.
-
-        Args:
-            plan: where the weights of all stages on the device are.
-            device: the device.
-            reader: reads the weight files.
-        """
         self.memory = empty_bytes(plan.window_bytes, device)
         self._window_bytes = plan.window_bytes
         self._order = [index for index, position in enumerate(plan.positions) if position is not None]
@@ -103,14 +96,7 @@ class WeightWindow:
             self._read_ahead()
 
     def run(self, first_index: int, end_index: int, module: GraphModule, values: tuple[Any, ...]) -> Any:
-        """Call the module of a stage. Calls take turns, and record no gradients: the weights do not stay for these.
-
-        Args:
-            first_index: the index of the first use of the stage in the plan.
-            end_index: the index after its last one.
-            module: asks for its weights.
-            values: its arguments.
-        """
+        """Call the module of a stage. Calls take turns, and record no gradients: the weights do not stay for these."""
         first, end = bisect_left(self._order, first_index), bisect_left(self._order, end_index)
         with self._call, torch.no_grad():
             if self._oldest != first:
@@ -126,11 +112,7 @@ class WeightWindow:
         )
 
     def acquire(self, use_index: int, given_weights: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        """Return the weights of a use; see `WeightGate`.
-
-        Raises:
-            DigestError: a weight file cannot be read.
-        """
+        """Return the weights of a use; see `WeightGate`."""
         passage = self._passages.get(use_index)
         if passage is None:
             return given_weights
@@ -148,11 +130,7 @@ class WeightWindow:
         )
 
     def _bring_writes(self, passage: Passage, read_error: DigestError | None) -> None:
-        """Copy what the user has written into the weights of a passage to their place, and what is no longer that of the file.
-
-        Raises:
-            DigestError: the file cannot be read, and has what the mapping has.
-        """
+        """Copy what the user has written into the weights of a passage to their place, and what is no longer that of the file."""
         # After the file was read: if it was changed meanwhile, the mapping was replaced before.
         written = [may_be_written(mapped.data_ptr(), len(mapped)) for mapped in passage.mapped]
         if read_error is not None and not all(written):
@@ -230,14 +208,6 @@ class StageWindow:
     """The part of a stage in a ring. It is the gate of the stage; see `GatedWeights`."""
 
     def __init__(self, window: WeightWindow, first_index: int, use_count: int, passages: Mapping[int, Passage]) -> None:
-        """Add the passages of the stage to the ring.
-
-        Args:
-            window: the ring.
-            first_index: the index of the first use of the stage in the plan.
-            use_count: how many uses the stage has.
-            passages: its weights that pass through, by the index of their use in the plan.
-        """
         window.add(passages)
         self._registered_types = {
             (tensor.dtype, tensor.device) for passage in passages.values() for tensor in passage.registered
@@ -254,11 +224,7 @@ class StageWindow:
         """See `GatedWeights`. The weights that stay are there."""
 
     def check_conversion(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """See `GatedWeights`. Weights that pass through keep their dtype and device.
-
-        Raises:
-            OptionError: the conversion would change these.
-        """
+        """See `GatedWeights`. Weights that pass through keep their dtype and device."""
         for dtype, device in self._registered_types:
             converted = convert(torch.empty(0, dtype=dtype, device=device))
             if (converted.dtype, converted.device) != (dtype, device):

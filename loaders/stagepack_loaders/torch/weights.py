@@ -26,7 +26,6 @@ class WeightCache:
     """The tensors read so far. Stages on one device that share a cache share the tensors that are one tensor in the model."""
 
     def __init__(self) -> None:
-        """Start with nothing read."""
         self._files: dict[str, WeightFile] = {}
         self._verified_files: set[str] = set()
         self._stored: dict[tuple[str, torch.device], torch.Tensor] = {}
@@ -42,12 +41,7 @@ class WeightCache:
         progress: ByteProgress | None = None,
         unchanged: ByteProgress | None = None,
     ) -> None:
-        """Bring weight files into memory, those that are not there yet; see `stagepack_loaders.weight_files.open_weight_files`.
-
-        Raises:
-            DigestError: a file is not the one that the manifest lists.
-            FormatError: a header breaks a rule.
-        """
+        """Bring weight files into memory, those that are not there yet; see `stagepack_loaders.weight_files.open_weight_files`."""
         known_files = self._verified_files if verify else self._files.keys()
         missing_files = [file_name for file_name in file_names if file_name not in known_files]
         if not self._files.keys().isdisjoint(missing_files):
@@ -70,16 +64,6 @@ class WeightCache:
 
         On the CPU its memory is that of the weight file, which is mapped unless `open_files` has copied it. Buffers that calls write
         have memory of their own: a mapping may be replaced while a call writes.
-
-        Args:
-            weight: its entry in the graph.
-            stored_tensors: the file and the position of each stored tensor, by name, from `Bundle.tensors`.
-            device: the device.
-            state_names: the names of the buffers that calls write.
-
-        Raises:
-            FormatError: the header of the weight file breaks a rule.
-            DigestError: the file was changed after its header was checked.
         """
         key = (weight.names[0], device)
         if key not in self._weights:
@@ -92,11 +76,7 @@ class WeightCache:
         return self._weights[key]
 
     def mapped_bytes(self, source: ByteRange) -> torch.Tensor:
-        """Return a range of a weight file that `open_files` has brought into memory, as bytes on that memory.
-
-        Args:
-            source: the range.
-        """
+        """Return a range of a weight file that `open_files` has brought into memory, as bytes on that memory."""
         content = self._files[source.file_name].content
         return torch.frombuffer(content, dtype=torch.uint8, count=source.end - source.start, offset=source.start)
 
@@ -136,9 +116,7 @@ def as_weight(weight: Weight, tensor: torch.Tensor) -> torch.Tensor:
 def lay_out(weight: Weight, stored: torch.Tensor) -> torch.Tensor:
     """Return a stored tensor with the dtype, strides and position in memory that a weight has in the model.
 
-    Args:
-        weight: the entry of the weight in the graph.
-        stored: its stored tensor, or the bytes of that.
+    stored: its stored tensor, or the bytes of that.
     """
     dtype: torch.dtype = torch_attribute(weight.dtype, torch.dtype)
     if weight.base is not None:

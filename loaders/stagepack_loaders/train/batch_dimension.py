@@ -38,13 +38,7 @@ class BatchDimensions:
 def find_batch_dimensions(bundle: Bundle, batch_dim: int | str | None, microbatches: int) -> BatchDimensions:
     """Determine which dimension is the batch.
 
-    Args:
-        bundle: the bundle.
-        batch_dim: the name of the dimension, or its number in the first input; None for one along which the model keeps rows apart.
-        microbatches: the number of microbatches; with one, nothing is cut.
-
-    Raises:
-        OptionError: there is no such dimension.
+    batch_dim: the name of the dimension, or its number in the first input; None for one along which the model keeps rows apart.
     """
     entry_point = bundle.entry_point
     inputs = [edge for edge in entry_point.inputs if _is_tensor(edge)]
@@ -100,11 +94,7 @@ def _with_results(
 
 
 def _input_positions(inputs: Sequence[Edge], index: int, size: Dim) -> dict[str, int]:
-    """Where the inputs have the batch.
-
-    Raises:
-        OptionError: an input has it in several dimensions, or in arithmetic.
-    """
+    """Where the inputs have the batch."""
     positions = {}
     for edge in inputs:
         dimensions = _positions(edge, index, size)

@@ -36,11 +36,7 @@ class StageBoundary:
 
 
 def find_boundaries(entry_point: EntryPoint) -> tuple[StageBoundary, ...]:
-    """Return the boundary of each stage.
-
-    Raises:
-        OptionError: a result of the model is one of its inputs.
-    """
+    """Return the boundary of each stage."""
     last_stage = len(entry_point.stages) - 1
     results = tuple(dict.fromkeys(value_names(entry_point.signature.result)))
     edges = {edge.name: edge for edge in entry_point.edges}
@@ -78,10 +74,6 @@ def find_differentiable(bundle: Bundle, *, adapts: bool = False) -> frozenset[st
     """Return the names of the edges that may need gradients: floating-point values that are computed from trainable parameters.
 
     It may name more than need them, such as results of functions whose gradient is zero; never fewer.
-
-    Args:
-        bundle: the bundle.
-        adapts: parameters that were frozen at the export count too: modules that hold them may get adapters.
     """
     dependent: set[str] = set()
     for stage_number in range(len(bundle.stages)):
@@ -121,12 +113,7 @@ class WrittenMemory:
 
 
 def find_written_memory(bundle: Bundle, stage_number: int) -> WrittenMemory:
-    """Return the memory that a stage writes.
-
-    Args:
-        bundle: the bundle.
-        stage_number: the number of the stage.
-    """
+    """Return the memory that a stage writes."""
     graph = bundle.graph_file(stage_number, module_calls=False).graph
     entry = bundle.stages[stage_number]
     classes = alias_classes(graph)

@@ -37,15 +37,7 @@ def optimizer_state(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -
 
 
 def check_state(state: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    """Check that a checkpoint has all entries, and each tensor in its shape.
-
-    Args:
-        state: the state to go on from.
-        expected: what `Training.state_dict` returns now.
-
-    Raises:
-        InputError: what is missing, or which tensor has another shape.
-    """
+    """Check that a checkpoint has all entries, and each tensor in its shape."""
     for entry, expected_values in expected.items():
         if entry not in state:
             raise InputError(f"expected the entry {entry} in the checkpoint, found {', '.join(state) or 'none'}")

@@ -38,11 +38,7 @@ class TrainingGroups:
 
 
 def groups_of_mesh(mesh: DeviceMesh) -> TrainingGroups:
-    """Return the groups of a mesh with a dimension ``pp``, and ``dp`` if there are several pipelines.
-
-    Raises:
-        OptionError: it has other dimensions, or not all processes.
-    """
+    """Return the groups of a mesh with a dimension ``pp``, and ``dp`` if there are several pipelines."""
     names = tuple(mesh.mesh_dim_names or ())
     if _PIPELINE not in names or not {_PIPELINE, _REPLICAS}.issuperset(names):
         raise OptionError(
@@ -64,12 +60,7 @@ def groups_of_mesh(mesh: DeviceMesh) -> TrainingGroups:
 
 
 def average_gradients(parameters: Sequence[torch.nn.Parameter], groups: TrainingGroups) -> None:
-    """Average the gradients of several pipelines. Those of earlier steps, which are equal in all, stay as they are.
-
-    Args:
-        parameters: the parameters of this process, in the order of all pipelines.
-        groups: the groups.
-    """
+    """Average the gradients of several pipelines. Those of earlier steps, which are equal in all, stay as they are."""
     if not parameters:
         return
     device = parameters[0].device

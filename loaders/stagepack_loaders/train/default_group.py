@@ -45,13 +45,7 @@ def make_default_group(known_processes: KnownProcesses, silence_seconds: float) 
 
     By itself, torch 2.13 finds in the store of torchrun the addresses of processes that are gone, after these were started again.
 
-    Args:
-        known_processes: what is known of the processes.
-        silence_seconds: how long a process may show no sign of life, in seconds.
-
-    Raises:
-        GroupError: a process does not come in time.
-        StageLostError: a process is gone.
+    silence_seconds: how long a process may show no sign of life, in seconds.
     """
     if not has_launcher():  # one process, such as that of a debugger
         store_in_memory = torch.distributed.HashStore()  # type: ignore[attr-defined] # documented, and exported at run time
@@ -119,11 +113,7 @@ class _SignsOfLife:
         self._last_heard = dict.fromkeys(self._signs, time.monotonic())
 
     def check(self) -> None:
-        """Give a sign, and look for those of the others.
-
-        Raises:
-            StageLostError: a process gives none.
-        """
+        """Give a sign, and look for those of the others."""
         try:
             self._exchange()
             if self._store.check([_LOST]):

@@ -36,18 +36,6 @@ class MicrobatchLoss:
         reduction: Reduction | None,
         dimensions: BatchDimensions,
     ) -> None:
-        """Take the function of the caller.
-
-        Args:
-            loss: the loss of a microbatch.
-            result: the containers of the result of the model.
-            edges: the values that the last stage returns, by name.
-            types: classes to build the result of.
-            microbatches: the number of microbatches.
-            reduction: how the losses of microbatches give the loss of the batch; None for the mean, which is compared with the loss of
-                several microbatches together.
-            dimensions: where inputs and results have the batch.
-        """
         self._loss = loss
         self._result = result
         self._names = list(edges)
@@ -63,15 +51,7 @@ class MicrobatchLoss:
         self.losses: list[torch.Tensor] = []
 
     def begin(self, target: Any, batch_size: int) -> None:
-        """Begin a step.
-
-        Args:
-            target: the target of the batch.
-            batch_size: the number of rows of the batch.
-
-        Raises:
-            InputError: see `Target`.
-        """
+        """Begin a step."""
         self._target = Target(target, self._microbatches, batch_size, self._dimensions.target_dimensions)
         self.losses = []
         self.combination.begin(self._target)

@@ -70,13 +70,6 @@ class LossCombination:
         *,
         is_checked: bool,
     ) -> None:
-        """Take the function of the caller.
-
-        Args:
-            loss: the loss of some rows, of the results of the model and the target.
-            dimensions: the dimension of each result that is the batch; None for a result without rows.
-            is_checked: compare.
-        """
         self._loss = loss
         self._dimensions = dimensions
         self._is_checked = is_checked
@@ -91,13 +84,7 @@ class LossCombination:
         self.deviation = Deviation.NONE
 
     def add(self, index: int, results: tuple[torch.Tensor, ...], loss: torch.Tensor) -> None:
-        """Compare a microbatch with the one before it.
-
-        Args:
-            index: the number of the microbatch.
-            results: its results.
-            loss: its loss.
-        """
+        """Compare a microbatch with the one before it."""
         if not self._is_checked or self.deviation:
             return
         target = self._target.part(index, index + 1)
@@ -179,11 +166,7 @@ def _epsilon(tensor: torch.Tensor) -> float:
 
 
 def check_deviation(deviation: Deviation) -> None:
-    """Refuse a loss whose mean over microbatches is not that of the batch.
-
-    Raises:
-        OptionError: what was found, and what to write instead.
-    """
+    """Refuse a loss whose mean over microbatches is not that of the batch."""
     if deviation:
         raise OptionError(
             f"loss: the loss of a batch is not the mean of those of its microbatches: {_TEXTS[deviation]}. The gradients of this step are "

@@ -19,12 +19,6 @@ class LossExchange:
     """Receives the loss while the schedule runs: the process of the last stage mostly ends its own part first."""
 
     def __init__(self, last_rank: int, group: ProcessGroup | None) -> None:
-        """Describe the pipeline.
-
-        Args:
-            last_rank: the process of the last stage.
-            group: the processes of the pipeline; None for all.
-        """
         self._group = group
         self._last_rank = last_rank
         self._rank = torch.distributed.get_rank(group)
@@ -36,8 +30,7 @@ class LossExchange:
     def begin(self, fingerprint: int) -> None:
         """Receive the loss of the next step as soon as it is sent.
 
-        Args:
-            fingerprint: the checksum of the batch, which must be the same in all processes.
+        fingerprint: the checksum of the batch, which must be the same in all processes.
         """
         self._wait()  # for what the last step has sent
         self._fingerprint = fingerprint
@@ -48,12 +41,7 @@ class LossExchange:
             ]
 
     def finish(self, losses: Sequence[torch.Tensor], deviation: Deviation) -> torch.Tensor:
-        """Return the loss of the batch, float64.
-
-        Args:
-            losses: the share of each microbatch in it, in the process of the last stage.
-            deviation: how it differs from the loss of one process, in the process of the last stage.
-        """
+        """Return the loss of the batch, float64."""
         if self._rank == self._last_rank:
             batch_loss = torch.stack(list(losses)).sum().double().cpu()
             checks = torch.tensor([self._fingerprint, deviation], dtype=torch.float64)
@@ -73,12 +61,7 @@ class LossExchange:
         self._works = []
 
     def check(self) -> None:
-        """Compare the batch of this process with that of the process of the last stage, after all exchanges of the step.
-
-        Raises:
-            InputError: it is another one.
-            OptionError: the loss is not the one of one process.
-        """
+        """Compare the batch of this process with that of the process of the last stage, after all exchanges of the step."""
         if int(self._message[1]) != self._fingerprint:
             raise InputError(
                 f"expected the same batch in all processes of a pipeline, found another one in process {self._rank} than in process "
@@ -88,12 +71,7 @@ class LossExchange:
 
 
 def fingerprint_of(call: CallInputs, *, with_content: bool) -> int:
-    """Return a checksum of a batch: of its sizes, and of its content if that is asked for.
-
-    Args:
-        call: the inputs.
-        with_content: read all tensors.
-    """
+    """Return a checksum of a batch: of its sizes, and of its content if that is asked for."""
     checksum = zlib.crc32(repr(sorted(call.sizes.items())).encode())
     if with_content:
         for input_name, value in sorted(call.values.items()):

@@ -35,17 +35,7 @@ def cut_inputs(
     dimensions: BatchDimensions,
     microbatch_count: int,
 ) -> CallInputs:
-    """Return the inputs of a call for a number of microbatches.
-
-    Args:
-        entry_point: the entry point that is called.
-        arguments: the arguments of the call, by edge name.
-        dimensions: where inputs have the batch; the others are the same for each microbatch.
-        microbatch_count: the number of microbatches.
-
-    Raises:
-        InputError: the batch is no multiple of the number of microbatches, or a microbatch does not fit the bundle.
-    """
+    """Return the inputs of a call for a number of microbatches."""
     values: dict[str, Any] = {}
     microbatch: dict[str, BoundArgument] = {}
     replicated: set[str] = set()

@@ -33,18 +33,6 @@ class PipelineModule(torch.nn.Module):
         splits_backward: bool,
         recompute: Recompute,
     ) -> None:
-        """Wrap a stage.
-
-        Args:
-            stage: the stage.
-            entry: its manifest entry.
-            boundary: what it takes and returns.
-            differentiable: the edges that need gradients.
-            written: the memory that it writes.
-            random_numbers: its random generators.
-            splits_backward: the schedule computes gradients of inputs and of weights apart; see `backward_link`.
-            recompute: what is computed again in the backward pass.
-        """
         super().__init__()
         self.stage = stage
         self.random_numbers = random_numbers
@@ -82,10 +70,7 @@ class PipelineModule(torch.nn.Module):
     def forward(self, *received: torch.Tensor, **model_inputs: Any) -> tuple[torch.Tensor, ...]:
         """Run the stage on a microbatch.
 
-        Args:
-            *received: the values from the stage before it.
-            **model_inputs: the inputs of the model, tensors with a first dimension of size 1; those that the stage does not use are left
-                out.
+        **model_inputs: the inputs of the model, tensors with a first dimension of size 1; those that the stage does not use are left out.
         """
         values: dict[str, Any] = dict(zip(self._received_names, received, strict=False))
         for input_name, value in model_inputs.items():

@@ -46,13 +46,6 @@ class ProcessWatch:
     def __init__(
         self, processes: TrainingProcesses, groups: Sequence[TorchGroup | None], *, silence_seconds: float
     ) -> None:
-        """Start to listen.
-
-        Args:
-            processes: the processes.
-            groups: the groups in which they train, which are closed when one is gone; None for the default group.
-            silence_seconds: how long a process may show no sign of life, in seconds.
-        """
         self.lost: StageLostError | None = None
         self._processes = processes
         self._groups = groups
@@ -89,11 +82,7 @@ class ProcessWatch:
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Run what waits for other processes in this context.
-
-        Raises:
-            StageLostError: a process is gone, before it begins or meanwhile.
-        """
+        """Run what waits for other processes in this context."""
         self.check()
         self._is_in_step = True
         try:

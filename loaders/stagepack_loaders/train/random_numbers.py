@@ -15,14 +15,6 @@ class RandomNumbers:
     """The generators of one stage."""
 
     def __init__(self, device: torch.device, *, draws: bool, is_received: bool, is_sent: bool) -> None:
-        """Describe the stage.
-
-        Args:
-            device: its device.
-            draws: it draws random numbers.
-            is_received: a stage before it has drawn some.
-            is_sent: a stage after it draws some.
-        """
         self._device = device
         self._draws = draws
         self.is_received = is_received
@@ -39,15 +31,7 @@ class RandomNumbers:
         self._next_seed = first_seed
 
     def run(self, function: Callable[[], Result], state: torch.Tensor | None) -> tuple[Result, torch.Tensor | None]:
-        """Call a function on the next microbatch. The generators have their old states afterwards.
-
-        Args:
-            function: what draws random numbers.
-            state: the states of the generators after the stage before this one, if it is received.
-
-        Returns:
-            The result, and the states afterwards if they are sent.
-        """
+        """Call a function on the next microbatch. The generators have their old states afterwards."""
         seed = self._next_seed
         self._next_seed += 1
         if not self._draws:
@@ -64,10 +48,7 @@ class RandomNumbers:
 def random_numbers_of_stage(device: torch.device, stage_number: int, random_stages: Sequence[int]) -> RandomNumbers:
     """Return the generators of a stage. Their state passes from the first stage that draws numbers to the last one.
 
-    Args:
-        device: the device of the stage.
-        stage_number: the stage.
-        random_stages: the stages that draw random numbers, ascending.
+    random_stages: the stages that draw random numbers, ascending.
     """
     first, last = (random_stages[0], random_stages[-1]) if random_stages else (stage_number, stage_number)
     return RandomNumbers(

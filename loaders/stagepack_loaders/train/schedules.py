@@ -43,11 +43,7 @@ def splits_backward(schedule: str) -> bool:
 
 
 def place_stages_for(schedule: str, stage_count: int, process_count: int) -> tuple[int, ...]:
-    """Return the process of each stage, as a schedule needs it.
-
-    Raises:
-        OptionError: the schedule does not run so many stages in so many processes.
-    """
+    """Return the process of each stage, as a schedule needs it."""
     if schedule in _SINGLE_STAGE and stage_count != process_count:
         raise OptionError(
             f"schedule {schedule!r} runs one stage in each process: expected {stage_count} processes, found {process_count}: run torchrun "
@@ -67,11 +63,7 @@ def place_stages_for(schedule: str, stage_count: int, process_count: int) -> tup
 
 
 def check_microbatches(schedule: str, microbatch_count: int, stage_count: int, process_count: int) -> None:
-    """Check that a schedule runs a number of microbatches, by the rules of torch.
-
-    Raises:
-        OptionError: it does not.
-    """
+    """Check that a schedule runs a number of microbatches, by the rules of torch."""
     if type(microbatch_count) is not int or microbatch_count < 1:
         raise OptionError(f"microbatches: expected an integer from 1 on, found {microbatch_count!r}")
     if schedule == "1f1b" and microbatch_count < stage_count:
@@ -101,17 +93,6 @@ class ScheduleCache:
         microbatches: int,
         group: ProcessGroup | None,
     ) -> None:
-        """Start without schedules.
-
-        Args:
-            schedule: the name of the schedule.
-            modules: the stages of this process, by stage number.
-            boundaries: the boundary of each stage of the pipeline.
-            differentiable: the edges that need gradients.
-            loss: returns the loss of a microbatch, given the values of the last boundary and the number of the microbatch.
-            microbatches: the number of microbatches.
-            group: the processes of the pipeline; None for all.
-        """
         self._schedule = schedule
         self._modules = modules
         self._boundaries = boundaries
@@ -122,11 +103,7 @@ class ScheduleCache:
         self._schedules: dict[tuple[tuple[str, int], ...], Any] = {}
 
     def find(self, sizes: Mapping[str, int]) -> Any:
-        """Return the schedule for microbatches of some sizes.
-
-        Raises:
-            OptionError: the schedule does not fit the number of microbatches, or a shape depends on data.
-        """
+        """Return the schedule for microbatches of some sizes."""
         key = tuple(sorted(sizes.items()))
         if key not in self._schedules:
             self._schedules[key] = self._make_schedule(sizes)

@@ -28,12 +28,7 @@ class SharedParameter:
 
 
 def find_shared_parameters(bundle: Bundle, rank_of_stage: Sequence[int]) -> tuple[SharedParameter, ...]:
-    """Return the trainable parameters that stages of several processes use, in the order of their names.
-
-    Args:
-        bundle: the bundle.
-        rank_of_stage: the process of each stage.
-    """
+    """Return the trainable parameters that stages of several processes use, in the order of their names."""
     ranks_of_parameter: dict[str, set[int]] = {}
     for stage_number, rank in enumerate(rank_of_stage):
         for weight in bundle.graph_file(stage_number, module_calls=False).graph.weights:
@@ -55,13 +50,6 @@ class GradientSums:
         parameters: Mapping[str, torch.nn.Parameter],
         group: ProcessGroup | None,
     ) -> None:
-        """Select the shared parameters of this process.
-
-        Args:
-            shared_parameters: the shared parameters, alike in all processes.
-            parameters: the parameters of this process, by name.
-            group: the processes of the pipeline; None for all.
-        """
         self._group = group
         self._rank = torch.distributed.get_rank(group)
         own_parameters = [parameter for parameter in shared_parameters if self._rank in parameter.ranks]
@@ -82,9 +70,6 @@ class GradientSums:
         """Sum the gradients of a step, and add those of earlier steps.
 
         The processes exchange gradients in the group of the pipeline, so that no other group is needed.
-
-        Raises:
-            OptionError: a parameter is frozen in some of its processes, and not in others.
         """
         self._check_frozen()
         own_flags = [parameter.grad is not None for parameter, _ in self._shared]

@@ -120,23 +120,13 @@ class StartMessages:
             ).start()
 
     def gather(self, message_type: type[Message]) -> tuple[Message, ...]:
-        """Return the message of each other process, in process 0.
-
-        Raises:
-            StageLostError: a process is gone; the others are told.
-            GroupError: a process does not come in time.
-        """
+        """Return the message of each other process, in process 0."""
         self._await()
         received = [self._received.pop(rank) for rank in self._peers]
         return tuple(msgspec.json.decode(future.result(), type=message_type) for future in received)
 
     def ask(self, message: Struct) -> Answer:
-        """Send a message to process 0, and return its answer.
-
-        Raises:
-            StageLostError: a process is gone.
-            GroupError: process 0 does not come in time.
-        """
+        """Send a message to process 0, and return its answer."""
         with contextlib.suppress(RuntimeError):  # the answer says why
             _send(self._group, FRONT_RANK, message)
         self._await()
@@ -167,11 +157,7 @@ class StartMessages:
                 raise StageLostError(lost.message, stages=lost.stages, host=lost.host)
 
     def await_loss(self) -> None:
-        """Wait a moment for the connections to say which process is gone.
-
-        Raises:
-            StageLostError: this one.
-        """
+        """Wait a moment for the connections to say which process is gone."""
         wait(self._received.values(), _LOSS_SECONDS, return_when="FIRST_COMPLETED")
         self.check()
 
@@ -199,12 +185,7 @@ class StartMessages:
 
 
 def finished(function: Callable[[], Result], check: Callable[[], None]) -> Result:
-    """Return the result of a function that waits for other processes where nothing wakes it.
-
-    Args:
-        function: the function, which runs in a thread.
-        check: called meanwhile; its error is raised.
-    """
+    """Return the result of a function that waits for other processes where nothing wakes it."""
     result: Future[Result] = Future()
 
     def run() -> None:

@@ -16,19 +16,6 @@ class Target:
     """
 
     def __init__(self, target: Any, microbatches: int, batch_size: int, dimensions: Sequence[int]) -> None:
-        """Check that the target can be cut.
-
-        Args:
-            target: the target.
-            microbatches: the number of microbatches.
-            batch_size: the number of rows of the batch.
-            dimensions: the dimensions of results that are the batch: the same one, or the one of them that is as large as the batch, is
-                cut. Dimension 0 may be a multiple of the batch.
-
-        Raises:
-            InputError: a tensor does not have the batch there, or there is an object of another class than tensors, numbers, texts and
-                their containers.
-        """
         self._target = target
         self._microbatches = microbatches
         self._batch_size = batch_size

@@ -94,20 +94,6 @@ class Training:
         groups: TrainingGroups,
         watch: ProcessWatch | None,
     ) -> None:
-        """Connect the stages. All processes must call this at the same time.
-
-        Args:
-            bundle: the bundle.
-            stages: the stages of this process, by stage number.
-            rank_of_stage: the process of each stage.
-            loss: see `stagepack.train`.
-            options: the other options.
-            groups: the groups of this process.
-            watch: hears whether the other processes live; None without others.
-
-        Raises:
-            OptionError: see `stagepack.train`.
-        """
         self.bundle = bundle
         self.stages = dict(stages)
         self.rank = torch.distributed.get_rank(groups.whole)

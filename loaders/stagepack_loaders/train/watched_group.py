@@ -46,15 +46,7 @@ def meet_processes(
 ) -> TrainingProcesses:
     """Connect this process with the others. All of them must call this at the same time.
 
-    Args:
-        bundle: the bundle.
-        stages: the numbers of the stages of this process.
-        group: the processes; None for all.
-        known_processes: what is known of the others.
-
-    Raises:
-        GroupError: the processes have different bundles or versions, or one does not come in time.
-        StageLostError: a process is gone.
+    group: the processes; None for all.
     """
     rank, size = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
     address = chosen_address(launched_address()) if has_launcher() else LOOPBACK

@@ -31,13 +31,7 @@ _SPARE_SECONDS = 10
 def deployment_objects(
     bundle: Bundle, options: DeploymentOptions, pod_sizes: Sequence[PodSize]
 ) -> tuple[dict[str, Any], ...]:
-    """Return the objects of a deployment, as the data that Kubernetes reads.
-
-    Args:
-        bundle: the bundle.
-        options: the options.
-        pod_sizes: what each pod of a group runs, the leader first.
-    """
+    """Return the objects of a deployment, as the data that Kubernetes reads."""
     return (_worker_set(bundle, options, pod_sizes), _service(bundle, options), _network_policy(options))
 
 

@@ -33,12 +33,7 @@ class PodSize:
 def size_pods(bundle: Bundle, options: DeploymentOptions) -> tuple[PodSize, ...]:
     """Return what each pod of a group runs, and the memory that it needs.
 
-    Args:
-        bundle: the bundle.
-        options: the options; there are at most as many processes as stages.
-
-    Raises:
-        DeviceError: there are more processes than stages.
+    options: the options; there are at most as many processes as stages.
     """
     rank_of_stage = assign_stages(bundle.entry_point, range(options.process_count))
     batch_symbol = batch_dimension(bundle, bundle.edges)

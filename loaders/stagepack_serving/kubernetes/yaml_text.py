@@ -15,8 +15,7 @@ def to_yaml(documents: Iterable[dict[str, Any]]) -> str:
 
     Law: a reader of YAML returns the same data. The texts must be printable.
 
-    Args:
-        documents: not empty, as are all dicts in them but those of a value.
+    documents: not empty, as are all dicts in them but those of a value.
     """
     return "---\n".join("".join(f"{line}\n" for line in _mapping_lines(document)) for document in documents)
 

@@ -55,14 +55,7 @@ _DATATYPES: Final[Mapping[str, str]] = MappingProxyType(
 def protocol_datatype(dtype: str) -> str:
     """Return the datatype of the protocol that carries a dtype of torch.
 
-    Args:
-        dtype: a dtype of the format, such as ``"float32"`` or ``"symint"``. The protocol has no 8-bit floats: they travel as UINT8.
-
-    Returns:
-        A key of `NUMPY_DTYPES`.
-
-    Raises:
-        UnsupportedError: the protocol has no such datatype.
+    dtype: a dtype of the format, such as ``"float32"`` or ``"symint"``. The protocol has no 8-bit floats: they travel as UINT8.
     """
     if dtype.startswith("float8"):
         return "UINT8"

@@ -43,17 +43,7 @@ class InterfaceTensor:
         return (*sizes, *complex_pair) or (1,)
 
     def edge_shape(self, tensor_shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Convert the shape of a tensor that a client sends to the shape of the model's value.
-
-        Args:
-            tensor_shape: the shape in the request.
-
-        Returns:
-            The shape without the dimension of complex pairs; ``()`` for a single number.
-
-        Raises:
-            InputError: a complex tensor has no last dimension of 2, or a single number another shape than ``()`` or ``(1,)``.
-        """
+        """Convert the shape of a tensor that a client sends to the shape of the model's value."""
         if self.edge.dtype in COMPLEX_DTYPES:
             if not tensor_shape or tensor_shape[-1] != 2:
                 raise InputError(
@@ -84,14 +74,6 @@ class Interface:
     """
 
     def __init__(self, entry_point: EntryPoint) -> None:
-        """Read the inputs and outputs of an entry point.
-
-        Args:
-            entry_point: the entry point of the bundle.
-
-        Raises:
-            UnsupportedError: the protocol has no datatype for an input or output.
-        """
         self._symbols, self._guards = entry_point.symbols, entry_point.guards
         edges = {edge.name: edge for edge in entry_point.edges}
         self.inputs: Mapping[str, InterfaceTensor] = {
@@ -110,19 +92,7 @@ class Interface:
         return [tensor.edge for tensor in (*self.inputs.values(), *self.outputs.values())]
 
     def check_input(self, input_name: str, datatype: str, tensor_shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Check the name, datatype and number of dimensions of one input.
-
-        Args:
-            input_name: the name in the request.
-            datatype: the datatype in the request.
-            tensor_shape: the shape in the request.
-
-        Returns:
-            The shape of the model's value; see `InterfaceTensor.edge_shape`.
-
-        Raises:
-            InputError: the model has no such input, or it has another datatype, or `edge_shape` refuses the shape.
-        """
+        """Check the name, datatype and number of dimensions of one input."""
         if input_name not in self.inputs:
             raise InputError(f"unknown input {input_name!r}: the model takes {', '.join(self.inputs) or 'none'}")
         tensor = self.inputs[input_name]
@@ -133,18 +103,7 @@ class Interface:
     def check_inputs(
         self, edge_shapes: Mapping[str, tuple[int, ...]], scalars: Mapping[str, bool | float]
     ) -> dict[str, int]:
-        """Check that every input is present, and that shapes and scalars satisfy the boundary contract.
-
-        Args:
-            edge_shapes: the shapes that `check_input` returned, by input name.
-            scalars: the values of the symbolic scalars, by input name.
-
-        Returns:
-            The size of each symbol that the inputs determine.
-
-        Raises:
-            InputError: an input is missing, or a size or scalar is outside its range.
-        """
+        """Check that every input is present, and that shapes and scalars satisfy the boundary contract."""
         if missing := [input_name for input_name in self.inputs if input_name not in edge_shapes]:
             raise InputError(f"the input {missing[0]!r} is missing: the model takes {', '.join(self.inputs)}")
         edges = [tensor.edge for tensor in self.inputs.values()]
@@ -156,23 +115,12 @@ class Interface:
         return check_values(edges, arguments, self._symbols, self._guards)
 
     def scalars(self, arrays: Mapping[str, Any]) -> dict[str, bool | float]:
-        """Return the values of the symbolic scalars among arrays.
-
-        Args:
-            arrays: arrays of one element for the scalars, and any others, by input name.
-        """
+        """Return the values of the symbolic scalars among arrays."""
         names = (name for name in arrays if name in self.inputs and self.inputs[name].edge.dtype in SCALAR_DTYPES)
         return {name: arrays[name].item() for name in names}
 
     def check_outputs(self, output_names: Iterable[str]) -> None:
-        """Check the names of requested outputs.
-
-        Args:
-            output_names: the names in the request.
-
-        Raises:
-            InputError: the model has no such output.
-        """
+        """Check the names of requested outputs."""
         for output_name in output_names:
             if output_name not in self.outputs:
                 raise InputError(

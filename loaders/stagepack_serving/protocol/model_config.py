@@ -15,15 +15,8 @@ def build_model_config(
 ) -> ModelConfig:
     """Build the configuration of a model.
 
-    Args:
-        model_name: the name of the model.
-        inputs: the inputs of the model.
-        outputs: the outputs of the model.
-        max_batch_size: the largest batch that one run may hold, where the first dimension of all inputs and outputs is the batch
-            dimension; Triton leaves that dimension out of ``dims``. 0 if requests must not be batched.
-
-    Returns:
-        The name, the batch size, the inputs and the outputs; the caller adds the rest.
+    max_batch_size: the largest batch that one run may hold, where the first dimension of all inputs and outputs is the batch dimension;
+        Triton leaves that dimension out of ``dims``. 0 if requests must not be batched.
     """
     config = ModelConfig(name=model_name, max_batch_size=max_batch_size)
     for tensors, entries in ((inputs, config.input), (outputs, config.output)):

@@ -23,14 +23,7 @@ async def beside_loop(
 ) -> Result:
     """Call a function, in a thread if it has much to do.
 
-    Args:
-        byte_count: the size of what it reads or writes, in bytes.
-        function: the function. It needs nothing of the event loop.
-        args: its arguments.
-        kwargs: the same.
-
-    Returns:
-        Its result. If the caller is cancelled, the function still runs to its end.
+    byte_count: the size of what it reads or writes, in bytes.
     """
     if byte_count <= _SMALL_BYTES:
         return function(*args, **kwargs)
@@ -38,14 +31,7 @@ async def beside_loop(
 
 
 def with_pauses(items: Iterable[Item]) -> Iterator[Item]:
-    """Let other threads have the interpreter between steps of work, each of which holds it.
-
-    Args:
-        items: what the steps work on.
-
-    Yields:
-        The items.
-    """
+    """Let other threads have the interpreter between steps of work, each of which holds it."""
     for position, item in enumerate(items):
         if position:
             time.sleep(_PAUSE_SECONDS)

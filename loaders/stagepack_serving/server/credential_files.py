@@ -15,16 +15,7 @@ _UNSAFE_PERMISSIONS: Final = stat.S_IWGRP | stat.S_IROTH | stat.S_IWOTH
 def read_credential_file(path: str | os.PathLike[str], description: str, *, is_secret: bool) -> bytes:
     """Read a file.
 
-    Args:
-        path: the file, which may be a pipe.
-        description: what the file holds, for errors.
-        is_secret: refuse a file that other users than the owner and the group may read, or others than the owner may write.
-
-    Returns:
-        The content.
-
-    Raises:
-        CredentialError: the file cannot be read, is empty or larger than 1 MB, or its permissions are refused.
+    is_secret: refuse a file that other users than the owner and the group may read, or others than the owner may write.
     """
     try:
         with Path(path).open("rb") as file:

@@ -19,12 +19,6 @@ class WatchedFiles:
     """Files that are read again when one of them has changed. If they cannot be used then, what was read before is used on."""
 
     def __init__(self, paths: Sequence[str | os.PathLike[str]], reload: Callable[[], None]) -> None:
-        """Take the files as they are now.
-
-        Args:
-            paths: the files.
-            reload: reads them again. It raises `CredentialError`, or changes what the server uses.
-        """
         self._paths = [Path(path) for path in paths]
         self._reload = reload
         self._state = self._current_state()
@@ -48,11 +42,7 @@ class WatchedFiles:
 
 
 async def watch_files(watched_files: Sequence[WatchedFiles]) -> None:
-    """Read files again when they have changed, until cancelled.
-
-    Args:
-        watched_files: the files.
-    """
+    """Read files again when they have changed, until cancelled."""
     while True:
         await asyncio.sleep(_WATCH_SECONDS)
         for files in watched_files:

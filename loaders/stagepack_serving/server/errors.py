@@ -57,28 +57,12 @@ class RequestError(StagepackError):
     """
 
     def __init__(self, status: RequestStatus, message: str) -> None:
-        """Create the error.
-
-        Args:
-            status: why the request is refused.
-            message: the text for the client, cut to 1000 characters: it may repeat parts of the request, and gRPC sends it in a header.
-        """
         super().__init__(message if len(message) <= _MAX_MESSAGE_LENGTH else f"{message[:_MAX_MESSAGE_LENGTH]}...")
         self.status = status
 
 
 def refusal_fields(path: str, message: str, http_code: int, code: str | None = None) -> dict[str, Any]:
-    """Return the JSON of the answer to a request that is refused, in the form of the API that its path belongs to.
-
-    Args:
-        path: the path of the request.
-        message: why it is refused.
-        http_code: the status code of HTTP.
-        code: OpenAI's code of the error; by default that of the status.
-
-    Returns:
-        The fields: OpenAI's below ``/v1/``, else those of the Open Inference Protocol.
-    """
+    """Return the JSON of the answer to a request that is refused, in the form of the API that its path belongs to."""
     if not is_openai_path(path):
         return {"error": message}
     error_type = _OPENAI_TYPES.get(
@@ -90,14 +74,7 @@ def refusal_fields(path: str, message: str, http_code: int, code: str | None = N
 
 
 def is_openai_path(path: str) -> bool:
-    """Return whether a path belongs to OpenAI's API.
-
-    Args:
-        path: the path of a request.
-
-    Returns:
-        Whether it does.
-    """
+    """Return whether a path belongs to OpenAI's API."""
     return path == "/v1" or path.startswith("/v1/")
 
 

@@ -7,16 +7,7 @@ from stagepack_serving.server.errors import ExampleError
 
 
 def run_example(pipeline: CallablePipeline, bundle: Bundle, *, check: bool) -> None:
-    """Run the recorded example, and compare its results with the recorded ones.
-
-    Args:
-        pipeline: the loaded bundle.
-        bundle: the bundle.
-        check: refuse a bundle whose results differ.
-
-    Raises:
-        ExampleError: they differ.
-    """
+    """Run the recorded example, and compare its results with the recorded ones."""
     inputs, expected_results = example.read_example(pipeline, bundle)
     results = example.run_on_inputs(pipeline, inputs)
     difference, is_within = example.compare_results(pipeline, results, expected_results)

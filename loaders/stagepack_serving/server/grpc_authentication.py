@@ -25,25 +25,11 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grp
     """
 
     def __init__(self, check_token: TokenCheck, metrics: Metrics) -> None:
-        """Create the interceptor.
-
-        Args:
-            check_token: says whether a token is accepted.
-            metrics: counts the refused calls.
-        """
         self._check_token = check_token
         self._metrics = metrics
 
     async def intercept_service(self, continuation: Any, details: Any) -> Any:
-        """Find the handler of a method, or one that aborts the call.
-
-        Args:
-            continuation: finds the handler, which takes a stream of messages: see `ParsedMethods`.
-            details: the name of the method, and the metadata of the call.
-
-        Returns:
-            The handler.
-        """
+        """Find the handler of a method, or one that aborts the call."""
         if details.method in _OPEN_METHODS:
             return await continuation(details)
         authorization = authorization_values(details.invocation_metadata)
@@ -72,11 +58,7 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grp
             yield content
 
     def _check(self, authorization: Sequence[str]) -> None:
-        """Check the authorization of a call, and count a refusal.
-
-        Raises:
-            AuthenticationError: it has no accepted token.
-        """
+        """Check the authorization of a call, and count a refusal."""
         try:
             check_authorization(self._check_token, authorization)
         except AuthenticationError as error:
@@ -87,11 +69,7 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grp
 def authorization_values(metadata: Any) -> Sequence[str]:
     """Return the values of the key ``authorization`` in the metadata of a call.
 
-    Args:
-        metadata: the keys and values; None for none.
-
-    Returns:
-        The values.
+    metadata: the keys and values; None for none.
     """
     return [
         value if isinstance(value, str) else value.decode("latin-1")
@@ -101,12 +79,7 @@ def authorization_values(metadata: Any) -> Sequence[str]:
 
 
 async def abort_unauthenticated(context: Any, error: AuthenticationError) -> None:
-    """End a call that has no accepted token.
-
-    Args:
-        context: the context of the call.
-        error: why.
-    """
+    """End a call that has no accepted token."""
     await context.abort(error.status.grpc_code, str(error), (("www-authenticate", error.challenge),))
 
 

@@ -15,18 +15,13 @@ class OpenCalls:
     """The calls of a gRPC server from their start until their answers are written."""
 
     def __init__(self) -> None:
-        """Start without calls."""
         self._count = 0
         self._is_stopping = False
         self._is_idle = asyncio.Event()
         self._is_idle.set()
 
     async def add(self, context: Any) -> None:
-        """Count a call until it ends; abort it with UNAVAILABLE if the server is stopping.
-
-        Args:
-            context: the context of the call.
-        """
+        """Count a call until it ends; abort it with UNAVAILABLE if the server is stopping."""
         if self._is_stopping:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "this server is stopping: ask another one")
         self._count += 1
@@ -41,9 +36,7 @@ class OpenCalls:
     async def stop(self, server: Any, seconds: float) -> None:
         """Refuse new calls, wait until the others are answered and the answers are sent, and stop the server.
 
-        Args:
-            server: the gRPC server.
-            seconds: the time that the calls have; then they are cancelled.
+        seconds: the time that the calls have; then they are cancelled.
         """
         self._is_stopping = True
         if self._count:

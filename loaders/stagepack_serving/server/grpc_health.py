@@ -25,12 +25,6 @@ class HealthService(HealthServicer):  # type: ignore[misc]  # generated, without
     """Says whether the server takes requests, as ``/v2/health/ready`` does, and whether a model does, by its name as the service."""
 
     def __init__(self, models: ServedModels, check_token: TokenCheck | None = None) -> None:
-        """Create the service.
-
-        Args:
-            models: the models of the server.
-            check_token: says whether a token is accepted that asks for a model, or watches; None if calls need none.
-        """
         self._models = models
         self._check_token = check_token
 

@@ -34,16 +34,7 @@ _CONTENTS: Final = pb.ModelInferRequest.InferInputTensor.CONTENTS_FIELD_NUMBER
 
 
 def check_message_size(content: bytes, *, is_inference: bool) -> None:
-    """Refuse a message of so many parts that its parser would take much more memory than the message.
-
-    Args:
-        content: the message.
-        is_inference: whether it is a ``ModelInferRequest``, which may have tensors.
-
-    Raises:
-        RequestError: it has more than 20,000 fields, or more than 1 MB beside the data of tensors.
-        DecodeError: it is not a message.
-    """
+    """Refuse a message of so many parts that its parser would take much more memory than the message."""
     if len(content) <= _MAX_OTHER_BYTES:
         return
     other_bytes = len(content)
@@ -59,12 +50,8 @@ def check_message_size(content: bytes, *, is_inference: bool) -> None:
 def separate_raw_contents(content: bytes) -> tuple[bytes, list[memoryview]]:
     """Take the data of tensors out of a large request, so that its parser does not copy them twice.
 
-    Args:
-        content: a ``ModelInferRequest`` that `check_message_size` has accepted.
-
-    Returns:
-        The request without its raw contents, and these, on the memory of the request. The request as it is, and none, if it is small, has
-        none, has so many fields that the parser is faster, or is no message but perhaps for the parser.
+    The result is the request without its raw contents, and these, on the memory of the request. The request as it is, and none, if it is
+        small, has none, has so many fields that the parser is faster, or is no message but perhaps for the parser.
     """
     raw_contents: list[memoryview] = []
     if len(content) <= _FEW_BYTES:
@@ -102,17 +89,7 @@ class RequestOutline:
 
 
 def outline_request(content: bytes) -> RequestOutline:
-    """Read the names in a request, and not its tensors. The last one of a field holds, as for the parser.
-
-    Args:
-        content: a ``ModelInferRequest`` that `check_message_size` has accepted.
-
-    Returns:
-        The names.
-
-    Raises:
-        DecodeError: it is not a message.
-    """
+    """Read the names in a request, and not its tensors. The last one of a field holds, as for the parser."""
     names, input_names = {_MODEL_NAME: "", _MODEL_VERSION: ""}, set()
     for field_number, start, end in _fields(content, 0, len(content)):
         if field_number in names:
@@ -146,11 +123,7 @@ def _data_bytes(content: bytes) -> Iterator[int]:
 
 
 def _fields(content: bytes, position: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """The number, the start and the end of each field of a message, half-open; 0 for what is neither a text, bytes nor a message.
-
-    Raises:
-        DecodeError: the bytes are not a message.
-    """
+    """The number, the start and the end of each field of a message, half-open; 0 for what is neither a text, bytes nor a message."""
     while position < end:
         start = position
         tag, position = _read_varint(content, position, end)
@@ -173,11 +146,7 @@ def _fields(content: bytes, position: int, end: int) -> Iterator[tuple[int, int,
 
 
 def _read_varint(content: bytes, position: int, end: int) -> tuple[int, int]:
-    """A number of up to 64 bits, and the position after it.
-
-    Raises:
-        DecodeError: there is none.
-    """
+    """A number of up to 64 bits, and the position after it."""
     number = 0
     for shift in range(0, 70, 7):
         if position >= end:

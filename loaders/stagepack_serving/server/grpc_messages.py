@@ -52,11 +52,7 @@ class ParsedInference:
     def input_contents(self) -> Iterator[tuple[Any, bytes | memoryview | None]]:
         """Pair the inputs with their raw contents.
 
-        Returns:
-            Each ``InferInputTensor``, and its elements, little-endian; None if the message has them.
-
-        Raises:
-            RequestError: some inputs have raw contents and others have none.
+        The result is each ``InferInputTensor``, and its elements, little-endian; None if the message has them.
         """
         inputs = self.message.inputs
         if not self.raw_contents:
@@ -72,14 +68,7 @@ class ParsedInference:
 def parse_inference(content: bytes) -> ParsedInference:
     """Parse a request.
 
-    Args:
-        content: the bytes of a ``ModelInferRequest``.
-
-    Returns:
-        The request.
-
-    Raises:
-        DecodeError: it is not a message.
+    content: the bytes of a ``ModelInferRequest``.
     """
     other_content, raw_contents = separate_raw_contents(content)
     message = pb.ModelInferRequest.FromString(other_content)
@@ -87,17 +76,7 @@ def parse_inference(content: bytes) -> ParsedInference:
 
 
 def decode_request(request: ParsedInference) -> InferenceRequest:
-    """Decode a request.
-
-    Args:
-        request: the request, parsed.
-
-    Returns:
-        The request.
-
-    Raises:
-        RequestError: the message violates the protocol.
-    """
+    """Decode a request."""
     message = request.message
     check_requested_outputs([(output.name, decode_parameters(output.parameters)) for output in message.outputs])
     inputs = [decode_input(input_message, raw_content) for input_message, raw_content in request.input_contents()]
@@ -109,14 +88,7 @@ def decode_request(request: ParsedInference) -> InferenceRequest:
 def encode_response(model_name: str, version: str, request_id: str, outputs: Sequence[InferenceTensor]) -> bytes:
     """Encode an answer. Its tensors are copied once; protobuf would copy them five times.
 
-    Args:
-        model_name: the name of the model.
-        version: its version.
-        request_id: the id of the request; may be empty.
-        outputs: the outputs.
-
-    Returns:
-        A serialized ``ModelInferResponse``.
+    request_id: the id of the request; may be empty.
     """
     response = pb.ModelInferResponse(model_name=model_name, model_version=version, id=request_id)
     contents: list[Any] = []  # bytes and arrays, which are buffers
@@ -128,41 +100,19 @@ def encode_response(model_name: str, version: str, request_id: str, outputs: Seq
 
 
 def encode_stream_response(response: bytes) -> bytes:
-    """Encode an answer in a stream.
-
-    Args:
-        response: a serialized ``ModelInferResponse``.
-
-    Returns:
-        A serialized ``ModelStreamInferResponse``.
-    """
+    """Encode an answer in a stream."""
     return _field_start(_INFER_RESPONSE, len(response)) + response
 
 
 def decode_parameters(parameters: Any) -> dict[str, Any]:
-    """Decode the parameters of a request.
-
-    Args:
-        parameters: the map of ``InferParameter`` of a message.
-
-    Returns:
-        The values by name.
-    """
+    """Decode the parameters of a request."""
     return {parameter_name: _parameter_value(value) for parameter_name, value in parameters.items()}
 
 
 def decode_input(message: Any, raw_content: bytes | memoryview | None) -> InferenceTensor:
     """Decode an input.
 
-    Args:
-        message: an ``InferInputTensor``.
-        raw_content: its elements, little-endian; None if the message has them.
-
-    Returns:
-        The input.
-
-    Raises:
-        RequestError: the message violates the protocol.
+    raw_content: its elements, little-endian; None if the message has them.
     """
     refuse_shared_memory(message.name, message.parameters)
     if raw_content is not None:
@@ -185,14 +135,7 @@ def decode_input(message: Any, raw_content: bytes | memoryview | None) -> Infere
 
 
 def typed_bytes(message: Any) -> int:
-    """Return the least size of the numbers in the typed contents of a request.
-
-    Args:
-        message: a ``ModelInferRequest``.
-
-    Returns:
-        The size in bytes.
-    """
+    """Return the least size of the numbers in the typed contents of a request."""
     return sum(
         len(getattr(tensor.contents, field_name))
         for tensor in message.inputs

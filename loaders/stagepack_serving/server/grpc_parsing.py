@@ -34,35 +34,19 @@ class ParsedMethods:
         message_seconds: float,
         check_inference: Callable[[bytes], None],
     ) -> None:
-        """Add no methods yet.
-
-        Args:
-            server: the server.
-            open_calls: counts the calls.
-            message_seconds: the time that the message of a call with one message has from its start, in seconds.
-            check_inference: raises a RequestError for a ``ModelInferRequest`` that is not to be parsed.
-        """
         self._server = server
         self._open_calls = open_calls
         self._message_seconds = message_seconds
         self._check_inference = check_inference
 
     def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
-        """Add nothing: generated code adds all methods a second time, with their names.
-
-        Args:
-            handlers: the handlers of a service.
-        """
+        """Add nothing: generated code adds all methods a second time, with their names."""
 
     def add_registered_method_handlers(self, service_name: str, handlers: Mapping[str, Any]) -> None:
         """Add the methods of a service.
 
         They are added as generic ones. For each registered one, grpc would wait for its next call with a future of its own, and a call of
         any method would begin and end the wait for all of them: 25 callbacks and 150 calls of Python for each request.
-
-        Args:
-            service_name: the name of the service.
-            handlers: the handlers by the names of the methods.
         """
         parsed_handlers = {
             method_name: self._parsed_handler(f"/{service_name}/{method_name}", handler)

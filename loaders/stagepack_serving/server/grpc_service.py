@@ -37,11 +37,6 @@ class GrpcService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # genera
     """The supported methods of the service; the others answer UNIMPLEMENTED."""
 
     def __init__(self, control: ModelControl) -> None:
-        """Create the service.
-
-        Args:
-            control: the models to serve.
-        """
         self._control = control
         self._models = control.models
 
@@ -158,17 +153,7 @@ class GrpcService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # genera
         *,
         streams: bool,
     ) -> None:
-        """Answer a request.
-
-        Args:
-            request: the request.
-            remaining_seconds: the time until the deadline that the client set, if any.
-            send: takes each response.
-            streams: whether there may be several.
-
-        Raises:
-            RequestError: the request is refused, the model fails, or there is a bug, which is logged: the other requests of a stream go on.
-        """
+        """Answer a request."""
         try:
             await self._answer_in_scope(request, remaining_seconds, send, streams=streams)
         except RequestError:

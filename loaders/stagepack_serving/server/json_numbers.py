@@ -21,20 +21,7 @@ _NUMBER_BYTES: Final = b"0123456789+-.eE \t\r\ntruefalsNaInfinity"
 
 
 def array_from_json(text: bytes, dtype: numpy.dtype[Any], shape: Sequence[int]) -> Array:
-    """Decode numbers in a flat list, or in lists nested as the shape is.
-
-    Args:
-        text: valid JSON, but for NaN, Infinity and -Infinity.
-        dtype: the dtype of the array.
-        shape: the shape, which is not allocated before the numbers are there.
-
-    Returns:
-        The array: flat, or of the shape if the lists are nested.
-
-    Raises:
-        ValueError: the text is something else than such lists.
-        ArithmeticError: a number does not fit the dtype.
-    """
+    """Decode numbers in a flat list, or in lists nested as the shape is."""
     number_type: Any = {"b": bool, "i": int, "u": int, "f": float}[dtype.kind]
     arrays, separators = [], []
     for piece in with_pauses(_pieces(text)):
@@ -58,12 +45,8 @@ def array_from_json(text: bytes, dtype: numpy.dtype[Any], shape: Sequence[int]) 
 def nested_sizes(text: bytes) -> list[int]:
     """Return the shape of numbers in nested lists.
 
-    Args:
-        text: valid JSON, but for NaN, Infinity and -Infinity.
-
-    Returns:
-        The size of the first list at each depth, from the outer one to the inner one; a list without numbers counts as one with a number.
-        Empty if there are no such lists. `array_from_json` refuses lists that have other sizes.
+    The result is the size of the first list at each depth, from the outer one to the inner one; a list without numbers counts as one with a
+        number. Empty if there are no such lists. `array_from_json` refuses lists that have other sizes.
     """
     separators = text.translate(None, delete=_NUMBER_BYTES)
     depth = len(separators) - len(separators.lstrip(b"["))
@@ -81,11 +64,8 @@ def nested_sizes(text: bytes) -> list[int]:
 def json_from_array(array: Array) -> Iterator[bytes]:
     """Encode the elements of an array as a flat list.
 
-    Args:
-        array: the array.
-
-    Yields:
-        Parts of the JSON text. NaN and infinities are as Python's json module writes them, since JSON has none, and msgspec writes null.
+    It yields parts of the JSON text. NaN and infinities are as Python's json module writes them, since JSON has none, and msgspec writes
+        null.
     """
     elements = array.reshape(-1)
     is_finite = elements.dtype.kind != "f" or bool(numpy.isfinite(elements).all())

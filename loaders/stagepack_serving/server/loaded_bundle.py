@@ -32,11 +32,7 @@ class LoadedBundle:
     def close(self, seconds: float) -> bool:
         """Finish the queued calls and end the threads; then end the processes.
 
-        Args:
-            seconds: how long to wait for the threads.
-
-        Returns:
-            Whether all threads ended in time.
+        seconds: how long to wait for the threads.
         """
         end_time = time.monotonic() + seconds
         is_closed = all([model.close(max(0.0, end_time - time.monotonic())) for model in self.models])
@@ -66,14 +62,7 @@ class BundleLoader(Protocol):
 
 
 async def run_in_thread(function: Callable[[], Result]) -> Result:
-    """Run a function in a thread of its own, which does not keep the process alive when the server stops.
-
-    Args:
-        function: the function.
-
-    Returns:
-        Its result.
-    """
+    """Run a function in a thread of its own, which does not keep the process alive when the server stops."""
     result: Future[Result] = Future()
 
     def run() -> None:

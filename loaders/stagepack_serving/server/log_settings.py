@@ -20,11 +20,7 @@ _LEVELS: Final = {
 
 
 def log_settings() -> dict[str, Any]:
-    """Return the settings of the log as the extension defines them.
-
-    Returns:
-        The settings by name: which levels are logged, 1 for details, and the format.
-    """
+    """Return the settings of the log as the extension defines them."""
     settings: dict[str, Any] = {
         name: _LOGGER.isEnabledFor(level) for name, level in _LEVELS.items() if level != logging.DEBUG
     }
@@ -32,17 +28,7 @@ def log_settings() -> dict[str, Any]:
 
 
 def update_log_settings(changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Change the level of the log. It includes all that is more severe, so that more levels may be on than were asked for.
-
-    Args:
-        changes: the settings to change by name.
-
-    Returns:
-        The settings that hold from now on.
-
-    Raises:
-        RequestError: a setting cannot be changed, or has another type.
-    """
+    """Change the level of the log. It includes all that is more severe, so that more levels may be on than were asked for."""
     for name, value in changes.items():
         if name not in _LEVELS:
             expected = ", ".join(_LEVELS)

@@ -18,11 +18,7 @@ _PLATFORM: Final = "stagepack"
 
 
 def server_metadata() -> dict[str, Any]:
-    """Return the metadata of the server.
-
-    Returns:
-        The name and version of the server, and the extensions of the protocol that it supports.
-    """
+    """Return the metadata of the server."""
     return {
         "name": "stagepack",
         "version": importlib.metadata.version("stagepack"),
@@ -41,16 +37,7 @@ def server_metadata() -> dict[str, Any]:
 
 
 def model_metadata(model_name: str, versions: Sequence[str], interface: Interface) -> dict[str, Any]:
-    """Return the metadata of a model as the protocol defines it.
-
-    Args:
-        model_name: the name of the model.
-        versions: the versions that take requests.
-        interface: its inputs and outputs.
-
-    Returns:
-        Name, versions, platform, inputs and outputs; a dynamic size is -1.
-    """
+    """Return the metadata of a model as the protocol defines it."""
     tensors = {"inputs": interface.inputs, "outputs": interface.outputs}
     return {"name": model_name, "versions": list(versions), "platform": _PLATFORM} | {
         key: [
@@ -64,19 +51,7 @@ def model_metadata(model_name: str, versions: Sequence[str], interface: Interfac
 def served_model_config(
     model_name: str, version: str, interface: Interface, limits: ServerLimits, *, max_batch_size: int, has_state: bool
 ) -> ModelConfig:
-    """Return the configuration of a model in Triton's format.
-
-    Args:
-        model_name: the name of the model.
-        version: its version.
-        interface: its inputs and outputs.
-        limits: the limits of the server.
-        max_batch_size: the largest batch; 1 if requests run alone.
-        has_state: whether calls of the model write buffers.
-
-    Returns:
-        The configuration.
-    """
+    """Return the configuration of a model in Triton's format."""
     batch_size = max_batch_size if max_batch_size > 1 else 0
     inputs, outputs = interface.inputs.values(), interface.outputs.values()
     config = build_model_config(model_name, inputs, outputs, max_batch_size=batch_size)
@@ -91,14 +66,7 @@ def served_model_config(
 
 
 def message_fields(message: Message) -> dict[str, Any]:
-    """Convert a protobuf message to plain data.
-
-    Args:
-        message: the message.
-
-    Returns:
-        The fields that are set, by name. Unlike protobuf's JSON, 64-bit integers are numbers; an enum value is its name.
-    """
+    """Convert a protobuf message to plain data."""
     fields: dict[str, Any] = {}
     for field, value in message.ListFields():
         if field.type == field.TYPE_MESSAGE:

@@ -29,7 +29,6 @@ class Metrics:
     """
 
     def __init__(self) -> None:
-        """Create the metrics, all at zero."""
         self.registry = CollectorRegistry()
         self.answer_counts: Counts[str] = Counts()
         self.requests = Counter(
@@ -66,12 +65,9 @@ class Metrics:
     ) -> None:
         """Count a request that was answered or refused.
 
-        Args:
-            model_name: the model; empty if it is unknown.
-            version: its version; empty if none was chosen.
-            protocol: ``rest``, ``grpc`` or ``openai``.
-            status: the name of a `RequestStatus`, ``OK`` or ``BUG``.
-            seconds: the time from the request to its answer; None if the request was not read.
+        model_name: the model; empty if it is unknown.
+        version: its version; empty if none was chosen.
+        seconds: the time from the request to its answer; None if the request was not read.
         """
         self.answer_counts[status] += 1
         self.requests.labels(model_name, version, protocol, status).inc()
@@ -79,12 +75,7 @@ class Metrics:
             self.request_seconds.labels(model_name, version, protocol).observe(seconds)
 
     def remove_version(self, model_name: str, version: str) -> None:
-        """Remove what was measured of a version that is closed, so that a server that loads many versions does not grow.
-
-        Args:
-            model_name: the model.
-            version: the version.
-        """
+        """Remove what was measured of a version that is closed, so that a server that loads many versions does not grow."""
         for metric in vars(self).values():
             if isinstance(metric, MetricWrapperBase):
                 metric.remove_by_labels({"model": model_name, "version": version})

@@ -20,11 +20,6 @@ class ModelCollector(Collector):
     """
 
     def __init__(self, models: Iterable[ServedModel]) -> None:
-        """Collect the metrics of a server.
-
-        Args:
-            models: all loaded versions of its models.
-        """
         self._models = models
 
     def collect(self) -> Iterator[Metric]:

@@ -43,16 +43,6 @@ class ModelControl:
         version_count: int | None = 1,
         poll_seconds: float = 15.0,
     ) -> None:
-        """Start without loaded bundles.
-
-        Args:
-            models: the models of the server, none yet.
-            source: where the bundles are.
-            load_bundle: loads a bundle.
-            mode: who decides after the start: ``none``, nobody; ``explicit``, clients; ``poll``, changes of the source.
-            version_count: how many versions of a model take requests, the newest ones; None for all.
-            poll_seconds: with ``poll``, the time between two looks at the source, in seconds.
-        """
         self.models = models
         self._source = source
         self._load_bundle = load_bundle
@@ -73,15 +63,7 @@ class ModelControl:
     ) -> bool:
         """Load bundles in this thread, before the server listens.
 
-        Args:
-            model_names: the models; None for all.
-            on_step: called with the name of each model before it is loaded.
-
-        Returns:
-            False in a process that torchrun has started to run stages, when the server has ended.
-
-        Raises:
-            StagepackError: there is no such model, or a bundle cannot be loaded.
+        model_names: the models; None for all.
         """
         self._polled_states = self._source_states()
         paths_by_name = self._source.bundle_paths()
@@ -99,12 +81,6 @@ class ModelControl:
         """Load the newest versions of a model, as far as they are not loaded or have changed, and send requests to them.
 
         What cannot be loaded leaves the loaded versions as they are. The load goes on if its caller is cancelled.
-
-        Args:
-            model_name: the name of the model in the source.
-
-        Raises:
-            RequestError: clients may not load, there is no such model, or a version is refused.
         """
         self._check_mode()
         loading = asyncio.ensure_future(self._load(model_name))
@@ -119,14 +95,7 @@ class ModelControl:
             raise RequestError(RequestStatus.BAD_REQUEST, f"{model_name}: not loaded: {error}") from error
 
     async def unload(self, model_name: str) -> None:
-        """Send no new requests to a model. Requests and sequences that it has begun go on.
-
-        Args:
-            model_name: the name of the model in the source.
-
-        Raises:
-            RequestError: clients may not unload, or no such model is loaded.
-        """
+        """Send no new requests to a model. Requests and sequences that it has begun go on."""
         self._check_mode()
         async with self._changing:
             if model_name not in self._loaded:
@@ -134,17 +103,7 @@ class ModelControl:
             self._unload(model_name)
 
     async def index(self, *, ready_only: bool) -> list[dict[str, str]]:
-        """Return the entries of the index of models, as Triton's model repository extension defines it.
-
-        Args:
-            ready_only: leave out what answers no requests now.
-
-        Returns:
-            For each version its model, number and state, and the reason of the state.
-
-        Raises:
-            RequestError: the model repository cannot be read.
-        """
+        """Return the entries of the index of models, as Triton's model repository extension defines it."""
         entries, served = [], set()
         for model in self.models.serving:
             # A bundle that was refused under the number of a version that takes requests.
@@ -202,11 +161,7 @@ class ModelControl:
     def close(self, seconds: float) -> bool:
         """Finish the queued calls of all models, and end their threads and processes.
 
-        Args:
-            seconds: how long to wait for the threads.
-
-        Returns:
-            Whether all threads ended in time, those that load bundles too.
+        seconds: how long to wait for the threads.
         """
         end_time = time.monotonic() + seconds
         is_closed = all([bundle.close(max(0.0, end_time - time.monotonic())) for bundle in self._all_bundles()])
@@ -228,12 +183,7 @@ class ModelControl:
             )
 
     async def _load(self, model_name: str) -> None:
-        """Load the newest versions of a model; then retire the others, unless one of the newest was refused.
-
-        Raises:
-            RequestError: there is no such model.
-            StagepackError: a version was refused.
-        """
+        """Load the newest versions of a model; then retire the others, unless one of the newest was refused."""
         async with self._changing:
             paths = self._newest_versions(model_name, await run_in_thread(self._source.bundle_paths))
             for version in [version for name, version in self._states if name == model_name]:
@@ -250,11 +200,7 @@ class ModelControl:
                 self._retire(model_name, version)
 
     async def _load_version(self, model_name: str, version: int, path: str) -> None:
-        """Load a version, and send requests to it, unless the same bundle is loaded already.
-
-        Raises:
-            StagepackError: it was refused.
-        """
+        """Load a version, and send requests to it, unless the same bundle is loaded already."""
         start_time = time.monotonic()
         loaded = self._loaded.get(model_name, {}).get(version)
         digest = None if loaded is None else loaded.digest
@@ -276,11 +222,7 @@ class ModelControl:
             _LOGGER.info("%s: version %d was loaded in %.1f s", model_name, version, time.monotonic() - start_time)
 
     def _newest_versions(self, model_name: str, paths_by_name: Mapping[str, Mapping[int, str]]) -> dict[int, str]:
-        """The paths of the versions of a model that should take requests.
-
-        Raises:
-            RequestError: there is none.
-        """
+        """The paths of the versions of a model that should take requests."""
         paths = paths_by_name.get(model_name)
         if not paths:
             raise RequestError(RequestStatus.NOT_FOUND, f"{model_name!r}: no bundle of this model was found")
@@ -288,11 +230,7 @@ class ModelControl:
         return {version: paths[version] for version in versions}
 
     def _check_names(self, model_name: str, bundle: LoadedBundle) -> None:
-        """Check that no other bundle has a model of the same name.
-
-        Raises:
-            InputError: one has; the new bundle is closed.
-        """
+        """Check that no other bundle has a model of the same name."""
         other_names = {
             model.name
             for other_name, versions in self._loaded.items()

@@ -33,11 +33,6 @@ class FixedBundles:
     """The bundles of a command line: each is version 1 of its model."""
 
     def __init__(self, paths: Mapping[str, str]) -> None:
-        """Name the bundles.
-
-        Args:
-            paths: the paths or URLs by the names of the models.
-        """
         self._paths = paths
 
     def bundle_paths(self) -> Mapping[str, Mapping[int, str]]:
@@ -49,11 +44,6 @@ class RepositoryFolder:
     """A folder with a folder for each model, which has a bundle for each version: ``tower/1/manifest.json``."""
 
     def __init__(self, folder: Path) -> None:
-        """Name the folder.
-
-        Args:
-            folder: the folder.
-        """
         self._folder = folder
 
     def bundle_paths(self) -> Mapping[str, Mapping[int, str]]:
@@ -73,14 +63,7 @@ class RepositoryFolder:
 
 
 def folder_state(path: str) -> object:
-    """Return a value that changes when a file in a folder changes.
-
-    Args:
-        path: the folder; an entry point after ``#`` is left out.
-
-    Returns:
-        The names, sizes and times of its files; None if it cannot be read.
-    """
+    """Return a value that changes when a file in a folder changes."""
     folder = path if os.path.isdir(path) else path.partition("#")[0]
     try:
         return sorted(

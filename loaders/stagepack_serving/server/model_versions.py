@@ -19,11 +19,6 @@ class ModelVersions:
     """
 
     def __init__(self, name: str) -> None:
-        """Start without versions.
-
-        Args:
-            name: the name that clients use.
-        """
         self.name = name
         self.serving: list[ServedModel] = []
         self.retiring: list[ServedModel] = []
@@ -33,34 +28,19 @@ class ModelVersions:
         return iter((*self.serving, *self.retiring))
 
     def serve(self, model: ServedModel) -> None:
-        """Add a version that takes requests.
-
-        Args:
-            model: the version.
-        """
+        """Add a version that takes requests."""
         model.on_sequence_start = partial(self._end_sequence_elsewhere, model)
         self.serving = sorted((*self.serving, model), key=lambda served: int(served.version))
 
     def retire(self, model: ServedModel) -> None:
-        """Send no new requests and sequences to a version.
-
-        Args:
-            model: a version in `serving`.
-        """
+        """Send no new requests and sequences to a version."""
         self.serving.remove(model)
         self.retiring.append(model)
 
     def find(self, version: str) -> ServedModel:
         """Return a version that takes requests.
 
-        Args:
-            version: the version; empty for the newest.
-
-        Returns:
-            The version.
-
-        Raises:
-            RequestError: it is not loaded.
+        version: the version; empty for the newest.
         """
         for model in reversed(self.serving):
             if version in ("", model.version):
@@ -75,11 +55,7 @@ class ModelVersions:
     def check(self, version: str) -> None:
         """Check that a request may name a version: it takes requests, or has begun sequences that it still finishes.
 
-        Args:
-            version: the version; empty for any.
-
-        Raises:
-            RequestError: it is not loaded.
+        version: the version; empty for any.
         """
         if not any(version in ("", model.version) for model in self):
             self.find(version)
@@ -87,14 +63,7 @@ class ModelVersions:
     def metadata(self, version: str) -> dict[str, Any]:
         """Return the metadata of a version as the protocol defines it.
 
-        Args:
-            version: the version; empty for the newest.
-
-        Returns:
-            The metadata, with all versions that take requests.
-
-        Raises:
-            RequestError: the version is not loaded.
+        version: the version; empty for the newest.
         """
         return self.find(version).metadata([model.version for model in self.serving])
 
@@ -103,15 +72,7 @@ class ModelVersions:
 
         When it starts a sequence there, an older one of the same id ends on every version.
 
-        Args:
-            version: the version that the request names; may be empty.
-            parameters: the parameters of the request.
-
-        Returns:
-            The version.
-
-        Raises:
-            RequestError: the version is not loaded, or a parameter has the wrong type.
+        version: the version that the request names; may be empty.
         """
         sequence_id = parameters.get("sequence_id")
         holders = [model for model in self if version in ("", model.version) and model.has_sequence(sequence_id)]

@@ -132,14 +132,7 @@ OPERATIONS: Final[Mapping[str, list[Operation]]] = {
 
 
 def openapi_document(*, requires_token: bool = False) -> dict[str, Any]:
-    """Build the OpenAPI document of the server.
-
-    Args:
-        requires_token: whether requests need a token.
-
-    Returns:
-        The document.
-    """
+    """Build the OpenAPI document of the server."""
     types = {answers.Refusal, Any}
     for operations in OPERATIONS.values():
         types |= {part for operation in operations for part in (operation.request, operation.answer)}

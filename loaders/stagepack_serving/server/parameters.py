@@ -12,14 +12,7 @@ _MAX_ID_LENGTH: Final = 1024  # characters
 def check_request_id(request_id: Any) -> str:
     """Check the id of a request, which all parts of its answer repeat.
 
-    Args:
-        request_id: the id; may be empty.
-
-    Returns:
-        The id.
-
-    Raises:
-        RequestError: it is not a string, or longer than 1,024 characters.
+    request_id: the id; may be empty.
     """
     if isinstance(request_id, str) and len(request_id) <= _MAX_ID_LENGTH:
         return request_id
@@ -29,19 +22,7 @@ def check_request_id(request_id: Any) -> str:
 
 
 def boolean_parameter(parameters: Mapping[str, Any], parameter_name: str, default: bool = False) -> bool:
-    """Return a boolean parameter.
-
-    Args:
-        parameters: the parameters of a request, an input or an output.
-        parameter_name: the parameter to read.
-        default: the value of an absent parameter.
-
-    Returns:
-        The value.
-
-    Raises:
-        RequestError: the value is neither true nor false.
-    """
+    """Return a boolean parameter."""
     value = parameters.get(parameter_name, default)
     if not isinstance(value, bool):
         raise RequestError(
@@ -51,17 +32,7 @@ def boolean_parameter(parameters: Mapping[str, Any], parameter_name: str, defaul
 
 
 def timeout_parameter(parameters: Mapping[str, Any]) -> float:
-    """Return how long the client waits for the answer.
-
-    Args:
-        parameters: the parameters of a request; ``timeout`` is in microseconds.
-
-    Returns:
-        The time in seconds; infinity if the parameter is absent or 0.
-
-    Raises:
-        RequestError: the timeout is not a non-negative integer of 64 bits.
-    """
+    """Return how long the client waits for the answer."""
     timeout = parameters.get("timeout", 0)
     if type(timeout) is not int or not 0 <= timeout < 2**63:
         expected = "expected microseconds, 0 or more and less than 2**63"
@@ -70,14 +41,7 @@ def timeout_parameter(parameters: Mapping[str, Any]) -> float:
 
 
 def refuse_load_parameters(parameter_names: Iterable[str]) -> None:
-    """Check that a client who loads a model brings no configuration or files: both come from the repository alone.
-
-    Args:
-        parameter_names: the names of the parameters of the request.
-
-    Raises:
-        RequestError: there are some.
-    """
+    """Check that a client who loads a model brings no configuration or files: both come from the repository alone."""
     if names := ", ".join(sorted(parameter_names)):
         raise RequestError(
             RequestStatus.BAD_REQUEST,
@@ -86,14 +50,7 @@ def refuse_load_parameters(parameter_names: Iterable[str]) -> None:
 
 
 def check_requested_outputs(outputs: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
-    """Check the outputs that a request names.
-
-    Args:
-        outputs: the name of each, and its parameters.
-
-    Raises:
-        RequestError: one is named twice, or is to be sent by shared memory or as a classification.
-    """
+    """Check the outputs that a request names."""
     output_names = [output_name for output_name, _ in outputs]
     if len(set(output_names)) < len(output_names):
         raise RequestError(RequestStatus.BAD_REQUEST, f"duplicate output: {', '.join(output_names)}")
@@ -105,15 +62,7 @@ def check_requested_outputs(outputs: Sequence[tuple[str, Mapping[str, Any]]]) ->
 
 
 def refuse_shared_memory(tensor_name: str, parameter_names: Iterable[str]) -> None:
-    """Check that a tensor is sent with the request or answer, not through memory that client and server share.
-
-    Args:
-        tensor_name: the input or output.
-        parameter_names: the names of its parameters.
-
-    Raises:
-        RequestError: the parameters name a region of shared memory.
-    """
+    """Check that a tensor is sent with the request or answer, not through memory that client and server share."""
     if "shared_memory_region" in parameter_names:
         raise RequestError(
             RequestStatus.BAD_REQUEST, f"{tensor_name}: this server has no shared memory: send the data in the request"

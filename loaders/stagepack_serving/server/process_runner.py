@@ -19,12 +19,6 @@ class ProcessRunner:
     """Sends batches to the processes of a pipeline. Implements `BatchRunner`, with all stages as one that runs elsewhere."""
 
     def __init__(self, pipeline: "DistributedPipeline", interface: Interface) -> None:
-        """Create the runner of a model.
-
-        Args:
-            pipeline: the bundle in its processes.
-            interface: the inputs and outputs of the bundle.
-        """
         self.lanes: Sequence[Sequence[int]] = ((0,),)
         # One that each process works on, one that it takes next, and one that is answered.
         self.most_batches = len({facts.rank for facts in pipeline.stage_facts}) + 2
@@ -40,12 +34,7 @@ class ProcessRunner:
     def run_stage(
         self, stage_number: int, values: dict[str, Any], sequence: RequestSequence | None
     ) -> "Future[dict[str, Any]]":
-        """See `BatchRunner`.
-
-        Raises:
-            InputError: a stage cannot use the values of the inputs.
-            StageLostError: a process is lost.
-        """
+        """See `BatchRunner`."""
         inputs = values["inputs"]
         sizes = check_values(
             [tensor.edge for tensor in self._interface.inputs.values()],

@@ -38,15 +38,6 @@ class RequestScope:
         """Choose the version that runs the request, and count the request among its pending ones for the duration of the context.
 
         A version is not closed while it has pending requests.
-
-        Args:
-            parameters: the parameters of the request, which may name a sequence.
-
-        Yields:
-            The version.
-
-        Raises:
-            RequestError: the version is not loaded, or there are `ServerLimits.max_pending_requests` already.
         """
         self.model = self.versions.choose(self.requested_version, parameters)
         with self.model.reserve_place():

@@ -20,25 +20,12 @@ class TokenGuard:
     """
 
     def __init__(self, application: ASGIApp, check_token: TokenCheck, metrics: Metrics) -> None:
-        """Wrap an application.
-
-        Args:
-            application: the application.
-            check_token: says whether a token is accepted.
-            metrics: counts the refused requests.
-        """
         self._application = application
         self._check_token = check_token
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request.
-
-        Args:
-            scope: the ASGI scope.
-            receive: the ASGI channel of the request.
-            send: the ASGI channel of the answer.
-        """
+        """Answer a request."""
         values = [value.decode("latin-1") for header_name, value in scope["headers"] if header_name == b"authorization"]
         try:
             if scope["path"] not in PATHS_WITHOUT_TOKEN:

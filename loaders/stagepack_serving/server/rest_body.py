@@ -24,18 +24,7 @@ Fields = TypeVar("Fields")
 
 
 async def read_body(request: Request, max_bytes: int) -> bytearray:
-    """Read and decompress the body of a request.
-
-    Args:
-        request: the request.
-        max_bytes: the largest size, both as received and decompressed.
-
-    Returns:
-        The body.
-
-    Raises:
-        RequestError: it is too large, or the client disconnects before its end.
-    """
+    """Read and decompress the body of a request."""
     body = bytearray()
     body_bytes = int(request.headers.get("content-length", 0))
     try:
@@ -60,19 +49,7 @@ async def read_body(request: Request, max_bytes: int) -> bytearray:
 
 
 async def decode_text_request(request: Request, max_bytes: int, decode: Callable[[bytearray], Fields]) -> Fields:
-    """Read a request for a text, whose prompt may be large, and decode it beside the event loop.
-
-    Args:
-        request: the request.
-        max_bytes: the largest size of a request.
-        decode: decodes the body.
-
-    Returns:
-        What `decode` returns.
-
-    Raises:
-        RequestError: the body is too large, has too many values, or `decode` refuses it.
-    """
+    """Read a request for a text, whose prompt may be large, and decode it beside the event loop."""
 
     def check_and_decode(body: bytearray) -> Fields:
         check_json_counts(body, _MAX_CONTAINERS, _MAX_STRINGS, brackets=b"[{")
@@ -85,15 +62,7 @@ async def decode_text_request(request: Request, max_bytes: int, decode: Callable
 async def read_fields(request: Request, fields_type: type[Fields]) -> Fields:
     """Read a body of JSON that is no inference.
 
-    Args:
-        request: the request.
-        fields_type: the type of the body; an empty body is an object without fields.
-
-    Returns:
-        The body.
-
-    Raises:
-        RequestError: it is too large, no JSON, or of another type.
+    fields_type: the type of the body; an empty body is an object without fields.
     """
     body = await read_body(request, _MAX_FIELDS_BYTES)
     try:

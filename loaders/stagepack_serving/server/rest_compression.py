@@ -12,16 +12,7 @@ _DETECT_HEADER: Final = 32
 def decompress_body(body: bytearray, encoding: str, max_bytes: int) -> bytearray:
     """Decompress the body of a request.
 
-    Args:
-        body: the compressed body.
-        encoding: the content encoding; ``gzip`` and ``deflate`` are supported.
-        max_bytes: the largest size of the result, in bytes; no more than that is ever decompressed.
-
-    Returns:
-        The decompressed body.
-
-    Raises:
-        RequestError: the encoding is not supported, the body damaged, or the result too large.
+    max_bytes: the largest size of the result, in bytes; no more than that is ever decompressed.
     """
     if encoding not in ("gzip", "deflate"):
         message = f"content-encoding: expected gzip or deflate, found {encoding[:80]!r}"

@@ -24,23 +24,12 @@ class LimitedConnection(H11Protocol):
     """
 
     def __init__(self, *args: Any, limits: ServerLimits, **kwargs: Any) -> None:
-        """Create the connection.
-
-        Args:
-            args: as for uvicorn's class.
-            limits: the limits of the server.
-            kwargs: as for uvicorn's class.
-        """
         super().__init__(*args, **kwargs)
         self._limits = limits
         self._head_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn's class
-        """Start the connection, and mark it if it exceeds the limit.
-
-        Args:
-            transport: the transport of the connection.
-        """
+        """Start the connection, and mark it if it exceeds the limit."""
         super().connection_made(transport)
         self.app_state = {**self.app_state, "abort_connection": transport.abort}
         if len(self.connections) > self._limits.max_connections:
@@ -51,8 +40,7 @@ class LimitedConnection(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop the timers.
 
-        Args:
-            exc: why the connection ended; None for its regular end.
+        exc: why the connection ended; None for its regular end.
         """
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
@@ -61,8 +49,7 @@ class LimitedConnection(H11Protocol):
     def data_received(self, data: bytes) -> None:
         """Parse what the client sent.
 
-        Args:
-            data: the bytes.
+        data: the bytes.
         """
         super().data_received(data)
         self._bound_head()
@@ -98,23 +85,11 @@ class ConnectionCloser:
     """
 
     def __init__(self, application: ASGIApp, models: ServedModels) -> None:
-        """Wrap an application.
-
-        Args:
-            application: the application.
-            models: tells whether the server is ready, and its limits.
-        """
         self._application = application
         self._models = models
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request.
-
-        Args:
-            scope: the ASGI scope.
-            receive: the ASGI channel of the request.
-            send: the ASGI channel of the answer.
-        """
+        """Answer a request."""
         exceeds_limit = "exceeds_limit" in scope["state"]
         exchange = _Exchange(scope, receive, send, self._models, exceeds_limit=exceeds_limit)
         if exceeds_limit and not scope["path"].startswith("/v2/health/"):

@@ -27,24 +27,10 @@ class InferenceRoute:
     """
 
     def __init__(self, models: ServedModels) -> None:
-        """Create the route.
-
-        Args:
-            models: the models to serve.
-        """
         self._models = models
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request.
-
-        Args:
-            scope: the ASGI scope.
-            receive: the ASGI channel of the request.
-            send: the ASGI channel of the answer.
-
-        Raises:
-            RequestError: the request is refused, and no part of an answer was sent.
-        """
+        """Answer one request."""
         request, sent_types = Request(scope, receive), []
 
         async def recording_send(message: Message) -> None:
@@ -73,30 +59,12 @@ class InferenceRoute:
 
 
 def requested_model(request: Request) -> tuple[str, str]:
-    """Return the model that the path of a request names.
-
-    Args:
-        request: a request to a route below ``/v2/models``.
-
-    Returns:
-        The name and the version of the model; the version is empty if the path has none.
-    """
+    """Return the model that the path of a request names."""
     return request.path_params["model"], request.path_params.get("version", "")
 
 
 async def unless_disconnected(answer: Awaitable[Result], receive: Receive) -> Result:
-    """Wait for an answer; cancel it if the client closes its connection, as nobody waits for it any more.
-
-    Args:
-        answer: answers the request.
-        receive: the ASGI channel of the request.
-
-    Returns:
-        The answer.
-
-    Raises:
-        RequestError: the client closed its connection.
-    """
+    """Wait for an answer; cancel it if the client closes its connection, as nobody waits for it any more."""
     answer_task = asyncio.ensure_future(answer)
     disconnect_task = asyncio.ensure_future(_wait_for_disconnect(receive))
     try:

@@ -38,15 +38,8 @@ class _RequestOutline(Struct, gc=False):
 def split_large_json(json_part: memoryview) -> tuple[bytes, list[bytes | None]]:
     """Cut the numbers of the inputs out of the JSON part of a request.
 
-    Args:
-        json_part: the JSON part.
-
-    Returns:
-        The JSON part, in which the numbers of each input are ``[]``, and these numbers; None for an input without them. Both may hold NaN,
-        Infinity and -Infinity.
-
-    Raises:
-        RequestError: it is not valid JSON, has no inputs, or is large beside their numbers.
+    The result is the JSON part, in which the numbers of each input are ``[]``, and these numbers; None for an input without them. Both may
+        hold NaN, Infinity and -Infinity.
     """
     check_json_counts(json_part, _MAX_OBJECTS, _MAX_STRINGS, brackets=b"{")
     content = bytes(json_part)
@@ -61,17 +54,7 @@ def split_large_json(json_part: memoryview) -> tuple[bytes, list[bytes | None]]:
 
 
 def split_fields(body: bytearray) -> dict[str, Raw]:
-    """Cut a JSON object into its fields.
-
-    Args:
-        body: the object, in which there may be NaN, Infinity and -Infinity.
-
-    Returns:
-        The JSON of each field by name.
-
-    Raises:
-        RequestError: it is not a JSON object, or has more than 1,000 fields.
-    """
+    """Cut a JSON object into its fields."""
     content = bytes(body)
     fields, address = _decode_outline(content, dict[str, Raw])
     if len(fields) > _MAX_FIELDS:
@@ -80,35 +63,13 @@ def split_fields(body: bytearray) -> dict[str, Raw]:
 
 
 def decode_fields(fields: Mapping[str, Raw]) -> dict[str, Any]:
-    """Decode the fields of a request beside its prompt.
-
-    Args:
-        fields: the JSON of each field by name.
-
-    Returns:
-        The values by name.
-
-    Raises:
-        RequestError: they are large, or a value is not valid JSON, such as NaN.
-    """
+    """Decode the fields of a request beside its prompt."""
     _check_header_bytes(sum(len(memoryview(value)) for value in fields.values()))
     return {field_name: decode_field(field_name, value, Any) for field_name, value in fields.items()}
 
 
 def decode_field(field_name: str, value: Raw, field_type: Any) -> Any:
-    """Decode a field of a request.
-
-    Args:
-        field_name: its name.
-        value: its JSON.
-        field_type: its type.
-
-    Returns:
-        The value.
-
-    Raises:
-        RequestError: it is not valid JSON, or of another type.
-    """
+    """Decode a field of a request."""
     try:
         return msgspec.json.decode(value, type=field_type)
     except JSON_ERRORS as error:
@@ -120,14 +81,7 @@ def check_json_counts(
 ) -> None:
     """Refuse a JSON text of so many values that a parser would hold the interpreter for seconds.
 
-    Args:
-        text: the text.
-        max_containers: the largest number of lists or objects.
-        max_strings: the largest number of strings.
-        brackets: the brackets that are counted.
-
-    Raises:
-        RequestError: there are more.
+    brackets: the brackets that are counted.
     """
     characters = numpy.frombuffer(text, numpy.uint8)
     container_count = sum(int(numpy.count_nonzero(characters == bracket)) for bracket in brackets)
@@ -143,11 +97,7 @@ def check_json_counts(
 
 
 def _check_header_bytes(byte_count: int) -> None:
-    """Refuse a request that is large beside the data of its tensors.
-
-    Raises:
-        RequestError: it is.
-    """
+    """Refuse a request that is large beside the data of its tensors."""
     if byte_count > _MAX_HEADER_BYTES:
         message = (
             f"expected at most {_MAX_HEADER_BYTES} bytes of JSON beside the data of the inputs, found {byte_count}"
@@ -156,11 +106,7 @@ def _check_header_bytes(byte_count: int) -> None:
 
 
 def _find_numbers(content: bytes) -> list[tuple[int, int] | None]:
-    """The start and the end of the numbers of each input, half-open.
-
-    Raises:
-        RequestError: it is not valid JSON, or has no inputs.
-    """
+    """The start and the end of the numbers of each input, half-open."""
     outline, address = _decode_outline(content, _RequestOutline)
     return [None if isinstance(fields.data, UnsetType) else _span(fields.data, address) for fields in outline.inputs]
 
@@ -169,9 +115,6 @@ def _decode_outline(content: bytes, outline_type: type[Outline]) -> tuple[Outlin
     """Decode what is not `Raw` in a type. Return it, and the address of the text of which `Raw` is a view.
 
     That text is as long as the content: NaN and infinities, which msgspec refuses, are numbers in it.
-
-    Raises:
-        RequestError: the content is not valid JSON, or of another type.
     """
     try:
         try:

@@ -34,14 +34,7 @@ class UnloadRequest(Struct, kw_only=True):
 
 
 def repository_routes(control: ModelControl) -> list[Route]:
-    """Build the routes of the extension.
-
-    Args:
-        control: the bundles of the server.
-
-    Returns:
-        The routes.
-    """
+    """Build the routes of the extension."""
 
     async def index(request: Request) -> Response:
         fields = await read_fields(request, IndexRequest)

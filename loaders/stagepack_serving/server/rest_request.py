@@ -62,15 +62,7 @@ class RequestHeader(Struct, kw_only=True):
 def decode_request(body: bytearray, header_length: str | None) -> tuple[RequestHeader, InferenceRequest]:
     """Decode the body of a request. A large one is decoded in steps of a few milliseconds, between which other threads run.
 
-    Args:
-        body: the body.
-        header_length: the HTTP header `BINARY_HEADER`, the length of the JSON part in bytes; None if the whole body is JSON.
-
-    Returns:
-        The JSON part, and the request that it describes.
-
-    Raises:
-        RequestError: the body violates the protocol.
+    header_length: the HTTP header `BINARY_HEADER`, the length of the JSON part in bytes; None if the whole body is JSON.
     """
     json_part, binary_part = _split_body(memoryview(body), header_length)
     input_numbers: Sequence[NumberDecoder | bytes | None]

@@ -18,15 +18,7 @@ from stagepack_serving.server.rest_request import RequestHeader
 
 
 def check_output_parameters(header: RequestHeader, interface: Interface) -> None:
-    """Check, before the model runs, that the outputs can be sent in the form that the request asks for.
-
-    Args:
-        header: the JSON part of the request.
-        interface: the outputs of the model.
-
-    Raises:
-        RequestError: an output is requested twice, by shared memory or as a classification, or a BF16 output as JSON.
-    """
+    """Check, before the model runs, that the outputs can be sent in the form that the request asks for."""
     parameters = _output_parameters(header)
     check_requested_outputs([(output.name, output.parameters) for output in header.outputs or ()])
     for output_name, tensor in interface.outputs.items():
@@ -40,17 +32,7 @@ def check_output_parameters(header: RequestHeader, interface: Interface) -> None
 def encode_response(
     model_name: str, version: str, header: RequestHeader, outputs: Sequence[InferenceTensor]
 ) -> tuple[bytes, list[memoryview]]:
-    """Encode an answer in the form that the request asks for, in steps of a few milliseconds, between which other threads run.
-
-    Args:
-        model_name: the name of the model.
-        version: its version.
-        header: the JSON part of the request.
-        outputs: the outputs.
-
-    Returns:
-        The JSON part, and the binary tensors that follow it.
-    """
+    """Encode an answer in the form that the request asks for, in steps of a few milliseconds, between which other threads run."""
     head: dict[str, Any] = {"model_name": model_name, "model_version": version}
     if header.id:
         head["id"] = header.id
@@ -71,15 +53,7 @@ def encode_response(
 
 
 def json_bytes(header: RequestHeader, outputs: Sequence[InferenceTensor]) -> int:
-    """Return how many bytes of elements `encode_response` will write as JSON.
-
-    Args:
-        header: the JSON part of the request.
-        outputs: the outputs.
-
-    Returns:
-        The bytes, as they are in memory.
-    """
+    """Return how many bytes of elements `encode_response` will write as JSON."""
     return sum(tensor.array.nbytes for tensor in outputs if not _is_binary(header, tensor.name))
 
 

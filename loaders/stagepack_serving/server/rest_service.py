@@ -36,22 +36,12 @@ class RestService:
     """The routes of the REST protocol, and ``/metrics`` for Prometheus."""
 
     def __init__(self, control: ModelControl, check_token: TokenCheck | None = None) -> None:
-        """Create the service.
-
-        Args:
-            control: the models to serve.
-            check_token: says whether a token is accepted; None if requests need none.
-        """
         self._models = control.models
         self._control = control
         self._check_token = check_token
 
     def application(self) -> ASGIApp:
-        """Build the ASGI application.
-
-        Returns:
-            The application.
-        """
+        """Build the ASGI application."""
         routes = [
             *index_routes(),
             Route("/v2", self._server_metadata),

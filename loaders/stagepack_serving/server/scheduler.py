@@ -145,15 +145,6 @@ class Scheduler:
         on_start: Callable[[CallBatch], None],
         on_end: Callable[[CallBatch], None],
     ) -> None:
-        """Start the threads.
-
-        Args:
-            runner: runs the stages.
-            max_batch_size: the largest batch that calls are joined to; a larger call runs alone.
-            batching_delay: the time that a call waits for others to join it, in seconds.
-            on_start: called with each batch when its run starts.
-            on_end: called with each batch that has run, before its answers are set.
-        """
         self.failure = ""
         self._runner = runner
         self._lanes = lanes = runner.lanes
@@ -174,11 +165,7 @@ class Scheduler:
             thread.start()
 
     def submit(self, call: QueuedCall) -> None:
-        """Put a call in the queue.
-
-        Args:
-            call: the call; its answer is set when it has run.
-        """
+        """Put a call in the queue."""
         with self._changed:
             if self.failure:
                 _refuse_calls([call], StageLostError(self.failure))
@@ -187,21 +174,13 @@ class Scheduler:
             self._changed.notify()
 
     def end_sequence(self, sequence: Any) -> None:
-        """Free the state of a sequence after its calls that are in the queue: one of them would create the state again.
-
-        Args:
-            sequence: `QueuedCall.sequence` of these calls; no call of it may be submitted any more.
-        """
+        """Free the state of a sequence after its calls that are in the queue: one of them would create the state again."""
         self.submit(QueuedCall(inputs={}, sequence=sequence, ends_sequence=True))
 
     def close(self, seconds: float) -> bool:
         """Run the calls in the queue, and end the threads.
 
-        Args:
-            seconds: how long to wait for them.
-
-        Returns:
-            Whether all threads ended, and all batches that run elsewhere, in time.
+        seconds: how long to wait for them.
         """
         end_time = time.monotonic() + seconds
         with self._changed:

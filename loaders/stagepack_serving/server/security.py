@@ -35,19 +35,8 @@ def read_security(
 ) -> ServerSecurity:
     """Read and check the files that say who may use a server.
 
-    Args:
-        tls_certificate: as for `ServerTls`; None for no encryption.
-        tls_key: the same.
-        tls_client_ca: the same.
-        token_file: as for `StoredTokens`; None if requests need no token.
-        check_token: says whether a token is accepted, in the place of a file.
-
-    Returns:
-        The settings.
-
-    Raises:
-        OptionError: the arguments do not go together.
-        CredentialError: a file cannot be used.
+    tls_certificate: as for `ServerTls`; None for no encryption.
+    token_file: as for `StoredTokens`; None if requests need no token.
     """
     if (tls_certificate is None) != (tls_key is None):
         raise OptionError("tls_certificate and tls_key: expected both or none, found one")

@@ -47,14 +47,6 @@ class SequenceTable:
         on_end: Callable[[RequestSequence], None] = lambda _: None,
         on_start: Callable[[int | str], None] = lambda _: None,
     ) -> None:
-        """Create an empty table.
-
-        Args:
-            max_sequences: the number of sequences that are kept.
-            idle_seconds: the time without requests after which a sequence may be evicted for a new one, in seconds.
-            on_end: called with each sequence that is removed.
-            on_start: called with the id of each sequence that a request starts.
-        """
         self._on_end = on_end
         self._on_start = on_start
         self._max_sequences = max_sequences
@@ -77,15 +69,6 @@ class SequenceTable:
         """Wait until the earlier requests of the sequence are answered.
 
         The sequence ends with the context if the request says so, and if the body raises: the state may then be half written.
-
-        Args:
-            parameters: the parameters of the request.
-
-        Yields:
-            The sequence of the request; a new one if the request starts it.
-
-        Raises:
-            RequestError: the request names no sequence, or one that does not exist; or it starts one and the table is full.
         """
         sequence_id = _sequence_id(parameters)
         is_start = boolean_parameter(parameters, "sequence_start")
@@ -112,11 +95,7 @@ class SequenceTable:
 
     @contextlib.asynccontextmanager
     async def reserve(self) -> AsyncIterator[RequestSequence]:
-        """Wait for a place for a sequence that one request calls the model with. First come, first served.
-
-        Yields:
-            The sequence, which ends with the context.
-        """
+        """Wait for a place for a sequence that one request calls the model with. First come, first served."""
         sequence = RequestSequence(pending_requests=1)
         async with self._place_turn:
             while not self._has_place():
@@ -136,11 +115,7 @@ class SequenceTable:
             self.remove(sequence_id)
 
     def remove(self, sequence_id: int | str | RequestSequence) -> None:
-        """Remove a sequence, if there is one of this id.
-
-        Args:
-            sequence_id: its id.
-        """
+        """Remove a sequence, if there is one of this id."""
         sequence = self._by_id.pop(sequence_id, None)
         if sequence is not None:
             self._removed.set()
@@ -159,11 +134,7 @@ class SequenceTable:
                 self.remove(sequence_id)
 
     def _make_place(self) -> None:
-        """Remove idle sequences if the table is full.
-
-        Raises:
-            RequestError: it is full, and no sequence is idle for long enough.
-        """
+        """Remove idle sequences if the table is full."""
         if not self._has_place():
             raise RequestError(
                 RequestStatus.BUSY,

@@ -65,21 +65,6 @@ class ServedModel:
         version: str = FIRST_VERSION,
         check_example: bool = True,
     ) -> None:
-        """Run the recorded example, so that the first request does not pay for lazy initialization; then start the threads.
-
-        Args:
-            name: the name that clients use.
-            bundle: the bundle.
-            pipeline: the bundle, loaded in this process or in processes of its own.
-            limits: the limits of the server.
-            metrics: the metrics of the server.
-            version: the number of the version, as clients write it.
-            check_example: refuse a bundle whose example has other results than those that are recorded.
-
-        Raises:
-            ExampleError: the example has other results.
-            StagepackError: the model fails on the example.
-        """
         self.name = name
         self.version = version
         self.bundle = bundle
@@ -132,25 +117,14 @@ class ServedModel:
             self._sequences.remove(sequence_id)
 
     def has_finished(self) -> bool:
-        """Return whether no request and no sequence needs this version any more; sequences that are idle for too long are removed.
-
-        Returns:
-            Whether it may be closed, if it takes no new requests.
-        """
+        """Return whether no request and no sequence needs this version any more; sequences that are idle for too long are removed."""
         if self._sequences is not None:
             self._sequences.remove_idle()
         return not self.pending_requests and not self.sequence_count
 
     @contextlib.contextmanager
     def reserve_place(self) -> Iterator[None]:
-        """Count a request among those that are not answered yet, for the duration of the context.
-
-        Yields:
-            Nothing.
-
-        Raises:
-            RequestError: there are `ServerLimits.max_pending_requests` already.
-        """
+        """Count a request among those that are not answered yet, for the duration of the context."""
         if self.pending_requests >= self._limits.max_pending_requests:
             raise RequestError(
                 RequestStatus.BUSY,
@@ -163,22 +137,11 @@ class ServedModel:
             self.pending_requests -= 1
 
     def metadata(self, versions: Sequence[str]) -> dict[str, Any]:
-        """Return the metadata of the model as the protocol defines it; see `model_metadata`.
-
-        Args:
-            versions: all versions of the model that take requests.
-
-        Returns:
-            The metadata.
-        """
+        """Return the metadata of the model as the protocol defines it; see `model_metadata`."""
         return model_metadata(self.name, versions, self.interface)
 
     def config(self) -> ModelConfig:
-        """Return the configuration of the model in Triton's format.
-
-        Returns:
-            The configuration.
-        """
+        """Return the configuration of the model in Triton's format."""
         return served_model_config(
             self.name,
             self.version,
@@ -189,18 +152,7 @@ class ServedModel:
         )
 
     async def infer(self, request: InferenceRequest, deadline: asyncio.Timeout) -> list[InferenceTensor]:
-        """Run the model on a request.
-
-        Args:
-            request: the request.
-            deadline: the deadline of the request; it is shortened to the parameter ``timeout``.
-
-        Returns:
-            The requested outputs, in the order of the request.
-
-        Raises:
-            RequestError: the request does not fit the model, or the model fails.
-        """
+        """Run the model on a request."""
         self._check_availability()
         call = self._build_call(request)
         shorten_deadline(deadline, timeout_parameter(request.parameters))
@@ -220,22 +172,14 @@ class ServedModel:
         return outputs
 
     def process_statuses(self) -> Mapping[int, Any]:
-        """Return what the processes of the stages report about themselves.
-
-        Returns:
-            The last report of each process by its rank; empty if the stages run in this process.
-        """
+        """Return what the processes of the stages report about themselves."""
         return self._runner.process_statuses()
 
     @contextlib.asynccontextmanager
     async def reserve_sequence(self) -> AsyncIterator[RequestSequence | None]:
         """Wait for a place for a sequence of calls, of a request that makes all of them.
 
-        Yields:
-            The sequence; None for a model without state.
-
-        Raises:
-            RequestError: the model answers no requests now.
+        It yields the sequence; None for a model without state.
         """
         self._check_availability()
         if self._sequences is None:
@@ -245,19 +189,7 @@ class ServedModel:
                 yield sequence
 
     async def call(self, inputs: Mapping[str, Array], sequence: RequestSequence | None) -> Mapping[str, Array]:
-        """Run the model on inputs of the dtypes that it takes.
-
-        Args:
-            inputs: the input arrays by name, without complex numbers.
-            sequence: the sequence whose state the call uses, in a context of `reserve_sequence`.
-
-        Returns:
-            The output arrays by name.
-
-        Raises:
-            RequestError: the inputs do not satisfy the boundary contract, a value would be larger than the limit, the model fails, or the
-                state of the sequence is lost.
-        """
+        """Run the model on inputs of the dtypes that it takes."""
         self._check_state(sequence)
         try:
             self._check_sizes(inputs, {input_name: array.shape for input_name, array in inputs.items()})
@@ -268,27 +200,15 @@ class ServedModel:
         return outputs
 
     def unavailable_reason(self) -> str:
-        """Return why the model answers no requests now; empty if it does.
-
-        Returns:
-            The reason.
-        """
+        """Return why the model answers no requests now; empty if it does."""
         return self._scheduler.failure or self._runner.unavailable_reason()
 
     def has_ended(self) -> bool:
-        """Return whether the model will answer no requests any more.
-
-        Returns:
-            False also for a model that answers none now, and will again.
-        """
+        """Return whether the model will answer no requests any more."""
         return bool(self._scheduler.failure) or self._runner.has_ended()
 
     def _check_availability(self) -> None:
-        """Forget sequences whose state is lost.
-
-        Raises:
-            RequestError: the model answers no requests now.
-        """
+        """Forget sequences whose state is lost."""
         if reason := self.unavailable_reason():
             raise RequestError(RequestStatus.BUSY, f"{self.name}: {reason}")
         if (restart_count := self._runner.restart_count()) != self._restart_count:
@@ -297,11 +217,7 @@ class ServedModel:
                 self._sequences.clear()
 
     def _check_state(self, sequence: RequestSequence | None) -> None:
-        """Check that a sequence still has its state.
-
-        Raises:
-            RequestError: the model answers no requests now, or it has lost all states since the sequence began.
-        """
+        """Check that a sequence still has its state."""
         self._check_availability()
         if sequence is not None and self._sequences is not None and sequence not in self._sequences:
             raise RequestError(
@@ -312,11 +228,7 @@ class ServedModel:
     def close(self, seconds: float) -> bool:
         """Finish the queued calls, end all sequences, and end the threads.
 
-        Args:
-            seconds: how long to wait for them.
-
-        Returns:
-            Whether all threads ended in time.
+        seconds: how long to wait for them.
         """
         if self.generator is not None:
             self.generator.close()
@@ -325,11 +237,7 @@ class ServedModel:
         return self._scheduler.close(seconds)
 
     def _build_call(self, request: InferenceRequest) -> QueuedCall:
-        """Check a request, and make a call of it.
-
-        Raises:
-            RequestError: the request does not fit the model.
-        """
+        """Check a request, and make a call of it."""
         inputs = {tensor.name: tensor.array for tensor in request.inputs}
         try:
             edge_shapes = self._check_request(request)
@@ -343,11 +251,7 @@ class ServedModel:
         return QueuedCall(inputs=inputs, batch_key=batch_key, batch_size=next(iter(edge_shapes.values()))[0])
 
     def _check_request(self, request: InferenceRequest) -> dict[str, tuple[int, ...]]:
-        """Check a request against the interface, and return the shapes of the model's values by input name.
-
-        Raises:
-            InputError: the request does not fit the model.
-        """
+        """Check a request against the interface, and return the shapes of the model's values by input name."""
         arrays = {tensor.name: tensor.array for tensor in request.inputs}
         if len(arrays) < len(request.inputs):
             raise InputError(f"duplicate input: {', '.join(tensor.name for tensor in request.inputs)}")
@@ -360,11 +264,7 @@ class ServedModel:
         return edge_shapes
 
     def _check_sizes(self, arrays: Mapping[str, Array], edge_shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Check the inputs of a call against the boundary contract, and its values against their limit.
-
-        Raises:
-            InputError: they do not fit.
-        """
+        """Check the inputs of a call against the boundary contract, and its values against their limit."""
         sizes = self.interface.check_inputs(edge_shapes, self.interface.scalars(arrays))
         if self._limit is not None:
             self._limit.check(sizes)

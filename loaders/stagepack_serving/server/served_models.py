@@ -31,12 +31,6 @@ class ServedModels:
     """
 
     def __init__(self, limits: ServerLimits, metrics: Metrics) -> None:
-        """Start without models.
-
-        Args:
-            limits: the limits of the server.
-            metrics: the metrics of the server.
-        """
         self._by_name: dict[str, ModelVersions] = {}
         self.limits = limits
         self.metrics = metrics
@@ -63,42 +57,22 @@ class ServedModels:
     def is_model_ready(self, model_name: str, version: str = "") -> bool:
         """Return whether a model answers requests.
 
-        Args:
-            model_name: the name of the model.
-            version: the version; empty for the newest.
-
-        Returns:
-            Whether it does.
-
-        Raises:
-            RequestError: there is no such model or version.
+        version: the version; empty for the newest.
         """
         return not self.find(model_name, version).unavailable_reason() and not self.is_stopping
 
     def serve(self, models: Sequence[ServedModel]) -> None:
-        """Send requests to new versions.
-
-        Args:
-            models: the versions.
-        """
+        """Send requests to new versions."""
         for model in models:
             self._by_name.setdefault(model.name, ModelVersions(model.name)).serve(model)
 
     def retire(self, models: Sequence[ServedModel]) -> None:
-        """Send no new requests and sequences to versions.
-
-        Args:
-            models: the versions: each takes requests until now.
-        """
+        """Send no new requests and sequences to versions."""
         for model in models:
             self._by_name[model.name].retire(model)
 
     def remove(self, models: Sequence[ServedModel]) -> None:
-        """Forget versions that have finished.
-
-        Args:
-            models: the versions: each is retired.
-        """
+        """Forget versions that have finished."""
         for model in models:
             versions = self._by_name[model.name]
             versions.retiring.remove(model)
@@ -109,16 +83,7 @@ class ServedModels:
     async def request_scope(self, model_name: str, version: str, protocol: str) -> AsyncIterator[RequestScope]:
         """Bound a request in time and count it; the context lasts from its head to the end of its answer.
 
-        Args:
-            model_name: the model that the request names.
-            version: the version that the request names; may be empty.
-            protocol: ``rest``, ``grpc`` or ``openai``, for the metrics.
-
-        Yields:
-            The request, which reserves a place at a version of the model.
-
-        Raises:
-            RequestError: the model does not exist, or the deadline passed.
+        version: the version that the request names; may be empty.
         """
         start_time, scope, status = time.monotonic(), None, RequestStatus.HUNG_UP.name
         deadline = asyncio.timeout(self.limits.deadline)
@@ -170,15 +135,8 @@ class ServedModels:
     def statistics(self, model_name: str = "", version: str = "") -> dict[str, Any]:
         """Return what loaded versions have done, as Triton's statistics extension defines it.
 
-        Args:
-            model_name: the name of the model; empty for all.
-            version: the version; empty for all.
-
-        Returns:
-            The statistics.
-
-        Raises:
-            RequestError: there is no such model or version.
+        model_name: the name of the model; empty for all.
+        version: the version; empty for all.
         """
         if model_name:
             self.find_versions(model_name).check(version)
@@ -191,17 +149,7 @@ class ServedModels:
         }
 
     def find_versions(self, model_name: str) -> ModelVersions:
-        """Return the versions of a model.
-
-        Args:
-            model_name: the name of the model.
-
-        Returns:
-            The versions.
-
-        Raises:
-            RequestError: there is no such model.
-        """
+        """Return the versions of a model."""
         versions = self._by_name.get(model_name)
         if versions is None:
             served_names = ", ".join(name for name, loaded in self._by_name.items() if loaded.serving) or "none"
@@ -211,14 +159,6 @@ class ServedModels:
     def find(self, model_name: str, version: str) -> ServedModel:
         """Return a version of a model that takes requests.
 
-        Args:
-            model_name: the name of the model.
-            version: the version; empty for the newest.
-
-        Returns:
-            The version.
-
-        Raises:
-            RequestError: there is no such model or version.
+        version: the version; empty for the newest.
         """
         return self.find_versions(model_name).find(version)

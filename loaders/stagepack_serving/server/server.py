@@ -104,18 +104,6 @@ def serve(
     After SIGTERM, which orchestrators send, or SIGHUP, or when a model has ended, the server still accepts requests for
     `ServerLimits.linger` seconds, reports that it is not ready, and closes each HTTP connection with its answer. A second SIGTERM or SIGINT
     ends the process at once.
-
-    Args:
-        control: the models to serve, loaded.
-        addresses: the addresses to listen at.
-        on_listening: called with the addresses, free ports filled in, when the server listens.
-        security: who may use the server.
-
-    Returns:
-        Whether all threads ended. If not, they still run requests that nobody waits for, and end only with the process.
-
-    Raises:
-        AddressError: the server cannot listen at an address.
     """
     # For a request over gRPC, the event loop of asyncio makes some 200 calls of Python, that of uvloop none.
     return uvloop.run(_serve(control, addresses, on_listening, security))
@@ -188,11 +176,7 @@ def _create_http_server(control: ModelControl, security: ServerSecurity) -> uvic
 def _create_grpc_server(
     control: ModelControl, addresses: ServerAddresses, open_calls: OpenCalls, security: ServerSecurity
 ) -> tuple[grpc.aio.Server, int]:
-    """The gRPC server, not started yet, and its port.
-
-    Raises:
-        AddressError: it cannot listen at the address.
-    """
+    """The gRPC server, not started yet, and its port."""
     models = control.models
     options = [
         ("grpc.max_receive_message_length", models.limits.max_request_bytes),
@@ -227,21 +211,13 @@ def _create_grpc_server(
 
 
 def check_addresses(addresses: ServerAddresses) -> None:
-    """Refuse addresses at which the server cannot listen, before models are loaded.
-
-    Raises:
-        AddressError: a port is taken, or the host is none of this machine.
-    """
+    """Refuse addresses at which the server cannot listen, before models are loaded."""
     with _listen(addresses.host, addresses.http_port), _listen(addresses.host, addresses.grpc_port, "gRPC"):
         pass
 
 
 def _listen(host: str, port: int, protocol: str = "HTTP") -> socket.socket:
-    """A listening socket.
-
-    Raises:
-        AddressError: it cannot listen at the address.
-    """
+    """A listening socket."""
     with contextlib.ExitStack() as failure:
         try:
             family, _, _, _, address = socket.getaddrinfo(host, port)[0]

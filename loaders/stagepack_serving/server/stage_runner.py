@@ -24,15 +24,6 @@ class StageRunner:
     def __init__(
         self, model_name: str, version: str, pipeline: Pipeline, interface: Interface, metrics: Metrics
     ) -> None:
-        """Create the runner of a model.
-
-        Args:
-            model_name: the name of the model, for the metrics.
-            version: its version, for the metrics.
-            pipeline: the loaded bundle.
-            interface: the inputs and outputs of the bundle.
-            metrics: the metrics of the server.
-        """
         self.lanes: Sequence[Sequence[int]] = device_lanes(pipeline)
         # One in each lane, and one between two of them.
         self.most_batches = 2 * len(self.lanes) - 1
@@ -45,28 +36,13 @@ class StageRunner:
         ]
 
     def begin(self, inputs: Mapping[str, Array]) -> dict[str, Any]:
-        """Convert the inputs of a batch to the values that the first stage starts from.
-
-        Args:
-            inputs: the input arrays by name.
-
-        Returns:
-            The values by edge name.
-        """
+        """Convert the inputs of a batch to the values that the first stage starts from."""
         return input_values(self._pipeline, self._interface, inputs)
 
     def run_stage(self, stage_number: int, values: dict[str, Any], sequence: RequestSequence | None) -> None:
         """Run a stage, and wait until its device has finished. When a device is lost, no batch runs any more.
 
-        Args:
-            stage_number: the stage.
-            values: the values by edge name; the outputs of the stage are added, values that no later stage needs are removed.
-            sequence: the sequence whose state the stage uses and updates; None for a model without state.
-
-        Raises:
-            InputError: the stage cannot use the values of the inputs.
-            StageFailedError: an operator failed.
-            StageLostError: an operator failed on a device that computes nothing more in this process.
+        sequence: the sequence whose state the stage uses and updates; None for a model without state.
         """
         start_time = time.perf_counter()
         try:
@@ -90,12 +66,7 @@ class StageRunner:
     def finish(self, values: dict[str, Any], sequence: RequestSequence | None) -> Mapping[str, Array]:
         """Convert the values after the last stage to the outputs of a batch.
 
-        Args:
-            values: the values by edge name.
-            sequence: the sequence that the batch belongs to.
-
-        Returns:
-            The output arrays by name. Those of a sequence are copies: a value may be a view of the state that later calls write.
+        The result is the output arrays by name. Those of a sequence are copies: a value may be a view of the state that later calls write.
         """
         return output_arrays(self._interface, values, copies=sequence is not None)
 
@@ -120,14 +91,7 @@ class StageRunner:
 
 
 def device_lanes(pipeline: Pipeline) -> list[list[int]]:
-    """Group the stages of a pipeline into lanes.
-
-    Args:
-        pipeline: the pipeline.
-
-    Returns:
-        The stage numbers of each lane: consecutive stages on one device.
-    """
+    """Group the stages of a pipeline into lanes."""
     lanes: list[list[int]] = []
     for stage_number, device in enumerate(pipeline.devices):
         if lanes and pipeline.devices[stage_number - 1] == device:
@@ -146,13 +110,7 @@ def input_values(pipeline: CallablePipeline, interface: Interface, inputs: Mappi
 
 
 def output_arrays(interface: Interface, values: Mapping[str, Any], *, copies: bool) -> dict[str, Array]:
-    """Convert the values after the last stage to the outputs of a batch, by output name.
-
-    Args:
-        interface: the inputs and outputs of the bundle.
-        values: the values by edge name.
-        copies: whether a value may be a view of memory that later calls write.
-    """
+    """Convert the values after the last stage to the outputs of a batch, by output name."""
     outputs = {
         output_name: numpy.ascontiguousarray(to_elements(values[tensor.edge.name], tensor.edge))
         for output_name, tensor in interface.outputs.items()

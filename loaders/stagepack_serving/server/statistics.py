@@ -27,9 +27,7 @@ class TotalDuration:
     def add(self, seconds: float, count: int = 1) -> None:
         """Add durations.
 
-        Args:
-            seconds: how long something took.
-            count: for how many requests.
+        seconds: how long something took.
         """
         self.count += count
         self.seconds += seconds * count
@@ -54,12 +52,7 @@ class ComputeDurations:
     compute_output: TotalDuration = field(default_factory=TotalDuration)
 
     def add(self, batch: CallBatch, count: int) -> None:
-        """Add a batch that has run.
-
-        Args:
-            batch: the batch.
-            count: for how many requests.
-        """
+        """Add a batch that has run."""
         self.compute_input.add(batch.begin_time - batch.start_time, count)
         self.compute_infer.add(batch.run_time - batch.begin_time, count)
         self.compute_output.add(batch.end_time - batch.run_time, count)
@@ -77,11 +70,6 @@ class VersionStatistics:
     """What one version of a model has done. The event loop counts answers; the last lane of the model counts batches."""
 
     def __init__(self, max_batch_size: int) -> None:
-        """Start at zero.
-
-        Args:
-            max_batch_size: the largest batch that is counted by its size, so that clients do not choose how many sizes are kept.
-        """
         self._max_batch_size = max_batch_size
         self._last_inference = 0.0
         self._inference_count = 0
@@ -95,18 +83,12 @@ class VersionStatistics:
     def count_answer(self, seconds: float, *, is_success: bool) -> None:
         """Count a request that was answered or refused.
 
-        Args:
-            seconds: the time from its head to its answer.
-            is_success: whether it has outputs.
+        seconds: the time from its head to its answer.
         """
         (self._success if is_success else self._fail).add(seconds)
 
     def count_batch(self, batch: CallBatch) -> None:
-        """Count a batch that has run.
-
-        Args:
-            batch: the batch.
-        """
+        """Count a batch that has run."""
         self._last_inference = time.time()
         batch_size = sum(call.batch_size for call in batch.calls)
         self._inference_count += batch_size

@@ -10,9 +10,6 @@ def watch_stop_signals() -> asyncio.Future[signal.Signals]:
     After SIGTERM or SIGINT, the next one of them has its default action, which ends the process at once. A hang-up never does: a shell
     and the kernel both send SIGHUP when a terminal closes, and systemd sends it right after SIGTERM (``SendSIGHUP=``). A process that
     was started with SIGHUP ignored, as by nohup, keeps ignoring it.
-
-    Returns:
-        The first signal, once it arrives.
     """
     loop = asyncio.get_running_loop()
     first_signal: asyncio.Future[signal.Signals] = loop.create_future()

@@ -26,18 +26,8 @@ def tensor_from_bytes(
 ) -> InferenceTensor:
     """Decode a tensor from its elements in row-major order.
 
-    Args:
-        tensor_name: the name of the input.
-        datatype: a datatype of the protocol.
-        shape: the shape.
-        content: the elements, little-endian. They are copied, so that the array may be written, and is aligned: results
-            may differ by the alignment of the inputs.
-
-    Returns:
-        The tensor.
-
-    Raises:
-        RequestError: the datatype is unknown, the shape impossible, or the number of bytes does not fit the shape.
+    content: the elements, little-endian. They are copied, so that the array may be written, and is aligned: results may differ by the
+        alignment of the inputs.
     """
     dtype, element_count = _check_datatype_and_shape(tensor_name, datatype, shape)
     expected_bytes = element_count * dtype.itemsize
@@ -54,20 +44,7 @@ def tensor_from_bytes(
 def tensor_from_numbers(
     tensor_name: str, datatype: str, shape: Sequence[int], decode_numbers: NumberDecoder
 ) -> InferenceTensor:
-    """Decode a tensor from numbers in a flat list, or in lists nested as the shape is.
-
-    Args:
-        tensor_name: the name of the input.
-        datatype: a datatype of the protocol.
-        shape: the shape.
-        decode_numbers: decodes the numbers.
-
-    Returns:
-        The tensor.
-
-    Raises:
-        RequestError: as for `tensor_from_reader`.
-    """
+    """Decode a tensor from numbers in a flat list, or in lists nested as the shape is."""
 
     def read_array(dtype: numpy.dtype[Any]) -> Array:
         number_type = {"b": bool, "i": int, "u": int, "f": float}[dtype.kind]
@@ -81,18 +58,7 @@ def tensor_from_reader(
 ) -> InferenceTensor:
     """Decode a tensor from numbers, of which the array is made here.
 
-    Args:
-        tensor_name: the name of the input.
-        datatype: a datatype of the protocol.
-        shape: the shape.
-        read_array: returns the array, flat or of the shape, of the dtype that it is called with. It may raise ValueError and
-            ArithmeticError.
-
-    Returns:
-        The tensor.
-
-    Raises:
-        RequestError: the datatype is unknown or BF16, the shape impossible, or the numbers are of another type, count or range.
+    read_array: returns the array, flat or of the shape, of the dtype that it is called with. It may raise ValueError and ArithmeticError.
     """
     dtype, element_count = _check_datatype_and_shape(tensor_name, datatype, shape)
     if datatype == "BF16":
@@ -125,11 +91,7 @@ def _decode_flat_or_nested(decode_numbers: NumberDecoder, number_type: Any, dime
 
 
 def _check_datatype_and_shape(tensor_name: str, datatype: str, shape: Sequence[int]) -> tuple[numpy.dtype[Any], int]:
-    """The numpy dtype of a tensor and its number of elements.
-
-    Raises:
-        RequestError: the datatype is unknown, or no array has the shape.
-    """
+    """The numpy dtype of a tensor and its number of elements."""
     if datatype not in NUMPY_DTYPES:
         expected = ", ".join(NUMPY_DTYPES)
         raise RequestError(

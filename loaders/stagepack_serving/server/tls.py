@@ -54,17 +54,6 @@ class ServerTls:
         key: str | os.PathLike[str],
         client_ca: str | os.PathLike[str] | None = None,
     ) -> None:
-        """Read and check the files.
-
-        Args:
-            certificate: a PEM file with the certificate of the server, and those between it and its authority.
-            key: a PEM file with its private key, without a password.
-            client_ca: a PEM file with the authorities whose certificates clients must have; None if clients need none.
-
-        Raises:
-            CredentialError: a file cannot be read or does not hold what it should, the key is not that of the certificate, or other users
-                can read it.
-        """
         self._certificate_path = certificate
         self._key_path = key
         self._client_ca_path = client_ca
@@ -72,11 +61,7 @@ class ServerTls:
         self.reload()
 
     def reload(self) -> None:
-        """Read the files again. Clients do not resume sessions of connections that were made before.
-
-        Raises:
-            CredentialError: as when they were read first; what was read before is used on.
-        """
+        """Read the files again. Clients do not resume sessions of connections that were made before."""
         context = _new_context()
         key_pair = _read_pair(self._certificate_path, self._key_path, context)
         client_ca = None
@@ -86,11 +71,7 @@ class ServerTls:
         self.context.newest = context
 
     def grpc_credentials(self) -> Any:
-        """Return the credentials of a gRPC server.
-
-        Returns:
-            The credentials, which follow `reload`.
-        """
+        """Return the credentials of a gRPC server."""
         sent_files = self._files
 
         def configuration() -> Any:
@@ -122,11 +103,7 @@ def _new_context() -> ssl.SSLContext:
 def _read_pair(
     certificate: str | os.PathLike[str], key: str | os.PathLike[str], context: ssl.SSLContext
 ) -> tuple[bytes, bytes]:
-    """Read a key and its certificate, which the context then uses; return them in PEM, the key first.
-
-    Raises:
-        CredentialError: they cannot be used.
-    """
+    """Read a key and its certificate, which the context then uses; return them in PEM, the key first."""
     certificate_pem = read_credential_file(certificate, "TLS certificate", is_secret=False)
     key_pem = read_credential_file(key, "TLS key", is_secret=True)
     _check_certificates(certificate, certificate_pem, "TLS certificate")
@@ -148,11 +125,7 @@ def _read_pair(
 
 
 def _read_client_ca(path: str | os.PathLike[str], context: ssl.SSLContext) -> bytes:
-    """Read the authorities of clients, which the context then requires; return them in PEM.
-
-    Raises:
-        CredentialError: they cannot be used.
-    """
+    """Read the authorities of clients, which the context then requires; return them in PEM."""
     client_ca = read_credential_file(path, "client CA", is_secret=False)
     _check_certificates(path, client_ca, "client CA")
     context.load_verify_locations(cadata=client_ca.decode())
@@ -161,11 +134,7 @@ def _read_client_ca(path: str | os.PathLike[str], context: ssl.SSLContext) -> by
 
 
 def _check_certificates(path: str | os.PathLike[str], content: bytes, description: str) -> None:
-    """Check that a file holds certificates.
-
-    Raises:
-        CredentialError: it does not.
-    """
+    """Check that a file holds certificates."""
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_verify_locations(cadata=content.decode("ascii"))
     except (ssl.SSLError, UnicodeDecodeError) as error:

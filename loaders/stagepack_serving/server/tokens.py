@@ -31,12 +31,6 @@ class AuthenticationError(RequestError):
     """
 
     def __init__(self, message: str, challenge: str) -> None:
-        """Create the error.
-
-        Args:
-            message: the text for the client.
-            challenge: the value of the header WWW-Authenticate.
-        """
         super().__init__(RequestStatus.UNAUTHENTICATED, message)
         self.challenge = challenge
 
@@ -45,49 +39,22 @@ class StoredTokens:
     """The tokens in a file with one on each line, of which only digests are kept. Empty lines and lines with ``#`` in front are skipped."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Read the file.
-
-        Args:
-            path: the file, which may be a pipe. Other users must not be able to read it.
-
-        Raises:
-            CredentialError: the file cannot be read, has no token, or a line is no token of at least 16 characters.
-        """
         self._path = path
         self._digests = _read_digests(path)
 
     def __call__(self, token: str) -> bool:
-        """Return whether a token is in the file, in a time that does not tell how much of it is right.
-
-        Args:
-            token: the token.
-
-        Returns:
-            Whether it is.
-        """
+        """Return whether a token is in the file, in a time that does not tell how much of it is right."""
         token_digest = _digest(token)
         # All are compared, also after a match.
         return sum(hmac.compare_digest(token_digest, digest) for digest in self._digests) > 0
 
     def reload(self) -> None:
-        """Read the file again.
-
-        Raises:
-            CredentialError: as when it was read first; the old tokens are accepted on.
-        """
+        """Read the file again."""
         self._digests = _read_digests(self._path)
 
 
 def check_authorization(check_token: TokenCheck, authorization_values: Sequence[str]) -> None:
-    """Check the authorization of a request.
-
-    Args:
-        check_token: says whether a token is accepted.
-        authorization_values: the values of its ``authorization`` headers.
-
-    Raises:
-        AuthenticationError: it has no token, or one that is not accepted.
-    """
+    """Check the authorization of a request."""
     if not authorization_values:
         message = "this server requires a token: send it as 'Authorization: Bearer TOKEN'"
         raise AuthenticationError(message, _FIRST_CHALLENGE)
@@ -98,11 +65,7 @@ def check_authorization(check_token: TokenCheck, authorization_values: Sequence[
 
 
 def _read_digests(path: str | os.PathLike[str]) -> list[bytes]:
-    """The digests of the tokens in a file.
-
-    Raises:
-        CredentialError: there are none, or a line is no token.
-    """
+    """The digests of the tokens in a file."""
     digests = []
     for line_number, line in enumerate(read_credential_file(path, "token file", is_secret=True).splitlines(), start=1):
         token = line.strip().decode("latin-1")

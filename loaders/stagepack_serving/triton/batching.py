@@ -11,11 +11,7 @@ def batching_obstacle(bundle: Bundle) -> str:
     Triton requires a dimension besides the batch dimension in every tensor. The configuration could add one by ``reshape``, but then
     clients would have to send it.
 
-    Args:
-        bundle: the bundle.
-
-    Returns:
-        The reason; empty if Triton can batch requests.
+    The result is the reason; empty if Triton can batch requests.
     """
     dimension = batch_dimension(bundle, bundle.edges)
     if isinstance(dimension, str):

@@ -22,20 +22,7 @@ _RESULTS_MODULE = "results_model"
 
 
 def ensemble_models(bundle: Bundle, options: RepositoryOptions) -> list[TritonModel]:
-    """Describe all models of a bundle.
-
-    Args:
-        bundle: the bundle.
-        options: the options of the repository.
-
-    Returns:
-        The models of the stages, the model that copies results, if one is needed, and the ensemble.
-
-    Raises:
-        DeviceError: Triton has no such device, or there are more devices than stages.
-        OperatorError: a stage lacks the file that its runtime or backend needs, or the backend cannot run it; or no stage knows all sizes
-            of a guard.
-    """
+    """Describe all models of a bundle."""
     _check_guards(bundle)
     wiring = _EnsembleWiring(bundle, options)
     parts = [*stage_models(bundle, options), *wiring.results_models()]
@@ -43,11 +30,7 @@ def ensemble_models(bundle: Bundle, options: RepositoryOptions) -> list[TritonMo
 
 
 def _check_guards(bundle: Bundle) -> None:
-    """Check that each guard can be checked by a stage, from the sizes of the inputs that it gets.
-
-    Raises:
-        OperatorError: a guard compares sizes that only several stages know together.
-    """
+    """Check that each guard can be checked by a stage, from the sizes of the inputs that it gets."""
     edges = {edge.name: edge for edge in bundle.edges}
     symbols = bundle.entry_point.symbols
     known = [determined_symbols([edges[name] for name in stage.inputs], symbols) for stage in bundle.stages]

@@ -26,19 +26,6 @@ def find_replaced_models(root: Path, new_names: Sequence[str], *, overwrite: boo
 
     The parts of the old ensemble are the steps of its configuration. A part that no ensemble names is replaced, too, if a new part has its
     name: a writer that was killed may leave one.
-
-    Args:
-        root: the repository.
-        new_names: the names of the new models, the ensemble last.
-        overwrite: whether models may be replaced.
-
-    Returns:
-        Their folders.
-
-    Raises:
-        OutputExistsError: there are some, and `overwrite` is false, or one of them is no part of the old ensemble, is a part of another
-            ensemble too, was not written by stagepack, or has files that stagepack does not write.
-        OSError: the repository cannot be read.
     """
     ensemble_name = new_names[-1]
     old_folders = [root / model_name for model_name in reversed(new_names) if os.path.lexists(root / model_name)]

@@ -40,24 +40,7 @@ def write_repository(
     Each model is a folder with its configuration, the manifest, and the files of its stage. All models appear together: an error leaves
     the repository as it was. If the process is killed while it replaces models, some may be the old ones: repeat the call.
 
-    Args:
-        bundle: the bundle.
-        out: the repository, which may hold other models. It is created if it does not exist.
-        options: how the models run.
-        overwrite: replace the ensemble of the same name and its parts, if stagepack wrote them and nobody else added files to them.
-
-    Returns:
-        The names of the models, the ensemble last.
-
-    Raises:
-        InputError: the model name is not a valid folder name, the repository is inside the bundle, or a file of the bundle has a name
-            that Triton may run.
-        OutputExistsError: a model of that name exists, and `overwrite` is false or the model may not be replaced; see
-            `find_replaced_models`.
-        WriteError: a file cannot be written, or the file system does not allow a hard link to the bundle.
-        DeviceError: Triton has no such device, or there are more devices than stages.
-        OperatorError: the runtime or the backend cannot run a stage.
-        DigestError: a file of the bundle is damaged.
+    overwrite: replace the ensemble of the same name and its parts, if stagepack wrote them and nobody else added files to them.
     """
     if not _MODEL_NAME.fullmatch(options.model_name):
         raise InputError(f"expected a name of letters, digits, '_', '-' and '.', found {options.model_name!r}")

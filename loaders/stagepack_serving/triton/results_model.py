@@ -16,8 +16,7 @@ class TritonPythonModel:
     def initialize(self, args: Mapping[str, str]) -> None:
         """Read which input each output is a copy of.
 
-        Args:
-            args: the arguments of Triton; ``model_config`` is the configuration that `stagepack_serving.triton.ensemble` built, as JSON.
+        args: the arguments of Triton; ``model_config`` is the configuration that `stagepack_serving.triton.ensemble` built, as JSON.
         """
         config = json.loads(args["model_config"])
         self._input_of_output = {
@@ -25,14 +24,7 @@ class TritonPythonModel:
         }
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
-        """Answer requests.
-
-        Args:
-            requests: requests of Triton.
-
-        Returns:
-            A response to each request, in their order.
-        """
+        """Answer requests."""
         return [triton.InferenceResponse(output_tensors=self._copy_tensors(request)) for request in requests]
 
     def _copy_tensors(self, request: Any) -> list[Any]:

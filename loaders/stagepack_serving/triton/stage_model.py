@@ -27,11 +27,7 @@ class TritonPythonModel:
     def initialize(self, args: Mapping[str, str]) -> None:
         """Load the stage on the device of the instance.
 
-        Args:
-            args: the arguments of Triton; ``model_config`` is the configuration that `stagepack_serving.triton.stages` built, as JSON.
-
-        Raises:
-            StagepackError: the stage cannot be loaded; see `stagepack.load_stage`.
+        args: the arguments of Triton; ``model_config`` is the configuration that `stagepack_serving.triton.stages` built, as JSON.
         """
         config = json.loads(args["model_config"])
         parameters = {
@@ -56,14 +52,7 @@ class TritonPythonModel:
         self._state_of_sequence: OrderedDict[Any, Any] = OrderedDict()
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
-        """Answer requests. Those with equal input shapes, but for the batch dimension, run as one batch.
-
-        Args:
-            requests: requests of Triton.
-
-        Returns:
-            A response to each request, in their order.
-        """
+        """Answer requests. Those with equal input shapes, but for the batch dimension, run as one batch."""
         responses: list[Any] = [None] * len(requests)
         inputs: dict[int, list[Any]] = {}
         groups: dict[Hashable, list[int]] = {}
@@ -92,11 +81,7 @@ class TritonPythonModel:
         self._has_state = bool(stage.state)
 
     def _read_inputs(self, request: Any) -> list[Any]:
-        """The inputs of a request as the stage takes them.
-
-        Raises:
-            InputError: they violate the boundary contract.
-        """
+        """The inputs of a request as the stage takes them."""
         values, arguments = [], {}
         for tensor in self._inputs:
             triton_tensor = triton.get_input_tensor_by_name(request, tensor.name)

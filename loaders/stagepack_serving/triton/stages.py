@@ -21,19 +21,7 @@ from stagepack_serving.triton.triton_model import TritonModel, build_part_config
 
 
 def stage_models(bundle: Bundle, options: RepositoryOptions) -> Iterator[TritonModel]:
-    """Describe the model of each stage. Its inputs and outputs have the names of their edges.
-
-    Args:
-        bundle: the bundle.
-        options: the options of the repository.
-
-    Yields:
-        The models, in the order of the stages.
-
-    Raises:
-        DeviceError: Triton has no such device, or there are more devices than stages.
-        OperatorError: a stage lacks the file that its runtime or backend needs, or the backend cannot run it.
-    """
+    """Describe the model of each stage. Its inputs and outputs have the names of their edges."""
     edges = {edge.name: edge for edge in bundle.edges}
     devices = place_stages(bundle.entry_point, list(options.devices))
     for stage_number, (stage, device) in enumerate(zip(bundle.stages, devices, strict=True)):
@@ -95,11 +83,7 @@ def _onnxruntime_obstacle(stage: Stage, dtypes: dict[str, str], guards: Sequence
 
 
 def _set_device(config: ModelConfig, device: str) -> None:
-    """Place a model on a device.
-
-    Raises:
-        DeviceError: Triton has no such device.
-    """
+    """Place a model on a device."""
     device_type, _, device_index = device.partition(":")
     if device_type == "cpu" and not device_index:
         config.instance_group.add(kind=ModelInstanceGroup.KIND_CPU, count=1)

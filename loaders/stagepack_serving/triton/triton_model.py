@@ -30,14 +30,7 @@ def build_part_config(
 ) -> ModelConfig:
     """Build the configuration of a model that is a part of the ensemble.
 
-    Args:
-        options: the options of the repository.
-        suffix: the second part of the name of the model, after that of the ensemble.
-        inputs: the inputs of the model.
-        outputs: the outputs of the model.
-
-    Returns:
-        The configuration, with dynamic batching but no backend yet.
+    suffix: the second part of the name of the model, after that of the ensemble.
     """
     model_name = f"{options.model_name}_{suffix}"
     config = build_model_config(model_name, inputs, outputs, max_batch_size=options.max_batch_size)

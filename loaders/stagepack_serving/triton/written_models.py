@@ -8,11 +8,7 @@ CONFIG_MARKER: Final = b"# Written by stagepack.\n"
 
 
 def is_written_by_stagepack(folder: Path) -> bool:
-    """Whether a folder is a model that stagepack has written.
-
-    Raises:
-        OSError: its configuration cannot be read.
-    """
+    """Whether a folder is a model that stagepack has written."""
     config = folder / "config.pbtxt"
     if not config.is_file():
         return False

@@ -46,19 +46,7 @@ def bundle_page(
     *,
     with_nodes: bool = True,
 ) -> str:
-    """Return the HTML page of a bundle.
-
-    Args:
-        bundle: the bundle.
-        profile: the device that the times are of, or measured times of its nodes.
-        trace: a run of the bundle, to compare with its pipeline.
-        with_nodes: also list the nodes, for which the graphs are read.
-
-    Raises:
-        CutError: the bundle contains no plan, so its costs are unknown; or the profile is of another model.
-        DigestError: a graph file is not the one that the manifest lists.
-        FormatError: a graph breaks a rule of the format.
-    """
+    """Return the HTML page of a bundle."""
     bundle_name = folder_name(bundle.location)
     style, zoom_script, node_script = (_asset(name) for name in ("report.css", "picture.js", "report.js"))
     entry_points = each_entry_point(bundle)

@@ -26,11 +26,7 @@ _BUTTONS = {"in": "Zoom in", "out": "Zoom out", "whole": "Whole picture", "full"
 
 
 def pipeline_picture(cut_facts: Mapping[str, Any]) -> Element:
-    """Return the drawings of a pipeline for all widths, with buttons that the script of the page shows.
-
-    Args:
-        cut_facts: the facts of the cut.
-    """
+    """Return the drawings of a pipeline for all widths, with buttons that the script of the page shows."""
     size_classes: dict[int, list[str]] = {}
     for size_class, most_columns in _MOST_COLUMNS.items():
         size_classes.setdefault(column_counts(len(cut_facts["stages"]), most_columns), []).append(size_class)
@@ -52,13 +48,7 @@ def pipeline_picture(cut_facts: Mapping[str, Any]) -> Element:
 
 
 def pipeline_drawing(cut_facts: Mapping[str, Any], layout: PipelineLayout, class_: str) -> Element:
-    """Return one drawing of a pipeline.
-
-    Args:
-        cut_facts: the facts of the cut.
-        layout: its geometry.
-        class_: its CSS classes.
-    """
+    """Return one drawing of a pipeline."""
     slowest = max((stage["picoseconds"] for stage in cut_facts["stages"]), default=0) or 1
     edges, boxes = cut_facts["edges"], layout.boxes
     return html_element(

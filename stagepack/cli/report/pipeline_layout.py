@@ -117,9 +117,7 @@ def column_counts(stage_count: int, most_columns: int) -> int:
 def pipeline_layout(cut_facts: Mapping[str, Any], columns: int) -> PipelineLayout:
     """Return the geometry of the pipeline of a cut.
 
-    Args:
-        cut_facts: the facts of the cut.
-        columns: the number of cells in a row, at least 2.
+    columns: the number of cells in a row, at least 2.
     """
     return _Router(cut_facts, columns).layout()
 

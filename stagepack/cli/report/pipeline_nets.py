@@ -55,11 +55,7 @@ class Net:
         return (cell == self.root) == self.collects
 
     def cells_by_row(self, columns: int) -> dict[int, list[int]]:
-        """Return its cells in each row that has one, in order.
-
-        Args:
-            columns: the number of cells in a row.
-        """
+        """Return its cells in each row that has one, in order."""
         cells_of_row: dict[int, list[int]] = {}
         for cell in self.cells:
             cells_of_row.setdefault(cell // columns, []).append(cell)
@@ -117,11 +113,7 @@ def _cell_name(name: str) -> str:
 
 
 def packed_lanes(spans: Mapping[Net, tuple[int, int]]) -> dict[Net, int]:
-    """Return a lane for each net, so that the spans of one lane are disjoint; short spans first.
-
-    Args:
-        spans: the first and the last position of each net; no position is negative.
-    """
+    """Return a lane for each net, so that the spans of one lane are disjoint; short spans first."""
     # The lanes that are taken at each position, as the bits of an integer.
     taken = [0] * (max((end for _, end in spans.values()), default=0) + 1)
     packed: dict[Net, int] = {}

@@ -52,13 +52,7 @@ class Row:
 
 
 def timeline_drawing(rows: Sequence[Row], duration: float, title: str) -> Element:
-    """Return a drawing of rows over a common time.
-
-    Args:
-        rows: the processes.
-        duration: the time that the drawing spans.
-        title: what it shows, for those who do not see it.
-    """
+    """Return a drawing of rows over a common time."""
     has_strips = any(bar.kind != "compute" for row in rows for bar in row.bars)
     row_height = _ROW_HEIGHT + (2 * _STRIP_HEIGHT + 2 if has_strips else 0)
     step = _LABEL_HEIGHT + row_height + _ROW_GAP

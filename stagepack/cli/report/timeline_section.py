@@ -24,9 +24,7 @@ _PICOSECONDS = 1000  # in a nanosecond
 def timeline_section(trace: "RunTrace", stage_times: Sequence[float]) -> Element:
     """Return the timeline of a traced run, that of the estimate for as many requests, and the idle shares of both.
 
-    Args:
-        trace: a run of the bundle.
-        stage_times: the time of each stage in picoseconds, estimated or measured by `stagepack profile`.
+    stage_times: the time of each stage in picoseconds, estimated or measured by `stagepack profile`.
     """
     facts = trace_facts(trace)
     process_times = _process_times(trace, stage_times)

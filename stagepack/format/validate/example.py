@@ -27,12 +27,7 @@ def example_edges(entry_point: EntryPoint) -> dict[str, Edge]:
 
 
 def check_example(entry_point: EntryPoint, tensors: Mapping[str, StoredTensor]) -> Iterator[Problem]:
-    """Yield the problems of the tensors of an example.
-
-    Args:
-        entry_point: the entry point.
-        tensors: the tensors of the file, by name.
-    """
+    """Yield the problems of the tensors of an example."""
     location = str(entry_point.example)
     edges = example_edges(entry_point)
     if differing := sorted(edges.keys() ^ tensors.keys()):

@@ -32,12 +32,7 @@ class _RegionFacts:
 
 
 def check_folded(folded: FoldedGraph, file_name: str) -> Iterator[Problem]:
-    """Yield the problems of the regions of a graph. If there are none, `unfold_graph` needs bounded memory.
-
-    Args:
-        folded: the graph as its file stores it.
-        file_name: the name of the graph file.
-    """
+    """Yield the problems of the regions of a graph. If there are none, `unfold_graph` needs bounded memory."""
     for rule, location, message in _check(folded):
         yield Problem(rule=rule, where=f"{file_name}: {location}", message=message)
 

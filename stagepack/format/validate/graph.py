@@ -37,12 +37,7 @@ from stagepack.format.validate.sizes import check_symbols, check_type
 
 
 def check_graph(graph: Graph, file_name: str) -> Iterator[Problem]:
-    """Yield the problems of a graph by itself: the rules G, S and T.
-
-    Args:
-        graph: the unfolded graph.
-        file_name: the name of the graph file.
-    """
+    """Yield the problems of a graph by itself: the rules G, S and T."""
     for rule, location, message in _check(graph):
         yield Problem(rule=rule, where=f"{file_name}: {location}", message=message)
 
@@ -203,16 +198,7 @@ def _check_definition(value: Value, symbols: set[str], defined: set[str], locati
 def _check_body(
     graph: Graph, body: Graph | Subgraph, symbols: set[str], defined: set[str], callable_below: int, prefix: str
 ) -> Iterator[BrokenRule]:
-    """Yield the problems of the nodes of a graph or a subgraph.
-
-    Args:
-        graph: the graph that has the tables.
-        body: the graph itself or one of its subgraphs.
-        symbols: the names of the declared symbols.
-        defined: the names of the values that are defined before the first node; names are added.
-        callable_below: subgraphs with a smaller index may be called.
-        prefix: the beginning of each location.
-    """
+    """Yield the problems of the nodes of a graph or a subgraph."""
     if isinstance(body, Subgraph):
         for value in body.inputs:
             yield from _check_definition(value, symbols, defined, f"{prefix}input")

@@ -14,12 +14,7 @@ _TRAINABLE_PREFIXES = ("float", "bfloat", "complex")
 
 
 def check_graph_weights(weights: Sequence[Weight], defined: set[str]) -> Iterator[BrokenRule]:
-    """Yield the problems of the weights of a graph.
-
-    Args:
-        weights: the weights.
-        defined: the names of the values that are defined already; the names of the weights are added.
-    """
+    """Yield the problems of the weights of a graph."""
     seen: set[str] = set()
     for weight in weights:
         location = f"weight {weight.value[:80]}"

@@ -30,13 +30,9 @@ def check_onnx(
 ) -> Iterator[Problem]:
     """Yield the problems of the ONNX file of a stage.
 
-    Args:
-        model: the parsed file.
-        stage: the manifest entry of the stage.
-        values: the edges by name; and the weights that calls write, by their names with the prefixes ``state.`` and ``next.``.
-        tensors_of_file: the tensors of each weight file that the ONNX file may refer to, by file name; those of a file by their names, in
-            the order of the file.
-        file_name: the name of the ONNX file.
+    values: the edges by name; and the weights that calls write, by their names with the prefixes ``state.`` and ``next.``.
+    tensors_of_file: the tensors of each weight file that the ONNX file may refer to, by file name; those of a file by their names, in the
+        order of the file.
     """
     for message in _boundary_differences(model, stage, values):
         yield Problem(rule="O3", where=file_name, message=message)

@@ -11,12 +11,7 @@ BrokenRule = tuple[str, str, str]
 
 
 def raise_problems(problems: Iterable[Problem]) -> None:
-    """Raise one error with all problems, if there are any. Of very many problems, the first `limits.REPORTED_PROBLEMS` are reported.
-
-    Raises:
-        LimitError: all broken rules are limits (L1, L2).
-        FormatError: another rule is broken.
-    """
+    """Raise one error with all problems, if there are any. Of very many problems, the first `limits.REPORTED_PROBLEMS` are reported."""
     reported = list(itertools.islice(problems, limits.REPORTED_PROBLEMS))
     if reported:
         raise (LimitError if all(problem.rule.startswith("L") for problem in reported) else FormatError)(reported)

@@ -9,23 +9,13 @@ from stagepack.format.validate.problems import BrokenRule, format_names
 
 
 def check_depth(signature: Signature, location: str) -> Iterator[BrokenRule]:
-    """Yield a problem if the containers of a signature are nested too deep (L2). `check_signature` must not be called then.
-
-    Args:
-        signature: a signature.
-        location: its location in the file.
-    """
+    """Yield a problem if the containers of a signature are nested too deep (L2). `check_signature` must not be called then."""
     if any(_too_deep(tree) for tree in signature.trees):
         yield "L2", location, f"containers are nested deeper than {limits.NESTING_DEPTH}"
 
 
 def check_signature(signature: Signature, location: str) -> Iterator[BrokenRule]:
-    """Yield the problems of a signature.
-
-    Args:
-        signature: a signature that `check_depth` finds no problem in.
-        location: its location in the file.
-    """
+    """Yield the problems of a signature."""
     parameter_names = [parameter.name for parameter in signature.parameters]
     if len(set(parameter_names)) != len(parameter_names) or any(
         len(parameter_name) > limits.NAME_CHARACTERS for parameter_name in parameter_names

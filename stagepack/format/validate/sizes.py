@@ -60,14 +60,7 @@ def check_guards(guards: tuple[Guard, ...], symbols: tuple[Symbol, ...]) -> Iter
 
 
 def check_dim(dim: Dim, symbols: set[str], location: str, depth: int = 0) -> Iterator[BrokenRule]:
-    """Yield the problems of a dimension (S2, S3, L1, L2).
-
-    Args:
-        dim: the dimension.
-        symbols: the names of the declared symbols.
-        location: the location of the dimension in the file.
-        depth: the number of operations around the dimension.
-    """
+    """Yield the problems of a dimension (S2, S3, L1, L2)."""
     if isinstance(dim, str):
         if dim not in symbols:
             yield "S2", location, f"the symbol {dim[:80]!r} is not declared"
@@ -90,14 +83,7 @@ def _max_operands(op: str) -> int:
 
 
 def check_type(value: Value | Edge, symbols: set[str], rule: str, location: str) -> Iterator[BrokenRule]:
-    """Yield the problems of the dtype, the shape and the expr of a value or an edge.
-
-    Args:
-        value: the value or the edge.
-        symbols: the names of the declared symbols.
-        rule: the rule on the dtype: G7 for a value, M8 for an edge.
-        location: the location of the value in the file.
-    """
+    """Yield the problems of the dtype, the shape and the expr of a value or an edge."""
     is_scalar = value.dtype in SCALAR_DTYPES
     if value.dtype not in ITEM_SIZE and not is_scalar and not WORD_PATTERN.fullmatch(value.dtype):
         yield rule, location, f"{value.dtype[:80]!r} is not a dtype"

@@ -79,13 +79,7 @@ class StageGraph:
 
 
 def check_stage(stage_graph: StageGraph, stage: Stage, facts: EntryPointFacts) -> Iterator[Problem]:
-    """Yield the problems of a stage whose graph and manifest do not agree.
-
-    Args:
-        stage_graph: the graph of the stage.
-        stage: the manifest entry of the stage.
-        facts: what the manifest states of its entry point.
-    """
+    """Yield the problems of a stage whose graph and manifest do not agree."""
     for rule, message in (
         *_differences(stage_graph, stage, facts),
         *_state_differences(stage_graph, stage, facts),

@@ -22,18 +22,13 @@ class NamedWeights:
     """The weights of the stages that were checked so far, by their names."""
 
     def __init__(self) -> None:
-        """Start with no stage."""
         self._weights: dict[str, tuple[Weight, str | None]] = {}
 
     def differing_name(self, weight: Weight, file_name: str | None) -> str | None:
         """Add a weight.
 
-        Args:
-            weight: the weight; the name of its value is not compared.
-            file_name: the weight file that holds it; None for zeros.
-
-        Returns:
-            A name that another weight of an earlier stage has, or the same one in another file; None if there is none.
+        file_name: the weight file that holds it; None for zeros.
+        The result is a name that another weight of an earlier stage has, or the same one in another file; None if there is none.
         """
         stored_weight = (replace(weight, value=""), file_name)
         differing = (name for name in weight.names if self._weights.setdefault(name, stored_weight) != stored_weight)
@@ -56,15 +51,8 @@ def check_weights(
 ) -> Iterator[Problem]:
     """Yield the problems of the weights of a stage.
 
-    Args:
-        weights: the weights of the stage's graph.
-        headers: the name of each weight file of the stage, and its tensors by name.
-        stage: the manifest entry of the stage.
-        named_weights: the weights of the stages that this one is compared with.
-
-    Yields:
-        One problem for each tensor that two files hold, for each weight that does not fit its stored tensor (W7), and for each that has
-        the name of another one (W8); and where the manifest states other bytes, or files that the stage does not need (W9).
+    It yields one problem for each tensor that two files hold, for each weight that does not fit its stored tensor (W7), and for each that
+        has the name of another one (W8); and where the manifest states other bytes, or files that the stage does not need (W9).
     """
     stored: dict[str, StoredTensor] = {}
     files: dict[str, str] = {}
@@ -92,11 +80,7 @@ def check_weights(
 
 
 def check_index(content: bytes, named_weights: NamedWeights) -> Iterator[Problem]:
-    """Yield where the index says other than the stages (W10).
-
-    Raises:
-        FormatError: the content is not JSON.
-    """
+    """Yield where the index says other than the stages (W10)."""
     fields = parse_json(content, INDEX_NAME)
     stated = fields.get("weight_map") if isinstance(fields, dict) else None
     if not isinstance(stated, dict):
@@ -109,12 +93,7 @@ def check_index(content: bytes, named_weights: NamedWeights) -> Iterator[Problem
 
 
 def weight_bytes(weights: Iterable[Weight], stored: Mapping[str, StoredTensor]) -> dict[str, int]:
-    """Return the bytes of the stored tensor of each weight, by the name of the stored tensor; those of zeros count too.
-
-    Args:
-        weights: the weights of a graph.
-        stored: the tensors of its weight files, by name.
-    """
+    """Return the bytes of the stored tensor of each weight, by the name of the stored tensor; those of zeros count too."""
     bytes_of_stored: dict[str, int] = {}
     for weight in weights:
         tensor = stored.get(weight.stored)

@@ -26,9 +26,7 @@ from stagepack.format.validate.names import MANIFEST_NAME
 def check_whole_model(entry_point: EntryPoint, graphs: Sequence[Graph]) -> Iterator[Problem]:
     """Yield the problems of the stages of an entry point together. `check_stage` must have found none in each of them.
 
-    Args:
-        entry_point: the entry point.
-        graphs: the graphs of its stages, in order.
+    graphs: the graphs of its stages, in order.
     """
     if not any(stage.places for stage in entry_point.stages):
         return
@@ -49,10 +47,8 @@ def check_plan(
 ) -> Iterator[Problem]:
     """Yield the problems of the costs in a plan that are those of its nodes. `check_whole_model` must have found none.
 
-    Args:
-        entry_point: the entry point.
-        graphs: the graphs of its stages, in order.
-        bytes_of_stored: the bytes of each stored tensor, by name.
+    graphs: the graphs of its stages, in order.
+    bytes_of_stored: the bytes of each stored tensor, by name.
     """
     if entry_point.plan is None or not any(stage.places for stage in entry_point.stages):
         return

@@ -17,13 +17,7 @@ _INSIDE: Final = "computes one result from several rows"
 
 
 def broadcast_rows(operands: Iterable[Tracked], lead_rank: int, core_rank: int = 0) -> Rows | None:
-    """The rows of a result whose leading dimensions are those of the operands, aligned from the right as torch broadcasts them.
-
-    Args:
-        operands: the operands.
-        lead_rank: the number of leading dimensions of the result.
-        core_rank: the number of last dimensions of each operand that are not aligned.
-    """
+    """The rows of a result whose leading dimensions are those of the operands, aligned from the right as torch broadcasts them."""
     placed: list[Rows] = []
     shared: list[Tracked] = []
     for operand in operands:

@@ -24,14 +24,7 @@ _PROBABILITIES: Final = ("p", "dropout_p", "dropout")
 def mixed_rows(
     graphs: Sequence[Graph], row_dims: Mapping[str, int], results: Iterable[str], *, allow_random: bool = False
 ) -> str | None:
-    """Say why rows of a batch do not keep apart in a model, or return None if they do.
-
-    Args:
-        graphs: see `find_rows`.
-        row_dims: see `find_rows`.
-        results: see `find_rows`.
-        allow_random: see `find_rows`.
-    """
+    """Say why rows of a batch do not keep apart in a model, or return None if they do."""
     result_rows = find_rows(graphs, row_dims, results, allow_random=allow_random)
     return result_rows if isinstance(result_rows, str) else None
 
@@ -46,16 +39,10 @@ def find_rows(
 ) -> dict[str, Rows | None] | str:
     """Find the rows of a batch in the results of a model that keeps them apart.
 
-    Args:
-        graphs: the graphs of the stages, in order; or the graph of the whole model.
-        row_dims: for each input of the model that holds rows, by its name, the dimension that holds them. Its size is the same in all: a
-            symbol, or a number.
-        results: the names of the results that are cut into rows again.
-        allow_random: whether random operators, each row of whose results depends on its place in the batch, are not a reason.
-        allow_batch_norm: whether batch norms by statistics of all rows are not a reason.
-
-    Returns:
-        The rows of each result; or the first operator that lets rows meet, the module that calls it, and what it does.
+    graphs: the graphs of the stages, in order; or the graph of the whole model.
+    row_dims: for each input of the model that holds rows, by its name, the dimension that holds them. Its size is the same in all: a
+        symbol, or a number.
+    allow_random: whether random operators, each row of whose results depends on its place in the batch, are not a reason.
     """
     inputs = {value.name: value for graph in graphs for value in graph.inputs}
     sizes = {inputs[name].shape[dim] for name, dim in row_dims.items() if name in inputs}
@@ -163,11 +150,7 @@ class _Body:
         self._points = analysis.points
 
     def follow(self, nodes: Iterable[Node]) -> None:
-        """Follow the rows through nodes.
-
-        Raises:
-            _NodeError: a node lets rows meet.
-        """
+        """Follow the rows through nodes."""
         for node in nodes:
             try:
                 self._follow_node(node)

@@ -21,13 +21,6 @@ def batch_dimension(bundle: Bundle, edges: Sequence[Edge]) -> Symbol | str:
     """Find the symbol that is the first dimension of all edges, and no later dimension of any, and whose rows keep apart.
 
     Reads the graphs of all stages.
-
-    Args:
-        bundle: the bundle.
-        edges: edges of the bundle.
-
-    Returns:
-        The symbol; or, as a string, the reason why there is none.
     """
     symbol = _shared_symbol(bundle, edges)
     if isinstance(symbol, str):

@@ -83,11 +83,7 @@ class NodeCall:
 
     @property
     def shape(self) -> Shape:
-        """The shape of the first result.
-
-        Raises:
-            RowsMeetError: it is no tensor.
-        """
+        """The shape of the first result."""
         if not self.outputs or self.outputs[0] is None:
             raise RowsMeetError("has no result that is a tensor")
         return self.outputs[0]
@@ -104,11 +100,7 @@ class NodeCall:
         return [value for value in self._tracked(self.arguments.get(parameter)) if not value.dtype.startswith("sym")]
 
     def tensor(self, *parameters: str) -> Tracked:
-        """The tensor that is passed to the first of some parameters that the operator has.
-
-        Raises:
-            RowsMeetError: no tensor is passed.
-        """
+        """The tensor that is passed to the first of some parameters that the operator has."""
         for parameter in parameters:
             if found := self.tensors(parameter):
                 return found[0]
@@ -146,11 +138,7 @@ class NodeCall:
         return argument if isinstance(argument, bool | int | float | str) else None
 
     def numbers(self, parameter: str) -> list[Size] | None:
-        """The integers that are passed to a parameter, as a list; None if None is passed.
-
-        Raises:
-            RowsMeetError: one is not known.
-        """
+        """The integers that are passed to a parameter, as a list; None if None is passed."""
         argument = self.arguments[parameter] if parameter in self.arguments else self._default(parameter)
         if argument is None:
             return None

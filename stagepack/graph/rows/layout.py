@@ -74,11 +74,7 @@ class SizePoints:
         self.rows = self.size(row_dim)
 
     def size(self, dim: Dim) -> Size:
-        """The value of a dimension at each point.
-
-        Raises:
-            RowsMeetError: it has no value there.
-        """
+        """The value of a dimension at each point."""
         values_at_points = self._sizes.get(dim)
         if values_at_points is None:
             try:

@@ -19,13 +19,6 @@ class AnswerChannel:
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Keep the ASGI channels of a request.
-
-        Args:
-            scope: the ASGI scope.
-            receive: the ASGI channel of the request.
-            send: the ASGI channel of the answer.
-        """
         self._scope = scope
         self._receive = receive
         self._send = send
@@ -35,9 +28,7 @@ class AnswerChannel:
     async def send_json(self, answer: Any, status_code: int = 200) -> None:
         """Send the whole answer as JSON.
 
-        Args:
-            answer: plain data, or the JSON as bytes.
-            status_code: the status code of HTTP.
+        answer: plain data, or the JSON as bytes.
         """
         self.is_started = True
         response = (
@@ -48,11 +39,7 @@ class AnswerChannel:
         await response(self._scope, self._receive, self._send)
 
     async def send_event(self, event: Any) -> None:
-        """Send an event; the first one after the head of the answer.
-
-        Args:
-            event: plain data, which is sent as JSON; or a string, which is sent as it is.
-        """
+        """Send an event; the first one after the head of the answer."""
         if not self.is_started:
             self.is_started = self.has_events = True
             headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]

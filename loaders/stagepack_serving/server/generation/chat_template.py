@@ -24,12 +24,6 @@ class ChatTemplate:
     """
 
     def __init__(self, template: str, special_tokens: Mapping[str, str]) -> None:
-        """Keep the template.
-
-        Args:
-            template: the text of the template.
-            special_tokens: the texts of the special tokens by the names that the template has for them, such as ``bos_token``.
-        """
         self._template = template
         self._special_tokens = dict(special_tokens)
         self._process: subprocess.Popen[bytes] | None = None
@@ -37,17 +31,7 @@ class ChatTemplate:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="stagepack-chat-template")
 
     async def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """Write a conversation as a text, which ends where the answer of the assistant begins.
-
-        Args:
-            messages: the messages, each with a role and a content; values may be JSON, as `msgspec.Raw`.
-
-        Returns:
-            The text.
-
-        Raises:
-            RequestError: the template refuses the messages, or takes too much time or memory.
-        """
+        """Write a conversation as a text, which ends where the answer of the assistant begins."""
         variables = {**self._special_tokens, "messages": messages, "add_generation_prompt": True}
         request = {"template": self._template, "variables": variables}
         answer_line = await asyncio.get_running_loop().run_in_executor(self._thread, self._exchange, request)

@@ -40,12 +40,6 @@ class Embedder:
     """Embeds texts with a model."""
 
     def __init__(self, reader: TextReader, model: ServedModel) -> None:
-        """Keep what makes the inputs of the model.
-
-        Args:
-            reader: makes the inputs.
-            model: the model.
-        """
         self._reader = reader
         self._model = model
         [self._output] = model.interface.outputs
@@ -53,19 +47,7 @@ class Embedder:
     async def embed(
         self, sentences: Sequence[str] | Sequence[Sequence[int]], fields: EmbeddingFields, deadline: asyncio.Timeout
     ) -> Embeddings:
-        """Embed texts.
-
-        Args:
-            sentences: the texts, or the tokens of each.
-            fields: the request.
-            deadline: the deadline of the request.
-
-        Returns:
-            The embeddings in the order of the texts.
-
-        Raises:
-            RequestError: the texts or the dimensions do not fit the model, or the model fails.
-        """
+        """Embed texts."""
         try:
             prompt = self._reader.settings.prompt(fields.prompt_name)
             dimensions = self._dimensions(fields.dimensions)
@@ -91,11 +73,7 @@ class Embedder:
         )
 
     def _read(self, sentences: Sequence[Any], prompt: str) -> TextBatch:
-        """The inputs of a batch.
-
-        Raises:
-            InputError: there is no tokenizer for texts, or there are too many tokens.
-        """
+        """The inputs of a batch."""
         if isinstance(sentences[0], str):
             return self._reader.read_texts(sentences, prompt)
         longest, limit = max(map(len, sentences)), self._reader.facts.max_length
@@ -116,11 +94,7 @@ class Embedder:
         return InferenceRequest(inputs=inputs, output_names=[self._output])
 
     def _dimensions(self, dimensions: int | None) -> int | None:
-        """The size that embeddings are cut to; None for all of them.
-
-        Raises:
-            InputError: the model does not say that its embeddings may be cut, or not to this size.
-        """
+        """The size that embeddings are cut to; None for all of them."""
         size = self._reader.facts.result.shape[-1]
         if dimensions is None or dimensions == size:
             return None
@@ -146,18 +120,7 @@ class Embedder:
 
 
 def embedding_answer(fields: EmbeddingFields, embeddings: Embeddings) -> bytes:
-    """Return the JSON of an answer.
-
-    Args:
-        fields: the request.
-        embeddings: the embeddings.
-
-    Returns:
-        The JSON.
-
-    Raises:
-        RequestError: the embeddings are to be numbers, and JSON has none for NaN and infinity.
-    """
+    """Return the JSON of an answer."""
     if fields.encoding_format == "base64":
         encoded: list[Any] = [base64.b64encode(row.tobytes()).decode() for row in embeddings.vectors]
     elif not numpy.isfinite(embeddings.vectors).all():
@@ -173,17 +136,7 @@ def embedding_answer(fields: EmbeddingFields, embeddings: Embeddings) -> bytes:
 
 
 def embedder_of(model: ServedModel) -> Embedder:
-    """Return what embeds texts with a model.
-
-    Args:
-        model: the model.
-
-    Returns:
-        The embedder.
-
-    Raises:
-        RequestError: the model does not embed texts.
-    """
+    """Return what embeds texts with a model."""
     embedder: Embedder | None = model.embedder
     if embedder is None:
         message = f"{model.name}: the model embeds no texts: expected a bundle that returns 'sentence_embedding'"
@@ -192,14 +145,7 @@ def embedder_of(model: ServedModel) -> Embedder:
 
 
 def add_embedders(models: Sequence[ServedModel]) -> None:
-    """Make the models of a bundle embed texts that can.
-
-    Args:
-        models: the models.
-
-    Raises:
-        AssetError: an asset of the bundle cannot be used.
-    """
+    """Make the models of a bundle embed texts that can."""
     for model in models:
         facts = embedding_facts(model.bundle.entry_point)
         if facts is not None:

@@ -47,26 +47,11 @@ class GenerateRoute:
     """An ASGI application that answers requests of the extension."""
 
     def __init__(self, models: ServedModels, *, streams: bool) -> None:
-        """Create the route.
-
-        Args:
-            models: the models to serve.
-            streams: send each part of a text when it is generated.
-        """
         self._models = models
         self._streams = streams
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request.
-
-        Args:
-            scope: the ASGI scope.
-            receive: the ASGI channel of the request.
-            send: the ASGI channel of the answer.
-
-        Raises:
-            RequestError: the request is refused, and no part of an answer was sent.
-        """
+        """Answer one request."""
         request, channel = Request(scope, receive), AnswerChannel(scope, receive, send)
         try:
             async with self._models.request_scope(*requested_model(request), "rest") as request_scope:
@@ -112,11 +97,7 @@ class GenerateRoute:
 
 
 def _decode_fields(body: bytearray) -> _Fields:
-    """Decode the body of a request.
-
-    Raises:
-        RequestError: it is no JSON object, or a field has another type.
-    """
+    """Decode the body of a request."""
     fields = split_fields(body)
     prompts: dict[str, str | Raw] = {
         field_name: fields.pop(field_name) for field_name in list(fields) if field_name.startswith(_PROMPT_PREFIX)

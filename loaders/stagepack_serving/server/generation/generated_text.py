@@ -30,24 +30,13 @@ class GeneratedText:
     """A text that grows by tokens."""
 
     def __init__(self, text_format: TextFormat | None, stop_strings: Sequence[str]) -> None:
-        """Start a text.
-
-        Args:
-            text_format: decodes the tokens; None generates tokens without texts.
-            stop_strings: strings that end the text.
-        """
         self._stream = None if text_format is None else text_format.start_text()
         self._stop_strings = StopStrings(stop_strings)
 
     def add(self, token: int, finish_reason: FinishReason | None) -> GeneratedPart:
         """Add a token.
 
-        Args:
-            token: the token.
-            finish_reason: why it is the last token of the model; None if it is not.
-
-        Returns:
-            What it adds.
+        finish_reason: why it is the last token of the model; None if it is not.
         """
         if self._stream is None:
             return GeneratedPart(token=token, text="", finish_reason=finish_reason)

@@ -59,17 +59,6 @@ class Generator:
     """
 
     def __init__(self, facts: DecoderFacts, decoder: ServedModel, encoder: ServedModel | None) -> None:
-        """Read the assets of the bundle.
-
-        Args:
-            facts: the inputs of the decoder.
-            decoder: the decoder.
-            encoder: the encoder of the same bundle; None for a model that is a decoder alone.
-
-        Raises:
-            AssetError: an asset of the bundle cannot be used.
-            InputError: its generation_config.json cannot be used.
-        """
         self._facts = facts
         self._settings = read_settings(decoder.bundle)
         self._decoder = decoder
@@ -87,15 +76,7 @@ class Generator:
     async def encode_text(self, text: str, *, adds_special_tokens: bool = True) -> Array:
         """Convert a text to a prompt.
 
-        Args:
-            text: the text.
-            adds_special_tokens: see `TextFormat.encode`.
-
-        Returns:
-            The prompt, [1, length].
-
-        Raises:
-            RequestError: the model takes no text, or the bundle has no tokenizer, or the text is far too long.
+        The result is the prompt, [1, length].
         """
         if self.text_format is None or not self.reads_text:
             message = f"{self._decoder.name}: the model takes no text: send {self.prompt_name}"
@@ -112,15 +93,8 @@ class Generator:
     async def read_prompt(self, prompt: str | Raw | InferenceTensor) -> Array:
         """Read a prompt.
 
-        Args:
-            prompt: a text; or the input `prompt_name`, as a tensor, or as the JSON of nested lists of numbers, in which the batch
-                dimension, which is 1, may be missing.
-
-        Returns:
-            The prompt with the batch dimension.
-
-        Raises:
-            RequestError: the prompt does not fit the model.
+        prompt: a text; or the input `prompt_name`, as a tensor, or as the JSON of nested lists of numbers, in which the batch dimension,
+            which is 1, may be missing.
         """
         if isinstance(prompt, str):
             return await self.encode_text(prompt)
@@ -130,14 +104,7 @@ class Generator:
         return self._check_prompt(prompt)
 
     def chat_settings(self, prompt: Array) -> dict[str, int]:
-        """Return the settings of an answer in a conversation: it may take all positions that are left, unless the bundle says otherwise.
-
-        Args:
-            prompt: the prompt.
-
-        Returns:
-            The settings.
-        """
+        """Return the settings of an answer in a conversation: it may take all positions that are left, unless the bundle says otherwise."""
         if self._settings.max_new_tokens is not None:
             return {}
         first_tokens = prompt if self._encoder is None else self._settings.first_tokens(1)
@@ -149,17 +116,7 @@ class Generator:
             self.text_format.chat_template.close()
 
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[GeneratedPart, None]:
-        """Generate a text.
-
-        Args:
-            request: the request.
-
-        Yields:
-            What each token adds to the text. The last part has a reason why the text ends.
-
-        Raises:
-            RequestError: the request does not fit the model, or the model fails.
-        """
+        """Generate a text."""
         if request.stop_strings and self.text_format is None:
             raise RequestError(RequestStatus.BAD_REQUEST, "stop: the bundle has no tokenizer.json, so there is no text")
         async with self._decoder.reserve_sequence() as sequence:
@@ -189,11 +146,7 @@ class Generator:
         return prompt if has_batch else dataclasses.replace(prompt, array=prompt.array[None])
 
     def _check_prompt(self, prompt: InferenceTensor) -> Array:
-        """The array of a prompt.
-
-        Raises:
-            RequestError: it does not fit the input.
-        """
+        """The array of a prompt."""
         try:
             shape = self._prompt_interface.check_input(prompt.name, prompt.datatype, prompt.array.shape)
         except InputError as error:
@@ -205,11 +158,7 @@ class Generator:
         return prompt.array
 
     async def _start_loop(self, request: GenerationRequest) -> TokenLoop:
-        """Run the encoder, if there is one.
-
-        Raises:
-            RequestError: the prompt does not fit the encoder, or the encoder fails, or the cache has not enough positions.
-        """
+        """Run the encoder, if there is one."""
         try:
             settings = self._settings.override(request.settings)
             if self._encoder is None:
@@ -224,17 +173,7 @@ class Generator:
 
 
 def generator_of(model: ServedModel) -> Generator:
-    """Return what generates texts with a model.
-
-    Args:
-        model: the model.
-
-    Returns:
-        The generator.
-
-    Raises:
-        RequestError: the model does not generate.
-    """
+    """Return what generates texts with a model."""
     generator: Generator | None = model.generator
     if generator is None:
         message = f"{model.name}: the model does not generate: its bundle has no decoder with the inputs of generation"
@@ -243,14 +182,7 @@ def generator_of(model: ServedModel) -> Generator:
 
 
 def add_generators(models: Sequence[ServedModel]) -> None:
-    """Make the decoders of a bundle generate.
-
-    Args:
-        models: the models of one bundle.
-
-    Raises:
-        AssetError: an asset of the bundle cannot be used.
-    """
+    """Make the decoders of a bundle generate."""
     by_entry_point = {model.bundle.entry_point.name: model for model in models}
     for model in models:
         facts = decoder_facts(model.bundle.entry_point)

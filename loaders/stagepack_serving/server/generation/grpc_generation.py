@@ -32,29 +32,12 @@ _LENGTH: Final = struct.Struct("<I")
 
 
 def asks_for_generation(model: ServedModel, inference: ParsedInference) -> bool:
-    """Return whether a request has a prompt, and not the inputs of one call of the model.
-
-    Args:
-        model: the model that the request names.
-        inference: the request.
-
-    Returns:
-        Whether it has.
-    """
+    """Return whether a request has a prompt, and not the inputs of one call of the model."""
     return _has_prompt(model, (tensor.name for tensor in inference.message.inputs))
 
 
 def check_text_size(models: ServedModels, content: bytes) -> None:
-    """Refuse a large request for a text before it is parsed: its parser holds the interpreter for 10 ms per megabyte of typed contents.
-
-    Args:
-        models: the models to serve.
-        content: a ``ModelInferRequest`` that `check_message_size` has accepted.
-
-    Raises:
-        RequestError: it has a prompt, and is larger than `MAX_TEXT_BYTES`, the limit of REST.
-        DecodeError: it is not a message.
-    """
+    """Refuse a large request for a text before it is parsed: its parser holds the interpreter for 10 ms per megabyte of typed contents."""
     if len(content) <= MAX_TEXT_BYTES:
         return
     outline = outline_request(content)
@@ -75,18 +58,7 @@ async def generate_responses(
     *,
     streams: bool,
 ) -> None:
-    """Answer a request that has a prompt.
-
-    Args:
-        model: the model that the request names.
-        inference: the request.
-        deadline: the deadline of the request; it is shortened to the parameter ``timeout``.
-        send: takes each ``ModelInferResponse``, serialized.
-        streams: send a response for each token; otherwise one for all of them.
-
-    Raises:
-        RequestError: the request does not fit the model, or the model fails.
-    """
+    """Answer a request that has a prompt."""
     generator, message = generator_of(model), inference.message
     parameters = decode_parameters(message.parameters)
     shorten_deadline(deadline, timeout_parameter(parameters))
@@ -133,11 +105,7 @@ def _encode_part(model: ServedModel, request_id: str, text: str | None, tokens: 
 
 
 def _decode_prompts(inference: ParsedInference) -> dict[str, str | InferenceTensor]:
-    """The inputs of a request by name.
-
-    Raises:
-        RequestError: an input violates the protocol.
-    """
+    """The inputs of a request by name."""
     prompts: dict[str, str | InferenceTensor] = {}
     for tensor, raw_content in inference.input_contents():
         if tensor.name == TEXT_INPUT:

@@ -13,12 +13,6 @@ class OpenAIAnswer(ABC):
     """The answer to one request, whole or in events."""
 
     def __init__(self, model_name: str, *, includes_usage: bool) -> None:
-        """Start the answer.
-
-        Args:
-            model_name: the name of the model.
-            includes_usage: whether events end with the numbers of tokens.
-        """
         self._includes_usage = includes_usage
         self._heading = {
             "id": f"{self.id_prefix}-{uuid.uuid4().hex}",
@@ -94,7 +88,6 @@ class ChatAnswer(OpenAIAnswer):
     id_prefix = "chatcmpl"
 
     def __init__(self, model_name: str, *, includes_usage: bool) -> None:
-        """See `OpenAIAnswer`."""
         super().__init__(model_name, includes_usage=includes_usage)
         self._has_role = False
 
@@ -111,14 +104,6 @@ class ChatAnswer(OpenAIAnswer):
 
 
 def usage_counts(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
-    """Return the numbers of tokens of a request.
-
-    Args:
-        prompt_tokens: those of the prompt.
-        completion_tokens: those that were generated.
-
-    Returns:
-        The field ``usage``.
-    """
+    """Return the numbers of tokens of a request."""
     total = prompt_tokens + completion_tokens
     return {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": total}

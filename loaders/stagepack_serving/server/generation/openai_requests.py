@@ -99,14 +99,7 @@ class CompletionFields(OpenAIFields, kw_only=True, forbid_unknown_fields=True):
     prompt: Raw
 
     def single_prompt(self) -> str | Raw:
-        """Return the prompt.
-
-        Returns:
-            A string; or what may be tokens.
-
-        Raises:
-            RequestError: there are several prompts or none.
-        """
+        """Return the prompt."""
         try:
             prompt = msgspec.json.decode(self.prompt, type=str | list[str])
         except msgspec.ValidationError:
@@ -119,11 +112,7 @@ class CompletionFields(OpenAIFields, kw_only=True, forbid_unknown_fields=True):
         return prompts[0]
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings of a generation; see `SamplingFields.settings`.
-
-        Returns:
-            The settings.
-        """
+        """Return the settings of a generation; see `SamplingFields.settings`."""
         return {"max_new_tokens": _COMPLETION_TOKENS} | super().settings()
 
 
@@ -157,24 +146,13 @@ class ChatFields(OpenAIFields, kw_only=True, forbid_unknown_fields=True):
     max_completion_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
 
     def template_messages(self) -> list[dict[str, Any]]:
-        """Return the messages as templates expect them: each content is one string.
-
-        Returns:
-            The messages. Their other fields are JSON.
-
-        Raises:
-            RequestError: there are none, or a message has no role, or a content that is no text.
-        """
+        """Return the messages as templates expect them: each content is one string."""
         heads = decode_field("messages", self.messages, Annotated[list[_MessageHead], Meta(min_length=1)])
         messages = decode_field("messages", self.messages, list[dict[str, Raw]])
         return [message | {"content": head.text()} for head, message in zip(heads, messages, strict=True)]
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings of a generation; see `SamplingFields.settings`.
-
-        Returns:
-            The settings.
-        """
+        """Return the settings of a generation; see `SamplingFields.settings`."""
         renamed = {} if self.max_completion_tokens is None else {"max_new_tokens": self.max_completion_tokens}
         return super().settings() | renamed
 
@@ -197,14 +175,7 @@ class EmbeddingFields(Struct, kw_only=True, forbid_unknown_fields=True):
     prompt_name: str | None = None
 
     def sentences(self) -> list[str] | list[list[int]]:
-        """Return the texts or the tokens of each text.
-
-        Returns:
-            At least one.
-
-        Raises:
-            RequestError: there are none or too many, or some are empty lists, or other values.
-        """
+        """Return the texts or the tokens of each text."""
         expected = f"expected a text, the tokens of a text, or a list of 1 to {_MOST_TEXTS} texts or lists of tokens"
         try:
             value = msgspec.json.decode(self.input, type=str | list[str | Int64 | list[Int64]])
@@ -220,18 +191,7 @@ class EmbeddingFields(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 def decode_openai_request(body: bytearray, fields_type: type[OpenAIFields | EmbeddingFields]) -> Any:
-    """Decode the body of a request.
-
-    Args:
-        body: the body.
-        fields_type: `CompletionFields`, `ChatFields` or `EmbeddingFields`.
-
-    Returns:
-        The fields.
-
-    Raises:
-        RequestError: the body is no JSON object, or a field is wrong, unknown or not supported.
-    """
+    """Decode the body of a request."""
     raw_fields = split_fields(body)
     if ignored_names := sorted(_IGNORED_FIELDS & raw_fields.keys()):
         _LOG.info("ignored fields of a request, which change no answer: %s", ", ".join(ignored_names))

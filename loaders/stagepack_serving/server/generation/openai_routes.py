@@ -46,14 +46,7 @@ _DONE = "[DONE]"
 
 
 def openai_routes(models: ServedModels) -> list[BaseRoute]:
-    """Return the routes.
-
-    Args:
-        models: the models of the server.
-
-    Returns:
-        The routes, for an application of starlette.
-    """
+    """Return the routes."""
 
     async def list_models(_: Request) -> Response:
         return JSONResponse({"object": "list", "data": [_model_fields(model) for model in _text_models(models)]})
@@ -78,12 +71,6 @@ class OpenAIRoute(ABC):
     """An ASGI application whose errors have OpenAI's form."""
 
     def __init__(self, models: ServedModels, fields_type: type[OpenAIFields | EmbeddingFields]) -> None:
-        """Create the route.
-
-        Args:
-            models: the models of the server.
-            fields_type: the fields of a request.
-        """
         self._models = models
         self._fields_type = fields_type
 
@@ -142,13 +129,6 @@ class TextRoute(OpenAIRoute):
     def __init__(
         self, models: ServedModels, fields_type: type[OpenAIFields], answer_type: Callable[..., OpenAIAnswer]
     ) -> None:
-        """Create the route.
-
-        Args:
-            models: see `OpenAIRoute`.
-            fields_type: likewise.
-            answer_type: makes the answer.
-        """
         super().__init__(models, fields_type)
         self._answer_type = answer_type
 
@@ -178,11 +158,7 @@ class TextRoute(OpenAIRoute):
 
 
 async def _read_prompt(generator: Generator, fields: Any) -> Array:
-    """The prompt of a request.
-
-    Raises:
-        RequestError: the bundle has no tokenizer or no chat template, or the template refuses the messages.
-    """
+    """The prompt of a request."""
     if isinstance(fields, ChatFields):
         if generator.text_format is None or generator.text_format.chat_template is None:
             message = f"{fields.model}: the bundle has no chat template: ask for a completion"

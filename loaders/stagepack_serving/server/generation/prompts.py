@@ -30,11 +30,7 @@ class GenerateParameters(SamplingFields, kw_only=True, forbid_unknown_fields=Tru
     triton_enable_empty_final_response: bool = False
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings of a generation; see `SamplingFields.settings`.
-
-        Returns:
-            The settings.
-        """
+        """Return the settings of a generation; see `SamplingFields.settings`."""
         renamed = {} if self.max_new_tokens is None else {"max_new_tokens": self.max_new_tokens}
         return super().settings() | renamed
 
@@ -42,20 +38,7 @@ class GenerateParameters(SamplingFields, kw_only=True, forbid_unknown_fields=Tru
 async def read_request(
     generator: Generator, prompts: Mapping[str, str | Raw | InferenceTensor], parameters: Mapping[str, Any]
 ) -> tuple[GenerationRequest, GenerateParameters]:
-    """Read a request.
-
-    Args:
-        generator: generates the text.
-        prompts: the inputs of the request by name: `TEXT_INPUT`, or the input of the model that holds the prompt; see
-            `Generator.read_prompt`.
-        parameters: the parameters of the request.
-
-    Returns:
-        The request, and all its parameters.
-
-    Raises:
-        RequestError: the request has no prompt or several, or it does not fit the model, or a parameter is unknown or wrong.
-    """
+    """Read a request."""
     fields: GenerateParameters = convert_fields(parameters, GenerateParameters)
     expected_names = [*([TEXT_INPUT] if generator.reads_text else ()), generator.prompt_name]
     if len(prompts) != 1 or not prompts.keys() <= set(expected_names):

@@ -39,11 +39,7 @@ class SamplingFields(Struct, kw_only=True, forbid_unknown_fields=True):
     stop: _StopString | _StopStrings | None = None
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings of a generation.
-
-        Returns:
-            Those that the request has, by the names of `GenerationSettings`.
-        """
+        """Return the settings of a generation."""
         settings = {
             "max_new_tokens": self.max_tokens,
             "do_sample": self._draws(),
@@ -57,11 +53,7 @@ class SamplingFields(Struct, kw_only=True, forbid_unknown_fields=True):
         return {setting: value for setting, value in settings.items() if value is not None}
 
     def stop_strings(self) -> list[str]:
-        """Return the strings that end the text.
-
-        Returns:
-            The strings; there may be none.
-        """
+        """Return the strings that end the text."""
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
 
     def _draws(self) -> bool | None:
@@ -73,18 +65,7 @@ class SamplingFields(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 def convert_fields(fields: Any, fields_type: type[Any]) -> Any:
-    """Check the fields of a request.
-
-    Args:
-        fields: the fields by name.
-        fields_type: the type that they have.
-
-    Returns:
-        The fields as that type.
-
-    Raises:
-        RequestError: a field is unknown, or has another type or value.
-    """
+    """Check the fields of a request."""
     try:
         return msgspec.convert(fields, fields_type)
     except msgspec.ValidationError as error:

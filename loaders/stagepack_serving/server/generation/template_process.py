@@ -33,18 +33,7 @@ class _GenerationBlock(Extension):
 
 
 def render(template: str, variables: dict[str, Any]) -> str:
-    """Fill in a template.
-
-    Args:
-        template: the text of the template, in the dialect of transformers.
-        variables: the values of its variables.
-
-    Returns:
-        The text.
-
-    Raises:
-        TemplateError: the template is damaged, or refuses the variables.
-    """
+    """Fill in a template."""
     text = ""
     for piece in _compile(template).generate(**variables):
         text += piece

@@ -27,12 +27,6 @@ class TextFormat:
     """
 
     def __init__(self, tokenizer: Tokenizer, chat_template: ChatTemplate | None) -> None:
-        """Keep the tokenizer and the template.
-
-        Args:
-            tokenizer: the tokenizer.
-            chat_template: the chat template, if there is one.
-        """
         self._tokenizer = tokenizer
         added_tokens = tokenizer.get_added_tokens_decoder()
         self._special_tokens = frozenset(token for token, added in added_tokens.items() if added.special)
@@ -41,15 +35,7 @@ class TextFormat:
     def encode(self, text: str, *, adds_special_tokens: bool) -> list[int]:
         """Convert a text to tokens.
 
-        Args:
-            text: the text.
-            adds_special_tokens: add the tokens that begin and end a text for this model; a filled in chat template has them already.
-
-        Returns:
-            The tokens.
-
-        Raises:
-            RequestError: the tokenizer fails on the text.
+        adds_special_tokens: add the tokens that begin and end a text for this model; a filled in chat template has them already.
         """
         try:
             with tokenizer_errors("the text"):
@@ -61,26 +47,14 @@ class TextFormat:
         return tokens
 
     def start_text(self) -> TextStream:
-        """Start to decode a text.
-
-        Returns:
-            What decodes its tokens.
-        """
+        """Start to decode a text."""
         return TextStream(self._tokenizer, self._special_tokens)
 
 
 def read_text_format(bundle: Bundle) -> TextFormat | None:
     """Read the tokenizer and the chat template of a bundle.
 
-    Args:
-        bundle: the bundle.
-
-    Returns:
-        The tokenizer and the template; None if the bundle has no tokenizer.
-
-    Raises:
-        AssetError: an asset cannot be used.
-        DigestError: a file is not the one that the manifest lists.
+    The result is the tokenizer and the template; None if the bundle has no tokenizer.
     """
     try:
         tokenizer = read_tokenizer(bundle)

@@ -21,12 +21,6 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: Tokenizer, special_tokens: frozenset[int]) -> None:
-        """Start a text.
-
-        Args:
-            tokenizer: the tokenizer.
-            special_tokens: tokens that are no text, such as the one that ends it.
-        """
         self._tokenizer = tokenizer
         self._special_tokens = special_tokens
         self._settled_tokens: list[int] = []
@@ -35,11 +29,7 @@ class TextStream:
     def add(self, token: int) -> str:
         """Add a token.
 
-        Args:
-            token: the token.
-
-        Returns:
-            The text that is complete with it; empty if there is none.
+        The result is the text that is complete with it; empty if there is none.
         """
         token_text = self._tokenizer.id_to_token(token)
         if token_text is None or token in self._special_tokens:
@@ -52,11 +42,7 @@ class TextStream:
         return text
 
     def finish(self) -> str:
-        """End the text.
-
-        Returns:
-            The rest of the text; incomplete characters in it are replaced by U+FFFD.
-        """
+        """End the text."""
         return self._new_text()
 
     def _new_text(self) -> str:
@@ -76,24 +62,12 @@ class StopStrings:
     """
 
     def __init__(self, stop_strings: Sequence[str]) -> None:
-        """Start a text.
-
-        Args:
-            stop_strings: the strings, none of them empty.
-        """
         self._stop_strings = stop_strings
         self._held_text = ""
         self.is_found = False
 
     def add(self, text: str) -> str:
-        """Add a part of the text.
-
-        Args:
-            text: the part.
-
-        Returns:
-            The text that is no part of a stop string, up to the first stop string.
-        """
+        """Add a part of the text."""
         text = self._held_text + text
         positions = [position for stop in self._stop_strings if (position := text.find(stop)) >= 0]
         if positions:
@@ -105,11 +79,7 @@ class StopStrings:
         return text[:sent_length]
 
     def finish(self) -> str:
-        """End the text.
-
-        Returns:
-            The text that was held back.
-        """
+        """End the text."""
         return self._held_text
 
 
