@@ -8,6 +8,7 @@ from typing import Any, Final
 import torch
 from torch.export import Dim
 
+from stagepack.capture.deferred_tensors import DataNeededError
 from stagepack.capture.example_tensors import (
     LARGEST_BATCH,
     ExampleSizes,
@@ -15,11 +16,13 @@ from stagepack.capture.example_tensors import (
     configured_example,
     decoder_example,
     input_kinds,
+    several_images_example,
     token_example,
 )
 from stagepack.capture.fake_call import call_with_shapes
 from stagepack.capture.inputs import Inputs, on_device_of, required_parameters
-from stagepack.capture.placeholders import placeholder_tokens
+from stagepack.capture.placeholders import asks_for_data, placeholder_tokens
+from stagepack.capture.pretrained_model import load_pretrained
 from stagepack.capture.processed_examples import family_processor, folder_processor, processed_examples
 from stagepack.capture.sentence_pipeline import SentencePipeline
 from stagepack.capture.starting_file import starting_file
@@ -29,13 +32,15 @@ from stagepack.errors import CaptureError
 _SEQUENCES: Final = ("sequence", "decoded")
 # The inputs of each kind. A model takes one of them, and may take what describes it, such as a mask.
 _INPUTS_OF_KIND: Final = {
-    "image": ("pixel_values", "flattened_patches", "image_pixel_values", "pixel_values_images"),
+    "image": ("pixel_values", "flattened_patches", "image_pixel_values", "pixel_values_images", "hidden_states"),
     "video": ("pixel_values_videos", "pixel_values"),
-    "audio": ("input_features", "input_values", "audio_input_features", "audio_values"),
+    "audio": ("input_features", "input_values", "audio_input_features", "audio_values", "audio_mel"),
     "time": ("past_values",),
 }
 
 _TEXT_INPUTS: Final = ("input_ids", "attention_mask", "decoder_input_ids")
+# Of an encoder of images, they are patches; models of other kinds call so what another model computes.
+_PATCHES: Final = "hidden_states"
 # The name of the number of images or sounds, where it may be another than that of texts.
 _OWN_NUMBER: Final = {"image": "images", "video": "videos", "audio": "sounds"}
 
@@ -67,7 +72,12 @@ def example_inputs(model: Any, folder: str | None = None) -> Inputs:
     Raises:
         CaptureError: what the inputs are like is not known; the message has a file to start from.
     """
-    example = model_examples(model, folder)[0]
+    try:
+        example = model_examples(model, folder)[0]
+    except DataNeededError:
+        if folder is None:
+            raise
+        example = model_examples(load_pretrained(folder), folder)[0]
     if example.error is not None:
         raise CaptureError(f"{type(model).__name__}: {example.error}{starting_file(model, example.inputs)}")
     return on_device_of(model, example.inputs)
@@ -82,6 +92,7 @@ def model_examples(model: Any, folder: str | None = None) -> list[ModelExample]:
 
     Raises:
         CaptureError: what the inputs are like is not known; the message has a file to start from.
+        DataNeededError: it depends on data, and the weights are deferred.
     """
     if isinstance(model, SentencePipeline):
         return [ModelExample(model.example())]
@@ -97,17 +108,20 @@ def model_examples(model: Any, folder: str | None = None) -> list[ModelExample]:
             examples.append(example)
             if example.error is None:
                 break
+    with_text_alone = []
+    if _takes_text(model, parameters) and _main_inputs(model) == ("input_ids",):
+        text_inputs = _text_inputs(model, parameters)
+        if call_with_shapes(model, model, text_inputs.kwargs).succeeded:
+            with_text_alone = [ModelExample(text_inputs, left_out=kinds)]
+    if not examples and with_text_alone:
+        return with_text_alone
     if not examples:
         input_names = ", ".join(dict.fromkeys((*_main_inputs(model), *required_parameters(model.forward))))
         raise CaptureError(
             f"{type(model).__name__} takes {input_names}, for which no example is known{starting_file(model, Inputs())}"
         )
-    best = min(examples, key=lambda example: example.error is not None)
-    if _takes_text(model, parameters) and _main_inputs(model) == ("input_ids",):
-        text_inputs = _text_inputs(model, parameters)
-        if call_with_shapes(model, model, text_inputs.kwargs).succeeded:
-            return [best, ModelExample(text_inputs, left_out=kinds)]
-    return [best]
+    # The last is the one that the model takes, or else has the most of its processor.
+    return [examples[-1], *with_text_alone]
 
 
 def with_longer_sequences(inputs: Inputs) -> Inputs:
@@ -160,7 +174,7 @@ def _kinds(model: Any, parameters: Mapping[str, Any]) -> tuple[str, ...]:
         if kind in input_kinds(model) and any(input_name in parameters for input_name in input_names)
     }
     # A model of images and one of videos may call its input pixel_values.
-    implied = {kind for kind, input_names in _INPUTS_OF_KIND.items() if needed.intersection(input_names)}
+    implied = {kind for kind, input_names in _INPUTS_OF_KIND.items() if (needed - {_PATCHES}).intersection(input_names)}
     kinds = dict.fromkeys(kind for kind in _INPUTS_OF_KIND if kind in declared or (kind in implied and kind != "video"))
     if "pixel_values_videos" in needed:
         kinds["video"] = None
@@ -196,9 +210,10 @@ def _inputs_of(examples: Mapping[str, ExampleTensor], parameters: Mapping[str, A
 def _sample_examples(
     model: Any, parameters: Mapping[str, Any], folder: str | None, kinds: Sequence[str], sizes: ExampleSizes
 ) -> Iterator[_Examples]:
-    """Yield what the inputs besides text may be: by the processor of the folder, by the configuration, by the processor of the family.
+    """Yield what the inputs besides text may be.
 
-    Of each of them, what the model needs comes first, and then all that describes it, such as masks.
+    They are what the processor of the folder makes; what the configuration says, also with several images a sample; what the processor of
+    the family makes. Of each of them, what the model needs comes first, and then all that describes it, such as masks.
     """
     required = required_parameters(model.forward)
 
@@ -209,9 +224,15 @@ def _sample_examples(
         candidates = ((input_name, configured_example(model, input_name, sizes)) for input_name in input_names)
         return {input_name: example for input_name, example in candidates if example is not None}
 
+    def several_images(kind: str) -> _Examples:
+        if kind != "image" or "pixel_values" not in parameters:
+            return configured(kind)
+        return configured(kind) | {"pixel_values": several_images_example(model, sizes)}
+
     for source in (
         lambda kind: processed_examples(folder_processor(kind, folder), kind, model, sizes, parameters),
         configured,
+        *((several_images,) if "image" in kinds else ()),
         lambda kind: processed_examples(family_processor(kind, model.config), kind, model, sizes, parameters),
     ):
         of_kinds = [source(kind) for kind in kinds]
@@ -232,7 +253,13 @@ def _tried(
     model: Any, parameters: Mapping[str, Any], kinds: Sequence[str], samples: _Examples, sizes: ExampleSizes
 ) -> ModelExample | None:
     """Inputs with text where the model takes it, and whether the model takes them; None if a needed input is missing."""
-    if not {*required_parameters(model.forward)} <= {*samples, *_TEXT_INPUTS}:
+    # Of models that read a text twice, such as one with a Q-Former, which has a tokenizer of its own.
+    further_texts = [
+        input_name
+        for input_name in required_parameters(model.forward)
+        if input_name.endswith("_input_ids") and input_name not in (*samples, *_TEXT_INPUTS)
+    ]
+    if not {*required_parameters(model.forward)} <= {*samples, *_TEXT_INPUTS, *further_texts}:
         return None
     config = model.config
     examples, placeholders = dict(samples), []
@@ -248,6 +275,7 @@ def _tried(
         }
     if config.is_encoder_decoder and "decoder_input_ids" in parameters:
         examples["decoder_input_ids"] = decoder_example(config, sizes)
+    examples |= {input_name: token_example(config, sizes) for input_name in further_texts}
     if text_count == 1:
         examples |= {
             input_name: _first_row(examples[input_name]) for input_name in examples if input_name not in samples
@@ -258,7 +286,7 @@ def _tried(
     call = call_with_shapes(model, model, inputs.kwargs)
     if call.succeeded and "input_ids" in examples and not placeholders and len(kinds) == 1:
         inputs = _with_own_number(model, kinds[0], inputs, samples)
-    return ModelExample(inputs, call.error)
+    return ModelExample(inputs, None if asks_for_data(call) else call.error)
 
 
 def _first_row(example: ExampleTensor) -> ExampleTensor:

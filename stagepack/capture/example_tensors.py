@@ -109,6 +109,12 @@ def configured_example(model: Any, parameter: str, sizes: ExampleSizes) -> Examp
     return None if shape is None else ExampleTensor(random_tensor(model.dtype, 2, *shape), {0: sizes.batch})
 
 
+def several_images_example(model: Any, sizes: ExampleSizes) -> ExampleTensor:
+    """Return an example of samples of several images: the frames of a video, or one image."""
+    shape = (_frame_count(model) or 1, *_image_chw(model))
+    return ExampleTensor(random_tensor(model.dtype, 2, *shape), {0: sizes.batch})
+
+
 def random_tensor(dtype: torch.dtype, *shape: int) -> torch.Tensor:
     """Return random numbers that are the same at each export."""
     return torch.rand(*shape, generator=torch.Generator().manual_seed(0)).to(dtype)
@@ -125,9 +131,14 @@ def _image_chw(model: Any) -> tuple[int, ...]:
     return (configured(model.config, "num_channels", "in_channels", "in_chans") or 3, height, width)
 
 
+def _frame_count(model: Any) -> int | None:
+    frame_count: int | None = configured(model.config, "num_frames", "frames_per_clip", "num_video_frames")
+    return frame_count
+
+
 def _images_or_frames(model: Any) -> tuple[int, ...]:
     """Of a model of videos, several images."""
-    frame_count = configured(model.config, "num_frames", "frames_per_clip", "num_video_frames")
+    frame_count = _frame_count(model)
     reads_videos = "video" in input_kinds(model) and "image" not in input_kinds(model)
     image_chw = _image_chw(model)
     return (frame_count, *image_chw) if reads_videos and frame_count else image_chw

@@ -59,6 +59,8 @@ def capture_pretrained(
     deferred_tensors = DeferredTensors() if deferred else None
     try:
         model = load_pretrained(source, deferred_tensors, dtype=dtype)
+        with advised_capture():
+            candidates = _candidates(model, inputs, source)
     except DataNeededError:
         return capture_pretrained(source, inputs, deferred=False, dtype=dtype)
     of_modules = f" of {model.description}" if isinstance(model, SentencePipeline) else ""
@@ -72,9 +74,7 @@ def capture_pretrained(
         )
 
     with advised_capture():
-        capture = _capture_first(
-            model, source, _candidates(model, inputs, source), None if deferred_tensors is None else with_deferred
-        )
+        capture = _capture_first(model, source, candidates, None if deferred_tensors is None else with_deferred)
     return replace(capture, method=capture.method + of_modules)
 
 

@@ -6,7 +6,8 @@ its shapes and whole numbers are used: pixels depend on the library that scales 
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, Final
 
@@ -37,12 +38,21 @@ _SETTINGS: Final = {
     "num_mel_bins": ("num_mel_bins",),
     "sampling_rate": ("sampling_rate",),
 }
-# What a processor calls an input, and models that take it by another name.
+# What a processor calls an input, and the other names of models for it. Where a model has both, its attention mask is that of its text.
 _OTHER_NAMES: Final = {
     "pixel_values": ("hidden_states", "image_pixel_values", "pixel_values_images"),
     "image_grid_thw": ("grid_thw",),
+    "image_position_ids": ("pixel_position_ids",),
+    "input_features": ("audio_mel",),
+    "input_features_mask": ("audio_mel_mask",),
     "attention_mask": ("input_features_mask", "padding_mask", "feature_attention_mask"),
 }
+# How a processor takes the images of samples: an image a sample, or a list of one image, or of a pair.
+_IMAGE_FORMS: Final = (
+    lambda images: [[image] for image in images],
+    lambda images: images,
+    lambda images: [[image, image] for image in images],
+)
 _IMAGE_HWC: Final = (48, 64, 3)
 _FRAME_COUNT: Final = 8
 
@@ -66,15 +76,22 @@ def family_processor(kind: str, config: Any) -> Any:
     module_name, mapping_name = _FAMILIES[kind]
     transformers = import_transformers()
     mapping = getattr(getattr(transformers.models.auto, module_name), mapping_name)
-    classes = _result_of(lambda: mapping[type(config)])
-    if isinstance(classes, Mapping):
-        classes = tuple(classes.values())
-    for processor_class in classes if isinstance(classes, tuple | list) else (classes,):
-        processor = _result_of(processor_class) if processor_class is not None else None
-        if processor is not None:
-            _fit(processor, config)
-            return processor
+    for config_class in (type(config), *_owning_classes(type(config))):
+        classes = _result_of(partial(mapping.__getitem__, config_class))
+        if isinstance(classes, Mapping):
+            classes = tuple(classes.values())
+        for processor_class in classes if isinstance(classes, tuple | list) else (classes,):
+            processor = _result_of(processor_class) if processor_class is not None else None
+            if processor is not None:
+                return _fitted(processor, config)
     return None
+
+
+def _owning_classes(config_class: type) -> Iterator[type]:
+    """Yield the configurations of the same family that have one of this class inside: an encoder has the processor of its family."""
+    for value in vars(sys.modules[config_class.__module__]).values():
+        if isinstance(value, type) and config_class in getattr(value, "sub_configs", {}).values():
+            yield value
 
 
 def processed_examples(
@@ -95,13 +112,13 @@ def processed_examples(
     """
     if processor is None:
         return {}
-    of_one, of_two = (_result_of(partial(_processed, processor, kind, count)) or {} for count in (1, 2))
+    of_one, of_two = _processed_one_and_two(processor, kind)
     values_of_name = {
         own: (of_one[processed_name], of_two[processed_name])
         for processed_name in of_two
         if (
             own := next(
-                (own for own in (processed_name, *_OTHER_NAMES.get(processed_name, ())) if own in parameters), None
+                (own for own in (*_OTHER_NAMES.get(processed_name, ()), processed_name) if own in parameters), None
             )
         )
         is not None
@@ -117,27 +134,47 @@ def processed_examples(
     return examples
 
 
-def _processed(processor: Any, kind: str, count: int) -> Any:
+def _processed_one_and_two(processor: Any, kind: str) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """What a processor makes of one sample and of two; nothing if it fails, or makes something else than named inputs."""
+    for image_form in _IMAGE_FORMS if kind == "image" else (None,):
+        of_one, of_two = (_result_of(partial(_processed, processor, kind, count, image_form)) for count in (1, 2))
+        if isinstance(of_one, Mapping) and isinstance(of_two, Mapping):
+            return of_one, of_two
+    return {}, {}
+
+
+def _processed(processor: Any, kind: str, count: int, image_form: Callable[[Any], Any] | None = None) -> Any:
     random_numbers = np.random.default_rng(0)
     if kind == "audio":
         waves = [random_numbers.standard_normal(processor.sampling_rate).astype(np.float32) for _ in range(count)]
-        with contextlib.suppress(TypeError):
-            # Without padding where the processor has a choice, as a batch of equal sounds.
-            return processor(waves, sampling_rate=processor.sampling_rate, return_tensors="pt")
+        # Some have a rate, and a mask that they return if asked. No padding where there is a choice, as a batch of equal sounds.
+        for options in (
+            {"sampling_rate": processor.sampling_rate, "return_attention_mask": True},
+            {"sampling_rate": processor.sampling_rate},
+        ):
+            with contextlib.suppress(TypeError):
+                return processor(waves, **options, return_tensors="pt")
         return processor(waves, return_tensors="pt")
     images = [random_numbers.integers(0, 256, _IMAGE_HWC, dtype=np.uint8) for _ in range(count)]
-    if kind == "image":
-        # Some processors take a list of images for one sample of several.
-        nested = _result_of(lambda: processor(images=[[image] for image in images], return_tensors="pt"))
-        return processor(images=images, return_tensors="pt") if nested is None else nested
+    if image_form is not None:
+        return processor(images=image_form(images), return_tensors="pt")
     return processor(videos=[np.stack([image] * _FRAME_COUNT) for image in images], return_tensors="pt")
 
 
-def _fit(processor: Any, config: Any) -> None:
-    """Give a processor the sizes of a configuration."""
-    for setting, field_names in _SETTINGS.items():
-        value = configured(config, *field_names)
-        if isinstance(value, int) and isinstance(getattr(processor, setting, None), int):
+def _fitted(processor: Any, config: Any) -> Any:
+    """A processor with the sizes of a configuration."""
+    settings = {
+        setting: value
+        for setting, field_names in _SETTINGS.items()
+        if isinstance(value := configured(config, *field_names), int)
+        and isinstance(current := getattr(processor, setting, None), int)
+        and value != current
+    }
+    if settings:
+        # Made anew: filters of mel bins are computed when an extractor is made.
+        processor_class: Callable[..., Any] = type(processor)
+        processor = _result_of(partial(processor_class, **settings)) or processor
+        for setting, value in settings.items():
             setattr(processor, setting, value)
     size = configured(config, "image_size")
     if isinstance(size, int):
@@ -145,6 +182,7 @@ def _fit(processor: Any, config: Any) -> None:
             value = getattr(processor, setting, None)
             if value is not None and set(dict(value)) >= {"height", "width"}:
                 setattr(processor, setting, {"height": size, "width": size})
+    return processor
 
 
 def _result_of(make: Callable[[], Any]) -> Any:

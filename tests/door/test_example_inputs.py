@@ -9,6 +9,9 @@ import transformers
 
 import stagepack
 from stagepack.capture.example_inputs import example_inputs, model_examples
+from stagepack.capture.example_tensors import ExampleSizes
+from stagepack.capture.processed_examples import processed_examples
+from stagepack.capture.source_argument import pretrained_inputs
 from stagepack.errors import CaptureError
 from tests.hostile.attack import run
 from tests.zoo.architectures.multimodal import TEXT, VISION
@@ -120,3 +123,111 @@ def test_an_error_in_python_has_the_file_too() -> None:
     model.input_modalities = []
     with pytest.raises(CaptureError, match=r"inputs\.py:inputs\n\nimport torch"):
         example_inputs(model)
+
+
+_SMALL: dict[str, Any] = {
+    "vocab_size": 160,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+}
+_PATCHES: dict[str, Any] = {
+    "depth": 1, "hidden_size": 16, "out_hidden_size": 32, "num_heads": 2, "intermediate_size": 16
+}  # fmt: skip
+
+
+def _runs(model: Any, inputs: stagepack.Inputs) -> bool:
+    with torch.no_grad():
+        model(**inputs.kwargs)
+    return True
+
+
+@pytest.fixture
+def glm_asr() -> Any:
+    """A small model of sounds and text: its mask decides how many tokens stand for a sound."""
+    torch.manual_seed(0)
+    config = transformers.GlmAsrConfig(
+        text_config={**_SMALL, "model_type": "llama"},
+        audio_config={
+            "hidden_size": 32, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2,
+            "num_mel_bins": 16,
+        },
+        audio_token_id=150,
+    )  # fmt: skip
+    return transformers.GlmAsrModel(config).eval()
+
+
+def _glm4v() -> Any:
+    rope = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4}
+    config = transformers.Glm4vConfig(
+        text_config={**_SMALL, "rope_parameters": rope}, vision_config=_PATCHES, image_token_id=150, video_token_id=151,
+        image_start_token_id=152, image_end_token_id=153, video_start_token_id=154, video_end_token_id=155,
+    )  # fmt: skip
+    return transformers.Glm4vModel(config).eval()
+
+
+def test_sounds_have_the_mel_bins_of_the_model_and_a_mask_that_says_how_many_tokens_stand_for_them(
+    glm_asr: Any,
+) -> None:
+    example = model_examples(glm_asr)[0]
+    assert example.inputs.kwargs["input_features"].shape == (2, 16, 3000)
+    assert example.inputs.kwargs["input_features_mask"].shape == (2, 3000)
+    assert (example.inputs.kwargs["input_ids"] == 150).sum(dim=1).tolist() == [12, 12]
+    assert _runs(glm_asr, example.inputs)
+
+
+def test_deferred_weights_are_loaded_where_the_number_of_tokens_depends_on_data(glm_asr: Any, tmp_path: Path) -> None:
+    glm_asr.save_pretrained(tmp_path)
+    assert (pretrained_inputs(str(tmp_path)).kwargs["input_ids"] == 150).sum(dim=1).tolist() == [12, 12]
+
+
+def test_text_alone_is_left_where_no_example_of_a_sound_is_known(glm_asr: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stagepack.capture.example_inputs.family_processor", lambda kind, config: None)
+    (example,) = model_examples(glm_asr)
+    assert set(example.inputs.kwargs) == {"input_ids", "attention_mask", "use_cache"}
+    assert example.left_out == ("audio",)
+
+
+def test_a_model_that_asks_for_the_data_of_a_grid_of_patches_is_not_refused() -> None:
+    model = _glm4v()
+    inputs = example_inputs(model)
+    assert {"pixel_values", "image_grid_thw", "mm_token_type_ids"} <= set(inputs.kwargs)
+    assert _runs(model, inputs)
+
+
+def test_an_encoder_gets_the_inputs_of_the_processor_of_its_family() -> None:
+    encoder = _glm4v().visual
+    inputs = example_inputs(encoder)
+    assert set(inputs.kwargs) == {"hidden_states", "grid_thw"}
+    assert _runs(encoder, inputs)
+
+
+def test_a_model_of_frames_whose_processor_makes_one_image_gets_the_frames_of_its_configuration() -> None:
+    config = transformers.TimesformerConfig(
+        image_size=32, patch_size=16, num_frames=3, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=16,
+    )  # fmt: skip
+    model = transformers.TimesformerModel(config).eval()
+    inputs = example_inputs(model)
+    assert inputs.kwargs["pixel_values"].shape == (2, 3, 3, 32, 32)
+    assert _runs(model, inputs)
+
+
+def test_a_model_of_pairs_of_images_gets_pairs() -> None:
+    config = transformers.LightGlueConfig(num_hidden_layers=1, num_attention_heads=2)
+    inputs = example_inputs(transformers.LightGlueForKeypointMatching(config).eval())
+    assert inputs.kwargs["pixel_values"].shape[:3] == (2, 2, 3)
+
+
+def test_a_processor_that_names_no_inputs_gives_no_example() -> None:
+    config = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8, 8], depths=[1, 1])
+    model = transformers.ResNetModel(config)
+
+    def processor(images: Any, return_tensors: str) -> torch.Tensor:
+        return torch.zeros(len(images), 3)
+
+    parameters = {"pixel_values": None}
+    assert processed_examples(processor, "image", model, ExampleSizes.of(config), parameters) == {}
