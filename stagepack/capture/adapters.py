@@ -42,11 +42,7 @@ class Adapter:
 
 
 def read_adapter(source: str) -> Adapter | None:
-    """Return the adapter of a folder or a hub name; None if there is none.
-
-    Raises:
-        CaptureError: its configuration cannot be read, or names no base model.
-    """
+    """Return the adapter of a folder or a hub name; None if there is none."""
     path = model_file(source, CONFIGURATION_NAME)
     if path is None:
         return None
@@ -70,19 +66,7 @@ def read_adapter(source: str) -> Adapter | None:
 
 
 def merge_adapter(adapter: Adapter, load_base_model: Callable[[], Any]) -> Any:
-    """Merge an adapter into its base model, as ``merge_and_unload`` of PEFT does.
-
-    Args:
-        adapter: the adapter.
-        load_base_model: returns its base model, which is changed. It is not called where PEFT is not installed.
-
-    Returns:
-        The model, with the names of the base model.
-
-    Raises:
-        CaptureError: the adapter belongs to another model, or is of a kind that cannot be merged.
-        MissingPackageError: PEFT is not installed.
-    """
+    """Merge an adapter into its base model, as ``merge_and_unload`` of PEFT does."""
     try:
         peft: Any = importlib.import_module("peft")
     except ModuleNotFoundError as error:

@@ -78,15 +78,7 @@ _ADVICE: Final = (
 
 
 def capture_advice(errors: Iterable[str], *, draft_fails: bool = False) -> list[str]:
-    """Return what has worked for models with such errors.
-
-    Args:
-        errors: the messages of failed captures.
-        draft_fails: whether ``torch.export.draft_export`` was tried, and has no program.
-
-    Returns:
-        One sentence for each cause that is known, each once.
-    """
+    """Return what has worked for models with such errors."""
     texts = list(errors)
     return [
         sentence.removesuffix(_DRAFT) if draft_fails else sentence
@@ -97,11 +89,7 @@ def capture_advice(errors: Iterable[str], *, draft_fails: bool = False) -> list[
 
 @contextlib.contextmanager
 def advised_capture() -> Iterator[None]:
-    """Append to an error of a capture in the ``with`` block what has worked for such errors, or which command looks for it.
-
-    Raises:
-        CaptureError: as in the block. One that torch or the code of the model did not cause is as it was.
-    """
+    """Append to an error of a capture in the ``with`` block what has worked for such errors, or which command looks for it."""
     try:
         yield
     except CaptureError as error:

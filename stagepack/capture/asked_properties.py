@@ -149,12 +149,7 @@ class _Caller(torch.nn.Module):
 
 
 def other_inputs(inputs: Inputs, properties: Collection[Property]) -> Iterator[tuple[Property, OtherInputs]]:
-    """Yield how the tensors of an example get other properties: all of them together, and each alone.
-
-    Args:
-        inputs: the example.
-        properties: the properties.
-    """
+    """Yield how the tensors of an example get other properties: all of them together, and each alone."""
     leaves = tree_leaves((tuple(inputs.args), dict(inputs.kwargs)))
     tensors = [leaf.detach() for leaf in leaves if isinstance(leaf, torch.Tensor)]
     alone = range(min(len(tensors), _MAX_CHANGED_ALONE)) if len(tensors) > 1 else ()

@@ -55,15 +55,6 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, CheckpointTensor]
 
     Files of ``torch.save`` are opened with ``weights_only=True``. The ``.metadata`` of a folder of ``torch.distributed.checkpoint`` is
     read with pickle by torch, so such a folder can run code: do not pass one that you do not trust.
-
-    Args:
-        path: a file, or a folder.
-
-    Returns:
-        The tensors by name.
-
-    Raises:
-        CaptureError: there is no such checkpoint, or it cannot be read.
     """
     location = Path(path)
     if location.is_dir():
@@ -80,11 +71,7 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, CheckpointTensor]
 
 
 def checkpoint_file_tensors(path: Path) -> dict[str, CheckpointTensor]:
-    """Describe the tensors of one ``.safetensors`` file, or of one file of ``torch.save``.
-
-    Raises:
-        CaptureError: there is no such file, or it cannot be read.
-    """
+    """Describe the tensors of one ``.safetensors`` file, or of one file of ``torch.save``."""
     if not path.is_file():
         raise CaptureError(f"{path}: no such checkpoint")
     return _safetensors_tensors(path) if path.suffix == ".safetensors" else _saved_tensors(path)
@@ -154,16 +141,7 @@ def map_tensor(
 ) -> torch.Tensor:
     """Map a tensor of a file for reading only. Its pages belong to the page cache, and are released with the tensor.
 
-    Args:
-        path: the file.
-        start: the position of its first byte.
-        dtype: its dtype.
-        shape: its shape.
-        version: the file must still be this one; None if nobody else writes it.
-
-    Raises:
-        OSError: the file cannot be read.
-        CaptureError: the file is another one.
+    version: the file must still be this one; None if nobody else writes it.
     """
     element_count = torch.Size(shape).numel()
     if element_count == 0:

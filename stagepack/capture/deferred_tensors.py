@@ -41,7 +41,6 @@ class DeferredTensors(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        """Start without tensors."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._fake_mode = FakeTensorMode()
         # By the identity of the fake tensor, which is held so that no other object gets this identity.

@@ -66,13 +66,7 @@ class FailingModule:
 
 
 def try_export(model: torch.nn.Module, inputs: Inputs, write: Callable[[Capture], object]) -> Iterator[CaptureAttempt]:
-    """Capture a model in each way that may work, the simplest first. If that succeeds as it is, the last attempt writes it.
-
-    Args:
-        model: the model; it is unchanged afterwards.
-        inputs: its example inputs.
-        write: writes the captured model, or raises the error of an export.
-    """
+    """Capture a model in each way that may work, the simplest first. If that succeeds as it is, the last attempt writes it."""
     inputs = with_tensors(inputs)
     yield (run := _attempt("the model runs", lambda: run_model(model, inputs, seed=0)))
     if run.error is not None:
@@ -100,12 +94,7 @@ def try_export(model: torch.nn.Module, inputs: Inputs, write: Callable[[Capture]
 
 
 def try_program(capture: Capture, write: Callable[[Capture], object]) -> Iterator[CaptureAttempt]:
-    """Write a program that is captured already.
-
-    Args:
-        capture: the program.
-        write: see `try_export`.
-    """
+    """Write a program that is captured already."""
     yield _attempt(WRITE, lambda: write(capture), "it writes this program")
 
 
@@ -113,13 +102,6 @@ def find_failing_modules(model: torch.nn.Module, inputs: Inputs) -> list[Failing
     """Return the innermost modules that cannot be captured on their own, with the inputs that they get from the example.
 
     At most 60 modules are tried, and sizes are those of the example.
-
-    Args:
-        model: the model; it is unchanged afterwards.
-        inputs: its example inputs.
-
-    Raises:
-        CaptureError: the model does not run.
     """
     inputs = with_tensors(inputs)
     if isinstance(model, torch.jit.ScriptModule):

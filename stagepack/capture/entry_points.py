@@ -23,18 +23,10 @@ from stagepack.format.validate.names import is_identifier
 def capture_entry_points(model: torch.nn.Module, inputs: Mapping[str, Inputs]) -> dict[str, Capture]:
     """Capture functions of a module. The module is unchanged afterwards.
 
-    Args:
-        model: the module that has all weights.
-        inputs: the example inputs of each function, by its path in the module: a method (``"encode"``), a module
-            (``"text_model"``, which is called), or a method of a module (``"vae.decode"``).
-
-    Returns:
-        The captured programs, by the name of the entry point: the path, with ``_`` in the place of each dot. Weights have the names of
-        `model` in all of them.
-
-    Raises:
-        OptionError: there are no functions, a path names none, or paths give a name that is no identifier or a duplicate.
-        CaptureError: a function cannot be captured; the message names it.
+    inputs: the example inputs of each function, by its path in the module: a method (``"encode"``), a module (``"text_model"``, which is
+        called), or a method of a module (``"vae.decode"``).
+    The result is the captured programs, by the name of the entry point: the path, with ``_`` in the place of each dot. Weights have the
+        names of `model` in all of them.
     """
     if not isinstance(inputs, Mapping):
         raise OptionError(
@@ -61,11 +53,7 @@ def pipeline_module(pipeline: object) -> torch.nn.Module | None:
 def function_modules(
     model: torch.nn.Module, inputs: Mapping[str, Inputs]
 ) -> dict[str, tuple[str, torch.nn.Module, Inputs]]:
-    """Return for each entry point its path, a module that calls this function of a model, and its example inputs.
-
-    Raises:
-        OptionError: see `capture_entry_points`.
-    """
+    """Return for each entry point its path, a module that calls this function of a model, and its example inputs."""
     functions = {}
     for name, path in _paths_by_name(inputs).items():
         example = inputs[path]
@@ -79,18 +67,6 @@ def capture_modules(model: torch.nn.Module, inputs: Inputs, paths: Sequence[str]
     """Capture modules of a model, with the inputs that each gets in its first call when the model runs its example.
 
     Where the example has dynamic sizes, torch decides which sizes of a module's inputs are dynamic, unless it cannot be captured so.
-
-    Args:
-        model: the model; it is unchanged afterwards.
-        inputs: the example inputs of the whole model.
-        paths: the paths of the modules.
-
-    Returns:
-        The captured programs by the name of the entry point, see `capture_entry_points`.
-
-    Raises:
-        OptionError: a path names no module, or see `capture_entry_points`.
-        CaptureError: the model does not run, it does not call a module, or a module cannot be captured.
     """
     if isinstance(paths, str):
         raise OptionError(f"modules: expected a list of paths, found {paths!r}")

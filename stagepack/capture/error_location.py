@@ -33,9 +33,9 @@ def error_location(error: BaseException) -> str:
 
     If the error itself has no such frame, its causes are searched.
 
-    Returns:
-        Such as ``"net.py, line 7, in forward"``, with the file relative to the current folder. Of code of a library, its package and the
-        line itself, too: ``"timm 1.0.31, timm/layers/mlp.py, line 45, in forward: x = self.fc1(x)"``. Empty if there is no such frame.
+    The result is such as ``"net.py, line 7, in forward"``, with the file relative to the current folder. Of code of a library, its package
+        and the line itself, too: ``"timm 1.0.31, timm/layers/mlp.py, line 45, in forward: x = self.fc1(x)"``. Empty if there is no such
+        frame.
     """
     seen_ids: set[int] = set()
     cause: BaseException | None = error
@@ -49,11 +49,7 @@ def error_location(error: BaseException) -> str:
 
 
 def frame_location(frame: FrameType | None) -> str:
-    """Return file, line and function of the innermost of a frame and those around it that is not of Python, torch or stagepack.
-
-    Returns:
-        As of `error_location`.
-    """
+    """Return file, line and function of the innermost of a frame and those around it that is not of Python, torch or stagepack."""
     while frame is not None:
         if not _is_library(frame.f_code.co_filename):
             return _format(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
@@ -62,14 +58,7 @@ def frame_location(frame: FrameType | None) -> str:
 
 
 def traced_location(stack_trace: str) -> str:
-    """Return file, line and function of the innermost frame of a node's ``stack_trace`` that is not of Python, torch or stagepack.
-
-    Args:
-        stack_trace: what ``torch.export`` records of a node, the innermost frame last.
-
-    Returns:
-        As of `error_location`.
-    """
+    """Return file, line and function of the innermost frame of a node's ``stack_trace`` that is not of Python, torch or stagepack."""
     for file_name, line, function in reversed(_FRAME.findall(stack_trace)):
         if not _is_library(file_name):
             return _format(file_name, int(line), function)

@@ -29,15 +29,7 @@ class ExampleArguments:
     dynamic: tuple[str, ...] = ()
 
     def inputs(self, make_inputs: MakeInputs | None = None) -> ExampleInputs | None:
-        """Return the inputs that are stated, or None; sizes of `dynamic` are not yet dynamic.
-
-        Args:
-            make_inputs: see `parse_inputs`.
-
-        Raises:
-            CaptureError: there is no such function, or it raises or returns something else.
-            OptionError: there are a function and texts, or see `parse_inputs`.
-        """
+        """Return the inputs that are stated, or None; sizes of `dynamic` are not yet dynamic."""
         if self.function is not None and self.texts:
             raise OptionError("the inputs are stated twice: pass --inputs FILE.py:FUNCTION or --input, not both")
         if self.function is not None:
@@ -45,15 +37,7 @@ class ExampleArguments:
         return parse_inputs(self.texts, make_inputs) if self.texts else None
 
     def complete(self, inputs: ExampleInputs, forward: Callable[..., Any]) -> ExampleInputs:
-        """Return inputs with the sizes of `dynamic`.
-
-        Args:
-            inputs: the inputs.
-            forward: the function that takes them.
-
-        Raises:
-            OptionError: see `with_dynamic_sizes`.
-        """
+        """Return inputs with the sizes of `dynamic`."""
         if not self.dynamic:
             return inputs
         if isinstance(inputs, dict):
@@ -66,15 +50,7 @@ StatedInputs = Inputs | str | Sequence[str] | Mapping[str, Any]
 
 
 def stated_inputs(stated: StatedInputs, make_inputs: MakeInputs | None = None) -> Inputs:
-    """Return the inputs that a caller states in Python.
-
-    Args:
-        stated: the inputs; or texts of inputs, see `parse_inputs`; or a dict of inputs by name, of which those that are texts are parsed.
-        make_inputs: see `parse_inputs`.
-
-    Raises:
-        OptionError: they are something else, or see `parse_inputs`.
-    """
+    """Return the inputs that a caller states in Python."""
     if isinstance(stated, Inputs):
         return stated
     if isinstance(stated, Mapping):
@@ -95,15 +71,7 @@ def stated_inputs(stated: StatedInputs, make_inputs: MakeInputs | None = None) -
 
 
 def to_inputs(returned: object, reference: str) -> ExampleInputs:
-    """Convert the result of a user's function to inputs.
-
-    Args:
-        returned: the result of the function.
-        reference: the name of the function, for the error.
-
-    Raises:
-        CaptureError: the result is not `Inputs`, a tuple or a dict.
-    """
+    """Convert the result of a user's function to inputs."""
     if isinstance(returned, Inputs):
         return returned
     if isinstance(returned, dict) and returned and all(isinstance(value, Inputs) for value in returned.values()):

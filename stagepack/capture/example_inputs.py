@@ -63,15 +63,7 @@ class ModelExample:
 
 
 def example_inputs(model: Any, folder: str | None = None) -> Inputs:
-    """Make an example for a model of transformers, with dynamic batch and sequence where its kind has them.
-
-    Args:
-        model: a model of transformers.
-        folder: the folder that it is from, which may have its processor.
-
-    Raises:
-        CaptureError: what the inputs are like is not known; the message has a file to start from.
-    """
+    """Make an example for a model of transformers, with dynamic batch and sequence where its kind has them."""
     try:
         example = model_examples(model, folder)[0]
     except DataNeededError:
@@ -84,16 +76,7 @@ def example_inputs(model: Any, folder: str | None = None) -> Inputs:
 
 
 def model_examples(model: Any, folder: str | None = None) -> list[ModelExample]:
-    """Make examples for a model of transformers, the best first.
-
-    Args:
-        model: a model of transformers.
-        folder: the folder that it is from, which may have its processor.
-
-    Raises:
-        CaptureError: what the inputs are like is not known; the message has a file to start from.
-        DataNeededError: it depends on data, and the weights are deferred.
-    """
+    """Make examples for a model of transformers, the best first."""
     if isinstance(model, SentencePipeline):
         return [ModelExample(model.example())]
     parameters = inspect.signature(model.forward).parameters

@@ -71,10 +71,7 @@ def _longest_sequence(config: Any) -> int:
 def token_example(config: Any, sizes: ExampleSizes, placeholders: Sequence[int] = ()) -> ExampleTensor:
     """Return token ids.
 
-    Args:
-        config: the configuration of the model.
-        sizes: its dynamic sizes.
-        placeholders: the tokens at the beginning of each text that stand for images or sounds, of which none may be left out.
+    placeholders: the tokens at the beginning of each text that stand for images or sounds, of which none may be left out.
     """
     tokens_bs = _token_ids(config, 2, _TOKEN_COUNT)
     if not placeholders:
@@ -94,16 +91,7 @@ def decoder_example(config: Any, sizes: ExampleSizes) -> ExampleTensor:
 
 
 def configured_example(model: Any, parameter: str, sizes: ExampleSizes) -> ExampleTensor | None:
-    """Return an example of an input that is no text, by the configuration of the model.
-
-    Args:
-        model: a model of transformers.
-        parameter: the name of the input.
-        sizes: the dynamic sizes of the model.
-
-    Returns:
-        The example; None if the configuration does not say what the input is like.
-    """
+    """Return an example of an input that is no text, by the configuration of the model."""
     make = _MAKERS.get(parameter)
     shape = None if make is None else make(model)
     return None if shape is None else ExampleTensor(random_tensor(model.dtype, 2, *shape), {0: sizes.batch})

@@ -42,13 +42,7 @@ class FakeCall:
 
 
 def call_with_shapes(model: torch.nn.Module, function: Callable[..., Any], kwargs: Mapping[str, Any]) -> FakeCall:
-    """Call a function of a model with shapes alone. The model is unchanged afterwards.
-
-    Args:
-        model: the model.
-        function: the model itself, or a method of it.
-        kwargs: the inputs by name; the call takes them to the device of the model.
-    """
+    """Call a function of a model with shapes alone. The model is unchanged afterwards."""
     with (
         preserve_module(model),
         suppress_warnings(),

@@ -21,12 +21,6 @@ class BufferLayer(CacheLayerMixin):
     is_sliding = False
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Register the buffers.
-
-        Args:
-            keys: zeros, [batch, heads, positions, head dimension].
-            values: likewise.
-        """
         super().__init__()  # type: ignore[no-untyped-call]
         self.module = torch.nn.Module()
         self.module.register_buffer("keys", keys, persistent=False)
@@ -42,9 +36,7 @@ class BufferLayer(CacheLayerMixin):
     def begin_call(self, positions: torch.Tensor, earlier_tokens: Any) -> None:
         """Say what a call of the model writes.
 
-        Args:
-            positions: the slots that its tokens take, [length].
-            earlier_tokens: the number of tokens before them.
+        positions: the slots that its tokens take, [length].
         """
         self._positions = positions
         self._earlier_tokens = earlier_tokens
@@ -81,16 +73,6 @@ class GeneratingDecoder(torch.nn.Module):
     """A causal language model that generates. It has the parts of the model, and its caches."""
 
     def __init__(self, model: Any, max_positions: int, max_batch: int) -> None:
-        """Make the cache.
-
-        Args:
-            model: the model.
-            max_positions: the number of tokens that the cache holds.
-            max_batch: the number of texts that it holds.
-
-        Raises:
-            UnsupportedError: the model keeps something else than the keys and values of all tokens.
-        """
         super().__init__()
         _check_windows(model, max_positions)
         with torch.no_grad():
@@ -124,17 +106,6 @@ class GeneratingSeq2Seq(torch.nn.Module):
     """A model of an encoder and a decoder that generates, by the methods `encode` and `decode`. It has the parts of the model."""
 
     def __init__(self, model: Any, max_positions: int, max_encoder_positions: int, max_batch: int) -> None:
-        """Make the caches.
-
-        Args:
-            model: the model.
-            max_positions: the number of tokens that the cache of the decoder holds.
-            max_encoder_positions: the number of rows of the encoder that it holds.
-            max_batch: the number of texts that both hold.
-
-        Raises:
-            UnsupportedError: the model keeps something else than the keys and values of all tokens.
-        """
         super().__init__()
         with torch.no_grad():
             rows = torch.zeros(

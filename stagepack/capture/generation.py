@@ -36,20 +36,7 @@ class GeneratingModel:
 
 
 def generating_model(model: Any, max_positions: int, max_batch: int) -> GeneratingModel:
-    """Wrap a model so that it generates.
-
-    Args:
-        model: a model of transformers.
-        max_positions: the number of tokens that its cache holds.
-        max_batch: the number of texts that it holds.
-
-    Returns:
-        The module.
-
-    Raises:
-        OptionError: the model does not generate, or a number is less than what the example needs, or more than the model has positions.
-        UnsupportedError: the model keeps something else than the keys and values of all tokens.
-    """
+    """Wrap a model so that it generates."""
     if not is_transformers_model(model) or not model.can_generate():
         cure = ": merge its adapter before, by model.merge_and_unload()" if hasattr(model, "merge_and_unload") else ""
         raise OptionError(
@@ -98,21 +85,7 @@ def _position_limit(model: Any) -> int | None:
 def capture_generating(
     source: str, max_positions: int, max_batch: int, dtype: str | None
 ) -> tuple[dict[str, Capture], dict[str, bytes]]:
-    """Capture the model that the command line names, so that it generates.
-
-    Args:
-        source: see `capture_source_argument`.
-        max_positions: see `generating_model`.
-        max_batch: likewise.
-        dtype: of a Hugging Face folder or hub name: the dtype that its weights are converted to.
-
-    Returns:
-        The captured programs by the name of the entry point, and files for the bundle by name.
-
-    Raises:
-        CaptureError: there is no such model, or it cannot be captured.
-        OptionError, UnsupportedError: see `generating_model`.
-    """
+    """Capture the model that the command line names, so that it generates."""
     model = load_model_argument(source, dtype)
     made = generating_model(model, max_positions, max_batch)
     if made.inputs is None:

@@ -44,17 +44,9 @@ def capture_pretrained(
     Plain ``torch.export.export`` is tried first. If it fails, or its program does not answer bit for bit as the model does, transformers'
     own exporter is tried. `Capture.method` is the one that worked.
 
-    Args:
-        source: a folder, or a name on the hub.
-        inputs: the example inputs. Without any, an example with dynamic batch and sequence is made for the kind of model; if neither
-            exporter can keep both dynamic, torch decides which sizes are.
-        deferred: do not load the weights, as far as that is possible. The program is then compared with the model when the example
-            is recorded.
-        dtype: the dtype that the weights are converted to, see `load_pretrained`.
-
-    Raises:
-        CaptureError: there is no such model, no example can be made, or neither exporter works.
-        MissingPackageError: transformers is not installed.
+    inputs: the example inputs. Without any, an example with dynamic batch and sequence is made for the kind of model; if neither exporter
+        can keep both dynamic, torch decides which sizes are.
+    deferred: do not load the weights, as far as that is possible. The program is then compared with the model when the example is recorded.
     """
     deferred_tensors = DeferredTensors() if deferred else None
     try:
@@ -149,15 +141,7 @@ def _candidates(model: torch.nn.Module, inputs: Inputs, folder: str | None) -> l
 
 
 def capture_transformers(model: torch.nn.Module, inputs: Inputs) -> Capture:
-    """Capture a model of transformers by plain ``torch.export.export``, or if that fails by transformers' own exporter.
-
-    Args:
-        model: a model of transformers.
-        inputs: the example inputs to call it with. Without any, they are made as `capture_pretrained` makes them.
-
-    Raises:
-        CaptureError: no example can be made, or neither exporter works; the message has both reasons.
-    """
+    """Capture a model of transformers by plain ``torch.export.export``, or if that fails by transformers' own exporter."""
     if not inputs.args and not inputs.kwargs:
         return _capture_first(model, type(model).__name__, _candidates(model, inputs, None))
     try:
@@ -171,15 +155,7 @@ def capture_transformers(model: torch.nn.Module, inputs: Inputs) -> Capture:
 
 
 def capture_around_transformers(model: torch.nn.Module, inputs: Inputs) -> Capture:
-    """Capture a module that may have models of transformers inside, such as an adapter of PEFT: it may return their caches.
-
-    Args:
-        model: any module.
-        inputs: the example inputs to call it with.
-
-    Raises:
-        CaptureError: ``torch.export`` cannot capture the module; the message has torch's reason.
-    """
+    """Capture a module that may have models of transformers inside, such as an adapter of PEFT: it may return their caches."""
     for module in filter(is_transformers_model, model.modules()):
         register_transformers_caches(module)
     return capture_module(model, inputs)
@@ -191,11 +167,7 @@ def _capture_exactly(
     inputs: Inputs,
     further_inputs: tuple[Inputs, ...] = (),
 ) -> Capture:
-    """Capture a model by one exporter, and compare the program with the model on the example and on further inputs.
-
-    Raises:
-        CaptureError: the exporter fails, or the program answers otherwise than the model.
-    """
+    """Capture a model by one exporter, and compare the program with the model on the example and on further inputs."""
     capture = exporter(model, inputs)
     module = capture.program.module()
     if not answers_alike(model, module, capture.inputs):

@@ -92,13 +92,8 @@ class _Described:
 def parse_inputs(input_texts: str | Iterable[str], make_inputs: MakeInputs | None = None) -> Inputs:
     """Return the example inputs that texts describe, by their names.
 
-    Args:
-        input_texts: the texts, see the grammar of this module.
-        make_inputs: makes the example inputs of a model of images; an image without a name takes the place of one of them. With a name it
-            becomes numbers from 0 to 1 of shape ``[1, 3, height, width]``.
-
-    Raises:
-        OptionError: a text does not follow the grammar, a file cannot be read, or a name is missing or there twice.
+    make_inputs: makes the example inputs of a model of images; an image without a name takes the place of one of them. With a name it
+        becomes numbers from 0 to 1 of shape ``[1, 3, height, width]``.
     """
     symbols = _Symbols()
     described: dict[str, Any] = {}
@@ -151,16 +146,7 @@ def _image_in_place(input_text: str, made_inputs: Inputs) -> dict[str, torch.Ten
 
 
 def with_dynamic_sizes(inputs: Inputs, input_texts: Iterable[str], forward: Callable[..., Any]) -> Inputs:
-    """Return inputs of which further sizes may change.
-
-    Args:
-        inputs: the inputs.
-        input_texts: the sizes, see DYNAMIC in the grammar of this module.
-        forward: the function that takes the inputs.
-
-    Raises:
-        OptionError: a text does not follow the grammar, or names no size of an input.
-    """
+    """Return inputs of which further sizes may change."""
     shapes, symbols, values = inputs.dynamic_shapes, _Symbols(), inputs_by_parameter(forward, inputs)
     if not isinstance(shapes, Mapping | None):
         raise OptionError(
@@ -291,13 +277,7 @@ def _arrays(path: Path) -> Mapping[str, Any]:
 
 
 def image_tensor(path: Path, size: tuple[int, int] | None = None, mode: str = "RGB") -> torch.Tensor:
-    """Return an image as numbers from 0 to 1, ``[1, channels, height, width]``.
-
-    Args:
-        path: the file.
-        size: the height and the width to scale it to.
-        mode: what a pixel has, as Pillow names it.
-    """
+    """Return an image as numbers from 0 to 1, ``[1, channels, height, width]``."""
     from PIL import Image  # noqa: PLC0415 - only for images
 
     with Image.open(path) as opened:

@@ -37,14 +37,7 @@ class Inputs:
 
 
 def with_tensors(inputs: Inputs) -> Inputs:
-    """Return the inputs with a tensor in the place of each numpy array, in whatever containers, and each tensor once.
-
-    Args:
-        inputs: example inputs.
-
-    Raises:
-        CaptureError: an array has elements that no tensor has, such as objects.
-    """
+    """Return the inputs with a tensor in the place of each numpy array, in whatever containers, and each tensor once."""
     if "numpy" in sys.modules:
         inputs = replace(inputs, args=_map_arrays(inputs.args), kwargs=_map_arrays(dict(inputs.kwargs)))
     return _with_distinct_tensors(inputs)
@@ -138,11 +131,7 @@ def unknown_inputs(forward: Callable[..., Any], inputs: Inputs) -> str | None:
 
 
 def inputs_by_parameter(forward: Callable[..., Any], inputs: Inputs) -> dict[str, Any]:
-    """The example input of each parameter of a model's ``forward``, in the order of the call.
-
-    Raises:
-        CaptureError: ``forward`` does not take so many inputs by position.
-    """
+    """The example input of each parameter of a model's ``forward``, in the order of the call."""
     try:
         bound = inspect.signature(forward).bind_partial(*inputs.args)
     except TypeError as error:

@@ -26,13 +26,7 @@ _LENGTHS: Final = ("steps", "window_length", "n")
 
 
 def sequence_of_any_length(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
-    """Return what a function of torch makes in a trace, of numbers and a length that may change; None for any other call.
-
-    Args:
-        function: the function.
-        args: its arguments by position.
-        kwargs: its arguments by name.
-    """
+    """Return what a function of torch makes in a trace, of numbers and a length that may change; None for any other call."""
     packet = _OPERATORS.get(function)
     if packet is None:
         return None

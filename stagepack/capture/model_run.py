@@ -25,21 +25,7 @@ def run_model(
     written: Iterable[torch.Tensor] = (),
     changed: list[str] | None = None,
 ) -> Any:
-    """Call a model on copies of its inputs, without gradients, and restore the model afterwards.
-
-    Args:
-        model: a module.
-        inputs: the inputs of the call.
-        seed: the seed of torch's random number generators for the call.
-        written: tensors that the model writes besides its buffers; they are restored too.
-        changed: takes the paths of the attributes that the call changes, but for buffers and weights.
-
-    Returns:
-        A copy of the model's result, with records in the place of dataclasses that torch does not know.
-
-    Raises:
-        CaptureError: the model raises an error; the message has its reason and the line that it came from.
-    """
+    """Call a model on copies of its inputs, without gradients, and restore the model afterwards."""
     with preserve_module(model, written):
         before = None if changed is None else _attributes(model)
         result = _call(model, inputs, seed)

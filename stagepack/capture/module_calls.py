@@ -51,7 +51,6 @@ class TracedCalls:
     """
 
     def __init__(self) -> None:
-        """Start without calls."""
         self.numbered_calls: dict[CallKey, tuple[int, TracedCall]] = {}
         self._call_count = 0
 

@@ -25,11 +25,7 @@ _MIN_MAPPED_BYTES = 2**20
 
 @contextlib.contextmanager
 def _parameters_without_data(deferred: DeferredTensors) -> Iterator[list["weakref.ref[torch.Tensor]"]]:
-    """Replace each parameter by one without data as soon as a module gets it. Buffers keep their data.
-
-    Yields:
-        References to the parameters that were replaced.
-    """
+    """Replace each parameter by one without data as soon as a module gets it. Buffers keep their data."""
     replaced: list[weakref.ref[torch.Tensor]] = []
 
     def replace_parameter(_: torch.nn.Module, __: str, parameter: torch.nn.Parameter | None) -> Any:
@@ -100,16 +96,8 @@ def make_with_checkpoint(
 ) -> tuple[Made, DeferredTensors | None]:
     """Make a module with the weights of a checkpoint.
 
-    Args:
-        make_model: makes the module. Where it needs the data of its parameters, it is called a second time, with data.
-        module_of: returns the module that a result of `make_model` has.
-        path: the checkpoint, see `read_checkpoint`.
-
-    Returns:
-        The result of `make_model`, and where its parameters are deferred; None if they are in memory.
-
-    Raises:
-        CaptureError: the checkpoint cannot be read, or has other tensors than the module.
+    make_model: makes the module. Where it needs the data of its parameters, it is called a second time, with data.
+    The result is the result of `make_model`, and where its parameters are deferred; None if they are in memory.
     """
     tensors = read_checkpoint(path)
     deferred = DeferredTensors()

@@ -13,15 +13,7 @@ from stagepack.torch_internals import tree_map, tree_map_tensors
 
 
 def record_module_inputs(model: torch.nn.Module, inputs: Inputs) -> dict[str, Inputs]:
-    """Run a model on its example, and return the inputs of the first call of each module, by its path.
-
-    Args:
-        model: the model; it is unchanged afterwards.
-        inputs: its example inputs, with tensors in the place of arrays.
-
-    Raises:
-        CaptureError: the model does not run.
-    """
+    """Run a model on its example, and return the inputs of the first call of each module, by its path."""
     calls: dict[str, Inputs] = {}
 
     def record(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -46,12 +38,7 @@ def record_module_inputs(model: torch.nn.Module, inputs: Inputs) -> dict[str, In
 
 
 def automatic_shapes(forward: Callable[..., Any], inputs: Inputs) -> dict[str, Any]:
-    """Return ``Dim.AUTO`` for all dimensions of all inputs of a module that torch may find dynamic.
-
-    Args:
-        forward: the function that takes them.
-        inputs: the example inputs.
-    """
+    """Return ``Dim.AUTO`` for all dimensions of all inputs of a module that torch may find dynamic."""
 
     def automatic_dims(leaf: Any) -> dict[int, Any] | None:
         # torch fixes sizes of 0 and 1 in any case; where the caller asks for them by name, that is worth a warning.

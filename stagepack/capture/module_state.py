@@ -31,13 +31,6 @@ def preserve_module(model: torch.nn.Module, written: Iterable[torch.Tensor] = ()
     that these attributes hold, nested ones included; the attributes of the objects that they hold, if the classes of these come from the
     packages of the model's classes; the content of the buffers, of the tensors in all these places and of the tensors `written`, but not
     of other parameters; and the state of torch's random number generators. Nothing is written that did not change.
-
-    Args:
-        model: the module to restore.
-        written: further tensors whose content is restored, such as parameters that the module writes.
-
-    Raises:
-        CaptureError: a part of the state cannot be restored. All other parts are restored.
     """
     attribute_tensors: list[torch.Tensor] = []
     saved_states = [

@@ -17,15 +17,7 @@ def is_range_violation(error: BaseException) -> bool:
 
 
 def narrowed_dynamic_shapes(error: BaseException, dynamic_shapes: Any) -> Any:
-    """Return the dynamic shapes with the ranges that torch suggests in an error.
-
-    Args:
-        error: raised by ``torch.export.export``.
-        dynamic_shapes: the dynamic shapes that it was called with.
-
-    Returns:
-        The dynamic shapes. None if torch suggests none, or more than ranges, such as a fixed size.
-    """
+    """Return the dynamic shapes with the ranges that torch suggests in an error."""
     _, _, text = str(error).partition("Suggested fixes:")
     lines = text.strip().partition("\n\n")[0].splitlines()
     suggestions = [_SUGGESTION.fullmatch(line.strip()) for line in lines]

@@ -19,9 +19,6 @@ def capture_patched(model: Any, inputs: Inputs) -> Capture:
     """Capture a model by transformers' exporter.
 
     The exporter removes constants such as ``use_cache=False`` from the signature, so they are no inputs of the capture either.
-
-    Raises:
-        CaptureError: the exporter cannot capture the model; the message has its reason.
     """
     inputs = with_tensors(inputs)
     input_of_parameter = {**inspect.signature(model.forward).bind_partial(*inputs.args).arguments, **inputs.kwargs}

@@ -35,16 +35,7 @@ def asks_for_data(call: FakeCall) -> bool:
 
 
 def placeholder_tokens(model: Any, samples: Mapping[str, torch.Tensor], text_count: int) -> list[int]:
-    """Return the tokens in each text that stand for images or sounds; none if the model has no such tokens.
-
-    Args:
-        model: a model of transformers.
-        samples: the inputs that are no text.
-        text_count: the number of texts, which have as many images or sounds.
-
-    Raises:
-        DataNeededError: the number of tokens depends on data, and the weights are deferred.
-    """
+    """Return the tokens in each text that stand for images or sounds; none if the model has no such tokens."""
     tokens: list[int] = []
     for inputs, fields, method_name in _KINDS:
         token = next((value for field in fields if isinstance(value := getattr(model.config, field, None), int)), None)
@@ -76,11 +67,7 @@ def _row_count(model: Any, samples: Mapping[str, torch.Tensor], method_name: str
 
 
 def _computed(model: Any, method: Callable[..., Any], method_inputs: Mapping[str, torch.Tensor]) -> Any:
-    """What a method computes with data; None if it fails, or no weights have data.
-
-    Raises:
-        DataNeededError: the weights are deferred.
-    """
+    """What a method computes with data; None if it fails, or no weights have data."""
     if device_of(model).type == "meta":
         return None
     if any(isinstance(parameter, FakeTensor) for parameter in model.parameters()):

@@ -48,14 +48,7 @@ def is_transformers_model(model: object) -> bool:
 
 
 def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:
-    """Return the dtype that a caller names for the weights of a model.
-
-    Args:
-        dtype: the dtype, or its name such as ``"bfloat16"``.
-
-    Raises:
-        OptionError: it is none that a model is loaded in.
-    """
+    """Return the dtype that a caller names for the weights of a model."""
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPES:
         raise OptionError(f"dtype: expected one of {', '.join(DTYPES)}, found {dtype}")
@@ -67,17 +60,9 @@ def load_pretrained(
 ) -> Any:
     """Load the model of a folder or a hub name in evaluation mode, by the class that its configuration names.
 
-    Args:
-        source: the folder or the hub name. The folder of an adapter of PEFT is merged into its base model.
-        dtype: the dtype that its weights are converted to; None for that of the checkpoint.
-        deferred: where the model's weights are deferred; None to load them. Buffers that no checkpoint has have the values that
-            transformers computes for them.
-
-    Raises:
-        CaptureError: there is no such folder, transformers cannot load the model, or the checkpoint lacks weights of it.
-        DataNeededError: the weights cannot be deferred.
-        OptionError: a model is not loaded in this dtype.
-        MissingPackageError: transformers is not installed.
+    dtype: the dtype that its weights are converted to; None for that of the checkpoint.
+    deferred: where the model's weights are deferred; None to load them. Buffers that no checkpoint has have the values that transformers
+        computes for them.
     """
     dtype_option = {} if dtype is None else {"dtype": parse_dtype(dtype)}
     # An adapter in a pipeline belongs to its encoder, which sentence-transformers loads.
@@ -132,11 +117,7 @@ def _load(
 
 @contextlib.contextmanager
 def _quiet_loading(source: str) -> Iterator[Any]:
-    """Import transformers, which shows no progress in a pipe within the ``with`` block.
-
-    Raises:
-        CaptureError: the model is not loaded.
-    """
+    """Import transformers, which shows no progress in a pipe within the ``with`` block."""
     transformers = import_transformers()
     shows_progress = transformers.utils.logging.is_progress_bar_enabled()
     if not sys.stderr.isatty():
@@ -173,11 +154,7 @@ def _errors_name_adapter(adapter: Adapter) -> Iterator[None]:
 
 
 def _check_all_loaded(source: str, class_name: str, loading_info: Mapping[str, Any], absent: Collection[str]) -> None:
-    """Refuse a checkpoint without some weights of the model, for which transformers would draw random ones.
-
-    Raises:
-        CaptureError: weights are missing, or have other shapes than in the model.
-    """
+    """Refuse a checkpoint without some weights of the model, for which transformers would draw random ones."""
     problems = [
         f"{name} is {list(found)} instead of {list(expected)}"
         for name, found, expected in sorted(loading_info["mismatched_keys"])
@@ -243,14 +220,7 @@ def _align_weights(model: torch.nn.Module) -> None:
 
 
 def model_files(model: Any) -> dict[str, bytes]:
-    """Return the configuration files with which ``from_pretrained`` of transformers opens a bundle, and those that read texts.
-
-    Args:
-        model: a module of any class.
-
-    Returns:
-        The content of each file by its name; nothing for a model that is not of transformers.
-    """
+    """Return the configuration files with which ``from_pretrained`` of transformers opens a bundle, and those that read texts."""
     if isinstance(model, SentencePipeline):
         return model.files
     if not is_transformers_model(model):

@@ -99,16 +99,9 @@ def processed_examples(
 ) -> dict[str, ExampleTensor]:
     """Return what a processor makes of two samples; or of one, if it packs samples, such as the patches of all images, into one dimension.
 
-    Args:
-        processor: the processor, or None.
-        kind: image, video or audio.
-        model: the model.
-        sizes: its dynamic sizes.
-        parameters: the names of its inputs.
-
-    Returns:
-        The examples that the model takes, under its own names; nothing if the processor fails. Those of packed samples have no dynamic
-        dimensions.
+    processor: the processor, or None.
+    The result is the examples that the model takes, under its own names; nothing if the processor fails. Those of packed samples have no
+        dynamic dimensions.
     """
     if processor is None:
         return {}

@@ -67,18 +67,7 @@ class _ModuleCall(NamedTuple):
 def diverging_module(
     model: torch.nn.Module, program: ExportedProgram, inputs: Inputs, values: Sequence[Any], seed: int
 ) -> str:
-    """Return the first module whose result is among no values of the captured program, such as ``layers.0 (TransformerEncoderLayer)``.
-
-    Args:
-        model: the model, with its weights; it is unchanged afterwards.
-        program: its captured program.
-        inputs: the example, as the model takes it.
-        values: the inputs of the program, in its order.
-        seed: the seed of the random generators.
-
-    Returns:
-        Path and class, or an empty text if no module is found.
-    """
+    """Return the first module whose result is among no values of the captured program, such as ``layers.0 (TransformerEncoderLayer)``."""
     calls = _module_calls(model, inputs, seed)
     traced_paths = {path for node in program.graph.nodes for path in _module_paths(node)}
     differing = {index: call for index, call in enumerate(calls) if call.path in traced_paths}

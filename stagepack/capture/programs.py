@@ -100,15 +100,7 @@ def strict_captures(is_strict: bool) -> Iterator[None]:
 
 
 def capture_module(model: torch.nn.Module, inputs: Inputs) -> Capture:
-    """Capture a module by ``torch.export.export``. The module is unchanged afterwards.
-
-    Args:
-        model: the module, on any device.
-        inputs: the example inputs to call it with.
-
-    Raises:
-        CaptureError: example inputs are missing, or ``torch.export`` cannot capture the module; the message has torch's reason.
-    """
+    """Capture a module by ``torch.export.export``. The module is unchanged afterwards."""
     inputs = with_tensors(inputs)
     model_class = type(wrapped_model(model)).__name__
     if isinstance(model, torch.jit.ScriptModule):
@@ -158,11 +150,7 @@ def _capture_strictly(model: torch.nn.Module, inputs: Inputs, dynamic_shapes: An
 
 @contextlib.contextmanager
 def recorded_trace(model: torch.nn.Module) -> Iterator[dict[str, Any]]:
-    """Trace a model as it is meant, within the ``with`` block.
-
-    Yields:
-        After the block, the fields of a `Capture` that are recorded in a trace.
-    """
+    """Trace a model as it is meant, within the ``with`` block."""
     register_model_outputs()
     calls, modes = TracedCalls(), TracedModes()
     fields: dict[str, Any] = {}
@@ -239,15 +227,7 @@ def _export_in_ranges(
 
 
 def capture_program(program: ExportedProgram, inputs: Inputs) -> Capture:
-    """Use an exported program as it is.
-
-    Args:
-        program: the exported program.
-        inputs: the example inputs. Without any, those that the program was exported with.
-
-    Raises:
-        CaptureError: there are no example inputs.
-    """
+    """Use an exported program as it is."""
     if not inputs.args and not inputs.kwargs:
         if program.example_inputs is None:
             raise CaptureError(
@@ -259,11 +239,7 @@ def capture_program(program: ExportedProgram, inputs: Inputs) -> Capture:
 
 
 def load_program(path: str | os.PathLike[str]) -> ExportedProgram:
-    """Read a ``.pt2`` file. Do not pass one that you do not trust: torch reads a part of it with pickle.
-
-    Raises:
-        CaptureError: the file is missing, or is not a ``.pt2`` file that this version of torch reads.
-    """
+    """Read a ``.pt2`` file. Do not pass one that you do not trust: torch reads a part of it with pickle."""
     if not os.path.exists(path):
         raise CaptureError(f"{path}: no such file: expected a .pt2 file that torch.export.save wrote")
     if not zipfile.is_zipfile(path):

@@ -94,15 +94,10 @@ class SentencePipeline(torch.nn.Module):
     ) -> dict[str, torch.Tensor]:
         """Compute the embeddings of texts.
 
-        Args:
-            input_ids: the tokens, [batch, sequence].
-            attention_mask: 1 for tokens and 0 for padding, [batch, sequence].
-            token_type_ids: what the tokenizer says of each token, [batch, sequence], for models that take it.
-            prompt_length: the number of tokens of each text that belong to a prompt, [batch], for models that leave them out of the mean.
-            **further: other inputs of the first module.
-
-        Returns:
-            The embeddings, as the only value of a dict.
+        input_ids: the tokens, [batch, sequence].
+        attention_mask: 1 for tokens and 0 for padding, [batch, sequence].
+        token_type_ids: what the tokenizer says of each token, [batch, sequence], for models that take it.
+        prompt_length: the number of tokens of each text that belong to a prompt, [batch], for models that leave them out of the mean.
         """
         tensors = {
             "input_ids": input_ids,
@@ -133,11 +128,7 @@ class SentencePipeline(torch.nn.Module):
         return {_RESULT: embeddings if self._truncate_dim is None else embeddings[..., : self._truncate_dim]}
 
     def example(self) -> Inputs:
-        """Two texts as an example, with dynamic batch and sequence.
-
-        Raises:
-            CaptureError: see `_token_dims`.
-        """
+        """Two texts as an example, with dynamic batch and sequence."""
         tensors = {
             feature_name: value for feature_name, value in self._example.items() if isinstance(value, torch.Tensor)
         }
@@ -151,11 +142,7 @@ class SentencePipeline(torch.nn.Module):
         return Inputs(kwargs=tensors, dynamic_shapes=dims)
 
     def _token_dims(self, tensors: Mapping[str, torch.Tensor], batch: Dim) -> dict[str, dict[int, Dim]]:
-        """The dynamic sizes of the example.
-
-        Raises:
-            CaptureError: the first module takes something else than tokens of texts.
-        """
+        """The dynamic sizes of the example."""
         shapes = {tuple(tensor.shape) for tensor in tensors.values()}
         if tensors.keys() == {"input_ids", "offsets"}:  # the tokens of all texts, one after the other
             return {"input_ids": {0: Dim("tokens", min=1, max=_MOST_TOKENS)}, "offsets": {0: batch}}
@@ -206,11 +193,7 @@ def sentence_pipeline(model: Any) -> SentencePipeline:
 
 
 def is_sentence_pipeline(source: str) -> bool:
-    """Whether a folder or a hub name is a pipeline of sentence-transformers.
-
-    Raises:
-        CaptureError: it is another kind of model of sentence-transformers.
-    """
+    """Whether a folder or a hub name is a pipeline of sentence-transformers."""
     if model_file(source, MODULES_FILE) is None:
         return False
     settings_path = model_file(source, SETTINGS_FILE)
@@ -231,11 +214,7 @@ def is_sentence_pipeline(source: str) -> bool:
 
 
 def import_sentence_transformers(source: str) -> Any:
-    """Import sentence-transformers, for a model in its layout.
-
-    Raises:
-        MissingPackageError: it is not installed.
-    """
+    """Import sentence-transformers, for a model in its layout."""
     try:
         with explain_missing_packages(), torchao_on_demand():
             return importlib.import_module("sentence_transformers")

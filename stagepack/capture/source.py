@@ -23,18 +23,7 @@ def capture_source(
     *,
     dtype: str | torch.dtype | None = None,
 ) -> Capture:
-    """Capture a model of any kind that `export` accepts.
-
-    Args:
-        model: a module, an exported program, a ``.pt2`` file, or a Hugging Face folder or hub name.
-        inputs: the example inputs; an exported program and a Hugging Face model may do without.
-        dtype: of a Hugging Face folder or hub name: the dtype that its weights are converted to.
-
-    Raises:
-        CaptureError: the model is of another type, or cannot be loaded or captured.
-        OptionError: `dtype` is wrong, or for another kind of model.
-        MissingPackageError: a Hugging Face model needs transformers, which is not installed.
-    """
+    """Capture a model of any kind that `export` accepts."""
     is_pretrained = isinstance(model, str | os.PathLike) and not os.fspath(model).endswith(".pt2")
     if dtype is not None and not is_pretrained:
         raise OptionError(

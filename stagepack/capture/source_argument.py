@@ -39,21 +39,8 @@ def capture_source_argument(
 ) -> dict[str, Capture]:
     """Capture the model that the command line names.
 
-    Args:
-        source: ``file.py:factory``, ``package.module:factory``, a ``.pt2`` file, or a Hugging Face folder or hub name. A factory takes
-            no arguments and returns a module, or a module and its `Inputs`.
-        example: what the command line says about the example inputs. It takes precedence over inputs from the factory.
-        weights: a checkpoint of the weights of the module that a factory makes, see `read_checkpoint`.
-        dtype: of a Hugging Face folder or hub name: the dtype that its weights are converted to.
-        modules: paths of modules, each of which becomes an entry point, see `capture_modules`; none for the model itself.
-
-    Returns:
-        The captured programs by the name of the entry point, which is ``forward`` unless the inputs name functions.
-
-    Raises:
-        CaptureError: there is no such file or function, it raises or returns something else, or the model cannot be captured.
-        OptionError: `dtype` is wrong, or for another kind of source; or see `ExampleArguments`.
-        MissingPackageError: a Hugging Face model needs transformers, which is not installed.
+    source: ``file.py:factory``, ``package.module:factory``, a ``.pt2`` file, or a Hugging Face folder or hub name. A factory takes no
+        arguments and returns a module, or a module and its `Inputs`.
     """
     if modules:
         if weights is not None:
@@ -94,18 +81,7 @@ def _capture_saved(
 def load_source_argument(
     source: str, example: ExampleArguments = NO_EXAMPLE, dtype: str | None = None
 ) -> tuple[torch.nn.Module, Inputs]:
-    """Return the model that the command line names, and its example inputs, without capturing it.
-
-    Args:
-        source: see `capture_source_argument`; not a ``.pt2`` file, which is captured already.
-        example: see `capture_source_argument`.
-        dtype: see `capture_source_argument`.
-
-    Raises:
-        CaptureError: there is no such model, or it has several entry points.
-        OptionError: `dtype` is wrong, or for another kind of source; or see `ExampleArguments`.
-        MissingPackageError: a Hugging Face model needs transformers, which is not installed.
-    """
+    """Return the model that the command line names, and its example inputs, without capturing it."""
     model, inputs = _loaded_with_inputs(source, example, dtype)
     if not isinstance(model, torch.nn.Module) or isinstance(inputs, dict):
         raise CaptureError(f"{source}: expected a torch.nn.Module and the inputs of one call")
@@ -113,17 +89,7 @@ def load_source_argument(
 
 
 def load_functions(source: str, example: ExampleArguments) -> dict[str, tuple[Any, Inputs]]:
-    """Return what the command line names without capturing it: the modules to capture, or the program, by the name of the entry point.
-
-    Args:
-        source: see `capture_source_argument`.
-        example: see `capture_source_argument`.
-
-    Raises:
-        CaptureError: there is no such model.
-        OptionError: see `ExampleArguments` and `capture_entry_points`.
-        MissingPackageError: a Hugging Face model needs transformers, which is not installed.
-    """
+    """Return what the command line names without capturing it: the modules to capture, or the program, by the name of the entry point."""
     if source.endswith(".pt2"):
         program_inputs = _inputs_of_saved(source, example) or Inputs()
         if isinstance(program_inputs, dict):
@@ -180,12 +146,7 @@ def _inputs_of_saved(source: str, example: ExampleArguments) -> ExampleInputs | 
 
 
 def pretrained_inputs(source: str) -> Inputs:
-    """Return the example inputs that are made for a Hugging Face model, of which no weights are loaded.
-
-    Raises:
-        CaptureError: there is no such model, or no example can be made.
-        MissingPackageError: transformers is not installed.
-    """
+    """Return the example inputs that are made for a Hugging Face model, of which no weights are loaded."""
     return example_inputs(load_pretrained(source, DeferredTensors()), source)
 
 
@@ -215,14 +176,7 @@ def capture_with_checkpoint(
 ) -> Capture:
     """Capture a module that a function makes, with weights that stay in a checkpoint as far as possible.
 
-    Args:
-        make_model: returns the module, and its example inputs or None.
-        inputs: example inputs that take precedence.
-        weights: the checkpoint, see `read_checkpoint`.
-        example: further sizes that may change.
-
-    Raises:
-        CaptureError: the checkpoint does not fit the module, or the module cannot be captured.
+    make_model: returns the module, and its example inputs or None.
     """
 
     def module_of(made: tuple[Any, ExampleInputs | None]) -> torch.nn.Module:

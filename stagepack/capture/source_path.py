@@ -41,11 +41,7 @@ def model_file(source: str, file_name: str) -> str | None:
 
 
 def check_source_path(source: str) -> None:
-    """Refuse the path of a model that does not exist, before torch is imported.
-
-    Raises:
-        CaptureError: there is no such file or folder.
-    """
+    """Refuse the path of a model that does not exist, before torch is imported."""
     if os.path.exists(source):
         return
     file_name, separator, _ = source.rpartition(":")
@@ -56,11 +52,7 @@ def check_source_path(source: str) -> None:
 
 
 def check_model_path(source: str) -> None:
-    """Refuse paths, for which transformers would ask the hub.
-
-    Raises:
-        CaptureError: the path is not the folder of a model, and no hub name.
-    """
+    """Refuse paths, for which transformers would ask the hub."""
     if os.path.isdir(source):
         if not is_model_folder(source):
             if os.path.isfile(os.path.join(source, MANIFEST_NAME)):

@@ -10,12 +10,7 @@ from stagepack.errors import STARTING_FILE_MARK
 
 
 def starting_file(model: Any, inputs: Inputs) -> str:
-    """Return the end of an error message: what to pass, and after an empty line the content of the file to start from.
-
-    Args:
-        model: a model of transformers.
-        inputs: inputs that were tried; those that the model needs are added.
-    """
+    """Return the end of an error message: what to pass, and after an empty line the content of the file to start from."""
     parameters = inspect.signature(model.forward).parameters
     main = getattr(model, "main_input_name", ())
     needed = ([main] if isinstance(main, str) else list(main)) + required_parameters(model.forward)

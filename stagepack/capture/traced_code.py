@@ -35,12 +35,6 @@ def traced_as_meant(model: torch.nn.Module) -> Iterator[AskedProperties]:
     parts; ``max_pool1d``, ``linspace`` and window functions take any length; ``einsum`` contracts in the order that ``opt_einsum`` finds
     for the sizes of the example; ``tensor.contiguous()`` of an input is in the program though it does nothing in the example; in the
     packages of the model, ``len(tensor)`` is a size that may change.
-
-    Args:
-        model: the model that is traced.
-
-    Returns:
-        A context with what the model asks its tensors for besides values and sizes.
     """
     asked = AskedProperties()
     with (

@@ -34,7 +34,6 @@ class TracedModes:
     """Grad modes and functions with a backward of their own in a trace."""
 
     def __init__(self) -> None:
-        """Start without functions."""
         self._module_of_function: dict[str, str] = {}
         self._first_mode: dict[int, bool] = {}
         self._mode = True  # outside of functions
@@ -83,9 +82,7 @@ def _function_calls() -> Iterator[tuple[type, tuple[Any, ...]]]:
 def lost_grad_mode(node: FxNode, captured_mode: bool | None) -> bool | None:
     """Return the grad mode that a node ran in, or None if the captured program has it.
 
-    Args:
-        node: a node of the program.
-        captured_mode: the grad mode that the program runs it in; None for that of the caller.
+    captured_mode: the grad mode that the program runs it in; None for that of the caller.
     """
     mode, first_mode = node.meta.get(_GRAD_MODE_KEY, (None, None))
     expected_mode = first_mode if captured_mode is None else captured_mode

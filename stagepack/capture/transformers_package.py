@@ -19,11 +19,7 @@ _HUB_LOGGER = "huggingface_hub"
 
 
 def import_transformers() -> Any:
-    """Import transformers; torchao is not imported with it, but when a function of it is called.
-
-    Raises:
-        MissingPackageError: transformers is not installed.
-    """
+    """Import transformers; torchao is not imported with it, but when a function of it is called."""
     with explain_missing_packages(), torchao_on_demand():
         transformers = importlib.import_module("transformers")
         # Loaded on first use, and with it the quantizers.

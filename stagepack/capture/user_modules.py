@@ -16,12 +16,8 @@ from stagepack.errors import CaptureError
 def call_user_function(reference: str) -> Any:
     """Call a function of a user without arguments, and return its result.
 
-    Args:
-        reference: ``file.py:function`` or ``package.module:function``. Modules are found in the current folder too, those next to
-            the file as well.
-
-    Raises:
-        CaptureError: there is no such function, or its module or the function raises.
+    reference: ``file.py:function`` or ``package.module:function``. Modules are found in the current folder too, those next to the file as
+        well.
     """
     module_reference, _, function_name = reference.rpartition(":")
     if not module_reference:
@@ -55,11 +51,7 @@ def import_user_module(module_name: str) -> ModuleType:
 
 
 def import_user_file(path: Path) -> ModuleType:
-    """Import a file as a module. What it imports is searched in its own folder first, then in the current one.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-    """
+    """Import a file as a module. What it imports is searched in its own folder first, then in the current one."""
     if not path.is_file():
         raise FileNotFoundError(f"no such file: {path}")
     _search_in(Path.cwd())

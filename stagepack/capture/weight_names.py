@@ -21,17 +21,6 @@ def tensors_by_weight_name(
 
     A checkpoint may have more than the model, such as ``{"model": ..., "optimizer": ...}``: the tensors of the model are returned, without
     the prefix that their names have. The model may be in a wrapper, so that all its names have a prefix: the tensors get it.
-
-    Args:
-        tensors: those of the checkpoint.
-        weights: the names of each weight of the model.
-        source: the checkpoint, for messages.
-
-    Returns:
-        The tensors. As they are if some have names of weights, or no prefix fits.
-
-    Raises:
-        CaptureError: the checkpoint has all weights several times, as ``{"model": ..., "ema": ...}`` has.
     """
     if not weights or _has_all(tensors, weights):
         return tensors
@@ -76,13 +65,7 @@ def _prefixes(long_names: Iterable[str], short_names: Collection[str]) -> Counte
 
 
 def name_problems(missing: Collection[str], unknown: Collection[str], model: str) -> list[str]:
-    """Return how the names in a checkpoint differ from those in a model, and the prefix with which more of them would fit.
-
-    Args:
-        missing: the names of weights that the checkpoint lacks.
-        unknown: the names in the checkpoint that the model lacks.
-        model: what it is called, such as ``the graph``.
-    """
+    """Return how the names in a checkpoint differ from those in a model, and the prefix with which more of them would fit."""
     problems = []
     if missing:
         problems.append(f"the checkpoint lacks {shown(missing)}")

@@ -13,10 +13,7 @@ def take_parts(
 ) -> None:
     """Give a module that calls a model all parameters, buffers and modules of the model, by their names in the model.
 
-    Args:
-        wrapper: a new module, without any of its own.
-        model: the model.
-        further_modules: modules of the wrapper, by name. One whose name a part of the model has gets ``_`` at the end of it.
+    further_modules: modules of the wrapper, by name. One whose name a part of the model has gets ``_`` at the end of it.
     """
     # The dicts themselves: torch.export replaces parameters in them while it runs the wrapper.
     for attribute in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):

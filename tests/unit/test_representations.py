@@ -27,7 +27,7 @@ def test_bundles_and_pipelines_say_what_they_are(tmp_path: Path) -> None:
 @pytest.mark.process
 def test_a_notebook_shows_the_report_in_a_frame(tmp_path: Path) -> None:
     bundle = stagepack.export(torch.nn.Linear(2, 2), (torch.ones(1, 2),), out=tmp_path / "<b>.stagepack")
-    html = bundle._repr_html_()
+    html = bundle._repr_html_() or ""
     assert html.startswith("<iframe srcdoc=")
     assert html.count("<") == 2
     page = unescape(html)

@@ -1,0 +1,86 @@
+"""The rules of form of the source: where docstrings have sections, and what is imported by a string."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import stagepack
+
+ROOT = Path(stagepack.__file__).parents[1]
+SOURCES = sorted(path for folder in ("stagepack", "loaders") for path in (ROOT / folder).rglob("*.py"))
+SECTIONS = ("Args:", "Returns:", "Raises:", "Yields:")
+# What docs/reference/api.md shows besides the names of `stagepack`, what others implement, and the base classes of both.
+PUBLIC = {
+    "stagepack.format.bundle_files.BundleFiles",
+    "stagepack_loaders.callable_pipeline.CallablePipeline",
+    "stagepack_loaders.distributed.connect.connect",
+    "stagepack_loaders.distributed.pipeline.DistributedPipeline",
+    "stagepack_loaders.distributed.ray_launcher.launch",
+    "stagepack_loaders.entry_points.EntryPointPipelines",
+    "stagepack_loaders.generation.settings.GenerationSettings",
+    "stagepack_loaders.pipeline.Pipeline",
+    "stagepack_loaders.pipeline_sequence.PipelineSequence",
+    "stagepack_loaders.registry.register_runtime",
+    "stagepack_loaders.torch.stage.TorchStage",
+    "stagepack_loaders.trace_file.write_trace",
+    "stagepack_loaders.train.training.Training",
+    *(".".join(home) for home in stagepack._HOMES.values()),
+}
+PUBLIC_MODULES = {"stagepack.errors", "stagepack_loaders.base"}
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removeprefix("loaders.").removesuffix(".__init__")
+
+
+def functions(node: ast.AST, path: str, *, is_interface: bool = False) -> Iterator[tuple[str, bool, Function]]:
+    """The functions in a node, their paths, and whether they belong to an interface that others implement."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.ClassDef):
+            bases = {ast.unparse(base).partition("[")[0] for base in child.bases}
+            is_class_interface = is_interface or bool(bases & {"Protocol", "ABC"})
+            yield from functions(child, f"{path}.{child.name}", is_interface=is_class_interface)
+        elif isinstance(child, Function):
+            yield f"{path}.{child.name}", is_interface, child
+            yield from functions(child, f"{path}.{child.name}", is_interface=is_interface)
+        else:
+            yield from functions(child, path, is_interface=is_interface)
+
+
+def is_public(path: str) -> bool:
+    return any(path == name or path.startswith(f"{name}.") for name in PUBLIC | PUBLIC_MODULES)
+
+
+def test_docstrings_have_sections_on_public_names_and_interfaces_alone() -> None:
+    found = [
+        name
+        for source in SOURCES
+        for name, is_interface, function in functions(ast.parse(source.read_text()), module_name(source))
+        if any(section in (ast.get_docstring(function) or "") for section in SECTIONS)
+        if not is_interface and not is_public(name)
+    ]
+    assert found == []
+
+
+def test_the_class_is_described_and_not_its_init() -> None:
+    found = [
+        name
+        for source in SOURCES
+        for name, _, function in functions(ast.parse(source.read_text()), module_name(source))
+        if function.name == "__init__" and ast.get_docstring(function)
+    ]
+    assert found == []
+
+
+def test_only_the_package_imports_its_own_modules_by_a_string() -> None:
+    found = [
+        f"{source.relative_to(ROOT)}:{node.lineno}"
+        for source in SOURCES
+        for node in ast.walk(ast.parse(source.read_text()))
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func).endswith("import_module")
+        and isinstance(node.args[0], ast.Constant)
+        and str(node.args[0].value).startswith("stagepack")
+    ]
+    assert [place.partition(":")[0] for place in found] == ["stagepack/__init__.py"]
