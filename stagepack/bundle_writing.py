@@ -17,14 +17,12 @@ import msgspec
 from stagepack.format.codec import encode_graph
 from stagepack.format.digest import ZERO_DIGEST
 from stagepack.format.graph import Graph
-from stagepack.format.manifest import EntryPoint, Manifest, Producer, Stage
+from stagepack.format.manifest import VERSION, EntryPoint, Manifest, Producer, Signature, Stage, signature_features
 from stagepack.format.operators import ALLOWED_NAMESPACES, operator_namespace
 from stagepack.format.plan import Plan, Run
 from stagepack.format.reader import Bundle, check_stages
 from stagepack.format.shapes import Guard, Symbol
-from stagepack.format.signature import Signature, signature_features
 from stagepack.format.validate import INDEX_NAME, MODEL_CONFIG_NAME, check_graph, raise_problems
-from stagepack.format.version import VERSION
 from stagepack.format.writer import BundleWriter, TensorSource
 from stagepack.graph.analysis import GraphAnalysis
 from stagepack.graph.folding import fold_graph

@@ -34,7 +34,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from stagepack.capture.hugging_face import capture_pretrained
 from stagepack.capture.inputs import Inputs
 from stagepack.exporter import export_capture
-from stagepack.format.byte_sizes import parse_byte_size
+from stagepack.format.dtypes import parse_byte_size
 from stagepack.format.writer import BundleWriter
 from stagepack.partition.cut_options import CutOptions
 from tools.benchmark_results import BenchmarkResults, add_json_option, benchmark_results

@@ -10,7 +10,7 @@ import torch
 from stagepack.capture.inputs import Inputs
 from stagepack.capture.programs import capture_module
 from stagepack.exporter import export_capture
-from stagepack.format.version import VERSION
+from stagepack.format.manifest import VERSION
 from stagepack.onnx import add_onnx
 from stagepack.partition.cut_options import CutOptions
 

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from stagepack.errors import OptionError, ValueSizeError
-from stagepack.format.byte_sizes import parse_byte_size
-from stagepack.format.dtypes import ITEM_SIZE, SCALAR_DTYPES
+from stagepack.format.dtypes import ITEM_SIZE, SCALAR_DTYPES, parse_byte_size
 from stagepack.format.graph import Graph, Subgraph, Value
 from stagepack.format.manifest import Edge
 from stagepack.format.reader import Bundle

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any, get_args
 
 from stagepack.errors import OptionError
-from stagepack.format.byte_sizes import parse_byte_size
 from stagepack.format.chunks import ByteProgress
+from stagepack.format.dtypes import parse_byte_size
 from stagepack.format.reader import Bundle
 from stagepack.opening import BundleSource, TrustedSigners, opened
 from stagepack.terminal import byte_progress

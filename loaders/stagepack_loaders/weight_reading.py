@@ -12,7 +12,7 @@ from typing import Final, Protocol
 import numpy
 
 from stagepack.errors import DigestError, Problem
-from stagepack.format.file_source import FileSource
+from stagepack.format.bundle_files import FileSource
 
 # Direct reads begin at a multiple of this in the file and in memory, and their length is one.
 DIRECT_ALIGNMENT: Final = 4096

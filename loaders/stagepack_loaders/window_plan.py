@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 from stagepack.errors import OptionError
-from stagepack.format.byte_sizes import format_bytes
+from stagepack.format.dtypes import format_bytes
 
 PLACE_ALIGNMENT: Final = 4096
 # The ring cannot go on before the last use of its oldest weights. So weights that are used over more steps than a limit stay; of these

@@ -7,7 +7,6 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from stagepack.format.folded import FoldedGraph, Region
 from stagepack.format.graph import (
     Argument,
     ComplexArg,
@@ -27,7 +26,7 @@ from stagepack.format.graph import (
     ValueArg,
 )
 from stagepack.format.shapes import format_shape
-from stagepack.format.template import Hole, escape_template, fill_template, parse_template
+from stagepack.format.unfold import FoldedGraph, Hole, Region, escape_template, fill_template, parse_template
 from stagepack.graph.region_functions import BodyItem, region_functions
 
 _INDENT = "    "

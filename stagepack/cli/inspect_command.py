@@ -12,8 +12,8 @@ from stagepack.cli.output import print_json, print_line
 from stagepack.cli.path_options import bundle_argument, open_argument
 from stagepack.cli.run_options import check_stage_number, json_option
 from stagepack.cli.stage_facts import print_stage_graph, stage_graph_facts
-from stagepack.format.folded import trivially_folded
 from stagepack.format.reader import Bundle
+from stagepack.format.unfold import trivially_folded
 from stagepack.graph.rows.batch import batch_dimension, end_edges
 
 

@@ -1,7 +1,7 @@
 """Quantities as the command prints them: bytes, floating-point operations, times."""
 
-from stagepack.format.byte_sizes import format_bytes as format_bytes
-from stagepack.format.byte_sizes import format_quantity
+from stagepack.format.dtypes import format_bytes as format_bytes
+from stagepack.format.dtypes import format_quantity
 
 
 def format_flops(flop_count: int) -> str:

@@ -16,7 +16,7 @@ from stagepack.capture.error_location import describe_error
 from stagepack.capture.user_modules import import_user_module
 from stagepack.cli.failures import Failure
 from stagepack.cli.path_options import PathType, folder_name, remember_trusted_files
-from stagepack.format.byte_sizes import parse_byte_size
+from stagepack.format.dtypes import parse_byte_size
 from stagepack.format.reader import Bundle
 from stagepack.opening import split_entry_point
 from stagepack_loaders.registry import DEFAULT_RUNTIME, choose_runtime, find_runtime, import_runtime, runtime_names

@@ -1,11 +1,14 @@
-"""The files of a bundle: the manifest, which is read when a bundle is opened, and the others on request."""
+"""The files of a bundle: the manifest, which is read when a bundle is opened, and the others on request.
+
+Where the files of a bundle come from, if its folder does not have all of them.
+"""
 
 import copy
 import os
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Self
+from typing import Protocol, Self
 
 from stagepack.errors import DigestError, FileNotListedError, LimitError, Problem, StagepackError
 from stagepack.format import limits
@@ -17,12 +20,82 @@ from stagepack.format.file_checks import (
     read_listed_file,
     read_plain_file,
 )
-from stagepack.format.file_source import FileSource, FileStream
 from stagepack.format.file_writing import FileVersion
 from stagepack.format.manifest import File
 from stagepack.format.manifest_reader import read_manifest
 from stagepack.format.validate import MANIFEST_NAME, SIGNATURE_NAME, format_names
 from stagepack.format.weights import StoredTensor, parse_header_bytes, parse_weight_header
+
+
+class FileStream(Protocol):
+    """A handle of files that are being downloaded. It is used by several threads at a time."""
+
+    def read_into(self, file_name: str, start: int, memory: memoryview) -> None:
+        """Fill memory with the bytes of a file, when they have arrived.
+
+        Args:
+            file_name: the name of the file.
+            start: the first byte.
+            memory: writeable memory, as long as the range.
+
+        Raises:
+            RemoteError: the file cannot be downloaded.
+            DigestError: the file differs from the manifest.
+            WriteError: the file cannot be written.
+        """
+
+    def share(self) -> Self:
+        """Return another handle of the same files. When all handles are closed or gone, the download ends."""
+
+    def close(self) -> None:
+        """Read no further bytes by this handle."""
+
+
+class FileSource(Protocol):
+    """Brings the files of a bundle into its folder.
+
+    Attributes:
+        location: the path or URL that the files come from, for messages.
+        url: the URL by which a process of this user on another machine opens the same files, which may have secrets; None if it needs
+            options too.
+    """
+
+    location: str
+    url: str | None
+
+    def fetch(self, entries: Sequence[File]) -> None:
+        """Return when the folder has these files.
+
+        Args:
+            entries: their manifest entries.
+
+        Raises:
+            RemoteError: a file cannot be downloaded.
+            DigestError: a file differs from the manifest.
+            WriteError: a file cannot be written.
+        """
+
+    def stream(self, entries: Sequence[File]) -> FileStream:
+        """Begin to bring files into the folder, and return at once. The bytes can be read when they arrive.
+
+        Args:
+            entries: their manifest entries, in the order in which they are needed.
+        """
+
+    def read_signature(self) -> bytes | None:
+        """Return the content of the signature file, which the manifest does not list; None if there is none.
+
+        Raises:
+            RemoteError: it cannot be downloaded.
+            LimitError: it is too large.
+        """
+
+    def discard(self, entries: Sequence[File]) -> None:
+        """Remove damaged files from the folder, so that `fetch` brings them again.
+
+        Args:
+            entries: their manifest entries.
+        """
 
 
 class BundleFiles:

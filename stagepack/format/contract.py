@@ -13,7 +13,7 @@ from typing import Any
 from stagepack.errors import InputError
 from stagepack.format.dtypes import SCALAR_DTYPES
 from stagepack.format.graph import Value
-from stagepack.format.manifest import Edge
+from stagepack.format.manifest import Edge, Parameter, Signature
 from stagepack.format.shapes import (
     Dim,
     Expr,
@@ -28,7 +28,6 @@ from stagepack.format.shapes import (
     size_in_range,
     symbol_names,
 )
-from stagepack.format.signature import Parameter, Signature
 from stagepack.format.tree import (
     UNUSED_VALUE,
     ConstantLeaf,

@@ -1,6 +1,10 @@
-"""Data types: their names in torch and in safetensors headers, and their sizes in bytes (SPEC W4)."""
+"""Data types: their names in torch and in safetensors headers, and their sizes in bytes (SPEC W4).
 
-from collections.abc import Mapping
+Numbers of bytes, and other quantities, as users write and read them.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Final
 
@@ -26,6 +30,7 @@ _HEADER_DTYPES: Final = {
     "U64": ("uint64", 8),
     "C64": ("complex64", 8),
 }
+
 # torch dtypes without a name in safetensors headers -> bytes per element. They are stored as `U8`.
 STORED_AS_BYTES: Final = {"complex128": 16, "complex32": 4}
 
@@ -33,15 +38,18 @@ STORED_AS_BYTES: Final = {"complex128": 16, "complex32": 4}
 ITEM_SIZE: Final[Mapping[str, int]] = MappingProxyType(
     {torch_dtype: size for torch_dtype, size in _HEADER_DTYPES.values()} | STORED_AS_BYTES
 )
+
 # torch dtype -> dtype in a safetensors header
 HEADER_DTYPES: Final[Mapping[str, str]] = MappingProxyType(
     {torch_dtype: header_dtype for header_dtype, (torch_dtype, _) in _HEADER_DTYPES.items()}
     | dict.fromkeys(STORED_AS_BYTES, "U8")
 )
+
 # dtype in a safetensors header -> bytes per element
 HEADER_ITEM_SIZE: Final[Mapping[str, int]] = MappingProxyType(
     {header_dtype: size for header_dtype, (_, size) in _HEADER_DTYPES.items()}
 )
+
 # dtype in a safetensors header -> torch dtype. A tensor that is stored as bytes has the dtype uint8.
 TORCH_DTYPES: Final[Mapping[str, str]] = MappingProxyType(
     {header_dtype: torch_dtype for header_dtype, (torch_dtype, _) in _HEADER_DTYPES.items()}
@@ -56,3 +64,40 @@ def stored_shape(dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     if dtype not in STORED_AS_BYTES:
         return shape
     return (*shape[:-1], shape[-1] * ITEM_SIZE[dtype]) if shape else (ITEM_SIZE[dtype],)
+
+
+_UNITS = {"": 1, "B": 1} | {
+    f"{prefix}{suffix}": base**power
+    for power, prefix in enumerate("KMGT", start=1)
+    for suffix, base in (("iB", 1024), ("B", 1000))
+}
+
+
+def parse_byte_size(size: int | str) -> int:
+    """Parse a number of bytes: ``24GiB`` (1024 ** 3), ``24GB`` (1000 ** 3), ``500 MB``, or a plain number.
+
+    size: the number with its unit; a plain number counts bytes.
+    The result is the number of bytes, rounded down, below 2 ** 63.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KkMGT]?i?B?)", str(size))
+    unit = match[2].replace("k", "K") if match else "?"
+    if match is None or unit not in _UNITS:
+        raise ValueError(f"expected a number of bytes such as 24GiB, 24GB or 25769803776, found {size!r}")
+    scale = _UNITS[unit]
+    byte_count = int(float(match[1]) * scale) if "." in match[1] else int(match[1]) * scale
+    if byte_count >= 2**63:
+        raise ValueError(f"expected fewer than 2 ** 63 bytes, found {size!r}")
+    return byte_count
+
+
+def format_bytes(byte_count: int) -> str:
+    """Return a number of bytes for people: ``90.3 MB``."""
+    return format_quantity(byte_count, ("B", "kB", "MB", "GB", "TB"))
+
+
+def format_quantity(amount: float, units: Sequence[str]) -> str:
+    """Return an amount of the first unit in the largest of the units of which there is one; each is 1,000 of the one before."""
+    position = 0
+    while amount >= 1000 and position < len(units) - 1:
+        amount, position = amount / 1000, position + 1
+    return f"{amount:.{1 if position else 0}f} {units[position]}"

@@ -9,8 +9,8 @@ from typing import Literal
 from msgspec import Struct
 
 from stagepack.format.limits import Int64
+from stagepack.format.manifest import Signature
 from stagepack.format.shapes import Dim, Symbol
-from stagepack.format.signature import Signature
 
 
 class Value(Struct, frozen=True, kw_only=True, omit_defaults=True):

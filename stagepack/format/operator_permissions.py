@@ -3,8 +3,14 @@
 from collections.abc import Collection, Iterable
 
 from stagepack.format.graph import Graph
-from stagepack.format.operator_list import RUN_BY_DEFAULT, operator_verdict, without_overload
-from stagepack.format.operators import ALLOWED_NAMESPACES, FUNCTION_NAMESPACES, operator_namespace
+from stagepack.format.operators import (
+    ALLOWED_NAMESPACES,
+    FUNCTION_NAMESPACES,
+    RUN_BY_DEFAULT,
+    operator_namespace,
+    operator_verdict,
+    without_overload,
+)
 from stagepack.format.reader import Bundle
 
 

@@ -15,13 +15,12 @@ from msgspec.msgpack import encode
 
 from stagepack.errors import EntryPointError, FileNotListedError, OptionError, Problem
 from stagepack.format import limits
-from stagepack.format.bundle_files import BundleFiles
+from stagepack.format.bundle_files import BundleFiles, FileSource, FileStream
 from stagepack.format.chunks import ByteProgress
 from stagepack.format.file_checks import raise_digest_problems
-from stagepack.format.file_source import FileSource, FileStream
 from stagepack.format.graph import Graph, Weight
-from stagepack.format.graph_reader import GraphFile, KeptGraphs
 from stagepack.format.manifest import Edge, EntryPoint, Onnx, Stage, format_inputs, format_stage_count
+from stagepack.format.manifest_reader import GraphFile, KeptGraphs
 from stagepack.format.onnx import NEXT_STATE_PREFIX, STATE_PREFIX, OnnxModel, parse_onnx_model
 from stagepack.format.upgrade import is_newer_minor
 from stagepack.format.validate import (

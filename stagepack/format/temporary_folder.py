@@ -2,16 +2,21 @@
 
 A process holds a lock on its folder as long as it lives, and the system releases it at whatever end: a folder that can be locked is left
 over. On file systems without locks nothing is removed.
+
+Two paths of one file system that exchange what they name, in one step that no reader and no loss of power sees half done.
 """
 
 import contextlib
+import ctypes
 import fcntl
+import functools
 import os
 import re
 import secrets
 import shutil
+import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -91,3 +96,30 @@ def _remove_abandoned(folder: Path) -> None:
     for descriptor in _lock(folder):
         shutil.rmtree(folder, ignore_errors=True)
         os.close(descriptor)
+
+
+_CURRENT_FOLDER = -100  # AT_FDCWD
+
+_EXCHANGE = 2  # RENAME_EXCHANGE
+
+
+def exchange_paths(first: Path, second: Path) -> bool:
+    """Exchange what two paths name, by ``renameat2`` of Linux (https://man7.org/linux/man-pages/man2/rename.2.html).
+
+    second: another one, on the same file system.
+    """
+    rename = _renameat2()
+    return rename is not None and not rename(
+        _CURRENT_FOLDER, os.fsencode(first), _CURRENT_FOLDER, os.fsencode(second), _EXCHANGE
+    )
+
+
+@functools.cache
+def _renameat2() -> Callable[..., int] | None:
+    """The function of the C library; None if it has none."""
+    if sys.platform != "linux":
+        return None
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is not None:
+        rename.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint]
+    return rename

@@ -1,28 +1,292 @@
-"""Unfold a graph: replace the region calls of a graph file by nodes (SPEC F1 to F5)."""
+"""Unfold a graph: replace the region calls of a graph file by nodes (SPEC F1 to F5).
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+Templates: the names in regions, with holes such as in ``layers.{0}.norm`` and ``add_{1+3}`` (SPEC F2, F5).
+
+The names in nodes, values, weights and module calls, listed and replaced in a fixed order.
+
+These are the names that the templates of a region may vary. For each kind of object `x` there are two functions with the law:
+``list(names_in_x(rename_x(x, rename))) == [rename(name) for name in names_in_x(x)]``.
+
+The graph as its file stores it: equal runs of nodes are stored once, as regions that are called (SPEC section 7, F1 to F5).
+
+A region is a run of nodes with templates in the place of names. A region call fills the holes of the templates, which gives the nodes
+of one occurrence. Unfolding a graph replaces every region call by these nodes.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from functools import lru_cache
+from typing import NamedTuple, TypeVar
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from stagepack.errors import FormatError, LimitError, Problem
 from stagepack.format import limits
-from stagepack.format.folded import FoldedGraph, Region, RegionCall
-from stagepack.format.graph import Argument, Graph, ModuleCall, Node, Scope, Subgraph, Value, ValueArg, Weight
-from stagepack.format.renaming import (
-    names_in_region,
-    names_in_value,
-    rename_module_call,
-    rename_value,
-    rename_weight,
+from stagepack.format.graph import (
+    Argument,
+    Context,
+    Graph,
+    ModuleCall,
+    Node,
+    Op,
+    Scope,
+    Subgraph,
+    Value,
+    ValueArg,
+    Weight,
 )
-from stagepack.format.template import TemplateError, fill_template, has_holes
-from stagepack.format.traversal import input_names, leaf_arguments, map_arguments, sort_module_calls
+from stagepack.format.limits import Int64
+from stagepack.format.shapes import Symbol, rename_symbols, symbol_names
+from stagepack.format.traversal import input_names, leaf_arguments, map_arguments, map_node_arguments, sort_module_calls
+from stagepack.format.tree import value_names
+
+# Possessive (++): what has matched is never given back, so that matching takes no memory for each character.
+_TEMPLATE_PART = re.compile(
+    r"\{(?P<text_index>0|[1-9][0-9]{0,5})(?P<increment>[+-][1-9][0-9]{0,17})?\}|(?P<literal>(?:[^{}]++|\{\{|\}\})++)"
+)
+
+_DECIMAL = re.compile(r"0|[1-9][0-9]{0,17}", re.ASCII)
+
+
+class TemplateError(ValueError):
+    """A string is not a template, or its holes cannot be filled with the given texts."""
+
+
+class Hole(NamedTuple):
+    """A hole of a template. A region call fills it with one of its texts.
+
+    Attributes:
+        text_index: the index of the text.
+        increment: added to the text, which must then be a decimal number; 0 leaves the text as it is.
+    """
+
+    text_index: int
+    increment: int = 0
+
+    def __str__(self) -> str:
+        """The hole as it is written in a template."""
+        return f"{{{self.text_index}{self.increment:+d}}}" if self.increment else f"{{{self.text_index}}}"
+
+
+def escape_template(literal: str) -> str:
+    """Return the template without holes that is filled to `literal`."""
+    return literal.replace("{", "{{").replace("}", "}}")
+
+
+@lru_cache(maxsize=4096)
+def parse_template(template: str) -> tuple[str | Hole, ...]:
+    """Split a template into literal strings, with their braces unescaped, and holes.
+
+    The result is the literals and holes in order.
+    """
+    if len(template) > limits.TEMPLATE_CHARACTERS:
+        raise TemplateError(
+            f"expected a template of at most {limits.TEMPLATE_CHARACTERS} characters, found {len(template)}: {template[:80]!r}"
+        )
+    parts: list[str | Hole] = []
+    position = 0
+    while position < len(template):
+        match = _TEMPLATE_PART.match(template, position)
+        if match is None:
+            raise TemplateError(f"expected a template, found {template[:80]!r}")
+        position = match.end()
+        if match["literal"] is None:
+            parts.append(Hole(int(match["text_index"]), int(match["increment"] or 0)))
+        else:
+            parts.append(match["literal"].replace("{{", "{").replace("}}", "}"))
+    return tuple(parts)
+
+
+def fill_template(template: str, hole_texts: Sequence[str]) -> str:
+    """Fill the holes of a template."""
+    parts = parse_template(template)
+    filled = "".join([_filled(part, hole_texts) if isinstance(part, Hole) else part for part in parts])
+    if len(filled) > limits.NAME_CHARACTERS:
+        raise TemplateError(f"{template[:80]!r} is filled to over {limits.NAME_CHARACTERS} characters")
+    return filled
+
+
+def _filled(hole: Hole, hole_texts: Sequence[str]) -> str:
+    if hole.text_index >= len(hole_texts):
+        raise TemplateError(f"the hole {hole} has no text: the region call has {len(hole_texts)}")
+    hole_text = hole_texts[hole.text_index]
+    if len(hole_text) > limits.NAME_CHARACTERS:
+        raise TemplateError(f"the text {hole_text[:80]!r} has over {limits.NAME_CHARACTERS} characters")
+    if not hole.increment:
+        return hole_text
+    total = int(hole_text) + hole.increment if _DECIMAL.fullmatch(hole_text) else -1
+    if total < 0:
+        raise TemplateError(f"the hole {hole} cannot be filled with {hole_text[:80]!r}")
+    return str(total)
+
+
+def has_holes(template: str) -> bool:
+    """Whether a template differs from the string that it is filled to: it has holes or escaped braces."""
+    return "{" in template or "}" in template
+
+
+class RegionCall(NamedTuple):
+    """One occurrence of a region: the index of the region, and the texts for its holes. In a region these texts are templates too."""
+
+    region: Int64
+    holes: tuple[str, ...]
+
+
+class Region(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A run of nodes that occurs in the graph several times.
+
+    The names of values, symbols, weights, scopes and module calls are templates. ``{2}`` is the third text of the region call;
+    ``{2+5}`` is this text as a number, plus 5; ``{{`` and ``}}`` are braces.
+
+    Attributes:
+        nodes: the nodes. They refer to the scopes of the region, and to the operators, contexts and subgraphs of the graph.
+        weights: the weights that each region call adds to the graph.
+        scopes: the scopes of the nodes.
+        calls: the module calls that each region call adds to the graph.
+    """
+
+    nodes: tuple[Node | RegionCall, ...]
+    weights: tuple[Weight, ...] = ()
+    scopes: tuple[Scope, ...] = ()
+    calls: tuple[ModuleCall, ...] = ()
+
+
+class FoldedGraph(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The fields of a `Graph`, with region calls among its nodes, and the regions.
+
+    Attributes:
+        symbols: see `Graph`.
+        inputs: see `Graph`.
+        weights: the weights that no region call adds.
+        nodes: nodes and region calls, in execution order.
+        outputs: see `Graph`.
+        subgraphs: see `Graph`.
+        ops: see `Graph`.
+        scopes: the scopes of the nodes that no region call adds.
+        contexts: see `Graph`.
+        calls: the module calls that no region call adds.
+        regions: the regions. A region may call the regions before it.
+    """
+
+    symbols: tuple[Symbol, ...] = ()
+    inputs: tuple[Value, ...] = ()
+    weights: tuple[Weight, ...] = ()
+    nodes: tuple[Node | RegionCall, ...] = ()
+    outputs: tuple[str, ...] = ()
+    subgraphs: tuple[Subgraph, ...] = ()
+    ops: tuple[Op, ...] = ()
+    scopes: tuple[Scope, ...] = ()
+    contexts: tuple[Context, ...] = ()
+    calls: tuple[ModuleCall, ...] = ()
+    regions: tuple[Region, ...] = ()
+
+
+def trivially_folded(graph: Graph) -> FoldedGraph:
+    """Return a graph as its file may store it, without regions.
+
+    Law: ``unfold_graph(trivially_folded(graph)) == graph``.
+    """
+    return FoldedGraph(**{field: getattr(graph, field) for field in Graph.__struct_fields__})
+
+
+def names_in_value(value: Value) -> Iterator[str]:
+    """Yield the name of a value, and the names of the symbols in its shape and its `expr`."""
+    yield value.name
+    for dim in value.shape:
+        yield from symbol_names(dim)
+    if value.expr is not None:
+        yield from symbol_names(value.expr)
+
+
+def names_in_node(node: Node) -> Iterator[str]:
+    """Yield the names of the values that a node uses, and then the names in the values that it defines."""
+    yield from input_names(node)
+    for value in node.outputs:
+        if value is not None:
+            yield from names_in_value(value)
+
+
+def names_in_weight(weight: Weight) -> Iterator[str]:
+    """Yield the value name of a weight, its names in the model, and the name of its base."""
+    yield weight.value
+    yield from weight.names
+    if weight.base is not None:
+        yield weight.base
+
+
+def names_in_module_call(call: ModuleCall) -> Iterator[str]:
+    """Yield the path of a module call, the position of its first node, and the value names in its signature."""
+    yield call.path
+    yield call.first
+    if call.signature is not None:
+        yield from value_names(*call.signature.trees)
+
+
+def names_in_region(region: Region) -> Iterator[str]:
+    """Yield the templates of a region, with repeats: of its nodes and region calls, scopes, weights and module calls."""
+    for item in region.nodes:
+        yield from names_in_node(item) if isinstance(item, Node) else item.holes
+    yield from (scope.path for scope in region.scopes)
+    for weight in region.weights:
+        yield from names_in_weight(weight)
+    for call in region.calls:
+        yield from names_in_module_call(call)
+
+
+def rename_value(value: Value, rename: Callable[[str], str]) -> Value:
+    """Return a value with other names."""
+    return replace(
+        value,
+        name=rename(value.name),
+        shape=tuple([rename_symbols(dim, rename) for dim in value.shape]),
+        expr=None if value.expr is None else rename_symbols(value.expr, rename),
+    )
+
+
+def rename_node(node: Node, rename: Callable[[str], str]) -> Node:
+    """Return a node with other names."""
+
+    def rename_leaf(leaf: Argument) -> Argument:
+        return ValueArg(rename(leaf.name)) if isinstance(leaf, ValueArg) else leaf
+
+    renamed = map_node_arguments(node, rename_leaf)
+    outputs = [None if value is None else rename_value(value, rename) for value in node.outputs]
+    return replace(renamed, outputs=tuple(outputs))
+
+
+def rename_weight(weight: Weight, rename: Callable[[str], str]) -> Weight:
+    """Return a weight with other names."""
+    return replace(
+        weight,
+        value=rename(weight.value),
+        names=tuple([rename(weight_name) for weight_name in weight.names]),
+        base=None if weight.base is None else rename(weight.base),
+    )
+
+
+def rename_module_call(call: ModuleCall, rename: Callable[[str], str]) -> ModuleCall:
+    """Return a module call with other names."""
+    return replace(
+        call,
+        path=rename(call.path),
+        first=rename(call.first),
+        signature=None if call.signature is None else call.signature.renamed(rename),
+    )
+
+
+def rename_in_order(new_names: Iterable[str]) -> Callable[[str], str]:
+    """Return a function for the functions above that ignores the old name and returns the next new name."""
+    remaining = iter(new_names)
+    return lambda _: next(remaining)
+
 
 _T = TypeVar("_T")
+
 # Template of a region -> the name that it is filled to in one region call.
 _Names = Mapping[str, str]
+
 # Builds a node from the names of a region call, and from the index of each scope of the region in the scope table of the graph.
 _NodeBuilder = Callable[[_Names, list[int]], Node]
 

@@ -7,7 +7,7 @@ import re
 from typing import Any, Final
 
 from stagepack.errors import FormatError, Problem, VersionError
-from stagepack.format.version import FEATURES, MAJOR, MINOR, VERSION
+from stagepack.format.manifest import FEATURES, MAJOR, MINOR, VERSION
 
 _VERSION_PATTERN: Final = re.compile(r"(0|[1-9][0-9]{0,5})\.(0|[1-9][0-9]{0,5})")
 

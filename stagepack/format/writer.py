@@ -40,8 +40,7 @@ from stagepack.format.file_writing import (
 from stagepack.format.manifest import File, Manifest
 from stagepack.format.manifest_reader import read_manifest
 from stagepack.format.output_file import is_bundle_folder
-from stagepack.format.path_exchange import exchange_paths
-from stagepack.format.temporary_folder import TemporaryFolder, siblings
+from stagepack.format.temporary_folder import TemporaryFolder, exchange_paths, siblings
 from stagepack.format.threads import map_in_threads
 from stagepack.format.validate import (
     FILE_NAME_PATTERN,

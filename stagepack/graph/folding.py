@@ -7,9 +7,11 @@ from typing import TypeVar
 from msgspec.msgpack import encode
 from msgspec.structs import replace
 
-from stagepack.format.folded import FoldedGraph, Region, RegionCall, trivially_folded
 from stagepack.format.graph import Graph, ModuleCall, Node, Scope, Weight
-from stagepack.format.renaming import (
+from stagepack.format.unfold import (
+    FoldedGraph,
+    Region,
+    RegionCall,
     names_in_module_call,
     names_in_node,
     names_in_weight,
@@ -17,8 +19,9 @@ from stagepack.format.renaming import (
     rename_module_call,
     rename_node,
     rename_weight,
+    trivially_folded,
+    unfold_graph,
 )
-from stagepack.format.unfold import unfold_graph
 from stagepack.graph.analysis import GraphAnalysis
 from stagepack.graph.repeat_search import find_repeats
 from stagepack.graph.repeats import Repeat, all_starts

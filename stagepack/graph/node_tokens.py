@@ -7,8 +7,8 @@ import msgspec
 from msgspec.structs import replace
 
 from stagepack.format.graph import Argument, Graph, Node, Value, ValueArg
-from stagepack.format.renaming import names_in_value, rename_value
 from stagepack.format.traversal import map_node_arguments
+from stagepack.format.unfold import names_in_value, rename_value
 
 _encode = msgspec.msgpack.Encoder().encode
 

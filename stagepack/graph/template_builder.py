@@ -2,7 +2,7 @@
 
 import re
 
-from stagepack.format.template import Hole, escape_template
+from stagepack.format.unfold import Hole, escape_template
 
 _PIECE = re.compile(r"[0-9]+|[^\W\d_]+|[\W_]+")
 _INTEGER = re.compile(r"0|[1-9][0-9]{0,17}", re.ASCII)

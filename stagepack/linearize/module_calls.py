@@ -9,8 +9,8 @@ from torch.export.graph_signature import ConstantArgument
 from stagepack.capture.module_calls import CallBoundary, TracedCall, TracedCalls, call_boundaries
 from stagepack.errors import UnsupportedError
 from stagepack.format.graph import ModuleCall, Scope, ValueArg
+from stagepack.format.manifest import Signature
 from stagepack.format.shapes import Dim
-from stagepack.format.signature import Signature
 from stagepack.format.traversal import split_call_path
 from stagepack.format.tree import UNUSED_VALUE
 from stagepack.linearize.body import BodyBuilder, BoundArgument

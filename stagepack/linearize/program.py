@@ -27,8 +27,8 @@ from torch.fx import Node as FxNode
 from stagepack.capture.module_calls import TracedCalls
 from stagepack.errors import UnsupportedError, first_line
 from stagepack.format.graph import Argument, Graph, ValueArg
+from stagepack.format.manifest import Signature
 from stagepack.format.shapes import Guard
-from stagepack.format.signature import Signature
 from stagepack.format.traversal import child_arguments
 from stagepack.graph.analysis import GraphAnalysis
 from stagepack.linearize.body import BodyBuilder

@@ -9,7 +9,7 @@ from torch.export.graph_signature import ConstantArgument
 
 from stagepack.capture.module_calls import TracedCall
 from stagepack.format.codec import is_plain
-from stagepack.format.signature import Parameter, Signature
+from stagepack.format.manifest import Parameter, Signature
 from stagepack.format.tree import Tree
 from stagepack.linearize.container_trees import Leaf, container_tree, leaf_tree
 from stagepack.torch_internals import TreeSpec, tree_children

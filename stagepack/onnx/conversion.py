@@ -8,11 +8,11 @@ from contextlib import contextmanager
 import torch
 
 from stagepack.capture.recurrent_layers import sequences_of_any_length
-from stagepack.format.folded import trivially_folded
 from stagepack.format.graph import Graph
 from stagepack.format.manifest import Stage
 from stagepack.format.onnx import onnx_element_type
 from stagepack.format.reader import Bundle
+from stagepack.format.unfold import trivially_folded
 from stagepack.onnx.assertions import lost_assertion
 from stagepack.onnx.explain import explain_failure
 from stagepack.onnx.finish import OnnxFiles, finish_model

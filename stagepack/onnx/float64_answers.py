@@ -8,8 +8,8 @@ import torch
 from torch.fx import GraphModule
 from torch.fx.node import map_aggregate
 
-from stagepack.format.folded import trivially_folded
 from stagepack.format.reader import Bundle
+from stagepack.format.unfold import trivially_folded
 from stagepack.onnx.functional_stage import stage_writes
 from stagepack_loaders.torch.arrays import TORCH_ARRAYS
 from stagepack_loaders.torch.build import build_graph_module

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from stagepack.format.manifest import Edge
-from stagepack.format.version import VERSION
+from stagepack.format.manifest import VERSION, Edge
 from stagepack.format.weights import StoredTensor
 
 # The first version of ONNX in which a node names its pipeline stage.

@@ -5,7 +5,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from stagepack.errors import CutError, ExportWarning, warn_caller
-from stagepack.format.byte_sizes import format_bytes
+from stagepack.format.dtypes import format_bytes
 from stagepack.partition.activation_memory import activation_bytes
 from stagepack.partition.cost_sequence import CostSequence, PartCost, SharedCost, part_cost
 from stagepack.partition.costed_graph import CostedGraph

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from stagepack.errors import CutError
 from stagepack.format import limits
-from stagepack.format.byte_sizes import parse_byte_size
+from stagepack.format.dtypes import parse_byte_size
 from stagepack.format.plan import Plan
 from stagepack.partition.cut import WeightSharing
 from stagepack.partition.device_profile import DeviceProfile, find_profile

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Final, Self
 
 from stagepack.errors import WriteError
-from stagepack.format.byte_sizes import format_bytes
+from stagepack.format.dtypes import format_bytes
 from stagepack.format.file_writing import write_at
 from stagepack.format.manifest import File
 from stagepack.format.validate import MANIFEST_NAME

@@ -106,7 +106,7 @@ class _Arrivals:
 
 
 class FileStream:
-    """A handle of files that are being downloaded: see `stagepack.format.file_source.FileStream`."""
+    """A handle of files that are being downloaded: see `stagepack.format.bundle_files.FileStream`."""
 
     def __init__(self, entries: Mapping[str, File], arrivals: _Arrivals) -> None:
         self._entries = entries

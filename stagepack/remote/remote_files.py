@@ -22,7 +22,7 @@ _BATCH_FILES: Final = 64
 
 
 class RemoteFiles:
-    """Downloads files into the folder of a bundle in the cache: a `stagepack.format.file_source.FileSource`.
+    """Downloads files into the folder of a bundle in the cache: a `stagepack.format.bundle_files.FileSource`.
 
     Attributes:
         location: the URL of the bundle, for messages.

@@ -11,7 +11,7 @@ import torch
 import stagepack
 from stagepack.cli.graph_listing import graph_lines
 from stagepack.exporter import export_capture
-from stagepack.format.folded import FoldedGraph, Region, trivially_folded
+from stagepack.format.unfold import FoldedGraph, Region, trivially_folded
 from stagepack.partition.cut_options import CutOptions
 from tests.hostile.attack import run
 from tests.zoo.case import Case

@@ -10,7 +10,7 @@ import pytest
 
 from stagepack.errors import FormatError, LimitError
 from stagepack.format.codec import convert_manifest, parse_json
-from stagepack.format.graph_reader import read_graph
+from stagepack.format.manifest_reader import read_graph
 from stagepack.format.upgrade import check_version
 from stagepack.format.validate import check_manifest, raise_problems
 from tests.conformance.vectors import TINY, VECTORS

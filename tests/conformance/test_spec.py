@@ -12,16 +12,15 @@ import msgpack
 import msgspec
 import pytest
 
-from stagepack.format import dtypes, folded, graph, limits, manifest, plan, shapes, signature, tree
-from stagepack.format.operator_list import DENIED, listed_verdicts
-from stagepack.format.operators import HIGHER_ORDER_OPERATORS, PYTHON_OPERATORS
+from stagepack.format import dtypes, graph, limits, manifest, plan, shapes, tree, unfold
+from stagepack.format.operators import DENIED, HIGHER_ORDER_OPERATORS, PYTHON_OPERATORS, listed_verdicts
 from tests.conformance.vectors import SCHEMA, TINY, all_rules, cases
 
 ROOT = SCHEMA.parent
 SPEC = (SCHEMA / "SPEC.md").read_text()
 TYPES = {
     name: kind
-    for module in (manifest, plan, signature, tree, shapes, graph, folded)
+    for module in (manifest, plan, manifest, tree, shapes, graph, unfold)
     for name, kind in vars(module).items()
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and kind is not msgspec.Struct
 }

@@ -11,8 +11,7 @@ from google.protobuf.message import DecodeError
 
 import stagepack
 from stagepack.format.codec import encode_graph
-from stagepack.format.graph_reader import read_graph
-from stagepack.format.manifest_reader import parse_manifest
+from stagepack.format.manifest_reader import parse_manifest, read_graph
 from stagepack.format.onnx import OnnxTensor, parse_onnx_model
 from stagepack.format.validate import check_onnx, raise_problems
 from stagepack.format.weights import parse_header_bytes

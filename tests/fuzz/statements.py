@@ -11,7 +11,7 @@ from typing import Any
 import msgpack
 
 from stagepack.errors import StagepackError
-from stagepack.format.graph_reader import read_graph
+from stagepack.format.manifest_reader import read_graph
 from stagepack.format.validate import StageGraph
 from tests.bundle_editor import BundleEditor, sort_graph, sort_manifest
 from tests.fuzz.mutation import locations

@@ -12,10 +12,10 @@ from stagepack.cli.report.pipeline_drawing import pipeline_picture, shortened_pa
 from stagepack.cli.report.pipeline_nets import Net, packed_lanes
 from stagepack.format.aliasing import alias_classes
 from stagepack.format.contract import BoundArgument, check_values
-from stagepack.format.folded import trivially_folded
 from stagepack.format.graph import Argument, Graph, ListArg, Node, Op, Scope, Subgraph, SubgraphArg, Value, ValueArg
 from stagepack.format.shapes import Dim, Expr
 from stagepack.format.traversal import subgraph_indices
+from stagepack.format.unfold import trivially_folded
 from stagepack.format.validate import check_graph
 from stagepack.graph.analysis import GraphAnalysis
 from stagepack.graph.assembly import canonical_graph

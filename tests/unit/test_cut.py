@@ -18,8 +18,7 @@ from stagepack.capture.programs import Capture, capture_module
 from stagepack.errors import CutError
 from stagepack.exporter import export_capture
 from stagepack.format.graph import Cost, Graph, Node, Op, Scope, Value, ValueArg, Weight
-from stagepack.format.manifest import EntryPoint, Stage
-from stagepack.format.signature import Signature
+from stagepack.format.manifest import EntryPoint, Signature, Stage
 from stagepack.format.tree import SequenceTree, ValueLeaf
 from stagepack.format.validate import check_graph
 from stagepack.graph.analysis import GraphAnalysis

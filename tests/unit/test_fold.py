@@ -13,15 +13,23 @@ from hypothesis import strategies as st
 from stagepack.capture.inputs import Inputs
 from stagepack.capture.programs import capture_module
 from stagepack.format.codec import encode_graph
-from stagepack.format.folded import FoldedGraph, Region, trivially_folded
 from stagepack.format.graph import Graph, ModuleCall, Node, Op, Scope, Value, ValueArg, Weight
-from stagepack.format.graph_reader import read_graph
+from stagepack.format.manifest import Parameter, Signature
+from stagepack.format.manifest_reader import read_graph
 from stagepack.format.shapes import Expr, Symbol
-from stagepack.format.signature import Parameter, Signature
-from stagepack.format.template import Hole, TemplateError, escape_template, fill_template, parse_template
 from stagepack.format.traversal import input_names, output_names
 from stagepack.format.tree import SequenceTree, ValueLeaf
-from stagepack.format.unfold import unfold_graph
+from stagepack.format.unfold import (
+    FoldedGraph,
+    Hole,
+    Region,
+    TemplateError,
+    escape_template,
+    fill_template,
+    parse_template,
+    trivially_folded,
+    unfold_graph,
+)
 from stagepack.graph.analysis import GraphAnalysis
 from stagepack.graph.assembly import canonical_graph
 from stagepack.graph.folding import fold_graph

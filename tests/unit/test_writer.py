@@ -15,9 +15,8 @@ import stagepack
 from stagepack.errors import FormatError, LimitError, WriteError
 from stagepack.format import limits
 from stagepack.format.dtypes import HEADER_DTYPES, ITEM_SIZE, stored_shape
-from stagepack.format.manifest import Edge, EntryPoint, Manifest, Producer, Stage
+from stagepack.format.manifest import Edge, EntryPoint, Manifest, Parameter, Producer, Signature, Stage
 from stagepack.format.reader import Bundle
-from stagepack.format.signature import Parameter, Signature
 from stagepack.format.tree import SequenceTree, Tree, ValueLeaf
 from stagepack.format.weights import (
     ALIGNMENT,

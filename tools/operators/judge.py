@@ -28,7 +28,7 @@ from typing import Final
 import torch
 
 from stagepack.argument_guards import ARGUMENT_CHECKS
-from stagepack.format.operator_list import DENIED, LIST_FILE, RUN_BY_DEFAULT, listed_verdicts, without_overload
+from stagepack.format.operators import DENIED, LIST_FILE, RUN_BY_DEFAULT, listed_verdicts, without_overload
 from stagepack.torch_internals import OperatorOverload, dispatched_operators, operator_schema
 from tools.operators.emitted import USED_BY_FUNCTIONS, USED_BY_MODELS, USED_ELSEWHERE, read_names
 

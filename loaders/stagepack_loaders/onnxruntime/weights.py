@@ -11,8 +11,8 @@ import numpy
 from stagepack.format.chunk_reading import FileRead, read_chunks
 from stagepack.format.file_checks import open_plain_file, raise_digest_problems
 from stagepack.format.graph import Weight
-from stagepack.format.graph_reader import read_graph
 from stagepack.format.manifest import File
+from stagepack.format.manifest_reader import read_graph
 from stagepack.format.reader import Bundle
 from stagepack.format.upgrade import is_newer_minor
 from stagepack.format.weights import parse_weight_header

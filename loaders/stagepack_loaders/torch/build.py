@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from stagepack.format.folded import FoldedGraph
 from stagepack.format.graph import Argument, Graph, Node, Value, Weight
+from stagepack.format.unfold import FoldedGraph
 from stagepack.graph.region_functions import (
     BodyItem,
     RegionCallSite,

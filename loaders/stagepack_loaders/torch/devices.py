@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from stagepack.errors import DeviceError, first_line
-from stagepack.format.byte_sizes import format_bytes
+from stagepack.format.dtypes import format_bytes
 from stagepack.format.graph import Weight
 from stagepack.format.validate import zero_bytes
 

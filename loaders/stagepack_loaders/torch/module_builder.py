@@ -10,10 +10,10 @@ from torch.fx import GraphModule
 
 from stagepack.format.dtypes import SCALAR_DTYPES
 from stagepack.format.graph import Cost, Graph, ModuleCall, Node, ValueArg
-from stagepack.format.renaming import rename_node
-from stagepack.format.signature import Parameter, Signature
+from stagepack.format.manifest import Parameter, Signature
 from stagepack.format.traversal import input_names, output_names, passed_arguments, sort_module_calls, split_call_path
 from stagepack.format.tree import SequenceTree, Tree, ValueLeaf, value_names
+from stagepack.format.unfold import rename_node
 from stagepack_loaders.torch.build import GraphBuilder
 from stagepack_loaders.torch.module_call import ModuleCallBody, call_module
 from stagepack_loaders.torch.steps import FunctionStep, Step, produced_names, tuple_of, used_names

@@ -16,8 +16,8 @@ from stagepack.errors import InputError
 from stagepack.format.contract import BoundArgument, bind_call, check_constant, check_values
 from stagepack.format.dtypes import SCALAR_DTYPES
 from stagepack.format.graph import Graph, ModuleCall, Value
+from stagepack.format.manifest import Signature
 from stagepack.format.shapes import evaluate_dim, symbol_names
-from stagepack.format.signature import Signature
 from stagepack.format.tree import (
     ConstantLeaf,
     NonFiniteLeaf,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from stagepack.format.folded import trivially_folded
+from stagepack.format.unfold import trivially_folded
 from stagepack_loaders.torch.build import build_graph_module
 from stagepack_loaders.torch.fx_body import GRAPH_NODE
 from stagepack_loaders.torch.operators import resolve_operators

@@ -9,9 +9,9 @@ import torch
 
 from stagepack.errors import DeviceError, OperatorError
 from stagepack.format.chunks import ByteProgress
-from stagepack.format.folded import FoldedGraph
 from stagepack.format.graph import Graph
 from stagepack.format.reader import Bundle
+from stagepack.format.unfold import FoldedGraph
 from stagepack.format.validate import NamedWeights, check_whole_model, raise_problems
 from stagepack.format.weights import StoredTensor
 from stagepack.graph.region_functions import folded_functions

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from stagepack.format.file_source import FileStream
+from stagepack.format.bundle_files import FileStream
 from stagepack.format.manifest import File
 from stagepack.format.reader import Bundle
 from stagepack.format.validate import NamedWeights

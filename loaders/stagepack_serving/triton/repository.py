@@ -14,9 +14,8 @@ from typing import Final
 from google.protobuf import text_format
 
 from stagepack.errors import InputError, WriteError
-from stagepack.format.path_exchange import exchange_paths
 from stagepack.format.reader import Bundle
-from stagepack.format.temporary_folder import TemporaryFolder
+from stagepack.format.temporary_folder import TemporaryFolder, exchange_paths
 from stagepack_serving.triton.ensemble import ensemble_models
 from stagepack_serving.triton.options import RepositoryOptions
 from stagepack_serving.triton.replaced_models import find_replaced_models

@@ -5,15 +5,21 @@ from dataclasses import dataclass
 
 from stagepack.errors import Problem
 from stagepack.format import limits
-from stagepack.format.folded import FoldedGraph, Region, RegionCall
 from stagepack.format.graph import Argument, Node, Value
-from stagepack.format.renaming import names_in_region
 from stagepack.format.shapes import Dim, Expr
-from stagepack.format.template import Hole, TemplateError, parse_template
 from stagepack.format.traversal import child_arguments
 from stagepack.format.tree import Tree, child_trees
+from stagepack.format.unfold import (
+    FoldedGraph,
+    Hole,
+    Region,
+    RegionCall,
+    TemplateError,
+    names_in_region,
+    parse_template,
+)
+from stagepack.format.validate.manifest import check_depth
 from stagepack.format.validate.problems import BrokenRule
-from stagepack.format.validate.signature import check_depth
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,17 +1,41 @@
-"""The rules on the manifest (SPEC sections 4 and 6, O1)."""
+"""The rules on the manifest (SPEC sections 4 and 6, O1).
+
+The rules on a signature, of the model or of a module call (SPEC T1, T4 and T5).
+
+The rules on symbols, dimensions and types of values, in manifests and graphs (SPEC S1 to S4).
+
+The agreement of the graph of a stage with the manifest (SPEC G14, G17 and G18).
+"""
 
 import itertools
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Self
 
 from stagepack.errors import Problem
 from stagepack.format import limits
+from stagepack.format.aliasing import AliasClasses, alias_classes, may_write, written_weight_names
 from stagepack.format.chunks import chunk_count, file_digest
-from stagepack.format.manifest import Edge, EntryPoint, File, Manifest, Stage
+from stagepack.format.dtypes import ITEM_SIZE, SCALAR_DTYPES
+from stagepack.format.graph import Graph, Node, Value, ValueArg
+from stagepack.format.manifest import Edge, EntryPoint, File, Manifest, Signature, Stage, signature_features
+from stagepack.format.operators import ALLOWED_NAMESPACES, SIZE_OPERATOR, operator_namespace
 from stagepack.format.plan import Plan, PlannedStage, Run
-from stagepack.format.shapes import symbol_names
-from stagepack.format.signature import signature_features
-from stagepack.format.tree import value_names
+from stagepack.format.shapes import (
+    OPERATIONS,
+    RELATIONS,
+    Dim,
+    Expr,
+    Guard,
+    Symbol,
+    format_guard,
+    format_range,
+    guard_holds,
+    size_in_range,
+    symbol_names,
+)
+from stagepack.format.tree import DictTree, ObjectTree, SequenceTree, Tree, child_trees, is_field_name, value_names
 from stagepack.format.validate.names import (
     DIGEST_PATTERN,
     FILE_NAME_PATTERN,
@@ -21,8 +45,136 @@ from stagepack.format.validate.names import (
     is_identifier,
 )
 from stagepack.format.validate.problems import BrokenRule, format_names
-from stagepack.format.validate.signature import check_depth, check_signature
-from stagepack.format.validate.sizes import check_guards, check_symbols, check_type
+
+
+def check_depth(signature: Signature, location: str) -> Iterator[BrokenRule]:
+    """Yield a problem if the containers of a signature are nested too deep (L2). `check_signature` must not be called then."""
+    if any(_too_deep(tree) for tree in signature.trees):
+        yield "L2", location, f"containers are nested deeper than {limits.NESTING_DEPTH}"
+
+
+def check_signature(signature: Signature, location: str) -> Iterator[BrokenRule]:
+    """Yield the problems of a signature."""
+    parameter_names = [parameter.name for parameter in signature.parameters]
+    if len(set(parameter_names)) != len(parameter_names) or any(
+        len(parameter_name) > limits.NAME_CHARACTERS for parameter_name in parameter_names
+    ):
+        yield "T1", location, "duplicate parameter, or a name that is too long"
+    positional = [parameter.positional for parameter in signature.parameters]
+    if positional != sorted(positional, reverse=True):
+        yield "T1", location, "a positional parameter follows one that is not positional"
+    if any(not parameter.positional and not parameter.keyword for parameter in signature.parameters):
+        yield "T1", location, "a parameter is neither positional nor a keyword"
+    for tree in signature.trees:
+        yield from _check_containers(tree, location)
+
+
+def _check_containers(tree: Tree, location: str) -> Iterator[BrokenRule]:
+    if isinstance(tree, SequenceTree) and tree.maxlen is not None:
+        if tree.kind != "deque" or tree.maxlen < len(tree.items):
+            yield "T4", location, f"a {tree.kind} of {len(tree.items)} items has the maxlen {tree.maxlen}"
+    elif isinstance(tree, DictTree | ObjectTree):
+        keys = [key for key, _ in (tree.items if isinstance(tree, DictTree) else tree.fields)]
+        if len(set(keys)) != len(keys):
+            yield "T4", location, f"duplicate key in a container: {format_names(keys)}"
+    if isinstance(tree, DictTree) and tree.factory is not None and tree.kind != "defaultdict":
+        yield "T4", location, f"a {tree.kind} has a factory"
+    if isinstance(tree, ObjectTree) and len(tree.class_name) > limits.NAME_CHARACTERS:
+        yield "T4", location, "the name of a class is too long"
+    if isinstance(tree, ObjectTree) and tree.kind == "tuple":
+        wrong_names = [
+            field_name for index, (field_name, _) in enumerate(tree.fields) if not is_field_name(field_name, index)
+        ]
+        if wrong_names:
+            yield (
+                "T5",
+                location,
+                f"expected identifiers as the names of the items of a tuple, found {format_names(wrong_names)}",
+            )
+    for child in child_trees(tree):
+        yield from _check_containers(child, location)
+
+
+def _too_deep(tree: Tree, depth: int = 0) -> bool:
+    return depth > limits.NESTING_DEPTH or any(_too_deep(child, depth + 1) for child in child_trees(tree))
+
+
+# Operations of two or more operands. The others have exactly two.
+_VARIADIC_OPERATIONS = frozenset({"add", "mul", "max", "min"})
+
+
+def check_symbols(symbols: tuple[Symbol, ...]) -> Iterator[BrokenRule]:
+    """Yield the problems of a table of symbols (S1)."""
+    seen: set[str] = set()
+    for symbol in symbols:
+        if not is_identifier(symbol.name) or symbol.name in seen:
+            yield "S1", "symbols", f"{symbol.name[:80]!r} is not an identifier, or is a duplicate"
+        seen.add(symbol.name)
+        location = f"symbol {symbol.name[:80]}"
+        if symbol.min is not None and symbol.max is not None and symbol.min > symbol.max:
+            yield "S1", location, f"min {symbol.min} is greater than max {symbol.max}"
+        if symbol.example is not None and not size_in_range(symbol, symbol.example):
+            yield "S1", location, f"expected an example of {format_range(symbol)}, found {symbol.example}"
+
+
+def check_guards(guards: tuple[Guard, ...], symbols: tuple[Symbol, ...]) -> Iterator[BrokenRule]:
+    """Yield the problems of the conditions on sizes (S4)."""
+    names = {symbol.name for symbol in symbols}
+    examples = {symbol.name: symbol.example for symbol in symbols if symbol.example is not None}
+    if len(guards) > limits.GUARDS:
+        yield "L1", "guards", f"expected at most {limits.GUARDS}, found {len(guards)}"
+        return
+    for index, guard in enumerate(guards):
+        location = f"guard {index}"
+        problems = [
+            *check_dim(guard.left, names, f"{location}, left"),
+            *check_dim(guard.right, names, f"{location}, right"),
+        ]
+        yield from problems
+        if guard.relation not in RELATIONS:
+            yield "S4", location, f"{guard.relation[:80]!r} is not a relation"
+        elif not problems and not guard_holds(guard, examples, without_value=True):
+            yield "S4", location, f"expected {format_guard(guard)[:200]}, which the sizes of the example break"
+
+
+def check_dim(dim: Dim, symbols: set[str], location: str, depth: int = 0) -> Iterator[BrokenRule]:
+    """Yield the problems of a dimension (S2, S3, L1, L2)."""
+    if isinstance(dim, str):
+        if dim not in symbols:
+            yield "S2", location, f"the symbol {dim[:80]!r} is not declared"
+    elif not isinstance(dim, Expr):
+        if abs(dim) > limits.TENSOR_ELEMENTS:
+            yield "S2", location, f"expected at most {limits.TENSOR_ELEMENTS}, found {dim}"
+    elif depth >= limits.NESTING_DEPTH:
+        yield "L2", location, f"arithmetic is nested deeper than {limits.NESTING_DEPTH}"
+    elif len(dim.args) > limits.EXPR_TERMS:
+        yield "L1", location, f"expected at most {limits.EXPR_TERMS} operands of one operation, found {len(dim.args)}"
+    elif dim.op not in OPERATIONS or not 2 <= len(dim.args) <= _max_operands(dim.op):
+        yield "S3", location, f"{dim.op[:80]!r} of {len(dim.args)} operands is not an operation"
+    else:
+        for arg in dim.args:
+            yield from check_dim(arg, symbols, location, depth + 1)
+
+
+def _max_operands(op: str) -> int:
+    return limits.EXPR_TERMS if op in _VARIADIC_OPERATIONS else 2
+
+
+def check_type(value: Value | Edge, symbols: set[str], rule: str, location: str) -> Iterator[BrokenRule]:
+    """Yield the problems of the dtype, the shape and the expr of a value or an edge."""
+    is_scalar = value.dtype in SCALAR_DTYPES
+    if value.dtype not in ITEM_SIZE and not is_scalar and not WORD_PATTERN.fullmatch(value.dtype):
+        yield rule, location, f"{value.dtype[:80]!r} is not a dtype"
+    if (is_scalar and value.shape) or (value.dtype != "symint" and value.expr is not None):
+        yield rule, location, f"a {value.dtype[:80]} has a shape or an expr"
+    if len(value.shape) > limits.RANK:
+        yield "L1", location, f"expected at most {limits.RANK} dimensions, found {len(value.shape)}"
+    for dim in value.shape:
+        yield from check_dim(dim, symbols, location)
+        if isinstance(dim, int) and dim < 0:
+            yield "S2", location, f"expected a size of at least 0, found {dim}"
+    if value.expr is not None:
+        yield from check_dim(value.expr, symbols, location)
 
 
 def check_manifest(manifest: Manifest) -> Iterator[Problem]:
@@ -247,3 +399,152 @@ def _check_signature_edges(entry_point: EntryPoint) -> Iterator[BrokenRule]:
     for result_name in value_names(entry_point.signature.result):
         if result_name not in edge_names:
             yield "T3", "signature", f"the result has the value {result_name[:80]!r}, which no edge carries"
+
+
+# A broken rule and the message.
+_Difference = tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EntryPointFacts:
+    """What the manifest states of an entry point, by name.
+
+    Attributes:
+        edges: its edges.
+        symbols: its symbols.
+        state_owners: the graph file of the stage that states a weight as its state, by the name of the weight.
+    """
+
+    edges: Mapping[str, Edge]
+    symbols: Mapping[str, Symbol]
+    state_owners: Mapping[str, str]
+
+    @classmethod
+    def of(cls, entry_point: EntryPoint) -> Self:
+        """Collect the facts of an entry point."""
+        return cls(
+            edges={edge.name: edge for edge in entry_point.edges},
+            symbols={symbol.name: symbol for symbol in entry_point.symbols},
+            state_owners={name: stage.graph for stage in reversed(entry_point.stages) for name in stage.state},
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageGraph:
+    """The graph of a stage, and what follows from it, computed once for all entry points that have the file.
+
+    Attributes:
+        graph: the graph.
+        flops: the floating-point operations of its nodes.
+        namespaces: the namespaces of its operators that the caller must allow.
+        types: the dtype, shape and expr of each value, by name.
+        written_weights: the first names of the weights that its nodes write.
+        written_inputs: the names of the inputs that they write.
+    """
+
+    graph: Graph
+    flops: int
+    namespaces: frozenset[str]
+    types: Mapping[str, tuple[str, tuple[Dim, ...], Dim | None]]
+    written_weights: tuple[str, ...]
+    written_inputs: tuple[str, ...]
+
+    @classmethod
+    def of(cls, graph: Graph) -> Self:
+        """Derive what follows from a graph."""
+        node_values = (value for node in graph.nodes for value in node.outputs if value is not None)
+        types = {value.name: (value.dtype, value.shape, value.expr) for value in (*graph.inputs, *node_values)}
+        types.update((weight.value, (weight.dtype, weight.shape, None)) for weight in graph.weights)
+        # Most graphs write nothing; the alias classes of 2,500 nodes take 20 ms.
+        classes = alias_classes(graph) if may_write(graph) else AliasClasses(representatives={}, writers={})
+        return cls(
+            graph=graph,
+            flops=sum(node.cost.flops for node in graph.nodes),
+            namespaces=frozenset(operator_namespace(op.name) for op in graph.ops) - ALLOWED_NAMESPACES,
+            types=types,
+            written_weights=written_weight_names(graph, classes),
+            written_inputs=tuple(value.name for value in graph.inputs if classes.is_written(value.name)),
+        )
+
+
+def check_stage(stage_graph: StageGraph, stage: Stage, facts: EntryPointFacts) -> Iterator[Problem]:
+    """Yield the problems of a stage whose graph and manifest do not agree."""
+    for rule, message in (
+        *_differences(stage_graph, stage, facts),
+        *_state_differences(stage_graph, stage, facts),
+        *_wrong_added_nodes(stage_graph.graph, stage),
+    ):
+        yield Problem(rule=rule, where=stage.graph, message=message)
+
+
+def _differences(stage_graph: StageGraph, stage: Stage, facts: EntryPointFacts) -> Iterator[_Difference]:
+    graph = stage_graph.graph
+    if tuple(value.name for value in graph.inputs) != stage.inputs:
+        yield "G14", f"the manifest lists the inputs {format_names(stage.inputs)}, the graph has other ones"
+    if graph.outputs != stage.outputs:
+        yield "G14", f"the manifest lists the outputs {format_names(stage.outputs)}, the graph has other ones"
+    if len(graph.nodes) != stage.nodes:
+        yield "G14", f"the manifest counts {stage.nodes} nodes, the graph has {len(graph.nodes)}"
+    if stage_graph.flops != stage.flops:
+        yield "G14", f"the manifest counts {stage.flops} flops, the nodes of the graph have {stage_graph.flops}"
+    if set(stage.namespaces) != stage_graph.namespaces:
+        yield "G14", f"the manifest lists the namespaces {format_names(stage.namespaces)}, the graph has other ones"
+    for symbol in graph.symbols:
+        if facts.symbols.get(symbol.name) != symbol:
+            message = "is not in the manifest, or has another min, max or example there"
+            yield "G14", f"the symbol {symbol.name[:80]} {message}"
+    for edge_name in (*stage.inputs, *stage.outputs):
+        edge, graph_type = facts.edges.get(edge_name), stage_graph.types.get(edge_name)
+        if edge is not None and graph_type not in (None, (edge.dtype, edge.shape, edge.expr)):
+            yield "G14", f"the value {edge_name[:80]} has another dtype, shape or expr than its edge"
+
+
+def _state_differences(stage_graph: StageGraph, stage: Stage, facts: EntryPointFacts) -> Iterator[_Difference]:
+    """Yield where the stated state is not what the nodes write, and where they write memory that other stages have."""
+    weights = stage_graph.graph.weights
+    if len(set(stage.state)) != len(stage.state) or not {weight.names[0] for weight in weights}.issuperset(stage.state):
+        expected = "expected first names of its weights, each once"
+        yield "G17", f"the manifest lists the state {format_names(stage.state)}: {expected}"
+    if unstated := set(stage_graph.written_weights).difference(stage.state):
+        yield (
+            "G17",
+            f"its nodes write the weights {format_names(sorted(unstated))}, which the manifest does not list as state",
+        )
+    for weight in weights:
+        for owned_name in weight.owned_names:
+            if (owner := facts.state_owners.get(owned_name, stage.graph)) != stage.graph:
+                yield "G18", f"it has the weight {owned_name[:80]!r}, which is state of {owner}"
+    for input_name in stage_graph.written_inputs:
+        edge = facts.edges.get(input_name)
+        if edge is not None and not _is_own_input(edge):
+            yield "G18", f"its nodes write {input_name[:80]}, which another stage has too"
+
+
+def _is_own_input(edge: Edge) -> bool:
+    """Whether an edge is an input of the model that one stage has."""
+    return edge.producer is None and len(edge.consumers) == 1
+
+
+def _wrong_added_nodes(graph: Graph, stage: Stage) -> Iterator[_Difference]:
+    """Yield the added nodes that are more than the reading of a size off an input of the stage."""
+    inputs = {value.name: value for value in graph.inputs}
+    for node_index, node in enumerate(graph.nodes[: stage.added]):
+        if graph.ops[node.op].name != SIZE_OPERATOR or not _reads_size(node, inputs):
+            yield (
+                "G19",
+                f"the added node {node_index} does not read a size off an input of the stage, or states another one",
+            )
+
+
+def _reads_size(node: Node, inputs: Mapping[str, Value]) -> bool:
+    """Whether a node passes an input and one of its dimensions, and has the size of this dimension as its result."""
+    match node:
+        case Node(args=(ValueArg(name), int(dimension)), kwargs=(), outputs=(Value() as size,)) if name in inputs:
+            shape = inputs[name].shape
+            return (
+                type(dimension) is int
+                and 0 <= dimension < len(shape)
+                and size.dtype == "symint"
+                and shape[dimension] == size.expr
+            )
+    return False

@@ -12,7 +12,7 @@ from stagepack.format.codec import parse_json
 from stagepack.format.dtypes import HEADER_DTYPES, ITEM_SIZE, stored_shape
 from stagepack.format.graph import Weight
 from stagepack.format.manifest import Stage
-from stagepack.format.validate.graph_weights import zero_bytes
+from stagepack.format.validate.graph import zero_bytes
 from stagepack.format.validate.names import INDEX_NAME
 from stagepack.format.validate.problems import format_names
 from stagepack.format.weights import StoredTensor

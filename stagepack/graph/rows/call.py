@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from stagepack.format.graph import Argument, Node, Op, ValueArg
-from stagepack.format.operator_schema import parse_schema
+from stagepack.format.operators import parse_schema
 from stagepack.format.traversal import argument_value_names, child_arguments
 from stagepack.graph.rows.layout import ONE, Rows, RowsMeetError, Shape, Size, SizePoints, counts_rows
 
