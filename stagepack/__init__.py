@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from stagepack.onnx import add_onnx as add_onnx
     from stagepack.opening import open_bundle as open
     from stagepack.opening import verify_bundle as verify
+    from stagepack.partition.cut_options import PolicyNode as PolicyNode
     from stagepack.partition.plan_file import read_plan as read_plan
-    from stagepack.partition.policies import PolicyNode as PolicyNode
     from stagepack.partition.profile import read_profile as read_profile
     from stagepack.recutter import recut as recut
     from stagepack.saver import save as save
@@ -45,7 +45,7 @@ _HOMES = {
     "Bundle": ("stagepack.format.reader", "Bundle"),
     "Inputs": ("stagepack.capture.inputs", "Inputs"),
     "Limits": ("stagepack_loaders.call_limits", "Limits"),
-    "PolicyNode": ("stagepack.partition.policies", "PolicyNode"),
+    "PolicyNode": ("stagepack.partition.cut_options", "PolicyNode"),
     "ServerLimits": ("stagepack_serving.server.limits", "ServerLimits"),
     "add_assets": ("stagepack.bundle_assets", "add_assets"),
     "add_onnx": ("stagepack.onnx", "add_onnx"),

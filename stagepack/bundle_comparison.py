@@ -22,7 +22,7 @@ from stagepack.format.reader import Bundle
 from stagepack.format.threads import map_in_threads
 from stagepack.format.validate import INDEX_NAME
 from stagepack.format.weights import StoredTensor
-from stagepack.graph.joining import join_stages
+from stagepack.graph.assembly import join_stages
 
 _PIECE_BYTES = 8 * 2**20
 

@@ -38,9 +38,8 @@ from stagepack.linearize.example import (
     tensor_source,
     with_example_sizes,
 )
-from stagepack.linearize.filled_model import fill_modules
-from stagepack.linearize.tensor_memory import tensor_bytes
 from stagepack.linearize.tried_sizes import with_tried_sizes
+from stagepack.linearize.weight_table import fill_modules, tensor_bytes
 from stagepack.partition.costs import graph_costs
 from stagepack.partition.cut_options import CutOptions
 from stagepack.partition.partitioner import Partition, partition_graph

@@ -24,9 +24,8 @@ from stagepack.format.plan import Plan
 from stagepack.format.reader import Bundle
 from stagepack.format.writer import check_output_path
 from stagepack.partition.cut import WeightSharing
-from stagepack.partition.cut_options import CutOptions
+from stagepack.partition.cut_options import CutOptions, Policy
 from stagepack.partition.device_profile import DeviceProfile
-from stagepack.partition.policies import Policy
 from stagepack.partition.profile import Profile
 from stagepack.torch_internals import uncompiled_module
 from stagepack.weight_replacement import replace_weights

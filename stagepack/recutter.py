@@ -13,14 +13,13 @@ from stagepack.format.graph import Graph
 from stagepack.format.plan import Plan
 from stagepack.format.reader import Bundle
 from stagepack.format.validate import NamedWeights, check_graph, raise_problems
-from stagepack.graph.joining import join_stages
+from stagepack.graph.assembly import join_stages
 from stagepack.opening import BundleSource, errors_name_bundle, opened
 from stagepack.partition.costs import graph_costs
 from stagepack.partition.cut import WeightSharing
-from stagepack.partition.cut_options import CutOptions
+from stagepack.partition.cut_options import CutOptions, Policy
 from stagepack.partition.device_profile import DeviceProfile
 from stagepack.partition.partitioner import Partition, partition_graph
-from stagepack.partition.policies import Policy
 from stagepack.partition.profile import Profile
 
 

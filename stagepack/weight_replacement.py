@@ -37,7 +37,7 @@ from stagepack.format.reader import Bundle
 from stagepack.format.validate import MODEL_CONFIG_NAME, NamedWeights
 from stagepack.format.writer import Pieces, TensorSource
 from stagepack.linearize.example import tensor_source
-from stagepack.linearize.tensor_memory import dtype_name, is_all_zeros, tensor_bytes
+from stagepack.linearize.weight_table import dtype_name, is_all_zeros, tensor_bytes
 from stagepack.opening import errors_name_bundle, open_bundle
 
 # Fields of a configuration that change no answer, or only by weights and buffers, which come from the new model.

@@ -29,11 +29,11 @@ from stagepack.graph.analysis import GraphAnalysis
 from stagepack.graph.assembly import canonical_graph
 from stagepack.linearize import linearize_program
 from stagepack.partition.assignment import assign_consecutive
-from stagepack.partition.balance import balance_stages
 from stagepack.partition.costed_graph import CostedGraph
 from stagepack.partition.costs import graph_costs
 from stagepack.partition.node_order import execution_order
 from stagepack.partition.planner import plan_for_assignment
+from stagepack.partition.solver import balance_stages
 from tools.benchmark_results import add_json_option, benchmark_results
 
 Model = tuple[PreTrainedModel, dict[str, Any], list[str]]

@@ -28,7 +28,7 @@ from stagepack.format.unfold import trivially_folded
 from stagepack.graph.analysis import GraphAnalysis
 from stagepack.graph.assembly import canonical_graph
 from stagepack.graph.folding import fold_graph
-from stagepack.graph.repeat_search import find_repeats
+from stagepack.graph.repeats import find_repeats
 from stagepack.linearize import linearize_program
 from tests.libraries.case import LibraryCase
 from tests.libraries.cases import CASES as LIBRARY_CASES

@@ -7,9 +7,8 @@ from typing import Any, TypeVar
 from stagepack.errors import DeviceError, OptionError
 from stagepack.format.example_sizes import example_sizes, value_bytes
 from stagepack.format.manifest import EntryPoint
-from stagepack.partition.cost_sequence import CostSequence, SharedCost
 from stagepack.partition.costs import REFERENCE_LINK
-from stagepack.partition.solver import split_sequence
+from stagepack.partition.solver import CostSequence, SharedCost, split_sequence
 
 Device = TypeVar("Device")
 

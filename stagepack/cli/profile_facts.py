@@ -10,9 +10,9 @@ from stagepack.cli.output import count_of
 from stagepack.cli.quantities import format_bytes, format_time
 
 if TYPE_CHECKING:
+    from stagepack.partition.costs import MeasuredCosts
     from stagepack.partition.cut_options import CutOptions
     from stagepack.partition.device_profile import DeviceProfile
-    from stagepack.partition.measured_costs import MeasuredCosts
     from stagepack.partition.partitioner import Partition
     from stagepack.partition.profile import Profile
 

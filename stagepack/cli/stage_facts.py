@@ -8,8 +8,7 @@ from stagepack.format.graph import Graph
 from stagepack.format.operator_permissions import needed_permissions
 from stagepack.format.shapes import format_shape
 from stagepack.graph.analysis import GraphAnalysis
-from stagepack.graph.repeat_search import find_repeats
-from stagepack.graph.repeats import Repeat
+from stagepack.graph.repeats import Repeat, find_repeats
 
 
 def stage_graph_facts(graph: Graph, stage_number: int) -> dict[str, Any]:

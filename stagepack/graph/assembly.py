@@ -1,6 +1,8 @@
 """Nodes of one or several graphs -> one graph, whose tables have what these nodes use: in the order of first use, scopes sorted.
 
 So a graph depends on its nodes alone, not on its history: after it was cut, joined and cut again, it is the same.
+
+The stages of a bundle -> the graph of the whole model, as it was before the cut.
 """
 
 from collections.abc import Iterable, Sequence
@@ -8,7 +10,10 @@ from collections.abc import Iterable, Sequence
 import msgspec
 from msgspec.structs import replace
 
+from stagepack.errors import CutError
 from stagepack.format.graph import Argument, Context, Graph, Node, Op, Scope, Subgraph, SubgraphArg, Value, Weight
+from stagepack.format.manifest import EntryPoint
+from stagepack.format.plan import run_members
 from stagepack.format.shapes import Symbol, symbol_names
 from stagepack.format.traversal import (
     input_names,
@@ -17,6 +22,8 @@ from stagepack.format.traversal import (
     sort_module_calls,
     subgraph_indices,
 )
+from stagepack.format.tree import value_names
+from stagepack.format.validate import check_whole_model, raise_problems
 
 
 def canonical_graph(graph: Graph) -> Graph:
@@ -126,3 +133,39 @@ class GraphAssembler:
 def _with_scopes(nodes: Iterable[Node], new_scopes: Sequence[int]) -> tuple[Node, ...]:
     """Nodes that refer to scopes by their new indices."""
     return tuple(replace(node, scope=new_scopes[node.scope]) for node in nodes)
+
+
+def join_stages(entry_point: EntryPoint, stages: Sequence[Graph]) -> Graph:
+    """Join the graphs of all stages.
+
+    A node that several stages compute is in the result once, and a node that a cut added is not in it.
+
+    stages: the graphs of its stages, in order.
+    """
+    raise_problems(check_whole_model(entry_point, stages))
+    sources: dict[int, tuple[Graph, int]] = {}
+    for entry, graph in zip(entry_point.stages, stages, strict=True):
+        if len(graph.nodes) > entry.added and not entry.places:
+            raise CutError(
+                "the bundle does not record the positions of its nodes in the whole model: export the model again"
+            )
+        for node_index, position in enumerate(run_members(entry.places), start=entry.added):
+            sources.setdefault(position, (graph, node_index))
+    assembler = GraphAssembler(entry_point.symbols)
+    nodes = []
+    for position in sorted(sources):
+        graph, node_index = sources[position]
+        nodes.append(assembler.add_node(graph, graph.nodes[node_index]))
+    inputs = [
+        Value(name=edge.name, dtype=edge.dtype, shape=edge.shape, expr=edge.expr)
+        for edge in entry_point.edges
+        if edge.producer is None
+    ]
+    weights: dict[str, Weight] = {}
+    for weight in (weight for graph in stages for weight in graph.weights):
+        if weights.setdefault(weight.value, weight) != weight:
+            raise CutError(f"the weight {weight.names[0][:80]!r} differs in two stages: export the model again")
+    outputs = dict.fromkeys(value_names(entry_point.signature.result))
+    calls = {call.path: call for graph in stages for call in graph.calls}
+    joined = assembler.finish(nodes, inputs, tuple(weights.values()), tuple(outputs))
+    return canonical_graph(replace(joined, symbols=entry_point.symbols, calls=tuple(calls.values())))

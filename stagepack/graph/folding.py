@@ -23,9 +23,7 @@ from stagepack.format.unfold import (
     unfold_graph,
 )
 from stagepack.graph.analysis import GraphAnalysis
-from stagepack.graph.repeat_search import find_repeats
-from stagepack.graph.repeats import Repeat, all_starts
-from stagepack.graph.template_builder import TemplateBuilder
+from stagepack.graph.repeats import Repeat, TemplateBuilder, all_starts, find_repeats
 
 _Item = TypeVar("_Item")
 

@@ -28,13 +28,16 @@ from stagepack.format.operator_permissions import needed_permission
 from stagepack.format.operators import is_denied_operator, operator_namespace
 from stagepack.format.traversal import child_arguments, subgraph_indices
 from stagepack.format.tree import UNUSED_VALUE
-from stagepack.linearize.constants import constant_argument
-from stagepack.linearize.contexts import context_module_position, opened_context, opens_context
-from stagepack.linearize.operators import observed_aliases
-from stagepack.linearize.program_tensors import held_tensors, module_attribute, wrapped_tensor_name
+from stagepack.linearize.operators import Tables, observed_aliases
+from stagepack.linearize.signature import context_module_position, opened_context, opens_context
 from stagepack.linearize.subgraph_operands import subgraph_operands, with_operands
-from stagepack.linearize.tables import Tables
-from stagepack.linearize.tensor_memory import dtype_name
+from stagepack.linearize.weight_table import (
+    constant_argument,
+    dtype_name,
+    held_tensors,
+    module_attribute,
+    wrapped_tensor_name,
+)
 from stagepack.torch_internals import PIPE_SPLIT_OPERATOR, OperatorOverload, operator_schema
 
 _SPLIT_MARKERS = ("stagepack.split_here.default", PIPE_SPLIT_OPERATOR)

@@ -18,7 +18,7 @@ from stagepack.format.tree import ValueLeaf, flatten_tree, tree_leaves
 from stagepack.format.weights import TensorSpec
 from stagepack.format.writer import TensorSource
 from stagepack.linearize.program import LinearizedProgram
-from stagepack.linearize.tensor_memory import dtype_name, tensor_bytes
+from stagepack.linearize.weight_table import dtype_name, tensor_bytes
 
 # Random models run under this seed, here and in every self-check.
 EXAMPLE_SEED = 0

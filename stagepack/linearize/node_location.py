@@ -3,7 +3,7 @@
 from torch.fx import Node as FxNode
 
 from stagepack.capture.error_location import traced_location
-from stagepack.linearize.tables import module_stack
+from stagepack.linearize.operators import module_stack
 
 
 def with_node_location(message: str, node: FxNode | None) -> str:

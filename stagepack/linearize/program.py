@@ -2,12 +2,14 @@
 
 Two things change, and nothing else. Nodes that run under another grad mode or autocast move from graph modules of their own into the
 list, and get the context as a property. Results of operators that return several get names in the place of ``getitem`` nodes.
+
+The calls of modules in a captured program: the nodes that each one made, its arguments and its result.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import torch
@@ -24,25 +26,91 @@ from torch.export.graph_signature import (
 from torch.fx import GraphModule
 from torch.fx import Node as FxNode
 
-from stagepack.capture.module_calls import TracedCalls
+from stagepack.capture.module_calls import CallBoundary, TracedCall, TracedCalls, call_boundaries
 from stagepack.errors import UnsupportedError, first_line
-from stagepack.format.graph import Argument, Graph, ValueArg
+from stagepack.format.graph import Argument, Graph, ModuleCall, Scope, ValueArg
 from stagepack.format.manifest import Signature
-from stagepack.format.shapes import Guard
-from stagepack.format.traversal import child_arguments
+from stagepack.format.shapes import Dim, Guard
+from stagepack.format.traversal import child_arguments, split_call_path
+from stagepack.format.tree import UNUSED_VALUE
 from stagepack.graph.analysis import GraphAnalysis
-from stagepack.linearize.body import BodyBuilder
-from stagepack.linearize.constants import constant_argument
-from stagepack.linearize.container_trees import Leaf
+from stagepack.linearize.body import BodyBuilder, BoundArgument
 from stagepack.linearize.guards import program_conditions, program_guards
-from stagepack.linearize.module_calls import module_calls
 from stagepack.linearize.node_location import with_node_location
-from stagepack.linearize.program_tensors import inner_constants, program_device, program_tensors
-from stagepack.linearize.signature import program_signature
-from stagepack.linearize.symbols import SymbolTable, TracedSymbol
-from stagepack.linearize.tables import Tables
-from stagepack.linearize.weight_table import WeightTable, weight_table
+from stagepack.linearize.operators import Tables, module_stack
+from stagepack.linearize.signature import Leaf, SymbolTable, TracedSymbol, call_signature, program_signature
+from stagepack.linearize.weight_table import (
+    WeightTable,
+    constant_argument,
+    inner_constants,
+    program_device,
+    program_tensors,
+    weight_table,
+)
 from stagepack.torch_internals import asserted_conditions, is_vmap_boundary
+
+# Calls with more leaves get no signature: a cache of all layers is an argument of each of them.
+_MAX_LEAVES = 64
+
+
+def module_calls(body: BodyBuilder, traced_calls: TracedCalls) -> Iterator[ModuleCall]:
+    """Yield the calls of modules whose nodes follow one another."""
+    positions: dict[Scope, list[int]] = {}
+    for position, source in enumerate(body.sources):
+        for scope in module_stack(source):
+            positions.setdefault(scope, []).append(position)
+    signatures = _CallSignatures(body)
+    for scope, call_positions in positions.items():
+        first, last = call_positions[0], call_positions[-1]
+        if not scope.path or last - first + 1 != len(call_positions):
+            continue
+        numbered_call = traced_calls.numbered_calls.get(split_call_path(scope.path))
+        signature = None if numbered_call is None else signatures.signature(*numbered_call)
+        yield ModuleCall(
+            path=scope.path, type=scope.type, first=str(first), nodes=len(call_positions), signature=signature
+        )
+
+
+class _CallSignatures:
+    """Signatures of module calls, in terms of the values of a program."""
+
+    def __init__(self, body: BodyBuilder) -> None:
+        self._symbols = body.tables.symbols
+        self._crossing: Mapping[CallBoundary, BoundArgument] = {
+            boundary: argument for node, argument in body.arguments.items() for boundary in call_boundaries(node)
+        }
+        self._size_values: dict[Dim, str] = {}
+        node_outputs = (value for node in body.nodes for value in node.outputs if value is not None)
+        for value in (*body.inputs, *node_outputs):
+            if value.expr is not None:
+                self._size_values.setdefault(value.expr, value.name)
+
+    def signature(self, call_number: int, call: TracedCall) -> Signature | None:
+        """The signature of a call; None if a bundle cannot hold it."""
+        if len(call.arguments) + len(call.results) > _MAX_LEAVES:
+            return None
+        arguments = self._leaves(call.arguments, call_number, "argument")
+        results = self._leaves(call.results, call_number, "result")
+        try:
+            return call_signature(call, arguments, results)
+        except UnsupportedError:
+            return None
+
+    def _leaves(self, traced: Sequence[Any], call_number: int, direction: Literal["argument", "result"]) -> list[Leaf]:
+        return [
+            self._leaf(leaf, self._crossing.get((call_number, direction, leaf_index)))
+            for leaf_index, leaf in enumerate(traced)
+        ]
+
+    def _leaf(self, traced: Any, argument: BoundArgument) -> Leaf:
+        """The value or the constant that a leaf of the trace is; a value that the graph lacks has the name for unused ones."""
+        if isinstance(traced, torch.Tensor):
+            return argument.name if isinstance(argument, ValueArg) else UNUSED_VALUE
+        if isinstance(traced, torch.SymInt):
+            size = self._symbols.exact_dim(traced)
+            return UNUSED_VALUE if size is None else self._size_values.get(size, UNUSED_VALUE)
+        return ConstantArgument(name="", value=traced)
+
 
 _WEIGHT_INPUTS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 

@@ -2,26 +2,153 @@
 
 Tensors that share storage stay shared: equal views (tied weights) become one weight with several names; different views become one
 stored tensor, the base, and weights that are views of it.
+
+Which stored tensor each of the tensors on one storage is a view of.
+
+Where the elements of a tensor are in memory, and their bytes.
+
+Constant arguments of operators -> arguments of the format.
+
+The parameters, buffers and constants of a captured program, and the device that they are on.
+
+Give the weights of a model their data from the weight files of its own bundle, so that it can run.
 """
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 import msgspec
 import torch
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, InputSpec
+from torch.fx import GraphModule
 
+from stagepack.capture.checkpoint import map_tensor
+from stagepack.capture.programs import Capture
 from stagepack.errors import UnsupportedError
 from stagepack.format.codec import is_plain
 from stagepack.format.dtypes import ITEM_SIZE
-from stagepack.format.graph import Weight
+from stagepack.format.graph import Argument, ComplexArg, DtypeArg, LayoutArg, MemoryFormatArg, Weight
 from stagepack.format.validate import is_tensor_name
-from stagepack.format.weights import TensorSpec
-from stagepack.linearize.shared_storage import BaseTensor, base_tensors
-from stagepack.linearize.tensor_memory import dtype_name, is_all_zeros, offset_in_base, storage_key
-from stagepack.torch_internals import FakeTensor
+from stagepack.format.weights import StoredTensor, TensorSpec
+from stagepack.torch_internals import FakeTensor, storage_identity, weight_tensors, wrapped_attributes
+
+
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a contiguous tensor, without a copy if it is on the CPU."""
+    # A dimension of size 1 may have any stride, which a view as bytes refuses: describe the elements as one dimension.
+    elements = tensor.detach().cpu().as_strided((tensor.numel(),), (1,))
+    return elements.view(torch.uint8).numpy().data
+
+
+def is_all_zeros(tensor: torch.Tensor) -> bool:
+    """Return whether every bit of a dense tensor is zero; the sign bit of -0.0 is not."""
+    elements = tensor.detach().as_strided((tensor.numel(),), (1,))
+    return not bool(elements.view(torch.uint8).any())
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Return whether the elements are side by side in memory, in whatever order of the dimensions (SPEC G9)."""
+    reach = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride != reach:
+            return tensor.numel() == 0
+        reach *= size
+    return True
+
+
+def storage_key(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Return what is equal for tensors that have elements and share storage."""
+    # Fake tensors have no address.
+    # The storage of a fake tensor has no address.
+    is_fake = isinstance(tensor, FakeTensor)
+    return (tensor.device, is_fake, storage_identity(tensor) if is_fake else tensor.untyped_storage().data_ptr())
+
+
+def byte_span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the range of bytes of its storage that a tensor reaches, with the end excluded."""
+    last_element = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start = int(tensor.storage_offset()) * tensor.element_size()
+    return start, start + (last_element + 1) * tensor.element_size()
+
+
+def offset_in_base(tensor: torch.Tensor, base: torch.Tensor) -> int:
+    """Return where a tensor begins on another one that it shares storage with, in elements of the tensor's dtype."""
+    distance = tensor.storage_offset() * tensor.element_size() - base.storage_offset() * base.element_size()
+    return distance // tensor.element_size()
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype in the format: ``float32``."""
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BaseTensor:
+    """A tensor that is stored, and that other tensors are views of.
+
+    Attributes:
+        name: its name.
+        tensor: the tensor.
+        member: a tensor of the model on the same storage; it may be `tensor`.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    member: torch.Tensor
+
+
+def base_tensors(tensors: Mapping[str, torch.Tensor], taken_names: Container[str]) -> dict[str, BaseTensor | None]:
+    """Find the stored tensor that each tensor is a view of.
+
+    taken_names: the names that a new stored tensor must not have.
+    The result is for each tensor its base, which may be the tensor itself; None for a tensor that is dense and shares no memory.
+    """
+    groups: dict[tuple[object, ...], dict[str, torch.Tensor]] = {}
+    for tensor_name, tensor in tensors.items():
+        # Tensors without elements share nothing.
+        group_key = storage_key(tensor) if tensor.numel() else (tensor_name,)
+        groups.setdefault(group_key, {})[tensor_name] = tensor
+    base_of: dict[str, BaseTensor | None] = {}
+    for group in groups.values():
+        base_of |= dict.fromkeys(group, _base_of_group(group, taken_names))
+    return base_of
+
+
+def _base_of_group(group: Mapping[str, torch.Tensor], taken_names: Container[str]) -> BaseTensor | None:
+    if len(group) == 1 and is_dense(next(iter(group.values()))):
+        return None
+    spans = [byte_span(tensor) for tensor in group.values()]
+    start, end = min(start for start, _ in spans), max(end for _, end in spans)
+    for tensor_name, tensor in group.items():
+        if byte_span(tensor) == (start, end) and tensor.is_contiguous():
+            return BaseTensor(name=tensor_name, tensor=tensor, member=tensor)
+    return _new_base(group, start, end, taken_names)
+
+
+def _new_base(group: Mapping[str, torch.Tensor], start: int, end: int, taken_names: Container[str]) -> BaseTensor:
+    """A tensor over all the bytes that a group reaches; of bytes, if the tensors of the group differ in dtype."""
+    first_name, first_tensor = next(iter(group.items()))
+    dtypes = {tensor.dtype for tensor in group.values()}
+    dtype = first_tensor.dtype if len(dtypes) == 1 else torch.uint8
+    start -= start % max(tensor.element_size() for tensor in group.values())
+    extent = torch.Size([(end - start) // dtype.itemsize])
+    whole = torch.empty(0, dtype=dtype, device=first_tensor.device).set_(
+        first_tensor.untyped_storage(), start // dtype.itemsize, extent, (1,)
+    )
+    candidates = (f"{first_name}.storage{'_' * count}" for count in itertools.count())
+    return BaseTensor(
+        name=next(tensor_name for tensor_name in candidates if tensor_name not in taken_names),
+        tensor=whole,
+        member=first_tensor,
+    )
+
 
 WeightKind = Literal["parameter", "buffer", "non_persistent_buffer", "constant"]
 
@@ -207,3 +334,174 @@ def _not_plain(tensor: torch.Tensor) -> str | None:
     if tensor.layout != torch.strided:
         return f"layout {tensor.layout}"
     return "lazy conjugate or negative bit" if tensor.is_conj() or tensor.is_neg() else None
+
+
+def constant_argument(constant: object, location: str) -> Argument:
+    """Return a constant as data.
+
+    constant: a number, text, bool or None, or a dtype, layout or memory format of torch.
+    """
+    if is_plain(constant):
+        return constant  # type: ignore[return-value]
+    match constant:
+        case complex():
+            return ComplexArg(constant.real, constant.imag)
+        case torch.dtype():
+            return DtypeArg(dtype_name(constant))
+        case torch.layout():
+            return LayoutArg(str(constant).removeprefix("torch."))
+        case torch.memory_format():
+            return MemoryFormatArg(str(constant).removeprefix("torch."))
+    description = repr(constant) if isinstance(constant, int | str) else f"a {type(constant).__name__}"
+    raise UnsupportedError(f"{location} is {description}, which a bundle cannot hold")
+
+
+def program_tensors(program: ExportedProgram) -> dict[str, tuple[WeightKind, torch.Tensor]]:
+    """Return the parameters, buffers and constants of a program.
+
+    The result is the tensors with their kind by fully qualified name, in the order of the model. In the place of a tensor of a subclass
+        that wraps others, such as a quantized weight, are the tensors that it wraps.
+    """
+    tensors: dict[str, tuple[WeightKind, torch.Tensor]] = {}
+    used_names = {node.name for node in program.graph.nodes if node.op == "placeholder" and node.users}
+    for spec in program.graph_signature.input_specs:
+        kind = _weight_kind(spec)
+        if kind is not None:
+            weight_name = str(spec.target)
+            tensor = (
+                program.state_dict[weight_name]
+                if kind in ("parameter", "buffer")
+                else _constant_tensor(program, weight_name)
+            )
+            if kind == "non_persistent_buffer" and spec.arg.name not in used_names and tensor.layout != torch.strided:
+                continue  # for code outside of the forward, such as whisper's sparse `alignment_heads`
+            tensors |= {plain_name: (kind, plain) for plain_name, plain in unwrapped_tensors(weight_name, tensor)}
+    return tensors | {name: ("constant", tensor) for name, tensor in inner_constants(program).items()}
+
+
+def inner_constants(program: ExportedProgram) -> dict[str, torch.Tensor]:
+    """Return the tensors that graph modules inside a program hold, such as constants in the branches of ``torch.cond``.
+
+    torch lifts the constants of the program itself, and names them ``lifted_tensor_0`` and so on. These get the next names.
+    """
+    taken_names = {*program.constants, *program.state_dict}
+    free_names = (f"lifted_tensor_{number}" for number in itertools.count())
+    distinct = {id(tensor): tensor for tensor in held_tensors(program.graph_module)}
+    names = (name for name in free_names if name not in taken_names)
+    return dict(zip(names, distinct.values(), strict=False))
+
+
+def held_tensors(module: GraphModule) -> Iterator[torch.Tensor]:
+    """Yield the tensors that the nodes of a graph module read as attributes, and those of the graph modules that it calls."""
+    for node in module.graph.nodes:
+        if node.op == "get_attr":
+            attribute = module_attribute(module, str(node.target))
+            if isinstance(attribute, torch.Tensor):
+                yield attribute
+            elif isinstance(attribute, GraphModule):
+                yield from held_tensors(attribute)
+
+
+def module_attribute(module: torch.nn.Module, path: str) -> object:
+    """Return the attribute of a module at a path, which may lead through modules inside it; None if there is none."""
+    attribute: object = module
+    for name in path.split("."):
+        attribute = getattr(attribute, name, None)
+    return attribute
+
+
+def program_device(program: ExportedProgram, tensors: dict[str, tuple[WeightKind, torch.Tensor]]) -> str:
+    """Return the type of the device that a program was captured on: that of its first tensor, else of its first input, else ``cpu``."""
+    input_values = [node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"]
+    candidates = (*(tensor for _, tensor in tensors.values()), *input_values)
+    return next((tensor.device.type for tensor in candidates if isinstance(tensor, torch.Tensor)), "cpu")
+
+
+def unwrapped_tensors(weight_name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors that a weight consists of, with their names: itself, or for a tensor subclass those that it wraps."""
+    attributes = wrapped_attributes(tensor)
+    if not attributes:
+        yield weight_name, tensor
+    for attribute in attributes:
+        yield from unwrapped_tensors(wrapped_tensor_name(weight_name, attribute), getattr(tensor, attribute))
+
+
+def wrapped_tensor_name(weight_name: str, attribute: str) -> str:
+    """Return the name of the tensor that an attribute of a weight of a tensor subclass holds."""
+    return f"{weight_name}.{attribute}"
+
+
+def _weight_kind(spec: InputSpec) -> WeightKind | None:
+    match spec.kind:
+        case InputKind.PARAMETER:
+            return "parameter"
+        case InputKind.BUFFER:
+            return "buffer" if spec.persistent else "non_persistent_buffer"
+        case InputKind.CONSTANT_TENSOR:
+            return "constant"
+        case _:
+            return None
+
+
+def _constant_tensor(program: ExportedProgram, weight_name: str) -> torch.Tensor:
+    constant = program.constants[weight_name]
+    if not isinstance(constant, torch.Tensor):
+        raise UnsupportedError(f"the constant {weight_name} is a {type(constant).__name__}, which a bundle cannot hold")
+    return constant
+
+
+# The file and the position of each stored tensor, by stored name.
+TensorLocations = Mapping[str, tuple[Path, StoredTensor]]
+
+
+def fill_modules(
+    modules: Iterable[torch.nn.Module],
+    capture: Capture,
+    weights: WeightTable,
+    locations: TensorLocations,
+    written_names: Collection[str],
+) -> None:
+    """Give modules whose weights are deferred the data of their weights.
+
+    The weights are mapped from files for reading only, so they take no memory of the process. Their addresses are aligned as in every
+    loaded bundle, so that kernels give the same bits.
+    """
+    fake_tensors = weights.tensors
+    entries = {id(fake_tensors[weight_name]): weight for weight in weights.weights for weight_name in weight.names}
+    known: dict[int, torch.Tensor] = {}
+
+    def filled(fake_tensor: torch.Tensor) -> torch.Tensor:
+        if id(fake_tensor) not in known:
+            weight = entries.get(id(fake_tensor))
+            is_mapped = weight is not None and _is_plain(weight) and weight.stored in locations
+            if weight is not None and is_mapped and not set(weight.names) & set(written_names):
+                path, stored = locations[weight.stored]
+                data = map_tensor(path, stored.start, fake_tensor.dtype, tuple(fake_tensor.shape))
+            else:
+                data = capture.data(fake_tensor).detach().clone()
+            is_parameter = isinstance(fake_tensor, torch.nn.Parameter)
+            known[id(fake_tensor)] = (
+                torch.nn.Parameter(data, requires_grad=fake_tensor.requires_grad) if is_parameter else data
+            )
+        return known[id(fake_tensor)]
+
+    for module in modules:
+        _replace_tensors(module, lambda tensor: filled(tensor) if _is_deferred(capture, tensor) else tensor)
+
+
+def _is_plain(weight: Weight) -> bool:
+    """Whether a weight is in its file as it is in memory."""
+    return weight.base is None and weight.strides is None and not weight.zeros
+
+
+def _is_deferred(capture: Capture, tensor: torch.Tensor) -> bool:
+    return capture.deferred is not None and tensor in capture.deferred
+
+
+def _replace_tensors(module: torch.nn.Module, replacement: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    for submodule in module.modules():
+        for of_parameters in (True, False):
+            for tensor_name, tensor in list(weight_tensors(submodule, parameters=of_parameters).items()):
+                if tensor is not None and (new_tensor := replacement(tensor)) is not tensor:
+                    # Not into the dict: modules such as LSTM keep lists of their parameters, which their own method updates.
+                    setattr(submodule, tensor_name, new_tensor)

@@ -8,8 +8,7 @@ from msgspec.structs import replace
 from stagepack.format.graph import Graph
 from stagepack.format.plan import Plan
 from stagepack.graph.analysis import GraphAnalysis
-from stagepack.graph.repeat_search import find_repeats
-from stagepack.graph.repeats import repeat_interiors
+from stagepack.graph.repeats import find_repeats, repeat_interiors
 from stagepack.partition.assignment import (
     StageAssignment,
     assign_by_modules,
@@ -17,17 +16,15 @@ from stagepack.partition.assignment import (
     assign_by_positions,
     assign_consecutive,
 )
-from stagepack.partition.balance import balance_stages
 from stagepack.partition.costed_graph import CostedGraph
-from stagepack.partition.costs import GraphCosts
+from stagepack.partition.costs import GraphCosts, MeasuredCosts, measured_costs
 from stagepack.partition.cut import Cut, cut_graph
-from stagepack.partition.cut_options import CutOptions
+from stagepack.partition.cut_options import CutOptions, assign_by_policy
 from stagepack.partition.device_profile import DeviceProfile, device_costs
-from stagepack.partition.measured_costs import MeasuredCosts, measured_costs
 from stagepack.partition.node_order import NodeOrder, late_state_order
 from stagepack.partition.planner import plan_for_assignment
-from stagepack.partition.policies import assign_by_policy
 from stagepack.partition.profile import Profile
+from stagepack.partition.solver import balance_stages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 from stagepack.format.plan import Plan, PlannedStage, to_runs
-from stagepack.partition.activation_memory import activation_bytes
 from stagepack.partition.assignment import StageAssignment
 from stagepack.partition.costed_graph import CostedGraph
+from stagepack.partition.costs import activation_bytes
 from stagepack.partition.node_order import execution_order
 
 

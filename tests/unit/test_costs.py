@@ -16,9 +16,15 @@ from stagepack.capture.source import capture_source
 from stagepack.format.graph import Graph
 from stagepack.format.operators import is_denied_operator
 from stagepack.linearize import linearize_program
-from stagepack.partition.cost_formulas import FLOP_FORMULAS, OperatorCall, TensorShape, estimated_flops
-from stagepack.partition.operator_costs import cost_source, estimated_operators, operator_base_name
-from stagepack.partition.operator_names import FREE_OPERATORS, MEMORY_BOUND_OPERATORS, TORCH_COUNTED_OPERATORS
+from stagepack.partition.costs import FLOP_FORMULAS, OperatorCall, TensorShape, estimated_flops
+from stagepack.partition.operator_costs import (
+    FREE_OPERATORS,
+    MEMORY_BOUND_OPERATORS,
+    TORCH_COUNTED_OPERATORS,
+    cost_source,
+    estimated_operators,
+    operator_base_name,
+)
 
 
 def graph_of(model: nn.Module, *args: Any) -> Graph:

@@ -33,7 +33,7 @@ from stagepack.format.unfold import (
 from stagepack.graph.analysis import GraphAnalysis
 from stagepack.graph.assembly import canonical_graph
 from stagepack.graph.folding import fold_graph
-from stagepack.graph.repeat_search import find_repeats
+from stagepack.graph.repeats import find_repeats
 from stagepack.linearize import linearize_program
 
 ADD = Op(name="aten.add.Tensor", parameters=("self", "other"))

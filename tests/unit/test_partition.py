@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stagepack.partition.cost_sequence import CostSequence, SharedCost, part_cost
-from stagepack.partition.solver import split_sequence, split_with_least_excess
+from stagepack.partition.solver import CostSequence, SharedCost, part_cost, split_sequence, split_with_least_excess
 
 
 @st.composite

@@ -10,8 +10,7 @@ import torch
 import stagepack
 from stagepack.errors import CutError, DigestError, OutputExistsError, WriteError
 from stagepack.exporter import export_capture
-from stagepack.partition.cut_options import CutOptions
-from stagepack.partition.policies import PolicyNode
+from stagepack.partition.cut_options import CutOptions, PolicyNode
 from tests.zoo.architectures.decoders import llama
 from tests.zoo.cases import named
 from tests.zoo.rows.build import Lambda

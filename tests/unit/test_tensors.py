@@ -18,8 +18,7 @@ from stagepack.format.dtypes import ITEM_SIZE
 from stagepack.format.graph import Graph
 from stagepack.format.validate import check_graph
 from stagepack.format.weights import ALIGNMENT, PADDING_PREFIX, read_weight_header, weight_file_header
-from stagepack.linearize.tensor_memory import tensor_bytes
-from stagepack.linearize.weight_table import WeightKind, weight_table
+from stagepack.linearize.weight_table import WeightKind, tensor_bytes, weight_table
 from stagepack_loaders.torch.weights import WeightCache
 
 CPU = torch.device("cpu")

@@ -17,10 +17,9 @@ from stagepack.format.operators import ALLOWED_NAMESPACES, operator_namespace
 from stagepack.format.reader import Bundle
 from stagepack.format.traversal import input_names, output_names
 from stagepack.graph.analysis import GraphAnalysis
-from stagepack.graph.joining import join_stages
-from stagepack.partition.cut_options import CutOptions
+from stagepack.graph.assembly import join_stages
+from stagepack.partition.cut_options import CutOptions, PolicyNode
 from stagepack.partition.operator_costs import cost_source, estimated_operators
-from stagepack.partition.policies import PolicyNode
 from tests.zoo.apart import load_apart
 from tests.zoo.architectures.refused import REASON, REFUSED
 from tests.zoo.case import Case, answers, assert_equal, captured_answers, other_size
