@@ -13,7 +13,7 @@ from typing import Final
 from msgspec import Struct
 from msgspec.msgpack import encode
 
-from stagepack.bundle_content import read_entry_point
+from stagepack.bundle_writing import read_entry_point
 from stagepack.errors import named_errors
 from stagepack.format.graph import Graph, Weight
 from stagepack.format.manifest import File, Manifest

@@ -128,7 +128,7 @@ def _open_location(
     if isinstance(source, str) and is_url(source):
         with explain_missing_packages("remote"):
             from stagepack.remote.cache import Cache, default_cache_folder  # noqa: PLC0415 - fsspec and aiohttp are optional
-            from stagepack.remote.open_url import open_url  # noqa: PLC0415 - the same
+            from stagepack.remote.pull import open_url  # noqa: PLC0415 - the same
 
         cache = Cache(default_cache_folder())
         bundle = open_url(BundleUrl.parse(source), cache, digest=digest, storage_options=storage_options)

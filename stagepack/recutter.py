@@ -7,8 +7,15 @@ would have.
 import os
 from collections.abc import Sequence
 
-from stagepack.bundle_content import StoredEntryPoint, check_output, further_files, merged_tensors, read_entry_point
-from stagepack.bundle_writing import ModelOrigin, write_bundle
+from stagepack.bundle_writing import (
+    ModelOrigin,
+    StoredEntryPoint,
+    check_output,
+    further_files,
+    merged_tensors,
+    read_entry_point,
+    write_bundle,
+)
 from stagepack.format.graph import Graph
 from stagepack.format.plan import Plan
 from stagepack.format.reader import Bundle

@@ -13,15 +13,16 @@ from typing import Any, Final
 
 import msgspec
 
-from stagepack.bundle_content import (
+from stagepack.bundle_writing import (
+    ModelOrigin,
     StoredEntryPoint,
     check_output,
     further_files,
     merged_tensors,
     read_entry_point,
     recorded_example,
+    write_bundle,
 )
-from stagepack.bundle_writing import ModelOrigin, write_bundle
 from stagepack.capture.adapters import read_adapter
 from stagepack.capture.checkpoint import CheckpointTensor, read_checkpoint
 from stagepack.capture.deferred_tensors import DataNeededError, DeferredTensors

@@ -9,8 +9,7 @@ from stagepack.cli.command import subcommand
 from stagepack.cli.output import count_of, print_json, print_line, print_table
 from stagepack.cli.quantities import format_bytes
 from stagepack.cli.run_options import byte_size, json_option
-from stagepack.remote.cache import Cache, default_cache_folder
-from stagepack.remote.cache_content import CachedBundle, cached_bundles, disk_bytes, remove_bundles
+from stagepack.remote.cache import Cache, CachedBundle, cached_bundles, default_cache_folder, disk_bytes, remove_bundles
 
 _DAY = 86_400  # seconds
 

@@ -14,7 +14,7 @@ from stagepack.format.graph import Value
 from stagepack.format.manifest import Edge
 from stagepack.format.reader import Bundle
 from stagepack.onnx.draws import DRAWS, RANDOM_OPERATORS, Draw, call_count, compare_draws
-from stagepack.onnx.float64_answers import float64_answers, rounding_error
+from stagepack.onnx.functional_stage import float64_answers, rounding_error
 from stagepack.onnx.other_sizes import Sizes, call_bytes, format_sizes, inputs_at, sizes_to_check
 from stagepack_loaders.base import PrepareOptions
 from stagepack_loaders.comparison import TOLERANCE, Tolerance, compare_arrays

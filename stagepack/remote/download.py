@@ -1,29 +1,89 @@
-"""Download files in chunks, several at a time. Each chunk is compared with its digest before it is written."""
+"""Download files in chunks, several at a time. Each chunk is compared with its digest before it is written.
 
+Threads that download.
+
+Files of a remote bundle that are read while they are downloaded: each read waits for its own chunks.
+"""
+
+import os
+import queue
 import random
 import threading
+import weakref
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future, as_completed
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final, Protocol
+from pathlib import Path
+from typing import Final, Protocol, Self
 
-from stagepack.errors import DigestError, Problem, RemoteError
+from stagepack.errors import DigestError, Problem, RemoteError, StagepackError, repeated_error
 from stagepack.format.chunks import CHUNK_BYTES, ByteProgress, FileChunk, file_chunks
 from stagepack.format.manifest import File
-from stagepack.remote.download_threads import DownloadThreads
 from stagepack.remote.store import FetchError, MissingFileError, RangesIgnoredError, RemoteStore, WrongSizeError
+
+
+class DownloadThreads:
+    """Runs functions in threads, in the order in which they are submitted.
+
+    Those of `concurrent.futures.ThreadPoolExecutor` would make the interpreter wait at its end until all is downloaded.
+    """
+
+    def __init__(self, thread_count: int) -> None:
+        self._tasks: queue.SimpleQueue[tuple[Future[None], Callable[[], None]] | None] = queue.SimpleQueue()
+        self._futures: list[Future[None]] = []
+        self._threads = [
+            threading.Thread(target=self._run, name="stagepack-download", daemon=True) for _ in range(thread_count)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, function: Callable[[], None]) -> Future[None]:
+        """Call a function when a thread is free."""
+        future: Future[None] = Future()
+        self._futures.append(future)
+        self._tasks.put((future, function))
+        return future
+
+    def cancel(self) -> None:
+        """Call no further function."""
+        for future in self._futures:
+            future.cancel()
+        for _ in self._threads:
+            self._tasks.put(None)
+
+    def join(self) -> None:
+        """Wait for the functions that were called, after `cancel`."""
+        for thread in self._threads:
+            thread.join()
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            future, function = task
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                function()
+            except BaseException as error:  # noqa: BLE001 - the one who waits for the future raises it
+                future.set_exception(error)
+            else:
+                future.set_result(None)
+
 
 # Requests at a time. Each holds one chunk in memory.
 CONNECTIONS: Final = 8
+
 # Tries in a row that bring less than `_PROGRESS_BYTES`, after which a download has failed; and how often content may be wrong.
 _TRIES: Final = 5
+
 _WRONG_CONTENTS: Final = 3
+
 _PROGRESS_BYTES: Final = CHUNK_BYTES // 16
 
 # Seconds before the second try; doubled for each further one, up to the largest.
 FIRST_PAUSE_SECONDS = 0.5
+
 LARGEST_PAUSE_SECONDS = 30.0
 
 
@@ -257,3 +317,156 @@ class _ChunkWriter:
                 self._finish_chunk(self._download, chunk.index, len(self._content))
             elif self.problem is None:
                 self.problem = problem
+
+
+class DownloadObserver(Protocol):
+    """Is told how a download proceeds, by several threads."""
+
+    def began(self, cancel: Callable[[], None]) -> None:
+        """A download has begun; `cancel` ends it."""
+
+    def opened(self, entry: File, path: Path) -> None:
+        """A file is at a path. It has no bytes yet."""
+
+    def arrived(self, entry: File, chunk_index: int) -> None:
+        """A chunk of an opened file is written, and was compared with its digest."""
+
+    def completed(self, entry: File, path: Path) -> None:
+        """A file is complete at a path."""
+
+
+@dataclass(slots=True, eq=False)
+class _StreamedFile:
+    """A file of which chunks arrive. Its descriptor stays valid when the complete file gets its name."""
+
+    descriptor: int | None = None
+    chunks: set[int] = field(default_factory=set)
+    is_complete: bool = False
+
+    def has(self, chunk_indices: Sequence[int]) -> bool:
+        return self.is_complete or self.chunks.issuperset(chunk_indices)
+
+
+class _Arrivals:
+    """The files of a stream, by their digests: a `DownloadObserver`, shared by all handles of the stream."""
+
+    def __init__(self, digests: Iterable[str]) -> None:
+        self.change = threading.Condition()
+        self.files = {digest: _StreamedFile() for digest in digests}
+        self.error: StagepackError | None = None
+        self.handle_count = 0
+        self._is_cancelled = False
+        self._descriptors: list[int] = []
+        self._cancels: list[Callable[[], None]] = []
+
+    def began(self, cancel: Callable[[], None]) -> None:
+        with self.change:
+            self._cancels.append(cancel)
+            is_cancelled = self._is_cancelled
+        if is_cancelled:
+            cancel()
+
+    def opened(self, entry: File, path: Path) -> None:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        with self.change:
+            self._descriptors.append(descriptor)
+            file = self.files[entry.blake3]
+            file.descriptor = descriptor
+            file.chunks.clear()
+
+    def arrived(self, entry: File, chunk_index: int) -> None:
+        with self.change:
+            self.files[entry.blake3].chunks.add(chunk_index)
+            self.change.notify_all()
+
+    def completed(self, entry: File, path: Path) -> None:
+        file = self.files[entry.blake3]
+        if file.is_complete:
+            return
+        if file.descriptor is None:
+            self.opened(entry, path)
+        with self.change:
+            file.is_complete = True
+            self.change.notify_all()
+
+    def fail(self, error: StagepackError) -> None:
+        with self.change:
+            self.error = self.error or error
+            self.change.notify_all()
+
+    def release(self) -> None:
+        """Give up a handle. Without one, nobody waits for the files."""
+        with self.change:
+            self.handle_count -= 1
+            if self.handle_count:
+                return
+            self._is_cancelled = True
+            cancels = list(self._cancels)
+        self.fail(RemoteError("the download was cancelled"))
+        for cancel in cancels:
+            cancel()
+
+    def __del__(self) -> None:
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+
+
+class FileStream:
+    """A handle of files that are being downloaded: see `stagepack.format.bundle_files.FileStream`."""
+
+    def __init__(self, entries: Mapping[str, File], arrivals: _Arrivals) -> None:
+        self._entries = entries
+        self._arrivals = arrivals
+        with arrivals.change:
+            arrivals.handle_count += 1
+        self._release = weakref.finalize(self, arrivals.release)
+
+    @classmethod
+    def start(cls, entries: Sequence[File], fetch: Callable[[Sequence[File], DownloadObserver], None]) -> Self:
+        """Begin to download files, in a thread."""
+        arrivals = _Arrivals({entry.blake3 for entry in entries})
+        handle = cls({entry.name: entry for entry in entries}, arrivals)
+        threading.Thread(
+            target=_fetch, args=(fetch, list(entries), arrivals), name="stagepack-stream", daemon=True
+        ).start()
+        return handle
+
+    def share(self) -> Self:
+        """Return another handle of the same files. When all handles are closed or gone, the download ends."""
+        return type(self)(self._entries, self._arrivals)
+
+    def close(self) -> None:
+        """Read no further bytes by this handle."""
+        self._release()
+
+    def read_into(self, file_name: str, start: int, memory: memoryview) -> None:
+        """Fill memory with the bytes of a file, when they have arrived."""
+        entry = self._entries[file_name]
+        arrivals = self._arrivals
+        file = arrivals.files[entry.blake3]
+        needed_chunks = [chunk.index for chunk in file_chunks(entry, start, start + len(memory))]
+        with arrivals.change:
+            arrivals.change.wait_for(lambda: file.has(needed_chunks) or arrivals.error is not None)
+            if not file.has(needed_chunks):
+                assert arrivals.error is not None
+                raise repeated_error(arrivals.error)
+            descriptor = file.descriptor
+        assert descriptor is not None
+        position = 0
+        while position < len(memory):
+            byte_count = os.preadv(descriptor, [memory[position:]], start + position)
+            if not byte_count:
+                message = f"the file ends in the bytes {start} to {start + len(memory)}"
+                raise DigestError([Problem(rule="D1", where=file_name, message=message)])
+            position += byte_count
+
+
+def _fetch(
+    fetch: Callable[[Sequence[File], DownloadObserver], None], entries: Sequence[File], arrivals: _Arrivals
+) -> None:
+    try:
+        fetch(entries, arrivals)
+    except StagepackError as error:
+        arrivals.fail(error)
+    except BaseException as error:  # noqa: BLE001 - those who wait for the files would wait for ever
+        arrivals.fail(RemoteError(f"the download ended: {type(error).__name__}: {error}"))

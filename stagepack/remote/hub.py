@@ -14,9 +14,8 @@ from stagepack.format import limits
 from stagepack.format.manifest_reader import parse_manifest
 from stagepack.format.reader import Bundle
 from stagepack.format.validate import MANIFEST_NAME, SIGNATURE_NAME
-from stagepack.remote.http_store import STALL_SECONDS, HttpStore
 from stagepack.remote.hub_snapshot import find_snapshot, offline_error
-from stagepack.remote.store import FetchError
+from stagepack.remote.store import STALL_SECONDS, FetchError, HttpStore
 from stagepack.remote.url import BundleUrl, HubLocation
 from stagepack.terminal import byte_progress
 

@@ -10,7 +10,7 @@ from stagepack.format import limits
 from stagepack.format.file_checks import read_plain_file
 from stagepack.format.manifest import File
 from stagepack.format.validate import MANIFEST_NAME, MODEL_CONFIG_NAME, SIGNATURE_NAME
-from stagepack.remote.file_stream import DownloadObserver, FileStream
+from stagepack.remote.download import DownloadObserver, FileStream
 from stagepack.remote.url import BundleUrl
 
 

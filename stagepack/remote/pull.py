@@ -1,20 +1,250 @@
-"""Download a whole bundle into a folder."""
+"""Download a whole bundle into a folder.
+
+Open a bundle at a URL.
+
+The files of a remote bundle, which come into the cache when they are needed.
+"""
 
 import contextlib
 import os
 import shutil
 import stat
-from collections.abc import Mapping
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from stagepack.errors import OutputExistsError, WriteError
+from stagepack.errors import (
+    DigestError,
+    FormatError,
+    LimitError,
+    NotABundleError,
+    OutputExistsError,
+    Problem,
+    WriteError,
+)
+from stagepack.format import limits
 from stagepack.format.file_writing import synchronize
+from stagepack.format.manifest import File
+from stagepack.format.manifest_reader import parse_manifest
 from stagepack.format.reader import Bundle
-from stagepack.format.validate import SIGNATURE_NAME
-from stagepack.remote.cache import Cache
-from stagepack.remote.open_url import open_url
-from stagepack.remote.url import BundleUrl
+from stagepack.format.validate import MANIFEST_NAME, SIGNATURE_NAME
+from stagepack.remote.cache import Cache, PartFile, cached_bundles, is_complete
+from stagepack.remote.download import Download, DownloadObserver, FileDownload, FileStream, Tries
+from stagepack.remote.hub import open_hub_store
+from stagepack.remote.hub_snapshot import HubSnapshot, find_snapshot, is_offline
+from stagepack.remote.store import FetchError, FsspecStore, HttpStore, MissingFileError, RemoteStore
+from stagepack.remote.url import HUB_SCHEME, WEB_SCHEMES, BundleUrl
+from stagepack.terminal import byte_progress
+
+# Files that are open at a time.
+_BATCH_FILES: Final = 64
+
+
+class RemoteFiles:
+    """Downloads files into the folder of a bundle in the cache: a `stagepack.format.bundle_files.FileSource`.
+
+    Attributes:
+        location: the URL of the bundle, for messages.
+        url: the URL that opens it, which may have secrets; None if it needs options too.
+    """
+
+    def __init__(
+        self, location: str, url: str | None, cache: Cache, folder: Path, open_store: Callable[[], RemoteStore]
+    ) -> None:
+        self.location = location
+        self.url = url
+        self._cache = cache
+        self._folder = folder
+        self._open_store = open_store
+
+    @cached_property
+    def _store(self) -> RemoteStore:
+        return self._open_store()
+
+    def fetch(self, entries: Sequence[File], observer: DownloadObserver | None = None) -> None:
+        """Download the files that neither the folder nor the cache has; wait for those that other processes download."""
+        self._tell_complete(entries, observer)
+        while missing := [entry for entry in entries if not is_complete(self._folder / entry.name, entry)]:
+            # Files of the same content come one after the other.
+            distinct = list({entry.blake3: entry for entry in reversed(missing)}.values())[::-1]
+            for first in range(0, len(distinct), _BATCH_FILES):
+                self._fetch_batch(distinct[first : first + _BATCH_FILES], observer)
+            self._tell_complete(entries, observer)
+
+    def stream(self, entries: Sequence[File]) -> FileStream:
+        """Begin to download files; return a handle that reads them while they arrive."""
+        return FileStream.start(entries, self.fetch)
+
+    def read_signature(self) -> bytes | None:
+        """Download the signature file; None if there is none. It may be replaced at the URL, so it is not kept in the cache."""
+        tries = Tries(f"{self.location}/{SIGNATURE_NAME}", threading.Event())
+        while True:
+            try:
+                content = self._store.read_small(SIGNATURE_NAME, limits.SIGNATURE_BYTES)
+            except MissingFileError:
+                return None
+            except FetchError as error:
+                tries.failed(error)
+            else:
+                break
+        if len(content) > limits.SIGNATURE_BYTES:
+            message = f"expected at most {limits.SIGNATURE_BYTES} bytes, found more"
+            raise LimitError([Problem(rule="L1", where=SIGNATURE_NAME, message=message)])
+        return content
+
+    def discard(self, entries: Sequence[File]) -> None:
+        """Remove damaged files from the cache."""
+        with self._cache.errors():
+            for entry in entries:
+                self._cache.discard(entry, self._folder)
+
+    def _fetch_batch(self, entries: Sequence[File], observer: DownloadObserver | None) -> None:
+        with contextlib.ExitStack() as locks:
+            parts = self._lock_missing(entries, locks)
+            self._tell_complete(entries, observer)
+            if not parts:
+                return
+            downloads = [
+                FileDownload(
+                    entry=entry,
+                    part=parts[entry.blake3],
+                    on_chunk=partial(_ignore if observer is None else observer.arrived, entry),
+                )
+                for entry in entries
+                if entry.blake3 in parts
+            ]
+            total_bytes = sum(download.entry.size for download in downloads)
+            self._cache.check_free_bytes(total_bytes - sum(part.disk_bytes for part in parts.values()))
+            display = (
+                byte_progress(f"downloading {self.location}", total_bytes)
+                if observer is None
+                else contextlib.nullcontext(_ignore)
+            )
+            with display as progress, self._cache.errors():
+                download = Download(self._store, self.location, progress)
+                if observer is not None:
+                    for file_download in downloads:
+                        observer.opened(file_download.entry, parts[file_download.entry.blake3].path)
+                    observer.began(download.cancel)
+                with contextlib.closing(download.run(downloads)) as completed_files:
+                    for file_download in completed_files:
+                        part = parts[file_download.entry.blake3]
+                        self._cache.add(file_download.entry, self._folder, part)
+                        part.close()  # processes that wait for this file need not wait for the others
+
+    def _tell_complete(self, entries: Sequence[File], observer: DownloadObserver | None) -> None:
+        if observer is not None:
+            for entry in entries:
+                if is_complete(self._folder / entry.name, entry):
+                    observer.completed(entry, self._folder / entry.name)
+
+    def _lock_missing(self, entries: Sequence[File], locks: contextlib.ExitStack) -> dict[str, PartFile]:
+        """Lock the files that must be downloaded; return them by their digests."""
+        parts = {}
+        # All processes lock files in one order, so that none waits for ever.
+        for entry in sorted(entries, key=lambda entry: entry.blake3):
+            if self._cache.add(entry, self._folder):
+                continue
+            part = locks.enter_context(self._cache.lock(entry))
+            if self._cache.add(entry, self._folder):  # another process has completed it
+                part.discard()
+                continue
+            parts[entry.blake3] = part
+        return parts
+
+
+def _ignore(*_: object) -> None:
+    """Take no note of progress."""
+
+
+def open_url(
+    url: BundleUrl,
+    cache: Cache,
+    *,
+    digest: str | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Bundle:
+    """Open a bundle at a URL; only its manifest is downloaded.
+
+    With ``HF_HUB_OFFLINE``, a bundle of the Hub is the snapshot in the Hub's own cache, as it is for transformers; or the one that was
+    opened last from this URL.
+
+    digest: the digest that the bundle must have. If the cache has its manifest, nothing is downloaded.
+    """
+    location = str(url)
+    if url.scheme == HUB_SCHEME and is_offline() and (digest is None or not _cached_bundle(cache, digest)):
+        if (snapshot := find_snapshot(url)) is not None:
+            return Bundle(snapshot, source=HubSnapshot(url, snapshot))
+        digest = digest or next((one.digest for one in cached_bundles(cache) if one.location == location), None)
+    # Another process may remove the bundle from the cache before this one has locked it.
+    while True:
+        store, folder = _open_manifest(url, cache, digest, storage_options)
+        descriptor = cache.use(folder.name, location)
+        if descriptor is not None:
+            break
+    source = RemoteFiles(
+        location,
+        None if storage_options else url.with_secrets,
+        cache,
+        folder,
+        lambda: store or open_store(url, storage_options),
+    )
+    weakref.finalize(source, os.close, descriptor)
+    return Bundle(folder, source=source)
+
+
+def _open_manifest(
+    url: BundleUrl, cache: Cache, digest: str | None, storage_options: Mapping[str, Any] | None
+) -> tuple[RemoteStore | None, Path]:
+    """Bring the manifest of a bundle into the cache; return its store, if that was asked, and its folder in the cache."""
+    location = str(url)
+    store = None if digest is not None and _cached_bundle(cache, digest) else open_store(url, storage_options)
+    if store is None:
+        assert digest is not None
+        folder = cache.bundle_folder(digest)
+    else:
+        content = _read_manifest(store, location)
+        manifest = parse_manifest(content, f"{location}/{MANIFEST_NAME}")
+        if digest not in (None, manifest.sha256):
+            message = (
+                f"expected the bundle of the digest {digest}, found {manifest.sha256}: correct the digest or the URL"
+            )
+            raise DigestError([Problem(rule="D3", where=f"{location}/{MANIFEST_NAME}", message=message)])
+        folder = cache.add_manifest(manifest.sha256, content)
+    return store, folder
+
+
+def open_store(url: BundleUrl, storage_options: Mapping[str, Any] | None = None) -> RemoteStore:
+    """Return the store of a URL."""
+    if url.scheme in WEB_SCHEMES:
+        return HttpStore(url.file_url, storage_options=storage_options)
+    if url.scheme == HUB_SCHEME:
+        return open_hub_store(url, storage_options)
+    return FsspecStore(url.folder, storage_options)
+
+
+def _cached_bundle(cache: Cache, digest: str) -> bool:
+    """Whether the cache has the manifest of a bundle, undamaged."""
+    try:
+        return Bundle(cache.bundle_folder(digest)).digest == digest
+    except (NotABundleError, FormatError):
+        return False
+
+
+def _read_manifest(store: RemoteStore, location: str) -> bytes:
+    tries = Tries(f"{location}/{MANIFEST_NAME}", threading.Event())
+    while True:
+        try:
+            return store.read_small(MANIFEST_NAME, limits.MANIFEST_BYTES)
+        except MissingFileError as error:
+            raise NotABundleError(
+                f"{location}: not a stagepack bundle: there is no {MANIFEST_NAME}: {error} [M1]"
+            ) from None
+        except FetchError as error:
+            tries.failed(error)
 
 
 def pull(

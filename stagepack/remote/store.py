@@ -1,8 +1,29 @@
-"""Where the files of a remote bundle are read from, and how a read fails."""
+"""Where the files of a remote bundle are read from, and how a read fails.
 
+Files at the URLs of all other file systems of fsspec: S3, Google Cloud Storage, Azure, SFTP and so on.
+
+Files at HTTP URLs, the Hugging Face Hub among them. fsspec has the session and its settings; the answers are checked here.
+
+What fsspec itself reads is not bounded: a server that answers a request for a range with more bytes would fill the memory.
+"""
+
+import asyncio
+import contextlib
+import re
+import threading
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from concurrent.futures import CancelledError, Future
+from typing import Any, Final, TypeVar
+
+import aiohttp
+import fsspec
+from fsspec.implementations.http import HTTPFileSystem
+
+from stagepack.errors import MissingPackageError, OptionError, RemoteError
+from stagepack.extras import install_command
+from stagepack.remote.url import without_secrets
 
 # Takes the bytes of a file as they come, in order.
 ByteSink = Callable[[bytes], Any]
@@ -80,3 +101,286 @@ class RemoteStore(ABC):
     @abstractmethod
     def cancel(self) -> None:
         """End all reads that other threads wait for."""
+
+
+_Result = TypeVar("_Result")
+
+# Bytes of one request where the store is read from its first byte to its last.
+_WHOLE_STEP = 16 * 2**20
+
+_S3_SCHEMES = ("s3", "s3a")
+
+
+class FsspecStore(RemoteStore):
+    """The folder of a bundle in a file system of fsspec."""
+
+    def __init__(self, url: str, storage_options: Mapping[str, Any] | None = None) -> None:
+        self._folder_scheme = scheme = url.partition("://")[0]
+        try:
+            self._file_system, self._folder = fsspec.url_to_fs(url, **(storage_options or {}))
+        except ImportError as error:
+            message = f"{scheme}://: a package is not installed: {error}"
+            if scheme in _S3_SCHEMES:
+                message += f". {install_command('remote')} installs it"
+            raise MissingPackageError(message, name=error.name) from None
+        except (TypeError, ValueError) as error:
+            raise OptionError(f"{scheme}://: {without_secrets(str(error))}") from None
+        except Exception as error:  # noqa: BLE001 - some connect at once, and have errors of their own
+            raise RemoteError(f"{scheme}://: {_reason(error)}") from None
+
+    def read_small(self, file_name: str, max_bytes: int) -> bytes:
+        """Return the content of a file, or its first `max_bytes` + 1 bytes if it is larger; see `RemoteStore.read_small`."""
+        path = self._path(file_name)
+        size: int | None = self._call(lambda: self._file_system.info(path)["size"])
+        if not size:
+            return b""
+        content: bytes = self._call(lambda: self._file_system.cat_file(path, start=0, end=min(size, max_bytes + 1)))
+        return content
+
+    def read_range(self, file_name: str, start: int, end: int, size: int, sink: ByteSink) -> None:
+        """Read a range of a file; see `RemoteStore.read_range`."""
+        path = self._path(file_name)
+        try:
+            content: bytes = self._call(lambda: self._file_system.cat_file(path, start=start, end=end))
+        except MissingFileError:
+            raise
+        except FetchError:
+            self._check_size(path, size)  # most file systems have no error of their own for a range past the end
+            raise
+        if len(content) != end - start:
+            self._check_size(path, size)
+            raise FetchError(f"expected the bytes {start} to {end - 1}, found {len(content)} bytes")
+        sink(content)
+
+    def read_whole(self, file_name: str, size: int, sink: ByteSink) -> None:
+        """Read a file from its first byte to its last; see `RemoteStore.read_whole`."""
+        for start in range(0, size, _WHOLE_STEP):
+            self.read_range(file_name, start, min(start + _WHOLE_STEP, size), size, sink)
+
+    def cancel(self) -> None:
+        """Do nothing: fsspec cannot end a read. It ends by itself, and nobody takes its bytes."""
+
+    def _check_size(self, path: str, size: int) -> None:
+        self._file_system.invalidate_cache()
+        actual_size: int | None = self._call(lambda: self._file_system.info(path)["size"])
+        if actual_size not in (None, size):
+            raise WrongSizeError(f"expected {size} bytes, found a file of {actual_size}")
+
+    def _path(self, file_name: str) -> str:
+        return f"{self._folder.rstrip('/')}/{file_name}"
+
+    def _call(self, read: Callable[[], _Result]) -> _Result:
+        """Convert the errors of a file system, which have no common base."""
+        try:
+            return read()
+        except FileNotFoundError as error:
+            raise MissingFileError(f"there is no such file: {error}") from None
+        except PermissionError as error:
+            raise FetchError(_reason(error), temporary=False) from None
+        except Exception as error:  # noqa: BLE001 - each file system has errors of its own
+            if _lacks_credentials(error):
+                # fsspec would give the same client, without credentials, to the next call after the user has set them.
+                self._file_system.clear_instance_cache()
+                cure = "give credentials as the client of the store takes them"
+                if self._folder_scheme in _S3_SCHEMES:
+                    cure = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or FSSPEC_S3_ANON=true for a public bucket"
+                raise FetchError(f"{_reason(error)}: {cure}", temporary=False) from None
+            raise FetchError(_reason(error)) from None
+
+
+def _lacks_credentials(error: Exception) -> bool:
+    """Whether a client has no credentials, or cannot use its settings: another try has the same end. By names: no client is imported."""
+    class_names = [base.__name__ for base in type(error).__mro__]
+    if "BotoCoreError" in class_names:
+        return "HTTPClientError" not in class_names
+    return any("Credential" in name or name == "ClientAuthenticationError" for name in class_names)
+
+
+def _reason(error: Exception) -> str:
+    """The kind and the message of an error, in one line."""
+    return without_secrets(f"{type(error).__name__}: {' '.join(str(error).split())}")[:300]
+
+
+# Seconds without a byte, and to a connection, after which a try has failed.
+STALL_SECONDS = 30.0
+
+# A try may take this many seconds more for each byte; a slower server has failed. 16 KiB a second.
+_SECONDS_PER_BYTE: Final = 1 / 2**14
+
+_TEMPORARY_STATUSES: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
+
+_MISSING_STATUSES: Final = frozenset({404, 410})
+
+_RANGE_PATTERN: Final = re.compile(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19}|\*)", re.ASCII)
+
+_UNSATISFIED_PATTERN: Final = re.compile(r"bytes \*/(\d{1,19})", re.ASCII)
+
+
+class HttpStore(RemoteStore):
+    """The folder of a bundle on an HTTP server."""
+
+    def __init__(
+        self,
+        file_url: Callable[[str], str],
+        headers: Mapping[str, str] | None = None,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        options = dict(storage_options or {})
+        client_options = {"auto_decompress": False, "trust_env": True} | options.pop("client_kwargs", {})
+        self._file_url = file_url
+        self._headers = dict(headers or {}) | options.pop("headers", {}) | {"Accept-Encoding": "identity"}
+        self._file_system = HTTPFileSystem(skip_instance_cache=True, client_kwargs=client_options, **options)
+        self._pending: set[Future[Any]] = set()
+        self._lock = threading.Lock()
+
+    def read_small(self, file_name: str, max_bytes: int) -> bytes:
+        """Return the content of a file, or its first `max_bytes` + 1 bytes if it is larger; see `RemoteStore.read_small`."""
+        content = bytearray()
+        self._wait(
+            self._read(file_name, {}, max_bytes, lambda response: self._copy_up_to(response, max_bytes, content))
+        )
+        return bytes(content)
+
+    def read_range(self, file_name: str, start: int, end: int, size: int, sink: ByteSink) -> None:
+        """Read a range of a file; see `RemoteStore.read_range`."""
+
+        async def copy(response: aiohttp.ClientResponse) -> None:
+            if response.status != 206 and (start, end) != (0, size):
+                raise RangesIgnoredError("the server sends whole files alone")
+            if response.status == 206:
+                _check_range(response, start, end, size)
+            await _copy(response, end - start, sink)
+
+        self._wait(self._read(file_name, {"Range": f"bytes={start}-{end - 1}"}, end - start, copy))
+
+    def read_whole(self, file_name: str, size: int, sink: ByteSink) -> None:
+        """Read a file in one request; see `RemoteStore.read_whole`."""
+        self._wait(self._read(file_name, {}, size, lambda response: _copy(response, size, sink)))
+
+    def cancel(self) -> None:
+        """End all reads that other threads wait for."""
+        with self._lock:
+            for future in self._pending:
+                future.cancel()
+
+    async def _read(
+        self,
+        file_name: str,
+        headers: Mapping[str, str],
+        byte_count: int,
+        copy: Callable[[aiohttp.ClientResponse], Coroutine[Any, Any, None]],
+    ) -> None:
+        """Request a file, and pass a successful response to `copy`."""
+        file_system = self._file_system
+        session = await file_system.set_session()
+        timeout = aiohttp.ClientTimeout(
+            total=2 * STALL_SECONDS + byte_count * _SECONDS_PER_BYTE,
+            sock_connect=STALL_SECONDS,
+            sock_read=STALL_SECONDS,
+        )
+        url = self._file_url(file_name)
+        options = {"timeout": timeout, **file_system.kwargs, "headers": self._headers | headers}
+        try:
+            async with session.get(file_system.encode_url(url), **options) as response:
+                _check_status(response)
+                if url.startswith("https:") and response.url.scheme != "https":
+                    raise FetchError("the server redirects from https to http", temporary=False)
+                encoding = response.headers.get("Content-Encoding", "identity")
+                if encoding not in ("", "identity"):
+                    raise FetchError(
+                        f"expected the bytes of the file, found the encoding {encoding[:40]!r}", temporary=False
+                    )
+                await copy(response)
+        except TimeoutError:
+            raise FetchError("the server does not answer, or too slowly") from None
+        except (aiohttp.InvalidURL, aiohttp.TooManyRedirects, aiohttp.ClientSSLError) as error:
+            raise FetchError(_reason_of_http_store(error), temporary=False) from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise FetchError(_reason_of_http_store(error)) from None
+
+    async def _copy_up_to(self, response: aiohttp.ClientResponse, max_bytes: int, content: bytearray) -> None:
+        content.clear()
+        async for piece in _pieces(response):
+            content.extend(piece[: max_bytes + 1 - len(content)])
+            if len(content) > max_bytes:
+                response.close()
+                return
+
+    def _wait(self, read: Coroutine[Any, Any, None]) -> None:
+        """Run a read in fsspec's event loop, and wait for it."""
+        future = asyncio.run_coroutine_threadsafe(read, self._file_system.loop)
+        with self._lock:
+            self._pending.add(future)
+        try:
+            future.result()
+        except CancelledError:
+            raise FetchError("cancelled", temporary=False) from None
+        finally:
+            future.cancel()  # if the waiting was interrupted
+            with self._lock:
+                self._pending.discard(future)
+
+
+def _check_status(response: aiohttp.ClientResponse) -> None:
+    """Raise the error of a response that is not successful."""
+    status = response.status
+    if status in (200, 206):
+        return
+    message = f"HTTP status {status} {without_secrets(response.reason or '')[:100]}".rstrip()
+    if status in _MISSING_STATUSES:
+        raise MissingFileError(message)
+    if status == 416:
+        match = _UNSATISFIED_PATTERN.fullmatch(response.headers.get("Content-Range", ""))
+        raise WrongSizeError(f"the server has {f'a file of {match[1]} bytes' if match else 'a smaller file'}")
+    if status in (401, 403):
+        message += ": give the credentials that the server asks for"
+    raise FetchError(message, temporary=status in _TEMPORARY_STATUSES, retry_seconds=_retry_seconds(response))
+
+
+def _retry_seconds(response: aiohttp.ClientResponse) -> float | None:
+    with contextlib.suppress(ValueError):
+        return max(0.0, float(response.headers.get("Retry-After", "")))
+    return None
+
+
+def _check_range(response: aiohttp.ClientResponse, start: int, end: int, size: int) -> None:
+    """Compare the range of a response with the one that was asked for."""
+    content_range = response.headers.get("Content-Range", "")
+    match = _RANGE_PATTERN.fullmatch(content_range)
+    if match is None or (int(match[1]), int(match[2])) != (start, end - 1):
+        raise FetchError(f"expected the bytes {start} to {end - 1}, found Content-Range {content_range[:80]!r}")
+    if match[3] not in ("*", str(size)):
+        raise WrongSizeError(f"the server has a file of {match[3]} bytes")
+
+
+async def _pieces(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    """Yield the body of a response as it comes."""
+    deadline = time.monotonic() + 2 * STALL_SECONDS
+    while True:
+        async with asyncio.timeout(min(STALL_SECONDS, deadline - time.monotonic())):
+            piece = await response.content.readany()
+        if not piece:
+            return
+        deadline += len(piece) * _SECONDS_PER_BYTE
+        yield piece
+
+
+async def _copy(response: aiohttp.ClientResponse, byte_count: int, sink: ByteSink) -> None:
+    """Pass the body of a response on, which must have `byte_count` bytes."""
+    length = response.content_length
+    if length is not None and length != byte_count:
+        message = f"expected {byte_count} bytes, found Content-Length {length}"
+        raise FetchError(message) if response.status == 206 else WrongSizeError(message)
+    remaining = byte_count
+    async for piece in _pieces(response):
+        if len(piece) > remaining:
+            raise WrongSizeError(f"the server sends more than {byte_count} bytes")
+        sink(piece)
+        remaining -= len(piece)
+    if remaining:
+        raise FetchError(f"the connection ended after {byte_count - remaining} of {byte_count} bytes")
+
+
+def _reason_of_http_store(error: Exception) -> str:
+    """The message of an error of the client, in one line."""
+    return without_secrets(" ".join(str(error).split()) or type(error).__name__)[:300]

@@ -23,7 +23,7 @@ from stagepack.format.digest import stated_and_actual_digest
 from stagepack.format.file_checks import read_plain_file
 from stagepack.format.reader import Bundle
 from stagepack.format.validate import MANIFEST_NAME, SIGNATURE_NAME, format_names
-from stagepack.signing.keys import check_key
+from stagepack.signing.sign import check_key
 from stagepack.signing.signature_file import SignatureFile
 
 _HASHES: Final[dict[str, Callable[[bytes], Any]]] = {

@@ -16,8 +16,7 @@ from click.testing import CliRunner
 import stagepack
 from stagepack.cli import main
 from stagepack.errors import WriteError
-from stagepack.remote.cache import Cache
-from stagepack.remote.cache_content import cached_bundles, remove_bundles
+from stagepack.remote.cache import Cache, cached_bundles, remove_bundles
 from tests.remote.http_server import HttpServer
 
 X = torch.rand(1, 2100)
