@@ -5,9 +5,8 @@ import click
 from stagepack.bundle_assets import add_assets, asset_names_of, remove_assets
 from stagepack.cli.command import subcommand
 from stagepack.cli.failures import fail, shown_warnings
-from stagepack.cli.output import print_json, print_line, print_table
+from stagepack.cli.output import format_bytes, print_json, print_line, print_table
 from stagepack.cli.path_options import PathType, bundle_argument, open_argument
-from stagepack.cli.quantities import format_bytes
 from stagepack.cli.run_options import json_option
 from stagepack.cli.termination import orderly_termination
 from stagepack.remote.url import is_url

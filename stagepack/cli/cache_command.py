@@ -6,8 +6,7 @@ from typing import Any
 import click
 
 from stagepack.cli.command import subcommand
-from stagepack.cli.output import count_of, print_json, print_line, print_table
-from stagepack.cli.quantities import format_bytes
+from stagepack.cli.output import count_of, format_bytes, print_json, print_line, print_table
 from stagepack.cli.run_options import byte_size, json_option
 from stagepack.remote.cache import Cache, CachedBundle, cached_bundles, default_cache_folder, disk_bytes, remove_bundles
 

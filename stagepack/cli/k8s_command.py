@@ -9,9 +9,8 @@ import click
 
 from stagepack.cli.command import subcommand
 from stagepack.cli.failures import fail
-from stagepack.cli.output import count_of, print_json, print_line, print_table, printable
+from stagepack.cli.output import count_of, format_bytes, print_json, print_line, print_table, printable
 from stagepack.cli.path_options import PathType, bundle_argument, folder_name, open_argument
-from stagepack.cli.quantities import format_bytes
 from stagepack.cli.run_options import byte_size, default_model_name, json_option, limit_option
 from stagepack.format.output_file import check_output_file, output_file
 from stagepack.format.reader import Bundle

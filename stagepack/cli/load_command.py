@@ -9,13 +9,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 
+from stagepack.cli.bundle_facts import print_facts
 from stagepack.cli.command import subcommand
 from stagepack.cli.failures import fail
-from stagepack.cli.load_facts import print_facts
-from stagepack.cli.output import byte_progress, finite, print_json, progress
+from stagepack.cli.output import PhaseTimer, byte_progress, finite, print_json, progress
 from stagepack.cli.path_options import PathType, bundle_argument, open_argument
-from stagepack.cli.phase_timer import PhaseTimer
-from stagepack.cli.process_options import processes_option, start_processes
 from stagepack.cli.run_options import (
     check_runtimes_compile,
     check_stage_number,
@@ -24,12 +22,15 @@ from stagepack.cli.run_options import (
     device_option,
     json_option,
     operator_options,
+    processes_option,
     runtime_of_each_stage,
     runtime_option,
     signature_option,
+    start_processes,
+    trace_options,
+    trace_requests,
     verify_option,
 )
-from stagepack.cli.trace_option import trace_options, trace_requests
 from stagepack.format.output_file import check_output_file
 from stagepack.format.reader import Bundle
 from stagepack_loaders.distributed import DEFAULT_IN_FLIGHT

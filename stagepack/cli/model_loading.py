@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING
 from stagepack.cli.bundle_facts import each_entry_point
 from stagepack.cli.failures import fail
 from stagepack.cli.path_options import given_digest, given_trusted_files
-from stagepack.cli.process_options import start_processes
-from stagepack.cli.run_options import default_model_name, runtime_of_each_stage
-from stagepack.cli.trace_option import trace_until_closed
+from stagepack.cli.run_options import default_model_name, runtime_of_each_stage, start_processes, trace_until_closed
 from stagepack.errors import ValueSizeError, named_errors
 from stagepack.format.reader import Bundle
 from stagepack.opening import open_bundle

@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Any
 from stagepack.cli.bundle_facts import each_entry_point, onnx_facts
 from stagepack.cli.command import subcommand
 from stagepack.cli.failures import fail, shown_warnings
-from stagepack.cli.output import finite, print_json, print_line, print_table, progress
+from stagepack.cli.output import finite, format_bytes, print_json, print_line, print_table, progress
 from stagepack.cli.path_options import bundle_argument, open_argument
-from stagepack.cli.quantities import format_bytes
 from stagepack.cli.run_options import json_option, operator_options, tolerance_options
 from stagepack.cli.termination import orderly_termination
 from stagepack.extras import require_extras

@@ -11,15 +11,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from stagepack.capture.source_path import check_source_path
+from stagepack.cli.bundle_facts import assumption_lines, cost_facts, cut_facts
 from stagepack.cli.command import subcommand
-from stagepack.cli.cut_facts import cut_facts
 from stagepack.cli.cut_option_flags import cut_option_flags
 from stagepack.cli.example_flags import example_flags
 from stagepack.cli.failures import fail, shown_warnings
-from stagepack.cli.output import count_of, print_json, print_line, print_table, progress
+from stagepack.cli.output import (
+    count_of,
+    format_bytes,
+    format_flops,
+    format_time,
+    print_json,
+    print_line,
+    print_table,
+    progress,
+)
 from stagepack.cli.path_options import PathType, digest_option, is_bundle, open_argument
-from stagepack.cli.profile_facts import assumption_lines, cost_facts
-from stagepack.cli.quantities import format_bytes, format_flops, format_time
 from stagepack.cli.run_options import dtype_option
 from stagepack.cli.stage_diagram import graphviz_lines, mermaid_lines
 from stagepack.format.graph import Graph

@@ -7,12 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from stagepack.cli.bundle_facts import each_entry_point
+from stagepack.cli.bundle_facts import each_entry_point, link_text, machine_text, profile_facts
 from stagepack.cli.command import subcommand
-from stagepack.cli.output import count_of, print_json, print_line, print_table, progress
+from stagepack.cli.output import count_of, format_time, print_json, print_line, print_table, progress
 from stagepack.cli.path_options import PathType, bundle_argument, open_argument
-from stagepack.cli.profile_facts import link_text, machine_text, profile_facts
-from stagepack.cli.quantities import format_time
 from stagepack.cli.run_options import device_option, json_option, operator_options
 from stagepack.format.output_file import check_output_file
 from stagepack.format.reader import Bundle

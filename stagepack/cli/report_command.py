@@ -7,10 +7,9 @@ import click
 
 from stagepack.cli.command import subcommand
 from stagepack.cli.cut_option_flags import profile_option
-from stagepack.cli.output import print_line
+from stagepack.cli.output import format_bytes, print_line
 from stagepack.cli.path_options import PathType, bundle_argument, open_argument
-from stagepack.cli.quantities import format_bytes
-from stagepack.cli.report.writing import write_report
+from stagepack.cli.report.page import write_report
 
 if TYPE_CHECKING:
     from stagepack_loaders.run_trace import RunTrace

@@ -1,13 +1,20 @@
 """The options shared by the subcommands that run bundles, and what these subcommands do with them.
 
 Runtimes are imported when they are needed.
+
+The option for stages in processes of their own, and the same under torchrun.
+
+The options that trace a run, and the run of several requests that is traced.
 """
 
 import contextlib
 import functools
 import math
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -15,18 +22,28 @@ import click
 from stagepack.capture.error_location import describe_error
 from stagepack.capture.user_modules import import_user_module
 from stagepack.cli.failures import Failure
+from stagepack.cli.output import count_of, print_line, progress
 from stagepack.cli.path_options import PathType, folder_name, remember_trusted_files
+from stagepack.cli.trace_facts import trace_facts
+from stagepack.errors import StageLostError
 from stagepack.format.dtypes import parse_byte_size
 from stagepack.format.reader import Bundle
 from stagepack.opening import split_entry_point
+from stagepack_loaders.call_limits import Limits
+from stagepack_loaders.distributed.launch_environment import is_launched_group
 from stagepack_loaders.registry import DEFAULT_RUNTIME, choose_runtime, find_runtime, import_runtime, runtime_names
 from stagepack_loaders.registry import runtimes as registered_runtimes
 from stagepack_serving.server.limits import ServerLimits
 
 if TYPE_CHECKING:
+    from stagepack_loaders.base import Verify
+    from stagepack_loaders.callable_pipeline import CallablePipeline
     from stagepack_loaders.comparison import Difference
+    from stagepack_loaders.distributed.pipeline import DistributedPipeline
+
 
 _MAX_COUNT = 2**31 - 1
+
 _DAY = 86_400  # seconds
 
 
@@ -322,3 +339,151 @@ def batching_text(max_batch: int, reason_without: str) -> str:
     if max_batch > 1:
         return f"batches of up to {max_batch}"
     return f"no batching: {reason_without}" if reason_without else "no batching"
+
+
+def processes_option(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the option `--processes`, passed as `processes`."""
+    return click.option(
+        "--processes",
+        type=click.IntRange(1),
+        metavar="N",
+        show_default="all stages in this process",
+        help="Run the stages in N processes of their own on this machine; with fewer processes than stages, consecutive stages share one. "
+        "Under torchrun, whose processes are used instead, leave it out.",
+    )(function)
+
+
+def start_processes(
+    bundle: Bundle,
+    process_count: int | None,
+    *,
+    devices: Sequence[str],
+    runtimes: Sequence[str],
+    allow_ops: Sequence[str],
+    imports: Sequence[str],
+    verify: "Verify" = "full",
+    copy: bool = False,
+    compile_mode: Any = False,
+    compiled_folder: str | None = None,
+    max_restarts: int = 0,
+    limits: Limits | None = None,
+) -> "DistributedPipeline | None":
+    """Start processes on this machine, or take those that torchrun has started.
+
+    process_count: the number of processes on this machine; None under torchrun.
+    The result is the pipeline; None in a process that torchrun started to run stages, when the pipeline is closed.
+    """
+    if process_count is None:
+        from stagepack_loaders.distributed.connect import connect  # noqa: PLC0415 - imports torch
+
+        return connect(
+            bundle,
+            tuple(devices),
+            runtime=runtimes,
+            allow_ops=allow_ops,
+            verify=verify,
+            copy=copy,
+            compile=compile_mode,
+            compiled=compiled_folder,
+            limits=limits,
+        )
+    if is_launched_group():
+        raise click.UsageError("torchrun has started the processes: leave out --processes")
+    from stagepack_loaders.load import load  # noqa: PLC0415 - imports torch
+
+    return load(
+        bundle,
+        list(devices),
+        runtime=list(runtimes),
+        allow_ops=allow_ops,
+        verify=verify,
+        copy=copy,
+        compile=compile_mode,
+        compiled=compiled_folder,
+        processes=process_count,
+        imports=imports,
+        max_restarts=max_restarts,
+        limits=limits,
+    )
+
+
+_MOST_REQUESTS = 10_000
+
+_DEFAULT_REQUESTS = 8
+
+
+def trace_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options `--trace` and `--requests`, passed as `trace_file` and `request_count`."""
+    trace_option = click.option(
+        "--trace",
+        "trace_file",
+        type=PathType(Path),
+        metavar="FILE",
+        show_default="not written",
+        help="After the first answer, run the inputs again, and write to FILE when each process computed, waited and transferred for each "
+        "request: a trace that https://ui.perfetto.dev shows, and 'stagepack report --trace'.",
+    )
+    count_option = click.option(
+        "--requests",
+        "request_count",
+        type=click.IntRange(1, _MOST_REQUESTS),
+        metavar="N",
+        default=_DEFAULT_REQUESTS,
+        show_default=True,
+        help="With --trace: how often the inputs are run; with several processes, at the same time.",
+    )
+    return trace_option(count_option(function))
+
+
+def trace_requests(
+    pipeline: "CallablePipeline", inputs: Mapping[str, Any], request_count: int, trace_file: Path, *, at_once: int
+) -> dict[str, Any]:
+    """Run a pipeline several times on the same inputs, and write a trace of it.
+
+    at_once: how many calls are in flight at most.
+    """
+    from stagepack_loaders import example  # noqa: PLC0415 - after the arguments are checked
+    from stagepack_loaders.trace_file import write_trace  # noqa: PLC0415 - the same
+
+    def run_request(_: int) -> None:
+        # A copy, since a model may write into its inputs.
+        example.run_on_inputs(pipeline, {edge_name: pipeline.arrays.copy(array) for edge_name, array in inputs.items()})
+
+    with progress("tracing"), pipeline.trace() as run_trace:
+        if at_once == 1:
+            for request in range(request_count):
+                run_request(request)
+        else:
+            with ThreadPoolExecutor(min(at_once, request_count), thread_name_prefix="caller") as executor:
+                list(executor.map(run_request, range(request_count)))
+    write_trace(run_trace, trace_file)
+    return {"file": str(trace_file)} | trace_facts(run_trace)
+
+
+def trace_until_closed(pipeline: "CallablePipeline", trace_file: Path, closing: ExitStack, *, quiet: bool) -> None:
+    """Trace a pipeline from now on, and write the trace when `closing` is closed, or say why there is none."""
+    from stagepack_loaders.trace_file import write_trace  # noqa: PLC0415 - after the arguments are checked
+
+    traced = ExitStack()
+    run_trace = traced.enter_context(pipeline.trace())
+
+    def finish() -> None:
+        try:
+            traced.close()
+        except StageLostError as error:
+            click.echo(f"{trace_file}: not written: {error}", err=True)
+            return
+        write_trace(run_trace, trace_file)
+        if not quiet:
+            print_trace({"file": str(trace_file)} | trace_facts(run_trace))
+
+    closing.callback(finish)
+
+
+def print_trace(facts: Mapping[str, Any]) -> None:
+    """Print for people what was traced; `facts` are those of `trace_facts`."""
+    requests = count_of("request", facts["requests"])
+    computing = [process for process in facts["processes"] if process["compute_share"]]
+    busy = "; ".join(f"{process['name']}: {process['compute_share']:.0%}" for process in computing)
+    print_line(f"traced {requests} in {facts['seconds']:.3f} s: wrote {facts['file']}")
+    print_line(f"computing: {busy}; without work {facts['idle']:.0%} of the time")

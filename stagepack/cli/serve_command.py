@@ -17,7 +17,6 @@ from stagepack.cli.failures import fail
 from stagepack.cli.model_loading import ServeOptions, bundle_paths_by_name
 from stagepack.cli.output import PrintableFormatter, count_of, print_json, print_line, progress
 from stagepack.cli.path_options import PathType, digest_option, given_digest, open_argument, require_packages
-from stagepack.cli.process_options import processes_option
 from stagepack.cli.repository_options import check_sources, load_names, model_control, repository_options
 from stagepack.cli.run_options import (
     batching_text,
@@ -29,6 +28,7 @@ from stagepack.cli.run_options import (
     json_option,
     limit_option,
     operator_options,
+    processes_option,
     runtime_option,
     signature_option,
     verify_option,

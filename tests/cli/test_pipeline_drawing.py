@@ -8,14 +8,15 @@ from xml.etree.ElementTree import tostring
 
 import pytest
 
-from stagepack.cli.report.pipeline_drawing import pipeline_picture, shortened_path
-from stagepack.cli.report.pipeline_layout import (
+from stagepack.cli.report.pipeline_drawing import (
     BOX_HEIGHT,
     BOX_WIDTH,
     LABEL_SIZE,
     PipelineLayout,
     column_counts,
     pipeline_layout,
+    pipeline_picture,
+    shortened_path,
 )
 
 Edges = list[tuple[int | None, list[int], bool]]

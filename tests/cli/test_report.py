@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import stagepack
-from stagepack.cli.cut_facts import bubble_share, bundle_cut_facts
+from stagepack.cli.bundle_facts import bubble_share, bundle_cut_facts
 from stagepack_loaders.run_trace import RunTrace, Span
 from stagepack_loaders.trace_file import write_trace
 from tests.bundle_editor import BundleEditor

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from stagepack.cli.report.pipeline_drawing import pipeline_picture, shortened_path
-from stagepack.cli.report.pipeline_nets import Net, packed_lanes
+from stagepack.cli.report.pipeline_drawing import Net, packed_lanes, pipeline_picture, shortened_path
 from stagepack.format.aliasing import alias_classes
 from stagepack.format.contract import BoundArgument, check_values
 from stagepack.format.graph import Argument, Graph, ListArg, Node, Op, Scope, Subgraph, SubgraphArg, Value, ValueArg
