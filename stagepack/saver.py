@@ -18,8 +18,7 @@ from stagepack.format.reader import Bundle
 from stagepack.format.temporary_folder import TemporaryFolder
 from stagepack.format.writer import check_output_path
 from stagepack.weight_replacement import replace_weights
-from stagepack_loaders.callable_pipeline import CallablePipeline
-from stagepack_loaders.pipeline import Pipeline
+from stagepack_loaders.pipeline import CallablePipeline, Pipeline
 from stagepack_loaders.registry import TORCH_RUNTIME
 
 if TYPE_CHECKING:

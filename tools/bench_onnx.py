@@ -100,7 +100,7 @@ print(json.dumps([made - started, time.perf_counter() - made]))
 """
 LOADED = """
 import sys, time, json, numpy, stagepack, stagepack_loaders.load
-import blake3, ml_dtypes, concurrent.futures.thread, stagepack_loaders.onnxruntime.arrays, stagepack_loaders.onnxruntime.prepare
+import blake3, ml_dtypes, concurrent.futures.thread, stagepack_loaders.onnxruntime.stage, stagepack_loaders.onnxruntime.prepare
 given = dict(numpy.load(sys.argv[2]))
 started = time.perf_counter()
 pipe = stagepack.load(sys.argv[1], runtime="onnxruntime")

@@ -31,9 +31,9 @@ import tritonclient.http.aio
 import stagepack
 from stagepack.format.reader import Bundle
 from stagepack.torch_internals import gloo_process_group
-from stagepack_loaders.callable_pipeline import CallablePipeline
 from stagepack_loaders.distributed.pipeline import DistributedPipeline
 from stagepack_loaders.distributed.process_group import LOOPBACK, open_store
+from stagepack_loaders.pipeline import CallablePipeline
 from tests.serve.servers import STAGEPACK, stagepack_server, triton_server, why_no_triton
 from tools.benchmark_results import BenchmarkResults, add_json_option, benchmark_results
 

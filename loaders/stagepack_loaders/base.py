@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import os
 
     from stagepack_loaders.elements import Array
-    from stagepack_loaders.weight_reading import WeightReader
+    from stagepack_loaders.weight_files import WeightReader
 
 # How `load(..., compile=)` compiles. False: not at all. True or "regions": each distinct region once. "whole": each stage as a whole.
 Compile = bool | Literal["regions", "whole"]

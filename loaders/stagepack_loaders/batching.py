@@ -10,7 +10,7 @@ from stagepack.format.reader import Bundle
 from stagepack.format.shapes import Symbol
 from stagepack.graph.rows.batch import batch_dimension
 from stagepack_loaders import example
-from stagepack_loaders.callable_pipeline import CallablePipeline
+from stagepack_loaders.pipeline import CallablePipeline
 
 # Rows beside those whose answers are compared: much larger and smaller, and not numbers.
 _NEIGHBOUR_FACTORS: Final = ((1e3, 1e-3), (math.nan, math.inf))

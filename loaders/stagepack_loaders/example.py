@@ -24,9 +24,9 @@ from stagepack.format.tree import (
 from stagepack.format.validate.example import INPUT_PREFIX, OUTPUT_PREFIX, example_edges
 from stagepack.format.weights import PADDING_PREFIX, read_weight_header
 from stagepack_loaders.base import ArrayOps
-from stagepack_loaders.callable_pipeline import CallablePipeline
 from stagepack_loaders.comparison import Difference, Tolerance, combine_differences, compare_arrays
 from stagepack_loaders.elements import ELEMENT_DTYPES
+from stagepack_loaders.pipeline import CallablePipeline
 
 
 def replay_example(pipeline: CallablePipeline, bundle: Bundle, tolerance: Tolerance | None = None) -> Difference:

@@ -31,8 +31,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from stagepack.errors import DigestError, Problem
-from stagepack_loaders.file_systems import is_of_kind
 from stagepack_loaders.mapped_memory import map_file, replace_by_copy
+from stagepack_loaders.verified_files import is_of_kind
 
 # Those of the kernel's own whose files only change through it. Of network file systems, other machines change the files.
 _FILE_SYSTEMS: Final = frozenset({"ext2", "ext3", "ext4", "xfs", "f2fs", "tmpfs"})

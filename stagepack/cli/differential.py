@@ -19,9 +19,9 @@ from stagepack.onnx.add import add_onnx
 from stagepack.onnx.other_sizes import format_sizes, inputs_at, sizes_to_check
 from stagepack.partition.cut_options import CutOptions
 from stagepack_loaders import example
-from stagepack_loaders.callable_pipeline import CallablePipeline
 from stagepack_loaders.comparison import Difference, Tolerance, combine_differences, compare_arrays
 from stagepack_loaders.load import load
+from stagepack_loaders.pipeline import CallablePipeline
 
 _STAGE_COUNTS = (1, 2, 3)
 _EXACT = Tolerance(0.0, 0.0)

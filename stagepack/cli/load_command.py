@@ -41,7 +41,7 @@ from stagepack_loaders.window_plan import Residency
 if TYPE_CHECKING:
     from stagepack.format.chunks import ByteProgress
     from stagepack_loaders.base import LoadedStage, Verify
-    from stagepack_loaders.callable_pipeline import CallablePipeline
+    from stagepack_loaders.pipeline import CallablePipeline
     from stagepack_loaders.torch.stage import TorchStage
 
 

@@ -18,7 +18,7 @@ from stagepack_loaders.generation.decoders import generating_entry_point
 
 if TYPE_CHECKING:
     from stagepack_loaders.base import Verify
-    from stagepack_loaders.callable_pipeline import CallablePipeline
+    from stagepack_loaders.pipeline import CallablePipeline
     from stagepack_serving.server.loaded_bundle import LoadedBundle
     from stagepack_serving.server.model_control import ControlMode
     from stagepack_serving.server.served_models import ServedModels

@@ -49,6 +49,6 @@ def command(bundle_path: str, out: Path, trace_file: str | None, profile_name: s
 def _read_trace(trace_file: str | None) -> "RunTrace | None":
     if trace_file is None:
         return None
-    from stagepack_loaders.trace_file import read_trace  # noqa: PLC0415 - only this option needs it
+    from stagepack_loaders.run_trace import read_trace  # noqa: PLC0415 - only this option needs it
 
     return read_trace(trace_file)

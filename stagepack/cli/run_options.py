@@ -37,9 +37,9 @@ from stagepack_serving.server.limits import ServerLimits
 
 if TYPE_CHECKING:
     from stagepack_loaders.base import Verify
-    from stagepack_loaders.callable_pipeline import CallablePipeline
     from stagepack_loaders.comparison import Difference
     from stagepack_loaders.distributed.pipeline import DistributedPipeline
+    from stagepack_loaders.pipeline import CallablePipeline
 
 
 _MAX_COUNT = 2**31 - 1
@@ -443,7 +443,7 @@ def trace_requests(
     at_once: how many calls are in flight at most.
     """
     from stagepack_loaders import example  # noqa: PLC0415 - after the arguments are checked
-    from stagepack_loaders.trace_file import write_trace  # noqa: PLC0415 - the same
+    from stagepack_loaders.run_trace import write_trace  # noqa: PLC0415 - the same
 
     def run_request(_: int) -> None:
         # A copy, since a model may write into its inputs.
@@ -462,7 +462,7 @@ def trace_requests(
 
 def trace_until_closed(pipeline: "CallablePipeline", trace_file: Path, closing: ExitStack, *, quiet: bool) -> None:
     """Trace a pipeline from now on, and write the trace when `closing` is closed, or say why there is none."""
-    from stagepack_loaders.trace_file import write_trace  # noqa: PLC0415 - after the arguments are checked
+    from stagepack_loaders.run_trace import write_trace  # noqa: PLC0415 - after the arguments are checked
 
     traced = ExitStack()
     run_trace = traced.enter_context(pipeline.trace())

@@ -14,8 +14,7 @@ import pytest
 from safetensors.torch import load_file
 
 import stagepack
-from stagepack_loaders.run_trace import RunTrace, Span
-from stagepack_loaders.trace_file import write_trace
+from stagepack_loaders.run_trace import RunTrace, Span, write_trace
 
 pytestmark = pytest.mark.process
 

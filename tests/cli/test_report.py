@@ -10,8 +10,7 @@ from typing import Any
 
 import stagepack
 from stagepack.cli.bundle_facts import bubble_share, bundle_cut_facts
-from stagepack_loaders.run_trace import RunTrace, Span
-from stagepack_loaders.trace_file import write_trace
+from stagepack_loaders.run_trace import RunTrace, Span, write_trace
 from tests.bundle_editor import BundleEditor
 from tests.hostile.attack import command_fails, run
 

@@ -20,7 +20,7 @@ import torch
 
 import stagepack
 from stagepack.format.reader import Bundle
-from stagepack_loaders.trace_file import read_trace
+from stagepack_loaders.run_trace import read_trace
 from tests.serve.servers import STAGEPACK, Server, http_client, stagepack_server
 from tests.waiting import wait_until
 

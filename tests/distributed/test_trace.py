@@ -13,8 +13,7 @@ from stagepack.cli.trace_facts import trace_facts
 from stagepack.errors import InputError, OptionError, StageLostError
 from stagepack.format.reader import Bundle
 from stagepack_loaders.distributed import group_trace
-from stagepack_loaders.run_trace import RunTrace, Span, SpanRecorder, trace_clock
-from stagepack_loaders.trace_file import write_trace
+from stagepack_loaders.run_trace import RunTrace, Span, SpanRecorder, trace_clock, write_trace
 from tests.distributed.bundles import in_processes, process_ids
 from tests.hostile.attack import run
 

@@ -17,7 +17,7 @@ from stagepack.errors import InputError
 from stagepack.format.reader import Bundle
 from stagepack.onnx import add_onnx
 from stagepack_loaders.comparison import compare_arrays
-from stagepack_loaders.numpy_arrays import NUMPY_ARRAYS
+from stagepack_loaders.numpy_interpreter import NUMPY_ARRAYS
 from stagepack_loaders.torch.arrays import TORCH_ARRAYS
 
 

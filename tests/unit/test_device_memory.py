@@ -15,11 +15,11 @@ from torch import nn
 import stagepack
 from stagepack.errors import DigestError, OptionError
 from stagepack.format.reader import Bundle
-from stagepack_loaders import written_memory
+from stagepack_loaders import mapped_memory
 from stagepack_loaders.base import PrepareOptions
 from stagepack_loaders.pipeline import Pipeline
 from stagepack_loaders.preparation import prepare_all
-from stagepack_loaders.weight_reading import FolderReader
+from stagepack_loaders.weight_files import FolderReader
 from stagepack_loaders.window_plan import PLACE_ALIGNMENT, PlannedUse, least_bytes, plan_window
 
 
@@ -173,7 +173,7 @@ def test_a_conversion_is_refused_unless_it_changes_nothing(bundle: Bundle, part:
 
 
 def test_a_kernel_that_does_not_tell_what_is_written(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(written_memory, "_PAGEMAP_PATH", "/nowhere")
+    monkeypatch.setattr(mapped_memory, "_PAGEMAP_PATH", "/nowhere")
     stage = stagepack.load_stage(bundle, 1, device_memory="8MB")
     inputs = _inputs(stage, torch.randn(2, 768))
     expected = stagepack.load_stage(bundle, 1)(*inputs)

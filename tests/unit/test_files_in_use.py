@@ -24,10 +24,9 @@ import stagepack
 from stagepack.errors import DigestError
 from stagepack_loaders import file_leases
 from stagepack_loaders.file_leases import has_lease, map_with_lease
-from stagepack_loaders.mapped_memory import replace_by_copy
+from stagepack_loaders.mapped_memory import replace_by_copy, written_pages
 from stagepack_loaders.torch.stage import TorchStage
 from stagepack_loaders.weight_files import map_weight_file, open_weight_files
-from stagepack_loaders.written_memory import written_pages
 from tests.bundle_editor import BundleEditor
 from tools.fork_server import FORK_SERVER
 

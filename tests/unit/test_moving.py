@@ -11,7 +11,7 @@ from stagepack.errors import DeviceError, OptionError
 from stagepack.exporter import export_capture
 from stagepack.format.reader import Bundle
 from stagepack.partition.cut_options import CutOptions
-from stagepack_loaders.callable_pipeline import CallablePipeline
+from stagepack_loaders.pipeline import CallablePipeline
 from stagepack_loaders.registry import find_runtime
 from stagepack_loaders.torch.moving import move_stages
 from stagepack_loaders.torch.stage import TorchStage

@@ -12,7 +12,7 @@ SECTIONS = ("Args:", "Returns:", "Raises:", "Yields:")
 # What docs/reference/api.md shows besides the names of `stagepack`, what others implement, and the base classes of both.
 PUBLIC = {
     "stagepack.format.bundle_files.BundleFiles",
-    "stagepack_loaders.callable_pipeline.CallablePipeline",
+    "stagepack_loaders.pipeline.CallablePipeline",
     "stagepack_loaders.distributed.connect.connect",
     "stagepack_loaders.distributed.pipeline.DistributedPipeline",
     "stagepack_loaders.distributed.ray_launcher.launch",
@@ -22,7 +22,7 @@ PUBLIC = {
     "stagepack_loaders.pipeline_sequence.PipelineSequence",
     "stagepack_loaders.registry.register_runtime",
     "stagepack_loaders.torch.stage.TorchStage",
-    "stagepack_loaders.trace_file.write_trace",
+    "stagepack_loaders.run_trace.write_trace",
     "stagepack_loaders.train.training.Training",
     *(".".join(home) for home in stagepack._HOMES.values()),
 }

@@ -25,7 +25,7 @@ from stagepack_loaders.preparation import prepare_all
 from stagepack_loaders.torch.arriving_files import ArrivingFiles
 from stagepack_loaders.torch.streaming import prepare_streamed_stages
 from stagepack_loaders.torch.weight_transfer import empty_bytes
-from stagepack_loaders.weight_reading import FolderReader
+from stagepack_loaders.weight_files import FolderReader
 
 
 class TwoLayers(nn.Module):

@@ -11,8 +11,15 @@ import torch
 
 import stagepack
 from stagepack.errors import InputError, WriteError
-from stagepack_loaders.run_trace import ConsecutiveSpans, RunTrace, Span, SpanRecorder, trace_clock
-from stagepack_loaders.trace_file import read_trace, write_trace
+from stagepack_loaders.run_trace import (
+    ConsecutiveSpans,
+    RunTrace,
+    Span,
+    SpanRecorder,
+    read_trace,
+    trace_clock,
+    write_trace,
+)
 from tests.hostile.tiny import write_tiny
 
 IDS = torch.arange(6).reshape(2, 3)

@@ -13,8 +13,8 @@ import torch
 
 import stagepack
 from stagepack.errors import DigestError
-from stagepack_loaders import verification_record, verified_files
-from stagepack_loaders.file_systems import is_of_kind
+from stagepack_loaders import verified_files
+from stagepack_loaders.verified_files import is_of_kind
 from stagepack_loaders.weight_files import open_weight_files
 
 NAME = "stage-0.safetensors"
@@ -132,7 +132,7 @@ def test_a_record_that_others_could_write_or_of_an_earlier_start_is_not_used(
     (tmp_path / "record" / "verified").chmod(0o700)
     assert compared_bytes(bundle) == 0
     (tmp_path / "boot_id").write_text("another-start\n")
-    monkeypatch.setattr(verification_record, "_BOOT_ID_PATH", tmp_path / "boot_id")
+    monkeypatch.setattr(verified_files, "_BOOT_ID_PATH", tmp_path / "boot_id")
     assert [compared_bytes(bundle) for _ in range(2)] == [size, 0]
 
 

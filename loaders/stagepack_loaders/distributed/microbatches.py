@@ -13,7 +13,7 @@ from stagepack.format.reader import Bundle
 from stagepack.format.tree import value_names
 from stagepack.graph.rows.batch import batch_dimension, end_edges
 from stagepack_loaders.batching import batch_limit
-from stagepack_loaders.callable_pipeline import CallablePipeline
+from stagepack_loaders.pipeline import CallablePipeline
 
 # Sends values with the sizes of their symbols on their way.
 SubmitValues = Callable[[Mapping[str, Any], Mapping[str, int]], "Future[dict[str, Any]]"]

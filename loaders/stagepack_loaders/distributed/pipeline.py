@@ -16,13 +16,13 @@ from stagepack.format.reader import Bundle
 from stagepack_loaders import example
 from stagepack_loaders.base import ArrayOps
 from stagepack_loaders.call_limits import ValueLimit
-from stagepack_loaders.callable_pipeline import CallablePipeline
 from stagepack_loaders.distributed.control import ControlKind
 from stagepack_loaders.distributed.handshake import StageFacts
 from stagepack_loaders.distributed.microbatches import Microbatches
 from stagepack_loaders.distributed.pipeline_processes import GroupLauncher, PipelineProcesses
 from stagepack_loaders.distributed.status import ProcessStatus
 from stagepack_loaders.exchange import array_ops_of_call
+from stagepack_loaders.pipeline import CallablePipeline
 from stagepack_loaders.pipeline_sequence import PipelineSequence
 from stagepack_loaders.run_trace import RunTrace
 from stagepack_loaders.torch.arrays import TORCH_ARRAYS

@@ -10,9 +10,9 @@ from stagepack.format.reader import Bundle
 from stagepack_loaders.base import ArrayOps, PrepareOptions, Runtime
 
 if TYPE_CHECKING:
-    from stagepack_loaders.onnxruntime.devices import Device
     from stagepack_loaders.onnxruntime.prepare import PreparedOnnxRuntimeStage
     from stagepack_loaders.onnxruntime.stage import OnnxRuntimeStage
+    from stagepack_loaders.onnxruntime.stage_types import Device
 
 
 def no_onnx_error(bundle: Bundle, stage_numbers: Sequence[int]) -> OperatorError:
@@ -34,7 +34,7 @@ class OnnxRuntime(Runtime):
     @property
     def arrays(self) -> ArrayOps:
         """See `Runtime`."""
-        from stagepack_loaders.onnxruntime.arrays import ONNX_RUNTIME_ARRAYS
+        from stagepack_loaders.onnxruntime.stage import ONNX_RUNTIME_ARRAYS
 
         return ONNX_RUNTIME_ARRAYS
 
@@ -46,7 +46,7 @@ class OnnxRuntime(Runtime):
 
     def parse_device(self, device: object) -> "Device":
         """See `Runtime`."""
-        from stagepack_loaders.onnxruntime.devices import parse_device
+        from stagepack_loaders.onnxruntime.stage_types import parse_device
 
         return parse_device(device)
 

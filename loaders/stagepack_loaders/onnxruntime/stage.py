@@ -1,23 +1,33 @@
-"""A stage as a session of ONNX Runtime."""
+"""A stage as a session of ONNX Runtime.
+
+Array operations for ONNX Runtime: on numpy arrays, which callers use, and on the values that stages hand on.
+"""
 
 import threading
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, Final
 
 import onnxruntime
 from onnxruntime import OrtValue
 
 from stagepack.format.dtypes import SCALAR_DTYPES
 from stagepack.format.graph import Value
+from stagepack.format.manifest import Edge
 from stagepack.format.onnx import NEXT_STATE_PREFIX, STATE_PREFIX, WRITTEN_PREFIX
 from stagepack.format.reader import Bundle
-from stagepack_loaders.callable_stage import CallableStage
-from stagepack_loaders.onnxruntime.devices import Device
-from stagepack_loaders.onnxruntime.stage_types import ENDS_PROCESS_WITHOUT_ELEMENTS, SessionTypes, check_operators
-from stagepack_loaders.onnxruntime.values import to_host, to_numpy, to_ort
+from stagepack_loaders.elements import Array
+from stagepack_loaders.numpy_interpreter import NumpyArrays
+from stagepack_loaders.onnxruntime.stage_types import (
+    ENDS_PROCESS_WITHOUT_ELEMENTS,
+    Device,
+    SessionTypes,
+    check_operators,
+)
+from stagepack_loaders.onnxruntime.values import is_on_host, to_host, to_numpy, to_ort
 from stagepack_loaders.onnxruntime.weights import StageWeights
 from stagepack_loaders.onnxruntime.written import check_written_inputs, write_input
+from stagepack_loaders.pipeline import CallableStage
 
 
 class OnnxRuntimeStage(CallableStage):
@@ -155,3 +165,36 @@ class OnnxRuntimeStage(CallableStage):
     def parameters(self) -> Iterator[Any]:
         """Yield the parameters as read-only numpy arrays."""
         return (array for weight, array in self._weights if weight.kind == "parameter")
+
+
+class OnnxRuntimeArrays(NumpyArrays):
+    """The operations of `stagepack_loaders.base.ArrayOps` on numpy arrays and values of ONNX Runtime."""
+
+    def on_host(self, value: Any) -> bool:
+        """See `ArrayOps`."""
+        return not isinstance(value, OrtValue) or is_on_host(value)
+
+    def to_elements(self, value: Any, dtype: str) -> Array:
+        """See `ArrayOps`."""
+        return super().to_elements(to_numpy(value, dtype) if isinstance(value, OrtValue) else value, dtype)
+
+    def device_elements(self, value: Any, dtype: str) -> Any:
+        """See `ArrayOps`. Complex numbers are pairs in ONNX Runtime too; booleans leave it as bytes."""
+        if self.on_host(value) or dtype.startswith("float8"):  # which its DLPack lacks
+            return super().device_elements(value, dtype)
+        return value
+
+    def takes_device_memory(self, dtype: str) -> bool:
+        """See `ArrayOps`. The DLPack of ONNX Runtime has no booleans and no 8-bit floats."""
+        return dtype != "bool" and not dtype.startswith("float8")
+
+    def from_elements(self, elements: Any, value_type: Value | Edge) -> Any:
+        """See `ArrayOps`. Elements on a device become a value of ONNX Runtime, all others a numpy array."""
+        if hasattr(elements, "__dlpack_device__") and elements.__dlpack_device__()[0] != _DLPACK_CPU:
+            return OrtValue.from_dlpack(elements)
+        return super().from_elements(elements, value_type)
+
+
+_DLPACK_CPU: Final = 1  # kDLCPU of https://dmlc.github.io/dlpack/latest/c_api.html
+
+ONNX_RUNTIME_ARRAYS: Final = OnnxRuntimeArrays()

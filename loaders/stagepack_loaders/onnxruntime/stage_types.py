@@ -1,20 +1,51 @@
-"""What a bundle states of the inputs and outputs of a session: checked at each call, and an answer where nothing is to be computed."""
+"""What a bundle states of the inputs and outputs of a session: checked at each call, and an answer where nothing is to be computed.
+
+The devices of ONNX Runtime, by name.
+"""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
+import onnxruntime
 from onnxruntime import OrtValue
 
-from stagepack.errors import StageFailedError
+from stagepack.errors import DeviceError, StageFailedError
 from stagepack.format.contract import BoundArgument, check_values
 from stagepack.format.dtypes import SCALAR_DTYPES
 from stagepack.format.graph import Value
 from stagepack.format.manifest import Edge
 from stagepack.format.onnx import COMPLEX_PART_DTYPES, ELEMENT_TYPES
 from stagepack.format.shapes import Symbol, evaluate_dim
-from stagepack_loaders.onnxruntime.devices import Device
 from stagepack_loaders.onnxruntime.values import to_numpy
 from stagepack_loaders.output_contract import OutputContract
+
+PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """The CPU, or a CUDA device with its index."""
+
+    type: str
+    index: int = 0
+
+    def __str__(self) -> str:
+        return self.type if self.type == "cpu" else f"{self.type}:{self.index}"
+
+
+def parse_device(device: object) -> Device:
+    """Return the device of a name: ``cpu``, ``cuda``, ``cuda:1``."""
+    device_type, _, index = str(device).partition(":")
+    is_known = device_type in PROVIDERS and (not index or index.isdecimal())
+    if not is_known or (device_type == "cpu" and int(index or 0)):
+        raise DeviceError(f"device {str(device)!r}: ONNX Runtime runs stages on cpu, cuda or cuda:N")
+    if PROVIDERS[device_type] not in onnxruntime.get_available_providers():
+        raise DeviceError(
+            f"device {str(device)!r}: this onnxruntime has no {PROVIDERS[device_type]}: install onnxruntime-gpu in its place"
+        )
+    return Device(device_type, int(index or 0))
+
 
 # Operators with which ONNX Runtime 1.31 and 1.32 end the process by SIGABRT or SIGFPE where they get a tensor without elements: found by
 # running the 1,884 models of ONNX's own tests with each size set to 0.

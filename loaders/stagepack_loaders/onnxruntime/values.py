@@ -8,7 +8,7 @@ from onnxruntime import OrtValue
 from stagepack.format.dtypes import SCALAR_DTYPES
 from stagepack.format.onnx import COMPLEX_PART_DTYPES, ELEMENT_TYPES, SCALAR_TENSOR_DTYPES
 from stagepack_loaders.elements import Array
-from stagepack_loaders.numpy_arrays import is_extension_dtype, numpy_dtype
+from stagepack_loaders.numpy_interpreter import is_extension_dtype, numpy_dtype
 
 
 def to_ort(value: Any, dtype: str) -> OrtValue:

@@ -17,7 +17,7 @@ from stagepack.format.reader import Bundle
 from stagepack.format.upgrade import is_newer_minor
 from stagepack.format.weights import parse_weight_header
 from stagepack_loaders.elements import Array
-from stagepack_loaders.numpy_weights import read_weight, stored_tensors
+from stagepack_loaders.numpy_interpreter import read_weight, stored_tensors
 from stagepack_loaders.weight_files import WeightFile
 
 

@@ -12,7 +12,7 @@ from stagepack.errors import DigestError, Problem, StagepackError, repeated_erro
 from stagepack.format.chunks import ByteProgress, FileChunk, file_chunks
 from stagepack.format.manifest import File
 from stagepack_loaders.torch.weight_transfer import ByteRange, DeviceWriter, TransferThreads, current_event, empty_bytes
-from stagepack_loaders.weight_reading import WeightReader
+from stagepack_loaders.weight_files import WeightReader
 
 
 class ArrivingFile:

@@ -13,7 +13,7 @@ import torch
 from blake3 import blake3
 
 from stagepack.format.manifest import File
-from stagepack_loaders.verification_record import VerificationRecord
+from stagepack_loaders.verified_files import VerificationRecord
 
 # The folder of the record; empty to keep none.
 FOLDER_VARIABLE: Final = "STAGEPACK_CHECKED_GRAPHS"

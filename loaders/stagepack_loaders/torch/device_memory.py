@@ -25,7 +25,7 @@ from stagepack_loaders.torch.weight_gate import WeightUse, weight_uses
 from stagepack_loaders.torch.weight_transfer import ByteRange
 from stagepack_loaders.torch.weight_window import Passage, StageWindow, TensorLayout, WeightWindow
 from stagepack_loaders.torch.weights import WeightCache, as_weight, lay_out
-from stagepack_loaders.weight_reading import FolderReader
+from stagepack_loaders.weight_files import FolderReader
 from stagepack_loaders.window_plan import (
     PLACE_ALIGNMENT,
     PlannedUse,

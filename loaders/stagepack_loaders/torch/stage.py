@@ -11,9 +11,9 @@ from torch.fx import GraphModule
 from stagepack.format.graph import Graph
 from stagepack.format.shapes import Guard
 from stagepack.torch_internals import child_modules
-from stagepack_loaders.callable_stage import bind_inputs, check_inputs
 from stagepack_loaders.exchange import to_runtime
 from stagepack_loaders.output_contract import OutputContract
+from stagepack_loaders.pipeline import bind_inputs, check_inputs
 from stagepack_loaders.registry import find_runtime
 from stagepack_loaders.stage_errors import typed_stage_errors
 from stagepack_loaders.torch.called_module import called_modules, connect

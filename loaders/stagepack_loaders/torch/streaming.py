@@ -22,7 +22,7 @@ from stagepack_loaders.torch.gated_module import GatedModule
 from stagepack_loaders.torch.prepare import StageParts, build_code, read_parts
 from stagepack_loaders.torch.stage import StageCode, TorchStage
 from stagepack_loaders.torch.weight_gate import WeightUse, build_gated_module, weight_uses
-from stagepack_loaders.weight_reading import FolderReader
+from stagepack_loaders.weight_files import FolderReader
 
 
 class Arrivals:

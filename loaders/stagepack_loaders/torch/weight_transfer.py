@@ -11,7 +11,7 @@ import numpy
 import torch
 
 from stagepack.format.threads import usable_cpu_count
-from stagepack_loaders.weight_reading import DIRECT_ALIGNMENT, WeightReader
+from stagepack_loaders.weight_files import DIRECT_ALIGNMENT, WeightReader
 
 # A piece is read into memory, hashed, and copied to the device. Smaller ones cost more of the interpreter lock: 16 MiB chunks of 8 GB
 # in pieces of 1 MiB are 8,000 reads. Larger ones need more page-locked memory, which takes 0.3 s per GB to allocate.

@@ -11,10 +11,10 @@ import torch
 from torch.fx import GraphModule
 
 from stagepack.errors import DigestError, OptionError, Problem
+from stagepack_loaders.mapped_memory import may_be_written
 from stagepack_loaders.torch.weight_transfer import ByteRange, DeviceWriter, TransferThreads, current_event, empty_bytes
-from stagepack_loaders.weight_reading import WeightReader
+from stagepack_loaders.weight_files import WeightReader
 from stagepack_loaders.window_plan import WindowPlan, place_bytes
-from stagepack_loaders.written_memory import may_be_written
 
 _PIECE_BYTES: Final = 8 * 2**20
 

@@ -2,7 +2,7 @@
 
 from stagepack.format.reader import Bundle
 from stagepack_loaders import example
-from stagepack_loaders.callable_pipeline import CallablePipeline
+from stagepack_loaders.pipeline import CallablePipeline
 from stagepack_serving.server.errors import ExampleError
 
 

@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Mapping
 
 from stagepack.errors import OptionError, StageLostError
-from stagepack_loaders.callable_pipeline import CallablePipeline
+from stagepack_loaders.pipeline import CallablePipeline
 from stagepack_serving.server.generation.embedder import add_embedders
 from stagepack_serving.server.generation.generator import add_generators
 from stagepack_serving.server.limits import ServerLimits

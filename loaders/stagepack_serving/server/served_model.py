@@ -11,9 +11,8 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig
 from stagepack.errors import InputError, StageLostError, StagepackError
 from stagepack.format.reader import Bundle
 from stagepack_loaders.batching import batch_limit
-from stagepack_loaders.callable_pipeline import CallablePipeline
 from stagepack_loaders.elements import Array
-from stagepack_loaders.pipeline import Pipeline
+from stagepack_loaders.pipeline import CallablePipeline, Pipeline
 from stagepack_serving.protocol.interface import Interface
 from stagepack_serving.server.deadlines import shorten_deadline
 from stagepack_serving.server.errors import RequestError, RequestStatus

@@ -8,10 +8,9 @@ import numpy
 
 from stagepack.errors import StageLostError
 from stagepack_loaders.base import stage_state
-from stagepack_loaders.callable_pipeline import CallablePipeline
 from stagepack_loaders.elements import Array
 from stagepack_loaders.exchange import to_elements
-from stagepack_loaders.pipeline import Pipeline
+from stagepack_loaders.pipeline import CallablePipeline, Pipeline
 from stagepack_loaders.stage_errors import typed_stage_errors
 from stagepack_serving.protocol.interface import Interface
 from stagepack_serving.server.metrics import Metrics

@@ -6,10 +6,9 @@ from typing import Any
 
 from stagepack.format.graph import Graph
 from stagepack.format.reader import Bundle
-from stagepack_loaders.callable_stage import CallableStage
 from stagepack_loaders.elements import Array
-from stagepack_loaders.numpy_interpreter import refuse_unsupported, run_nodes
-from stagepack_loaders.numpy_weights import map_stored_tensors, read_weight
+from stagepack_loaders.numpy_interpreter import map_stored_tensors, read_weight, refuse_unsupported, run_nodes
+from stagepack_loaders.pipeline import CallableStage
 from tests.runtimes.numpy_runtime.operators import OPERATORS
 
 
