@@ -35,7 +35,7 @@ timed(copy)
 """
 
 _STAGEPACK = """
-import blake3, stagepack, stagepack_loaders.load, stagepack_loaders.torch.streaming
+import blake3, stagepack, stagepack_loaders.load, stagepack_loaders.torch.prepare
 timed(lambda: stagepack.load_stage(bundle, 0, device=device, verify="{verify}"))
 """
 LOADERS: Final = {
@@ -43,7 +43,7 @@ LOADERS: Final = {
     "stagepack, weights not verified": _STAGEPACK.format(verify="manifest"),
     # What a GPU is loaded with by default; on the CPU, the same code without page-locked memory.
     "stagepack, stream": """
-import blake3, stagepack, stagepack_loaders.load, stagepack_loaders.torch.streaming
+import blake3, stagepack, stagepack_loaders.load, stagepack_loaders.torch.prepare
 
 def load():
     stage = stagepack.load_stage(bundle, 0, device=device, stream=True)

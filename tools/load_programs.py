@@ -108,7 +108,7 @@ PROGRAMS: dict[str, tuple[tuple[str, ...], str, Callable[[Path], Answer]]] = {
     "stagepack, verify=full, first load": ((*_STAGEPACK, "blake3"), WEIGHTS, _without_record),
     "stagepack, verify=full, copy": (_STAGEPACK, WEIGHTS, _stagepack(copy=True)),
     "stagepack, verify=manifest": (_STAGEPACK, WEIGHTS, _stagepack(verify="manifest")),
-    "stagepack, stream": (("stagepack_loaders.torch.streaming",), WEIGHTS, _stagepack(stream=True)),
+    "stagepack, stream": (("stagepack_loaders.torch.prepare",), WEIGHTS, _stagepack(stream=True)),
     "safetensors, mapped": (("safetensors.torch",), WEIGHTS, _safetensors),
     "torch.load, mmap": ((), CHECKPOINT, _torch_load(mmap=True)),
     "torch.load": ((), CHECKPOINT, _torch_load(mmap=False)),

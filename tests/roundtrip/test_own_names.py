@@ -9,7 +9,7 @@ import torch
 
 import stagepack
 from stagepack.torch_internals import child_modules, weight_tensors
-from stagepack_loaders.torch.called_module import CalledModule
+from stagepack_loaders.torch.module_builder import CalledModule
 from stagepack_loaders.torch.stage import TorchStage
 
 # What torch's modules keep for themselves; a model that has these names does not work either.

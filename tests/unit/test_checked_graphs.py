@@ -9,7 +9,7 @@ import torch
 
 import stagepack
 from stagepack.errors import FormatError
-from stagepack_loaders.torch import checked_graphs, prepare, value_check
+from stagepack_loaders.torch import prepare, value_check
 from tests.bundle_editor import BundleEditor
 from tests.hostile.tiny import write_tiny
 
@@ -18,7 +18,7 @@ from tests.hostile.tiny import write_tiny
 def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A bundle of three stages, and a record that is empty: the export has checked them, too."""
     bundle = write_tiny(tmp_path / "tiny.stagepack")
-    monkeypatch.setenv(checked_graphs.FOLDER_VARIABLE, str(tmp_path / "record"))
+    monkeypatch.setenv(prepare.FOLDER_VARIABLE, str(tmp_path / "record"))
     return bundle
 
 
@@ -52,7 +52,7 @@ def test_a_graph_is_checked_once(tiny: Path, checked: list[str], tmp_path: Path)
     ("owner", "name", "value"),
     [
         (torch, "__version__", "0.0.0"),
-        (checked_graphs, "_code_digest", lambda: "0"),
+        (prepare, "_code_digest", lambda: "0"),
         (torch, "get_default_dtype", lambda: torch.float64),
     ],
     ids=["torch", "code", "default dtype"],
@@ -75,7 +75,7 @@ def test_a_graph_whose_digest_is_not_compared_is_checked_each_time(tiny: Path, c
 def test_without_a_record_it_is_checked_each_time(
     tiny: Path, checked: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(checked_graphs.FOLDER_VARIABLE, "")
+    monkeypatch.setenv(prepare.FOLDER_VARIABLE, "")
     stagepack.load(tiny)
     stagepack.load(tiny)
     assert checked == GRAPHS * 2

@@ -22,11 +22,10 @@ from stagepack.linearize.program import linearize_program
 from stagepack.partition.cut_options import CutOptions
 from stagepack_loaders.base import PrepareOptions
 from stagepack_loaders.stage_errors import typed_stage_errors
-from stagepack_loaders.torch import arriving_files
-from stagepack_loaders.torch.compiled_folder import Target
+from stagepack_loaders.torch import weights
+from stagepack_loaders.torch.compilation import Target
 from stagepack_loaders.torch.prepare import build_code, read_parts
-from stagepack_loaders.torch.stage import output_contract
-from stagepack_loaders.torch.stage_inputs import move_input
+from stagepack_loaders.torch.stage import move_input, output_contract
 from stagepack_loaders.torch.torch_attributes import torch_attribute
 from stagepack_loaders.train import default_group
 from stagepack_serving.protocol.interface import Interface
@@ -199,7 +198,7 @@ def test_weights_that_do_not_fit_are_a_device_error(
     def allocate(*_: object) -> torch.Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8.00 GiB. GPU 0 has 1.00 GiB free.\nmore")
 
-    monkeypatch.setattr(arriving_files, "empty_bytes", allocate)
+    monkeypatch.setattr(weights, "empty_bytes", allocate)
     with pytest.raises(DeviceError, match=r"do not fit into the memory of a device: .* 1\.00 GiB free\.: choose"):
         stagepack.load(tower[0], [str(DEVICE)])
     with pytest.raises(StageFailedError, match="stage 1 failed: OutOfMemoryError: CUDA"), typed_stage_errors(1):

@@ -22,9 +22,9 @@ from stagepack.format.reader import Bundle
 from stagepack_loaders.base import PrepareOptions
 from stagepack_loaders.pipeline import Pipeline
 from stagepack_loaders.preparation import prepare_all
-from stagepack_loaders.torch.arriving_files import ArrivingFiles
-from stagepack_loaders.torch.streaming import prepare_streamed_stages
+from stagepack_loaders.torch.prepare import prepare_streamed_stages
 from stagepack_loaders.torch.weight_transfer import empty_bytes
+from stagepack_loaders.torch.weights import ArrivingFiles
 from stagepack_loaders.weight_files import FolderReader
 
 

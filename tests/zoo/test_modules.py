@@ -10,7 +10,7 @@ from stagepack.capture.source import capture_source
 from stagepack.errors import InputError
 from stagepack.exporter import export_capture
 from stagepack.partition.cut_options import CutOptions
-from stagepack_loaders.torch.called_module import CalledModule
+from stagepack_loaders.torch.module_builder import CalledModule
 from tests.zoo.called import calls_of, is_equal
 from tests.zoo.case import Case
 from tests.zoo.cases import ARCHITECTURES

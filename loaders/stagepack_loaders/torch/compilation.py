@@ -1,20 +1,396 @@
-"""Compile the stages of a bundle: at the first call, or ahead of time into a folder."""
+"""Compile the stages of a bundle: at the first call, or ahead of time into a folder.
 
+Compile stages with ``torch.compile``, which works at the first call.
+
+Compile the units of a bundle ahead of time with AOTInductor, into a folder.
+
+A folder of native code, compiled ahead of time from the units of a bundle.
+
+The folder is no bundle and is in none: ``compiled.json`` names the bundle that it was compiled from and what the code runs on, and each
+distinct unit is a file. Weights are passed at each call, so one file serves all calls of a region.
+
+What is compiled as one: a region that a stage calls several times, or a whole stage.
+"""
+
+import hashlib
+import json
 import os
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
+import platform
+import tempfile
+import warnings
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import torch
+from torch.fx import GraphModule
 
-from stagepack.errors import OptionError
+from stagepack.errors import CompiledError, OptionError, OutputExistsError, WriteError
+from stagepack.format.digest import sha256_of_file
+from stagepack.format.graph import Graph, Value, Weight
 from stagepack.format.reader import Bundle
+from stagepack.format.shapes import Symbol, evaluate_dim
+from stagepack.format.temporary_folder import TemporaryFolder
 from stagepack.opening import BundleSource, errors_name_bundle, opened
+from stagepack.torch_internals import compile_to_package, load_package
 from stagepack_loaders.base import Compile, PrepareOptions
-from stagepack_loaders.torch.ahead_of_time import compile_to_folder
-from stagepack_loaders.torch.compiled_folder import CompiledFolder, CompiledUnit
+from stagepack_loaders.torch.build import INPUT_TYPES, NODE_COUNT
 from stagepack_loaders.torch.devices import parse_device
 from stagepack_loaders.torch.prepare import PreparedTorchStage, prepare_stages
-from stagepack_loaders.torch.torch_compile import TorchCompiler
+from stagepack_loaders.torch.torch_attributes import torch_attribute
+
+
+@dataclass(frozen=True, slots=True)
+class CompilationUnit:
+    """A region of a stage, or the whole stage.
+
+    Attributes:
+        stage_module: the module of the stage.
+        region_name: the name of the region's module in it; empty for the whole stage.
+    """
+
+    stage_module: GraphModule
+    region_name: str
+
+    @property
+    def module(self) -> GraphModule:
+        """The module that is compiled."""
+        module = self.stage_module.get_submodule(self.region_name) if self.region_name else self.stage_module
+        assert isinstance(module, GraphModule)
+        return module
+
+
+def compilation_units(stage_module: GraphModule, graph: Graph) -> list[CompilationUnit]:
+    """Return the units of a stage: the regions that it calls several times, or the stage if most of its nodes are outside of these."""
+    calls = Counter(str(node.target) for node in stage_module.graph.nodes if node.op == "call_module")
+    call_counts = {
+        CompilationUnit(stage_module, region_name): count for region_name, count in calls.items() if count > 1
+    }
+    nodes_in_regions = sum(unit.module.meta[NODE_COUNT] * count for unit, count in call_counts.items())
+    return list(call_counts) if 2 * nodes_in_regions >= len(graph.nodes) else [CompilationUnit(stage_module, "")]
+
+
+def content_key(module: GraphModule) -> tuple[Any, ...]:
+    """Return a key that is equal for modules that compute the same: their code, and the strings and modules that it uses."""
+    attribute_names = dict.fromkeys(
+        str(node.target) for node in module.graph.nodes if node.op in ("get_attr", "call_module")
+    )
+    attributes = {attribute_name: getattr(module, attribute_name) for attribute_name in attribute_names}
+    return (
+        module.code,
+        *(
+            (attribute_name, content_key(attribute) if isinstance(attribute, GraphModule) else attribute)
+            for attribute_name, attribute in attributes.items()
+        ),
+    )
+
+
+def replace_units(
+    stage_module: GraphModule, replacements: Mapping[CompilationUnit, torch.nn.Module]
+) -> torch.nn.Module:
+    """Replace units of a stage by other modules; return the module of the stage, or that which replaces the whole stage."""
+    for unit, module in replacements.items():
+        if not unit.region_name:
+            return module
+        setattr(stage_module, unit.region_name, module)
+    return stage_module
+
+
+class TorchCompiler:
+    """Compiles stages unit by unit, equal units once, however often and in however many stages they are called."""
+
+    def __init__(self, mode: Compile) -> None:
+        if mode not in (False, True, "regions", "whole"):
+            raise OptionError(f"compile: expected False, True, 'regions' or 'whole', found {mode!r}")
+        self._mode = mode
+        self._compiled: dict[tuple[Any, ...], Any] = {}
+
+    def compile_stage(self, stage_module: GraphModule, graph: Graph) -> torch.nn.Module:
+        """Return the module of a stage that runs compiled."""
+        if not self._mode:
+            return stage_module
+        is_whole = self._mode == "whole"
+        units = [CompilationUnit(stage_module, "")] if is_whole else compilation_units(stage_module, graph)
+        is_dynamic = bool(graph.symbols)
+        return replace_units(stage_module, {unit: self._compile(unit, is_dynamic=is_dynamic) for unit in units})
+
+    def _compile(self, unit: CompilationUnit, *, is_dynamic: bool) -> torch.nn.Module:
+        key = (content_key(unit.module), is_dynamic)
+        if key not in self._compiled:
+            self._compiled[key] = torch.compile(unit.module, dynamic=is_dynamic)
+        compiled: torch.nn.Module = self._compiled[key]
+        return compiled
+
+
+LIST_NAME = "compiled.json"
+
+_ALIGNMENT = 16  # bytes, which vectorized code relies on
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """What compiled code runs on: a type of device, its architecture, and a version of torch."""
+
+    device: str
+    arch: str
+    torch_version: str
+
+    @classmethod
+    def of(cls, device: torch.device) -> "Target":
+        """Return the target that a device of this machine is."""
+        if device.type == "cuda":
+            arch = "sm_{}{}".format(*torch.cuda.get_device_capability(device))
+        else:
+            arch = f"{platform.system()} {platform.machine()} {torch.backends.cpu.get_cpu_capability()}".lower()
+        return cls(device=device.type, arch=arch, torch_version=str(torch.__version__))
+
+    def __str__(self) -> str:
+        """Return the target as a message names it."""
+        return f"{self.device} ({self.arch}) with torch {self.torch_version}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompiledUnit:
+    """A distinct unit of a bundle: the file with its code, or the reason why it has none and runs without being compiled.
+
+    Attributes:
+        locations: the units that are equal: the stage number, and the name of the region's module, empty for the whole stage.
+        file_name: the name of the file; empty if there is none.
+        sha256: the digest of the file, in hexadecimal.
+        reason: why there is no file.
+    """
+
+    locations: tuple[tuple[int, str], ...]
+    file_name: str = ""
+    sha256: str = ""
+    reason: str = ""
+
+
+def encode_list(bundle: Bundle, device: torch.device, units: Sequence[CompiledUnit]) -> str:
+    """Return the content of ``compiled.json``. Law: `decode_list` of it returns the identity of the bundle, the target and the units."""
+    content_entries = [
+        {"places": unit.locations, "file": unit.file_name, "sha256": unit.sha256, "reason": unit.reason}
+        for unit in units
+    ]
+    header = {"format": "stagepack-compiled", "bundle": bundle.identity, "target": asdict(Target.of(device))}
+    return json.dumps({**header, "parts": content_entries}, indent=1) + "\n"
+
+
+def decode_list(content: str) -> tuple[str, Target, list[CompiledUnit]]:
+    """Return the identity of the bundle, the target and the units of a ``compiled.json``."""
+    content_entries = json.loads(content)
+    units = [
+        CompiledUnit(
+            locations=tuple((stage_number, region_name) for stage_number, region_name in unit_entry["places"]),
+            file_name=unit_entry["file"],
+            sha256=unit_entry["sha256"],
+            reason=unit_entry["reason"],
+        )
+        for unit_entry in content_entries["parts"]
+    ]
+    return content_entries["bundle"], Target(**content_entries["target"]), units
+
+
+class CompiledFolder:
+    """A folder of native code, opened for a bundle."""
+
+    def __init__(self, path: str | os.PathLike[str], bundle: Bundle) -> None:
+        self._path = Path(path)
+        try:
+            digest, self._target, units = decode_list((self._path / LIST_NAME).read_text())
+        except OSError as error:
+            raise CompiledError(
+                f"{self._path / LIST_NAME}: {error.strerror}: expected a folder that stagepack compile wrote: choose it, or write it "
+                f"(stagepack compile {bundle.path} -o {self._path})"
+            ) from None
+        except (ValueError, TypeError, KeyError, RecursionError):
+            raise CompiledError(
+                f"{self._path / LIST_NAME}: expected the file that stagepack compile wrote, found another one: compile the bundle again"
+            ) from None
+        if digest != bundle.identity:
+            raise CompiledError(
+                f"{self._path} was compiled from the bundle {digest}, and this bundle is {bundle.identity}: compile this one"
+            )
+        self._units = {location: unit for unit in units for location in unit.locations}
+        self._packages: dict[tuple[str, torch.device], Any] = {}
+
+    def load_stage(
+        self, stage_number: int, stage_module: GraphModule, graph: Graph, device: torch.device
+    ) -> torch.nn.Module:
+        """Return the module of a stage that runs the native code of its units."""
+        target = Target.of(device)
+        if target != self._target:
+            raise CompiledError(
+                f"{self._path} was compiled for {self._target}, and this machine is {target}: compile the bundle here"
+            )
+        replacements = {}
+        for unit in compilation_units(stage_module, graph):
+            compiled = self._units.get((stage_number, unit.region_name))
+            if compiled is not None and compiled.file_name:
+                replacements[unit] = CompiledModule(self._load(compiled, device), unit.module.meta[INPUT_TYPES])
+        return replace_units(stage_module, replacements)
+
+    def _load(self, unit: CompiledUnit, device: torch.device) -> Any:
+        key = (unit.file_name, device)
+        if key not in self._packages:
+            path = self._path / Path(unit.file_name).name
+            if not path.is_file() or sha256_of_file(path) != unit.sha256:
+                raise CompiledError(f"{path} is missing or was changed: compile the bundle again")
+            self._packages[key] = load_package(str(path), device)
+        return self._packages[key]
+
+
+class CompiledModule(torch.nn.Module):
+    """Native code with the call of the module that it was compiled from.
+
+    The code expects contiguous activations, and reads others wrongly without an error: it is passed copies of these.
+    """
+
+    def __init__(self, native_code: Any, inputs: Sequence[Value | Weight]) -> None:
+        super().__init__()
+        self._run = native_code.boxed_run
+        self._activations = [index for index, value in enumerate(inputs) if isinstance(value, Value)]
+
+    def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Run the code."""
+        input_tensors = list(inputs)
+        for index in self._activations:
+            tensor = input_tensors[index]
+            if not tensor.is_contiguous() or tensor.data_ptr() % _ALIGNMENT:
+                input_tensors[index] = tensor.clone(memory_format=torch.contiguous_format)
+        return tuple(self._run(input_tensors))
+
+
+# Called with one line that says which unit is compiled next.
+Progress = Callable[[str], None]
+
+# A unit with its stage number and the symbols of its graph.
+_Occurrence = tuple[int, CompilationUnit, Sequence[Symbol]]
+
+
+def compile_to_folder(
+    bundle: Bundle,
+    stages: Mapping[int, tuple[GraphModule, Graph]],
+    device: torch.device,
+    out: str | os.PathLike[str],
+    progress: Progress,
+) -> list[CompiledUnit]:
+    """Compile each distinct unit of the stages of a bundle into a folder.
+
+    The folder is written under a temporary name and renamed when it is complete. While a unit is compiled, this process and those that it
+    starts have their temporary files in a folder inside of it.
+
+    out: the folder to write; it must not exist.
+    """
+    path = Path(os.path.abspath(out))
+    if path.exists():
+        raise OutputExistsError(f"{path} exists: choose another name, or remove it")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = TemporaryFolder(path)
+    except OSError as error:
+        raise WriteError(f"{path}: cannot be created: {error.strerror or error}: choose another folder") from None
+    with temporary:
+        try:
+            units = [
+                _compile_occurrences(key, unit_occurrences, device, temporary.path, progress)
+                for key, unit_occurrences in _distinct_units(stages).items()
+            ]
+            (temporary.path / LIST_NAME).write_text(encode_list(bundle, device, units))
+            temporary.path.rename(path)
+        except OSError as error:
+            raise WriteError(f"{path}: {error.strerror or error}") from None
+    return units
+
+
+def _distinct_units(
+    stages: Mapping[int, tuple[GraphModule, Graph]],
+) -> dict[tuple[Any, ...], list[_Occurrence]]:
+    """All units of stages; equal ones together."""
+    distinct: dict[tuple[Any, ...], list[_Occurrence]] = {}
+    for stage_number, (stage_module, graph) in stages.items():
+        for unit in compilation_units(stage_module, graph):
+            distinct.setdefault(content_key(unit.module), []).append((stage_number, unit, graph.symbols))
+    return distinct
+
+
+def _compile_occurrences(
+    key: tuple[Any, ...],
+    unit_occurrences: Sequence[_Occurrence],
+    device: torch.device,
+    folder: Path,
+    progress: Progress,
+) -> CompiledUnit:
+    """Compile equal units into one file."""
+    stage_number, first_unit, symbols = unit_occurrences[0]
+    progress(f"compile {first_unit.region_name or 'stage'} of stage {stage_number}")
+    file_name = f"{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}.pt2"
+    failure_reason = _compile_module(first_unit.module, symbols, device, folder / file_name)
+    return CompiledUnit(
+        locations=tuple((occurrence_stage, unit.region_name) for occurrence_stage, unit, _ in unit_occurrences),
+        file_name="" if failure_reason else file_name,
+        sha256="" if failure_reason else sha256_of_file(folder / file_name),
+        reason=failure_reason,
+    )
+
+
+def _compile_module(module: GraphModule, symbols: Sequence[Symbol], device: torch.device, path: Path) -> str:
+    """Compile a module into a file; return the reason if that is not possible."""
+    inputs: list[Value | Weight] = module.meta[INPUT_TYPES]
+    scalar_names = [value.name for value in inputs if isinstance(value, Value) and value.dtype.startswith("sym")]
+    if scalar_names:
+        return f"it takes the number {scalar_names[0]}"
+    symbol_sizes = {symbol.name: _example_size(symbol) for symbol in symbols}
+    symbol_dims = {symbol.name: torch.export.Dim(symbol.name, min=symbol.min, max=symbol.max) for symbol in symbols}
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        try:
+            example = tuple(_example_tensor(value, symbol_sizes, device) for value in inputs)
+            dynamic_shapes = tuple(_dynamic_dims(value, symbol_dims) for value in inputs)
+            program = torch.export.export(module, example, dynamic_shapes=dynamic_shapes)
+            written_inputs = program.run_decompositions({}).graph_signature.user_inputs_to_mutate
+            if written_inputs:
+                return f"it writes {next(iter(written_inputs.values()))}"
+            if any(not isinstance(result, torch.Tensor) for result in _example_results(program)):
+                return "it returns numbers"
+            with tempfile.TemporaryDirectory(dir=path.parent) as temporary_folder:
+                compile_to_package(program, str(path), temporary_folder)
+        except Exception as error:  # noqa: BLE001 - the compilers of torch raise errors of any class
+            message = str(error).strip()
+            return f"{type(error).__name__}: {message.splitlines()[0][:200] if message else ''}"
+    return ""
+
+
+def _example_results(program: torch.export.ExportedProgram) -> Collection[Any]:
+    output = next(node for node in reversed(program.graph.nodes) if node.op == "output")
+    return [node.meta.get("val") if isinstance(node, torch.fx.Node) else node for node in output.args[0]]
+
+
+def _example_size(symbol: Symbol) -> int:
+    """The size to compile at: that of the example, but neither 0 nor 1, which compilers take for constants."""
+    size = max(2, symbol.example or 0, symbol.min or 0)
+    return size if symbol.max is None else min(size, symbol.max)
+
+
+def _example_tensor(value: Value | Weight, symbol_sizes: Mapping[str, int], device: torch.device) -> torch.Tensor:
+    dtype = torch_attribute(value.dtype, torch.dtype)
+    if isinstance(value, Weight):
+        strides = value.strides if value.strides is not None else torch.empty(value.shape, device="meta").stride()
+        return torch.empty_strided(value.shape, strides, dtype=dtype, device=device).zero_()
+    return torch.zeros([evaluate_dim(dim, symbol_sizes) for dim in value.shape], dtype=dtype, device=device)
+
+
+def _dynamic_dims(value: Value | Weight, symbol_dims: Mapping[str, Any]) -> dict[int, Any]:
+    """The dimensions that may vary: by the name of the symbol, or found by torch where they are arithmetic over symbols."""
+    if isinstance(value, Weight):
+        return {}
+    return {
+        index: symbol_dims[dim] if isinstance(dim, str) else torch.export.Dim.AUTO
+        for index, dim in enumerate(value.shape)
+        if not isinstance(dim, int)
+    }
 
 
 def compile_stages(

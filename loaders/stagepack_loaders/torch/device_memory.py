@@ -17,13 +17,11 @@ from stagepack.format.validate import NamedWeights
 from stagepack.format.weights import StoredTensor
 from stagepack_loaders.base import PrepareOptions
 from stagepack_loaders.torch.devices import typed_memory_errors
-from stagepack_loaders.torch.gated_module import GatedModule
-from stagepack_loaders.torch.prepare import build_code, read_parts
+from stagepack_loaders.torch.prepare import build_code, gate_code, read_parts
 from stagepack_loaders.torch.stage import StageCode, TorchStage
-from stagepack_loaders.torch.streaming import gate_code
 from stagepack_loaders.torch.weight_gate import WeightUse, weight_uses
 from stagepack_loaders.torch.weight_transfer import ByteRange
-from stagepack_loaders.torch.weight_window import Passage, StageWindow, TensorLayout, WeightWindow
+from stagepack_loaders.torch.weight_window import GatedModule, Passage, StageWindow, TensorLayout, WeightWindow
 from stagepack_loaders.torch.weights import WeightCache, as_weight, lay_out
 from stagepack_loaders.weight_files import FolderReader
 from stagepack_loaders.window_plan import (

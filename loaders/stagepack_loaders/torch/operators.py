@@ -27,7 +27,7 @@ from stagepack.format.operators import (
     parse_schema,
 )
 from stagepack.torch_internals import HigherOrderOperator, OperatorOverload, operator_schema
-from stagepack_loaders.torch.bounded_integers import BOUNDED_OPERATORS
+from stagepack_loaders.torch.build import BOUNDED_OPERATORS
 
 _PYTHON_NAMESPACES = {"operator": operator, "math": math, "torch": torch, "higher_order": torch.ops.higher_order}
 

@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from stagepack_loaders.torch.device_memory import PlannedTorchStage
-    from stagepack_loaders.torch.prepare import PreparedTorchStage
-    from stagepack_loaders.torch.streaming import StreamedTorchStage
+    from stagepack_loaders.torch.prepare import PreparedTorchStage, StreamedTorchStage
 
 
 class TorchRuntime(Runtime):
@@ -63,8 +62,7 @@ class TorchRuntime(Runtime):
             from stagepack_loaders.torch.device_memory import prepare_planned_stages
 
             return prepare_planned_stages(bundle, placement, options)
-        from stagepack_loaders.torch.prepare import prepare_stages
-        from stagepack_loaders.torch.streaming import prepare_streamed_stages
+        from stagepack_loaders.torch.prepare import prepare_stages, prepare_streamed_stages
 
         # The CPU maps weight files. Into the memory of a GPU several threads copy, which hash the bytes on their way.
         streamed = {

@@ -16,8 +16,7 @@ from stagepack.format.graph import Graph
 from stagepack.format.traversal import input_names, output_names
 from stagepack.format.unfold import FoldedGraph
 from stagepack.graph.region_functions import RegionCallSite, region_functions
-from stagepack_loaders.torch.build import GraphBuilder
-from stagepack_loaders.torch.steps import FunctionStep, Step, tuple_of
+from stagepack_loaders.torch.build import FunctionStep, GraphBuilder, Step, tuple_of
 
 
 @dataclass(frozen=True, slots=True)
