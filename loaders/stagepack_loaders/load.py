@@ -218,10 +218,10 @@ def load(
                 "stagepack.distributed.connect(bundle), which runs the stages in these, or start one process without torchrun"
             )
         with explain_missing_packages():
-            from stagepack_loaders.distributed.local_launcher import (  # noqa: PLC0415 - imports torch
+            from stagepack_loaders.distributed.membership import group_options  # noqa: PLC0415 - the same
+            from stagepack_loaders.distributed.process_launcher import (  # noqa: PLC0415 - imports torch
                 start_local_pipeline,
             )
-            from stagepack_loaders.distributed.membership import group_options  # noqa: PLC0415 - the same
 
         options = group_options(
             devices=named,

@@ -6,7 +6,7 @@ import msgspec
 import torch
 
 from stagepack_loaders.distributed import process_program
-from stagepack_loaders.distributed.local_launcher import LocalLauncher
+from stagepack_loaders.distributed.process_launcher import LocalLauncher
 from stagepack_loaders.distributed.process_program import ProcessDescription
 from tools.fork_server import FORK_SERVER, ForkedProcess
 

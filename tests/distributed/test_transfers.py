@@ -18,7 +18,7 @@ from stagepack.errors import InputError
 from stagepack.format.manifest import Edge
 from stagepack.format.shapes import Symbol
 from stagepack_loaders.distributed.control import ControlKind, ControlMessage, encode_sizes
-from stagepack_loaders.distributed.local_links import LinkReceiver, LinkSender, LocalLinks
+from stagepack_loaders.distributed.local_links import LinkReceiver, LinkSender, LocalLinks, UnusedBytes
 from stagepack_loaders.distributed.packing import PackedValues, pack_command, pack_failure, pack_values
 from stagepack_loaders.distributed.process_group import (
     LOOPBACK,
@@ -29,7 +29,6 @@ from stagepack_loaders.distributed.process_group import (
 )
 from stagepack_loaders.distributed.route_layout import RequestLayouts, head_capacity
 from stagepack_loaders.distributed.routes import Route
-from stagepack_loaders.distributed.shared_blocks import UnusedBytes
 from stagepack_loaders.distributed.tensor_memory import LARGEST_KEPT_BYTES, ReceiveMemory
 from stagepack_loaders.distributed.transfers import RouteReceivers, RouteSenders
 

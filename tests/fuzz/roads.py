@@ -23,7 +23,7 @@ from stagepack.format.tree import tree_leaves
 from stagepack.recutter import whole_graph
 from stagepack_loaders.comparison import compare_arrays
 from stagepack_loaders.distributed import process_program
-from stagepack_loaders.distributed.local_launcher import LocalLauncher
+from stagepack_loaders.distributed.process_launcher import LocalLauncher
 from stagepack_loaders.distributed.process_program import ProcessDescription
 from stagepack_loaders.example import read_example_inputs, run_on_inputs
 from stagepack_loaders.torch.arrays import TORCH_ARRAYS

@@ -12,19 +12,19 @@ import torch
 
 import stagepack
 from stagepack.errors import StageLostError, StagepackError
-from stagepack_loaders.train import start, watched_group
+from stagepack_loaders.train import process_watch, start
 from tests.train.models import batch, loss_of
 
 # Where the functions are looked up.
 MOMENTS: dict[str, Any] = {
     "init_process_group": torch.distributed,
     "open_for_loading": start,
-    "own_identity": watched_group,
-    "open_store": watched_group,
-    "check_identities": watched_group,
-    "ProcessGroup": watched_group,
-    "reachable_address": watched_group,
-    "_facts": watched_group,
+    "own_identity": process_watch,
+    "open_store": process_watch,
+    "check_identities": process_watch,
+    "ProcessGroup": process_watch,
+    "reachable_address": process_watch,
+    "_facts": process_watch,
     "ProcessWatch": start,
     "prepare_placed": start,
     "finish_prepared": start,

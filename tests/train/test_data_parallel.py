@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import stagepack
 from stagepack.errors import OptionError
-from stagepack_loaders.train.data_parallel import groups_of_mesh
+from stagepack_loaders.train.shared_parameters import groups_of_mesh
 from tests.train import mode_models, models
 from tests.train.processes import run_workers
 from tests.train.replica_worker import MICROBATCHES

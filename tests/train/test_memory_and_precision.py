@@ -13,7 +13,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined] # public, 
 
 import stagepack
 from stagepack.errors import OptionError
-from stagepack_loaders.train.recomputation import Recompute
+from stagepack_loaders.train.pipeline_module import Recompute
 from tests.train import mode_models
 from tests.train.layer_models import LayerModel, export_layers
 

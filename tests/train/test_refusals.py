@@ -12,9 +12,8 @@ from torch.distributed import HashStore  # type: ignore[attr-defined] # public, 
 import stagepack
 from stagepack.errors import CaptureError, InputError, OptionError, OutputExistsError
 from stagepack.format.reader import Bundle
-from stagepack_loaders.train.boundaries import find_boundaries, find_differentiable
-from stagepack_loaders.train.loss_exchange import fingerprint_of
-from stagepack_loaders.train.microbatches import CallInputs
+from stagepack_loaders.train.loss import CallInputs, fingerprint_of
+from stagepack_loaders.train.pipeline_module import find_boundaries, find_differentiable
 from stagepack_loaders.train.schedules import place_stages_for
 from stagepack_loaders.train.training import Training
 from tests.train.models import batch, export_model, loss_of

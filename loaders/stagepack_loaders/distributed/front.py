@@ -1,4 +1,7 @@
-"""The process that is called: it sends requests to the processes of the stages and collects their results."""
+"""The process that is called: it sends requests to the processes of the stages and collects their results.
+
+The requests that the front has sent and not answered, with the errors of stages on them.
+"""
 
 import math
 import threading
@@ -23,13 +26,11 @@ from stagepack_loaders.distributed.control import (
 from stagepack_loaders.distributed.error_report import rebuild_error
 from stagepack_loaders.distributed.group_trace import GroupTrace, SpanReport
 from stagepack_loaders.distributed.group_watch import GroupWatch
-from stagepack_loaders.distributed.handshake import StageFacts
-from stagepack_loaders.distributed.membership import Membership
+from stagepack_loaders.distributed.membership import Membership, StageFacts
 from stagepack_loaders.distributed.packing import PackedValues, pack_command, pack_values
 from stagepack_loaders.distributed.process_end import ProcessEnd
 from stagepack_loaders.distributed.process_group import ConnectionLostError, SentMessages
 from stagepack_loaders.distributed.queued_senders import QueuedSenders
-from stagepack_loaders.distributed.requests_in_flight import RequestsInFlight
 from stagepack_loaders.distributed.route_layout import RequestLayouts
 from stagepack_loaders.distributed.routes import FRONT_RANK
 from stagepack_loaders.distributed.stage_worker import StageRequest, StageWorker
@@ -38,7 +39,65 @@ from stagepack_loaders.distributed.tensor_memory import write_input
 from stagepack_loaders.distributed.transfers import RouteReceivers, RouteSenders
 from stagepack_loaders.run_trace import trace_clock
 
+_REPORT_SECONDS = 5.0
+
+
+class RequestsInFlight:
+    """The requests that are not answered yet, by number. Its methods may be called from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._answers: dict[int, Future[dict[str, Any]]] = {}
+        self._errors: dict[int, Future[Exception]] = {}
+        self._last_progress = time.monotonic()
+
+    def add(self, number: int, answer: "Future[dict[str, Any]]") -> None:
+        """Add a request that is about to be sent."""
+        with self._lock:
+            if not self._answers:
+                self._last_progress = time.monotonic()
+            self._answers[number] = answer
+
+    def remove(self, number: int) -> "Future[dict[str, Any]] | None":
+        """Remove a request that is about to be answered; return its answer, or None if it has failed with all others."""
+        with self._lock:
+            self._errors.pop(number, None)
+            self._last_progress = time.monotonic()
+            return self._answers.pop(number, None)
+
+    def add_error(self, number: int, error: Exception) -> None:
+        """Add the error of a stage on a request; its first one counts."""
+        with self._lock:
+            if number in self._answers and not (report := self._errors.setdefault(number, Future())).done():
+                report.set_result(error)
+
+    def find_error(self, number: int, *, wait: bool) -> Exception | None:
+        """Return the error of a stage on a request."""
+        with self._lock:
+            if not wait and number not in self._errors:
+                return None
+            report = self._errors.setdefault(number, Future())
+        try:
+            return report.result(_REPORT_SECONDS)
+        except TimeoutError:
+            return StageLostError("a stage failed on the request, and its process has not said why")
+
+    def find_stalled(self, stall_seconds: float) -> tuple[int, float] | None:
+        """Return the oldest request, and for how many seconds none was answered, if that is too long."""
+        seconds = time.monotonic() - self._last_progress
+        with self._lock:
+            return (min(self._answers), seconds) if self._answers and seconds > stall_seconds else None
+
+    def fail(self, lost: StageLostError) -> None:
+        """Fail all requests."""
+        with self._lock:
+            answers, self._answers = list(self._answers.values()), {}
+        for answer in answers:
+            answer.set_exception(repeated_error(lost))  # its traceback has the values of the call
+
+
 _CLOSE_SECONDS = 0.01
+
 # How long threads get to end after their connections were closed; one may still run a stage.
 _ABORT_SECONDS = 1.0
 

@@ -11,7 +11,7 @@ import torch
 
 from stagepack.errors import GroupError
 from stagepack_loaders.distributed.control import control_bytes
-from stagepack_loaders.distributed.link_listener import LinkListener, connect_links, find_local_routes, machine_id
+from stagepack_loaders.distributed.local_links import LinkListener, connect_links, find_local_routes, machine_id
 from stagepack_loaders.distributed.message_head import MessageHead
 from stagepack_loaders.distributed.process_group import LOOPBACK, ConnectionLostError, ProcessGroup, open_store
 from stagepack_loaders.distributed.routes import Route

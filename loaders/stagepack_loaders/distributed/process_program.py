@@ -10,10 +10,9 @@ from torch.distributed import DistError
 
 from stagepack.errors import StagepackError
 from stagepack.opening import open_bundle
-from stagepack_loaders.distributed.handshake import tell_start_error
-from stagepack_loaders.distributed.membership import GroupOptions
+from stagepack_loaders.distributed.membership import GroupOptions, tell_start_error
 from stagepack_loaders.distributed.process_group import open_store
-from stagepack_loaders.distributed.stage_process import LOST_STATUS, end_with_parent, run_stage_process
+from stagepack_loaders.distributed.stage_worker import LOST_STATUS, end_with_parent, run_stage_process
 
 
 class ProcessDescription(Struct, frozen=True, kw_only=True):

@@ -11,13 +11,13 @@ from msgspec import Struct
 
 from stagepack.errors import StageLostError, first_line
 from stagepack_loaders.distributed.connect import launched_store
-from stagepack_loaders.distributed.handshake import exchange_reports
 from stagepack_loaders.distributed.launch_environment import (
     has_launcher,
     launched_address,
     launched_rank,
     launched_size,
 )
+from stagepack_loaders.distributed.membership import exchange_reports
 from stagepack_loaders.distributed.process_group import ConnectionLostError, host_name
 from stagepack_loaders.distributed.routes import FRONT_RANK
 from stagepack_loaders.distributed.status import ProcessLost

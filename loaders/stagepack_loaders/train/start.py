@@ -23,17 +23,15 @@ from stagepack_loaders.distributed.launch_environment import (
 from stagepack_loaders.preparation import finish_prepared, open_for_loading, prepare_placed
 from stagepack_loaders.torch.stage import TorchStage
 from stagepack_loaders.train.batch_dimension import BatchDimensions, find_batch_dimensions
-from stagepack_loaders.train.data_parallel import TrainingGroups, groups_of_mesh
 from stagepack_loaders.train.default_group import make_default_group
 from stagepack_loaders.train.loss import Loss
 from stagepack_loaders.train.loss_combination import Reduction
-from stagepack_loaders.train.modes import evaluation_scopes
-from stagepack_loaders.train.process_watch import ProcessWatch
-from stagepack_loaders.train.recomputation import Recompute
+from stagepack_loaders.train.pipeline_module import Recompute
+from stagepack_loaders.train.process_watch import ProcessWatch, meet_processes
 from stagepack_loaders.train.schedules import SCHEDULES, check_microbatches, place_stages_for, splits_backward
+from stagepack_loaders.train.shared_parameters import TrainingGroups, groups_of_mesh
 from stagepack_loaders.train.start_messages import KnownProcesses
-from stagepack_loaders.train.training import Training, TrainingOptions
-from stagepack_loaders.train.watched_group import meet_processes
+from stagepack_loaders.train.training import Training, TrainingOptions, evaluation_scopes
 
 
 @errors_name_bundle

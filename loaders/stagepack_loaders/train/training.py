@@ -1,40 +1,158 @@
-"""The stages of one process, which it trains together with other processes."""
+"""The stages of one process, which it trains together with other processes.
+
+Training and evaluation mode, as far as the graphs of a bundle tell: dropout, and norms with running statistics. Imports no torch.
+
+What a training goes on from: weights, the state of an optimizer and the number of steps, by names that all processes agree on.
+"""
 
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
-from stagepack.errors import OptionError
+from stagepack.errors import InputError, OptionError
 from stagepack.format.contract import bind_call
+from stagepack.format.graph import Graph, Node
 from stagepack.format.reader import Bundle
+from stagepack.format.traversal import parameter_argument
+from stagepack.torch_internals import weight_tensors
+from stagepack_loaders.torch.slots import submodule
 from stagepack_loaders.torch.stage import TorchStage
 from stagepack_loaders.train.batch_dimension import BatchDimensions
-from stagepack_loaders.train.boundaries import (
+from stagepack_loaders.train.loss import CallInputs, Loss, LossExchange, MicrobatchLoss, cut_inputs, fingerprint_of
+from stagepack_loaders.train.loss_combination import Reduction
+from stagepack_loaders.train.pipeline_module import (
+    PipelineModule,
+    Recompute,
     StageBoundary,
     find_boundaries,
     find_differentiable,
     find_written_memory,
+    random_numbers_of_stage,
 )
-from stagepack_loaders.train.checkpoint import check_state, load_optimizer_state, module_of, optimizer_state
-from stagepack_loaders.train.data_parallel import TrainingGroups, average_gradients, average_loss
-from stagepack_loaders.train.loss import Loss, MicrobatchLoss
-from stagepack_loaders.train.loss_combination import Reduction
-from stagepack_loaders.train.loss_exchange import LossExchange, fingerprint_of
-from stagepack_loaders.train.microbatches import CallInputs, cut_inputs
-from stagepack_loaders.train.modes import draws_numbers
-from stagepack_loaders.train.pipeline_module import PipelineModule
 from stagepack_loaders.train.process_watch import ProcessWatch
-from stagepack_loaders.train.random_numbers import random_numbers_of_stage
-from stagepack_loaders.train.recomputation import Recompute
 from stagepack_loaders.train.schedules import ScheduleCache, splits_backward
-from stagepack_loaders.train.shared_parameters import GradientSums, find_shared_parameters
+from stagepack_loaders.train.shared_parameters import (
+    GradientSums,
+    TrainingGroups,
+    average_gradients,
+    average_loss,
+    find_shared_parameters,
+)
+
+# Parameters of operators that a module passes its mode to, and probabilities with which they drop.
+_MODE_PARAMETERS = ("train", "training", "use_input_stats")
+
+_PROBABILITIES = ("p", "dropout")
+
+_ATTENTION_PROBABILITY = "dropout_p"
+
+
+def evaluation_scopes(bundle: Bundle) -> tuple[str, ...]:
+    """Return the modules that were exported in evaluation mode, and do something else in training mode."""
+    scopes = (
+        graph.scopes[node.scope].path
+        for stage_number in range(len(bundle.stages))
+        for graph in [bundle.graph_file(stage_number, module_calls=False).graph]
+        for node in _all_nodes(graph)
+        if _is_in_evaluation(graph, node) and _probability(graph, node) != 0
+    )
+    return tuple(dict.fromkeys(scopes))
+
+
+def draws_numbers(graph: Graph) -> bool:
+    """Whether a graph draws from a random generator."""
+    return any(
+        graph.ops[node.op].random and not _is_in_evaluation(graph, node) and not _drops_nothing(graph, node)
+        for node in _all_nodes(graph)
+    )
+
+
+def _all_nodes(graph: Graph) -> Iterator[Node]:
+    yield from graph.nodes
+    for subgraph in graph.subgraphs:
+        yield from subgraph.nodes
+
+
+def _is_in_evaluation(graph: Graph, node: Node) -> bool:
+    op = graph.ops[node.op]
+    modes = [parameter_argument(node, op, parameter) for parameter in _MODE_PARAMETERS if parameter in op.parameters]
+    return bool(modes) and not any(modes)
+
+
+def _probability(graph: Graph, node: Node) -> object:
+    """The probability with which a node drops; None where it has none."""
+    op = graph.ops[node.op]
+    named = [parameter for parameter in _PROBABILITIES if parameter in op.parameters]
+    return parameter_argument(node, op, named[0]) if named else None
+
+
+def _drops_nothing(graph: Graph, node: Node) -> bool:
+    """Whether a node is an attention without dropout, which draws nothing."""
+    op = graph.ops[node.op]
+    return _ATTENTION_PROBABILITY in op.parameters and not parameter_argument(node, op, _ATTENTION_PROBABILITY)
+
+
+# Each parameter has entries of its own, so that processes may have other parameters when they read them.
+_OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+def module_of(
+    parameters: Iterable[tuple[str, torch.nn.Parameter]], buffers: Iterable[tuple[str, torch.Tensor]]
+) -> torch.nn.Module:
+    """Return modules that hold parameters and buffers under their names."""
+    root = torch.nn.Module()
+    for tensors, are_parameters in ((parameters, True), (buffers, False)):
+        for tensor_name, tensor in tensors:
+            *module_path, attribute_name = tensor_name.split(".")
+            module = submodule(root, module_path)
+            weight_tensors(module, parameters=are_parameters)[attribute_name] = tensor
+    return root
+
+
+def optimizer_state(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the state of an optimizer by the names of its parameters. Parameters without a state get one."""
+    return dict(get_optimizer_state_dict(module, optimizer, options=_OPTIONS))
+
+
+def check_state(state: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    """Check that a checkpoint has all entries, and each tensor in its shape."""
+    for entry, expected_values in expected.items():
+        if entry not in state:
+            raise InputError(f"expected the entry {entry} in the checkpoint, found {', '.join(state) or 'none'}")
+        if not isinstance(expected_values, Mapping):
+            continue
+        for key, expected_value in expected_values.items():
+            if key not in state[entry]:
+                raise InputError(f"expected {key} in the entry {entry} of the checkpoint, found none")
+            if isinstance(expected_value, torch.Tensor):
+                _check_tensor(state[entry][key], expected_value, f"{entry}, {key}")
+
+
+def _check_tensor(found: Any, expected: torch.Tensor, location: str) -> None:
+    found_text = list(found.shape) if isinstance(found, torch.Tensor) else type(found).__name__
+    if found_text != list(expected.shape):
+        raise InputError(
+            f"{location}: expected a tensor of shape {list(expected.shape)} in the checkpoint, found {found_text}"
+        )
+
+
+def load_optimizer_state(module: torch.nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Set the state of an optimizer to that of `optimizer_state`."""
+    set_optimizer_state_dict(module, optimizer, state, options=_OPTIONS)
+
 
 _SMALLEST_NORM = 1e-6  # as in torch
+
 # Samplers of several processes that have different seeds differ at once.
 _CHECKED_BATCHES = 2
 
