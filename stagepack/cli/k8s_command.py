@@ -14,9 +14,8 @@ from stagepack.cli.path_options import PathType, bundle_argument, folder_name, o
 from stagepack.cli.run_options import byte_size, default_model_name, json_option, limit_option
 from stagepack.format.output_file import check_output_file, output_file
 from stagepack.format.reader import Bundle
+from stagepack_serving.kubernetes.objects import memory_quantity, to_yaml
 from stagepack_serving.kubernetes.options import BundleVolume, DeploymentOptions
-from stagepack_serving.kubernetes.quantities import memory_quantity
-from stagepack_serving.kubernetes.yaml_text import to_yaml
 
 if TYPE_CHECKING:
     from stagepack_serving.kubernetes.sizing import PodSize

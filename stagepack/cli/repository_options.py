@@ -98,7 +98,7 @@ def check_sources(bundle_paths: Mapping[str, str], options: ServeOptions) -> Non
 
 def _is_written_for_triton(folder: Path) -> bool:
     """Whether a folder is what `stagepack triton` has written, or one of the models in it."""
-    from stagepack_serving.triton.written_models import is_written_by_stagepack  # noqa: PLC0415 - after the arguments are checked
+    from stagepack_serving.triton.repository import is_written_by_stagepack  # noqa: PLC0415 - after the arguments are checked
 
     try:
         return any(map(is_written_by_stagepack, (folder, *folder.iterdir())))

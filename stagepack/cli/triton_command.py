@@ -152,7 +152,7 @@ def _largest_batch(bundle: Bundle, options: _Options) -> tuple[int, str]:
     """Return the largest batch size, and if it is 1, the reason."""
     from stagepack_loaders.batching import batch_limit  # noqa: PLC0415 - the same
     from stagepack_loaders.load import load  # noqa: PLC0415 - after the arguments are checked
-    from stagepack_serving.triton.batching import batching_obstacle  # noqa: PLC0415 - the same
+    from stagepack_serving.triton.repository import batching_obstacle  # noqa: PLC0415 - the same
 
     reason = batching_obstacle(bundle)
     if reason:

@@ -17,8 +17,8 @@ from stagepack.format.reader import Bundle
 from stagepack_loaders.distributed.pipeline import DistributedPipeline
 from stagepack_serving.server.errors import RequestError
 from stagepack_serving.server.limits import ServerLimits
-from stagepack_serving.server.messages import InferenceRequest, InferenceTensor
 from stagepack_serving.server.metrics import Metrics
+from stagepack_serving.server.parameters import InferenceRequest, InferenceTensor
 from stagepack_serving.server.served_model import ServedModel
 from tests.distributed.bundles import in_processes, process_ids
 from tests.waiting import wait_until

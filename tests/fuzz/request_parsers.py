@@ -13,16 +13,16 @@ from tritonclient.grpc import service_pb2 as pb
 
 import stagepack
 from stagepack.errors import StagepackError
-from stagepack_serving.server import grpc_message_fields, grpc_messages, rest_request
+from stagepack_serving.server import grpc_messages, rest_request
 from stagepack_serving.server.errors import RequestError, RequestStatus
 from stagepack_serving.server.generation.openai_requests import (
     ChatFields,
     CompletionFields,
     EmbeddingFields,
+    convert_fields,
     decode_openai_request,
 )
 from stagepack_serving.server.generation.prompts import GenerateParameters
-from stagepack_serving.server.generation.sampling_fields import convert_fields
 from stagepack_serving.server.grpc_service import GrpcService
 from stagepack_serving.server.limits import ServerLimits
 from stagepack_serving.server.metrics import Metrics
@@ -100,8 +100,8 @@ def grpc_parser() -> FuzzedParser:
 
     def read(content: bytes) -> None:
         try:
-            with mock.patch.object(grpc_message_fields, "_MAX_OTHER_BYTES", 0):
-                grpc_message_fields.check_message_size(content, is_inference=True)
+            with mock.patch.object(grpc_messages, "_MAX_OTHER_BYTES", 0):
+                grpc_messages.check_message_size(content, is_inference=True)
         except (DecodeError, RequestError):
             pass
         try:
@@ -152,10 +152,10 @@ def grpc_parser() -> FuzzedParser:
 def _compare_with_outline(content: bytes, request: Any) -> None:
     """The names that are read before a request is parsed are those that the parser finds."""
     try:
-        outline = grpc_message_fields.outline_request(content)
+        outline = grpc_messages.outline_request(content)
     except DecodeError:
         return  # the server refuses it
-    assert outline == grpc_message_fields.RequestOutline(
+    assert outline == grpc_messages.RequestOutline(
         model_name=request.model_name,
         version=request.model_version,
         input_names=frozenset(tensor.name for tensor in request.inputs),
@@ -165,7 +165,7 @@ def _compare_with_outline(content: bytes, request: Any) -> None:
 def _compare_with_separation(content: bytes, message: Any) -> None:
     """The raw contents that are separated before a request is parsed, and the rest, are what the parser finds."""
     try:
-        with mock.patch.object(grpc_message_fields, "_FEW_BYTES", 0):
+        with mock.patch.object(grpc_messages, "_FEW_BYTES", 0):
             request = grpc_messages.parse_inference(content)
     except DecodeError:
         return  # the server refuses it

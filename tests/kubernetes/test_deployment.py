@@ -17,7 +17,7 @@ import stagepack
 from stagepack.cli import main
 from stagepack.format.reader import Bundle
 from stagepack_loaders.distributed.process_memory import estimate_memory
-from stagepack_serving.kubernetes.yaml_text import to_yaml
+from stagepack_serving.kubernetes.objects import to_yaml
 from tests.distributed.bundles import export_counting
 from tests.kubernetes.deployment import container_of, expand, templates, validator, write_deployment
 

@@ -20,7 +20,7 @@ from stagepack_loaders.pipeline import Pipeline
 from stagepack_loaders.registry import find_runtime, register_runtime, runtime_names
 from stagepack_serving.protocol.interface import Interface
 from stagepack_serving.server.metrics import Metrics
-from stagepack_serving.server.stage_runner import StageRunner
+from stagepack_serving.server.scheduler import StageRunner
 from tests.runtimes.numpy_runtime.runtime import NumpyRuntime
 
 ROOT = Path(__file__).parents[2]

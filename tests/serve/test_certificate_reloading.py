@@ -15,8 +15,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.hazmat.primitives.serialization import Encoding
 
-from stagepack_serving.server.security import ServerSecurity, read_security
-from stagepack_serving.server.tls import ServerTls
+from stagepack_serving.server.security import ServerSecurity, ServerTls, read_security
 from tests.serve.certificates import Certificate, make_certificate
 
 REFUSED = (ssl.SSLError, ConnectionResetError)

@@ -14,11 +14,15 @@ import pytest
 import stagepack
 from stagepack.cli.security_options import server_security
 from stagepack.errors import OptionError
-from stagepack_serving.server.credential_reloading import WatchedFiles
 from stagepack_serving.server.errors import CredentialError
-from stagepack_serving.server.security import ServerSecurity
-from stagepack_serving.server.tls import ServerTls
-from stagepack_serving.server.tokens import AuthenticationError, StoredTokens, check_authorization
+from stagepack_serving.server.security import (
+    AuthenticationError,
+    ServerSecurity,
+    ServerTls,
+    StoredTokens,
+    WatchedFiles,
+    check_authorization,
+)
 from tests.serve.certificates import Certificate, make_certificate
 
 TOKEN = "right-token-0123456789"  # noqa: S105 - of these tests

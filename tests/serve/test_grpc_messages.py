@@ -12,7 +12,7 @@ from stagepack_serving.server.grpc_messages import (
     encode_stream_response,
     parse_inference,
 )
-from stagepack_serving.server.messages import InferenceTensor
+from stagepack_serving.server.parameters import InferenceTensor
 
 ARRAYS = {
     "FP32": numpy.arange(6, dtype=numpy.float32).reshape(2, 3),

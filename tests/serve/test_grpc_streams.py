@@ -19,7 +19,7 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
 import stagepack
-from stagepack_serving.server.grpc_health import HealthService
+from stagepack_serving.server.grpc_service import HealthService
 from tests.serve.generating_model import export_decoder
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2 as pb
 
 from stagepack_serving.server.errors import RequestError
-from stagepack_serving.server.grpc_message_fields import check_message_size, separate_raw_contents
+from stagepack_serving.server.grpc_messages import check_message_size, separate_raw_contents
 from tests.serve.servers import Server
 
 INFER = "/inference.GRPCInferenceService/ModelInfer"

@@ -7,7 +7,7 @@ import grpc
 import pytest
 from tritonclient.grpc import service_pb2 as pb
 
-from stagepack_serving.server.grpc_message_fields import RequestOutline, outline_request
+from stagepack_serving.server.grpc_messages import RequestOutline, outline_request
 from stagepack_serving.server.limits import MAX_TEXT_BYTES
 from tests.serve.generating_model import export_decoder
 from tests.serve.servers import Server, stagepack_server

@@ -22,7 +22,7 @@ from grpc_health.v1.health_pb2 import HealthCheckResponse
 import stagepack
 from stagepack.errors import StageLostError
 from stagepack_serving.server.errors import AddressError
-from stagepack_serving.server.grpc_health import HealthService
+from stagepack_serving.server.grpc_service import HealthService
 from stagepack_serving.server.limits import ServerLimits
 from stagepack_serving.server.metrics import Metrics
 from stagepack_serving.server.scheduler import CallBatch, QueuedCall, Scheduler

@@ -15,8 +15,8 @@ from stagepack.format.reader import Bundle
 from stagepack_loaders.elements import Array
 from stagepack_serving.server.errors import RequestError
 from stagepack_serving.server.limits import ServerLimits
-from stagepack_serving.server.messages import InferenceRequest, InferenceTensor
 from stagepack_serving.server.metrics import Metrics
+from stagepack_serving.server.parameters import InferenceRequest, InferenceTensor
 from stagepack_serving.server.served_model import ServedModel
 
 # A batch runs when it has this many rows, or after a delay that no test waits for.

@@ -30,7 +30,7 @@ from stagepack_loaders.torch.torch_attributes import torch_attribute
 from stagepack_loaders.train import default_group
 from stagepack_serving.protocol.interface import Interface
 from stagepack_serving.server.metrics import Metrics
-from stagepack_serving.server.stage_runner import StageRunner
+from stagepack_serving.server.scheduler import StageRunner
 from tests.unit.simulated_cuda import DEVICE, USED_NAMES, SimulatedCuda
 from tests.zoo.case import Case
 from tests.zoo.cases import named

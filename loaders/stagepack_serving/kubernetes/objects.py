@@ -2,28 +2,52 @@
 
 Sources: the API of LeaderWorkerSet, https://lws.sigs.k8s.io/docs/reference/leaderworkerset.v1/, and of Kubernetes,
 https://kubernetes.io/docs/reference/kubernetes-api/.
+
+Plain data as YAML: dicts, lists, texts, integers and booleans, which is what the objects of a deployment are made of.
+
+Quantities as Kubernetes writes them.
 """
 
-from collections.abc import Sequence
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
 from stagepack.format.reader import Bundle
 from stagepack_serving.kubernetes.options import DeploymentOptions
-from stagepack_serving.kubernetes.quantities import memory_quantity
 from stagepack_serving.kubernetes.sizing import PodSize
 
+_MEBIBYTE = 2**20
+
+_ROUNDED_TO = 64 * _MEBIBYTE
+
+
+def memory_quantity(byte_count: int) -> str:
+    """Return a number of bytes, rounded up to 64 MiB: ``"1088Mi"``."""
+    return f"{-(-byte_count // _ROUNDED_TO) * _ROUNDED_TO // _MEBIBYTE}Mi"
+
+
 HTTP_PORT = 8000
+
 GRPC_PORT = 8001
+
 # The port of torchrun. Between the processes, gloo listens at free ports.
 TORCHRUN_PORT = 29500
+
 _NAME_LABEL = "leaderworkerset.sigs.k8s.io/name"
+
 _WORKER_INDEX_LABEL = "leaderworkerset.sigs.k8s.io/worker-index"
+
 # How long the pods wait for each other: nodes may have to be started, and images to be pulled.
 _RENDEZVOUS_SECONDS = 900
+
 _PROBE_SECONDS = 5
+
 _START_SECONDS = 120
+
 _SLOWEST_READING = 50_000_000  # bytes a second
+
 # What torchrun and then Kubernetes wait for longer than the server needs to stop.
 _SPARE_SECONDS = 10
 
@@ -198,3 +222,48 @@ def _network_policy(options: DeploymentOptions) -> dict[str, Any]:
             ],
         },
     }
+
+
+# Texts that YAML 1.1 and 1.2 read as themselves without quotes. All others are quoted as in JSON, which YAML reads.
+_PLAIN_TEXT = re.compile(r"[A-Za-z/][A-Za-z0-9_./-]*")
+
+_OTHER_MEANINGS = frozenset({"true", "false", "yes", "no", "on", "off", "y", "n", "null"})
+
+
+def to_yaml(documents: Iterable[dict[str, Any]]) -> str:
+    """Return some documents as YAML.
+
+    Law: a reader of YAML returns the same data. The texts must be printable.
+
+    documents: not empty, as are all dicts in them but those of a value.
+    """
+    return "---\n".join("".join(f"{line}\n" for line in _mapping_lines(document)) for document in documents)
+
+
+def _mapping_lines(mapping: dict[str, Any]) -> Iterator[str]:
+    for key, value in mapping.items():
+        if isinstance(value, dict) and value:
+            yield f"{_scalar(key)}:"
+            yield from (f"  {line}" for line in _mapping_lines(value))
+        elif isinstance(value, list) and value:
+            yield f"{_scalar(key)}:"
+            yield from (f"  {line}" for line in _list_lines(value))
+        else:
+            yield f"{_scalar(key)}: {_scalar(value)}"
+
+
+def _list_lines(items: list[Any]) -> Iterator[str]:
+    for item in items:
+        if isinstance(item, dict) and item:
+            first_line, *further_lines = _mapping_lines(item)
+            yield f"- {first_line}"
+            yield from (f"  {line}" for line in further_lines)
+        else:
+            yield f"- {_scalar(item)}"
+
+
+def _scalar(value: Any) -> str:
+    """A text, an integer, a boolean, or an empty dict or list."""
+    if isinstance(value, str) and _PLAIN_TEXT.fullmatch(value) and value.lower() not in _OTHER_MEANINGS:
+        return value
+    return json.dumps(value, ensure_ascii=False)

@@ -10,9 +10,8 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from stagepack_serving.server.errors import RequestError, RequestStatus
-from stagepack_serving.server.grpc_calls import OpenCalls
-from stagepack_serving.server.grpc_message_fields import check_message_size
-from stagepack_serving.server.grpc_messages import parse_inference
+from stagepack_serving.server.grpc_messages import check_message_size, parse_inference
+from stagepack_serving.server.grpc_service import OpenCalls
 
 # Their messages have tensors. `GrpcService` serializes their responses.
 _INFERENCE_METHODS: Final = frozenset(

@@ -9,9 +9,9 @@ import msgspec
 
 from stagepack_serving.server import openapi_schemas as answers
 from stagepack_serving.server.generation.openai_requests import ChatFields, CompletionFields, EmbeddingFields
-from stagepack_serving.server.rest_authentication import PATHS_WITHOUT_TOKEN
 from stagepack_serving.server.rest_repository import IndexRequest, LoadRequest, UnloadRequest
 from stagepack_serving.server.rest_request import RequestHeader
+from stagepack_serving.server.security import PATHS_WITHOUT_TOKEN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,9 +1,14 @@
-"""Parameters of requests: their types, and those that this server does not support."""
+"""Parameters of requests: their types, and those that this server does not support.
+
+Requests and answers in the form that both protocols, REST and gRPC, are translated to.
+"""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Final
 
+from stagepack_loaders.elements import Array
 from stagepack_serving.server.errors import RequestError, RequestStatus
 
 _MAX_ID_LENGTH: Final = 1024  # characters
@@ -67,3 +72,33 @@ def refuse_shared_memory(tensor_name: str, parameter_names: Iterable[str]) -> No
         raise RequestError(
             RequestStatus.BAD_REQUEST, f"{tensor_name}: this server has no shared memory: send the data in the request"
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InferenceTensor:
+    """A tensor of a request or an answer.
+
+    Attributes:
+        name: the name of the input or output.
+        datatype: the datatype of the protocol, such as ``FP32``.
+        array: the elements, in the dtype of `NUMPY_DTYPES` and the shape that the client sees.
+    """
+
+    name: str
+    datatype: str
+    array: Array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InferenceRequest:
+    """A request for an inference.
+
+    Attributes:
+        inputs: the input tensors.
+        output_names: the requested outputs; None requests all.
+        parameters: parameters of the request as a whole, such as ``sequence_id``.
+    """
+
+    inputs: Sequence[InferenceTensor]
+    output_names: Sequence[str] | None = None
+    parameters: Mapping[str, Any] = field(default_factory=dict)

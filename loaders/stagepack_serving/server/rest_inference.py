@@ -9,9 +9,14 @@ from starlette.types import Message, Receive, Scope, Send
 
 from stagepack_serving.server.beside_loop import beside_loop
 from stagepack_serving.server.errors import RequestError, RequestStatus
-from stagepack_serving.server.rest_body import read_body
-from stagepack_serving.server.rest_request import BINARY_HEADER, decode_request
-from stagepack_serving.server.rest_response import check_output_parameters, encode_response, json_bytes
+from stagepack_serving.server.rest_request import (
+    BINARY_HEADER,
+    check_output_parameters,
+    decode_request,
+    encode_response,
+    json_bytes,
+    read_body,
+)
 from stagepack_serving.server.served_models import ServedModels
 
 Result = TypeVar("Result")

@@ -12,7 +12,7 @@ from starlette.routing import Route
 
 from stagepack_serving.server.model_control import ModelControl
 from stagepack_serving.server.parameters import refuse_load_parameters
-from stagepack_serving.server.rest_body import read_fields
+from stagepack_serving.server.rest_request import read_fields
 
 
 class IndexRequest(Struct, kw_only=True):

@@ -1,35 +1,259 @@
 """Bodies of inference requests over HTTP: JSON, then the binary tensors.
 
 Source: https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_binary_data.md
+
+The body of an HTTP request, bounded in size.
+
+Compressed bodies of HTTP requests.
+
+Bodies of inference answers over HTTP: JSON, then the binary tensors.
+
+Source: https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_binary_data.md
+
+Tensors from the numbers of a large JSON text, and such texts, piece by piece: a whole would hold the interpreter for long.
+
+Input tensors from bytes, and from numbers of JSON or of typed gRPC fields.
 """
 
 import functools
+import json
+import math
 import re
-from collections.abc import Sequence
-from typing import Annotated, Any, Final
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
+import numpy
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
+from starlette.requests import ClientDisconnect, Request
 
 from stagepack.format.codec import JSON_ERRORS
+from stagepack_loaders.elements import Array
+from stagepack_serving.protocol.datatypes import NUMPY_DTYPES
+from stagepack_serving.protocol.interface import Interface
+from stagepack_serving.server.beside_loop import beside_loop, with_pauses
 from stagepack_serving.server.errors import RequestError, RequestStatus
-from stagepack_serving.server.json_numbers import array_from_json
-from stagepack_serving.server.messages import InferenceRequest, InferenceTensor
-from stagepack_serving.server.parameters import check_request_id, refuse_shared_memory
-from stagepack_serving.server.rest_large_request import split_large_json
-from stagepack_serving.server.tensor_decoding import (
-    NumberDecoder,
-    tensor_from_bytes,
-    tensor_from_numbers,
-    tensor_from_reader,
+from stagepack_serving.server.limits import MAX_TEXT_BYTES
+from stagepack_serving.server.parameters import (
+    InferenceRequest,
+    InferenceTensor,
+    boolean_parameter,
+    check_request_id,
+    check_requested_outputs,
+    refuse_shared_memory,
 )
+from stagepack_serving.server.rest_large_request import check_json_counts, split_large_json
+
+# One or two milliseconds of work.
+_PIECE_BYTES: Final = 131_072
+
+_PIECE_ELEMENTS: Final = 16_384
+
+_BRACKETS_AS_SPACES: Final = bytes.maketrans(b"[]", b"  ")
+
+# All that numbers, true, false, NaN and Infinity consist of, and the spaces around them.
+_NUMBER_BYTES: Final = b"0123456789+-.eE \t\r\ntruefalsNaInfinity"
+
+
+def array_from_json(text: bytes, dtype: numpy.dtype[Any], shape: Sequence[int]) -> Array:
+    """Decode numbers in a flat list, or in lists nested as the shape is."""
+    number_type: Any = {"b": bool, "i": int, "u": int, "f": float}[dtype.kind]
+    arrays, separators = [], []
+    for piece in with_pauses(_pieces(text)):
+        separators.append(piece.translate(None, delete=_NUMBER_BYTES))
+        numbers = b"[%b]" % piece.strip(b",").translate(_BRACKETS_AS_SPACES)
+        arrays.append(numpy.array(_decode_numbers_of_json_numbers(numbers, list[number_type]), dtype))
+    array = numpy.concatenate(arrays)
+    found_separators = b"".join(separators)
+    if found_separators == b"[%b]" % (b"," * (array.size - 1)):
+        return array
+    if (
+        not shape
+        or array.size != math.prod(shape)
+        or len(found_separators) != _separator_count(shape)
+        or found_separators != _separators(shape)
+    ):
+        raise ValueError("found no list, or lists of other sizes")
+    return array.reshape(shape)
+
+
+def nested_sizes(text: bytes) -> list[int]:
+    """Return the shape of numbers in nested lists.
+
+    The result is the size of the first list at each depth, from the outer one to the inner one; a list without numbers counts as one with a
+        number. Empty if there are no such lists. `array_from_json` refuses lists that have other sizes.
+    """
+    separators = text.translate(None, delete=_NUMBER_BYTES)
+    depth = len(separators) - len(separators.lstrip(b"["))
+    sizes, end, item_length = [], 0, 0
+    for level in range(1, depth + 1):
+        end = separators.find(b"]" * level, end)
+        if end < 0:
+            return []
+        length = end + 2 * level - depth  # of the first list of this level, in brackets and commas
+        sizes.append((length - 1) // (item_length + 1))
+        item_length = length
+    return sizes[::-1]
+
+
+def json_from_array(array: Array) -> Iterator[bytes]:
+    """Encode the elements of an array as a flat list.
+
+    It yields parts of the JSON text. NaN and infinities are as Python's json module writes them, since JSON has none, and msgspec writes
+        null.
+    """
+    elements = array.reshape(-1)
+    is_finite = elements.dtype.kind != "f" or bool(numpy.isfinite(elements).all())
+    yield b"["
+    for start in with_pauses(range(0, elements.size, _PIECE_ELEMENTS)):
+        values = elements[start : start + _PIECE_ELEMENTS].tolist()
+        text = msgspec.json.encode(values) if is_finite else json.dumps(values).encode()
+        yield text[1:-1] if start == 0 else b"," + text[1:-1]
+    yield b"]"
+
+
+def _pieces(text: bytes) -> Iterator[bytes]:
+    """Cut a text at commas, which belong to the piece after them."""
+    start = 0
+    while start < len(text):
+        end = text.find(b",", start + _PIECE_BYTES)
+        end = len(text) if end < 0 else end
+        yield text[start:end]
+        start = end
+
+
+def _decode_numbers_of_json_numbers(text: bytes, numbers_type: Any) -> Any:
+    try:
+        return msgspec.json.decode(text, type=numbers_type)
+    except msgspec.ValidationError:
+        raise
+    except msgspec.DecodeError:
+        return msgspec.convert(json.loads(text), numbers_type)
+
+
+def _separators(shape: Sequence[int]) -> bytes:
+    """The brackets and commas of lists of a shape."""
+    separators = b""
+    for size in reversed(shape):
+        separators = b"[%b]" % b",".join([separators] * size)
+    return separators
+
+
+def _separator_count(shape: Sequence[int]) -> int:
+    """The number of brackets and commas of lists of a shape, of which no size is 0."""
+    count = 0
+    for size in reversed(shape):
+        count = 2 + size - 1 + size * count
+    return count
+
+
+# Decodes the numbers of an input as the type that it is called with: `list[float]`, or nested lists.
+NumberDecoder = Callable[[Any], Any]
+
+# The limit of numpy.
+_MAX_DIMENSIONS: Final = 64
+
+# numpy multiplies the sizes above 0 and the size of an element, also for an array without elements.
+_MAX_BYTES: Final = 2**63 - 1
+
+
+def tensor_from_bytes(
+    tensor_name: str, datatype: str, shape: Sequence[int], content: bytes | memoryview
+) -> InferenceTensor:
+    """Decode a tensor from its elements in row-major order.
+
+    content: the elements, little-endian. They are copied, so that the array may be written, and is aligned: results may differ by the
+        alignment of the inputs.
+    """
+    dtype, element_count = _check_datatype_and_shape(tensor_name, datatype, shape)
+    expected_bytes = element_count * dtype.itemsize
+    if len(content) != expected_bytes:
+        message = f"{datatype} {list(shape)} takes {expected_bytes} bytes, found {len(content)}"
+        raise RequestError(RequestStatus.BAD_REQUEST, f"{tensor_name}: {message}")
+    if datatype == "BOOL":  # A byte other than 0 and 1 would be an invalid bool.
+        array = (numpy.frombuffer(content, numpy.uint8) != 0).reshape(shape)
+    else:
+        array = numpy.frombuffer(content, dtype).reshape(shape).copy()
+    return InferenceTensor(name=tensor_name, datatype=datatype, array=array)
+
+
+def tensor_from_numbers(
+    tensor_name: str, datatype: str, shape: Sequence[int], decode_numbers: NumberDecoder
+) -> InferenceTensor:
+    """Decode a tensor from numbers in a flat list, or in lists nested as the shape is."""
+
+    def read_array(dtype: numpy.dtype[Any]) -> Array:
+        number_type = {"b": bool, "i": int, "u": int, "f": float}[dtype.kind]
+        return numpy.array(_decode_flat_or_nested(decode_numbers, number_type, len(shape)), dtype)
+
+    return tensor_from_reader(tensor_name, datatype, shape, read_array)
+
+
+def tensor_from_reader(
+    tensor_name: str, datatype: str, shape: Sequence[int], read_array: Callable[[numpy.dtype[Any]], Array]
+) -> InferenceTensor:
+    """Decode a tensor from numbers, of which the array is made here.
+
+    read_array: returns the array, flat or of the shape, of the dtype that it is called with. It may raise ValueError and ArithmeticError.
+    """
+    dtype, element_count = _check_datatype_and_shape(tensor_name, datatype, shape)
+    if datatype == "BF16":
+        raise RequestError(
+            RequestStatus.BAD_REQUEST, f"{tensor_name}: BF16 is sent as binary data, not as JSON or typed contents"
+        )
+    try:
+        with numpy.errstate(over="raise"):
+            array = read_array(dtype)
+    except (ArithmeticError, ValueError) as error:
+        # Of msgspec too: its ValidationError is a ValueError.
+        message = f"expected data of {datatype}, flat or in lists of the shape {list(shape)}: {error}"
+        raise RequestError(RequestStatus.BAD_REQUEST, f"{tensor_name}: {message}") from None
+    if array.size != element_count or (array.ndim > 1 and array.shape != tuple(shape)):
+        message = f"expected {element_count} elements of the shape {list(shape)}, found {list(array.shape)}"
+        raise RequestError(RequestStatus.BAD_REQUEST, f"{tensor_name}: {message}")
+    return InferenceTensor(name=tensor_name, datatype=datatype, array=array.reshape(shape))
+
+
+def _decode_flat_or_nested(decode_numbers: NumberDecoder, number_type: Any, dimension_count: int) -> Any:
+    try:
+        return decode_numbers(list[number_type])
+    except msgspec.ValidationError:
+        if dimension_count < 2:
+            raise
+    nested_type: Any = number_type
+    for _ in range(dimension_count):
+        nested_type = list[nested_type]
+    return decode_numbers(nested_type)
+
+
+def _check_datatype_and_shape(tensor_name: str, datatype: str, shape: Sequence[int]) -> tuple[numpy.dtype[Any], int]:
+    """The numpy dtype of a tensor and its number of elements."""
+    if datatype not in NUMPY_DTYPES:
+        expected = ", ".join(NUMPY_DTYPES)
+        raise RequestError(
+            RequestStatus.BAD_REQUEST, f"{tensor_name}: unknown datatype {datatype!r}: expected one of {expected}"
+        )
+    dtype = NUMPY_DTYPES[datatype]
+    if (
+        len(shape) > _MAX_DIMENSIONS
+        or any(size < 0 for size in shape)
+        or math.prod(filter(None, shape)) * dtype.itemsize > _MAX_BYTES
+    ):
+        expected = f"expected up to {_MAX_DIMENSIONS} non-negative sizes and less than 2**63 bytes"
+        message = f"{tensor_name}: {expected}, found the shape {str(list(shape))[:200]}"
+        raise RequestError(RequestStatus.BAD_REQUEST, message)
+    return dtype, math.prod(shape)
+
 
 # The HTTP header with the length of the JSON part, in bytes.
 BINARY_HEADER: Final = "inference-header-content-length"
 
 # Beyond it, the JSON part is decoded in steps; and so it is with NaN and infinities, which msgspec refuses.
 _LARGE_BYTES: Final = 131_072
+
 _LENGTH_PATTERN: Final = re.compile("[0-9]{1,18}")
+
 _NON_FINITE_PATTERN: Final = re.compile(rb"NaN|Infinity")
 
 
@@ -140,3 +364,141 @@ def _number_decoder(data: Raw | UnsetType) -> NumberDecoder | None:
 
 def _decode_numbers(data: Raw, number_type: Any) -> Any:
     return msgspec.json.decode(data, type=number_type)
+
+
+# An option of zlib: accept the header of gzip and that of zlib.
+_DETECT_HEADER: Final = 32
+
+
+def decompress_body(body: bytearray, encoding: str, max_bytes: int) -> bytearray:
+    """Decompress the body of a request.
+
+    max_bytes: the largest size of the result, in bytes; no more than that is ever decompressed.
+    """
+    if encoding not in ("gzip", "deflate"):
+        message = f"content-encoding: expected gzip or deflate, found {encoding[:80]!r}"
+        raise RequestError(RequestStatus.BAD_REQUEST, message)
+    decompressor = zlib.decompressobj(wbits=zlib.MAX_WBITS | _DETECT_HEADER)
+    try:
+        content = decompressor.decompress(body, max_bytes + 1)
+    except zlib.error as error:
+        message = f"content-encoding: the body is not valid {encoding}: {error}"
+        raise RequestError(RequestStatus.BAD_REQUEST, message) from None
+    if len(content) > max_bytes:
+        message = f"expected a request of at most {max_bytes} bytes, found more after decompression"
+        raise RequestError(RequestStatus.TOO_LARGE, message)
+    if not decompressor.eof or decompressor.unused_data:
+        message = f"content-encoding: expected one complete {encoding} stream, found a truncated one or data after it"
+        raise RequestError(RequestStatus.BAD_REQUEST, message)
+    return bytearray(content)
+
+
+# Zlib writes up to so many bytes for one that it reads.
+_COMPRESSION: Final = 1032
+
+# Far more than a request that is no inference needs.
+_MAX_FIELDS_BYTES: Final = 65_536
+
+_MAX_CONTAINERS: Final = 100_000
+
+_MAX_STRINGS: Final = 100_000
+
+Fields = TypeVar("Fields")
+
+
+async def read_body(request: Request, max_bytes: int) -> bytearray:
+    """Read and decompress the body of a request."""
+    body = bytearray()
+    body_bytes = int(request.headers.get("content-length", 0))
+    try:
+        if body_bytes <= max_bytes:
+            async for chunk in request.stream():
+                body += chunk
+                if (body_bytes := len(body)) > max_bytes:
+                    break
+    except ClientDisconnect:
+        raise RequestError(
+            RequestStatus.HUNG_UP, "the client closed the connection before the end of the request"
+        ) from None
+    if body_bytes > max_bytes:
+        raise RequestError(
+            RequestStatus.TOO_LARGE, f"expected a request of at most {max_bytes} bytes, found {body_bytes} or more"
+        )
+    encoding = request.headers.get("content-encoding", "identity").lower()
+    if encoding == "identity":
+        return body
+    # A few bytes may become many.
+    return await beside_loop(_COMPRESSION * len(body), decompress_body, body, encoding, max_bytes)
+
+
+async def decode_text_request(request: Request, max_bytes: int, decode: Callable[[bytearray], Fields]) -> Fields:
+    """Read a request for a text, whose prompt may be large, and decode it beside the event loop."""
+
+    def check_and_decode(body: bytearray) -> Fields:
+        check_json_counts(body, _MAX_CONTAINERS, _MAX_STRINGS, brackets=b"[{")
+        return decode(body)
+
+    body = await read_body(request, min(max_bytes, MAX_TEXT_BYTES))
+    return await beside_loop(len(body), check_and_decode, body)
+
+
+async def read_fields(request: Request, fields_type: type[Fields]) -> Fields:
+    """Read a body of JSON that is no inference.
+
+    fields_type: the type of the body; an empty body is an object without fields.
+    """
+    body = await read_body(request, _MAX_FIELDS_BYTES)
+    try:
+        return msgspec.json.decode(body or b"{}", type=fields_type)
+    except JSON_ERRORS as error:
+        raise RequestError(RequestStatus.BAD_REQUEST, f"the body violates the protocol: {error}") from None
+
+
+def check_output_parameters(header: RequestHeader, interface: Interface) -> None:
+    """Check, before the model runs, that the outputs can be sent in the form that the request asks for."""
+    parameters = _output_parameters(header)
+    check_requested_outputs([(output.name, output.parameters) for output in header.outputs or ()])
+    for output_name, tensor in interface.outputs.items():
+        is_binary = _is_binary(header, output_name)
+        is_requested = not parameters or output_name in parameters
+        if tensor.datatype == "BF16" and is_requested and not is_binary:
+            message = f"{output_name}: BF16 is sent as binary data: set the parameter binary_data"
+            raise RequestError(RequestStatus.BAD_REQUEST, message)
+
+
+def encode_response(
+    model_name: str, version: str, header: RequestHeader, outputs: Sequence[InferenceTensor]
+) -> tuple[bytes, list[memoryview]]:
+    """Encode an answer in the form that the request asks for, in steps of a few milliseconds, between which other threads run."""
+    head: dict[str, Any] = {"model_name": model_name, "model_version": version}
+    if header.id:
+        head["id"] = header.id
+    parts = [msgspec.json.encode(head)[:-1], b',"outputs":[']
+    binary_parts = []
+    for position, tensor in enumerate(outputs):
+        entry: dict[str, Any] = {"name": tensor.name, "datatype": tensor.datatype, "shape": list(tensor.array.shape)}
+        if position:
+            parts.append(b",")
+        if _is_binary(header, tensor.name):
+            array = numpy.ascontiguousarray(tensor.array)
+            entry["parameters"] = {"binary_data_size": array.nbytes}
+            binary_parts.append(array.reshape(-1).view(numpy.uint8).data)
+            parts.append(msgspec.json.encode(entry))
+        else:
+            parts += [msgspec.json.encode(entry)[:-1], b',"data":', *json_from_array(tensor.array), b"}"]
+    return b"".join([*parts, b"]}"]), binary_parts
+
+
+def json_bytes(header: RequestHeader, outputs: Sequence[InferenceTensor]) -> int:
+    """Return how many bytes of elements `encode_response` will write as JSON."""
+    return sum(tensor.array.nbytes for tensor in outputs if not _is_binary(header, tensor.name))
+
+
+def _output_parameters(header: RequestHeader) -> dict[str, dict[str, Any]]:
+    """The parameters of each requested output by name; empty if the request names no outputs."""
+    return {output.name: output.parameters for output in header.outputs or ()}
+
+
+def _is_binary(header: RequestHeader, output_name: str) -> bool:
+    default = boolean_parameter(header.parameters, "binary_data_output")
+    return boolean_parameter(_output_parameters(header).get(output_name, {}), "binary_data", default)

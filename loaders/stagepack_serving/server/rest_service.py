@@ -22,14 +22,13 @@ from stagepack_serving.server.log_settings import log_settings, update_log_setti
 from stagepack_serving.server.metadata import message_fields, server_metadata
 from stagepack_serving.server.model_control import ModelControl
 from stagepack_serving.server.openapi import openapi_document
-from stagepack_serving.server.rest_authentication import TokenGuard
-from stagepack_serving.server.rest_body import read_fields
 from stagepack_serving.server.rest_connections import ConnectionCloser
 from stagepack_serving.server.rest_index import index_routes
 from stagepack_serving.server.rest_inference import InferenceRoute, requested_model
 from stagepack_serving.server.rest_repository import repository_routes
+from stagepack_serving.server.rest_request import read_fields
+from stagepack_serving.server.security import TokenCheck, TokenGuard
 from stagepack_serving.server.served_model import ServedModel
-from stagepack_serving.server.tokens import TokenCheck
 
 
 class RestService:

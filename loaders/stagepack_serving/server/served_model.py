@@ -18,14 +18,11 @@ from stagepack_serving.server.deadlines import shorten_deadline
 from stagepack_serving.server.errors import RequestError, RequestStatus
 from stagepack_serving.server.example_check import run_example
 from stagepack_serving.server.limits import ServerLimits
-from stagepack_serving.server.messages import InferenceRequest, InferenceTensor
 from stagepack_serving.server.metadata import FIRST_VERSION, model_metadata, served_model_config
 from stagepack_serving.server.metrics import Metrics
-from stagepack_serving.server.parameters import timeout_parameter
-from stagepack_serving.server.process_runner import ProcessRunner
-from stagepack_serving.server.scheduler import BatchRunner, CallBatch, QueuedCall, Scheduler
+from stagepack_serving.server.parameters import InferenceRequest, InferenceTensor, timeout_parameter
+from stagepack_serving.server.scheduler import BatchRunner, CallBatch, ProcessRunner, QueuedCall, Scheduler, StageRunner
 from stagepack_serving.server.sequences import RequestSequence, SequenceTable
-from stagepack_serving.server.stage_runner import StageRunner
 from stagepack_serving.server.statistics import VersionStatistics
 
 if TYPE_CHECKING:

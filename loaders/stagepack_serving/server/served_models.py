@@ -10,7 +10,7 @@ from typing import Any, Final
 from stagepack_serving.server.errors import RequestError, RequestStatus
 from stagepack_serving.server.limits import ServerLimits
 from stagepack_serving.server.metrics import Metrics
-from stagepack_serving.server.model_collector import ModelCollector
+from stagepack_serving.server.model_repository import ModelCollector
 from stagepack_serving.server.model_versions import ModelVersions
 from stagepack_serving.server.request_scope import RequestScope
 from stagepack_serving.server.served_model import ServedModel

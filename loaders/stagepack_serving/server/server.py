@@ -1,4 +1,7 @@
-"""A server of REST and gRPC on one event loop, from its start until its last answer."""
+"""A server of REST and gRPC on one event loop, from its start until its last answer.
+
+The signals that stop a server.
+"""
 
 import asyncio
 import contextlib
@@ -21,27 +24,51 @@ from grpc_reflection.v1alpha import reflection
 from grpc_reflection.v1alpha.reflection_pb2_grpc import add_ServerReflectionServicer_to_server
 from tritonclient.grpc.service_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
 
-from stagepack_serving.server.credential_reloading import watch_files
 from stagepack_serving.server.errors import AddressError
 from stagepack_serving.server.generation.grpc_generation import check_text_size
-from stagepack_serving.server.grpc_authentication import TokenInterceptor
-from stagepack_serving.server.grpc_calls import OpenCalls
-from stagepack_serving.server.grpc_health import INFERENCE_SERVICE, HealthService
 from stagepack_serving.server.grpc_parsing import ParsedMethods
-from stagepack_serving.server.grpc_service import GrpcService
+from stagepack_serving.server.grpc_service import INFERENCE_SERVICE, GrpcService, HealthService, OpenCalls
 from stagepack_serving.server.model_control import ModelControl
 from stagepack_serving.server.rest_connections import LimitedConnection
 from stagepack_serving.server.rest_service import RestService
-from stagepack_serving.server.security import ServerSecurity
+from stagepack_serving.server.security import ServerSecurity, TokenInterceptor, watch_files
 from stagepack_serving.server.served_models import ServedModels
-from stagepack_serving.server.stop_signals import watch_stop_signals
+
+
+def watch_stop_signals() -> asyncio.Future[signal.Signals]:
+    """Install handlers for SIGTERM, SIGINT and SIGHUP.
+
+    After SIGTERM or SIGINT, the next one of them has its default action, which ends the process at once. A hang-up never does: a shell
+    and the kernel both send SIGHUP when a terminal closes, and systemd sends it right after SIGTERM (``SendSIGHUP=``). A process that
+    was started with SIGHUP ignored, as by nohup, keeps ignoring it.
+    """
+    loop = asyncio.get_running_loop()
+    first_signal: asyncio.Future[signal.Signals] = loop.create_future()
+    termination_signals = (signal.SIGTERM, signal.SIGINT)
+
+    def stop(received_signal: signal.Signals) -> None:
+        if not first_signal.done():
+            first_signal.set_result(received_signal)
+        if received_signal in termination_signals:
+            for termination_signal in termination_signals:
+                loop.remove_signal_handler(termination_signal)
+
+    for termination_signal in termination_signals:
+        loop.add_signal_handler(termination_signal, stop, termination_signal)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        loop.add_signal_handler(signal.SIGHUP, stop, signal.SIGHUP)
+    return first_signal
+
 
 # Connections that wait to be accepted.
 _BACKLOG: Final = 2048
+
 # After the drain, the time for the answers to requests whose deadline was set to now.
 _REFUSAL_SECONDS: Final = 2
+
 # How often the models are looked at.
 _WATCH_SECONDS: Final = 0.2
+
 # Longer than clients and proxies keep an idle connection.
 _KEEP_ALIVE_SECONDS: Final = 75
 

@@ -1,26 +1,245 @@
 """Writes a bundle into a model repository of Triton: one model for each stage, and an ensemble that connects them.
 
 Source: https://github.com/triton-inference-server/server, docs/user_guide/model_repository.md.
+
+The ensemble that connects the models of the stages, and the model that copies results.
+
+Source: https://github.com/triton-inference-server/server, docs/user_guide/architecture.md, section "Ensemble Models".
+
+Which models of a repository a new ensemble replaces: the old ensemble of its name, and the parts of that ensemble.
+
+Which models of a repository stagepack has written.
+
+Whether Triton can batch requests to a bundle.
 """
 
 import contextlib
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
 from google.protobuf import text_format
+from tritonclient.grpc.model_config_pb2 import ModelConfig, ModelInstanceGroup
 
-from stagepack.errors import InputError, WriteError
+from stagepack.errors import InputError, OperatorError, OutputExistsError, StagepackError, WriteError, first_line
+from stagepack.format.contract import determined_symbols
+from stagepack.format.manifest import Edge
+from stagepack.format.manifest_reader import read_manifest
 from stagepack.format.reader import Bundle
+from stagepack.format.shapes import format_guard, symbol_names
 from stagepack.format.temporary_folder import TemporaryFolder, exchange_paths
-from stagepack_serving.triton.ensemble import ensemble_models
+from stagepack.format.validate import MANIFEST_NAME
+from stagepack.graph.rows.batch import batch_dimension
+from stagepack_serving.protocol.interface import Interface, InterfaceTensor
+from stagepack_serving.protocol.model_config import build_model_config
 from stagepack_serving.triton.options import RepositoryOptions
-from stagepack_serving.triton.replaced_models import find_replaced_models
-from stagepack_serving.triton.triton_model import TritonModel
-from stagepack_serving.triton.written_models import CONFIG_MARKER
+from stagepack_serving.triton.stages import TritonModel, build_part_config, stage_models
+
+_RESULTS_MODULE = "results_model"
+
+
+def ensemble_models(bundle: Bundle, options: RepositoryOptions) -> list[TritonModel]:
+    """Describe all models of a bundle."""
+    _check_guards(bundle)
+    wiring = _EnsembleWiring(bundle, options)
+    parts = [*stage_models(bundle, options), *wiring.results_models()]
+    return [*parts, TritonModel(wiring.ensemble_config(parts))]
+
+
+def _check_guards(bundle: Bundle) -> None:
+    """Check that each guard can be checked by a stage, from the sizes of the inputs that it gets."""
+    edges = {edge.name: edge for edge in bundle.edges}
+    symbols = bundle.entry_point.symbols
+    known = [determined_symbols([edges[name] for name in stage.inputs], symbols) for stage in bundle.stages]
+    for guard in bundle.entry_point.guards:
+        compared = {*symbol_names(guard.left), *symbol_names(guard.right)}
+        if not any(compared <= stage_symbols for stage_symbols in known):
+            raise OperatorError(
+                f"the model was captured for {format_guard(guard)}, and no stage gets all of these sizes: Triton would not check it: "
+                "cut the bundle into fewer stages (stagepack recut)"
+            )
+
+
+class _EnsembleWiring:
+    """The tensors of an ensemble, and the edges whose values they carry.
+
+    An ensemble returns each output of a part under one name only, and cannot return its own inputs. Results that need more than that are
+    copied by an additional model.
+    """
+
+    def __init__(self, bundle: Bundle, options: RepositoryOptions) -> None:
+        self._options = options
+        self._interface = Interface(bundle.entry_point)
+        self._edges = {edge.name: edge for edge in bundle.edges}
+        outputs = self._interface.outputs.values()
+        self._output_of_edge: dict[str, str] = {}
+        for tensor in outputs:
+            if tensor.edge.producer is not None:
+                self._output_of_edge.setdefault(tensor.edge.name, tensor.name)
+        self._copied_outputs = [
+            tensor for tensor in outputs if self._output_of_edge.get(tensor.edge.name) != tensor.name
+        ]
+
+    def results_models(self) -> list[TritonModel]:
+        """The model that copies results; none if the ensemble can return all of them."""
+        if not self._copied_outputs:
+            return []
+        source_names = list(dict.fromkeys(tensor.edge.name for tensor in self._copied_outputs))
+        sources = [InterfaceTensor(name=edge_name, edge=self._edges[edge_name]) for edge_name in source_names]
+        config = build_part_config(self._options, "results", sources, self._copied_outputs)
+        config.backend = "python"
+        config.instance_group.add(kind=ModelInstanceGroup.KIND_CPU, count=1)
+        for tensor in self._copied_outputs:
+            config.parameters[tensor.name].string_value = tensor.edge.name
+        return [TritonModel(config, (), _RESULTS_MODULE)]
+
+    def ensemble_config(self, parts: Sequence[TritonModel]) -> ModelConfig:
+        """The configuration of the ensemble, which clients call."""
+        inputs, outputs = self._interface.inputs.values(), self._interface.outputs.values()
+        max_batch_size = self._options.max_batch_size
+        config = build_model_config(self._options.model_name, inputs, outputs, max_batch_size=max_batch_size)
+        config.platform = "ensemble"
+        for part in parts:
+            step = config.ensemble_scheduling.step.add(model_name=part.config.name, model_version=-1)
+            for model_input in part.config.input:
+                step.input_map[model_input.name] = self._tensor_name(self._edges[model_input.name])
+            for model_output in part.config.output:
+                is_result = part.python_module == _RESULTS_MODULE
+                step.output_map[model_output.name] = (
+                    model_output.name if is_result else self._tensor_name(self._edges[model_output.name])
+                )
+        return config
+
+    def _tensor_name(self, edge: Edge) -> str:
+        """The tensor of the ensemble that carries the value of an edge."""
+        if edge.producer is None:
+            return edge.name
+        return self._output_of_edge.get(edge.name, f"stage_{edge.producer}.{edge.name}")
+
+
+# The first line of every configuration that stagepack writes.
+CONFIG_MARKER: Final = b"# Written by stagepack.\n"
+
+
+def is_written_by_stagepack(folder: Path) -> bool:
+    """Whether a folder is a model that stagepack has written."""
+    config = folder / "config.pbtxt"
+    if not config.is_file():
+        return False
+    with config.open("rb") as file:
+        return file.read(len(CONFIG_MARKER)) == CONFIG_MARKER
+
+
+_CONFIG_NAME: Final = "config.pbtxt"
+
+_OWN_FILES: Final = frozenset({_CONFIG_NAME, "1/model.py", "1/.keep"})
+
+# The Python of the server writes it when it imports model.py.
+_COMPILED_CODE: Final = re.compile(r"1/__pycache__/model\.[\w.-]+\.pyc", re.ASCII)
+
+
+def find_replaced_models(root: Path, new_names: Sequence[str], *, overwrite: bool) -> list[Path]:
+    """Find the models that an ensemble and its parts replace.
+
+    The parts of the old ensemble are the steps of its configuration. A part that no ensemble names is replaced, too, if a new part has its
+    name: a writer that was killed may leave one.
+    """
+    ensemble_name = new_names[-1]
+    old_folders = [root / model_name for model_name in reversed(new_names) if os.path.lexists(root / model_name)]
+    if not old_folders:
+        return []
+    if not overwrite:
+        raise OutputExistsError(
+            f"{old_folders[0]}: exists already: choose another name (--name), or replace the ensemble of this name and its parts "
+            "(--overwrite)"
+        )
+    configs = dict(_read_configs(root))
+    old_parts = _part_names(configs.get(ensemble_name, ModelConfig()), ensemble_name)
+    part_folders = [root / part_name for part_name in old_parts if part_name not in new_names]
+    old_folders += [folder for folder in part_folders if os.path.lexists(folder)]
+    for folder in old_folders:
+        _check_origin(folder, ensemble_name, configs)
+        _check_files(folder)
+    return old_folders
+
+
+def _read_configs(root: Path) -> Iterator[tuple[str, ModelConfig]]:
+    """Yield the name and the configuration of each model that has one."""
+    for path in sorted(root.glob(f"*/{_CONFIG_NAME}")):
+        if not path.is_file():
+            continue
+        try:
+            config = text_format.Parse(path.read_bytes(), ModelConfig(), allow_unknown_field=True)
+        except (text_format.ParseError, UnicodeDecodeError) as error:
+            reason = first_line(error)
+            raise OutputExistsError(
+                f"{path}: expected a configuration of Triton, which says whether the model uses one that is replaced: {reason}: repair or "
+                "remove it"
+            ) from None
+        yield path.parent.name, config
+
+
+def _part_names(ensemble: ModelConfig, ensemble_name: str) -> list[str]:
+    """The steps of an ensemble that have the names of its own parts."""
+    part_pattern = re.compile(rf"{re.escape(ensemble_name)}_(stage_\d+|results)", re.ASCII)
+    step_names = dict.fromkeys(step.model_name for step in ensemble.ensemble_scheduling.step)
+    return [step_name for step_name in step_names if part_pattern.fullmatch(step_name)]
+
+
+def _check_origin(folder: Path, ensemble_name: str, configs: Mapping[str, ModelConfig]) -> None:
+    """Refuse a model that stagepack did not write as the ensemble of this name, or as a part of it alone."""
+    if not is_written_by_stagepack(folder):
+        raise OutputExistsError(
+            f"{folder}: was not written by stagepack, and is not overwritten: choose another name (--name)"
+        )
+    is_ensemble = configs[folder.name].HasField("ensemble_scheduling")
+    if is_ensemble != (folder.name == ensemble_name):
+        kind = "an ensemble of its own" if is_ensemble else "a part of an ensemble"
+        raise OutputExistsError(
+            f"{folder}: expected the ensemble {ensemble_name} or a part of it, found {kind}, which is not overwritten: choose another name "
+            "(--name)"
+        )
+    for model_name, config in configs.items():
+        step_names = {step.model_name for step in config.ensemble_scheduling.step}
+        if model_name != ensemble_name and folder.name in step_names:
+            raise OutputExistsError(
+                f"{folder}: expected a model that only the ensemble {ensemble_name} uses, found that {model_name} uses it too: choose "
+                f"another name (--name), or remove {model_name} first"
+            )
+
+
+def _check_files(folder: Path) -> None:
+    """Refuse a model with files that stagepack does not write, which would be deleted."""
+    own_files = _OWN_FILES | _bundle_files(folder / "1")
+    for path in _files_below(folder):
+        relative_path = path.relative_to(folder).as_posix()
+        if relative_path not in own_files and not _COMPILED_CODE.fullmatch(relative_path):
+            raise OutputExistsError(
+                f"{folder}: expected only files that stagepack writes, found {relative_path}, which would be deleted: move it out of the "
+                "repository, or choose another name (--name)"
+            )
+
+
+def _bundle_files(version_folder: Path) -> frozenset[str]:
+    """The files of the bundle that a model may have, by the manifest in its folder; none if there is no manifest that can be read."""
+    try:
+        manifest = read_manifest(version_folder)
+    except StagepackError:
+        return frozenset()
+    return frozenset(f"1/{file_name}" for file_name in (MANIFEST_NAME, *(file.name for file in manifest.files)))
+
+
+def _files_below(folder: Path) -> Iterator[Path]:
+    """Yield all that is not a folder, at any depth; a link to a folder is a file, too."""
+    for path in sorted(folder.iterdir()):
+        if path.is_dir() and not path.is_symlink():
+            yield from _files_below(path)
+        else:
+            yield path
+
 
 _MODEL_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", re.ASCII)
 
@@ -128,3 +347,21 @@ def _add_file(source: Path, target: Path, *, copy: bool) -> None:
         raise WriteError(
             f"{target}: cannot create a hard link to the bundle's file ({error.strerror}): copy the files instead (--copy)"
         ) from None
+
+
+def batching_obstacle(bundle: Bundle) -> str:
+    """Find out why Triton cannot batch requests to a bundle.
+
+    Triton requires a dimension besides the batch dimension in every tensor. The configuration could add one by ``reshape``, but then
+    clients would have to send it.
+
+    The result is the reason; empty if Triton can batch requests.
+    """
+    dimension = batch_dimension(bundle, bundle.edges)
+    if isinstance(dimension, str):
+        return dimension
+    interface = Interface(bundle.entry_point)
+    for tensor in (*interface.inputs.values(), *interface.outputs.values()):
+        if len(tensor.shape) == 1:
+            return f"{tensor.name} has no dimension besides the batch dimension, which Triton requires"
+    return ""

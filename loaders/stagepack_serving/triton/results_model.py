@@ -16,7 +16,7 @@ class TritonPythonModel:
     def initialize(self, args: Mapping[str, str]) -> None:
         """Read which input each output is a copy of.
 
-        args: the arguments of Triton; ``model_config`` is the configuration that `stagepack_serving.triton.ensemble` built, as JSON.
+        args: the arguments of Triton; ``model_config`` is the configuration that `stagepack_serving.triton.repository` built, as JSON.
         """
         config = json.loads(args["model_config"])
         self._input_of_output = {

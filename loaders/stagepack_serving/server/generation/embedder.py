@@ -16,7 +16,7 @@ from stagepack_loaders.generation.decoders import logits_as_floats
 from stagepack_serving.protocol.datatypes import NUMPY_DTYPES
 from stagepack_serving.server.errors import AssetError, RequestError, RequestStatus
 from stagepack_serving.server.generation.openai_requests import EmbeddingFields
-from stagepack_serving.server.messages import InferenceRequest, InferenceTensor
+from stagepack_serving.server.parameters import InferenceRequest, InferenceTensor
 from stagepack_serving.server.served_model import ServedModel
 
 # Texts of a request that run together, as in `encode` of sentence-transformers.

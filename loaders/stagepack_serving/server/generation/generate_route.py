@@ -14,13 +14,12 @@ from starlette.types import Receive, Scope, Send
 
 from stagepack_serving.server.deadlines import shorten_deadline
 from stagepack_serving.server.errors import RequestError, RequestStatus
-from stagepack_serving.server.generation.answer_channel import AnswerChannel
-from stagepack_serving.server.generation.generator import Generator, generator_of
+from stagepack_serving.server.generation.generator import AnswerChannel, Generator, generator_of
 from stagepack_serving.server.generation.prompts import TEXT_INPUT, read_request
 from stagepack_serving.server.parameters import check_request_id, timeout_parameter
-from stagepack_serving.server.rest_body import decode_text_request
 from stagepack_serving.server.rest_inference import requested_model, unless_disconnected
 from stagepack_serving.server.rest_large_request import decode_field, decode_fields, split_fields
+from stagepack_serving.server.rest_request import decode_text_request
 from stagepack_serving.server.served_model import ServedModel
 from stagepack_serving.server.served_models import ServedModels
 

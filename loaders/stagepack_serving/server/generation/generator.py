@@ -1,14 +1,24 @@
-"""Generation with a served decoder, token by token."""
+"""Generation with a served decoder, token by token.
+
+What a generation produces, token by token.
+
+Answers over HTTP as one JSON object, or as server-sent events.
+
+Source: https://html.spec.whatwg.org/multipage/server-sent-events.html.
+"""
 
 import asyncio
 import dataclasses
 import functools
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal
 
+import msgspec
 import numpy
 from msgspec import Raw
+from starlette.responses import JSONResponse, Response
+from starlette.types import Message, Receive, Scope, Send
 
 from stagepack.errors import InputError, StageFailedError
 from stagepack_loaders.elements import Array
@@ -18,17 +28,61 @@ from stagepack_loaders.generation.token_loop import TokenLoop
 from stagepack_serving.protocol.datatypes import NUMPY_DTYPES
 from stagepack_serving.server.beside_loop import beside_loop
 from stagepack_serving.server.errors import RequestError, RequestStatus
-from stagepack_serving.server.generation.generated_text import GeneratedPart, GeneratedText
-from stagepack_serving.server.generation.text_format import TextFormat, read_text_format
-from stagepack_serving.server.json_numbers import array_from_json, nested_sizes
-from stagepack_serving.server.messages import InferenceTensor
+from stagepack_serving.server.generation.text_stream import StopStrings, TextFormat, read_text_format
+from stagepack_serving.server.parameters import InferenceTensor
+from stagepack_serving.server.rest_request import array_from_json, nested_sizes, tensor_from_reader
 from stagepack_serving.server.served_model import ServedModel
-from stagepack_serving.server.tensor_decoding import tensor_from_reader
+
+# Why a text ends: a token or a string that ends it, or the largest number of tokens.
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeneratedPart:
+    """What one token adds to a text.
+
+    Attributes:
+        token: the token.
+        text: the text that is complete with it; often empty, since a character or a stop string may take several tokens.
+        finish_reason: why the text ends with it; None if it goes on.
+    """
+
+    token: int
+    text: str
+    finish_reason: FinishReason | None = None
+
+
+class GeneratedText:
+    """A text that grows by tokens."""
+
+    def __init__(self, text_format: TextFormat | None, stop_strings: Sequence[str]) -> None:
+        self._stream = None if text_format is None else text_format.start_text()
+        self._stop_strings = StopStrings(stop_strings)
+
+    def add(self, token: int, finish_reason: FinishReason | None) -> GeneratedPart:
+        """Add a token.
+
+        finish_reason: why it is the last token of the model; None if it is not.
+        """
+        if self._stream is None:
+            return GeneratedPart(token=token, text="", finish_reason=finish_reason)
+        new_text = self._stream.add(token)
+        if finish_reason is not None:
+            new_text += self._stream.finish()
+        text = self._stop_strings.add(new_text)
+        if self._stop_strings.is_found:
+            return GeneratedPart(token=token, text=text, finish_reason="stop")
+        if finish_reason is not None:
+            text += self._stop_strings.finish()
+        return GeneratedPart(token=token, text=text, finish_reason=finish_reason)
+
 
 # The input of a model that holds tokens.
 _IDS_INPUT: Final = "input_ids"
+
 # More than any prompt that fits: longer texts are not read.
 _MAX_CHARACTERS_PER_TOKEN: Final = 128
+
 # The input of an encoder that is 1 for tokens.
 _MASK_INPUT: Final = "attention_mask"
 
@@ -189,3 +243,49 @@ def add_generators(models: Sequence[ServedModel]) -> None:
         encoder = by_entry_point.get(ENCODER_NAME)
         if facts is not None and (encoder is not None or not facts.takes_encoder):
             model.generator = Generator(facts, model, encoder if facts.takes_encoder else None)
+
+
+class AnswerChannel:
+    """Sends one answer.
+
+    Attributes:
+        is_started: whether a part of the answer was sent.
+        has_events: whether that part is an event.
+    """
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._scope = scope
+        self._receive = receive
+        self._send = send
+        self.is_started = False
+        self.has_events = False
+
+    async def send_json(self, answer: Any, status_code: int = 200) -> None:
+        """Send the whole answer as JSON.
+
+        answer: plain data, or the JSON as bytes.
+        """
+        self.is_started = True
+        response = (
+            Response(answer, status_code, media_type="application/json")
+            if isinstance(answer, bytes)
+            else JSONResponse(answer, status_code)
+        )
+        await response(self._scope, self._receive, self._send)
+
+    async def send_event(self, event: Any) -> None:
+        """Send an event; the first one after the head of the answer."""
+        if not self.is_started:
+            self.is_started = self.has_events = True
+            headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        data = event.encode() if isinstance(event, str) else msgspec.json.encode(event)
+        await self._send(_body(b"data: " + data + b"\n\n", more=True))
+
+    async def end_events(self) -> None:
+        """End an answer of events."""
+        await self._send(_body(b"", more=False))
+
+
+def _body(content: bytes, *, more: bool) -> Message:
+    return {"type": "http.response.body", "body": content, "more_body": more}

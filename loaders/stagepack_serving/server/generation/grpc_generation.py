@@ -16,11 +16,15 @@ from stagepack_serving.server.deadlines import shorten_deadline
 from stagepack_serving.server.errors import RequestError, RequestStatus
 from stagepack_serving.server.generation.generator import generator_of
 from stagepack_serving.server.generation.prompts import TEXT_INPUT, read_request
-from stagepack_serving.server.grpc_message_fields import outline_request
-from stagepack_serving.server.grpc_messages import ParsedInference, decode_input, decode_parameters, typed_bytes
+from stagepack_serving.server.grpc_messages import (
+    ParsedInference,
+    decode_input,
+    decode_parameters,
+    outline_request,
+    typed_bytes,
+)
 from stagepack_serving.server.limits import MAX_TEXT_BYTES
-from stagepack_serving.server.messages import InferenceTensor
-from stagepack_serving.server.parameters import timeout_parameter
+from stagepack_serving.server.parameters import InferenceTensor, timeout_parameter
 from stagepack_serving.server.served_model import ServedModel
 from stagepack_serving.server.served_models import ServedModels
 

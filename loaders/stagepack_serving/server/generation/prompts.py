@@ -7,8 +7,8 @@ from msgspec import Meta, Raw
 
 from stagepack_serving.server.errors import RequestError, RequestStatus
 from stagepack_serving.server.generation.generator import GenerationRequest, Generator
-from stagepack_serving.server.generation.sampling_fields import SamplingFields, convert_fields
-from stagepack_serving.server.messages import InferenceTensor
+from stagepack_serving.server.generation.openai_requests import SamplingFields, convert_fields
+from stagepack_serving.server.parameters import InferenceTensor
 
 # The name of a prompt that is a text; others are named as the input of the model that they are.
 TEXT_INPUT: Final = "text_input"
