@@ -15,8 +15,7 @@ from stagepack.capture.generation import generating_model
 from stagepack.capture.inputs import Inputs, on_device_of
 from stagepack.capture.pretrained_model import load_pretrained, model_files
 from stagepack.capture.programs import Capture
-from stagepack.capture.source import capture_source
-from stagepack.capture.source_argument import capture_with_checkpoint, pretrained_inputs
+from stagepack.capture.source import capture_source, capture_with_checkpoint, pretrained_inputs
 from stagepack.errors import ExportWarning, OptionError, warn_caller
 from stagepack.exporter import ExportOptions, export_capture, export_entry_points
 from stagepack.format.operator_permissions import bundle_permissions

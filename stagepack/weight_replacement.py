@@ -24,11 +24,10 @@ from stagepack.bundle_writing import (
     write_bundle,
 )
 from stagepack.capture.adapters import read_adapter
-from stagepack.capture.checkpoint import CheckpointTensor, read_checkpoint
-from stagepack.capture.deferred_tensors import DataNeededError, DeferredTensors
+from stagepack.capture.checkpoint import CheckpointTensor, DataNeededError, DeferredTensors, read_checkpoint
 from stagepack.capture.pretrained_model import load_pretrained, model_files
 from stagepack.capture.sentence_pipeline import SETTINGS_FILE
-from stagepack.capture.source_argument import FORWARD
+from stagepack.capture.source import FORWARD
 from stagepack.capture.source_path import is_model_folder
 from stagepack.capture.weight_names import name_problems, shown, tensors_by_weight_name
 from stagepack.errors import CaptureError

@@ -13,8 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import stagepack
-from stagepack.capture.checkpoint import checkpoint_file_tensors, read_checkpoint
-from stagepack.capture.deferred_tensors import DataNeededError, DeferredTensors
+from stagepack.capture.checkpoint import DataNeededError, DeferredTensors, checkpoint_file_tensors, read_checkpoint
 from stagepack.capture.hugging_face import capture_pretrained
 from stagepack.capture.inputs import Inputs
 from stagepack.capture.weight_names import tensors_by_weight_name

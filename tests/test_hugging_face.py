@@ -16,7 +16,7 @@ from stagepack.capture import pretrained_model
 from stagepack.capture.hugging_face import capture_pretrained
 from stagepack.capture.inputs import Inputs
 from stagepack.capture.pretrained_model import model_files
-from stagepack.capture.source_argument import load_source_argument
+from stagepack.capture.source import load_source_argument
 from stagepack.errors import CaptureError
 from stagepack.exporter import export_capture
 from stagepack.partition.cut_options import CutOptions

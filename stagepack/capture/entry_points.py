@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from stagepack.capture.advice import advised_capture
+from stagepack.capture.diagnosis import advised_capture
 from stagepack.capture.hugging_face import capture_transformers
 from stagepack.capture.inputs import Inputs, with_tensors
 from stagepack.capture.module_inputs import automatic_shapes, record_module_inputs

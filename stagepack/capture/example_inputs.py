@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 from torch.export import Dim
 
-from stagepack.capture.deferred_tensors import DataNeededError
+from stagepack.capture.checkpoint import DataNeededError
 from stagepack.capture.example_tensors import (
     LARGEST_BATCH,
     ExampleSizes,

@@ -9,7 +9,7 @@ from stagepack.capture.entry_points import capture_entry_points
 from stagepack.capture.inputs import Inputs, on_device_of
 from stagepack.capture.pretrained_model import is_transformers_model, model_files
 from stagepack.capture.programs import Capture, capture_module
-from stagepack.capture.source_argument import FORWARD, load_model_argument
+from stagepack.capture.source import FORWARD, load_model_argument
 from stagepack.errors import OptionError
 from stagepack.extras import explain_missing_packages
 

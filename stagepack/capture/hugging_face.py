@@ -8,15 +8,14 @@ from typing import Any
 
 import torch
 
-from stagepack.capture.advice import advised_capture
-from stagepack.capture.deferred_tensors import DataNeededError, DeferredTensors
+from stagepack.capture.checkpoint import DataNeededError, DeferredTensors
+from stagepack.capture.diagnosis import advised_capture
 from stagepack.capture.example_inputs import model_examples, smallest_inputs, with_auto_dims, with_longer_sequences
 from stagepack.capture.fake_call import call_with_shapes
 from stagepack.capture.inputs import Inputs, on_device_of
 from stagepack.capture.model_run import run_model
-from stagepack.capture.patched_export import PATCHED_EXPORT, capture_patched
 from stagepack.capture.pretrained_model import is_transformers_model, load_pretrained
-from stagepack.capture.programs import Capture, capture_module
+from stagepack.capture.programs import PATCHED_EXPORT, Capture, capture_module, capture_patched
 from stagepack.capture.sentence_pipeline import SentencePipeline
 from stagepack.capture.starting_file import starting_file
 from stagepack.errors import CaptureError, ExportWarning, warn_caller

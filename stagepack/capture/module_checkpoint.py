@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from stagepack.capture.checkpoint import CheckpointTensor, read_checkpoint
-from stagepack.capture.deferred_tensors import DeferredTensors
+from stagepack.capture.checkpoint import CheckpointTensor, DeferredTensors, read_checkpoint
 from stagepack.capture.weight_names import name_problems, shown, tensors_by_weight_name
 from stagepack.errors import CaptureError
 from stagepack.torch_internals import FakeTensor, TorchDispatchMode, tree_leaves, tree_map_tensors

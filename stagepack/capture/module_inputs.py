@@ -1,15 +1,20 @@
-"""The inputs that modules of a model get when the model runs its example."""
+"""The inputs that modules of a model get when the model runs its example.
 
-from collections.abc import Callable
+What the caller said about dynamic dimensions: their names, and which sizes they may have.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.export import Dim
 
-from stagepack.capture.inputs import Inputs, inputs_by_parameter
+from stagepack.capture.inputs import Inputs, complete_dynamic_shapes, inputs_by_parameter
 from stagepack.capture.model_run import run_model
 from stagepack.capture.module_state import preserve_module
-from stagepack.torch_internals import tree_map, tree_map_tensors
+from stagepack.capture.programs import Capture
+from stagepack.torch_internals import DimHint, symbolic_expression, tree_leaves, tree_map, tree_map_tensors
 
 
 def record_module_inputs(model: torch.nn.Module, inputs: Inputs) -> dict[str, Inputs]:
@@ -49,3 +54,133 @@ def automatic_shapes(forward: Callable[..., Any], inputs: Inputs) -> dict[str, A
         )
 
     return {name: tree_map(automatic_dims, value) for name, value in inputs_by_parameter(forward, inputs).items()}
+
+
+@dataclass(frozen=True, slots=True)
+class DeclaredDimension:
+    """A size of an input that the caller said something about.
+
+    Attributes:
+        leaf: the number of the input among the leaves of all arguments.
+        axis: the dimension of the tensor; None where the input is an integer.
+        dim: what the caller passed for it in `dynamic_shapes`.
+        size: the size in the captured program.
+    """
+
+    leaf: int
+    axis: int | None
+    dim: Any
+    size: "int | torch.SymInt"
+
+    @property
+    def symbol_name(self) -> str | None:
+        """The name of the only symbol of torch in the size; None if there is none, or several."""
+        symbols = symbolic_expression(self.size).free_symbols if isinstance(self.size, torch.SymInt) else ()
+        return str(*symbols) if len(symbols) == 1 else None
+
+    @property
+    def named_dim(self) -> Any:
+        """The ``Dim`` of the only symbol in the size: that of ``h`` where the size is ``4*h``; None if the caller named none."""
+        if not isinstance(self.dim, Dim) or not isinstance(self.size, torch.SymInt):
+            return None
+        return self.dim if symbolic_expression(self.size).is_Symbol else getattr(self.dim, "root", self.dim)
+
+
+def declared_dimensions(capture: Capture) -> list[DeclaredDimension]:
+    """Return the sizes in the dynamic shapes of a capture, in the order of its inputs."""
+    if not capture.inputs.dynamic_shapes or capture.model is None:
+        return []
+    dynamic_shapes = complete_dynamic_shapes(capture.model.forward, capture.inputs)
+    input_of_parameter = inputs_by_parameter(capture.model.forward, capture.inputs)
+    if not isinstance(dynamic_shapes, Mapping):
+        dynamic_shapes = dict(zip(input_of_parameter, dynamic_shapes, strict=False))
+    leaf_dims = [
+        dims
+        for parameter, example in input_of_parameter.items()
+        for dims in _dims_of_leaves(example, dynamic_shapes.get(parameter))
+    ]
+    placeholders = [node for node in capture.program.graph.nodes if node.op == "placeholder"]
+    # The inputs follow the weights.
+    values = [placeholder.meta.get("val") for placeholder in placeholders[-len(leaf_dims) :]]
+    return [
+        DeclaredDimension(leaf, axis, dim, value if axis is None else value.shape[axis])
+        for leaf, (value, dims) in enumerate(zip(values, leaf_dims, strict=False))
+        for axis, dim in dims.items()
+        if axis is None or axis < value.ndim  # torch ignores a dimension that a tensor does not have
+    ]
+
+
+def dimension_names(capture: Capture) -> dict[str, str]:
+    """Return the names of the ``torch.export.Dim`` of a capture's dynamic shapes, by the name of torch's symbol."""
+    dim_names: dict[str, str] = {}
+    for declared in declared_dimensions(capture):
+        if declared.symbol_name is not None and declared.named_dim is not None:
+            dim_names.setdefault(declared.symbol_name, declared.named_dim.__name__)
+    return dim_names
+
+
+@dataclass(frozen=True, slots=True)
+class SizeRequest:
+    """What a caller asked for of a symbol.
+
+    Attributes:
+        smallest: the smallest size that may be tried.
+        largest: the largest size that was asked for; None for any.
+        is_explicit: whether the caller has said which sizes there may be.
+        dimension: where the caller did so; None for a program without its model, of which only its own ranges are known.
+    """
+
+    smallest: int
+    largest: int | None
+    is_explicit: bool
+    dimension: DeclaredDimension | None = None
+
+
+def size_requests(capture: Capture) -> dict[str, SizeRequest]:
+    """Return what the caller asked for of the sizes of inputs, by the name of torch's symbol."""
+    if capture.model is None:
+        # Where torch begins a range of which the caller has said nothing.
+        return {
+            str(symbol): SizeRequest(0, None, is_explicit=False)
+            for symbol, sizes in capture.program.range_constraints.items()
+            if sizes.lower == 2 and not str(sizes.upper).isdigit()
+        }
+    requests: dict[str, SizeRequest] = {}
+    for declared in declared_dimensions(capture):
+        request, symbol_name = _request(declared), declared.symbol_name
+        if request is not None and symbol_name is not None:
+            known_request = requests.setdefault(symbol_name, request)
+            if request.smallest > known_request.smallest:
+                requests[symbol_name] = request
+    return requests
+
+
+def _request(declared: DeclaredDimension) -> SizeRequest | None:
+    dim = declared.named_dim
+    if dim is not None:
+        largest = dim.max if isinstance(dim.max, int) else None
+        return SizeRequest(dim.min, largest, is_explicit=True, dimension=declared)
+    if isinstance(declared.dim, DimHint) and str(declared.size) == declared.symbol_name:
+        hint = declared.dim
+        return SizeRequest(hint.min or 0, hint.max, is_explicit=hint.min is not None, dimension=declared)
+    return None
+
+
+def _dims_of_leaves(value: Any, shape_spec: Any) -> Iterator[Mapping[int | None, Any]]:
+    """Yield the dynamic dimensions of each leaf of an input, from left to right, by axis; that of an integer has none."""
+    if isinstance(value, torch.Tensor):
+        yield dict(enumerate(shape_spec)) if isinstance(shape_spec, list | tuple) else shape_spec or {}
+    elif isinstance(value, Mapping) and isinstance(shape_spec, Mapping):
+        for key, child in value.items():
+            yield from _dims_of_leaves(child, shape_spec.get(key))
+    elif isinstance(shape_spec, list | tuple):  # of a list, a tuple or an object: one entry for each child
+        for child, child_spec in zip(_children(value), shape_spec, strict=True):
+            yield from _dims_of_leaves(child, child_spec)
+    elif type(value) is int and shape_spec is not None:
+        yield {None: shape_spec}
+    else:
+        yield from ({} for _ in tree_leaves(value))
+
+
+def _children(value: Any) -> Iterable[Any]:
+    return value if isinstance(value, list | tuple) else tree_leaves(value)

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import torch
 
-from stagepack.capture.deferred_tensors import DataNeededError
+from stagepack.capture.checkpoint import DataNeededError
 from stagepack.capture.example_tensors import configured
 from stagepack.capture.fake_call import FakeCall, call_with_shapes
 from stagepack.capture.inputs import Inputs, device_of, on_device_of

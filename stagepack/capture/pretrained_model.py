@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from stagepack.capture.adapters import CONFIGURATION_NAME, Adapter, merge_adapter, read_adapter
-from stagepack.capture.checkpoint import CheckpointTensor, checkpoint_file_tensors
-from stagepack.capture.deferred_tensors import DataNeededError, DeferredTensors
+from stagepack.capture.checkpoint import CheckpointTensor, DataNeededError, DeferredTensors, checkpoint_file_tensors
 from stagepack.capture.sentence_pipeline import (
     SentencePipeline,
     import_sentence_transformers,

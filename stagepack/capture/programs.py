@@ -1,7 +1,11 @@
-"""A module, an exported program or its file -> a `Capture`, which holds a ``torch.export.ExportedProgram``."""
+"""A module, an exported program or its file -> a `Capture`, which holds a ``torch.export.ExportedProgram``.
+
+Capture a model of transformers by transformers' own exporter, which patches code that ``torch.export`` cannot trace.
+"""
 
 import contextlib
 import functools
+import inspect
 import logging
 import os
 import zipfile
@@ -14,7 +18,7 @@ import torch
 from torch.export import ExportedProgram
 
 from stagepack.capture.asked_properties import Property, Question
-from stagepack.capture.deferred_tensors import DeferredTensors
+from stagepack.capture.checkpoint import DeferredTensors
 from stagepack.capture.equal_sizes import equal_from_the_start
 from stagepack.capture.error_location import with_location
 from stagepack.capture.explicit_signature import explicit_signature
@@ -26,22 +30,23 @@ from stagepack.capture.inputs import (
     unknown_inputs,
     with_tensors,
 )
-from stagepack.capture.module_calls import TracedCalls
 from stagepack.capture.module_state import preserve_module
 from stagepack.capture.narrowed_ranges import is_range_violation, narrowed_dynamic_shapes
 from stagepack.capture.result_records import captured_results
 from stagepack.capture.torch_messages import format_torch_error, hold_log_records, suppress_stderr
-from stagepack.capture.traced_code import traced_as_meant
-from stagepack.capture.traced_modes import CustomFunction, TracedModes
+from stagepack.capture.traced_code import CustomFunction, TracedCalls, TracedModes, traced_as_meant
 from stagepack.capture.transformers_package import register_model_outputs
 from stagepack.capture.wrapped_model import wrapped_model
 from stagepack.errors import CaptureError
 from stagepack.format.file_writing import FileRange
+from stagepack.torch_internals import export_by_transformers
 
 # Whether modules are captured by the compiler's front end, which traces the code of a model instead of running it.
 _IS_STRICT: ContextVar[bool] = ContextVar("is_strict", default=False)
+
 # Whether this torch is 2.11, see `_export`.
 _PROVES_FEW_GUARDS: Final = str(torch.__version__).startswith("2.11.")
+
 # What is said of a module of TorchScript.
 SCRIPTED: Final = "is TorchScript, which torch.export does not trace: export the torch.nn.Module that it was made of"
 
@@ -253,3 +258,30 @@ def load_program(path: str | os.PathLike[str]) -> ExportedProgram:
         logged = (record.exc_info[1] for record in log_records if record.exc_info)
         cause = next(filter(None, logged), error)
         raise CaptureError(f"{path}: torch.export.load cannot read it: {format_torch_error(cause)}") from error
+
+
+PATCHED_EXPORT = "transformers.exporters.DynamoExporter"
+
+
+def capture_patched(model: Any, inputs: Inputs) -> Capture:
+    """Capture a model by transformers' exporter.
+
+    The exporter removes constants such as ``use_cache=False`` from the signature, so they are no inputs of the capture either.
+    """
+    inputs = with_tensors(inputs)
+    input_of_parameter = {**inspect.signature(model.forward).bind_partial(*inputs.args).arguments, **inputs.kwargs}
+    tensor_inputs = {
+        parameter: example
+        for parameter, example in input_of_parameter.items()
+        if not isinstance(example, bool | int | float | str | None)
+    }
+    dynamic_shapes = inputs.dynamic_shapes
+    if isinstance(dynamic_shapes, Mapping):
+        dynamic_shapes = {parameter: dynamic_shapes.get(parameter) for parameter in tensor_inputs}
+    try:
+        with preserve_module(model), recorded_trace(model) as recorded:
+            program = export_by_transformers(model, input_of_parameter, dynamic_shapes)
+    except Exception as error:
+        raise CaptureError(with_location(format_torch_error(error), error)) from error
+    capture_inputs = Inputs(kwargs=tensor_inputs, dynamic_shapes=dynamic_shapes)
+    return Capture(program=program, inputs=capture_inputs, model=model, method=PATCHED_EXPORT, **recorded)

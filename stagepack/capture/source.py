@@ -1,18 +1,34 @@
-"""Any model that `stagepack.export` accepts -> a captured model."""
+"""Any model that `stagepack.export` accepts -> a captured model.
+
+The SOURCE argument of the command line -> a captured model.
+"""
 
 import os
 import zipfile
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch.export import ExportedProgram
 
-from stagepack.capture.advice import advised_capture
+from stagepack.capture.checkpoint import DeferredTensors
+from stagepack.capture.diagnosis import advised_capture
+from stagepack.capture.entry_points import (
+    capture_entry_points,
+    capture_modules,
+    function_modules,
+    pipeline_module,
+)
+from stagepack.capture.example_arguments import ExampleArguments, ExampleInputs, to_inputs
+from stagepack.capture.example_inputs import example_inputs
 from stagepack.capture.hugging_face import capture_around_transformers, capture_pretrained, capture_transformers
-from stagepack.capture.inputs import Inputs
-from stagepack.capture.pretrained_model import is_transformers_model
+from stagepack.capture.inputs import Inputs, on_device_of
+from stagepack.capture.module_checkpoint import make_with_checkpoint
+from stagepack.capture.pretrained_model import is_transformers_model, load_pretrained
 from stagepack.capture.programs import SCRIPTED, Capture, capture_module, capture_program, load_program
 from stagepack.capture.sentence_pipeline import is_sentence_transformer, sentence_pipeline
+from stagepack.capture.user_modules import call_user_function
 from stagepack.errors import CaptureError, OptionError
 from stagepack.torch_internals import uncompiled_module
 
@@ -57,3 +73,188 @@ def _is_torchscript(path: str | os.PathLike[str]) -> bool:
         return False
     with zipfile.ZipFile(path) as archive:
         return any(name.endswith("/constants.pkl") for name in archive.namelist())
+
+
+# The name of the only entry point of a model.
+FORWARD = "forward"
+
+NO_EXAMPLE = ExampleArguments()
+
+
+def capture_source_argument(
+    source: str,
+    example: ExampleArguments = NO_EXAMPLE,
+    weights: str | None = None,
+    dtype: str | None = None,
+    modules: Sequence[str] = (),
+) -> dict[str, Capture]:
+    """Capture the model that the command line names.
+
+    source: ``file.py:factory``, ``package.module:factory``, a ``.pt2`` file, or a Hugging Face folder or hub name. A factory takes no
+        arguments and returns a module, or a module and its `Inputs`.
+    """
+    if modules:
+        if weights is not None:
+            raise CaptureError(f"{weights}: weights of a checkpoint are for a whole model")
+        model, model_inputs = load_source_argument(source, example, dtype)
+        return capture_modules(model, model_inputs, modules)
+    if not _is_factory(source):
+        return _capture_saved(source, example, weights, dtype)
+    inputs = example.inputs()
+    _refuse_dtype(source, dtype)
+    if weights is not None:
+        if isinstance(inputs, dict):
+            raise CaptureError(f"{weights}: weights of a checkpoint are for a model with one entry point")
+        return {FORWARD: capture_with_checkpoint(lambda: _call_factory(source), inputs, weights, example)}
+    model, factory_inputs = _call_factory(source)
+    inputs = _completed(example, model, inputs or factory_inputs or Inputs())
+    if isinstance(inputs, dict):
+        if not isinstance(model, torch.nn.Module):
+            raise CaptureError(
+                f"{source}: expected a torch.nn.Module for several entry points, found an ExportedProgram"
+            )
+        return capture_entry_points(model, inputs)
+    return {FORWARD: capture_source(model, inputs)}
+
+
+def _capture_saved(
+    source: str, example: ExampleArguments, weights: str | None, dtype: str | None
+) -> dict[str, Capture]:
+    """Capture the model of a ``.pt2`` file, or a Hugging Face model."""
+    if weights is not None:
+        raise CaptureError(f"{source}: weights are for a module that FILE.py:FUNCTION makes; this source has its own")
+    inputs = _inputs_of_saved(source, example)
+    if isinstance(inputs, dict):
+        return capture_entry_points(load_pretrained(source, dtype=dtype), inputs)
+    return {FORWARD: capture_source(source, inputs or Inputs(), dtype=dtype)}
+
+
+def load_source_argument(
+    source: str, example: ExampleArguments = NO_EXAMPLE, dtype: str | None = None
+) -> tuple[torch.nn.Module, Inputs]:
+    """Return the model that the command line names, and its example inputs, without capturing it."""
+    model, inputs = _loaded_with_inputs(source, example, dtype)
+    if not isinstance(model, torch.nn.Module) or isinstance(inputs, dict):
+        raise CaptureError(f"{source}: expected a torch.nn.Module and the inputs of one call")
+    return model, inputs
+
+
+def load_functions(source: str, example: ExampleArguments) -> dict[str, tuple[Any, Inputs]]:
+    """Return what the command line names without capturing it: the modules to capture, or the program, by the name of the entry point."""
+    if source.endswith(".pt2"):
+        program_inputs = _inputs_of_saved(source, example) or Inputs()
+        if isinstance(program_inputs, dict):
+            raise CaptureError(f"{source}: expected the inputs of one call, found those of several entry points")
+        return {FORWARD: (load_program(source), program_inputs)}
+    model, inputs = _loaded_with_inputs(source, example, None)
+    if not isinstance(inputs, dict):
+        return {FORWARD: (model, inputs)}
+    if not isinstance(model, torch.nn.Module):
+        raise CaptureError(f"{source}: expected a torch.nn.Module for several entry points, found an ExportedProgram")
+    return {name: (module, of_path) for name, (_, module, of_path) in function_modules(model, inputs).items()}
+
+
+def _loaded_with_inputs(source: str, example: ExampleArguments, dtype: str | None) -> tuple[Any, ExampleInputs]:
+    if _is_factory(source):
+        inputs = example.inputs()
+        model, factory_inputs = _loaded(source, dtype)
+        return model, _completed(example, model, inputs or factory_inputs or Inputs())
+    model, _ = _loaded(source, dtype)
+    inputs = example.inputs(lambda: example_inputs(model, source)) or example_inputs(model, source)
+    return model, _completed(example, model, inputs)
+
+
+def load_model_argument(source: str, dtype: str | None = None) -> Any:
+    """Return the model that the command line names, without example inputs; see `load_source_argument`."""
+    return _loaded(source, dtype)[0]
+
+
+def _loaded(source: str, dtype: str | None) -> tuple[Any, ExampleInputs | None]:
+    """The model of a source and the inputs that its factory returns, if it does."""
+    if not _is_factory(source):
+        return load_pretrained(source, dtype=dtype), None
+    _refuse_dtype(source, dtype)
+    return _call_factory(source)
+
+
+def _is_factory(source: str) -> bool:
+    return ":" in source and not os.path.exists(source)
+
+
+def _inputs_of_saved(source: str, example: ExampleArguments) -> ExampleInputs | None:
+    """What is said about the inputs of a ``.pt2`` file or a Hugging Face model."""
+    if source.endswith(".pt2"):
+        if example.dynamic:
+            raise OptionError(
+                f"{source}: the sizes of an exported program are fixed or dynamic already: leave out --dynamic"
+            )
+        return example.inputs()
+    inputs = example.inputs(lambda: pretrained_inputs(source))
+    if not example.dynamic:
+        return inputs
+    forward = load_pretrained(source, DeferredTensors()).forward
+    return example.complete(pretrained_inputs(source) if inputs is None else inputs, forward)
+
+
+def pretrained_inputs(source: str) -> Inputs:
+    """Return the example inputs that are made for a Hugging Face model, of which no weights are loaded."""
+    return example_inputs(load_pretrained(source, DeferredTensors()), source)
+
+
+def _completed(example: ExampleArguments, model: Any, inputs: ExampleInputs) -> ExampleInputs:
+    """Inputs with the sizes that the command line says are dynamic; an exported program has them already."""
+    if example.texts and isinstance(inputs, Inputs) and isinstance(model, torch.nn.Module):
+        inputs = on_device_of(model, inputs)
+    if not example.dynamic:
+        return inputs
+    if not isinstance(model, torch.nn.Module):
+        raise OptionError("the sizes of an exported program are fixed or dynamic already: leave out --dynamic")
+    return example.complete(inputs, model.forward)
+
+
+def _refuse_dtype(source: str, dtype: str | None) -> None:
+    if dtype is not None:
+        raise OptionError(
+            f"dtype: it is for a Hugging Face folder or hub name: let {source} return a module of this dtype"
+        )
+
+
+def capture_with_checkpoint(
+    make_model: Callable[[], tuple[Any, ExampleInputs | None]],
+    inputs: Inputs | None,
+    weights: str | os.PathLike[str],
+    example: ExampleArguments = NO_EXAMPLE,
+) -> Capture:
+    """Capture a module that a function makes, with weights that stay in a checkpoint as far as possible.
+
+    make_model: returns the module, and its example inputs or None.
+    """
+
+    def module_of(made: tuple[Any, ExampleInputs | None]) -> torch.nn.Module:
+        if not isinstance(made[0], torch.nn.Module):
+            raise CaptureError(f"{weights}: expected a function that makes a torch.nn.Module for these weights")
+        return made[0]
+
+    (model, factory_inputs), deferred = make_with_checkpoint(make_model, module_of, weights)
+    if isinstance(factory_inputs, dict):
+        raise CaptureError(f"{weights}: weights of a checkpoint are for a model with one entry point")
+    completed = _completed(example, model, inputs or factory_inputs or Inputs())
+    assert isinstance(completed, Inputs)
+    if deferred is None:
+        return capture_source(model, completed)
+    return replace(capture_module(model, completed), deferred=deferred)
+
+
+def _call_factory(source: str) -> tuple[Any, ExampleInputs | None]:
+    """Call a factory; return the module and its inputs, or None."""
+    model = call_user_function(source)
+    inputs = None
+    if isinstance(model, tuple) and len(model) == 2:
+        model, factory_inputs = model
+        inputs = to_inputs(factory_inputs, source)
+    model = pipeline_module(model) or model
+    if not isinstance(model, torch.nn.Module | torch.export.ExportedProgram):
+        raise CaptureError(
+            f"{source}: expected a torch.nn.Module, or a module and its inputs, found {type(model).__name__}"
+        )
+    return model, inputs

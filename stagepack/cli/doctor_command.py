@@ -75,7 +75,7 @@ def command(
     check_source_path(source)
     # The output of the model's own code goes to standard error: standard output is for our facts alone.
     with progress("importing torch") as next_step, contextlib.redirect_stdout(sys.stderr):
-        from stagepack.capture.source_argument import NO_EXAMPLE, load_functions  # noqa: PLC0415 - torch, slow to import
+        from stagepack.capture.source import NO_EXAMPLE, load_functions  # noqa: PLC0415 - torch, slow to import
 
         functions = load_functions(source, NO_EXAMPLE if make_example is None else make_example())
         with shown_warnings():
@@ -118,8 +118,14 @@ def _diagnose(
     """Try the ways to capture a module or to write a program, and then its modules."""
     from torch.export import ExportedProgram  # noqa: PLC0415 - slow to import
 
-    from stagepack.capture.advice import capture_advice  # noqa: PLC0415 - with torch
-    from stagepack.capture.diagnosis import DRAFT, WRITE, find_failing_modules, try_export, try_program  # noqa: PLC0415 - the same
+    from stagepack.capture.diagnosis import (  # noqa: PLC0415 - the same
+        DRAFT,
+        WRITE,
+        capture_advice,
+        find_failing_modules,
+        try_export,
+        try_program,
+    )
     from stagepack.capture.programs import capture_program  # noqa: PLC0415 - the same
 
     diagnosis = _Diagnosis()

@@ -180,7 +180,7 @@ def command(
         from stagepack.capture.generation import capture_generating  # noqa: PLC0415 - torch, slow to import
         from stagepack.capture.pretrained_model import model_files  # noqa: PLC0415 - the same
         from stagepack.capture.programs import strict_captures  # noqa: PLC0415 - the same
-        from stagepack.capture.source_argument import NO_EXAMPLE, capture_source_argument  # noqa: PLC0415 - the same
+        from stagepack.capture.source import NO_EXAMPLE, capture_source_argument  # noqa: PLC0415 - the same
         from stagepack.exporter import ExportOptions, export_captures  # noqa: PLC0415 - the same
         from stagepack.partition.cut_options import CutOptions  # noqa: PLC0415 - the same
         from stagepack.weight_replacement import replace_weights  # noqa: PLC0415 - the same

@@ -173,7 +173,7 @@ def _plan_source(
 ) -> _PlannedCut:
     # The output of the model's own code goes to standard error: standard output is for our facts alone.
     with progress("importing torch") as next_step, contextlib.redirect_stdout(sys.stderr):
-        from stagepack.capture.source_argument import NO_EXAMPLE, capture_source_argument  # noqa: PLC0415 - torch, slow to import
+        from stagepack.capture.source import NO_EXAMPLE, capture_source_argument  # noqa: PLC0415 - torch, slow to import
         from stagepack.exporter import plan_capture  # noqa: PLC0415 - the same
         from stagepack.partition.cut_options import CutOptions  # noqa: PLC0415 - the same
 

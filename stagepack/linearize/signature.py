@@ -21,8 +21,8 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument
 from torch.fx import Node as FxNode
 
-from stagepack.capture.module_calls import TracedCall
 from stagepack.capture.result_records import CapturedRecord
+from stagepack.capture.traced_code import TracedCall
 from stagepack.errors import UnsupportedError
 from stagepack.format import limits
 from stagepack.format.codec import is_plain

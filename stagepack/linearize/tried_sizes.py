@@ -12,7 +12,7 @@ from typing import Final
 
 import msgspec
 
-from stagepack.capture.dimension_names import DeclaredDimension, SizeRequest, declared_dimensions, size_requests
+from stagepack.capture.module_inputs import DeclaredDimension, SizeRequest, declared_dimensions, size_requests
 from stagepack.capture.programs import Capture
 from stagepack.errors import ExportWarning, warn_caller
 from stagepack.format.shapes import Guard, Symbol

@@ -26,7 +26,7 @@ from onnxscript.optimizer import optimize_ir
 from torch.export import Dim, ExportedProgram
 from torch.fx import GraphModule
 
-from stagepack.capture.recurrent_layers import sequences_of_any_length
+from stagepack.capture.traced_code import sequences_of_any_length
 from stagepack.format.aliasing import alias_classes
 from stagepack.format.graph import Graph, Value, Weight
 from stagepack.format.manifest import Edge, Stage

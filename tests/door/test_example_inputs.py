@@ -11,7 +11,7 @@ import stagepack
 from stagepack.capture.example_inputs import example_inputs, model_examples
 from stagepack.capture.example_tensors import ExampleSizes
 from stagepack.capture.processed_examples import processed_examples
-from stagepack.capture.source_argument import pretrained_inputs
+from stagepack.capture.source import pretrained_inputs
 from stagepack.errors import CaptureError
 from tests.hostile.attack import run
 from tests.zoo.architectures.multimodal import TEXT, VISION

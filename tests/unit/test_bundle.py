@@ -296,6 +296,6 @@ def test_capture_names_dimensions_by_the_callers_names() -> None:
     assert bundle_capture.inputs.dynamic_shapes
     batch = torch.export.Dim("rows", min=2, max=9)
     capture = capture_module(torch.nn.Linear(4, 4), Inputs(args=(torch.randn(3, 4),), dynamic_shapes=({0: batch},)))
-    from stagepack.capture.dimension_names import dimension_names
+    from stagepack.capture.module_inputs import dimension_names
 
     assert list(dimension_names(capture).values()) == ["rows"]
