@@ -35,6 +35,18 @@ def make_certificate(
     now = datetime.datetime.now(datetime.UTC)
     addresses = [x509.IPAddress(ipaddress.ip_address("127.0.0.1")), x509.DNSName("localhost")]
     signing_key = key if authority is None else authority.key
+    # Python 3.13 requires of an authority that it says so: its default context is strict.
+    usage = {name: authority is None for name in ("key_cert_sign", "crl_sign")} | {
+        name: False
+        for name in (
+            "content_commitment",
+            "key_encipherment",
+            "data_encipherment",
+            "key_agreement",
+            "encipher_only",
+            "decipher_only",
+        )
+    }
     certificate = (
         x509.CertificateBuilder()
         .subject_name(subject)
@@ -44,6 +56,7 @@ def make_certificate(
         .not_valid_before(now - datetime.timedelta(days=2))
         .not_valid_after(now + datetime.timedelta(days=-1 if has_expired else 1))
         .add_extension(x509.BasicConstraints(ca=authority is None, path_length=None), critical=True)
+        .add_extension(x509.KeyUsage(digital_signature=True, **usage), critical=True)
         .add_extension(x509.SubjectAlternativeName(addresses), critical=False)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
         .add_extension(
