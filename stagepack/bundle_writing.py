@@ -4,7 +4,7 @@ A stored tensor that one stage uses goes into the file of that stage. One that s
 one for each set of stages, so that a stage reads nothing that it does not use. In a bundle that transformers opens, the files of parameters
 and persistent buffers have nothing else: it reports each tensor of a checkpoint that the model does not have.
 
-What a bundle stores, for another bundle that is made of it: tensors, the recorded example, files such as ``config.json``.
+- What a bundle stores, for another bundle that is made of it: tensors, the recorded example, files such as ``config.json``.
 """
 
 import itertools
@@ -45,10 +45,8 @@ from stagepack.partition.cut import Cut, CutStage
 from stagepack.terminal import byte_progress
 
 _EXAMPLE_FILE_NAME = "example.safetensors"
-
 # In the name of a file of buffers that are not persistent, and of constants.
 _CONSTANTS_SUFFIX = "-constants"
-
 # Takes the bundle before it has its name and its examples, at the entry point, and returns the recorded example.
 ExampleRecorder = Callable[[Bundle], TensorSource]
 

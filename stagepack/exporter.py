@@ -1,6 +1,6 @@
 """Write a model as a bundle: capture, linearize, cut, write.
 
-Warnings for models exported in training mode by mistake, those that cannot be trained, and those that need `allow_ops` to be loaded.
+- Warnings for models exported in training mode by mistake, those that cannot be trained, and those that need `allow_ops` to be loaded.
 """
 
 import importlib
@@ -62,9 +62,10 @@ from stagepack.self_check import (
 )
 
 _SHOWN_MODULES = 3
-
 # Buffers of torch's batch norms, in training mode updated by each call.
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+# Called with the name of each step of the export before it begins.
+Progress = Callable[[str], None]
 
 
 def warn_of_training_mode(capture: Capture, program: LinearizedProgram, written_weights: tuple[str, ...]) -> None:
@@ -124,10 +125,6 @@ def _shown(names: list[str] | tuple[str, ...]) -> str:
     distinct = list(dict.fromkeys(name or "the model itself" for name in names))
     more = f" and {len(distinct) - _SHOWN_MODULES} more" if len(distinct) > _SHOWN_MODULES else ""
     return ", ".join(distinct[:_SHOWN_MODULES]) + more
-
-
-# Called with the name of each step of the export before it begins.
-Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,11 +1,10 @@
 """Memory that is mapped from a file, and replaced by memory of this process at the same address.
 
-Which memory of a mapped file this process has written to.
-
-A file that is mapped privately shares its pages with the page cache. The first write to a page gives the process a page of its own, which
-the kernel tells in ``/proc/self/pagemap`` (https://docs.kernel.org/admin-guide/mm/pagemap.html). So writes of all kinds are seen, those
-that pass by torch too. All pages of a mapping that was replaced by memory of the process (`stagepack_loaders.file_leases`) count as
-written: they may not be those of the file any more.
+- Which memory of a mapped file this process has written to. A file that is mapped privately shares its pages with the page cache. The
+  first write to a page gives the process a page of its own, which the kernel tells in ``/proc/self/pagemap``
+  (https://docs.kernel.org/admin-guide/mm/pagemap.html). So writes of all kinds are seen, those that pass by torch too. All pages of a
+  mapping that was replaced by memory of the process (`stagepack_loaders.file_leases`) count as written: they may not be those of the file
+  any more.
 """
 
 import ctypes
@@ -19,11 +18,13 @@ import numpy
 from stagepack_loaders.elements import Array
 
 _PAGEMAP_PATH: Final = "/proc/self/pagemap"
-
 _ENTRY_BYTES: Final = 8
-
 # Bits of an entry: the page is in memory, in swap; it belongs to a file.
 _PRESENT, _SWAPPED, _OF_FILE = (numpy.uint64(1 << bit) for bit in (63, 62, 61))
+_PROTECTION: Final = mmap.PROT_READ | mmap.PROT_WRITE
+# Of <sys/mman.h>; the module mmap lacks them.
+_MAP_FIXED, _MREMAP_MAYMOVE, _MREMAP_FIXED = 0x10, 1, 2
+_FAILED: Final = ctypes.c_void_p(-1).value
 
 
 def may_be_written(address: int, byte_count: int) -> bool:
@@ -55,14 +56,6 @@ def written_pages(address: int, byte_count: int) -> Array:
     entries = numpy.frombuffer(content, numpy.uint64)
     written: Array = ((entries & (_PRESENT | _SWAPPED)) != 0) & ((entries & _OF_FILE) == 0)
     return written
-
-
-_PROTECTION: Final = mmap.PROT_READ | mmap.PROT_WRITE
-
-# Of <sys/mman.h>; the module mmap lacks them.
-_MAP_FIXED, _MREMAP_MAYMOVE, _MREMAP_FIXED = 0x10, 1, 2
-
-_FAILED: Final = ctypes.c_void_p(-1).value
 
 
 def new_memory(byte_count: int) -> mmap.mmap:

@@ -2,9 +2,8 @@
 
 `refuse_unsupported` and `run_nodes` belong together: `run_nodes` runs every graph that `refuse_unsupported` does not refuse.
 
-Weights of a stage as read-only numpy arrays on its weight files, which are mapped.
-
-Array operations on numpy arrays. Dtypes that numpy lacks, such as bfloat16, are those of ml_dtypes.
+- Weights of a stage as read-only numpy arrays on its weight files, which are mapped.
+- Array operations on numpy arrays. Dtypes that numpy lacks, such as bfloat16, are those of ml_dtypes.
 """
 
 import importlib
@@ -26,6 +25,9 @@ from stagepack.format.manifest import Edge
 from stagepack.format.reader import Bundle
 from stagepack_loaders.elements import COMPLEX_DTYPES, ELEMENT_DTYPES, Array
 from stagepack_loaders.weight_files import WeightFile, open_weight_files
+
+# Operator name -> its function, a Python function whose parameters have the names and defaults of the schema.
+Operators = Mapping[str, Callable[..., Any]]
 
 
 def numpy_dtype(dtype: str) -> numpy.dtype[Any]:
@@ -130,9 +132,6 @@ class NumpyArrays:
 
 
 NUMPY_ARRAYS: Final = NumpyArrays()
-
-# Operator name -> its function, a Python function whose parameters have the names and defaults of the schema.
-Operators = Mapping[str, Callable[..., Any]]
 
 
 def refuse_unsupported(bundle: Bundle, stage_number: int, graph: Graph, operators: Operators, title: str) -> None:

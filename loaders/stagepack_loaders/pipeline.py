@@ -1,8 +1,7 @@
 """Loaded stages as one callable, in one process.
 
-What pipelines have in common, wherever their stages run: they are called like the model and return what the model returns.
-
-A loaded stage that can be called on its own, with the arrays of any runtime.
+- What pipelines have in common, wherever their stages run: they are called like the model and return what the model returns.
+- A loaded stage that can be called on its own, with the arrays of any runtime.
 """
 
 import copy
@@ -37,9 +36,7 @@ from stagepack_loaders.run_trace import RunTrace, SpanRecorder
 from stagepack_loaders.stage_errors import typed_stage_errors
 
 FIXED_DTYPES = "a bundle computes in the types of the export: export with --dtype, or in Python the model in that type"
-
 _TRAINING = "graphs compute as the model did at the export: export it in training mode, and train with stagepack.train"
-
 # What users of `torch.nn.Module` look for, and what takes its place.
 _MODULE_METHODS = {
     **dict.fromkeys(("half", "bfloat16", "float", "double", "type"), FIXED_DTYPES),

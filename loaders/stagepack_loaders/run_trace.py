@@ -1,8 +1,7 @@
 """What the processes of a pipeline do, as spans of time: each process records its own while a trace is on.
 
-Traces of runs as files in the Trace Event Format, which https://ui.perfetto.dev and ``chrome://tracing`` show.
-
-The format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU. A process is a row, a thread a row inside it.
+- Traces of runs as files in the Trace Event Format, which https://ui.perfetto.dev and ``chrome://tracing`` show. The format:
+  https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU. A process is a row, a thread a row inside it.
 """
 
 import os
@@ -24,14 +23,15 @@ from stagepack.format.output_file import output_file
 
 # compute: a stage runs. wait: a thread has nothing to do before values come. transfer: values are sent, received or converted.
 SpanKind = Literal["compute", "wait", "transfer"]
-
 # A process records at most as many spans as this, 30 MB; later ones are counted and dropped.
 _MOST_SPANS: Final = 200_000
-
 _OFF: Final = nullcontext()
-
 # The monotonic clock of Linux is one clock for all processes of a host, so their spans compare.
 _EPOCH_OFFSET: Final = time.time_ns() - time.perf_counter_ns()
+_NANOSECONDS = 1000  # in a microsecond, the unit of the format
+# Numbers of a file that are larger were not written here; they would overflow.
+_Microseconds = Annotated[float, Meta(ge=0, le=1e15)]
+_Count = Annotated[int, Meta(ge=0, le=2**53)]
 
 
 def trace_clock() -> int:
@@ -198,9 +198,6 @@ class RunTrace:
     dropped: int = 0
 
 
-_NANOSECONDS = 1000  # in a microsecond, the unit of the format
-
-
 def write_trace(trace: RunTrace, path: str | os.PathLike[str]) -> None:
     """Write a trace as a file. A file of that name is replaced.
 
@@ -237,12 +234,6 @@ def read_trace(path: str | os.PathLike[str]) -> RunTrace:
             threads[event.process, event.thread] = event.args.name
     spans = [_span(event, threads) for event in content.events if event.phase == "X"]
     return RunTrace(bundle=content.about.bundle, processes=processes, spans=spans, dropped=content.about.dropped)
-
-
-# Numbers of a file that are larger were not written here; they would overflow.
-_Microseconds = Annotated[float, Meta(ge=0, le=1e15)]
-
-_Count = Annotated[int, Meta(ge=0, le=2**53)]
 
 
 class _Arguments(Struct, frozen=True, kw_only=True):

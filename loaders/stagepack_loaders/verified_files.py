@@ -11,9 +11,8 @@ conditions that make this true, and is not used otherwise:
 - The machine has not been restarted since: then every byte comes from the disk again.
 - The folder of the record belongs to this user, and nobody else may write to it.
 
-Records of what this user has verified since the machine was started: empty files, whose names are hashes of all that they depend on.
-
-Which file system a file is on, as far as that says what changes of the file the kernel tells.
+- Records of what this user has verified since the machine was started: empty files, whose names are hashes of all that they depend on.
+- Which file system a file is on, as far as that says what changes of the file the kernel tells.
 """
 
 import contextlib
@@ -32,10 +31,13 @@ from stagepack.format.manifest import File
 
 # How long the record of another start is kept after its last entry: machines may share a home folder.
 _KEPT_SECONDS: Final = 30 * 86_400
-
 _BOOT_ID: Final = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
-
 _BOOT_ID_PATH: Final = Path("/proc/sys/kernel/random/boot_id")
+_MOUNTS_PATH: Final = Path("/proc/self/mountinfo")
+# The folder of the record; empty to keep none.
+FOLDER_VARIABLE: Final = "STAGEPACK_VERIFIED_FILES"
+_FILE_SYSTEMS: Final = frozenset({"ext2", "ext3", "ext4", "xfs"})
+_SETTLED_SECONDS = 2.0
 
 
 class VerificationRecord:
@@ -82,9 +84,6 @@ def _record_folder(variable: str, folder_name: str) -> Path | None:
     return records / boot_id
 
 
-_MOUNTS_PATH: Final = Path("/proc/self/mountinfo")
-
-
 def is_of_kind(device: int, kinds: AbstractSet[str]) -> bool:
     """Whether a device has a file system of some kinds, and is not an image that a file holds. False where the kernel does not tell."""
     device_name = f"{os.major(device)}:{os.minor(device)}"
@@ -96,14 +95,6 @@ def is_of_kind(device: int, kinds: AbstractSet[str]) -> bool:
         return False
     mounted_kinds = {fields[fields.index("-") + 1] for fields in mounts if fields[2] == device_name and "-" in fields}
     return bool(mounted_kinds) and mounted_kinds <= kinds
-
-
-# The folder of the record; empty to keep none.
-FOLDER_VARIABLE: Final = "STAGEPACK_VERIFIED_FILES"
-
-_FILE_SYSTEMS: Final = frozenset({"ext2", "ext3", "ext4", "xfs"})
-
-_SETTLED_SECONDS = 2.0
 
 
 class VerifiedFiles(VerificationRecord):

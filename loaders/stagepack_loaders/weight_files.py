@@ -1,6 +1,6 @@
 """Weight files in memory: mapped, so that they are ready at once and processes share them, or copied.
 
-Ranges of weight files, read by threads into memory that the caller gives.
+- Ranges of weight files, read by threads into memory that the caller gives.
 """
 
 import contextlib
@@ -28,6 +28,9 @@ from stagepack.format.weights import StoredTensor, parse_weight_header
 from stagepack_loaders.file_leases import has_lease, map_with_lease
 from stagepack_loaders.mapped_memory import new_memory
 from stagepack_loaders.verified_files import VerifiedFiles, write_back
+
+# Direct reads begin at a multiple of this in the file and in memory, and their length is one.
+DIRECT_ALIGNMENT: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,10 +162,6 @@ def _compare_mapped(
 
 def _weight_file(content: mmap.mmap, file_name: str) -> WeightFile:
     return WeightFile(content, parse_weight_header(content, file_name))
-
-
-# Direct reads begin at a multiple of this in the file and in memory, and their length is one.
-DIRECT_ALIGNMENT: Final = 4096
 
 
 class WeightReader(Protocol):

@@ -3,10 +3,9 @@
 A checkpoint is a ``.safetensors`` file, a ``.bin`` or ``.pt`` file of ``torch.save``, an index of sharded files or the folder that has
 one, or a folder of ``torch.distributed.checkpoint``.
 
-Tensors without data that know how their data is computed from a checkpoint.
-
-A model is loaded with them as with any others: what its loading code does with them, such as a change of dtype or the stacking of the
-experts of a layer, is recorded, and done with real data when one tensor is written. So no more than one tensor is in memory.
+- Tensors without data that know how their data is computed from a checkpoint. A model is loaded with them as with any others: what its
+  loading code does with them, such as a change of dtype or the stacking of the experts of a layer, is recorded, and done with real data
+  when one tensor is written. So no more than one tensor is in memory.
 """
 
 import json
@@ -44,8 +43,11 @@ _FOLDER_FILES = (
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
-
 _DISTRIBUTED_METADATA = ".metadata"
+# Computes a tensor: takes a function that returns the data of a deferred tensor, and any other tensor as it is.
+_Computation = Callable[[Callable[[torch.Tensor], torch.Tensor]], Any]
+# Operators whose result has the bytes of their first argument.
+_IDENTITIES = (torch.ops.aten.alias.default, torch.ops.aten.detach.default)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -268,13 +270,6 @@ def _read_distributed(
     if _file_versions(folder) != versions:
         raise CaptureError(f"{folder}: was changed while it was read: repeat the export when it is complete")
     return tensors[tensor_name]
-
-
-# Computes a tensor: takes a function that returns the data of a deferred tensor, and any other tensor as it is.
-_Computation = Callable[[Callable[[torch.Tensor], torch.Tensor]], Any]
-
-# Operators whose result has the bytes of their first argument.
-_IDENTITIES = (torch.ops.aten.alias.default, torch.ops.aten.detach.default)
 
 
 class DataNeededError(Exception):

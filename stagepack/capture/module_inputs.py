@@ -1,6 +1,6 @@
 """The inputs that modules of a model get when the model runs its example.
 
-What the caller said about dynamic dimensions: their names, and which sizes they may have.
+- What the caller said about dynamic dimensions: their names, and which sizes they may have.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -1,6 +1,6 @@
 """A module, an exported program or its file -> a `Capture`, which holds a ``torch.export.ExportedProgram``.
 
-Capture a model of transformers by transformers' own exporter, which patches code that ``torch.export`` cannot trace.
+- Capture a model of transformers by transformers' own exporter, which patches code that ``torch.export`` cannot trace.
 """
 
 import contextlib
@@ -43,12 +43,11 @@ from stagepack.torch_internals import export_by_transformers
 
 # Whether modules are captured by the compiler's front end, which traces the code of a model instead of running it.
 _IS_STRICT: ContextVar[bool] = ContextVar("is_strict", default=False)
-
 # Whether this torch is 2.11, see `_export`.
 _PROVES_FEW_GUARDS: Final = str(torch.__version__).startswith("2.11.")
-
 # What is said of a module of TorchScript.
 SCRIPTED: Final = "is TorchScript, which torch.export does not trace: export the torch.nn.Module that it was made of"
+PATCHED_EXPORT = "transformers.exporters.DynamoExporter"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,9 +257,6 @@ def load_program(path: str | os.PathLike[str]) -> ExportedProgram:
         logged = (record.exc_info[1] for record in log_records if record.exc_info)
         cause = next(filter(None, logged), error)
         raise CaptureError(f"{path}: torch.export.load cannot read it: {format_torch_error(cause)}") from error
-
-
-PATCHED_EXPORT = "transformers.exporters.DynamoExporter"
 
 
 def capture_patched(model: Any, inputs: Inputs) -> Capture:

@@ -1,6 +1,6 @@
 """Any model that `stagepack.export` accepts -> a captured model.
 
-The SOURCE argument of the command line -> a captured model.
+- The SOURCE argument of the command line -> a captured model.
 """
 
 import os
@@ -31,6 +31,10 @@ from stagepack.capture.sentence_pipeline import is_sentence_transformer, sentenc
 from stagepack.capture.user_modules import call_user_function
 from stagepack.errors import CaptureError, OptionError
 from stagepack.torch_internals import uncompiled_module
+
+# The name of the only entry point of a model.
+FORWARD = "forward"
+NO_EXAMPLE = ExampleArguments()
 
 
 def capture_source(
@@ -73,12 +77,6 @@ def _is_torchscript(path: str | os.PathLike[str]) -> bool:
         return False
     with zipfile.ZipFile(path) as archive:
         return any(name.endswith("/constants.pkl") for name in archive.namelist())
-
-
-# The name of the only entry point of a model.
-FORWARD = "forward"
-
-NO_EXAMPLE = ExampleArguments()
 
 
 def capture_source_argument(

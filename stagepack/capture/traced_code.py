@@ -1,18 +1,13 @@
 """Code of models that ``torch.export`` traces wrongly, traced as it is meant.
 
-The grad mode of each node, and calls of ``torch.autograd.Function``, recorded while ``torch.export`` traces a model.
-
-The trace drops both in part: a change of the grad mode inside ``torch.autocast`` is lost, and so is the ``backward`` of a function.
-
-The arguments and the result of each call of a module, recorded while ``torch.export`` traces a model.
-
-The trace itself drops them. torch's ``preserve_module_call_signature`` writes them into the graph, but fails on a module that is called
-twice in different ways. Here each node of the trace gets a mark whenever its value is an argument or a part of the result of a module.
-
-Recurrent layers in a capture: one operator each, for sequences of any length.
-
-``torch.export`` keeps a recurrent layer as one operator, but finds the shapes of its results by a loop over the steps of the example's
-sequence, which fixes the length. Here they are found from the shapes of the arguments.
+- The grad mode of each node, and calls of ``torch.autograd.Function``, recorded while ``torch.export`` traces a model. The trace drops
+  both in part: a change of the grad mode inside ``torch.autocast`` is lost, and so is the ``backward`` of a function.
+- The arguments and the result of each call of a module, recorded while ``torch.export`` traces a model. The trace itself drops them.
+  torch's ``preserve_module_call_signature`` writes them into the graph, but fails on a module that is called twice in different ways.
+  Here each node of the trace gets a mark whenever its value is an argument or a part of the result of a module.
+- Recurrent layers in a capture: one operator each, for sequences of any length. ``torch.export`` keeps a recurrent layer as one operator,
+  but finds the shapes of its results by a loop over the steps of the example's sequence, which fixes the length. Here they are found from
+  the shapes of the arguments.
 """
 
 import builtins
@@ -50,8 +45,20 @@ from stagepack.torch_internals import (
 )
 
 _LIST_OF_WEIGHTS: Final = r"self[\w.]*\._flat_weights\[\d+\]"
-
 LAYERS: Final = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+_READ_DATA: Final = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+_CHUNK: Final = (torch.chunk, torch.Tensor.chunk)
+_MAX_POOL: Final = (torch.max_pool1d, torch.nn.functional.max_pool1d)
+# Functions whose results are row-major, in whatever memory their tensors are.
+_ROW_MAJOR: Final = frozenset({"contiguous", "embedding", "layer_norm", "linear", "one_hot"})
+# How many of its arguments decide the layout of a result, where not all do: not the mask.
+_DECIDING: Final = {"scaled_dot_product_attention": 3}
+_GRAD_MODE_KEY = "stagepack_grad_mode"  # of a node's `meta`
+# A call of a module: the path of the module, and the text behind ``@`` of a call that is not its first.
+CallKey = tuple[str, str]
+# Where a value crosses the boundary of a module call: the number of the call, the direction, and the number of the leaf.
+CallBoundary = tuple[int, Literal["argument", "result"], int]
+_BOUNDARIES_KEY = "stagepack_calls"  # of a node's `meta`
 
 
 @contextlib.contextmanager
@@ -112,19 +119,6 @@ def _fake_results(
     steps, batch = (input.shape[1], input.shape[0]) if batch_first else (input.shape[0], input.shape[1])
     output = states[0].new_empty(steps, batch, states[0].shape[2] * (2 if bidirectional else 1))
     return (output.transpose(0, 1) if batch_first else output, *(state.new_empty(state.shape) for state in states))
-
-
-_READ_DATA: Final = torch.Tensor.data.__get__  # type: ignore[attr-defined]
-
-_CHUNK: Final = (torch.chunk, torch.Tensor.chunk)
-
-_MAX_POOL: Final = (torch.max_pool1d, torch.nn.functional.max_pool1d)
-
-# Functions whose results are row-major, in whatever memory their tensors are.
-_ROW_MAJOR: Final = frozenset({"contiguous", "embedding", "layer_norm", "linear", "one_hot"})
-
-# How many of its arguments decide the layout of a result, where not all do: not the mask.
-_DECIDING: Final = {"scaled_dot_product_attention": 3}
 
 
 @contextlib.contextmanager
@@ -287,9 +281,6 @@ def _equal_chunks(input: torch.Tensor, chunks: int, dim: int = 0) -> tuple[torch
     return torch.split(input, [size // chunks] * chunks, dim)
 
 
-_GRAD_MODE_KEY = "stagepack_grad_mode"  # of a node's `meta`
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CustomFunction:
     """A ``torch.autograd.Function`` that a model calls, and its module.
@@ -360,15 +351,6 @@ def lost_grad_mode(node: FxNode, captured_mode: bool | None) -> bool | None:
     mode, first_mode = node.meta.get(_GRAD_MODE_KEY, (None, None))
     expected_mode = first_mode if captured_mode is None else captured_mode
     return None if mode == expected_mode else mode
-
-
-# A call of a module: the path of the module, and the text behind ``@`` of a call that is not its first.
-CallKey = tuple[str, str]
-
-# Where a value crosses the boundary of a module call: the number of the call, the direction, and the number of the leaf.
-CallBoundary = tuple[int, Literal["argument", "result"], int]
-
-_BOUNDARIES_KEY = "stagepack_calls"  # of a node's `meta`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,12 +1,9 @@
 """The facts of a bundle that `inspect`, `export` and `recut` print, read from its manifest alone.
 
-The estimated costs of a cut as plain data, which `plan` prints and `report` draws.
-
-What `stagepack load` prints.
-
-The nodes, repeats and weights of one stage, which `inspect --stage` prints.
-
-A profile as plain data: what `profile` prints, and what `plan` and `report` say about the times that they show.
+- The estimated costs of a cut as plain data, which `plan` prints and `report` draws.
+- What `stagepack load` prints.
+- The nodes, repeats and weights of one stage, which `inspect --stage` prints.
+- A profile as plain data: what `profile` prints, and what `plan` and `report` say about the times that they show.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -35,6 +32,15 @@ if TYPE_CHECKING:
     from stagepack.partition.device_profile import DeviceProfile
     from stagepack.partition.partitioner import Partition
     from stagepack.partition.profile import Profile
+
+MICROBATCH_COUNTS = (1, 2, 4, 8, 16, 32)
+ASSUMED_LINKS = "links of 25 GB/s, 5 µs for each value"
+ASSUMED_DEVICES = f"devices of 50 TFLOP/s and 1 TB/s, 2 µs for each operator; {ASSUMED_LINKS}"
+_VERIFIED_PARTS = {
+    "full": "all files that were read",
+    "manifest": "all but the content of weight files (--verify manifest)",
+    "off": "the manifest only (--verify off)",
+}
 
 
 def bundle_facts(bundle: Bundle) -> dict[str, Any]:
@@ -199,13 +205,6 @@ def _ends(edge: Edge, outputs: list[str]) -> list[str]:
     return [source, ", ".join(targets) or "(unused)"]
 
 
-MICROBATCH_COUNTS = (1, 2, 4, 8, 16, 32)
-
-ASSUMED_LINKS = "links of 25 GB/s, 5 µs for each value"
-
-ASSUMED_DEVICES = f"devices of 50 TFLOP/s and 1 TB/s, 2 µs for each operator; {ASSUMED_LINKS}"
-
-
 def cut_facts(
     plan: Plan,
     edges: Sequence[Edge],
@@ -279,13 +278,6 @@ def _edge_facts(edge: Edge, byte_count: int, is_result: bool) -> dict[str, Any]:
         "bytes": byte_count,
         "skips": edge.producer is not None and any(consumer > edge.producer + 1 for consumer in edge.consumers),
     }
-
-
-_VERIFIED_PARTS = {
-    "full": "all files that were read",
-    "manifest": "all but the content of weight files (--verify manifest)",
-    "off": "the manifest only (--verify off)",
-}
 
 
 def print_facts(facts: dict[str, Any], inputs_file: Path | None, outputs_file: Path | None) -> None:

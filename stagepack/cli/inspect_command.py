@@ -1,8 +1,7 @@
 """`stagepack inspect`.
 
-A graph as pseudocode: one function for the graph and for each region, with shapes and module paths as comments.
-
-The text has the syntax of Python, but is not meant to run.
+- A graph as pseudocode: one function for the graph and for each region, with shapes and module paths as comments. The text has the syntax
+  of Python, but is not meant to run.
 """
 
 import itertools
@@ -56,7 +55,6 @@ from stagepack.graph.region_functions import BodyItem, region_functions
 from stagepack.graph.rows.batch import batch_dimension, end_edges
 
 _INDENT = "    "
-
 # A node, or the finished line of a region call.
 Statement = Node | str
 

@@ -1,8 +1,7 @@
 """What subcommands print: tables and lines for people, JSON for programs, and progress on a terminal.
 
-Quantities as the command prints them: bytes, floating-point operations, times.
-
-Elapsed time by phase.
+- Quantities as the command prints them: bytes, floating-point operations, times.
+- Elapsed time by phase.
 """
 
 import contextlib

@@ -2,9 +2,8 @@
 
 Runtimes are imported when they are needed.
 
-The option for stages in processes of their own, and the same under torchrun.
-
-The options that trace a run, and the run of several requests that is traced.
+- The option for stages in processes of their own, and the same under torchrun.
+- The options that trace a run, and the run of several requests that is traced.
 """
 
 import contextlib
@@ -41,10 +40,10 @@ if TYPE_CHECKING:
     from stagepack_loaders.distributed.pipeline import DistributedPipeline
     from stagepack_loaders.pipeline import CallablePipeline
 
-
 _MAX_COUNT = 2**31 - 1
-
 _DAY = 86_400  # seconds
+_MOST_REQUESTS = 10_000
+_DEFAULT_REQUESTS = 8
 
 
 def device_option(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -405,11 +404,6 @@ def start_processes(
         max_restarts=max_restarts,
         limits=limits,
     )
-
-
-_MOST_REQUESTS = 10_000
-
-_DEFAULT_REQUESTS = 8
 
 
 def trace_options(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,6 +1,6 @@
 """The files of a bundle: the manifest, which is read when a bundle is opened, and the others on request.
 
-Where the files of a bundle come from, if its folder does not have all of them.
+- Where the files of a bundle come from, if its folder does not have all of them.
 """
 
 import copy

@@ -1,6 +1,6 @@
 """Data types: their names in torch and in safetensors headers, and their sizes in bytes (SPEC W4).
 
-Numbers of bytes, and other quantities, as users write and read them.
+- Numbers of bytes, and other quantities, as users write and read them.
 """
 
 import re
@@ -30,33 +30,32 @@ _HEADER_DTYPES: Final = {
     "U64": ("uint64", 8),
     "C64": ("complex64", 8),
 }
-
 # torch dtypes without a name in safetensors headers -> bytes per element. They are stored as `U8`.
 STORED_AS_BYTES: Final = {"complex128": 16, "complex32": 4}
-
 # torch dtype -> bytes per element
 ITEM_SIZE: Final[Mapping[str, int]] = MappingProxyType(
     {torch_dtype: size for torch_dtype, size in _HEADER_DTYPES.values()} | STORED_AS_BYTES
 )
-
 # torch dtype -> dtype in a safetensors header
 HEADER_DTYPES: Final[Mapping[str, str]] = MappingProxyType(
     {torch_dtype: header_dtype for header_dtype, (torch_dtype, _) in _HEADER_DTYPES.items()}
     | dict.fromkeys(STORED_AS_BYTES, "U8")
 )
-
 # dtype in a safetensors header -> bytes per element
 HEADER_ITEM_SIZE: Final[Mapping[str, int]] = MappingProxyType(
     {header_dtype: size for header_dtype, (_, size) in _HEADER_DTYPES.items()}
 )
-
 # dtype in a safetensors header -> torch dtype. A tensor that is stored as bytes has the dtype uint8.
 TORCH_DTYPES: Final[Mapping[str, str]] = MappingProxyType(
     {header_dtype: torch_dtype for header_dtype, (torch_dtype, _) in _HEADER_DTYPES.items()}
 )
-
 # The dtypes of symbolic scalars, which cross edges as Python numbers and not as tensors.
 SCALAR_DTYPES: Final = frozenset({"symint", "symfloat", "symbool"})
+_UNITS = {"": 1, "B": 1} | {
+    f"{prefix}{suffix}": base**power
+    for power, prefix in enumerate("KMGT", start=1)
+    for suffix, base in (("iB", 1024), ("B", 1000))
+}
 
 
 def stored_shape(dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -64,13 +63,6 @@ def stored_shape(dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     if dtype not in STORED_AS_BYTES:
         return shape
     return (*shape[:-1], shape[-1] * ITEM_SIZE[dtype]) if shape else (ITEM_SIZE[dtype],)
-
-
-_UNITS = {"": 1, "B": 1} | {
-    f"{prefix}{suffix}": base**power
-    for power, prefix in enumerate("KMGT", start=1)
-    for suffix, base in (("iB", 1024), ("B", 1000))
-}
 
 
 def parse_byte_size(size: int | str) -> int:

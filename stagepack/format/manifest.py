@@ -1,8 +1,7 @@
 """The manifest: the root of a bundle, `manifest.json` (SPEC section 4).
 
-The format version that this code writes, and the versions and features that it reads (SPEC M1 to M3).
-
-The signature of a model or a module (SPEC section 6).
+- The format version that this code writes, and the versions and features that it reads (SPEC M1 to M3).
+- The signature of a model or a module (SPEC section 6).
 """
 
 from collections.abc import Callable, Iterable
@@ -14,6 +13,12 @@ from stagepack.format.limits import Int64
 from stagepack.format.plan import Plan, Run, run_members
 from stagepack.format.shapes import Dim, Guard, Symbol, format_shape
 from stagepack.format.tree import ObjectTree, Tree, child_trees, rename_values
+
+MAJOR = 1
+MINOR = 0
+VERSION = f"{MAJOR}.{MINOR}"
+# The names that `Manifest.features` may list. A reader refuses any other name.
+FEATURES: frozenset[str] = frozenset({"named_tuples"})
 
 
 class Parameter(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -238,13 +243,3 @@ class Manifest(Struct, frozen=True, kw_only=True, omit_defaults=True):
     device: str
     features: tuple[str, ...] = ()
     sha256: str
-
-
-MAJOR = 1
-
-MINOR = 0
-
-VERSION = f"{MAJOR}.{MINOR}"
-
-# The names that `Manifest.features` may list. A reader refuses any other name.
-FEATURES: frozenset[str] = frozenset({"named_tuples"})

@@ -1,6 +1,6 @@
 """Read and check the manifest of a bundle.
 
-Decode and check the content of a graph file.
+- Decode and check the content of a graph file.
 """
 
 import errno

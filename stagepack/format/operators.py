@@ -1,10 +1,8 @@
 """Names of operators, and the operators that no bundle may use (SPEC G10, G11).
 
-The verdicts on the operators of ATen and prims, which `operators.txt` lists (SPEC G11).
-
-The text of an operator's schema, such as ``aten::relu(Tensor self) -> Tensor``, and when calls mean the same under a later one.
-
-The text in a bundle comes from strangers, so it is read here and not by the parser of torch, which such a text can crash.
+- The verdicts on the operators of ATen and prims, which `operators.txt` lists (SPEC G11).
+- The text of an operator's schema, such as ``aten::relu(Tensor self) -> Tensor``, and when calls mean the same under a later one. The
+  text in a bundle comes from strangers, so it is read here and not by the parser of torch, which such a text can crash.
 """
 
 import functools
@@ -17,47 +15,13 @@ from stagepack.format import limits
 
 # Operators with these verdicts run by default; those with other ones, and those without one, run if the caller names them.
 RUN_BY_DEFAULT: Final = frozenset({"pure", "view", "writes", "random"})
-
 # The verdict on operators that no bundle may use, in any overload.
 DENIED: Final = "denied"
-
 # What the verdicts on the other ones mean, after "the operator ...".
 REASONS: Final = {
     "ends-process": "can end the process or run without end when its arguments are wrong",
     "unused": "is not among those that torch.export makes of public functions",
 }
-
-LIST_FILE: Final = Path(__file__).with_name("operators.txt")
-
-
-@functools.cache
-def listed_verdicts() -> Mapping[str, str]:
-    """Return the verdict on each operator by its qualified name; that of a denied operator by its name without the overload."""
-    words = LIST_FILE.read_text().partition("\n")[2].split()  # after a line of comment
-    return dict(zip(words[::2], words[1::2], strict=True))
-
-
-def operator_verdict(operator_name: str) -> str | None:
-    """Return the verdict on an operator; None if it has none."""
-    verdicts = listed_verdicts()
-    return verdicts.get(operator_name) or verdicts.get(without_overload(operator_name))
-
-
-def without_overload(operator_name: str) -> str:
-    """Return the name of an operator without its overload, such as ``aten.linear`` of ``aten.linear.default``."""
-    return operator_name.rpartition(".")[0]
-
-
-def is_random_operator(operator_name: str) -> bool:
-    """Tell whether an operator is listed as one that draws from a random generator, in this or another overload, or out of place."""
-    return without_overload(operator_name).removesuffix("_") in _random_operators()
-
-
-@functools.cache
-def _random_operators() -> frozenset[str]:
-    return frozenset(without_overload(name) for name, verdict in listed_verdicts().items() if verdict == "random")
-
-
 # Python functions of symbolic scalars. A loader has a table from these names to the functions; it imports nothing by name.
 PYTHON_OPERATORS: Final = (
     frozenset(
@@ -95,22 +59,54 @@ PYTHON_OPERATORS: Final = (
         for function in ["sym_float", "sym_int", "sym_ite", "sym_max", "sym_min", "sym_not", "sym_sqrt", "sym_sum"]
     )
 )
-
 HIGHER_ORDER_OPERATORS: Final = frozenset(
     f"higher_order.{operator}"
     for operator in ["cond", "while_loop", "map_impl", "scan", "associative_scan", "flex_attention", "invoke_subgraph"]
 )
-
 # Reads a size off a tensor. A cut adds such nodes to stages.
 SIZE_OPERATOR: Final = "aten.sym_size.int"
-
 # Namespaces whose operators are judged one by one. Operators of other namespaces run only if the caller names the namespace.
 ALLOWED_NAMESPACES: Final = frozenset({"aten", "prims", "operator", "math", "torch", "higher_order"})
-
 # Namespaces whose operators have no overloads.
 FUNCTION_NAMESPACES: Final = frozenset({"operator", "math", "torch", "higher_order"})
-
 _OPERATOR_NAME: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*){1,2}", re.ASCII)
+_OPENING: Final = {"(": ")", "[": "]"}
+_SCHEMA: Final = re.compile(r"(?P<name>\w+::\w+(\.\w+)?)(?P<rest>\(.*)", re.ASCII)
+_ALIAS_ANNOTATION: Final = re.compile(r"[\w\]]\(([a-z][a-z0-9_|]*!?( -> [a-z0-9_*|]+)?)\)")
+_PARAMETER_NAME: Final = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+# Types that take all values of another type.
+_WIDER_TYPES: Final = {"int": {"SymInt", "Scalar"}, "float": {"SymFloat", "Scalar"}, "bool": {"SymBool", "Scalar"}}
+_Member = TypeVar("_Member")
+
+LIST_FILE: Final = Path(__file__).with_name("operators.txt")
+
+
+@functools.cache
+def listed_verdicts() -> Mapping[str, str]:
+    """Return the verdict on each operator by its qualified name; that of a denied operator by its name without the overload."""
+    words = LIST_FILE.read_text().partition("\n")[2].split()  # after a line of comment
+    return dict(zip(words[::2], words[1::2], strict=True))
+
+
+def operator_verdict(operator_name: str) -> str | None:
+    """Return the verdict on an operator; None if it has none."""
+    verdicts = listed_verdicts()
+    return verdicts.get(operator_name) or verdicts.get(without_overload(operator_name))
+
+
+def without_overload(operator_name: str) -> str:
+    """Return the name of an operator without its overload, such as ``aten.linear`` of ``aten.linear.default``."""
+    return operator_name.rpartition(".")[0]
+
+
+def is_random_operator(operator_name: str) -> bool:
+    """Tell whether an operator is listed as one that draws from a random generator, in this or another overload, or out of place."""
+    return without_overload(operator_name).removesuffix("_") in _random_operators()
+
+
+@functools.cache
+def _random_operators() -> frozenset[str]:
+    return frozenset(without_overload(name) for name, verdict in listed_verdicts().items() if verdict == "random")
 
 
 def operator_namespace(operator_name: str) -> str:
@@ -132,20 +128,6 @@ def is_denied_operator(operator_name: str) -> bool:
     if operator_namespace(operator_name) in FUNCTION_NAMESPACES:
         return operator_name not in PYTHON_OPERATORS | HIGHER_ORDER_OPERATORS
     return operator_verdict(operator_name) == DENIED
-
-
-_OPENING: Final = {"(": ")", "[": "]"}
-
-_SCHEMA: Final = re.compile(r"(?P<name>\w+::\w+(\.\w+)?)(?P<rest>\(.*)", re.ASCII)
-
-_ALIAS_ANNOTATION: Final = re.compile(r"[\w\]]\(([a-z][a-z0-9_|]*!?( -> [a-z0-9_*|]+)?)\)")
-
-_PARAMETER_NAME: Final = re.compile(r"[A-Za-z_]\w*", re.ASCII)
-
-# Types that take all values of another type.
-_WIDER_TYPES: Final = {"int": {"SymInt", "Scalar"}, "float": {"SymFloat", "Scalar"}, "bool": {"SymBool", "Scalar"}}
-
-_Member = TypeVar("_Member")
 
 
 class SchemaParameter(NamedTuple):

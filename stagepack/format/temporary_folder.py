@@ -3,7 +3,7 @@
 A process holds a lock on its folder as long as it lives, and the system releases it at whatever end: a folder that can be locked is left
 over. On file systems without locks nothing is removed.
 
-Two paths of one file system that exchange what they name, in one step that no reader and no loss of power sees half done.
+- Two paths of one file system that exchange what they name, in one step that no reader and no loss of power sees half done.
 """
 
 import contextlib
@@ -22,6 +22,8 @@ from types import TracebackType
 from typing import Self
 
 _ATTEMPTS = 10
+_CURRENT_FOLDER = -100  # AT_FDCWD
+_EXCHANGE = 2  # RENAME_EXCHANGE
 
 
 class TemporaryFolder:
@@ -96,11 +98,6 @@ def _remove_abandoned(folder: Path) -> None:
     for descriptor in _lock(folder):
         shutil.rmtree(folder, ignore_errors=True)
         os.close(descriptor)
-
-
-_CURRENT_FOLDER = -100  # AT_FDCWD
-
-_EXCHANGE = 2  # RENAME_EXCHANGE
 
 
 def exchange_paths(first: Path, second: Path) -> bool:

@@ -1,16 +1,12 @@
 """Unfold a graph: replace the region calls of a graph file by nodes (SPEC F1 to F5).
 
-Templates: the names in regions, with holes such as in ``layers.{0}.norm`` and ``add_{1+3}`` (SPEC F2, F5).
-
-The names in nodes, values, weights and module calls, listed and replaced in a fixed order.
-
-These are the names that the templates of a region may vary. For each kind of object `x` there are two functions with the law:
-``list(names_in_x(rename_x(x, rename))) == [rename(name) for name in names_in_x(x)]``.
-
-The graph as its file stores it: equal runs of nodes are stored once, as regions that are called (SPEC section 7, F1 to F5).
-
-A region is a run of nodes with templates in the place of names. A region call fills the holes of the templates, which gives the nodes
-of one occurrence. Unfolding a graph replaces every region call by these nodes.
+- Templates: the names in regions, with holes such as in ``layers.{0}.norm`` and ``add_{1+3}`` (SPEC F2, F5).
+- The names in nodes, values, weights and module calls, listed and replaced in a fixed order. These are the names that the templates of a
+  region may vary. For each kind of object `x` there are two functions with the law: ``list(names_in_x(rename_x(x, rename))) ==
+  [rename(name) for name in names_in_x(x)]``.
+- The graph as its file stores it: equal runs of nodes are stored once, as regions that are called (SPEC section 7, F1 to F5). A region is
+  a run of nodes with templates in the place of names. A region call fills the holes of the templates, which gives the nodes of one
+  occurrence. Unfolding a graph replaces every region call by these nodes.
 """
 
 import re
@@ -46,8 +42,12 @@ from stagepack.format.tree import value_names
 _TEMPLATE_PART = re.compile(
     r"\{(?P<text_index>0|[1-9][0-9]{0,5})(?P<increment>[+-][1-9][0-9]{0,17})?\}|(?P<literal>(?:[^{}]++|\{\{|\}\})++)"
 )
-
 _DECIMAL = re.compile(r"0|[1-9][0-9]{0,17}", re.ASCII)
+_T = TypeVar("_T")
+# Template of a region -> the name that it is filled to in one region call.
+_Names = Mapping[str, str]
+# Builds a node from the names of a region call, and from the index of each scope of the region in the scope table of the graph.
+_NodeBuilder = Callable[[_Names, list[int]], Node]
 
 
 class TemplateError(ValueError):
@@ -280,15 +280,6 @@ def rename_in_order(new_names: Iterable[str]) -> Callable[[str], str]:
     """Return a function for the functions above that ignores the old name and returns the next new name."""
     remaining = iter(new_names)
     return lambda _: next(remaining)
-
-
-_T = TypeVar("_T")
-
-# Template of a region -> the name that it is filled to in one region call.
-_Names = Mapping[str, str]
-
-# Builds a node from the names of a region call, and from the index of each scope of the region in the scope table of the graph.
-_NodeBuilder = Callable[[_Names, list[int]], Node]
 
 
 def unfold_graph(folded: FoldedGraph, file_name: str = "", *, module_calls: bool = True) -> Graph:

@@ -2,7 +2,7 @@
 
 So a graph depends on its nodes alone, not on its history: after it was cut, joined and cut again, it is the same.
 
-The stages of a bundle -> the graph of the whole model, as it was before the cut.
+- The stages of a bundle -> the graph of the whole model, as it was before the cut.
 """
 
 from collections.abc import Iterable, Sequence

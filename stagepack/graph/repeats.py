@@ -1,19 +1,13 @@
 """Runs of nodes that occur in a graph several times, equal up to names.
 
-Find equal runs of nodes in a graph.
-
-Runs are equal when they have the same operators, arguments, types of values, and data flow, up to the names of values, symbols, weights
-and modules. Whole modules are compared first, the largest first; then repeats are searched in the nodes that remain, such as the
-iterations of a loop over functions. A run that is impure is not a function of its inputs, and cannot be folded.
-
-Repeated subsequences of a sequence of integers.
-
-Found by the intervals of its suffix array with longest common prefixes, which are the internal nodes of its suffix tree (Abouelhoda,
-Kurtz, Ohlebusch, 2004, doi:10.1016/S1570-8667(03)00065-0).
-
-The names in all runs of a region -> one template, and the texts with which a call fills its holes.
-
-The nodes of a graph as numbers that are equal for nodes which differ in names alone.
+- Find equal runs of nodes in a graph. Runs are equal when they have the same operators, arguments, types of values, and data flow, up to
+  the names of values, symbols, weights and modules. Whole modules are compared first, the largest first; then repeats are searched in the
+  nodes that remain, such as the iterations of a loop over functions. A run that is impure is not a function of its inputs, and cannot be
+  folded.
+- Repeated subsequences of a sequence of integers. Found by the intervals of its suffix array with longest common prefixes, which are the
+  internal nodes of its suffix tree (Abouelhoda, Kurtz, Ohlebusch, 2004, doi:10.1016/S1570-8667(03)00065-0).
+- The names in all runs of a region -> one template, and the texts with which a call fills its holes.
+- The nodes of a graph as numbers that are equal for nodes which differ in names alone.
 """
 
 import bisect
@@ -34,6 +28,15 @@ from stagepack.graph.analysis import GraphAnalysis
 
 # Lengths of repeats that `repeat_interiors` leaves out one after another, at most.
 _MOST_LEVELS = 4
+_encode = msgspec.msgpack.Encoder().encode
+# Nodes that a region must save.
+_LEAST_GAIN = 8
+# Searches of what the search before left.
+_MOST_ROUNDS = 16
+# A run of nodes: the number of its first node, and of the node after its last.
+_Span = tuple[int, int]
+_PIECE = re.compile(r"[0-9]+|[^\W\d_]+|[\W_]+")
+_INTEGER = re.compile(r"0|[1-9][0-9]{0,17}", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,9 +259,6 @@ class _Interval:
         self.starts, nested.starts = longer, []
 
 
-_encode = msgspec.msgpack.Encoder().encode
-
-
 class NodeTokens:
     """Nodes as numbers.
 
@@ -325,16 +325,6 @@ def _without_names(value: Value, removed_names: list[str]) -> Value:
     """A value without its names, which are appended to `removed_names`, its own name first."""
     removed_names.extend(names_in_value(value))
     return rename_value(value, lambda _: "")
-
-
-# Nodes that a region must save.
-_LEAST_GAIN = 8
-
-# Searches of what the search before left.
-_MOST_ROUNDS = 16
-
-# A run of nodes: the number of its first node, and of the node after its last.
-_Span = tuple[int, int]
 
 
 def find_repeats(analysis: GraphAnalysis) -> RepeatSearchResult:
@@ -494,11 +484,6 @@ class _RepeatSearch:
         first = repeat.starts[0]
         output_names = [analysis.node_outputs[first + offset][index] for offset, index in sorted(outputs)]
         return impurity_reason(analysis.graph, analysis.graph.nodes[first : first + repeat.length], output_names)
-
-
-_PIECE = re.compile(r"[0-9]+|[^\W\d_]+|[\W_]+")
-
-_INTEGER = re.compile(r"0|[1-9][0-9]{0,17}", re.ASCII)
 
 
 class TemplateBuilder:

@@ -1,8 +1,7 @@
 """Operators of torch -> rows of the op table: their names, what they write, and what their results alias.
 
-The cost of a node at the sizes of the example: floating-point operations, and bytes read and written.
-
-The tables of a graph while it is built: operators, scopes, contexts, subgraphs.
+- The cost of a node at the sizes of the example: floating-point operations, and bytes read and written.
+- The tables of a graph while it is built: operators, scopes, contexts, subgraphs.
 """
 
 import builtins
@@ -41,6 +40,12 @@ _RETURN_INPUT = (
     "aten.feature_dropout.default",
     "aten.feature_alpha_dropout.default",
 )
+# Operators that read, of their first argument, only as much as they return.
+_GATHERS = frozenset({"aten.embedding", "aten.gather", "aten.index", "aten.index_select", "aten.take"})
+# Higher-order operators that execute their subgraph once for each item of the first dimension of these arguments.
+_LOOPS = {"higher_order.map_impl": 1, "higher_order.scan": 2, "higher_order.associative_scan": 1}
+# Integer dtypes of quantized tensors, which operators multiply; wider ones are indices and sizes.
+_QUANTIZED = (torch.int8, torch.uint8)
 
 
 def op_row(target: Callable[..., Any]) -> Op:
@@ -128,16 +133,6 @@ def _python_name(target: Callable[..., Any]) -> str:
         return f"builtins.{function_name}"
     # torch.sym_sqrt calls itself _sym_sqrt.
     return f"{module_name.split('.')[0]}.{function_name.lstrip('_')}"
-
-
-# Operators that read, of their first argument, only as much as they return.
-_GATHERS = frozenset({"aten.embedding", "aten.gather", "aten.index", "aten.index_select", "aten.take"})
-
-# Higher-order operators that execute their subgraph once for each item of the first dimension of these arguments.
-_LOOPS = {"higher_order.map_impl": 1, "higher_order.scan": 2, "higher_order.associative_scan": 1}
-
-# Integer dtypes of quantized tensors, which operators multiply; wider ones are indices and sizes.
-_QUANTIZED = (torch.int8, torch.uint8)
 
 
 class CostModel:

@@ -3,7 +3,7 @@
 Two things change, and nothing else. Nodes that run under another grad mode or autocast move from graph modules of their own into the
 list, and get the context as a property. Results of operators that return several get names in the place of ``getitem`` nodes.
 
-The calls of modules in a captured program: the nodes that each one made, its arguments and its result.
+- The calls of modules in a captured program: the nodes that each one made, its arguments and its result.
 """
 
 import dataclasses
@@ -51,6 +51,7 @@ from stagepack.torch_internals import asserted_conditions, is_vmap_boundary
 
 # Calls with more leaves get no signature: a cache of all layers is an argument of each of them.
 _MAX_LEAVES = 64
+_WEIGHT_INPUTS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
 
 def module_calls(body: BodyBuilder, traced_calls: TracedCalls) -> Iterator[ModuleCall]:
@@ -110,9 +111,6 @@ class _CallSignatures:
             size = self._symbols.exact_dim(traced)
             return UNUSED_VALUE if size is None else self._size_values.get(size, UNUSED_VALUE)
         return ConstantArgument(name="", value=traced)
-
-
-_WEIGHT_INPUTS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,12 +1,9 @@
 """How a model or one of its modules is called -> `Signature`.
 
-Container specs of torch (pytree) -> trees of the format.
-
-Symbolic sizes of torch (sympy) -> symbols and dimensions of the format.
-
-Grad mode and autocast in a captured program -> contexts of nodes.
-
-``torch.export`` puts the nodes under ``torch.no_grad`` or ``torch.autocast`` into a graph module of their own, which one node calls.
+- Container specs of torch (pytree) -> trees of the format.
+- Symbolic sizes of torch (sympy) -> symbols and dimensions of the format.
+- Grad mode and autocast in a captured program -> contexts of nodes. ``torch.export`` puts the nodes under ``torch.no_grad`` or
+  ``torch.autocast`` into a graph module of their own, which one node calls.
 """
 
 import collections
@@ -56,8 +53,20 @@ from stagepack.torch_internals import (
 
 # A leaf is the name of a value, or a constant.
 Leaf = str | ConstantArgument
-
 FactoryName = Literal["list", "dict", "set", "int", "float", "str"]
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_Value = TypeVar("_Value")
+_OPERATIONS: Mapping[type, str] = {
+    sympy.Add: "add",
+    sympy.Mul: "mul",
+    sympy.Pow: "pow",
+    sympy.Max: "max",
+    sympy.Min: "min",
+    **symbolic_functions(),
+}
+_MAX_BOUND = 2**62  # torch's infinities are larger
+_GRAD_MODE = "wrap_with_set_grad_enabled"
+_AUTOCAST = "wrap_with_autocast"
 
 
 def container_tree(spec: TreeSpec, leaves: Iterator[Leaf], location: str) -> Tree:
@@ -172,9 +181,6 @@ def _dict_items(keys: Sequence[Any], items: Sequence[Tree], location: str) -> tu
     return tuple(zip(keys, items, strict=True))
 
 
-_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-
-
 def program_signature(
     program: ExportedProgram, inputs: Sequence[Leaf], results: Sequence[Leaf], forward: Callable[..., Any] | None
 ) -> Signature:
@@ -273,20 +279,6 @@ def _default_tree(parameter: inspect.Parameter) -> Tree | None:
 
 def _named_children(kwargs_spec: TreeSpec) -> Iterator[tuple[str, TreeSpec]]:
     yield from zip(kwargs_spec.context or [], tree_children(kwargs_spec), strict=True)
-
-
-_Value = TypeVar("_Value")
-
-_OPERATIONS: Mapping[type, str] = {
-    sympy.Add: "add",
-    sympy.Mul: "mul",
-    sympy.Pow: "pow",
-    sympy.Max: "max",
-    sympy.Min: "min",
-    **symbolic_functions(),
-}
-
-_MAX_BOUND = 2**62  # torch's infinities are larger
 
 
 class TracedSymbol(NamedTuple):
@@ -417,11 +409,6 @@ def _finite_bound(bound: object) -> int | None:
     if isinstance(bound, int | sympy.Integer) and abs(int(bound)) < _MAX_BOUND:
         return int(bound)
     return None
-
-
-_GRAD_MODE = "wrap_with_set_grad_enabled"
-
-_AUTOCAST = "wrap_with_autocast"
 
 
 def opens_context(node: FxNode) -> bool:

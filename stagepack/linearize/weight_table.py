@@ -3,15 +3,11 @@
 Tensors that share storage stay shared: equal views (tied weights) become one weight with several names; different views become one
 stored tensor, the base, and weights that are views of it.
 
-Which stored tensor each of the tensors on one storage is a view of.
-
-Where the elements of a tensor are in memory, and their bytes.
-
-Constant arguments of operators -> arguments of the format.
-
-The parameters, buffers and constants of a captured program, and the device that they are on.
-
-Give the weights of a model their data from the weight files of its own bundle, so that it can run.
+- Which stored tensor each of the tensors on one storage is a view of.
+- Where the elements of a tensor are in memory, and their bytes.
+- Constant arguments of operators -> arguments of the format.
+- The parameters, buffers and constants of a captured program, and the device that they are on.
+- Give the weights of a model their data from the weight files of its own bundle, so that it can run.
 """
 
 import dataclasses
@@ -38,6 +34,10 @@ from stagepack.format.graph import Argument, ComplexArg, DtypeArg, LayoutArg, Me
 from stagepack.format.validate import is_tensor_name
 from stagepack.format.weights import StoredTensor, TensorSpec
 from stagepack.torch_internals import FakeTensor, storage_identity, weight_tensors, wrapped_attributes
+
+WeightKind = Literal["parameter", "buffer", "non_persistent_buffer", "constant"]
+# The file and the position of each stored tensor, by stored name.
+TensorLocations = Mapping[str, tuple[Path, StoredTensor]]
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
@@ -148,9 +148,6 @@ def _new_base(group: Mapping[str, torch.Tensor], start: int, end: int, taken_nam
         tensor=whole,
         member=first_tensor,
     )
-
-
-WeightKind = Literal["parameter", "buffer", "non_persistent_buffer", "constant"]
 
 
 class StoredTensorSource(NamedTuple):
@@ -448,10 +445,6 @@ def _constant_tensor(program: ExportedProgram, weight_name: str) -> torch.Tensor
     if not isinstance(constant, torch.Tensor):
         raise UnsupportedError(f"the constant {weight_name} is a {type(constant).__name__}, which a bundle cannot hold")
     return constant
-
-
-# The file and the position of each stored tensor, by stored name.
-TensorLocations = Mapping[str, tuple[Path, StoredTensor]]
 
 
 def fill_modules(

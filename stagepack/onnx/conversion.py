@@ -1,14 +1,10 @@
 """A stage of a bundle -> the files of its ONNX model.
 
-Why a stage has no ONNX form.
-
-A model of torch's ONNX exporter -> the ONNX model of a stage as bundles have it (SPEC section 10).
-
-A stage -> a `torch.export.ExportedProgram` that writes nothing and has dynamic sizes.
-
-Names of the values of an ONNX model: edges at the boundary, weights as in the original model, all others unique to the stage.
-
-The types and sizes of the inputs and outputs of an ONNX model.
+- Why a stage has no ONNX form.
+- A model of torch's ONNX exporter -> the ONNX model of a stage as bundles have it (SPEC section 10).
+- A stage -> a `torch.export.ExportedProgram` that writes nothing and has dynamic sizes.
+- Names of the values of an ONNX model: edges at the boundary, weights as in the original model, all others unique to the stage.
+- The types and sizes of the inputs and outputs of an ONNX model.
 """
 
 import ast
@@ -67,6 +63,11 @@ from stagepack_loaders.torch.prepare import read_parts
 from stagepack_loaders.torch.weights import WeightCache
 
 _MAX_REASON_LENGTH = 300
+_SCOPES_KEY = "pkg.torch.onnx.name_scopes"
+_CPU = torch.device("cpu")
+# The others are decomposed into the steps of the example, so that their stages are refused where the length is dynamic.
+_LAYERS_IN_ONNX = ("lstm", "gru")
+_EXPORTER_LOGGERS = ("torch.onnx", "onnx_ir", "onnxscript")
 
 
 def explain_failure(graph: Graph, program: ExportedProgram | None, error: BaseException) -> str:
@@ -198,9 +199,6 @@ def _cast_output(model: ir.Model, output: ir.Value, dtype: str) -> None:
     model.graph.outputs[model.graph.outputs.index(output)] = cast.outputs[0]
 
 
-_SCOPES_KEY = "pkg.torch.onnx.name_scopes"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OnnxFiles:
     """The content of the files of an ONNX model.
@@ -227,7 +225,7 @@ def finish_model(model: ir.Model, graph: Graph, writes: StageWrites, stage_place
     guard_empty_inputs(model)
     _allow_zero_sizes(model)
     tensors = move_weights_out(model, weights, stage_place)
-    module_paths = {node: _module_path_of_finish(node) for node in model.graph.all_nodes()}
+    module_paths = {node: _node_module_path(node) for node in model.graph.all_nodes()}
     _clear_debug_information(model)
     name_values(model, graph, writes, stage_place.stage_number)
     describe_boundary(model, graph, stage_place.edges)
@@ -263,7 +261,7 @@ def _allow_zero_sizes(model: ir.Model) -> None:
             node.attributes["allowzero"] = ir.AttrInt64("allowzero", 1)
 
 
-def _module_path_of_finish(node: ir.Node) -> str:
+def _node_module_path(node: ir.Node) -> str:
     """The path of the module that a node came from; the last scope that torch's exporter records is the node itself."""
     scopes = ast.literal_eval(node.metadata_props.get(_SCOPES_KEY, "[]"))
     return scopes[-2] if len(scopes) > 1 and not scopes[-2].startswith(NO_MODULE_PREFIX) else ""
@@ -348,14 +346,6 @@ def _example_input(value: Value, sizes: Mapping[str, int]) -> tuple[Any, Any]:
     shape = [evaluate_dim(dim, sizes) for dim in value.shape]
     dynamic_dims = {index: Dim.DYNAMIC for index, dim in enumerate(value.shape) if isinstance(dim, str | Expr)}
     return torch.zeros(shape, dtype=getattr(torch, value.dtype)), dynamic_dims
-
-
-_CPU = torch.device("cpu")
-
-# The others are decomposed into the steps of the example, so that their stages are refused where the length is dynamic.
-_LAYERS_IN_ONNX = ("lstm", "gru")
-
-_EXPORTER_LOGGERS = ("torch.onnx", "onnx_ir", "onnxscript")
 
 
 def convert_stage(bundle: Bundle, stage_number: int, allow_ops: Collection[str]) -> OnnxFiles | str:

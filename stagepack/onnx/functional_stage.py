@@ -1,15 +1,10 @@
 """A stage as a module that returns what it writes, as ONNX needs it.
 
-A stage computed in float64: the answers against which the rounding of lower precisions is measured.
-
-Linear layers that use their weights as the weight files store them.
-
-torch's exporter transposes the weight of each linear layer. A runtime transposes such an initializer when it loads the model, and keeps the
-copy; ``Gemm`` takes the weight as it is stored.
-
-Initializers of an ONNX model that point into the weight files of a bundle.
-
-Where a stage is in its bundle, and how its ONNX model says so.
+- A stage computed in float64: the answers against which the rounding of lower precisions is measured.
+- Linear layers that use their weights as the weight files store them. torch's exporter transposes the weight of each linear layer. A
+  runtime transposes such an initializer when it loads the model, and keeps the copy; ``Gemm`` takes the weight as it is stored.
+- Initializers of an ONNX model that point into the weight files of a bundle.
+- Where a stage is in its bundle, and how its ONNX model says so.
 """
 
 import importlib.metadata
@@ -41,6 +36,22 @@ from stagepack_loaders.torch.weights import WeightCache
 
 # Inputs that torch.export would replace by their value in the example, so they are passed as tensors.
 PASSED_AS_TENSORS = {"symfloat": torch.float64, "symbool": torch.bool}
+_CPU = torch.device("cpu")
+_WIDE_DTYPES = {
+    torch.float16: torch.float64,
+    torch.bfloat16: torch.float64,
+    torch.float32: torch.float64,
+    torch.complex32: torch.complex128,
+    torch.complex64: torch.complex128,
+}
+_FLOATS = {ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16}
+# The first version of ONNX in which a node names its pipeline stage.
+_IR_VERSION = 11
+_MODULE_KEY = "pkg.stagepack.module"
+# Bytes of a tensor that may be in the ONNX file itself.
+_MAX_INLINE_BYTES = 1024
+_INTEGERS = {ir.DataType.INT32, ir.DataType.INT64}
+_DTYPE_NAMES = {element_type: dtype_name for dtype_name, element_type in ELEMENT_TYPES.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,17 +126,6 @@ class _StageInterpreter(torch.fx.Interpreter):
         return call_replaced(target, args, kwargs)
 
 
-_CPU = torch.device("cpu")
-
-_WIDE_DTYPES = {
-    torch.float16: torch.float64,
-    torch.bfloat16: torch.float64,
-    torch.float32: torch.float64,
-    torch.complex32: torch.complex128,
-    torch.complex64: torch.complex128,
-}
-
-
 def float64_answers(
     bundle: Bundle, stage_number: int, inputs: Sequence[Any], allow_ops: Collection[str]
 ) -> dict[str, torch.Tensor]:
@@ -190,9 +190,6 @@ def _widened(value: Any) -> Any:
     return value.to(_wide_dtype(value.dtype)) if isinstance(value, torch.Tensor) else value
 
 
-_FLOATS = {ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16}
-
-
 class _Linear(rewriter.RewriteRuleClassBase):
     """``MatMul(x, Transpose(w))`` -> ``Gemm(x, w, transB=1)``, with `x` reshaped to a matrix, and the result reshaped back."""
 
@@ -247,12 +244,6 @@ def _gemm(op: Any, x: ir.Value, w: ir.Value, *bias: ir.Value) -> Any:
     return op.Reshape(op.Gemm(rows, w, *bias, transB=1), shape, allowzero=1)
 
 
-# The first version of ONNX in which a node names its pipeline stage.
-_IR_VERSION = 11
-
-_MODULE_KEY = "pkg.stagepack.module"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePlace:
     """Where a stage is in its bundle.
@@ -287,14 +278,6 @@ def describe_place(model: ir.Model, stage_place: StagePlace, module_paths: Mappi
         node.device_configurations = (stage_configuration,)
         if module_paths.get(node):
             node.metadata_props[_MODULE_KEY] = module_paths[node]
-
-
-# Bytes of a tensor that may be in the ONNX file itself.
-_MAX_INLINE_BYTES = 1024
-
-_INTEGERS = {ir.DataType.INT32, ir.DataType.INT64}
-
-_DTYPE_NAMES = {element_type: dtype_name for dtype_name, element_type in ELEMENT_TYPES.items()}
 
 
 def move_weights_out(

@@ -4,14 +4,11 @@ Times are those of a reference device, in picoseconds: 50 TFLOP/s, 1 TB/s of mem
 a node takes as long as the slower of arithmetic and memory (the roofline model: Williams, Waterman, Patterson, 2009,
 doi:10.1145/1498765.1498785). Only the proportions of these times, and of those of sending values, decide where a model is cut.
 
-Formulas for the cost of operators, from the shapes of their tensors: floating-point operations, and bytes that are read repeatedly.
-
-They cover the operators that torch's own counter (``torch.utils.flop_counter``) does not count. A multiplication and an addition are two
-operations. Terms of lower order, such as the addition of a bias, are left out.
-
-The times of a profile in the place of estimates.
-
-The memory of the values that are alive while each node runs.
+- Formulas for the cost of operators, from the shapes of their tensors: floating-point operations, and bytes that are read repeatedly.
+  They cover the operators that torch's own counter (``torch.utils.flop_counter``) does not count. A multiplication and an addition are
+  two operations. Terms of lower order, such as the addition of a bias, are left out.
+- The times of a profile in the place of estimates.
+- The memory of the values that are alive while each node runs.
 """
 
 import itertools
@@ -28,15 +25,13 @@ from stagepack.partition.node_order import NodeOrder
 from stagepack.partition.profile import Profile, model_digest
 
 _FLOPS_PER_PICOSECOND = 50
-
 _BYTES_PER_PICOSECOND = 1
-
 _LAUNCH_PICOSECONDS = 2_000_000
-
 # 25 GB/s: PCIe 4.0 x16, as measured.
 _PICOSECONDS_PER_BYTE_SENT = 40
-
 _PICOSECONDS_PER_VALUE_SENT = 5_000_000
+_RECURRENT_LAYERS: Final = "lstm gru rnn_tanh rnn_relu"
+_PICOSECONDS = 10**12  # in a second
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,8 +182,6 @@ class OperatorCall:
 
 
 FlopFormula = Callable[[OperatorCall], int]
-
-_RECURRENT_LAYERS: Final = "lstm gru rnn_tanh rnn_relu"
 
 
 def estimated_flops(call: OperatorCall) -> int:
@@ -451,8 +444,6 @@ FLOP_FORMULAS: Final[Mapping[str, FlopFormula]] = {
 
 # The bytes that operators read again and again, beside one read of each argument.
 REPEATED_READS: Final[Mapping[str, Callable[[OperatorCall], int]]] = _named("aten", _recurrent_reads, _RECURRENT_LAYERS)
-
-_PICOSECONDS = 10**12  # in a second
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,6 @@
 """What the caller asks for when a model is cut.
 
-A policy: the caller's function from a node to a stage.
+- A policy: the caller's function from a node to a stage.
 """
 
 import itertools
@@ -17,6 +17,9 @@ from stagepack.partition.assignment import StageAssignment, node_dependencies, r
 from stagepack.partition.cut import WeightSharing
 from stagepack.partition.device_profile import DeviceProfile, find_profile
 from stagepack.partition.profile import Profile
+
+# For each stage, the stages that it depends on, each with the name of a value that it receives from there.
+_Dependencies = Mapping[int, Mapping[int, str]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,10 +82,6 @@ def assign_by_policy(analysis: GraphAnalysis, policy: Policy) -> StageAssignment
     stage_of = [stage_numbers[label] for label in labels]
     refuse_split_groups(analysis, stage_of)
     return StageAssignment(stage_of, max(1, len(stage_numbers)))
-
-
-# For each stage, the stages that it depends on, each with the name of a value that it receives from there.
-_Dependencies = Mapping[int, Mapping[int, str]]
 
 
 def _stage_numbers(analysis: GraphAnalysis, labels: Sequence[int]) -> dict[int, int]:

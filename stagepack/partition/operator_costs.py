@@ -3,10 +3,8 @@
 No operator is free unless it moves no data. An operator that is in none of the tables of `operator_names` and has no formula has an
 estimated cost.
 
-Names of operators by the kind of their cost.
-
-An operator has its namespace and name here, without overload and without the underscore of those that write in place: ``aten.add`` for
-``aten.add_.Tensor``.
+- Names of operators by the kind of their cost. An operator has its namespace and name here, without overload and without the underscore
+  of those that write in place: ``aten.add`` for ``aten.add_.Tensor``.
 """
 
 from collections import Counter
@@ -16,6 +14,28 @@ from typing import Final, Literal
 from stagepack.format.graph import Graph
 from stagepack.format.operators import operator_namespace
 from stagepack.partition.costs import FLOP_FORMULAS
+
+# Families of operators that are all memory-bound, unless a table names them.
+MEMORY_BOUND_PREFIXES: Final = (
+    "aten._foreach_",
+    "aten.special_",
+    "prims.",
+    "quantized_decomposed.",
+    "torchao.choose_qparams",
+    "torchao.dequantize",
+    "torchao.quantize",
+    "torchvision.nms",
+    "torchvision.ps_roi_",
+    "torchvision.roi_",
+)
+CostSource = Literal["free", "memory", "counted", "estimated"]
+# Arithmetic on symbolic scalars.
+_FREE_NAMESPACES: Final = frozenset({"operator", "math", "torch"})
+# Operators that execute a subgraph a known number of times; the nodes of the subgraph have costs of their own.
+_CONTROL_FLOW: Final = frozenset(
+    f"higher_order.{operator_name}"
+    for operator_name in ("associative_scan", "cond", "invoke_subgraph", "map_impl", "scan")
+)
 
 
 def _named(namespace: str, operator_names: str) -> frozenset[str]:
@@ -210,31 +230,6 @@ _QUANTIZATION = _named(
 # operations a byte mean that memory sets the time, so their bytes are their cost.
 MEMORY_BOUND_OPERATORS: Final = (
     _ELEMENTWISE | _REDUCTIONS | _RANDOM | _FACTORIES | _COPIES | _LOOKUPS | _SORTING | _POOLING | _QUANTIZATION
-)
-
-# Families of operators that are all memory-bound, unless a table names them.
-MEMORY_BOUND_PREFIXES: Final = (
-    "aten._foreach_",
-    "aten.special_",
-    "prims.",
-    "quantized_decomposed.",
-    "torchao.choose_qparams",
-    "torchao.dequantize",
-    "torchao.quantize",
-    "torchvision.nms",
-    "torchvision.ps_roi_",
-    "torchvision.roi_",
-)
-
-CostSource = Literal["free", "memory", "counted", "estimated"]
-
-# Arithmetic on symbolic scalars.
-_FREE_NAMESPACES: Final = frozenset({"operator", "math", "torch"})
-
-# Operators that execute a subgraph a known number of times; the nodes of the subgraph have costs of their own.
-_CONTROL_FLOW: Final = frozenset(
-    f"higher_order.{operator_name}"
-    for operator_name in ("associative_scan", "cond", "invoke_subgraph", "map_impl", "scan")
 )
 
 

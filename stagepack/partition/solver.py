@@ -4,9 +4,8 @@ Exact, by dynamic programming over all split positions: about ``items ** 2 / par
 fastest slowest part, the one with the least sum of squares is taken, so that the other parts are even too. Times are in picoseconds,
 memory in bytes.
 
-A sequence of items with their costs, and what consecutive items cost together.
-
-`stages=N`: cut into N consecutive stages so that the slowest is as fast as possible.
+- A sequence of items with their costs, and what consecutive items cost together.
+- `stages=N`: cut into N consecutive stages so that the slowest is as fast as possible.
 """
 
 import bisect
@@ -23,6 +22,14 @@ from stagepack.format.dtypes import format_bytes
 from stagepack.partition.costed_graph import CostedGraph
 from stagepack.partition.costs import activation_bytes
 from stagepack.partition.node_order import NodeOrder, execution_order
+
+_COARSE_STEP = 16
+# Rounding must leave out no split that is as good as the bound.
+_ROUNDING = 1 + 1e-9
+# Also of picoseconds and bytes: exact up to 2**53, and a bundle may state costs whose sums are no int64.
+_Floats = NDArray[np.float64]
+# How much slower the slowest stage may be so that no repeat is cut.
+_WHOLE_REPEATS_SLOWDOWN = 1.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,15 +102,6 @@ def part_cost(sequence: CostSequence, start: int, end: int) -> PartCost:
         weight_bytes=weight_bytes,
         memory_bytes=weight_bytes + max(sequence.working_bytes[start:end], default=0),
     )
-
-
-_COARSE_STEP = 16
-
-# Rounding must leave out no split that is as good as the bound.
-_ROUNDING = 1 + 1e-9
-
-# Also of picoseconds and bytes: exact up to 2**53, and a bundle may state costs whose sums are no int64.
-_Floats = NDArray[np.float64]
 
 
 def split_sequence(
@@ -282,10 +280,6 @@ class _NextUseCosts:
         if next_user is not None:
             self.costs[next_user] -= self._costs_by_index[index]
             self._next_users[index] = None
-
-
-# How much slower the slowest stage may be so that no repeat is cut.
-_WHOLE_REPEATS_SLOWDOWN = 1.05
 
 
 def balance_stages(

@@ -8,9 +8,8 @@
 A file gets its name without ``.part`` when all its bytes are checked and on disk. So a process that dies at any moment leaves a file that
 is complete, or a ``.part`` file whose chunks the next process checks.
 
-The bundles in the cache, and their removal while other processes use the cache.
-
-A bundle that a process has opened is locked, and kept. Of files that are open or mapped, only the names are removed: they stay usable.
+- The bundles in the cache, and their removal while other processes use the cache. A bundle that a process has opened is locked, and kept.
+  Of files that are open or mapped, only the names are removed: they stay usable.
 """
 
 import contextlib

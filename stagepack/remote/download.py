@@ -1,8 +1,7 @@
 """Download files in chunks, several at a time. Each chunk is compared with its digest before it is written.
 
-Threads that download.
-
-Files of a remote bundle that are read while they are downloaded: each read waits for its own chunks.
+- Threads that download.
+- Files of a remote bundle that are read while they are downloaded: each read waits for its own chunks.
 """
 
 import os
@@ -22,6 +21,16 @@ from stagepack.errors import DigestError, Problem, RemoteError, StagepackError, 
 from stagepack.format.chunks import CHUNK_BYTES, ByteProgress, FileChunk, file_chunks
 from stagepack.format.manifest import File
 from stagepack.remote.store import FetchError, MissingFileError, RangesIgnoredError, RemoteStore, WrongSizeError
+
+# Requests at a time. Each holds one chunk in memory.
+CONNECTIONS: Final = 8
+# Tries in a row that bring less than `_PROGRESS_BYTES`, after which a download has failed; and how often content may be wrong.
+_TRIES: Final = 5
+_WRONG_CONTENTS: Final = 3
+_PROGRESS_BYTES: Final = CHUNK_BYTES // 16
+# Seconds before the second try; doubled for each further one, up to the largest.
+FIRST_PAUSE_SECONDS = 0.5
+LARGEST_PAUSE_SECONDS = 30.0
 
 
 class DownloadThreads:
@@ -69,22 +78,6 @@ class DownloadThreads:
                 future.set_exception(error)
             else:
                 future.set_result(None)
-
-
-# Requests at a time. Each holds one chunk in memory.
-CONNECTIONS: Final = 8
-
-# Tries in a row that bring less than `_PROGRESS_BYTES`, after which a download has failed; and how often content may be wrong.
-_TRIES: Final = 5
-
-_WRONG_CONTENTS: Final = 3
-
-_PROGRESS_BYTES: Final = CHUNK_BYTES // 16
-
-# Seconds before the second try; doubled for each further one, up to the largest.
-FIRST_PAUSE_SECONDS = 0.5
-
-LARGEST_PAUSE_SECONDS = 30.0
 
 
 class WritablePart(Protocol):

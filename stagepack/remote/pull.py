@@ -1,8 +1,7 @@
 """Download a whole bundle into a folder.
 
-Open a bundle at a URL.
-
-The files of a remote bundle, which come into the cache when they are needed.
+- Open a bundle at a URL.
+- The files of a remote bundle, which come into the cache when they are needed.
 """
 
 import contextlib

@@ -1,10 +1,8 @@
 """Where the files of a remote bundle are read from, and how a read fails.
 
-Files at the URLs of all other file systems of fsspec: S3, Google Cloud Storage, Azure, SFTP and so on.
-
-Files at HTTP URLs, the Hugging Face Hub among them. fsspec has the session and its settings; the answers are checked here.
-
-What fsspec itself reads is not bounded: a server that answers a request for a range with more bytes would fill the memory.
+- Files at the URLs of all other file systems of fsspec: S3, Google Cloud Storage, Azure, SFTP and so on.
+- Files at HTTP URLs, the Hugging Face Hub among them. fsspec has the session and its settings; the answers are checked here. What fsspec
+  itself reads is not bounded: a server that answers a request for a range with more bytes would fill the memory.
 """
 
 import asyncio
@@ -27,6 +25,18 @@ from stagepack.remote.url import without_secrets
 
 # Takes the bytes of a file as they come, in order.
 ByteSink = Callable[[bytes], Any]
+_Result = TypeVar("_Result")
+# Bytes of one request where the store is read from its first byte to its last.
+_WHOLE_STEP = 16 * 2**20
+_S3_SCHEMES = ("s3", "s3a")
+# Seconds without a byte, and to a connection, after which a try has failed.
+STALL_SECONDS = 30.0
+# A try may take this many seconds more for each byte; a slower server has failed. 16 KiB a second.
+_SECONDS_PER_BYTE: Final = 1 / 2**14
+_TEMPORARY_STATUSES: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
+_MISSING_STATUSES: Final = frozenset({404, 410})
+_RANGE_PATTERN: Final = re.compile(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19}|\*)", re.ASCII)
+_UNSATISFIED_PATTERN: Final = re.compile(r"bytes \*/(\d{1,19})", re.ASCII)
 
 
 class FetchError(Exception):
@@ -101,14 +111,6 @@ class RemoteStore(ABC):
     @abstractmethod
     def cancel(self) -> None:
         """End all reads that other threads wait for."""
-
-
-_Result = TypeVar("_Result")
-
-# Bytes of one request where the store is read from its first byte to its last.
-_WHOLE_STEP = 16 * 2**20
-
-_S3_SCHEMES = ("s3", "s3a")
 
 
 class FsspecStore(RemoteStore):
@@ -201,21 +203,6 @@ def _reason(error: Exception) -> str:
     return without_secrets(f"{type(error).__name__}: {' '.join(str(error).split())}")[:300]
 
 
-# Seconds without a byte, and to a connection, after which a try has failed.
-STALL_SECONDS = 30.0
-
-# A try may take this many seconds more for each byte; a slower server has failed. 16 KiB a second.
-_SECONDS_PER_BYTE: Final = 1 / 2**14
-
-_TEMPORARY_STATUSES: Final = frozenset({408, 425, 429, 500, 502, 503, 504})
-
-_MISSING_STATUSES: Final = frozenset({404, 410})
-
-_RANGE_PATTERN: Final = re.compile(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19}|\*)", re.ASCII)
-
-_UNSATISFIED_PATTERN: Final = re.compile(r"bytes \*/(\d{1,19})", re.ASCII)
-
-
 class HttpStore(RemoteStore):
     """The folder of a bundle on an HTTP server."""
 
@@ -294,9 +281,9 @@ class HttpStore(RemoteStore):
         except TimeoutError:
             raise FetchError("the server does not answer, or too slowly") from None
         except (aiohttp.InvalidURL, aiohttp.TooManyRedirects, aiohttp.ClientSSLError) as error:
-            raise FetchError(_reason_of_http_store(error), temporary=False) from None
+            raise FetchError(_http_reason(error), temporary=False) from None
         except (aiohttp.ClientError, OSError) as error:
-            raise FetchError(_reason_of_http_store(error)) from None
+            raise FetchError(_http_reason(error)) from None
 
     async def _copy_up_to(self, response: aiohttp.ClientResponse, max_bytes: int, content: bytearray) -> None:
         content.clear()
@@ -381,6 +368,6 @@ async def _copy(response: aiohttp.ClientResponse, byte_count: int, sink: ByteSin
         raise FetchError(f"the connection ended after {byte_count - remaining} of {byte_count} bytes")
 
 
-def _reason_of_http_store(error: Exception) -> str:
+def _http_reason(error: Exception) -> str:
     """The message of an error of the client, in one line."""
     return without_secrets(" ".join(str(error).split()) or type(error).__name__)[:300]

@@ -1,6 +1,6 @@
 """Sign a bundle: write ``model.sig`` into its folder.
 
-Keys that signatures are made and verified with: model_signing takes elliptic curve keys only, and fails on others without a reason.
+- Keys that signatures are made and verified with: model_signing takes elliptic curve keys only, and fails on others without a reason.
 """
 
 import functools

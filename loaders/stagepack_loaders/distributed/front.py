@@ -1,6 +1,6 @@
 """The process that is called: it sends requests to the processes of the stages and collects their results.
 
-The requests that the front has sent and not answered, with the errors of stages on them.
+- The requests that the front has sent and not answered, with the errors of stages on them.
 """
 
 import math
@@ -40,6 +40,9 @@ from stagepack_loaders.distributed.transfers import RouteReceivers, RouteSenders
 from stagepack_loaders.run_trace import trace_clock
 
 _REPORT_SECONDS = 5.0
+_CLOSE_SECONDS = 0.01
+# How long threads get to end after their connections were closed; one may still run a stage.
+_ABORT_SECONDS = 1.0
 
 
 class RequestsInFlight:
@@ -94,12 +97,6 @@ class RequestsInFlight:
             answers, self._answers = list(self._answers.values()), {}
         for answer in answers:
             answer.set_exception(repeated_error(lost))  # its traceback has the values of the call
-
-
-_CLOSE_SECONDS = 0.01
-
-# How long threads get to end after their connections were closed; one may still run a stage.
-_ABORT_SECONDS = 1.0
 
 
 class FrontProcess:

@@ -2,13 +2,11 @@
 
 Gloo would send bodies through sockets too, in turns of its own threads; when all cores compute, each turn waits for a core.
 
-How processes of one machine find and connect to each other.
-
-Memory that two processes of one machine share: one writes bodies into it, the other has tensors on it.
-
-The memory has no name, so nothing is left of it when both have ended. A block holds the bodies of one message. The reader returns it when
-no tensor is on it any more, and the writer uses it again: memory that the system has to clear first is slow to touch. If too much is
-unused, the writer drops blocks, and the reader does when it is told.
+- How processes of one machine find and connect to each other.
+- Memory that two processes of one machine share: one writes bodies into it, the other has tensors on it. The memory has no name, so
+  nothing is left of it when both have ended. A block holds the bodies of one message. The reader returns it when no tensor is on it any
+  more, and the writer uses it again: memory that the system has to clear first is slow to touch. If too much is unused, the writer drops
+  blocks, and the reader does when it is told.
 """
 
 import contextlib
@@ -38,8 +36,25 @@ from stagepack_loaders.distributed.routes import Route
 from stagepack_loaders.distributed.tensor_memory import LARGEST_KEPT_BYTES
 
 _SMALLEST_BLOCK = 2**18  # bytes
-
 _FREE_REFERENCES = 2  # to an array: of its block, and of the call that asks
+# Of the block with the bodies of a message: its number, the bytes that they take, its size if it is new; then the number of a block that
+# is dropped. 0 for none.
+_BLOCK_WORDS: Final = struct.Struct("<4q")
+_ANCILLARY_BYTES: Final = socket.CMSG_SPACE(array("i").itemsize)
+# As integers: operators of the enumerations are Python functions, which take as long as all else that a message needs.
+_MESSAGE_CUT: Final = int(socket.MSG_TRUNC)
+_ANCILLARY_CUT: Final = int(socket.MSG_CTRUNC)
+# Messages may be as large as half of the memory that the system gives a socket by default.
+LARGEST_HEAD: Final = 2**16 + 2**15
+# Of one route, with tensors on them.
+_MOST_BLOCKS: Final = 64
+# How many messages with bodies are taken, then the numbers of the blocks that are returned.
+_ACKNOWLEDGEMENT_WORDS: Final = 1 + 2 * _MOST_BLOCKS
+_ROUTE_WORD: Final = struct.Struct("<q")
+_CONNECT_SECONDS: Final = 60.0
+_ACCEPT_SECONDS: Final = 0.1
+_FIRST_MESSAGE_SECONDS: Final = 5.0  # it is sent right after the connection
+_PEER_CREDENTIALS: Final = struct.Struct("3i")
 
 
 @dataclass(slots=True, eq=False)
@@ -199,27 +214,6 @@ class ReadBlocks:
     def clear(self) -> None:
         """Give all blocks back to the system as soon as no tensor is on them, when no more messages come."""
         self._blocks.clear()
-
-
-# Of the block with the bodies of a message: its number, the bytes that they take, its size if it is new; then the number of a block that
-# is dropped. 0 for none.
-_BLOCK_WORDS: Final = struct.Struct("<4q")
-
-_ANCILLARY_BYTES: Final = socket.CMSG_SPACE(array("i").itemsize)
-
-# As integers: operators of the enumerations are Python functions, which take as long as all else that a message needs.
-_MESSAGE_CUT: Final = int(socket.MSG_TRUNC)
-
-_ANCILLARY_CUT: Final = int(socket.MSG_CTRUNC)
-
-# Messages may be as large as half of the memory that the system gives a socket by default.
-LARGEST_HEAD: Final = 2**16 + 2**15
-
-# Of one route, with tensors on them.
-_MOST_BLOCKS: Final = 64
-
-# How many messages with bodies are taken, then the numbers of the blocks that are returned.
-_ACKNOWLEDGEMENT_WORDS: Final = 1 + 2 * _MOST_BLOCKS
 
 
 class LinkSender:
@@ -420,17 +414,6 @@ class LocalLinks:
 
     def _all(self) -> Sequence[LinkSender | LinkReceiver]:
         return [*self.senders.values(), *self.receivers.values()]
-
-
-_ROUTE_WORD: Final = struct.Struct("<q")
-
-_CONNECT_SECONDS: Final = 60.0
-
-_ACCEPT_SECONDS: Final = 0.1
-
-_FIRST_MESSAGE_SECONDS: Final = 5.0  # it is sent right after the connection
-
-_PEER_CREDENTIALS: Final = struct.Struct("3i")
 
 
 def machine_id() -> str:

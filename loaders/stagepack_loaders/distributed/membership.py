@@ -1,8 +1,7 @@
 """Become one of the processes of a pipeline: meet the others, load the own stages, connect.
 
-How the processes of a pipeline find each other and agree that they fit together, by a store of torch.distributed.
-
-The address of this machine that the other processes of a group reach.
+- How the processes of a pipeline find each other and agree that they fit together, by a store of torch.distributed.
+- The address of this machine that the other processes of a group reach.
 """
 
 import contextlib
@@ -46,14 +45,16 @@ from stagepack_loaders.preparation import compile_prepared, open_for_loading, pr
 from stagepack_loaders.registry import find_runtime
 
 _POLL_SECONDS = 0.02
-
 _TELL_SECONDS = 0.5
-
 _START_ERROR_TOPIC = "start error"
-
 _LOST_CONNECTION_TOPIC = "lost connection"
-
 Report = TypeVar("Report", bound=Struct)
+_INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
+_ANY_PORT = 9  # nothing is sent to it
+# Weights may take long to read; a process that ends meanwhile is found by the launcher.
+_LOAD_SECONDS = 24 * 3600.0
+# How much longer than the front the other processes wait for all to come.
+_FURTHER_SECONDS = 2.0
 
 
 class Identity(Struct, frozen=True, kw_only=True):
@@ -233,11 +234,6 @@ def _missing_text(topic: str, missing: Sequence[int], size: int, seconds: float)
     return f"expected {size} processes, after {seconds:g} s there is no {topic} of rank {ranks}: start them, or look at their output"
 
 
-_INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
-
-_ANY_PORT = 9  # nothing is sent to it
-
-
 def chosen_address(target: str) -> str | None:
     """Return the address from which this machine reaches another one.
 
@@ -280,13 +276,6 @@ def _address_towards(target: str) -> str | None:
 
 def _is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
-
-
-# Weights may take long to read; a process that ends meanwhile is found by the launcher.
-_LOAD_SECONDS = 24 * 3600.0
-
-# How much longer than the front the other processes wait for all to come.
-_FURTHER_SECONDS = 2.0
 
 
 class GroupOptions(Struct, frozen=True, kw_only=True):

@@ -1,8 +1,7 @@
 """A bundle whose stages run in other processes, as one callable.
 
-The processes of a pipeline: started, started again when one is lost, and ended with the pipeline.
-
-Cut large batches into smaller ones, which go through the stages one behind the other, and join their results.
+- The processes of a pipeline: started, started again when one is lost, and ended with the pipeline.
+- Cut large batches into smaller ones, which go through the stages one behind the other, and join their results.
 """
 
 import itertools
@@ -41,14 +40,13 @@ from stagepack_loaders.run_trace import RunTrace
 from stagepack_loaders.torch.arrays import TORCH_ARRAYS
 
 _LOGGER = logging.getLogger("stagepack")
-
 # How long calls in flight have when the pipeline was not closed before this process ends, or before it is collected.
 _FORGOTTEN_SECONDS = 1.0
-
 # Between starts that fail, at first and at most.
 _FIRST_PAUSE_SECONDS = 0.1
-
 _LONGEST_PAUSE_SECONDS = 10.0
+# Sends values with the sizes of their symbols on their way.
+SubmitValues = Callable[[Mapping[str, Any], Mapping[str, int]], "Future[dict[str, Any]]"]
 
 
 class GroupLauncher(Protocol):
@@ -216,10 +214,6 @@ class PipelineProcesses:
             self._launcher.stop(wait=False)
             self.front.join_threads()
             self.has_ended = True
-
-
-# Sends values with the sizes of their symbols on their way.
-SubmitValues = Callable[[Mapping[str, Any], Mapping[str, int]], "Future[dict[str, Any]]"]
 
 
 class Microbatches:

@@ -1,6 +1,6 @@
 """What launchers have in common that start the processes of a pipeline from the process that calls it.
 
-Processes of stages on this machine, which this process starts, watches and ends.
+- Processes of stages on this machine, which this process starts, watches and ends.
 """
 
 import contextlib
@@ -38,11 +38,10 @@ from stagepack_loaders.python_process import module_command, module_environment
 
 # How long the first process that has ended gets to be found, when others have ended because of it.
 _EXIT_SECONDS = 1.0
-
 _CHECK_SECONDS = 0.05
-
 # What a launcher has of a process that it has started.
 Handle = TypeVar("Handle")
+_END_SECONDS = 5.0
 
 
 class ProcessLauncher(ABC, Generic[Handle]):
@@ -173,9 +172,6 @@ def over_processes(bundle: Bundle, process_count: int, options: GroupOptions) ->
         )
     ranks = range(FRONT_RANK + 1, FRONT_RANK + 1 + process_count)
     return structs.replace(options, rank_of_stage=assign_stages(bundle.entry_point, ranks))
-
-
-_END_SECONDS = 5.0
 
 
 class LocalLauncher(ProcessLauncher["subprocess.Popen[bytes]"]):

@@ -1,6 +1,6 @@
 """Runs the stages of one process on requests, one after another, and sends on what they return.
 
-A process that runs stages for the front, until the front closes or is gone.
+- A process that runs stages for the front, until the front closes or is gone.
 """
 
 import contextlib
@@ -47,6 +47,15 @@ from stagepack_loaders.stage_errors import typed_stage_errors
 # A slow process holds up those before it: what gloo sent for the request so many before has arrived before another one is run, and of each
 # link all messages with bodies but so many are taken. Messages without bodies are limited by the memory of the socket of a link.
 _REQUESTS_SENT_AHEAD = 4
+HEARTBEAT_SECONDS = 0.5
+# The exit status of a process that has lost another one; the launcher starts it again.
+LOST_STATUS = 75
+# Of a process whose device computes nothing more.
+DEVICE_LOST_STATUS = 76
+_LOGGER = logging.getLogger("stagepack")
+_FRONT_SILENCE_SECONDS = 10.0
+_REQUESTS_POSTED_AHEAD = 3
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -276,23 +285,6 @@ class StageWorker:
         """Report the error of a stage. The request has failed, and the others go on."""
         request.message = request.message.failed()
         self._report_failure(request.message.number, stage.number, error)
-
-
-HEARTBEAT_SECONDS = 0.5
-
-# The exit status of a process that has lost another one; the launcher starts it again.
-LOST_STATUS = 75
-
-# Of a process whose device computes nothing more.
-DEVICE_LOST_STATUS = 76
-
-_LOGGER = logging.getLogger("stagepack")
-
-_FRONT_SILENCE_SECONDS = 10.0
-
-_REQUESTS_POSTED_AHEAD = 3
-
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def run_stage_process(bundle: Bundle, store: Store, rank: int, size: int, options: GroupOptions) -> None:

@@ -1,8 +1,7 @@
 """Check the ONNX files of stages, then make sessions of them.
 
-The initializers of an ONNX model as values of ONNX Runtime, on the memory of the weight files.
-
-ONNX Runtime would map the files itself, by their paths and without a lease (`stagepack_loaders.file_leases`).
+- The initializers of an ONNX model as values of ONNX Runtime, on the memory of the weight files. ONNX Runtime would map the files itself,
+  by their paths and without a lease (`stagepack_loaders.file_leases`).
 """
 
 import math

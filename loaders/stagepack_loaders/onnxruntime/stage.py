@@ -1,6 +1,6 @@
 """A stage as a session of ONNX Runtime.
 
-Array operations for ONNX Runtime: on numpy arrays, which callers use, and on the values that stages hand on.
+- Array operations for ONNX Runtime: on numpy arrays, which callers use, and on the values that stages hand on.
 """
 
 import threading
@@ -28,6 +28,8 @@ from stagepack_loaders.onnxruntime.values import is_on_host, to_host, to_numpy, 
 from stagepack_loaders.onnxruntime.weights import StageWeights
 from stagepack_loaders.onnxruntime.written import check_written_inputs, write_input
 from stagepack_loaders.pipeline import CallableStage
+
+_DLPACK_CPU: Final = 1  # kDLCPU of https://dmlc.github.io/dlpack/latest/c_api.html
 
 
 class OnnxRuntimeStage(CallableStage):
@@ -194,7 +196,5 @@ class OnnxRuntimeArrays(NumpyArrays):
             return OrtValue.from_dlpack(elements)
         return super().from_elements(elements, value_type)
 
-
-_DLPACK_CPU: Final = 1  # kDLCPU of https://dmlc.github.io/dlpack/latest/c_api.html
 
 ONNX_RUNTIME_ARRAYS: Final = OnnxRuntimeArrays()

@@ -1,6 +1,6 @@
 """What a bundle states of the inputs and outputs of a session: checked at each call, and an answer where nothing is to be computed.
 
-The devices of ONNX Runtime, by name.
+- The devices of ONNX Runtime, by name.
 """
 
 from collections.abc import Sequence
@@ -21,6 +21,10 @@ from stagepack_loaders.onnxruntime.values import to_numpy
 from stagepack_loaders.output_contract import OutputContract
 
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+# Operators with which ONNX Runtime 1.31 and 1.32 end the process by SIGABRT or SIGFPE where they get a tensor without elements: found by
+# running the 1,884 models of ONNX's own tests with each size set to 0.
+ENDS_PROCESS_WITHOUT_ELEMENTS: Final = frozenset({"GRU", "LSTM", "STFT", "Unique"})
+_DTYPE_NAMES: Final = {element_type: dtype for dtype, element_type in ELEMENT_TYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +49,6 @@ def parse_device(device: object) -> Device:
             f"device {str(device)!r}: this onnxruntime has no {PROVIDERS[device_type]}: install onnxruntime-gpu in its place"
         )
     return Device(device_type, int(index or 0))
-
-
-# Operators with which ONNX Runtime 1.31 and 1.32 end the process by SIGABRT or SIGFPE where they get a tensor without elements: found by
-# running the 1,884 models of ONNX's own tests with each size set to 0.
-ENDS_PROCESS_WITHOUT_ELEMENTS: Final = frozenset({"GRU", "LSTM", "STFT", "Unique"})
-
-_DTYPE_NAMES: Final = {element_type: dtype for dtype, element_type in ELEMENT_TYPES.items()}
 
 
 class DescribedValue:

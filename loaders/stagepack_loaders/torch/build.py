@@ -2,15 +2,11 @@
 
 The weights are inputs of the module, after the inputs of the graph, in the order of the weight table.
 
-One fx graph under construction. Strings of a bundle do not reach the code that fx generates, except checked identifiers.
-
-The steps of a module that is built from a graph: nodes, calls of regions, and calls of functions.
-
-Python operators on numbers of the graph, with bounded results.
-
-A size, and whatever is computed from sizes, fits 64 bits. Python computes integers of any length, and holds the interpreter meanwhile:
-``9 ** 10**9`` takes hours, and so does a chain of products. Sequences, which these operators would repeat, join or fill in, are refused.
-Symbolic integers, which a compiler traces, pass unchecked.
+- One fx graph under construction. Strings of a bundle do not reach the code that fx generates, except checked identifiers.
+- The steps of a module that is built from a graph: nodes, calls of regions, and calls of functions.
+- Python operators on numbers of the graph, with bounded results. A size, and whatever is computed from sizes, fits 64 bits. Python
+  computes integers of any length, and holds the interpreter meanwhile: ``9 ** 10**9`` takes hours, and so does a chain of products.
+  Sequences, which these operators would repeat, join or fill in, are refused. Symbolic integers, which a compiler traces, pass unchecked.
 """
 
 import math
@@ -57,6 +53,9 @@ from stagepack_loaders.torch.torch_attributes import torch_argument
 
 # Key of the `meta` of an fx node that calls an operator: the node of the graph.
 GRAPH_NODE = "stagepack_node"
+# Keys of the `meta` of the module of a stage and of a region: how many nodes it has, and the `Value` or `Weight` of each input.
+NODE_COUNT, INPUT_TYPES = "stagepack_nodes", "stagepack_inputs"
+_LARGEST: Final = 2**63
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,10 +298,6 @@ def runs_by_context(
         yield run_context, run
 
 
-# Keys of the `meta` of the module of a stage and of a region: how many nodes it has, and the `Value` or `Weight` of each input.
-NODE_COUNT, INPUT_TYPES = "stagepack_nodes", "stagepack_inputs"
-
-
 def build_graph_module(
     folded: FoldedGraph, graph: Graph, operators: Sequence[Callable[..., Any]], device: torch.device
 ) -> GraphModule:
@@ -433,9 +428,6 @@ def _append(body: FxBody, step: Step) -> None:
         case FunctionStep():
             first_argument = body.attribute(step.first_argument, "held")
             body.call_function(step.function, (first_argument,), step.inputs, step.outputs)
-
-
-_LARGEST: Final = 2**63
 
 
 def bounded_add(a: Any, b: Any, /) -> Any:

@@ -1,15 +1,11 @@
 """Compile the stages of a bundle: at the first call, or ahead of time into a folder.
 
-Compile stages with ``torch.compile``, which works at the first call.
-
-Compile the units of a bundle ahead of time with AOTInductor, into a folder.
-
-A folder of native code, compiled ahead of time from the units of a bundle.
-
-The folder is no bundle and is in none: ``compiled.json`` names the bundle that it was compiled from and what the code runs on, and each
-distinct unit is a file. Weights are passed at each call, so one file serves all calls of a region.
-
-What is compiled as one: a region that a stage calls several times, or a whole stage.
+- Compile stages with ``torch.compile``, which works at the first call.
+- Compile the units of a bundle ahead of time with AOTInductor, into a folder.
+- A folder of native code, compiled ahead of time from the units of a bundle. The folder is no bundle and is in none: ``compiled.json``
+  names the bundle that it was compiled from and what the code runs on, and each distinct unit is a file. Weights are passed at each call,
+  so one file serves all calls of a region.
+- What is compiled as one: a region that a stage calls several times, or a whole stage.
 """
 
 import hashlib
@@ -40,6 +36,11 @@ from stagepack_loaders.torch.build import INPUT_TYPES, NODE_COUNT
 from stagepack_loaders.torch.devices import parse_device
 from stagepack_loaders.torch.prepare import PreparedTorchStage, prepare_stages
 from stagepack_loaders.torch.torch_attributes import torch_attribute
+
+LIST_NAME = "compiled.json"
+_ALIGNMENT = 16  # bytes, which vectorized code relies on
+# Called with one line that says which unit is compiled next.
+Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,11 +123,6 @@ class TorchCompiler:
             self._compiled[key] = torch.compile(unit.module, dynamic=is_dynamic)
         compiled: torch.nn.Module = self._compiled[key]
         return compiled
-
-
-LIST_NAME = "compiled.json"
-
-_ALIGNMENT = 16  # bytes, which vectorized code relies on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,9 +258,6 @@ class CompiledModule(torch.nn.Module):
                 input_tensors[index] = tensor.clone(memory_format=torch.contiguous_format)
         return tuple(self._run(input_tensors))
 
-
-# Called with one line that says which unit is compiled next.
-Progress = Callable[[str], None]
 
 # A unit with its stage number and the symbols of its graph.
 _Occurrence = tuple[int, CompilationUnit, Sequence[Symbol]]

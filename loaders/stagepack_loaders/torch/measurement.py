@@ -1,6 +1,6 @@
 """Measure how long the nodes of a bundle take on the devices of this machine.
 
-Stages that measure how long each of their nodes takes.
+- Stages that measure how long each of their nodes takes.
 """
 
 import platform
@@ -30,6 +30,8 @@ from stagepack_loaders.torch.prepare import PreparedTorchStage, prepare_stages
 from stagepack_loaders.torch.stage import TorchStage
 
 _OVERHEAD_RUNS = 101
+# Runs that do not count: the first ones allocate memory and choose kernels.
+_WARMUP_RUNS = 3
 
 
 class NodeTimer:
@@ -93,10 +95,6 @@ def _time_operators(module: GraphModule, node_indices: dict[int, int], timer: No
 def copy_tensors(values: list[Any]) -> list[Any]:
     """Return values with memory of their own, for a stage that writes into its inputs."""
     return [value.clone() if isinstance(value, torch.Tensor) else value for value in values]
-
-
-# Runs that do not count: the first ones allocate memory and choose kernels.
-_WARMUP_RUNS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,11 +1,9 @@
 """Build a module of a graph that runs by calls of the model's modules.
 
-A call of a module of the model inside a stage.
-
-A stage that is loaded with ``modules=True`` runs as the model did: by calls of its modules. Each call takes values of the graph and
-returns values of the graph; between them are the arguments and results of Python, as they were when the model was captured.
-
-The modules of the original model that a stage calls: each can be called on its own, and be replaced.
+- A call of a module of the model inside a stage. A stage that is loaded with ``modules=True`` runs as the model did: by calls of its
+  modules. Each call takes values of the graph and returns values of the graph; between them are the arguments and results of Python, as
+  they were when the model was captured.
+- The modules of the original model that a stage calls: each can be called on its own, and be replaced.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -41,6 +39,8 @@ from stagepack.torch_internals import child_modules
 from stagepack_loaders.torch.build import FunctionStep, GraphBuilder, Step, produced_names, tuple_of, used_names
 from stagepack_loaders.torch.container import Container, settle
 from stagepack_loaders.torch.slots import Slot
+
+_BODIES = "stagepack.bodies"
 
 
 @dataclass(slots=True, eq=False)
@@ -431,9 +431,6 @@ def _with_weights_by_name(graph: Graph) -> Graph:
             if is_written and isinstance(argument, ValueArg) and argument.name in weight_names:
                 weight_names[output.name] = weight_names[argument.name]
     return replace(graph, nodes=tuple(nodes))
-
-
-_BODIES = "stagepack.bodies"
 
 
 class CalledModule(Container):

@@ -1,12 +1,9 @@
 """Read and check stages, then read their weights.
 
-Prepared stages whose weights arrive by threads: before the stage is ready, or while it runs.
-
-A record of the graphs whose values were compared with what their operators return (SPEC G16).
-
-That comparison imports parts of torch that a load needs for nothing else, for half a second. It is made once for each content of a graph
-file, which each load compares with its digest, and for all else that its outcome depends on: the version of torch, the default dtype, and
-the code of the comparison.
+- Prepared stages whose weights arrive by threads: before the stage is ready, or while it runs.
+- A record of the graphs whose values were compared with what their operators return (SPEC G16). That comparison imports parts of torch
+  that a load needs for nothing else, for half a second. It is made once for each content of a graph file, which each load compares with
+  its digest, and for all else that its outcome depends on: the version of torch, the default dtype, and the code of the comparison.
 """
 
 import weakref

@@ -1,6 +1,6 @@
 """A stage as a `torch.nn.Module`.
 
-Inputs of a stage on their way to its device, and back to the caller if the stage writes them.
+- Inputs of a stage on their way to its device, and back to the caller if the stage writes them.
 """
 
 import copy
@@ -28,6 +28,8 @@ from stagepack_loaders.torch.torch_attributes import torch_attribute
 from stagepack_loaders.torch.weight_window import GatedModule
 from stagepack_loaders.torch.weights import StageState
 from stagepack_loaders.window_plan import Residency
+
+_PARTS = "stagepack.stage"
 
 
 class StageInputs:
@@ -125,9 +127,6 @@ class _StageParts:
     inputs: StageInputs
     output_contract: OutputContract
     state: StageState
-
-
-_PARTS = "stagepack.stage"
 
 
 def output_contract(graph: Graph) -> OutputContract:

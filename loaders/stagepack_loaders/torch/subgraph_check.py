@@ -2,7 +2,7 @@
 
 No subgraph runs here: its own nodes are compared one by one, so that its inputs and results are what it states.
 
-What is known of the values of a graph, and the arguments of operators as tensors without memory.
+- What is known of the values of a graph, and the arguments of operators as tensors without memory.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,7 +29,6 @@ from stagepack_loaders.torch.devices import parse_graph_device
 from stagepack_loaders.torch.torch_attributes import torch_argument
 
 META = torch.device("meta")
-
 # Under autocast these are cast to one another.
 CAST_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 

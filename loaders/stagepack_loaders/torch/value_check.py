@@ -3,10 +3,9 @@
 Each operator runs on tensors of the device ``meta``, which have a type and a shape but no memory, at the sizes of the example. Calls
 that are alike run once: a model of many layers takes hardly longer than one of its layers.
 
-Operators whose work without data grows with the sizes that a graph states, or faster than with their arguments (SPEC G16).
-
-On tensors without memory most operators take microseconds at any size. Those here make a tensor for each row, each step of a sequence or
-each unit of a layer, or search an order of products. A file of a kilobyte may state sizes of 2^62, so they are bounded before they run.
+- Operators whose work without data grows with the sizes that a graph states, or faster than with their arguments (SPEC G16). On tensors
+  without memory most operators take microseconds at any size. Those here make a tensor for each row, each step of a sequence or each unit
+  of a layer, or search an order of products. A file of a kilobyte may state sizes of 2^62, so they are bounded before they run.
 """
 
 import inspect
@@ -59,15 +58,44 @@ from stagepack_loaders.torch.subgraph_check import (
 from stagepack_loaders.torch.torch_attributes import torch_attribute
 
 _Arguments = Mapping[str, Any]
-
 # Tensors that one call makes, besides those that its node states.
 MOST_TENSORS: Final = 1024
-
 # Factors of a product: torch tries all orders in time that grows with the third power.
 _MOST_FACTORS: Final = 256
-
 # Dimensions of a value (SPEC L1).
 _MOST_DIMENSIONS: Final = 64
+# How many tensors an operator may take whose work grows faster than their number.
+_ITEM_LIMITS: Final[Mapping[str, tuple[int, Callable[[_Arguments], int]]]] = {
+    "aten.cartesian_prod.default": (_MOST_DIMENSIONS, lambda arguments: len(arguments["tensors"])),
+    "aten.chain_matmul.default": (_MOST_FACTORS, lambda arguments: len(arguments["matrices"])),
+    "aten.chain_matmul.out": (_MOST_FACTORS, lambda arguments: len(arguments["matrices"])),
+    "aten.combinations.default": (_MOST_DIMENSIONS, lambda arguments: arguments["r"]),
+    "aten.linalg_multi_dot.default": (_MOST_FACTORS, lambda arguments: len(arguments["tensors"])),
+    "aten.linalg_multi_dot.out": (_MOST_FACTORS, lambda arguments: len(arguments["tensors"])),
+    "aten.meshgrid.default": (_MOST_DIMENSIONS, lambda arguments: len(arguments["tensors"])),
+    "aten.meshgrid.indexing": (_MOST_DIMENSIONS, lambda arguments: len(arguments["tensors"])),
+}
+_MAX_PROBLEMS = 20
+_SCALAR_TYPES: Mapping[str, type] = {"symint": int, "symfloat": float, "symbool": bool}
+# The types of a schema that only one kind of argument fits. torch itself takes any integer in their place, and reads past its tables.
+_ONLY_KINDS: Mapping[str, type | None] = {
+    "ScalarType": DtypeArg,
+    "Layout": LayoutArg,
+    "MemoryFormat": MemoryFormatArg,
+    "Device": DeviceArg,
+    "str": str,
+    "Generator": None,
+    "Stream": None,
+}
+_KINDS_WITH_A_TYPE = tuple(kind for kind in _ONLY_KINDS.values() if kind is not None)
+# The results but the first of these operators have shapes that depend on the device.
+_EMBEDDING_BAGS = frozenset({"aten.embedding_bag", "aten._embedding_bag", "aten._embedding_bag_forward_only"})
+# They return a view or a copy, as the strides of their arguments are, which are not known of all values.
+_PERHAPS_VIEWS = frozenset({"aten.einsum.default"})
+_ANY = Fact(object, None)
+# How operators answered in this process, by operator, arguments and default dtype. It holds no tensors.
+_RESULTS: dict[object, CallResult] = {}
+_MAX_RESULTS = 10_000
 
 
 class MetaWork(NamedTuple):
@@ -185,48 +213,6 @@ _STEP_COUNTS: Final[Mapping[str, Callable[[_Arguments], int]]] = {
     "aten.rnn_relu.input": _recurrent_step_count,
     "aten.rnn_tanh.input": _recurrent_step_count,
 }
-
-# How many tensors an operator may take whose work grows faster than their number.
-_ITEM_LIMITS: Final[Mapping[str, tuple[int, Callable[[_Arguments], int]]]] = {
-    "aten.cartesian_prod.default": (_MOST_DIMENSIONS, lambda arguments: len(arguments["tensors"])),
-    "aten.chain_matmul.default": (_MOST_FACTORS, lambda arguments: len(arguments["matrices"])),
-    "aten.chain_matmul.out": (_MOST_FACTORS, lambda arguments: len(arguments["matrices"])),
-    "aten.combinations.default": (_MOST_DIMENSIONS, lambda arguments: arguments["r"]),
-    "aten.linalg_multi_dot.default": (_MOST_FACTORS, lambda arguments: len(arguments["tensors"])),
-    "aten.linalg_multi_dot.out": (_MOST_FACTORS, lambda arguments: len(arguments["tensors"])),
-    "aten.meshgrid.default": (_MOST_DIMENSIONS, lambda arguments: len(arguments["tensors"])),
-    "aten.meshgrid.indexing": (_MOST_DIMENSIONS, lambda arguments: len(arguments["tensors"])),
-}
-
-_MAX_PROBLEMS = 20
-
-_SCALAR_TYPES: Mapping[str, type] = {"symint": int, "symfloat": float, "symbool": bool}
-
-# The types of a schema that only one kind of argument fits. torch itself takes any integer in their place, and reads past its tables.
-_ONLY_KINDS: Mapping[str, type | None] = {
-    "ScalarType": DtypeArg,
-    "Layout": LayoutArg,
-    "MemoryFormat": MemoryFormatArg,
-    "Device": DeviceArg,
-    "str": str,
-    "Generator": None,
-    "Stream": None,
-}
-
-_KINDS_WITH_A_TYPE = tuple(kind for kind in _ONLY_KINDS.values() if kind is not None)
-
-# The results but the first of these operators have shapes that depend on the device.
-_EMBEDDING_BAGS = frozenset({"aten.embedding_bag", "aten._embedding_bag", "aten._embedding_bag_forward_only"})
-
-# They return a view or a copy, as the strides of their arguments are, which are not known of all values.
-_PERHAPS_VIEWS = frozenset({"aten.einsum.default"})
-
-_ANY = Fact(object, None)
-
-# How operators answered in this process, by operator, arguments and default dtype. It holds no tensors.
-_RESULTS: dict[object, CallResult] = {}
-
-_MAX_RESULTS = 10_000
 
 
 class NodeProblem(NamedTuple):

@@ -1,6 +1,6 @@
 """Weights that pass through the memory of a device in each call of a stage, in the order of their use.
 
-The module of a stage whose weights are not all in the memory of its device when it is called.
+- The module of a stage whose weights are not all in the memory of its device when it is called.
 """
 
 import copy

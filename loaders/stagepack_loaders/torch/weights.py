@@ -1,10 +1,8 @@
 """The weights of stages: from weight files to tensors on a device.
 
-Weight files that threads read into the memory of a device, in order, while the stages run already.
-
-The weights of a stage while their files arrive: each use waits for its own bytes only.
-
-The buffers of a stage that calls write, such as key-value caches and counters.
+- Weight files that threads read into the memory of a device, in order, while the stages run already.
+- The weights of a stage while their files arrive: each use waits for its own bytes only.
+- The buffers of a stage that calls write, such as key-value caches and counters.
 """
 
 import math

@@ -1,8 +1,7 @@
 """The loss of a microbatch: the function of the caller, given the result of the model in its containers and a part of the target.
 
-The loss of a step, which the process of the last stage sends to the others of its pipeline.
-
-Cut the inputs of a call into microbatches of equal size.
+- The loss of a step, which the process of the last stage sends to the others of its pipeline.
+- Cut the inputs of a call into microbatches of equal size.
 """
 
 import zlib
@@ -25,6 +24,7 @@ from stagepack_loaders.train.targets import Target
 
 # The loss of a microbatch, of the result of the model and the target.
 Loss = Callable[[Any, Any], torch.Tensor]
+_TAG = 2  # of losses; schedules use 0, gradients of shared parameters 1
 
 
 class MicrobatchLoss:
@@ -179,9 +179,6 @@ def _checked_batch(batch: tuple[str, int] | None, location: str, size: int, micr
             "last batch, or choose another number of microbatches"
         )
     return batch or (location, size)
-
-
-_TAG = 2  # of losses; schedules use 0, gradients of shared parameters 1
 
 
 class LossExchange:

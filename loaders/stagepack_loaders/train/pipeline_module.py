@@ -1,15 +1,11 @@
 """A stage between its neighbours, as torch.distributed.pipelining calls it: tensors in, tensors out.
 
-What passes from each stage to the next one when stages exchange values with their neighbours only. Imports no torch.
-
-The schedules of torch.distributed.pipelining do that. So a value that skips stages passes through these, as do results of the model on
-their way to the last stage, which computes the loss. Inputs of the model do not pass: each process has them.
-
-Activation checkpointing: the values inside a region are computed again in the backward pass, and not kept from the forward pass.
-
-Random numbers of a training, such as those of dropout: the same as if one process ran the whole model on each microbatch.
-
-Each microbatch begins with a seed of its own. The state of the generators passes from stage to stage with the values.
+- What passes from each stage to the next one when stages exchange values with their neighbours only. Imports no torch. The schedules of
+  torch.distributed.pipelining do that. So a value that skips stages passes through these, as do results of the model on their way to the
+  last stage, which computes the loss. Inputs of the model do not pass: each process has them.
+- Activation checkpointing: the values inside a region are computed again in the backward pass, and not kept from the forward pass.
+- Random numbers of a training, such as those of dropout: the same as if one process ran the whole model on each microbatch. Each
+  microbatch begins with a seed of its own. The state of the generators passes from stage to stage with the values.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -33,6 +29,10 @@ from stagepack_loaders.torch.build import INPUT_TYPES
 from stagepack_loaders.torch.stage import TorchStage
 
 _DIFFERENTIABLE = ("float", "bfloat", "complex")
+Recompute = Literal["regions", "stages"] | None
+_REGION_PREFIX = "region_"
+Result = TypeVar("Result")
+_SCALAR_TENSOR_DTYPES = {"symint": torch.int64, "symfloat": torch.float64, "symbool": torch.bool}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,11 +145,6 @@ def find_written_memory(bundle: Bundle, stage_number: int) -> WrittenMemory:
     )
 
 
-Recompute = Literal["regions", "stages"] | None
-
-_REGION_PREFIX = "region_"
-
-
 class _RecomputedModule(torch.nn.Module):
     """A module of a graph whose values are computed again in the backward pass, with the same random numbers."""
 
@@ -195,9 +190,6 @@ def _touches_written_memory(region: GraphModule, classes: AliasClasses) -> bool:
     """Whether an input of a region, in its first call, is written anywhere in the stage."""
     values = (entry.value if isinstance(entry, Weight) else entry.name for entry in region.meta[INPUT_TYPES])
     return any(classes.is_written(value_name) for value_name in values)
-
-
-Result = TypeVar("Result")
 
 
 class RandomNumbers:
@@ -270,9 +262,6 @@ def _forked_devices(device: torch.device) -> list[torch.device]:
 
 def _device_type(device: torch.device) -> str:
     return "cuda" if device.type == "cpu" else device.type
-
-
-_SCALAR_TENSOR_DTYPES = {"symint": torch.int64, "symfloat": torch.float64, "symbool": torch.bool}
 
 
 class PipelineModule(torch.nn.Module):

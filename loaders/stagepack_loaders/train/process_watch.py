@@ -2,7 +2,7 @@
 
 Process 0 hears all others (`GroupWatch`) and tells them which one is gone; they notice themselves when process 0 is.
 
-The processes of a training find each other beside the groups in which they train, so that they notice when one is gone.
+- The processes of a training find each other beside the groups in which they train, so that they notice when one is gone.
 """
 
 import atexit
@@ -49,6 +49,12 @@ from stagepack_loaders.distributed.status import (
     receive_status,
 )
 from stagepack_loaders.train.start_messages import Answer, Hello, KnownProcesses, StartMessages, abort_group, finished
+
+# How long a step whose groups are closed may go on before the process is ended: it may wait where no error reaches it.
+_END_SECONDS = 4.0
+# How long an error of a group may be ahead of the message that says which process is gone.
+_EXPLANATION_SECONDS = 2.0
+_CLOSE_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,15 +137,6 @@ def _facts(stage_number: int, rank: int, identity: Identity) -> StageFacts:
         seconds=0.0,
         written_inputs=(),
     )
-
-
-# How long a step whose groups are closed may go on before the process is ended: it may wait where no error reaches it.
-_END_SECONDS = 4.0
-
-# How long an error of a group may be ahead of the message that says which process is gone.
-_EXPLANATION_SECONDS = 2.0
-
-_CLOSE_SECONDS = 1.0
 
 
 class ProcessWatch:

@@ -1,6 +1,6 @@
 """Parameters that stages of several processes use: each process has a copy, and the gradients of all copies are summed.
 
-Data parallel training: several pipelines with the same stages work on batches of their own, and average their gradients.
+- Data parallel training: several pipelines with the same stages work on batches of their own, and average their gradients.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,6 +16,7 @@ from stagepack.errors import OptionError
 from stagepack.format.reader import Bundle
 
 _TAG, _FLAG_TAG = 1, 3  # of gradients, and of flags; the schedules use 0, losses 2
+_PIPELINE, _REPLICAS = "pp", "dp"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,9 +151,6 @@ class _Flags:
             rank: dict(zip(common, map(bool, received.tolist()), strict=True))
             for rank, (common, _, received, _) in self._pending.items()
         }
-
-
-_PIPELINE, _REPLICAS = "pp", "dp"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

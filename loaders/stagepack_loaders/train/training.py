@@ -1,8 +1,7 @@
 """The stages of one process, which it trains together with other processes.
 
-Training and evaluation mode, as far as the graphs of a bundle tell: dropout, and norms with running statistics. Imports no torch.
-
-What a training goes on from: weights, the state of an optimizer and the number of steps, by names that all processes agree on.
+- Training and evaluation mode, as far as the graphs of a bundle tell: dropout, and norms with running statistics. Imports no torch.
+- What a training goes on from: weights, the state of an optimizer and the number of steps, by names that all processes agree on.
 """
 
 import os
@@ -51,10 +50,13 @@ from stagepack_loaders.train.shared_parameters import (
 
 # Parameters of operators that a module passes its mode to, and probabilities with which they drop.
 _MODE_PARAMETERS = ("train", "training", "use_input_stats")
-
 _PROBABILITIES = ("p", "dropout")
-
 _ATTENTION_PROBABILITY = "dropout_p"
+# Each parameter has entries of its own, so that processes may have other parameters when they read them.
+_OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
+_SMALLEST_NORM = 1e-6  # as in torch
+# Samplers of several processes that have different seeds differ at once.
+_CHECKED_BATCHES = 2
 
 
 def evaluation_scopes(bundle: Bundle) -> tuple[str, ...]:
@@ -102,10 +104,6 @@ def _drops_nothing(graph: Graph, node: Node) -> bool:
     return _ATTENTION_PROBABILITY in op.parameters and not parameter_argument(node, op, _ATTENTION_PROBABILITY)
 
 
-# Each parameter has entries of its own, so that processes may have other parameters when they read them.
-_OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
-
-
 def module_of(
     parameters: Iterable[tuple[str, torch.nn.Parameter]], buffers: Iterable[tuple[str, torch.Tensor]]
 ) -> torch.nn.Module:
@@ -149,12 +147,6 @@ def _check_tensor(found: Any, expected: torch.Tensor, location: str) -> None:
 def load_optimizer_state(module: torch.nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """Set the state of an optimizer to that of `optimizer_state`."""
     set_optimizer_state_dict(module, optimizer, state, options=_OPTIONS)
-
-
-_SMALLEST_NORM = 1e-6  # as in torch
-
-# Samplers of several processes that have different seeds differ at once.
-_CHECKED_BATCHES = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,9 +3,8 @@
 Sources: the API of LeaderWorkerSet, https://lws.sigs.k8s.io/docs/reference/leaderworkerset.v1/, and of Kubernetes,
 https://kubernetes.io/docs/reference/kubernetes-api/.
 
-Plain data as YAML: dicts, lists, texts, integers and booleans, which is what the objects of a deployment are made of.
-
-Quantities as Kubernetes writes them.
+- Plain data as YAML: dicts, lists, texts, integers and booleans, which is what the objects of a deployment are made of.
+- Quantities as Kubernetes writes them.
 """
 
 import json
@@ -19,37 +18,28 @@ from stagepack_serving.kubernetes.options import DeploymentOptions
 from stagepack_serving.kubernetes.sizing import PodSize
 
 _MEBIBYTE = 2**20
-
 _ROUNDED_TO = 64 * _MEBIBYTE
+HTTP_PORT = 8000
+GRPC_PORT = 8001
+# The port of torchrun. Between the processes, gloo listens at free ports.
+TORCHRUN_PORT = 29500
+_NAME_LABEL = "leaderworkerset.sigs.k8s.io/name"
+_WORKER_INDEX_LABEL = "leaderworkerset.sigs.k8s.io/worker-index"
+# How long the pods wait for each other: nodes may have to be started, and images to be pulled.
+_RENDEZVOUS_SECONDS = 900
+_PROBE_SECONDS = 5
+_START_SECONDS = 120
+_SLOWEST_READING = 50_000_000  # bytes a second
+# What torchrun and then Kubernetes wait for longer than the server needs to stop.
+_SPARE_SECONDS = 10
+# Texts that YAML 1.1 and 1.2 read as themselves without quotes. All others are quoted as in JSON, which YAML reads.
+_PLAIN_TEXT = re.compile(r"[A-Za-z/][A-Za-z0-9_./-]*")
+_OTHER_MEANINGS = frozenset({"true", "false", "yes", "no", "on", "off", "y", "n", "null"})
 
 
 def memory_quantity(byte_count: int) -> str:
     """Return a number of bytes, rounded up to 64 MiB: ``"1088Mi"``."""
     return f"{-(-byte_count // _ROUNDED_TO) * _ROUNDED_TO // _MEBIBYTE}Mi"
-
-
-HTTP_PORT = 8000
-
-GRPC_PORT = 8001
-
-# The port of torchrun. Between the processes, gloo listens at free ports.
-TORCHRUN_PORT = 29500
-
-_NAME_LABEL = "leaderworkerset.sigs.k8s.io/name"
-
-_WORKER_INDEX_LABEL = "leaderworkerset.sigs.k8s.io/worker-index"
-
-# How long the pods wait for each other: nodes may have to be started, and images to be pulled.
-_RENDEZVOUS_SECONDS = 900
-
-_PROBE_SECONDS = 5
-
-_START_SECONDS = 120
-
-_SLOWEST_READING = 50_000_000  # bytes a second
-
-# What torchrun and then Kubernetes wait for longer than the server needs to stop.
-_SPARE_SECONDS = 10
 
 
 def deployment_objects(
@@ -222,12 +212,6 @@ def _network_policy(options: DeploymentOptions) -> dict[str, Any]:
             ],
         },
     }
-
-
-# Texts that YAML 1.1 and 1.2 read as themselves without quotes. All others are quoted as in JSON, which YAML reads.
-_PLAIN_TEXT = re.compile(r"[A-Za-z/][A-Za-z0-9_./-]*")
-
-_OTHER_MEANINGS = frozenset({"true", "false", "yes", "no", "on", "off", "y", "n", "null"})
 
 
 def to_yaml(documents: Iterable[dict[str, Any]]) -> str:

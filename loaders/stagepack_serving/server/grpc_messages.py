@@ -1,8 +1,7 @@
 """Inference requests and answers as messages of gRPC.
 
-The fields of a message of gRPC, read before it is parsed, when a few bytes may become a hundred bytes of objects.
-
-Source: https://protobuf.dev/programming-guides/encoding/. A request of 64 MB with empty inputs alone took 2.8 GB and 2.6 s to parse.
+- The fields of a message of gRPC, read before it is parsed, when a few bytes may become a hundred bytes of objects. Source:
+  https://protobuf.dev/programming-guides/encoding/. A request of 64 MB with empty inputs alone took 2.8 GB and 2.6 s to parse.
 """
 
 import itertools
@@ -26,33 +25,39 @@ from stagepack_serving.server.parameters import (
 from stagepack_serving.server.rest_request import tensor_from_bytes, tensor_from_reader
 
 _MAX_FIELDS: Final = 20_000
-
 # Beside the data of tensors.
 _MAX_OTHER_BYTES: Final = 1_000_000
-
 # The parser copies less in less time than it takes to look for what it would copy.
 _FEW_BYTES: Final = 65_536
-
 _FEW_FIELDS: Final = 256
-
 # What the parser takes.
 _MOST_TAG_BYTES: Final = 5
-
-_VARINT, _FIXED64, _GRPC_MESSAGE_FIELDS_BYTES, _FIXED32 = 0, 1, 2, 5
-
+_VARINT, _FIXED64, _DELIMITED, _FIXED32 = 0, 1, 2, 5
 _FIXED_BYTES: Final = {_FIXED64: 8, _FIXED32: 4}
-
 _MODEL_NAME: Final = pb.ModelInferRequest.MODEL_NAME_FIELD_NUMBER
-
 _MODEL_VERSION: Final = pb.ModelInferRequest.MODEL_VERSION_FIELD_NUMBER
-
 _INPUT_NAME: Final = pb.ModelInferRequest.InferInputTensor.NAME_FIELD_NUMBER
-
-_GRPC_MESSAGE_FIELDS_RAW_CONTENTS: Final = pb.ModelInferRequest.RAW_INPUT_CONTENTS_FIELD_NUMBER
-
+_RAW_INPUTS: Final = pb.ModelInferRequest.RAW_INPUT_CONTENTS_FIELD_NUMBER
 _INPUTS: Final = pb.ModelInferRequest.INPUTS_FIELD_NUMBER
-
 _CONTENTS: Final = pb.ModelInferRequest.InferInputTensor.CONTENTS_FIELD_NUMBER
+# Elements that are decoded at a time.
+_PIECE_ELEMENTS: Final = 16_384
+_RAW_OUTPUTS: Final = pb.ModelInferResponse.RAW_OUTPUT_CONTENTS_FIELD_NUMBER
+_INFER_RESPONSE: Final = pb.ModelStreamInferResponse.INFER_RESPONSE_FIELD_NUMBER
+# Datatype -> the field of InferTensorContents that holds its elements.
+_CONTENT_FIELDS: Final = {
+    "BOOL": "bool_contents",
+    "INT8": "int_contents",
+    "INT16": "int_contents",
+    "INT32": "int_contents",
+    "INT64": "int64_contents",
+    "UINT8": "uint_contents",
+    "UINT16": "uint_contents",
+    "UINT32": "uint_contents",
+    "UINT64": "uint64_contents",
+    "FP32": "fp32_contents",
+    "FP64": "fp64_contents",
+}
 
 
 def check_message_size(content: bytes, *, is_inference: bool) -> None:
@@ -85,7 +90,7 @@ def separate_raw_contents(content: bytes) -> tuple[bytes, list[memoryview]]:
         for position, (field_number, start, end) in enumerate(_fields(content, 0, len(content))):
             if position >= _FEW_FIELDS:
                 return content, []
-            if field_number == _GRPC_MESSAGE_FIELDS_RAW_CONTENTS:
+            if field_number == _RAW_INPUTS:
                 raw_contents.append(view[start:end])
             else:
                 other_fields.append(view[field_start:end])
@@ -135,7 +140,7 @@ def _text(content: bytes, start: int, end: int) -> str:
 def _data_bytes(content: bytes) -> Iterator[int]:
     """For each field of a request, of its inputs and of their contents, the bytes of data of tensors in it, but for those in its fields."""
     for field_number, start, end in _fields(content, 0, len(content)):
-        yield end - start if field_number == _GRPC_MESSAGE_FIELDS_RAW_CONTENTS else 0
+        yield end - start if field_number == _RAW_INPUTS else 0
         if field_number == _INPUTS:
             for input_field_number, input_start, input_end in _fields(content, start, end):
                 yield 0
@@ -155,7 +160,7 @@ def _fields(content: bytes, position: int, end: int) -> Iterator[tuple[int, int,
         start = position
         if wire_type == _VARINT:
             _, position = _read_varint(content, position, end)
-        elif wire_type == _GRPC_MESSAGE_FIELDS_BYTES:
+        elif wire_type == _DELIMITED:
             byte_count, start = _read_varint(content, position, end)
             position = start + byte_count
         elif wire_type in _FIXED_BYTES:
@@ -164,7 +169,7 @@ def _fields(content: bytes, position: int, end: int) -> Iterator[tuple[int, int,
             raise DecodeError(f"unexpected wire type {wire_type}")
         if position > end:
             raise DecodeError("a field is longer than its message")
-        yield tag >> 3 if wire_type == _GRPC_MESSAGE_FIELDS_BYTES else 0, start, position
+        yield tag >> 3 if wire_type == _DELIMITED else 0, start, position
 
 
 def _read_varint(content: bytes, position: int, end: int) -> tuple[int, int]:
@@ -179,31 +184,6 @@ def _read_varint(content: bytes, position: int, end: int) -> tuple[int, int]:
         if byte < 0x80:
             return number, position
     raise DecodeError("a number is cut short or too long")
-
-
-# Elements that are decoded at a time.
-_PIECE_ELEMENTS: Final = 16_384
-
-_RAW_CONTENTS: Final = pb.ModelInferResponse.RAW_OUTPUT_CONTENTS_FIELD_NUMBER
-
-_INFER_RESPONSE: Final = pb.ModelStreamInferResponse.INFER_RESPONSE_FIELD_NUMBER
-
-_BYTES: Final = 2  # the wire type of bytes and messages
-
-# Datatype -> the field of InferTensorContents that holds its elements.
-_CONTENT_FIELDS: Final = {
-    "BOOL": "bool_contents",
-    "INT8": "int_contents",
-    "INT16": "int_contents",
-    "INT32": "int_contents",
-    "INT64": "int64_contents",
-    "UINT8": "uint_contents",
-    "UINT16": "uint_contents",
-    "UINT32": "uint_contents",
-    "UINT64": "uint64_contents",
-    "FP32": "fp32_contents",
-    "FP64": "fp64_contents",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +244,7 @@ def encode_response(model_name: str, version: str, request_id: str, outputs: Seq
     for tensor in outputs:
         response.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.array.shape)
         elements = numpy.ascontiguousarray(tensor.array).reshape(-1).view(numpy.uint8)
-        contents += [_field_start(_RAW_CONTENTS, elements.nbytes), elements]
+        contents += [_field_start(_RAW_OUTPUTS, elements.nbytes), elements]
     return b"".join([response.SerializeToString(), *contents])
 
 
@@ -315,7 +295,7 @@ def typed_bytes(message: Any) -> int:
 def _field_start(field_number: int, byte_count: int) -> bytes:
     """What is before the bytes of a field. Source: https://protobuf.dev/programming-guides/encoding/."""
     start = bytearray()
-    for number in (field_number << 3 | _BYTES, byte_count):
+    for number in (field_number << 3 | _DELIMITED, byte_count):
         while number > 0x7F:
             start.append(number & 0x7F | 0x80)
             number >>= 7

@@ -3,11 +3,9 @@
 Source: https://github.com/kserve/open-inference-protocol/blob/main/specification/protocol/inference_grpc.md, with Triton's additions. The
 generated service is that of `tritonclient`.
 
-The gRPC calls in progress, so that a server closes connections after their answers are sent.
-
-The health service of gRPC, which orchestrators and clients ask before they send requests.
-
-Source: https://github.com/grpc/grpc/blob/master/doc/health-checking.md.
+- The gRPC calls in progress, so that a server closes connections after their answers are sent.
+- The health service of gRPC, which orchestrators and clients ask before they send requests. Source:
+  https://github.com/grpc/grpc/blob/master/doc/health-checking.md.
 """
 
 import asyncio
@@ -49,6 +47,13 @@ from stagepack_serving.server.security import (
 from stagepack_serving.server.served_models import ServedModels
 
 _LOG: Final = logging.getLogger("stagepack.serve")
+# grpc closes a connection when it has written the last answer; what the kernel has not sent by then is lost if the client writes
+# meanwhile: with 512 KB answers on a busy machine, 8 of 450 clients met a reset connection.
+_SENDING_SECONDS: Final = 0.5
+# The service that answers inferences; an empty name is the whole server.
+INFERENCE_SERVICE: Final = "inference.GRPCInferenceService"
+_SERVER_SERVICES: Final = ("", INFERENCE_SERVICE)
+_WATCH_SECONDS: Final = 0.2
 
 
 class GrpcService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # generated, without types
@@ -231,11 +236,6 @@ async def _until_stopping(stopping: asyncio.Event, requests: AsyncIterator[Any])
         stop_task.cancel()
 
 
-# grpc closes a connection when it has written the last answer; what the kernel has not sent by then is lost if the client writes
-# meanwhile: with 512 KB answers on a busy machine, 8 of 450 clients met a reset connection.
-_SENDING_SECONDS: Final = 0.5
-
-
 class OpenCalls:
     """The calls of a gRPC server from their start until their answers are written."""
 
@@ -269,14 +269,6 @@ class OpenCalls:
                 await asyncio.wait_for(self._is_idle.wait(), seconds)
             await asyncio.sleep(_SENDING_SECONDS)
         await server.stop(0)
-
-
-# The service that answers inferences; an empty name is the whole server.
-INFERENCE_SERVICE: Final = "inference.GRPCInferenceService"
-
-_SERVER_SERVICES: Final = ("", INFERENCE_SERVICE)
-
-_WATCH_SECONDS: Final = 0.2
 
 
 class HealthService(HealthServicer):  # type: ignore[misc]  # generated, without types

@@ -2,7 +2,7 @@
 
 Source: https://github.com/triton-inference-server/server, docs/user_guide/model_repository.md.
 
-What the loaded versions of models are and hold, as metrics for Prometheus.
+- What the loaded versions of models are and hold, as metrics for Prometheus.
 """
 
 import os
@@ -19,8 +19,10 @@ from stagepack.errors import InputError
 from stagepack_serving.server.served_model import ServedModel
 
 _MODEL_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", re.ASCII)
-
 _VERSION: Final = re.compile("[1-9][0-9]{0,17}", re.ASCII)
+_BY_VERSION = ("model", "version")
+_BY_STAGE = (*_BY_VERSION, "stage")
+_BY_PROCESS = (*_BY_VERSION, "process")
 
 
 class BundleSource(Protocol):
@@ -82,13 +84,6 @@ def folder_state(path: str) -> object:
         )
     except OSError:
         return None
-
-
-_BY_VERSION = ("model", "version")
-
-_BY_STAGE = (*_BY_VERSION, "stage")
-
-_BY_PROCESS = (*_BY_VERSION, "process")
 
 
 class ModelCollector(Collector):

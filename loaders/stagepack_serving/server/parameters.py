@@ -1,6 +1,6 @@
 """Parameters of requests: their types, and those that this server does not support.
 
-Requests and answers in the form that both protocols, REST and gRPC, are translated to.
+- Requests and answers in the form that both protocols, REST and gRPC, are translated to.
 """
 
 import math

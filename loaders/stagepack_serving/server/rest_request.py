@@ -2,17 +2,12 @@
 
 Source: https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_binary_data.md
 
-The body of an HTTP request, bounded in size.
-
-Compressed bodies of HTTP requests.
-
-Bodies of inference answers over HTTP: JSON, then the binary tensors.
-
-Source: https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_binary_data.md
-
-Tensors from the numbers of a large JSON text, and such texts, piece by piece: a whole would hold the interpreter for long.
-
-Input tensors from bytes, and from numbers of JSON or of typed gRPC fields.
+- The body of an HTTP request, bounded in size.
+- Compressed bodies of HTTP requests.
+- Bodies of inference answers over HTTP: JSON, then the binary tensors. Source: https://github.com/triton-inference-
+  server/server/blob/main/docs/protocol/extension_binary_data.md
+- Tensors from the numbers of a large JSON text, and such texts, piece by piece: a whole would hold the interpreter for long.
+- Input tensors from bytes, and from numbers of JSON or of typed gRPC fields.
 """
 
 import functools
@@ -47,13 +42,31 @@ from stagepack_serving.server.rest_large_request import check_json_counts, split
 
 # One or two milliseconds of work.
 _PIECE_BYTES: Final = 131_072
-
 _PIECE_ELEMENTS: Final = 16_384
-
 _BRACKETS_AS_SPACES: Final = bytes.maketrans(b"[]", b"  ")
-
 # All that numbers, true, false, NaN and Infinity consist of, and the spaces around them.
 _NUMBER_BYTES: Final = b"0123456789+-.eE \t\r\ntruefalsNaInfinity"
+# Decodes the numbers of an input as the type that it is called with: `list[float]`, or nested lists.
+NumberDecoder = Callable[[Any], Any]
+# The limit of numpy.
+_MAX_DIMENSIONS: Final = 64
+# numpy multiplies the sizes above 0 and the size of an element, also for an array without elements.
+_MAX_BYTES: Final = 2**63 - 1
+# The HTTP header with the length of the JSON part, in bytes.
+BINARY_HEADER: Final = "inference-header-content-length"
+# Beyond it, the JSON part is decoded in steps; and so it is with NaN and infinities, which msgspec refuses.
+_LARGE_BYTES: Final = 131_072
+_LENGTH_PATTERN: Final = re.compile("[0-9]{1,18}")
+_NON_FINITE_PATTERN: Final = re.compile(rb"NaN|Infinity")
+# An option of zlib: accept the header of gzip and that of zlib.
+_DETECT_HEADER: Final = 32
+# Zlib writes up to so many bytes for one that it reads.
+_COMPRESSION: Final = 1032
+# Far more than a request that is no inference needs.
+_MAX_FIELDS_BYTES: Final = 65_536
+_MAX_CONTAINERS: Final = 100_000
+_MAX_STRINGS: Final = 100_000
+Fields = TypeVar("Fields")
 
 
 def array_from_json(text: bytes, dtype: numpy.dtype[Any], shape: Sequence[int]) -> Array:
@@ -63,7 +76,7 @@ def array_from_json(text: bytes, dtype: numpy.dtype[Any], shape: Sequence[int]) 
     for piece in with_pauses(_pieces(text)):
         separators.append(piece.translate(None, delete=_NUMBER_BYTES))
         numbers = b"[%b]" % piece.strip(b",").translate(_BRACKETS_AS_SPACES)
-        arrays.append(numpy.array(_decode_numbers_of_json_numbers(numbers, list[number_type]), dtype))
+        arrays.append(numpy.array(_decode_json_numbers(numbers, list[number_type]), dtype))
     array = numpy.concatenate(arrays)
     found_separators = b"".join(separators)
     if found_separators == b"[%b]" % (b"," * (array.size - 1)):
@@ -123,7 +136,7 @@ def _pieces(text: bytes) -> Iterator[bytes]:
         start = end
 
 
-def _decode_numbers_of_json_numbers(text: bytes, numbers_type: Any) -> Any:
+def _decode_json_numbers(text: bytes, numbers_type: Any) -> Any:
     try:
         return msgspec.json.decode(text, type=numbers_type)
     except msgspec.ValidationError:
@@ -146,16 +159,6 @@ def _separator_count(shape: Sequence[int]) -> int:
     for size in reversed(shape):
         count = 2 + size - 1 + size * count
     return count
-
-
-# Decodes the numbers of an input as the type that it is called with: `list[float]`, or nested lists.
-NumberDecoder = Callable[[Any], Any]
-
-# The limit of numpy.
-_MAX_DIMENSIONS: Final = 64
-
-# numpy multiplies the sizes above 0 and the size of an element, also for an array without elements.
-_MAX_BYTES: Final = 2**63 - 1
 
 
 def tensor_from_bytes(
@@ -244,17 +247,6 @@ def _check_datatype_and_shape(tensor_name: str, datatype: str, shape: Sequence[i
         message = f"{tensor_name}: {expected}, found the shape {str(list(shape))[:200]}"
         raise RequestError(RequestStatus.BAD_REQUEST, message)
     return dtype, math.prod(shape)
-
-
-# The HTTP header with the length of the JSON part, in bytes.
-BINARY_HEADER: Final = "inference-header-content-length"
-
-# Beyond it, the JSON part is decoded in steps; and so it is with NaN and infinities, which msgspec refuses.
-_LARGE_BYTES: Final = 131_072
-
-_LENGTH_PATTERN: Final = re.compile("[0-9]{1,18}")
-
-_NON_FINITE_PATTERN: Final = re.compile(rb"NaN|Infinity")
 
 
 class InputHeader(Struct, kw_only=True):
@@ -366,10 +358,6 @@ def _decode_numbers(data: Raw, number_type: Any) -> Any:
     return msgspec.json.decode(data, type=number_type)
 
 
-# An option of zlib: accept the header of gzip and that of zlib.
-_DETECT_HEADER: Final = 32
-
-
 def decompress_body(body: bytearray, encoding: str, max_bytes: int) -> bytearray:
     """Decompress the body of a request.
 
@@ -391,19 +379,6 @@ def decompress_body(body: bytearray, encoding: str, max_bytes: int) -> bytearray
         message = f"content-encoding: expected one complete {encoding} stream, found a truncated one or data after it"
         raise RequestError(RequestStatus.BAD_REQUEST, message)
     return bytearray(content)
-
-
-# Zlib writes up to so many bytes for one that it reads.
-_COMPRESSION: Final = 1032
-
-# Far more than a request that is no inference needs.
-_MAX_FIELDS_BYTES: Final = 65_536
-
-_MAX_CONTAINERS: Final = 100_000
-
-_MAX_STRINGS: Final = 100_000
-
-Fields = TypeVar("Fields")
 
 
 async def read_body(request: Request, max_bytes: int) -> bytearray:

@@ -1,8 +1,7 @@
 """A queue of calls, joined to batches, that run on one thread for each lane.
 
-Runs the stages of a bundle that is loaded in this process, for the scheduler.
-
-Runs a bundle whose stages are in processes of their own, for the scheduler.
+- Runs the stages of a bundle that is loaded in this process, for the scheduler.
+- Runs a bundle whose stages are in processes of their own, for the scheduler.
 """
 
 import itertools

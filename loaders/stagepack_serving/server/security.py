@@ -1,16 +1,11 @@
 """Who may use a server.
 
-TLS for REST and gRPC: the certificate of the server, its key, and who signs the certificates of clients.
-
-Bearer tokens: RFC 6750.
-
-Small files that say who may connect to a server: certificates, keys and tokens.
-
-Files of certificates, keys and tokens that are replaced while a server runs.
-
-Tokens of requests over HTTP.
-
-Tokens of gRPC calls.
+- TLS for REST and gRPC: the certificate of the server, its key, and who signs the certificates of clients.
+- Bearer tokens: RFC 6750.
+- Small files that say who may connect to a server: certificates, keys and tokens.
+- Files of certificates, keys and tokens that are replaced while a server runs.
+- Tokens of requests over HTTP.
+- Tokens of gRPC calls.
 """
 
 import asyncio
@@ -36,8 +31,29 @@ from stagepack_serving.server.metrics import Metrics
 
 # More than any chain of certificates, or a thousand tokens.
 _MAX_BYTES: Final = 1_000_000
-
 _UNSAFE_PERMISSIONS: Final = stat.S_IWGRP | stat.S_IROTH | stat.S_IWOTH
+# Says whether a token is accepted.
+TokenCheck = Callable[[str], bool]
+# The syntax of RFC 6750, section 2.1.
+_TOKEN_PATTERN: Final = re.compile(r"[A-Za-z0-9._~+/-]+=*")
+# With 16 random characters of base64, guesses do not succeed although nothing limits their rate.
+_MIN_CHARACTERS: Final = 16
+# Values of the header WWW-Authenticate: RFC 6750, section 3.
+_FIRST_CHALLENGE: Final = 'Bearer realm="stagepack"'
+_REPEATED_CHALLENGE: Final = 'Bearer realm="stagepack", error="invalid_token"'
+_LOG: Final = logging.getLogger("stagepack.serve")
+# How often the files are looked at.
+_WATCH_SECONDS: Final = 2
+# Kubernetes and load balancers ask them, and send no token.
+PATHS_WITHOUT_TOKEN: Final = frozenset({"/v2/health/live", "/v2/health/ready"})
+# The health of the server, and of its models if the call has a token: see `HealthService`.
+_OPEN_METHODS: Final = frozenset(
+    {
+        "/grpc.health.v1.Health/Check",
+        "/inference.GRPCInferenceService/ServerLive",
+        "/inference.GRPCInferenceService/ServerReady",
+    }
+)
 
 
 def read_credential_file(path: str | os.PathLike[str], description: str, *, is_secret: bool) -> bytes:
@@ -197,21 +213,6 @@ def _reason(error: ssl.SSLError) -> str:
     return (error.reason or str(error)).lower().replace("_", " ")
 
 
-# Says whether a token is accepted.
-TokenCheck = Callable[[str], bool]
-
-# The syntax of RFC 6750, section 2.1.
-_TOKEN_PATTERN: Final = re.compile(r"[A-Za-z0-9._~+/-]+=*")
-
-# With 16 random characters of base64, guesses do not succeed although nothing limits their rate.
-_MIN_CHARACTERS: Final = 16
-
-# Values of the header WWW-Authenticate: RFC 6750, section 3.
-_FIRST_CHALLENGE: Final = 'Bearer realm="stagepack"'
-
-_REPEATED_CHALLENGE: Final = 'Bearer realm="stagepack", error="invalid_token"'
-
-
 class AuthenticationError(RequestError):
     """A request has no token, or one that is not accepted.
 
@@ -273,12 +274,6 @@ def _read_digests(path: str | os.PathLike[str]) -> list[bytes]:
 
 def _digest(token: str) -> bytes:
     return hashlib.sha256(token.encode("utf-8", "surrogatepass")).digest()
-
-
-_LOG: Final = logging.getLogger("stagepack.serve")
-
-# How often the files are looked at.
-_WATCH_SECONDS: Final = 2
 
 
 class WatchedFiles:
@@ -369,10 +364,6 @@ def read_security(
     return ServerSecurity(tls=tls, check_token=check_token, watched_files=watched_files)
 
 
-# Kubernetes and load balancers ask them, and send no token.
-PATHS_WITHOUT_TOKEN: Final = frozenset({"/v2/health/live", "/v2/health/ready"})
-
-
 class TokenGuard:
     """An ASGI application that wraps another one, and answers requests without an accepted token with 401, before their bodies are read.
 
@@ -398,16 +389,6 @@ class TokenGuard:
             await refusal(scope, receive, send)
         else:
             await self._application(scope, receive, send)
-
-
-# The health of the server, and of its models if the call has a token: see `HealthService`.
-_OPEN_METHODS: Final = frozenset(
-    {
-        "/grpc.health.v1.Health/Check",
-        "/inference.GRPCInferenceService/ServerLive",
-        "/inference.GRPCInferenceService/ServerReady",
-    }
-)
 
 
 class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types

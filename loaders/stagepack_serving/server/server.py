@@ -1,6 +1,6 @@
 """A server of REST and gRPC on one event loop, from its start until its last answer.
 
-The signals that stop a server.
+- The signals that stop a server.
 """
 
 import asyncio
@@ -34,6 +34,15 @@ from stagepack_serving.server.rest_service import RestService
 from stagepack_serving.server.security import ServerSecurity, TokenInterceptor, watch_files
 from stagepack_serving.server.served_models import ServedModels
 
+# Connections that wait to be accepted.
+_BACKLOG: Final = 2048
+# After the drain, the time for the answers to requests whose deadline was set to now.
+_REFUSAL_SECONDS: Final = 2
+# How often the models are looked at.
+_WATCH_SECONDS: Final = 0.2
+# Longer than clients and proxies keep an idle connection.
+_KEEP_ALIVE_SECONDS: Final = 75
+
 
 def watch_stop_signals() -> asyncio.Future[signal.Signals]:
     """Install handlers for SIGTERM, SIGINT and SIGHUP.
@@ -58,19 +67,6 @@ def watch_stop_signals() -> asyncio.Future[signal.Signals]:
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         loop.add_signal_handler(signal.SIGHUP, stop, signal.SIGHUP)
     return first_signal
-
-
-# Connections that wait to be accepted.
-_BACKLOG: Final = 2048
-
-# After the drain, the time for the answers to requests whose deadline was set to now.
-_REFUSAL_SECONDS: Final = 2
-
-# How often the models are looked at.
-_WATCH_SECONDS: Final = 0.2
-
-# Longer than clients and proxies keep an idle connection.
-_KEEP_ALIVE_SECONDS: Final = 75
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,15 +2,11 @@
 
 Source: https://github.com/triton-inference-server/server, docs/user_guide/model_repository.md.
 
-The ensemble that connects the models of the stages, and the model that copies results.
-
-Source: https://github.com/triton-inference-server/server, docs/user_guide/architecture.md, section "Ensemble Models".
-
-Which models of a repository a new ensemble replaces: the old ensemble of its name, and the parts of that ensemble.
-
-Which models of a repository stagepack has written.
-
-Whether Triton can batch requests to a bundle.
+- The ensemble that connects the models of the stages, and the model that copies results. Source: https://github.com/triton-inference-
+  server/server, docs/user_guide/architecture.md, section "Ensemble Models".
+- Which models of a repository a new ensemble replaces: the old ensemble of its name, and the parts of that ensemble.
+- Which models of a repository stagepack has written.
+- Whether Triton can batch requests to a bundle.
 """
 
 import contextlib
@@ -39,6 +35,17 @@ from stagepack_serving.triton.options import RepositoryOptions
 from stagepack_serving.triton.stages import TritonModel, build_part_config, stage_models
 
 _RESULTS_MODULE = "results_model"
+# The first line of every configuration that stagepack writes.
+CONFIG_MARKER: Final = b"# Written by stagepack.\n"
+_CONFIG_NAME: Final = "config.pbtxt"
+_OWN_FILES: Final = frozenset({_CONFIG_NAME, "1/model.py", "1/.keep"})
+# The Python of the server writes it when it imports model.py.
+_COMPILED_CODE: Final = re.compile(r"1/__pycache__/model\.[\w.-]+\.pyc", re.ASCII)
+_MODEL_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", re.ASCII)
+# Triton runs a file named model.py or libtriton_python.so in the folder of a model, and a stranger chooses the names in a bundle.
+_FILE_SUFFIXES: Final = (".json", ".msgpack", ".safetensors", ".onnx")
+# The code of a model in the Python backend. The Python of the server must have stagepack installed.
+_MODEL_CODE: Final = '"""Written by stagepack."""\n\nfrom stagepack_serving.triton.{module} import TritonPythonModel as TritonPythonModel\n'
 
 
 def ensemble_models(bundle: Bundle, options: RepositoryOptions) -> list[TritonModel]:
@@ -120,10 +127,6 @@ class _EnsembleWiring:
         return self._output_of_edge.get(edge.name, f"stage_{edge.producer}.{edge.name}")
 
 
-# The first line of every configuration that stagepack writes.
-CONFIG_MARKER: Final = b"# Written by stagepack.\n"
-
-
 def is_written_by_stagepack(folder: Path) -> bool:
     """Whether a folder is a model that stagepack has written."""
     config = folder / "config.pbtxt"
@@ -131,14 +134,6 @@ def is_written_by_stagepack(folder: Path) -> bool:
         return False
     with config.open("rb") as file:
         return file.read(len(CONFIG_MARKER)) == CONFIG_MARKER
-
-
-_CONFIG_NAME: Final = "config.pbtxt"
-
-_OWN_FILES: Final = frozenset({_CONFIG_NAME, "1/model.py", "1/.keep"})
-
-# The Python of the server writes it when it imports model.py.
-_COMPILED_CODE: Final = re.compile(r"1/__pycache__/model\.[\w.-]+\.pyc", re.ASCII)
 
 
 def find_replaced_models(root: Path, new_names: Sequence[str], *, overwrite: bool) -> list[Path]:
@@ -239,15 +234,6 @@ def _files_below(folder: Path) -> Iterator[Path]:
             yield from _files_below(path)
         else:
             yield path
-
-
-_MODEL_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", re.ASCII)
-
-# Triton runs a file named model.py or libtriton_python.so in the folder of a model, and a stranger chooses the names in a bundle.
-_FILE_SUFFIXES: Final = (".json", ".msgpack", ".safetensors", ".onnx")
-
-# The code of a model in the Python backend. The Python of the server must have stagepack installed.
-_MODEL_CODE: Final = '"""Written by stagepack."""\n\nfrom stagepack_serving.triton.{module} import TritonPythonModel as TritonPythonModel\n'
 
 
 def write_repository(

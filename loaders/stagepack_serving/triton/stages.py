@@ -2,7 +2,7 @@
 
 Source: https://github.com/triton-inference-server/server, docs/user_guide/model_configuration.md.
 
-One model of a repository, before it is written.
+- One model of a repository, before it is written.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,8 +1,7 @@
 """Bars and columns as SVG elements. Lengths are in pixels.
 
-Elements of an HTML page.
-
-A drawing of when processes worked on which request, as an SVG element. Lengths are in pixels, times in nanoseconds.
+- Elements of an HTML page.
+- A drawing of when processes worked on which request, as an SVG element. Lengths are in pixels, times in nanoseconds.
 """
 
 import math
@@ -14,6 +13,15 @@ from xml.etree.ElementTree import Element
 from stagepack.cli.output import format_time, printable
 
 Child = str | Element
+_CHART_HEIGHT, _CHART_STEP = 120, 20
+_WIDTH = 1140
+_LABEL_HEIGHT, _ROW_HEIGHT, _STRIP_HEIGHT, _ROW_GAP = 18, 26, 5, 10
+_AXIS_HEIGHT = 26
+_LEAST_WIDTH = 0.5  # of a bar, so that a short one is seen
+_DIGIT_WIDTH = 9
+_REQUEST_COLORS = 4
+_MOST_TICKS = 10
+_PICOSECONDS = 1000  # in a nanosecond
 
 
 def html_element(tag: str, *children: Child | Iterable[Child], **attributes: object) -> Element:
@@ -41,9 +49,6 @@ def _append(parent: Element, child: Child) -> None:
 
 def _attribute_text(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-_CHART_HEIGHT, _CHART_STEP = 120, 20
 
 
 def bar(color_class: str, share: float) -> Element:
@@ -89,23 +94,6 @@ def column_chart(shares: Sequence[float], title: str) -> Element:
     return html_element(
         "svg", level_labels, columns, column_labels, class_="bubble", role="img", aria_label=title, **size
     )
-
-
-_WIDTH = 1140
-
-_LABEL_HEIGHT, _ROW_HEIGHT, _STRIP_HEIGHT, _ROW_GAP = 18, 26, 5, 10
-
-_AXIS_HEIGHT = 26
-
-_LEAST_WIDTH = 0.5  # of a bar, so that a short one is seen
-
-_DIGIT_WIDTH = 9
-
-_REQUEST_COLORS = 4
-
-_MOST_TICKS = 10
-
-_PICOSECONDS = 1000  # in a nanosecond
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

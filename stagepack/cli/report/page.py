@@ -3,13 +3,10 @@
 All names in the page come from the bundle, so they are untrusted. They are written by `xml.etree` as text of elements, or as JSON in
 which no markup can begin. The content security policy of the page allows no script or style but those that the page contains.
 
-The section of the HTML page that compares a traced run with the estimated pipeline.
-
-The report of a bundle, as a file: the function `stagepack.report`.
-
-A bundle as a notebook shows it: the report without its nodes, in a frame of its own.
-
-The sections of the HTML page of a bundle.
+- The section of the HTML page that compares a traced run with the estimated pipeline.
+- The report of a bundle, as a file: the function `stagepack.report`.
+- A bundle as a notebook shows it: the report without its nodes, in a frame of its own.
+- The sections of the HTML page of a bundle.
 """
 
 import base64
@@ -52,8 +49,11 @@ if TYPE_CHECKING:
     from stagepack.partition.profile import Profile
     from stagepack_loaders.run_trace import RunTrace
 
-
 _MAX_MICROBATCHES = 32
+# Of later requests there is no drawing: bars would be thinner than a pixel.
+_DRAWN_REQUESTS = 32
+_PICOSECONDS = 1000  # in a nanosecond
+_FRAME = '<iframe srcdoc="{page}" sandbox style="width: 100%; height: 30em; border: 1px solid #8884"></iframe>'
 
 
 def summary_section(bundle: Bundle, cut_facts: dict[str, Any], profile_facts: dict[str, Any] | None) -> Element:
@@ -212,12 +212,6 @@ def data_table(column_names: Sequence[str], rows: Sequence[Sequence[Element]]) -
 def number_cell(content: str) -> Element:
     """Return a cell that is aligned to the right."""
     return html_element("td", content, class_="number")
-
-
-# Of later requests there is no drawing: bars would be thinner than a pixel.
-_DRAWN_REQUESTS = 32
-
-_PICOSECONDS = 1000  # in a nanosecond
 
 
 def timeline_section(trace: "RunTrace", stage_times: Sequence[float]) -> Element:
@@ -503,9 +497,6 @@ def _check_trace(trace: "RunTrace", bundle: Bundle) -> None:
         raise OptionError("trace: expected a run of at least one stage, found none")
     if any(span.stage is not None and span.stage >= len(bundle.stages) for span in trace.spans):
         raise OptionError(f"trace: expected the stages 0 to {len(bundle.stages) - 1}, found others")
-
-
-_FRAME = '<iframe srcdoc="{page}" sandbox style="width: 100%; height: 30em; border: 1px solid #8884"></iframe>'
 
 
 def notebook_view(bundle: Bundle) -> str:

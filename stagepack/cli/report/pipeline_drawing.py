@@ -1,13 +1,11 @@
 """The drawing of a pipeline as SVG, once for each width of a screen.
 
-Where the drawing of a pipeline has its boxes, lines and labels. Lengths are in pixels.
-
-The input, the stages and the result are cells of a grid that is read like text: from left to right, then the next row. A value for the next
-cell is an arrow to it. All other values run on lanes above the rows, one lane for each cell that sends such values, with a branch to each
-receiver; the values that cells other than the last stage return share one lane. No routine of a graph layout library draws this: a pipeline
-has an order already, and its rows have to fit to the width of a page.
-
-The values of a pipeline, by what draws them: an arrow to the next cell, or a lane.
+- Where the drawing of a pipeline has its boxes, lines and labels. Lengths are in pixels. The input, the stages and the result are cells
+  of a grid that is read like text: from left to right, then the next row. A value for the next cell is an arrow to it. All other values
+  run on lanes above the rows, one lane for each cell that sends such values, with a branch to each receiver; the values that cells other
+  than the last stage return share one lane. No routine of a graph layout library draws this: a pipeline has an order already, and its
+  rows have to fit to the width of a page.
+- The values of a pipeline, by what draws them: an arrow to the next cell, or a lane.
 """
 
 import functools
@@ -24,6 +22,24 @@ from stagepack.cli.stage_diagram import Arrow, arrows
 
 # Of the title of a net, which each line of its lane repeats.
 _MOST_TITLE_CHARACTERS = 4_000
+BOX_WIDTH, BOX_HEIGHT = 116, 66
+_GAP = 62  # between two boxes of a row: as wide as the longest number of bytes
+_LABEL_HEAD = 14  # between the boxes and the lowest lane
+_LANE_STEP = 18  # between two lanes: the height of a label
+_MARGIN_STEP = 9  # between two lanes in the right margin
+_LEFT, _RIGHT = 22, 24  # margins, of which the arrow to the next row needs a part
+_TURN = 12  # of the arrow to the next row: distance from the boxes on both sides
+_WRAP_HEIGHT = 30  # below a row: the arrow to the next row, and its label
+_TOP, _BOTTOM = 8, 8
+_PORTS_LEFT, _PORTS_RIGHT = 8, 54  # where lines from and to lanes meet the top of a box
+LABEL_SIZE = 11
+_LABEL_CHARACTER = 6.6  # widest mean width of a character of a label
+# The style sheet shows one of them. Their rows have at most so many boxes.
+_MOST_COLUMNS = {"narrow": 2, "medium": 4, "wide": 7}
+_LARGEST_SCALE = 1.25  # of a drawing that is smaller than the page
+_NAME_CHARACTERS, _END_CHARACTERS = 16, 15  # that fit into the box of a stage, and of the input
+_BAR_LEFT, _BAR_HEIGHT = 8, 4
+_BUTTONS = {"in": "Zoom in", "out": "Zoom out", "whole": "Whole picture", "full": "Full screen"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,31 +151,6 @@ def packed_lanes(spans: Mapping[Net, tuple[int, int]]) -> dict[Net, int]:
         taken[start : end + 1] = [lanes | lane_bit for lanes in taken[start : end + 1]]
         packed[net] = lane_bit.bit_length() - 1
     return packed
-
-
-BOX_WIDTH, BOX_HEIGHT = 116, 66
-
-_GAP = 62  # between two boxes of a row: as wide as the longest number of bytes
-
-_LABEL_HEAD = 14  # between the boxes and the lowest lane
-
-_LANE_STEP = 18  # between two lanes: the height of a label
-
-_MARGIN_STEP = 9  # between two lanes in the right margin
-
-_LEFT, _RIGHT = 22, 24  # margins, of which the arrow to the next row needs a part
-
-_TURN = 12  # of the arrow to the next row: distance from the boxes on both sides
-
-_WRAP_HEIGHT = 30  # below a row: the arrow to the next row, and its label
-
-_TOP, _BOTTOM = 8, 8
-
-_PORTS_LEFT, _PORTS_RIGHT = 8, 54  # where lines from and to lanes meet the top of a box
-
-LABEL_SIZE = 11
-
-_LABEL_CHARACTER = 6.6  # widest mean width of a character of a label
 
 
 class Point(NamedTuple):
@@ -427,18 +418,6 @@ class _Router:
                 anchor="middle" if start.y == end.y else "end",
             ),
         )
-
-
-# The style sheet shows one of them. Their rows have at most so many boxes.
-_MOST_COLUMNS = {"narrow": 2, "medium": 4, "wide": 7}
-
-_LARGEST_SCALE = 1.25  # of a drawing that is smaller than the page
-
-_NAME_CHARACTERS, _END_CHARACTERS = 16, 15  # that fit into the box of a stage, and of the input
-
-_BAR_LEFT, _BAR_HEIGHT = 8, 4
-
-_BUTTONS = {"in": "Zoom in", "out": "Zoom out", "whole": "Whole picture", "full": "Full screen"}
 
 
 def pipeline_picture(cut_facts: Mapping[str, Any]) -> Element:

@@ -1,6 +1,6 @@
 """The rules on a graph (SPEC section 7, all but G14).
 
-The rules on the weights of a graph (SPEC G9).
+- The rules on the weights of a graph (SPEC G9).
 """
 
 import itertools

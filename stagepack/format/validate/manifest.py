@@ -1,10 +1,8 @@
 """The rules on the manifest (SPEC sections 4 and 6, O1).
 
-The rules on a signature, of the model or of a module call (SPEC T1, T4 and T5).
-
-The rules on symbols, dimensions and types of values, in manifests and graphs (SPEC S1 to S4).
-
-The agreement of the graph of a stage with the manifest (SPEC G14, G17 and G18).
+- The rules on a signature, of the model or of a module call (SPEC T1, T4 and T5).
+- The rules on symbols, dimensions and types of values, in manifests and graphs (SPEC S1 to S4).
+- The agreement of the graph of a stage with the manifest (SPEC G14, G17 and G18).
 """
 
 import itertools
@@ -45,6 +43,11 @@ from stagepack.format.validate.names import (
     is_identifier,
 )
 from stagepack.format.validate.problems import BrokenRule, format_names
+
+# Operations of two or more operands. The others have exactly two.
+_VARIADIC_OPERATIONS = frozenset({"add", "mul", "max", "min"})
+# A broken rule and the message.
+_Difference = tuple[str, str]
 
 
 def check_depth(signature: Signature, location: str) -> Iterator[BrokenRule]:
@@ -97,10 +100,6 @@ def _check_containers(tree: Tree, location: str) -> Iterator[BrokenRule]:
 
 def _too_deep(tree: Tree, depth: int = 0) -> bool:
     return depth > limits.NESTING_DEPTH or any(_too_deep(child, depth + 1) for child in child_trees(tree))
-
-
-# Operations of two or more operands. The others have exactly two.
-_VARIADIC_OPERATIONS = frozenset({"add", "mul", "max", "min"})
 
 
 def check_symbols(symbols: tuple[Symbol, ...]) -> Iterator[BrokenRule]:
@@ -399,10 +398,6 @@ def _check_signature_edges(entry_point: EntryPoint) -> Iterator[BrokenRule]:
     for result_name in value_names(entry_point.signature.result):
         if result_name not in edge_names:
             yield "T3", "signature", f"the result has the value {result_name[:80]!r}, which no edge carries"
-
-
-# A broken rule and the message.
-_Difference = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,10 +1,7 @@
 """Generation with a served decoder, token by token.
 
-What a generation produces, token by token.
-
-Answers over HTTP as one JSON object, or as server-sent events.
-
-Source: https://html.spec.whatwg.org/multipage/server-sent-events.html.
+- What a generation produces, token by token.
+- Answers over HTTP as one JSON object, or as server-sent events. Source: https://html.spec.whatwg.org/multipage/server-sent-events.html.
 """
 
 import asyncio
@@ -35,6 +32,12 @@ from stagepack_serving.server.served_model import ServedModel
 
 # Why a text ends: a token or a string that ends it, or the largest number of tokens.
 FinishReason = Literal["stop", "length"]
+# The input of a model that holds tokens.
+_IDS_INPUT: Final = "input_ids"
+# More than any prompt that fits: longer texts are not read.
+_MAX_CHARACTERS_PER_TOKEN: Final = 128
+# The input of an encoder that is 1 for tokens.
+_MASK_INPUT: Final = "attention_mask"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,16 +78,6 @@ class GeneratedText:
         if finish_reason is not None:
             text += self._stop_strings.finish()
         return GeneratedPart(token=token, text=text, finish_reason=finish_reason)
-
-
-# The input of a model that holds tokens.
-_IDS_INPUT: Final = "input_ids"
-
-# More than any prompt that fits: longer texts are not read.
-_MAX_CHARACTERS_PER_TOKEN: Final = 128
-
-# The input of an encoder that is 1 for tokens.
-_MASK_INPUT: Final = "attention_mask"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

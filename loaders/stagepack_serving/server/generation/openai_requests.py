@@ -3,7 +3,7 @@
 Source: https://platform.openai.com/docs/api-reference. Fields that change nothing of the answer are ignored, which the log says; fields
 that would, and that this server does not support, are refused.
 
-How tokens are chosen, as requests say it.
+- How tokens are chosen, as requests say it.
 """
 
 import logging
@@ -19,12 +19,52 @@ from stagepack_serving.server.errors import RequestError, RequestStatus
 from stagepack_serving.server.rest_large_request import decode_field, decode_fields, split_fields
 
 _StopString = Annotated[str, Meta(min_length=1, max_length=1000)]
-
 _StopStrings = Annotated[list[_StopString], Meta(max_length=16)]
-
 _Probability = Annotated[float, Meta(ge=0, le=1)]
-
 _TokenCount = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+# OpenAI's default of `max_tokens` for completions. A chat may take all positions that are left.
+_COMPLETION_TOKENS: Final = 16
+# Fields that say nothing of the answer.
+_IGNORED_FIELDS: Final = frozenset(
+    {
+        "metadata",
+        "parallel_tool_calls",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "reasoning_effort",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+        "verbosity",
+    }
+)
+# Fields that ask for what this server does not have, unless they have one of these values.
+_NEUTRAL_VALUES: Final[Mapping[str, tuple[Any, ...]]] = {
+    "audio": (),
+    "best_of": (1,),
+    "echo": (False,),
+    "frequency_penalty": (0,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "logit_bias": ({},),
+    "logprobs": (False,),
+    "modalities": (["text"],),
+    "n": (1,),
+    "prediction": (),
+    "presence_penalty": (0,),
+    "response_format": ({"type": "text"},),
+    "suffix": ("",),
+    "tool_choice": ("none",),
+    "tools": ([],),
+    "top_logprobs": (0,),
+}
+# Fields that may be large.
+_PROMPT_FIELDS: Final = frozenset({"input", "messages", "prompt"})
+# Of one request for embeddings, as OpenAI has it.
+_MOST_TEXTS: Final = 2048
+_LOG: Final = logging.getLogger("stagepack.serve")
 
 
 class SamplingFields(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -84,56 +124,6 @@ def convert_fields(fields: Any, fields_type: type[Any]) -> Any:
         return msgspec.convert(fields, fields_type)
     except msgspec.ValidationError as error:
         raise RequestError(RequestStatus.BAD_REQUEST, f"the request: {error}") from None
-
-
-# OpenAI's default of `max_tokens` for completions. A chat may take all positions that are left.
-_COMPLETION_TOKENS: Final = 16
-
-# Fields that say nothing of the answer.
-_IGNORED_FIELDS: Final = frozenset(
-    {
-        "metadata",
-        "parallel_tool_calls",
-        "prompt_cache_key",
-        "prompt_cache_options",
-        "prompt_cache_retention",
-        "reasoning_effort",
-        "safety_identifier",
-        "service_tier",
-        "store",
-        "user",
-        "verbosity",
-    }
-)
-
-# Fields that ask for what this server does not have, unless they have one of these values.
-_NEUTRAL_VALUES: Final[Mapping[str, tuple[Any, ...]]] = {
-    "audio": (),
-    "best_of": (1,),
-    "echo": (False,),
-    "frequency_penalty": (0,),
-    "function_call": ("none",),
-    "functions": ([],),
-    "logit_bias": ({},),
-    "logprobs": (False,),
-    "modalities": (["text"],),
-    "n": (1,),
-    "prediction": (),
-    "presence_penalty": (0,),
-    "response_format": ({"type": "text"},),
-    "suffix": ("",),
-    "tool_choice": ("none",),
-    "tools": ([],),
-    "top_logprobs": (0,),
-}
-
-# Fields that may be large.
-_PROMPT_FIELDS: Final = frozenset({"input", "messages", "prompt"})
-
-# Of one request for embeddings, as OpenAI has it.
-_MOST_TEXTS: Final = 2048
-
-_LOG: Final = logging.getLogger("stagepack.serve")
 
 
 class StreamOptions(Struct, kw_only=True):

@@ -2,9 +2,7 @@
 
 Source: https://platform.openai.com/docs/api-reference.
 
-Answers of OpenAI's API: completions, chat completions, and the events of both.
-
-Source: https://platform.openai.com/docs/api-reference.
+- Answers of OpenAI's API: completions, chat completions, and the events of both. Source: https://platform.openai.com/docs/api-reference.
 """
 
 import asyncio
@@ -38,6 +36,9 @@ from stagepack_serving.server.rest_inference import unless_disconnected
 from stagepack_serving.server.rest_request import decode_text_request
 from stagepack_serving.server.served_model import ServedModel
 from stagepack_serving.server.served_models import ServedModels
+
+# The last event of a stream.
+_DONE = "[DONE]"
 
 
 class OpenAIAnswer(ABC):
@@ -138,10 +139,6 @@ def usage_counts(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
     """Return the numbers of tokens of a request."""
     total = prompt_tokens + completion_tokens
     return {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": total}
-
-
-# The last event of a stream.
-_DONE = "[DONE]"
 
 
 def openai_routes(models: ServedModels) -> list[BaseRoute]:

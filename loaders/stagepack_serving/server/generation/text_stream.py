@@ -1,6 +1,6 @@
 """The text of tokens that arrive one by one, and the strings that end it.
 
-The tokenizer and the chat template that a bundle carries as assets.
+- The tokenizer and the chat template that a bundle carries as assets.
 """
 
 import re
@@ -19,9 +19,11 @@ from stagepack_serving.server.generation.chat_template import ChatTemplate
 
 # A token of the ByteFallback decoder of `tokenizers`. It decodes each run of such tokens as a whole.
 _BYTE_TOKEN: Final = re.compile("<0x[0-9A-Fa-f]{2}>")
-
 # What an incomplete UTF-8 character is decoded to.
 _REPLACEMENT: Final = "\ufffd"
+_TOKENIZER_CONFIG: Final = "tokenizer_config.json"
+_SPECIAL_TOKENS: Final = "special_tokens_map.json"
+_TEMPLATE: Final = "chat_template.jinja"
 
 
 class TextStream:
@@ -99,13 +101,6 @@ def _overlap(text: str, stop_string: str) -> int:
     """The length of the longest end of a text that begins a stop string."""
     longest = min(len(text), len(stop_string) - 1)
     return next((length for length in range(longest, 0, -1) if text.endswith(stop_string[:length])), 0)
-
-
-_TOKENIZER_CONFIG: Final = "tokenizer_config.json"
-
-_SPECIAL_TOKENS: Final = "special_tokens_map.json"
-
-_TEMPLATE: Final = "chat_template.jinja"
 
 
 class TextFormat:
