@@ -17,9 +17,9 @@ from stagepack.bundle_writing import read_entry_point
 from stagepack.errors import named_errors
 from stagepack.format.graph import Graph, Weight
 from stagepack.format.manifest import File, Manifest
-from stagepack.format.node_contents import NodeContents
 from stagepack.format.reader import Bundle
 from stagepack.format.threads import map_in_threads
+from stagepack.format.traversal import NodeContents
 from stagepack.format.validate import INDEX_NAME
 from stagepack.format.weights import StoredTensor
 from stagepack.graph.assembly import join_stages

@@ -18,8 +18,8 @@ from typing import Any
 
 import msgspec
 
+from stagepack.format.chunks import ZERO_DIGEST
 from stagepack.format.codec import encode_graph
-from stagepack.format.digest import ZERO_DIGEST
 from stagepack.format.dtypes import TORCH_DTYPES
 from stagepack.format.file_writing import FileRange, FileVersion
 from stagepack.format.graph import Graph, Weight

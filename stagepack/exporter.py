@@ -20,12 +20,12 @@ from stagepack.bundle_writing import (
     read_entry_point,
     write_bundle,
 )
+from stagepack.capture.explicit_signature import wrapped_model
 from stagepack.capture.hugging_face import NotIdenticalError, are_identical, only_parameters
 from stagepack.capture.module_inputs import dimension_names, size_requests
 from stagepack.capture.pretrained_model import is_transformers_model, model_files
 from stagepack.capture.programs import Capture
 from stagepack.capture.source import FORWARD
-from stagepack.capture.wrapped_model import wrapped_model
 from stagepack.errors import CaptureError, ExportWarning, warn_caller
 from stagepack.format.file_writing import Piece
 from stagepack.format.graph import Graph

@@ -11,8 +11,8 @@ import torch
 
 from stagepack.capture.asked_properties import OtherInputs, Property, other_inputs
 from stagepack.capture.checkpoint import map_tensor
+from stagepack.capture.fake_call import run_model_twice
 from stagepack.capture.hugging_face import are_identical
-from stagepack.capture.model_run import run_model_twice
 from stagepack.capture.program_run import diverging_module
 from stagepack.capture.programs import Capture
 from stagepack.capture.torch_messages import suppress_warnings
@@ -36,7 +36,7 @@ from stagepack.format.validate import format_names
 from stagepack.format.weights import StoredTensor
 from stagepack.linearize import LinearizedProgram
 from stagepack.linearize.example import example_inputs, run_example
-from stagepack.linearize.node_location import with_node_location
+from stagepack.linearize.operators import with_node_location
 from stagepack_loaders.base import PrepareOptions
 from stagepack_loaders.comparison import Difference
 from stagepack_loaders.example import compare_results, run_on_inputs

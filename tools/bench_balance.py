@@ -28,11 +28,10 @@ from stagepack.format.graph import Graph
 from stagepack.graph.analysis import GraphAnalysis
 from stagepack.graph.assembly import canonical_graph
 from stagepack.linearize import linearize_program
-from stagepack.partition.assignment import assign_consecutive
-from stagepack.partition.costed_graph import CostedGraph
+from stagepack.partition.assignment import assign_consecutive, execution_order
 from stagepack.partition.costs import graph_costs
-from stagepack.partition.node_order import execution_order
-from stagepack.partition.planner import plan_for_assignment
+from stagepack.partition.partitioner import plan_for_assignment
+from stagepack.partition.recipes import CostedGraph
 from stagepack.partition.solver import balance_stages
 from tools.benchmark_results import add_json_option, benchmark_results
 

@@ -16,8 +16,8 @@ from typing import Any, Final, Literal
 
 import torch
 
-from stagepack.capture.error_location import STAGEPACK_FOLDER, frame_location
 from stagepack.capture.inputs import Inputs
+from stagepack.capture.torch_messages import STAGEPACK_FOLDER, frame_location
 from stagepack.torch_internals import tree_leaves, tree_map_tensors
 
 Property = Literal["memory layout", "gradients"]
@@ -63,7 +63,7 @@ class Question:
 
     Attributes:
         function: the name of the function that it calls.
-        location: the line that calls it, see `stagepack.capture.error_location`; empty if it is not known.
+        location: the line that calls it, see `stagepack.capture.torch_messages`; empty if it is not known.
     """
 
     function: str

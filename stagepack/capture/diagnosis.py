@@ -11,14 +11,13 @@ from typing import Final
 
 import torch
 
-from stagepack.capture.error_location import with_location
+from stagepack.capture.fake_call import run_model
 from stagepack.capture.inputs import Inputs, complete_dynamic_shapes, with_tensors
-from stagepack.capture.model_run import run_model
 from stagepack.capture.module_inputs import automatic_shapes, record_module_inputs
 from stagepack.capture.module_state import preserve_module
 from stagepack.capture.pretrained_model import is_transformers_model
 from stagepack.capture.programs import PATCHED_EXPORT, Capture, capture_module, capture_patched
-from stagepack.capture.torch_messages import format_torch_error, suppress_stderr
+from stagepack.capture.torch_messages import format_torch_error, suppress_stderr, with_location
 from stagepack.errors import STARTING_FILE_MARK, CaptureError, StagepackError
 from stagepack.torch_internals import draft_export_failures, suppress_log_records
 

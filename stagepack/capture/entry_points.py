@@ -10,12 +10,12 @@ from typing import Any
 import torch
 
 from stagepack.capture.diagnosis import advised_capture
+from stagepack.capture.explicit_signature import take_parts
 from stagepack.capture.hugging_face import capture_transformers
 from stagepack.capture.inputs import Inputs, with_tensors
 from stagepack.capture.module_inputs import automatic_shapes, record_module_inputs
 from stagepack.capture.pretrained_model import is_transformers_model
 from stagepack.capture.programs import Capture, capture_module
-from stagepack.capture.wrapped_model import take_parts
 from stagepack.errors import CaptureError, OptionError
 from stagepack.format.validate.names import is_identifier
 

@@ -13,15 +13,16 @@ from stagepack.capture.example_tensors import (
     LARGEST_BATCH,
     ExampleSizes,
     ExampleTensor,
+    asks_for_data,
     configured_example,
     decoder_example,
     input_kinds,
+    placeholder_tokens,
     several_images_example,
     token_example,
 )
 from stagepack.capture.fake_call import call_with_shapes
 from stagepack.capture.inputs import Inputs, on_device_of, required_parameters
-from stagepack.capture.placeholders import asks_for_data, placeholder_tokens
 from stagepack.capture.pretrained_model import load_pretrained
 from stagepack.capture.processed_examples import family_processor, folder_processor, processed_examples
 from stagepack.capture.sentence_pipeline import SentencePipeline

@@ -11,9 +11,8 @@ import torch
 from stagepack.capture.checkpoint import DataNeededError, DeferredTensors
 from stagepack.capture.diagnosis import advised_capture
 from stagepack.capture.example_inputs import model_examples, smallest_inputs, with_auto_dims, with_longer_sequences
-from stagepack.capture.fake_call import call_with_shapes
+from stagepack.capture.fake_call import call_with_shapes, run_model
 from stagepack.capture.inputs import Inputs, on_device_of
-from stagepack.capture.model_run import run_model
 from stagepack.capture.pretrained_model import is_transformers_model, load_pretrained
 from stagepack.capture.programs import PATCHED_EXPORT, Capture, capture_module, capture_patched
 from stagepack.capture.sentence_pipeline import SentencePipeline

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.export import Dim
 
+from stagepack.capture.fake_call import run_model
 from stagepack.capture.inputs import Inputs, complete_dynamic_shapes, inputs_by_parameter
-from stagepack.capture.model_run import run_model
 from stagepack.capture.module_state import preserve_module
 from stagepack.capture.programs import Capture
 from stagepack.torch_internals import DimHint, symbolic_expression, tree_leaves, tree_map, tree_map_tensors

@@ -9,8 +9,8 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 from torch.nn.modules.module import register_module_forward_hook
 
+from stagepack.capture.fake_call import run_model
 from stagepack.capture.inputs import Inputs
-from stagepack.capture.model_run import run_model
 from stagepack.errors import CaptureError
 from stagepack.torch_internals import tree_leaves
 

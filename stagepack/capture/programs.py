@@ -19,9 +19,7 @@ from torch.export import ExportedProgram
 
 from stagepack.capture.asked_properties import Property, Question
 from stagepack.capture.checkpoint import DeferredTensors
-from stagepack.capture.equal_sizes import equal_from_the_start
-from stagepack.capture.error_location import with_location
-from stagepack.capture.explicit_signature import explicit_signature
+from stagepack.capture.explicit_signature import explicit_signature, wrapped_model
 from stagepack.capture.inputs import (
     Inputs,
     complete_dynamic_shapes,
@@ -31,12 +29,11 @@ from stagepack.capture.inputs import (
     with_tensors,
 )
 from stagepack.capture.module_state import preserve_module
-from stagepack.capture.narrowed_ranges import is_range_violation, narrowed_dynamic_shapes
+from stagepack.capture.narrowed_ranges import equal_from_the_start, is_range_violation, narrowed_dynamic_shapes
 from stagepack.capture.result_records import captured_results
-from stagepack.capture.torch_messages import format_torch_error, hold_log_records, suppress_stderr
+from stagepack.capture.torch_messages import format_torch_error, hold_log_records, suppress_stderr, with_location
 from stagepack.capture.traced_code import CustomFunction, TracedCalls, TracedModes, traced_as_meant
 from stagepack.capture.transformers_package import register_model_outputs
-from stagepack.capture.wrapped_model import wrapped_model
 from stagepack.errors import CaptureError
 from stagepack.format.file_writing import FileRange
 from stagepack.torch_internals import export_by_transformers

@@ -8,6 +8,10 @@
 - Recurrent layers in a capture: one operator each, for sequences of any length. ``torch.export`` keeps a recurrent layer as one operator,
   but finds the shapes of its results by a loop over the steps of the example's sequence, which fixes the length. Here they are found from
   the shapes of the arguments.
+
+- Sequences that a model makes of a size, such as ``torch.linspace(0, 1, steps=x.shape[1])``, for any size. The schemas of these operators
+  say that the length is a number, where those of others say that it is a size: so torch makes a number of a size that may change, which
+  fixes it. A call with a size is the same operator.
 """
 
 import builtins
@@ -27,7 +31,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from stagepack.capture.asked_properties import AskedProperties
-from stagepack.capture.made_sequences import sequence_of_any_length
 from stagepack.capture.module_state import model_packages
 from stagepack.format.traversal import split_call_path
 from stagepack.torch_internals import (
@@ -37,13 +40,28 @@ from stagepack.torch_internals import (
     TreeSpec,
     changed_grad_mode,
     example_size,
+    operator_schema,
+    recorded_call,
     shape_decompositions,
     traced_module_calls,
     traced_node,
     traced_nodes,
     tree_flatten,
+    without_recording,
 )
 
+_WINDOWS: Final = ("bartlett_window", "blackman_window", "hamming_window", "hann_window", "kaiser_window")
+# The operators of functions.
+_OPERATORS: Final = {
+    **{
+        getattr(torch, function_name): getattr(torch.ops.aten, function_name)
+        for function_name in ("linspace", "logspace", *_WINDOWS)
+    },
+    torch.fft.fftfreq: torch.ops.aten.fft_fftfreq,
+    torch.fft.rfftfreq: torch.ops.aten.fft_rfftfreq,
+}
+# The parameters that are the length, or decide it.
+_LENGTHS: Final = ("steps", "window_length", "n")
 _LIST_OF_WEIGHTS: Final = r"self[\w.]*\._flat_weights\[\d+\]"
 LAYERS: Final = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 _READ_DATA: Final = torch.Tensor.data.__get__  # type: ignore[attr-defined]
@@ -59,6 +77,44 @@ CallKey = tuple[str, str]
 # Where a value crosses the boundary of a module call: the number of the call, the direction, and the number of the leaf.
 CallBoundary = tuple[int, Literal["argument", "result"], int]
 _BOUNDARIES_KEY = "stagepack_calls"  # of a node's `meta`
+
+
+def sequence_of_any_length(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+    """Return what a function of torch makes in a trace, of numbers and a length that may change; None for any other call."""
+    packet = _OPERATORS.get(function)
+    if packet is None:
+        return None
+    options = {key: option for key, option in kwargs.items() if option is not None}
+    dtype, device = options.pop("dtype", None), options.pop("device", None)
+    has_layout = options.pop("layout", torch.strided) != torch.strided
+    has_flags = any([options.pop("pin_memory", False), options.pop("requires_grad", False)])
+    if has_layout or has_flags:
+        return None
+    for overload_name in packet.overloads():
+        operator: OperatorOverload = getattr(packet, overload_name)
+        bound = _bound_arguments(operator, args, options)
+        length = next((bound[key] for key in _LENGTHS if key in bound), None)
+        if isinstance(length, torch.SymInt):
+            with without_recording():
+                size = length // 2 + 1 if function is torch.fft.rfftfreq else length
+                result = torch.empty(size, dtype=dtype, device=device)
+            memory = {"dtype": result.dtype, "device": result.device}
+            return recorded_call(operator, tuple(bound.values()), memory, result)
+    return None
+
+
+def _bound_arguments(operator: OperatorOverload, args: tuple[Any, ...], options: Mapping[str, Any]) -> dict[str, Any]:
+    """The numbers that an overload takes by parameter, but for dtype and device; none if it does not take these."""
+    parameters = operator_schema(operator).arguments
+    keys = [parameter.name for parameter in parameters if not parameter.kwarg_only]
+    defaults = {parameter.name: parameter.default_value for parameter in parameters if parameter.has_default_value()}
+    bound = (
+        {key: defaults[key] for key in keys if key in defaults} | dict(zip(keys, args, strict=False)) | dict(options)
+    )
+    is_functional = all(parameter.name != "out" and str(parameter.type) != "Tensor" for parameter in parameters)
+    are_numbers = all(type(argument) in (bool, int, float, torch.SymInt) for argument in bound.values())
+    is_fitting = len(args) <= len(keys) and bound.keys() == set(keys) and are_numbers
+    return {key: bound[key] for key in keys} if is_functional and is_fitting else {}
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from stagepack.capture.error_location import describe_error
+from stagepack.capture.torch_messages import describe_error
 from stagepack.capture.transformers_package import torchao_on_demand
 from stagepack.errors import CaptureError
 

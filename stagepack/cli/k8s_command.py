@@ -18,7 +18,7 @@ from stagepack_serving.kubernetes.objects import memory_quantity, to_yaml
 from stagepack_serving.kubernetes.options import BundleVolume, DeploymentOptions
 
 if TYPE_CHECKING:
-    from stagepack_serving.kubernetes.sizing import PodSize
+    from stagepack_serving.kubernetes.options import PodSize
 
 # A name of a service, RFC 1035, short enough for the suffixes of its pods.
 _NAME_PATTERN = re.compile(r"[a-z]([-a-z0-9]{0,46}[a-z0-9])?")
@@ -257,7 +257,7 @@ def command(bundle_path: str, **arguments: Any) -> None:
     bundle = open_argument(bundle_path)
     deployment = _deployment_options(bundle, options)
     from stagepack_serving.kubernetes.objects import deployment_objects  # noqa: PLC0415 - after the arguments are checked
-    from stagepack_serving.kubernetes.sizing import size_pods  # noqa: PLC0415 - the same
+    from stagepack_serving.kubernetes.options import size_pods  # noqa: PLC0415 - the same
 
     pod_sizes = size_pods(bundle, deployment)
     text = _header(bundle, deployment, pod_sizes) + to_yaml(deployment_objects(bundle, deployment, pod_sizes))

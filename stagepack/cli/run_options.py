@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from stagepack.capture.error_location import describe_error
+from stagepack.capture.torch_messages import describe_error
 from stagepack.capture.user_modules import import_user_module
 from stagepack.cli.failures import Failure
 from stagepack.cli.output import count_of, print_line, progress

@@ -13,7 +13,7 @@ from typing import Any, Final
 import msgspec
 
 from stagepack.errors import FormatError, LimitError, Problem
-from stagepack.format import digest
+from stagepack.format import chunks
 from stagepack.format.manifest import Manifest
 from stagepack.format.unfold import FoldedGraph
 from stagepack.format.upgrade import is_newer_minor
@@ -61,8 +61,8 @@ def is_plain(value: object) -> bool:
 
 def encode_manifest(manifest: Manifest) -> bytes:
     """Return a manifest as indented JSON, with its own digest inserted. Equal manifests give equal bytes."""
-    fields = msgspec.to_builtins(msgspec.structs.replace(manifest, sha256=digest.ZERO_DIGEST))
-    return digest.insert_digest(json.dumps(fields, indent=1, ensure_ascii=False, allow_nan=False).encode() + b"\n")
+    fields = msgspec.to_builtins(msgspec.structs.replace(manifest, sha256=chunks.ZERO_DIGEST))
+    return chunks.insert_digest(json.dumps(fields, indent=1, ensure_ascii=False, allow_nan=False).encode() + b"\n")
 
 
 def parse_json(content: bytes, file_name: str) -> Any:

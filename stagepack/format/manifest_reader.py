@@ -12,8 +12,8 @@ from typing import Final, NamedTuple
 
 from stagepack.errors import DigestError, LimitError, NotABundleError, Problem
 from stagepack.format import limits
+from stagepack.format.chunks import stated_and_actual_digest
 from stagepack.format.codec import convert_manifest, decode_graph, deep_nesting_refused, parse_json
-from stagepack.format.digest import stated_and_actual_digest
 from stagepack.format.file_checks import NotPlainFileError, near_path_hint, read_limited
 from stagepack.format.graph import Graph
 from stagepack.format.manifest import File, Manifest

@@ -1,8 +1,11 @@
-"""The nodes of a graph module of torch -> nodes of the format."""
+"""The nodes of a graph module of torch -> nodes of the format.
+
+- Which arguments of a higher-order operator are its subgraphs, and which one lists the operands that it passes to them.
+"""
 
 import operator
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
 
 import torch
 from torch.fx import GraphModule
@@ -30,7 +33,6 @@ from stagepack.format.traversal import child_arguments, subgraph_indices
 from stagepack.format.tree import UNUSED_VALUE
 from stagepack.linearize.operators import Tables, observed_aliases
 from stagepack.linearize.signature import context_module_position, opened_context, opens_context
-from stagepack.linearize.subgraph_operands import subgraph_operands, with_operands
 from stagepack.linearize.weight_table import (
     constant_argument,
     dtype_name,
@@ -38,8 +40,12 @@ from stagepack.linearize.weight_table import (
     module_attribute,
     wrapped_tensor_name,
 )
-from stagepack.torch_internals import PIPE_SPLIT_OPERATOR, OperatorOverload, operator_schema
+from stagepack.torch_internals import PIPE_SPLIT_OPERATOR, HigherOrderOperator, OperatorOverload, operator_schema
 
+# The argument whose items are passed to all subgraphs as their last inputs.
+_OPERANDS: Final = {"cond": 3, "while_loop": 3, "map_impl": 2, "scan": 3, "associative_scan": 2}
+# Of flex_attention: the subgraph of the scores and the last item of the block mask, with the operands of each.
+_SCORE_OPERANDS, _MASK_OPERANDS = 7, 8
 _SPLIT_MARKERS = ("stagepack.split_here.default", PIPE_SPLIT_OPERATOR)
 _UNWRAP_OPERATOR = "export.access_subclass_inner_tensor.default"
 _EFFECT_OPERATOR = "with_effects"
@@ -51,9 +57,48 @@ _SCALAR_DTYPES = {
     float: "symfloat",
     bool: "symbool",
 }
-
 # The value of an fx node; a list for a node that returns several.
 BoundArgument = Argument | list[Argument]
+
+
+def subgraph_operands(node: FxNode) -> Iterator[tuple[int | None, list[FxNode]]]:
+    """Yield the subgraphs of a call of a higher-order operator that get the same operands.
+
+    It yields the position of the argument that lists the operands, None if all further arguments are operands; and the nodes of the
+        subgraphs.
+    """
+    if not isinstance(node.target, HigherOrderOperator):
+        return
+    operator_name = node.target.name()
+    if operator_name == "flex_attention":
+        score, block_mask = node.args[3:5]
+        assert isinstance(block_mask, tuple | list)
+        for position, argument in ((_SCORE_OPERANDS, score), (_MASK_OPERANDS, block_mask[-1])):
+            if isinstance(argument, FxNode):
+                yield position, [argument]
+    else:
+        subgraph_nodes = [
+            argument for argument in node.args if isinstance(argument, FxNode) and argument.op == "get_attr"
+        ]
+        yield _OPERANDS.get(operator_name), subgraph_nodes
+
+
+def with_operands(
+    args: Sequence[Argument], further_operands: Mapping[int | None, Sequence[Argument]]
+) -> tuple[Argument, ...]:
+    """Return the arguments of a call with further operands."""
+    extended = list(args)
+    for position, operands in further_operands.items():
+        if position is None:
+            extended += operands
+        elif operands:
+            listed = extended[position] if position < len(extended) else None
+            if not isinstance(listed, ListArg | TupleArg):
+                raise UnsupportedError(
+                    "a function that a higher-order operator calls holds a constant: make it a buffer of the module, or an argument"
+                )
+            extended[position] = type(listed)((*listed.items, *operands))
+    return tuple(extended)
 
 
 class BodyBuilder:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from msgspec.structs import replace
 
+from stagepack.capture.fake_call import run_model
 from stagepack.capture.inputs import Inputs
-from stagepack.capture.model_run import run_model
 from stagepack.capture.program_run import InterpretedProgram
 from stagepack.capture.programs import Capture
 from stagepack.errors import CaptureError, InputError

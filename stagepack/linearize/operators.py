@@ -2,6 +2,8 @@
 
 - The cost of a node at the sizes of the example: floating-point operations, and bytes read and written.
 - The tables of a graph while it is built: operators, scopes, contexts, subgraphs.
+
+- The module and the line of a user's code that a node of a captured program came from, for errors about the node.
 """
 
 import builtins
@@ -16,6 +18,7 @@ from torch import fx
 from torch.fx import Node as FxNode
 from torch.utils.flop_counter import FlopCounterMode
 
+from stagepack.capture.torch_messages import traced_location
 from stagepack.errors import UnsupportedError
 from stagepack.format.graph import Context, Cost, Op, Scope, Subgraph
 from stagepack.format.operators import HIGHER_ORDER_OPERATORS, PYTHON_OPERATORS, is_denied_operator
@@ -375,3 +378,13 @@ def module_stack(node: FxNode) -> list[Scope]:
         )
         stack.append(Scope(path=f"{path}@{occurrence}" if occurrence else path, type=type_name))
     return stack
+
+
+def with_node_location(message: str, node: FxNode | None) -> str:
+    """Append module and line of a node to a message about it, such as ``(layers.0: net.py, line 7, in forward)``, if they are known."""
+    if node is None:
+        return message
+    stack = module_stack(node)
+    path = stack[-1].path if stack else ""
+    location = ": ".join(filter(None, (path, traced_location(node.meta.get("stack_trace") or ""))))
+    return f"{message} ({location})" if location else message

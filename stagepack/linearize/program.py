@@ -36,8 +36,7 @@ from stagepack.format.tree import UNUSED_VALUE
 from stagepack.graph.analysis import GraphAnalysis
 from stagepack.linearize.body import BodyBuilder, BoundArgument
 from stagepack.linearize.guards import program_conditions, program_guards
-from stagepack.linearize.node_location import with_node_location
-from stagepack.linearize.operators import Tables, module_stack
+from stagepack.linearize.operators import Tables, module_stack, with_node_location
 from stagepack.linearize.signature import Leaf, SymbolTable, TracedSymbol, call_signature, program_signature
 from stagepack.linearize.weight_table import (
     WeightTable,

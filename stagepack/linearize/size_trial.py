@@ -16,14 +16,13 @@ from torch.export.graph_signature import ConstantArgument, InputKind
 from torch.func import functional_call
 from torch.fx import Node as FxNode
 
-from stagepack.capture.error_location import describe_error
+from stagepack.capture.fake_call import run_model
 from stagepack.capture.hugging_face import are_identical
 from stagepack.capture.inputs import Inputs
-from stagepack.capture.model_run import run_model
 from stagepack.capture.module_inputs import DeclaredDimension
 from stagepack.capture.module_state import preserve_module
 from stagepack.capture.programs import Capture
-from stagepack.capture.torch_messages import suppress_warnings
+from stagepack.capture.torch_messages import describe_error, suppress_warnings
 from stagepack.errors import CaptureError
 from stagepack.format.contract import bind_call
 from stagepack.format.graph import Value

@@ -38,7 +38,7 @@ from stagepack.format.reader import Bundle
 from stagepack.format.shapes import Expr, Symbol, evaluate_dim, format_dim
 from stagepack.format.unfold import trivially_folded
 from stagepack.format.weights import TensorSpec
-from stagepack.onnx.assertions import lost_assertion
+from stagepack.onnx.check import lost_assertion
 from stagepack.onnx.empty_inputs import guard_empty_inputs
 from stagepack.onnx.functional_stage import (
     PASSED_AS_TENSORS,

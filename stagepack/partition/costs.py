@@ -21,7 +21,7 @@ from stagepack.errors import CutError
 from stagepack.format.example_sizes import example_sizes, value_bytes
 from stagepack.format.graph import Graph, Node
 from stagepack.graph.analysis import GraphAnalysis
-from stagepack.partition.node_order import NodeOrder
+from stagepack.partition.assignment import NodeOrder
 from stagepack.partition.profile import Profile, model_digest
 
 _FLOPS_PER_PICOSECOND = 50

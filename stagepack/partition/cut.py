@@ -18,7 +18,7 @@ from stagepack.format.plan import Run, to_runs
 from stagepack.graph.analysis import GraphAnalysis
 from stagepack.graph.assembly import GraphAssembler
 from stagepack.partition.assignment import StageAssignment
-from stagepack.partition.costed_graph import CostedGraph
+from stagepack.partition.recipes import CostedGraph
 from stagepack.partition.rematerialize import StageNodes, ops_with_sym_size, rematerialize_values
 
 WeightSharing = Literal["replicate", "transmit"]

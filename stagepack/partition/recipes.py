@@ -1,11 +1,14 @@
 """Values that are cheaper to compute again where they are used than to send: masks, rotary tables, position ids.
 
 What is written in place is computed again as a whole, with all nodes of its colocation group.
+
+- A graph with its costs, and what partitioning derives from both.
 """
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from stagepack.format.dtypes import SCALAR_DTYPES
 from stagepack.format.example_sizes import example_sizes, value_bytes
@@ -177,3 +180,35 @@ class _LargeCosts:
             moved_values = (*input_names(node), *output_names(node))
             self._moved_bytes[node_number] = sum(self.bytes_by_name[value_name] for value_name in moved_values)
         return self._moved_bytes[node_number]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class CostedGraph:
+    """The graph of a whole model with its costs; what follows from them is computed at its first use and kept.
+
+    Attributes:
+        analysis: of the graph.
+        costs: of the graph.
+    """
+
+    analysis: GraphAnalysis
+    costs: GraphCosts
+
+    @property
+    def graph(self) -> Graph:
+        """The graph."""
+        return self.analysis.graph
+
+    @cached_property
+    def recipes(self) -> Mapping[str, Recipe]:
+        """How to compute the values that are cheaper to compute again than to send, by name."""
+        return recomputation_recipes(self.analysis, self.costs)
+
+    @cached_property
+    def sent_values(self) -> frozenset[str]:
+        """The values that a stage receives when it uses them and does not produce them; symbolic scalars are not counted."""
+        return frozenset(
+            value.name
+            for value in self.analysis.values.values()
+            if value.name not in self.recipes and value.dtype not in SCALAR_DTYPES
+        )

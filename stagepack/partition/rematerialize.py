@@ -17,8 +17,7 @@ from stagepack.format.operators import SIZE_OPERATOR, operator_namespace
 from stagepack.format.traversal import argument_value_names, input_names, output_names, passed_arguments
 from stagepack.graph.analysis import GraphAnalysis
 from stagepack.partition.assignment import StageAssignment
-from stagepack.partition.costed_graph import CostedGraph
-from stagepack.partition.recipes import Recipe
+from stagepack.partition.recipes import CostedGraph, Recipe
 
 SYM_SIZE_OP = Op(
     name=SIZE_OPERATOR, schema="aten::sym_size.int(Tensor self, int dim) -> SymInt", parameters=("self", "dim")

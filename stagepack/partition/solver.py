@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 
 from stagepack.errors import CutError, ExportWarning, warn_caller
 from stagepack.format.dtypes import format_bytes
-from stagepack.partition.costed_graph import CostedGraph
+from stagepack.partition.assignment import NodeOrder, execution_order
 from stagepack.partition.costs import activation_bytes
-from stagepack.partition.node_order import NodeOrder, execution_order
+from stagepack.partition.recipes import CostedGraph
 
 _COARSE_STEP = 16
 # Rounding must leave out no split that is as good as the bound.

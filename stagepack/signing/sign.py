@@ -17,8 +17,7 @@ from model_signing import hashing, signing
 
 from stagepack.errors import DigestError, OptionError, OutputExistsError, Problem, WriteError, named_errors
 from stagepack.format import limits
-from stagepack.format.chunks import ByteProgress
-from stagepack.format.digest import stated_and_actual_digest
+from stagepack.format.chunks import ByteProgress, stated_and_actual_digest
 from stagepack.format.file_checks import read_plain_file
 from stagepack.format.file_writing import synchronize
 from stagepack.format.reader import Bundle

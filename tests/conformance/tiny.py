@@ -3,8 +3,8 @@
 import struct
 from pathlib import Path
 
+from stagepack.format.chunks import ZERO_DIGEST
 from stagepack.format.codec import encode_graph
-from stagepack.format.digest import ZERO_DIGEST
 from stagepack.format.graph import Graph, Node, Op, Scope, Value, ValueArg, Weight
 from stagepack.format.manifest import Edge, EntryPoint, Manifest, Parameter, Producer, Signature, Stage
 from stagepack.format.shapes import Symbol

@@ -19,10 +19,10 @@ from stagepack_serving.server.generation.openai_requests import (
     ChatFields,
     CompletionFields,
     EmbeddingFields,
+    GenerateParameters,
     convert_fields,
     decode_openai_request,
 )
-from stagepack_serving.server.generation.prompts import GenerateParameters
 from stagepack_serving.server.grpc_service import GrpcService
 from stagepack_serving.server.limits import ServerLimits
 from stagepack_serving.server.metrics import Metrics

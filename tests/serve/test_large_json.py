@@ -15,9 +15,9 @@ import torch
 
 import stagepack
 from stagepack_serving.server import rest_request
-from stagepack_serving.server.beside_loop import beside_loop
 from stagepack_serving.server.errors import RequestError
 from stagepack_serving.server.parameters import InferenceTensor
+from stagepack_serving.server.rest_large_request import beside_loop
 from stagepack_serving.server.rest_request import RequestHeader, decode_request, encode_response
 from tests.serve.servers import Server, stagepack_server
 

@@ -10,10 +10,10 @@ from stagepack.format.aliasing import ColocationGroup, alias_classes, colocation
 from stagepack.format.graph import Cost, Graph, Node, Op, Scope, Value, ValueArg, Weight
 from stagepack.graph import analysis as graph_analysis
 from stagepack.graph.analysis import GraphAnalysis
-from stagepack.partition import costed_graph
+from stagepack.partition import recipes
+from stagepack.partition.assignment import NodeOrder, execution_order
 from stagepack.partition.costs import graph_costs
 from stagepack.partition.cut_options import CutOptions
-from stagepack.partition.node_order import NodeOrder, execution_order
 from stagepack.partition.partitioner import partition_graph
 from stagepack.partition.recipes import recomputation_recipes
 
@@ -98,6 +98,6 @@ def test_a_plan_analyzes_its_graph_once(options: CutOptions, monkeypatch: pytest
 
     monkeypatch.setattr(graph_analysis, "alias_classes", counted(alias_classes))
     monkeypatch.setattr(graph_analysis, "colocation_groups", counted(colocation_groups))
-    monkeypatch.setattr(costed_graph, "recomputation_recipes", counted(recomputation_recipes))
+    monkeypatch.setattr(recipes, "recomputation_recipes", counted(recomputation_recipes))
     partition_graph(STATEFUL, graph_costs(STATEFUL, {"counter.count": 16}), options)
     assert calls == {"alias_classes": 1, "colocation_groups": 1, "recomputation_recipes": 1}

@@ -23,13 +23,12 @@ from stagepack.format.tree import SequenceTree, ValueLeaf
 from stagepack.format.validate import check_graph
 from stagepack.graph.analysis import GraphAnalysis
 from stagepack.graph.assembly import canonical_graph, join_stages
-from stagepack.partition.assignment import assign_by_modules, assign_by_positions, assign_consecutive
-from stagepack.partition.costed_graph import CostedGraph
+from stagepack.partition.assignment import assign_by_modules, assign_by_positions, assign_consecutive, execution_order
 from stagepack.partition.costs import graph_costs
 from stagepack.partition.cut import Cut, cut_graph
 from stagepack.partition.cut_options import CutOptions, PolicyNode, assign_by_policy
-from stagepack.partition.node_order import execution_order
-from stagepack.partition.planner import plan_for_assignment
+from stagepack.partition.partitioner import plan_for_assignment
+from stagepack.partition.recipes import CostedGraph
 from stagepack.partition.solver import balance_stages
 from tests.zoo.architectures.decoders import llama
 from tests.zoo.cases import named

@@ -5,7 +5,7 @@ import importlib.metadata
 import pytest
 from packaging.version import InvalidVersion, Version
 
-from stagepack.capture.error_location import describe_error
+from stagepack.capture.torch_messages import describe_error
 
 
 def test_errors_in_a_library_read_the_installed_packages_once(monkeypatch: pytest.MonkeyPatch) -> None:

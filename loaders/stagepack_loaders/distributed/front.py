@@ -23,20 +23,18 @@ from stagepack_loaders.distributed.control import (
     encode_sizes,
     write_control,
 )
-from stagepack_loaders.distributed.error_report import rebuild_error
+from stagepack_loaders.distributed.error_report import ProcessEnd, rebuild_error
 from stagepack_loaders.distributed.group_trace import GroupTrace, SpanReport
 from stagepack_loaders.distributed.group_watch import GroupWatch
 from stagepack_loaders.distributed.membership import Membership, StageFacts
 from stagepack_loaders.distributed.packing import PackedValues, pack_command, pack_values
-from stagepack_loaders.distributed.process_end import ProcessEnd
 from stagepack_loaders.distributed.process_group import ConnectionLostError, SentMessages
-from stagepack_loaders.distributed.queued_senders import QueuedSenders
 from stagepack_loaders.distributed.route_layout import RequestLayouts
 from stagepack_loaders.distributed.routes import FRONT_RANK
 from stagepack_loaders.distributed.stage_worker import StageRequest, StageWorker
 from stagepack_loaders.distributed.status import ProcessStatus, RequestError
 from stagepack_loaders.distributed.tensor_memory import write_input
-from stagepack_loaders.distributed.transfers import RouteReceivers, RouteSenders
+from stagepack_loaders.distributed.transfers import QueuedSenders, RouteReceivers, RouteSenders
 from stagepack_loaders.run_trace import trace_clock
 
 _REPORT_SECONDS = 5.0

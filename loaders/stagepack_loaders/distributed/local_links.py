@@ -29,11 +29,10 @@ import torch
 
 from stagepack.errors import first_line
 from stagepack.format.shapes import Symbol
-from stagepack_loaders.distributed.message_head import MessageHead
 from stagepack_loaders.distributed.process_group import ConnectionLostError
 from stagepack_loaders.distributed.route_layout import aligned, head_capacity
 from stagepack_loaders.distributed.routes import Route
-from stagepack_loaders.distributed.tensor_memory import LARGEST_KEPT_BYTES
+from stagepack_loaders.distributed.tensor_memory import LARGEST_KEPT_BYTES, MessageHead
 
 _SMALLEST_BLOCK = 2**18  # bytes
 _FREE_REFERENCES = 2  # to an array: of its block, and of the call that asks

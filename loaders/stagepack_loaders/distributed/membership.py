@@ -28,8 +28,7 @@ from stagepack.format.reader import Bundle
 from stagepack_loaders.base import Compile, LoadedStage, PreparedStage, PrepareOptions, Verify
 from stagepack_loaders.call_limits import Limits
 from stagepack_loaders.distributed import DEFAULT_IN_FLIGHT
-from stagepack_loaders.distributed.error_report import ErrorReport, rebuild_error, report_error
-from stagepack_loaders.distributed.loading_progress import loading_progress
+from stagepack_loaders.distributed.error_report import ErrorReport, rebuild_error, report_error, stages_text
 from stagepack_loaders.distributed.local_links import (
     LinkListener,
     LocalLinks,
@@ -37,9 +36,9 @@ from stagepack_loaders.distributed.local_links import (
     find_local_routes,
     machine_id,
 )
-from stagepack_loaders.distributed.process_end import stages_text
 from stagepack_loaders.distributed.process_group import LOOPBACK, ConnectionLostError, ProcessGroup, host_name
 from stagepack_loaders.distributed.routes import FRONT_RANK, Route, find_routes
+from stagepack_loaders.distributed.status import loading_progress
 from stagepack_loaders.placement import place_stages
 from stagepack_loaders.preparation import compile_prepared, open_for_loading, prepare_stage, runtime_of_each_stage
 from stagepack_loaders.registry import find_runtime

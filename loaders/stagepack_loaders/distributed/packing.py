@@ -11,9 +11,8 @@ from stagepack.format.dtypes import SCALAR_DTYPES
 from stagepack.format.manifest import Edge
 from stagepack.format.shapes import Symbol
 from stagepack_loaders.distributed.control import control_bytes
-from stagepack_loaders.distributed.message_head import MessageHead
 from stagepack_loaders.distributed.route_layout import RouteLayout, ValueLayout, check_late_shapes
-from stagepack_loaders.distributed.tensor_memory import allocate, is_row_major, to_bytes, to_host_tensor
+from stagepack_loaders.distributed.tensor_memory import MessageHead, allocate, is_row_major, to_bytes, to_host_tensor
 
 
 @dataclass(slots=True, kw_only=True)

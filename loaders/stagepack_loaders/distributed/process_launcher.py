@@ -18,6 +18,7 @@ from stagepack.format.reader import Bundle
 from stagepack.format.threads import usable_cpu_count
 from stagepack_loaders.call_limits import ValueLimit
 from stagepack_loaders.distributed import process_program
+from stagepack_loaders.distributed.error_report import ProcessEnd, exit_text, stages_text
 from stagepack_loaders.distributed.front import FrontProcess
 from stagepack_loaders.distributed.membership import (
     GroupOptions,
@@ -28,7 +29,6 @@ from stagepack_loaders.distributed.membership import (
     join_group,
 )
 from stagepack_loaders.distributed.pipeline import DistributedPipeline
-from stagepack_loaders.distributed.process_end import ProcessEnd, exit_text, stages_text
 from stagepack_loaders.distributed.process_group import ConnectionLostError, host_name, open_store
 from stagepack_loaders.distributed.process_program import ProcessDescription
 from stagepack_loaders.distributed.routes import FRONT_RANK, assign_stages

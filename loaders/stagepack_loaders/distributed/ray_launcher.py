@@ -21,9 +21,9 @@ from stagepack.format.reader import Bundle
 from stagepack_loaders.base import Compile, Verify
 from stagepack_loaders.call_limits import Limits, checked_limits, value_limit
 from stagepack_loaders.distributed import DEFAULT_IN_FLIGHT
+from stagepack_loaders.distributed.error_report import ProcessEnd
 from stagepack_loaders.distributed.membership import GroupOptions, absolute_bundle, check_options, group_options
 from stagepack_loaders.distributed.pipeline import DistributedPipeline
-from stagepack_loaders.distributed.process_end import ProcessEnd
 from stagepack_loaders.distributed.process_group import LOOPBACK, host_name, open_store
 from stagepack_loaders.distributed.process_launcher import ProcessLauncher, over_processes
 from stagepack_loaders.distributed.process_memory import estimate_memory

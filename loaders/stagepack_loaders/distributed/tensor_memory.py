@@ -2,8 +2,12 @@
 
 A kernel may add in another order for other strides. So a receiver restores them: bit for bit, the stages compute what they compute in one
 process.
+
+- What goes first on a route for a request or command: words, and the data of small values.
 """
 
+import ctypes
+import struct
 import sys
 import threading
 from collections.abc import Sequence
@@ -14,7 +18,7 @@ import torch
 from stagepack.errors import InputError
 from stagepack.format.dtypes import ITEM_SIZE, SCALAR_DTYPES
 from stagepack.format.manifest import Edge
-from stagepack_loaders.distributed.route_layout import SmallTensor, has_overlap, is_dense
+from stagepack_loaders.distributed.route_layout import SmallTensor, ValueLayout, has_overlap, is_dense
 from stagepack_loaders.exchange import to_array
 from stagepack_loaders.torch.arrays import TORCH_ARRAYS
 
@@ -147,3 +151,36 @@ class ReceiveMemory:
 
     def _is_free(self, index: int) -> bool:
         return sys.getrefcount(self._memories[index]) <= _FREE_REFERENCES
+
+
+class MessageHead:
+    """What goes first on a route for a request or command.
+
+    Attributes:
+        memory: its bytes.
+        view: the same.
+    """
+
+    def __init__(self, byte_count: int) -> None:
+        self.memory = allocate(byte_count)
+        self.view = memoryview(self.memory.numpy())  # type: ignore[arg-type] # numpy arrays are buffers
+        self._address = self.memory.data_ptr()
+
+    def write(self, offset: int, words: Sequence[int]) -> None:
+        """Write words at an offset in bytes."""
+        struct.pack_into(f"<{len(words)}q", self.view, offset, *words)
+
+    def read(self, offset: int, count: int) -> tuple[int, ...]:
+        """Return the words at an offset in bytes."""
+        return struct.unpack_from(f"<{count}q", self.view, offset)
+
+    def write_data(self, offset: int, tensor: torch.Tensor) -> None:
+        """Copy the bytes of a contiguous tensor to an offset in bytes."""
+        ctypes.memmove(self._address + offset, tensor.data_ptr(), tensor.nbytes)
+
+    def data(self, layout: ValueLayout) -> torch.Tensor:
+        """The data of a value; empty for a value without elements that is not there."""
+        if layout.data_offset is None or not layout.byte_count:
+            return torch.empty(0, dtype=torch.uint8)
+        # Its storage is its own bytes alone, which is what is written when a caller saves it.
+        return torch.frombuffer(self.view, dtype=torch.uint8, count=layout.byte_count, offset=layout.data_offset)

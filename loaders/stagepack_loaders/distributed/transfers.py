@@ -1,5 +1,9 @@
-"""Send and receive the values of a route: between processes of one machine by a link, between machines by gloo."""
+"""Send and receive the values of a route: between processes of one machine by a link, between machines by gloo.
 
+- Sends on the routes from the front, whose callers do not wait for the processes of the stages.
+"""
+
+import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
 from queue import SimpleQueue
@@ -11,7 +15,6 @@ from stagepack.errors import InputError
 from stagepack.format.shapes import Symbol
 from stagepack_loaders.distributed.control import WORD_BYTES, ControlKind, ControlMessage, read_control, write_control
 from stagepack_loaders.distributed.local_links import LinkReceiver, LocalLinks
-from stagepack_loaders.distributed.message_head import MessageHead
 from stagepack_loaders.distributed.packing import PackedValues
 from stagepack_loaders.distributed.process_group import ConnectionLostError, ProcessGroup, Transfer
 from stagepack_loaders.distributed.route_layout import (
@@ -23,7 +26,13 @@ from stagepack_loaders.distributed.route_layout import (
     head_capacity,
 )
 from stagepack_loaders.distributed.routes import Route
-from stagepack_loaders.distributed.tensor_memory import ReceiveMemory, from_bytes, large_row_major, small_row_major
+from stagepack_loaders.distributed.tensor_memory import (
+    MessageHead,
+    ReceiveMemory,
+    from_bytes,
+    large_row_major,
+    small_row_major,
+)
 
 
 class RouteSenders:
@@ -307,3 +316,44 @@ class _RouteReceiver:
         if strides and min(strides) < 0:
             raise ConnectionLostError(f"the data of another program: {layout.edge.name} has the strides {strides}")
         return from_bytes(memory, layout.edge, shape, strides)
+
+
+class QueuedSenders:
+    """Sends at once what its receiver has room for, and the rest in a thread.
+
+    A caller that waited could be the one that takes the results, for which the processes of the stages wait. One thread at a time calls
+    `send`, another one `run`.
+    """
+
+    def __init__(self, senders: RouteSenders) -> None:
+        self._senders = senders
+        self._queue: SimpleQueue[tuple[Route, ControlMessage, PackedValues] | None] = SimpleQueue()
+        self._unsent_count = 0
+        self._lock = threading.Lock()
+
+    def send(self, route: Route, message: ControlMessage, packed_values: PackedValues) -> list[Transfer]:
+        """Send a request or command on a route, now or when those before it are sent and the receiver has room; see `RouteSenders.send`."""
+        if not self._senders.has_link(route):
+            return self._senders.send(route, message, packed_values)
+        with self._lock:
+            if self._unsent_count or not self._senders.has_room(route):
+                self._unsent_count += 1
+                self._queue.put((route, message, packed_values))
+                return []
+        return self._senders.send(route, message, packed_values)
+
+    def run(self) -> None:
+        """Send what is queued, until `end` is called."""
+        while (unsent := self._queue.get()) is not None:
+            self._senders.send(*unsent)
+            del unsent  # its values are not kept until the next one comes
+            with self._lock:
+                self._unsent_count -= 1
+
+    def end(self) -> None:
+        """Have `run` return when what is queued is sent."""
+        self._queue.put(None)
+
+    def finish(self) -> None:
+        """See `RouteSenders.finish`; `run` has returned."""
+        self._senders.finish()

@@ -24,9 +24,15 @@ from stagepack_loaders.onnxruntime.stage_types import (
     SessionTypes,
     check_operators,
 )
-from stagepack_loaders.onnxruntime.values import is_on_host, to_host, to_numpy, to_ort
+from stagepack_loaders.onnxruntime.values import (
+    check_written_inputs,
+    is_on_host,
+    to_host,
+    to_numpy,
+    to_ort,
+    write_input,
+)
 from stagepack_loaders.onnxruntime.weights import StageWeights
-from stagepack_loaders.onnxruntime.written import check_written_inputs, write_input
 from stagepack_loaders.pipeline import CallableStage
 
 _DLPACK_CPU: Final = 1  # kDLCPU of https://dmlc.github.io/dlpack/latest/c_api.html

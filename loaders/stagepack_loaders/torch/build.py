@@ -7,6 +7,9 @@ The weights are inputs of the module, after the inputs of the graph, in the orde
 - Python operators on numbers of the graph, with bounded results. A size, and whatever is computed from sizes, fits 64 bits. Python
   computes integers of any length, and holds the interpreter meanwhile: ``9 ** 10**9`` takes hours, and so does a chain of products.
   Sequences, which these operators would repeat, join or fill in, are refused. Symbolic integers, which a compiler traces, pass unchecked.
+
+- Run a module inside a context, and leave the context again even if the module raises. torch has operators that do the same, but they
+  leave the grad mode changed when something inside raises, and import the compiler when they are called first.
 """
 
 import math
@@ -47,15 +50,46 @@ from stagepack.graph.region_functions import (
     value_types,
 )
 from stagepack.torch_internals import child_modules
-from stagepack_loaders.torch.contexts import context_call
-from stagepack_loaders.torch.devices import parse_graph_device
-from stagepack_loaders.torch.torch_attributes import torch_argument
+from stagepack_loaders.torch.devices import device_type_of, has_device, parse_graph_device
+from stagepack_loaders.torch.torch_attributes import torch_argument, torch_attribute
 
 # Key of the `meta` of an fx node that calls an operator: the node of the graph.
 GRAPH_NODE = "stagepack_node"
 # Keys of the `meta` of the module of a stage and of a region: how many nodes it has, and the `Value` or `Weight` of each input.
 NODE_COUNT, INPUT_TYPES = "stagepack_nodes", "stagepack_inputs"
 _LARGEST: Final = 2**63
+
+
+def context_call(context: Context, stage_device: torch.device) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Return the function that runs a module inside a context, and its arguments before the module."""
+    autocast = context.autocast
+    if autocast is None:
+        return run_with_grad_mode, (context.grad,)
+    device_type = stage_device.type if autocast.device is None else device_type_of(autocast.device)
+    if device_type != stage_device.type and not has_device(device_type):
+        # No operator runs on such a device. Code that is written for a GPU opens its autocast on a CPU, too.
+        return run_unchanged, ()
+    dtype = torch_attribute(autocast.dtype, torch.dtype)
+    return run_with_autocast, (device_type, dtype, autocast.enabled, autocast.cache)
+
+
+def run_unchanged(module: torch.nn.Module, *args: Any) -> Any:
+    """Call a module."""
+    return module(*args)
+
+
+def run_with_grad_mode(enabled: bool, module: torch.nn.Module, *args: Any) -> Any:
+    """Call a module with gradients recorded or not."""
+    with torch.set_grad_enabled(enabled):
+        return module(*args)
+
+
+def run_with_autocast(
+    device_type: str, dtype: torch.dtype, enabled: bool, cache: bool, module: torch.nn.Module, *args: Any
+) -> Any:
+    """Call a module under `torch.autocast` for a type of device."""
+    with torch.autocast(device_type, dtype, enabled, cache):
+        return module(*args)
 
 
 @dataclass(frozen=True, slots=True)

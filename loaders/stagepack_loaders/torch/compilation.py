@@ -24,7 +24,7 @@ import torch
 from torch.fx import GraphModule
 
 from stagepack.errors import CompiledError, OptionError, OutputExistsError, WriteError
-from stagepack.format.digest import sha256_of_file
+from stagepack.format.chunks import sha256_of_file
 from stagepack.format.graph import Graph, Value, Weight
 from stagepack.format.reader import Bundle
 from stagepack.format.shapes import Symbol, evaluate_dim

@@ -20,9 +20,9 @@ from msgspec import Struct
 from torch.distributed import ProcessGroup as TorchGroup
 
 from stagepack.errors import GroupError, StageLostError, StagepackError, first_line
+from stagepack_loaders.distributed.error_report import stages_text
 from stagepack_loaders.distributed.launch_environment import has_store_of_launcher, launched_address
 from stagepack_loaders.distributed.membership import Identity
-from stagepack_loaders.distributed.process_end import stages_text
 from stagepack_loaders.distributed.process_group import host_name
 from stagepack_loaders.distributed.routes import FRONT_RANK
 from stagepack_loaders.distributed.status import ProcessLost

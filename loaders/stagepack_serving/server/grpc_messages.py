@@ -14,7 +14,6 @@ from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2 as pb
 
 from stagepack_loaders.elements import Array
-from stagepack_serving.server.beside_loop import with_pauses
 from stagepack_serving.server.errors import RequestError, RequestStatus
 from stagepack_serving.server.parameters import (
     InferenceRequest,
@@ -22,6 +21,7 @@ from stagepack_serving.server.parameters import (
     check_requested_outputs,
     refuse_shared_memory,
 )
+from stagepack_serving.server.rest_large_request import with_pauses
 from stagepack_serving.server.rest_request import tensor_from_bytes, tensor_from_reader
 
 _MAX_FIELDS: Final = 20_000

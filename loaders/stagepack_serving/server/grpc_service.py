@@ -21,8 +21,6 @@ from grpc_health.v1.health_pb2_grpc import HealthServicer
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceServicer
 
-from stagepack_serving.server.beside_loop import beside_loop
-from stagepack_serving.server.deadlines import shorten_deadline
 from stagepack_serving.server.errors import RequestError, RequestStatus
 from stagepack_serving.server.generation.grpc_generation import asks_for_generation, generate_responses
 from stagepack_serving.server.grpc_messages import (
@@ -33,10 +31,12 @@ from stagepack_serving.server.grpc_messages import (
     encode_stream_response,
     typed_bytes,
 )
+from stagepack_serving.server.limits import shorten_deadline
 from stagepack_serving.server.log_settings import update_log_settings
 from stagepack_serving.server.metadata import server_metadata
 from stagepack_serving.server.model_control import ModelControl
 from stagepack_serving.server.parameters import check_request_id, refuse_load_parameters
+from stagepack_serving.server.rest_large_request import beside_loop
 from stagepack_serving.server.security import (
     AuthenticationError,
     TokenCheck,

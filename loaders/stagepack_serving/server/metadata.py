@@ -7,8 +7,7 @@ from typing import Any, Final
 from google.protobuf.message import Message
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
-from stagepack_serving.protocol.interface import Interface
-from stagepack_serving.protocol.model_config import build_model_config
+from stagepack_serving.protocol.interface import Interface, build_model_config
 from stagepack_serving.server.limits import ServerLimits
 
 # The version of a bundle that is not in a model repository.

@@ -7,8 +7,8 @@ from typing import Final, TypeVar
 from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
-from stagepack_serving.server.beside_loop import beside_loop
 from stagepack_serving.server.errors import RequestError, RequestStatus
+from stagepack_serving.server.rest_large_request import beside_loop
 from stagepack_serving.server.rest_request import (
     BINARY_HEADER,
     check_output_parameters,

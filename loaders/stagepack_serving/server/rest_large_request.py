@@ -1,7 +1,13 @@
-"""The JSON of a large request: the numbers of tensors are cut out, so that what is left is small."""
+"""The JSON of a large request: the numbers of tensors are cut out, so that what is left is small.
 
-from collections.abc import Mapping
-from typing import Any, Final, TypeVar
+- Work on large requests and answers in threads, so that the event loop answers others meanwhile.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final, ParamSpec, TypeVar
 
 import msgspec
 import numpy
@@ -15,12 +21,18 @@ _MAX_HEADER_BYTES: Final = 1_000_000
 _MAX_OBJECTS: Final = 10_000
 _MAX_STRINGS: Final = 100_000
 _MAX_FIELDS: Final = 1000
-
 # What JSON lacks, and numbers of the same length.
 _NON_FINITE_NUMBERS: Final = ((b"-Infinity", b"-0.000000"), (b"Infinity", b"0.000000"), (b"NaN", b"0e0"))
-
-
 Outline = TypeVar("Outline")
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+Item = TypeVar("Item")
+# Takes less than a millisecond on the event loop, and a thread would cost a tenth of it.
+_SMALL_BYTES: Final = 65_536
+# More threads would only wait for the interpreter.
+_THREADS: Final = ThreadPoolExecutor(max_workers=2, thread_name_prefix="codec")
+# Long enough for a thread that waits for the interpreter to get it.
+_PAUSE_SECONDS: Final = 5e-5
 
 
 class _InputOutline(Struct, gc=False):
@@ -139,3 +151,23 @@ def _span(value: Raw, address: int) -> tuple[int, int]:
 def _address(content: Any) -> int:
     address: int = numpy.frombuffer(content, numpy.uint8).__array_interface__["data"][0]
     return address
+
+
+async def beside_loop(
+    byte_count: int, function: Callable[Parameters, Result], *args: Parameters.args, **kwargs: Parameters.kwargs
+) -> Result:
+    """Call a function, in a thread if it has much to do.
+
+    byte_count: the size of what it reads or writes, in bytes.
+    """
+    if byte_count <= _SMALL_BYTES:
+        return function(*args, **kwargs)
+    return await asyncio.get_running_loop().run_in_executor(_THREADS, lambda: function(*args, **kwargs))
+
+
+def with_pauses(items: Iterable[Item]) -> Iterator[Item]:
+    """Let other threads have the interpreter between steps of work, each of which holds it."""
+    for position, item in enumerate(items):
+        if position:
+            time.sleep(_PAUSE_SECONDS)
+        yield item

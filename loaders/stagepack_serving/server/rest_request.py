@@ -27,7 +27,6 @@ from stagepack.format.codec import JSON_ERRORS
 from stagepack_loaders.elements import Array
 from stagepack_serving.protocol.datatypes import NUMPY_DTYPES
 from stagepack_serving.protocol.interface import Interface
-from stagepack_serving.server.beside_loop import beside_loop, with_pauses
 from stagepack_serving.server.errors import RequestError, RequestStatus
 from stagepack_serving.server.limits import MAX_TEXT_BYTES
 from stagepack_serving.server.parameters import (
@@ -38,7 +37,7 @@ from stagepack_serving.server.parameters import (
     check_requested_outputs,
     refuse_shared_memory,
 )
-from stagepack_serving.server.rest_large_request import check_json_counts, split_large_json
+from stagepack_serving.server.rest_large_request import beside_loop, check_json_counts, split_large_json, with_pauses
 
 # One or two milliseconds of work.
 _PIECE_BYTES: Final = 131_072

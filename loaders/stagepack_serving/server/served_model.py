@@ -14,10 +14,9 @@ from stagepack_loaders.batching import batch_limit
 from stagepack_loaders.elements import Array
 from stagepack_loaders.pipeline import CallablePipeline, Pipeline
 from stagepack_serving.protocol.interface import Interface
-from stagepack_serving.server.deadlines import shorten_deadline
 from stagepack_serving.server.errors import RequestError, RequestStatus
 from stagepack_serving.server.example_check import run_example
-from stagepack_serving.server.limits import ServerLimits
+from stagepack_serving.server.limits import ServerLimits, shorten_deadline
 from stagepack_serving.server.metadata import FIRST_VERSION, model_metadata, served_model_config
 from stagepack_serving.server.metrics import Metrics
 from stagepack_serving.server.parameters import InferenceRequest, InferenceTensor, timeout_parameter

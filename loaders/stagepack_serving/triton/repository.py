@@ -29,8 +29,7 @@ from stagepack.format.shapes import format_guard, symbol_names
 from stagepack.format.temporary_folder import TemporaryFolder, exchange_paths
 from stagepack.format.validate import MANIFEST_NAME
 from stagepack.graph.rows.batch import batch_dimension
-from stagepack_serving.protocol.interface import Interface, InterfaceTensor
-from stagepack_serving.protocol.model_config import build_model_config
+from stagepack_serving.protocol.interface import Interface, InterfaceTensor, build_model_config
 from stagepack_serving.triton.options import RepositoryOptions
 from stagepack_serving.triton.stages import TritonModel, build_part_config, stage_models
 

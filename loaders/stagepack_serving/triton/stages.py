@@ -18,8 +18,7 @@ from stagepack.format.validate import MANIFEST_NAME
 from stagepack_loaders.onnxruntime.runtime import no_onnx_error
 from stagepack_loaders.placement import place_stages
 from stagepack_loaders.registry import find_runtime
-from stagepack_serving.protocol.interface import InterfaceTensor
-from stagepack_serving.protocol.model_config import build_model_config
+from stagepack_serving.protocol.interface import InterfaceTensor, build_model_config
 from stagepack_serving.triton.options import RepositoryOptions
 
 

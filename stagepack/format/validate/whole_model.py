@@ -11,9 +11,9 @@ from stagepack.errors import Problem
 from stagepack.format.aliasing import alias_classes, colocation_groups, may_write
 from stagepack.format.graph import Argument, Graph, ModuleCall, Node, Op, Subgraph, SubgraphArg, Value
 from stagepack.format.manifest import EntryPoint
-from stagepack.format.node_contents import NodeContents
 from stagepack.format.plan import run_members
 from stagepack.format.traversal import (
+    NodeContents,
     input_names,
     map_arguments,
     map_node_arguments,

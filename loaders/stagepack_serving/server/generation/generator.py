@@ -23,10 +23,10 @@ from stagepack_loaders.generation.decoders import ENCODER_NAME, DecoderFacts, de
 from stagepack_loaders.generation.settings import read_settings
 from stagepack_loaders.generation.token_loop import TokenLoop
 from stagepack_serving.protocol.datatypes import NUMPY_DTYPES
-from stagepack_serving.server.beside_loop import beside_loop
 from stagepack_serving.server.errors import RequestError, RequestStatus
 from stagepack_serving.server.generation.text_stream import StopStrings, TextFormat, read_text_format
 from stagepack_serving.server.parameters import InferenceTensor
+from stagepack_serving.server.rest_large_request import beside_loop
 from stagepack_serving.server.rest_request import array_from_json, nested_sizes, tensor_from_reader
 from stagepack_serving.server.served_model import ServedModel
 

@@ -11,11 +11,9 @@ from typing import Any, Final
 
 from tritonclient.grpc import service_pb2 as pb
 
-from stagepack_serving.server.beside_loop import beside_loop
-from stagepack_serving.server.deadlines import shorten_deadline
 from stagepack_serving.server.errors import RequestError, RequestStatus
 from stagepack_serving.server.generation.generator import generator_of
-from stagepack_serving.server.generation.prompts import TEXT_INPUT, read_request
+from stagepack_serving.server.generation.openai_requests import TEXT_INPUT, read_request
 from stagepack_serving.server.grpc_messages import (
     ParsedInference,
     decode_input,
@@ -23,8 +21,9 @@ from stagepack_serving.server.grpc_messages import (
     outline_request,
     typed_bytes,
 )
-from stagepack_serving.server.limits import MAX_TEXT_BYTES
+from stagepack_serving.server.limits import MAX_TEXT_BYTES, shorten_deadline
 from stagepack_serving.server.parameters import InferenceTensor, timeout_parameter
+from stagepack_serving.server.rest_large_request import beside_loop
 from stagepack_serving.server.served_model import ServedModel
 from stagepack_serving.server.served_models import ServedModels
 

@@ -20,8 +20,6 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
 
 from stagepack_loaders.elements import Array
-from stagepack_serving.server.beside_loop import beside_loop
-from stagepack_serving.server.deadlines import shorten_deadline
 from stagepack_serving.server.errors import RequestError, RequestStatus, refusal_fields
 from stagepack_serving.server.generation.embedder import embedder_of, embedding_answer
 from stagepack_serving.server.generation.generator import AnswerChannel, GenerationRequest, Generator, generator_of
@@ -32,7 +30,9 @@ from stagepack_serving.server.generation.openai_requests import (
     OpenAIFields,
     decode_openai_request,
 )
+from stagepack_serving.server.limits import shorten_deadline
 from stagepack_serving.server.rest_inference import unless_disconnected
+from stagepack_serving.server.rest_large_request import beside_loop
 from stagepack_serving.server.rest_request import decode_text_request
 from stagepack_serving.server.served_model import ServedModel
 from stagepack_serving.server.served_models import ServedModels
