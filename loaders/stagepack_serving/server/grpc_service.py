@@ -31,11 +31,10 @@ from stagepack_serving.server.grpc_messages import (
     encode_stream_response,
     typed_bytes,
 )
-from stagepack_serving.server.limits import shorten_deadline
 from stagepack_serving.server.log_settings import update_log_settings
 from stagepack_serving.server.metadata import server_metadata
 from stagepack_serving.server.model_control import ModelControl
-from stagepack_serving.server.parameters import check_request_id, refuse_load_parameters
+from stagepack_serving.server.parameters import check_request_id, refuse_load_parameters, shorten_deadline
 from stagepack_serving.server.rest_large_request import beside_loop
 from stagepack_serving.server.security import (
     AuthenticationError,

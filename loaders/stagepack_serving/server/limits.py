@@ -1,9 +1,5 @@
-"""The limits of a server, which its operator sets.
+"""The limits of a server, which its operator sets."""
 
-- The time until which a request must be answered.
-"""
-
-import asyncio
 from dataclasses import dataclass
 from typing import Final
 
@@ -42,13 +38,3 @@ class ServerLimits:
     sequence_idle: float = 60.0
     linger: float = 1.0
     drain: float = 30.0
-
-
-def shorten_deadline(deadline: asyncio.Timeout, seconds: float) -> None:
-    """Move a deadline to so many seconds from now, unless it is earlier already.
-
-    seconds: the time from now in seconds; may be infinite.
-    """
-    current_deadline, now = deadline.when(), asyncio.get_running_loop().time()
-    if current_deadline is None or now + seconds < current_deadline:
-        deadline.reschedule(now + seconds)

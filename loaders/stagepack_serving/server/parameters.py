@@ -3,6 +3,7 @@
 - Requests and answers in the form that both protocols, REST and gRPC, are translated to.
 """
 
+import asyncio
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -102,3 +103,13 @@ class InferenceRequest:
     inputs: Sequence[InferenceTensor]
     output_names: Sequence[str] | None = None
     parameters: Mapping[str, Any] = field(default_factory=dict)
+
+
+def shorten_deadline(deadline: asyncio.Timeout, seconds: float) -> None:
+    """Move a deadline to so many seconds from now, unless it is earlier already.
+
+    seconds: the time from now in seconds; may be infinite.
+    """
+    current_deadline, now = deadline.when(), asyncio.get_running_loop().time()
+    if current_deadline is None or now + seconds < current_deadline:
+        deadline.reschedule(now + seconds)

@@ -16,10 +16,10 @@ from stagepack_loaders.pipeline import CallablePipeline, Pipeline
 from stagepack_serving.protocol.interface import Interface
 from stagepack_serving.server.errors import RequestError, RequestStatus
 from stagepack_serving.server.example_check import run_example
-from stagepack_serving.server.limits import ServerLimits, shorten_deadline
+from stagepack_serving.server.limits import ServerLimits
 from stagepack_serving.server.metadata import FIRST_VERSION, model_metadata, served_model_config
 from stagepack_serving.server.metrics import Metrics
-from stagepack_serving.server.parameters import InferenceRequest, InferenceTensor, timeout_parameter
+from stagepack_serving.server.parameters import InferenceRequest, InferenceTensor, shorten_deadline, timeout_parameter
 from stagepack_serving.server.scheduler import BatchRunner, CallBatch, ProcessRunner, QueuedCall, Scheduler, StageRunner
 from stagepack_serving.server.sequences import RequestSequence, SequenceTable
 from stagepack_serving.server.statistics import VersionStatistics

@@ -15,8 +15,7 @@ from starlette.types import Receive, Scope, Send
 from stagepack_serving.server.errors import RequestError, RequestStatus
 from stagepack_serving.server.generation.generator import AnswerChannel, Generator, generator_of
 from stagepack_serving.server.generation.openai_requests import TEXT_INPUT, read_request
-from stagepack_serving.server.limits import shorten_deadline
-from stagepack_serving.server.parameters import check_request_id, timeout_parameter
+from stagepack_serving.server.parameters import check_request_id, shorten_deadline, timeout_parameter
 from stagepack_serving.server.rest_inference import requested_model, unless_disconnected
 from stagepack_serving.server.rest_large_request import decode_field, decode_fields, split_fields
 from stagepack_serving.server.rest_request import decode_text_request

@@ -21,8 +21,8 @@ from stagepack_serving.server.grpc_messages import (
     outline_request,
     typed_bytes,
 )
-from stagepack_serving.server.limits import MAX_TEXT_BYTES, shorten_deadline
-from stagepack_serving.server.parameters import InferenceTensor, timeout_parameter
+from stagepack_serving.server.limits import MAX_TEXT_BYTES
+from stagepack_serving.server.parameters import InferenceTensor, shorten_deadline, timeout_parameter
 from stagepack_serving.server.rest_large_request import beside_loop
 from stagepack_serving.server.served_model import ServedModel
 from stagepack_serving.server.served_models import ServedModels

@@ -30,7 +30,7 @@ from stagepack_serving.server.generation.openai_requests import (
     OpenAIFields,
     decode_openai_request,
 )
-from stagepack_serving.server.limits import shorten_deadline
+from stagepack_serving.server.parameters import shorten_deadline
 from stagepack_serving.server.rest_inference import unless_disconnected
 from stagepack_serving.server.rest_large_request import beside_loop
 from stagepack_serving.server.rest_request import decode_text_request
