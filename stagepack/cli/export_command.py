@@ -4,6 +4,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -28,6 +29,29 @@ from stagepack.format.writer import check_output_path
 if TYPE_CHECKING:
     from stagepack.capture.example_arguments import ExampleArguments
     from stagepack.partition.cut_options import CutOptions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Flags:
+    """The options of the command; their help has what they mean."""
+
+    make_cut_options: "Callable[[], CutOptions] | None"
+    make_example: "Callable[[], ExampleArguments] | None"
+    weights: str | None
+    graph_from: str | None
+    parts: tuple[str, ...]
+    generate: int | None
+    generate_batch: int
+    assets: tuple[str, ...]
+    dtype: str | None
+    allow_ops: tuple[str, ...]
+    strict: bool
+    allow_difference: bool
+    with_onnx: bool
+    rtol: float | None
+    atol: float | None
+    overwrite: bool
+    as_json: bool
 
 
 @subcommand(
@@ -113,27 +137,7 @@ if TYPE_CHECKING:
 @tolerance_options
 @click.option("--overwrite", is_flag=True, help="Replace an existing bundle.")
 @json_option
-def command(
-    source: str,
-    out: str,
-    make_cut_options: "Callable[[], CutOptions] | None",
-    make_example: "Callable[[], ExampleArguments] | None",
-    weights: str | None,
-    graph_from: str | None,
-    parts: tuple[str, ...],
-    generate: int | None,
-    generate_batch: int,
-    assets: tuple[str, ...],
-    dtype: str | None,
-    allow_ops: tuple[str, ...],
-    strict: bool,
-    allow_difference: bool,
-    with_onnx: bool,
-    rtol: float | None,
-    atol: float | None,
-    overwrite: bool,
-    as_json: bool,
-) -> None:
+def command(source: str, out: str, **arguments: Any) -> None:
     """Write a model as a bundle.
 
     SOURCE is FILE.py:FUNCTION, package.module:FUNCTION, a .pt2 file, or a Hugging Face folder or hub name. FUNCTION takes no arguments
@@ -153,22 +157,25 @@ def command(
     This runs the code of SOURCE. torch reads parts of a .pt2 file and of a DCP folder with pickle, so they can run code too: export only
     files that you trust.
     """
-    if graph_from is not None and (make_cut_options or make_example or weights or dtype or parts or assets):
+    flags = _Flags(**arguments)
+    if flags.graph_from is not None and any(
+        (flags.make_cut_options, flags.make_example, flags.weights, flags.dtype, flags.parts, flags.assets)
+    ):
         raise click.UsageError(
             "--graph-from takes the inputs, the dtypes, the cut and the assets from the bundle: leave out the other options"
         )
-    if generate is not None and (graph_from or make_example or weights or parts):
+    if flags.generate is not None and (flags.graph_from or flags.make_example or flags.weights or flags.parts):
         raise click.UsageError(
             "--generate makes the inputs itself: leave out --inputs, --input, --dynamic, --weights, --part and --graph-from"
         )
-    if (rtol, atol) != (None, None) and not with_onnx:
+    if (flags.rtol, flags.atol) != (None, None) and not flags.with_onnx:
         raise click.UsageError("--rtol and --atol require --onnx")
-    check_output_path(out, overwrite=overwrite)
-    if graph_from is None:
+    check_output_path(out, overwrite=flags.overwrite)
+    if flags.graph_from is None:
         check_source_path(source)
-    asset_contents = read_assets(assets)
+    asset_contents = read_assets(flags.assets)
     is_pretrained = ":" not in source and not source.endswith(".pt2")
-    require_extras("torch", *(["hf"] if is_pretrained else []), *(["onnx", "onnxruntime"] if with_onnx else []))
+    require_extras("torch", *(["hf"] if is_pretrained else []), *(["onnx", "onnxruntime"] if flags.with_onnx else []))
     start_time = time.perf_counter()
     # The output of the model's own code goes to standard error: standard output is for our facts alone.
     with (
@@ -186,22 +193,27 @@ def command(
         from stagepack.weight_replacement import replace_weights  # noqa: PLC0415 - the same
 
         differences: list[float] = []
-        if with_onnx:
+        if flags.with_onnx:
             from stagepack.onnx import add_onnx, added_to_new_bundle  # noqa: PLC0415 - packages that only this option needs
-        if graph_from is not None:
-            method = f"the graphs of {graph_from}"
+        if flags.graph_from is not None:
+            method = f"the graphs of {flags.graph_from}"
             bundle = replace_weights(
-                graph_from, source, out=out, allow_ops=allow_ops, overwrite=overwrite, progress=next_step
+                flags.graph_from,
+                source,
+                out=out,
+                allow_ops=flags.allow_ops,
+                overwrite=flags.overwrite,
+                progress=next_step,
             )
         else:
-            cut_options = CutOptions() if make_cut_options is None else make_cut_options()
+            cut_options = CutOptions() if flags.make_cut_options is None else flags.make_cut_options()
             next_step("capturing the model")
-            if generate is None:
-                example = NO_EXAMPLE if make_example is None else make_example()
-                with strict_captures(strict):
-                    captures = capture_source_argument(source, example, weights, dtype, parts)
+            if flags.generate is None:
+                example = NO_EXAMPLE if flags.make_example is None else flags.make_example()
+                with strict_captures(flags.strict):
+                    captures = capture_source_argument(source, example, flags.weights, flags.dtype, flags.parts)
             else:
-                captures, files = capture_generating(source, generate, generate_batch, dtype)
+                captures, files = capture_generating(source, flags.generate, flags.generate_batch, flags.dtype)
                 asset_contents = {**files, **asset_contents}
             # Those of a pipeline say more than the files of its folder, such as how texts are cut.
             asset_contents = {**model_files(next(iter(captures.values())).model), **asset_contents}
@@ -211,32 +223,32 @@ def command(
                 out=out,
                 cut_options=cut_options,
                 options=ExportOptions(
-                    assets=exported_assets(source, asset_contents, generates=generate is not None),
-                    overwrite=overwrite,
-                    allow_difference=allow_difference,
+                    assets=exported_assets(source, asset_contents, generates=flags.generate is not None),
+                    overwrite=flags.overwrite,
+                    allow_difference=flags.allow_difference,
                     progress=next_step,
                     compared=differences.append,
                 ),
             )
         onnx_facts: list[dict[str, Any]] = []
-        if with_onnx:
+        if flags.with_onnx:
             for selected in each_entry_point(bundle):
                 with added_to_new_bundle(bundle):
                     conversion = add_onnx(
                         Bundle(selected.path).select(selected.entry_point.name),
                         allow_ops=bundle_permissions(selected),
-                        rtol=rtol,
-                        atol=atol,
+                        rtol=flags.rtol,
+                        atol=flags.atol,
                         progress=next_step,
                     )
                 onnx_facts += conversion_facts(conversion)
             bundle = Bundle(bundle.path)
     seconds = round(time.perf_counter() - start_time, 3)
     # A bundle that gave its graphs has recorded no other answer than its own.
-    measured = {} if graph_from is not None else {"difference": finite(max(differences, default=0.0))}
+    measured = {} if flags.graph_from is not None else {"difference": finite(max(differences, default=0.0))}
     run_fields = {"captured_by": method, **measured, "seconds": seconds}
-    facts = bundle_facts(bundle) | ({"onnx": onnx_facts} if with_onnx else {}) | run_fields
-    if as_json:
+    facts = bundle_facts(bundle) | ({"onnx": onnx_facts} if flags.with_onnx else {}) | run_fields
+    if flags.as_json:
         print_json(facts)
     else:
         _print_export(source, bundle, out, facts)

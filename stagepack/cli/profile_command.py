@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,19 @@ _DEFAULT_RUNS = 10
 _MOST_RUNS = 1000
 _SHOWN_OPERATORS = 8
 _PICOSECONDS = 1e12  # in a second
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Flags:
+    """The options of the command; their help has what they mean."""
+
+    devices: tuple[str, ...]
+    inputs_file: Path | None
+    runs: int
+    measures_links: bool
+    allow_ops: tuple[str, ...]
+    overwrite: bool
+    as_json: bool
 
 
 @subcommand(
@@ -62,17 +76,7 @@ _PICOSECONDS = 1e12  # in a second
 @operator_options
 @click.option("--overwrite", is_flag=True, help="Replace an existing file.")
 @json_option
-def command(
-    bundle_path: str,
-    out: Path,
-    devices: tuple[str, ...],
-    inputs_file: Path | None,
-    runs: int,
-    measures_links: bool,
-    allow_ops: tuple[str, ...],
-    overwrite: bool,
-    as_json: bool,
-) -> None:
+def command(bundle_path: str, out: Path, **arguments: Any) -> None:
     """Measure how long the operators of a bundle take.
 
     Each stage runs in PyTorch, several times as a whole and several times with each operator measured; the medians are written. The times
@@ -80,6 +84,7 @@ def command(
     number of stages. One stage after another is loaded, so that only one must fit into the memory of its device. Of a bundle with several
     entry points, each has a file of its own, such as times.encode.json.
     """
+    flags = _Flags(**arguments)
     bundle = open_argument(bundle_path)
     entry_points = each_entry_point(bundle)
     files = [
@@ -87,7 +92,7 @@ def command(
         for selected in entry_points
     ]
     for file in files:
-        check_output_file(file, overwrite=overwrite)
+        check_output_file(file, overwrite=flags.overwrite)
     profiles = []
     with progress("importing torch") as next_step:
         import_runtime(TORCH_RUNTIME)
@@ -96,13 +101,18 @@ def command(
 
         for selected, file in zip(entry_points, files, strict=True):
             measurement = measure_bundle(
-                selected, devices, inputs_file=inputs_file, allow_ops=allow_ops, runs=runs, progress=next_step
+                selected,
+                flags.devices,
+                inputs_file=flags.inputs_file,
+                allow_ops=flags.allow_ops,
+                runs=flags.runs,
+                progress=next_step,
             )
-            link = _measure_link(next_step) if measures_links else None
-            profiles.append(make_profile(selected, measurement, runs, link))
+            link = _measure_link(next_step) if flags.measures_links else None
+            profiles.append(make_profile(selected, measurement, flags.runs, link))
             write_profile(profiles[-1], file)
     facts = [_facts(profile, file) for profile, file in zip(profiles, files, strict=True)]
-    if as_json:
+    if flags.as_json:
         named = [
             {"entry_point": selected.entry_point.name} | fact
             for selected, fact in zip(entry_points, facts, strict=True)

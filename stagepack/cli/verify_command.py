@@ -1,6 +1,7 @@
 """`stagepack verify`."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
@@ -25,6 +26,21 @@ from stagepack_loaders.comparison import Difference, combine_differences
 
 if TYPE_CHECKING:
     from stagepack.signing.verification import VerifiedSignature
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Flags:
+    """The options of the command; their help has what they mean."""
+
+    with_run: bool
+    trusted_files: tuple[str, ...]
+    older_names: tuple[str, ...]
+    strict: bool
+    runtimes: tuple[str, ...]
+    rtol: float | None
+    atol: float | None
+    allow_ops: tuple[str, ...]
+    as_json: bool
 
 
 @subcommand(
@@ -54,19 +70,7 @@ if TYPE_CHECKING:
 @operator_options
 @json_option
 @click.pass_context
-def command(
-    context: click.Context,
-    bundle_path: str,
-    with_run: bool,
-    trusted_files: tuple[str, ...],
-    older_names: tuple[str, ...],
-    strict: bool,
-    runtimes: tuple[str, ...],
-    rtol: float | None,
-    atol: float | None,
-    allow_ops: tuple[str, ...],
-    as_json: bool,
-) -> None:
+def command(context: click.Context, /, bundle_path: str, **arguments: Any) -> None:
     """Check a bundle against its digests and the format rules.
 
     Every file must have the digest that the manifest lists, and every graph must follow the rules of the format. Needs no torch
@@ -79,21 +83,22 @@ def command(
 
     With --require-signature, the bundle must be signed by a trusted signer ('stagepack sign' or 'model_signing sign').
     """
-    if context.get_parameter_source("runtimes") is not click.core.ParameterSource.DEFAULT and not with_run:
+    flags = _Flags(**arguments)
+    if context.get_parameter_source("runtimes") is not click.core.ParameterSource.DEFAULT and not flags.with_run:
         raise click.UsageError("--runtime requires --run")
-    if (rtol, atol) != (None, None) and not with_run:
+    if (flags.rtol, flags.atol) != (None, None) and not flags.with_run:
         raise click.UsageError("--rtol and --atol require --run")
     facts: dict[str, Any] = {"bundle": bundle_path, "ok": True, "problems": []}
     bundle, signature = _verified_bundle(
-        bundle_path, [*trusted_files, *older_names], facts if as_json else None, strict=strict
+        bundle_path, [*flags.trusted_files, *flags.older_names], facts if flags.as_json else None, strict=flags.strict
     )
     unlisted_files = bundle.unlisted_files()
     difference: float | None = None
     is_within = True
-    if with_run:
+    if flags.with_run:
         with progress("replaying the example"):
-            difference, is_within = _replay_examples(bundle, runtimes, allow_ops, rtol, atol)
-    if as_json:
+            difference, is_within = _replay_examples(bundle, flags.runtimes, flags.allow_ops, flags.rtol, flags.atol)
+    if flags.as_json:
         facts |= {"ok": is_within, "digest": bundle.digest, "files": len(bundle.files) + 1, "unlisted": unlisted_files}
         if signature is not None:
             facts["signature"] = {"trusted_file": signature.trusted_file, "subject": signature.subject}
