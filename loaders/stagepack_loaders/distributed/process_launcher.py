@@ -97,8 +97,7 @@ class ProcessLauncher(ABC, Generic[Handle]):
     def _end_processes(self, *, wait: bool) -> None:
         """End the processes of the last group.
 
-        Args:
-            wait: they are about to end by themselves; kill those that do not within some seconds.
+        wait: they are about to end by themselves; kill those that do not within some seconds.
         """
 
     @abstractmethod
