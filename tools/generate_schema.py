@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
+from stagepack.format.folded_graph import FoldedGraph
 from stagepack.format.manifest import MAJOR, Manifest
-from stagepack.format.unfold import FoldedGraph
 
 FOLDER = Path(__file__).parents[1] / "schema" / f"v{MAJOR}"
 

@@ -32,7 +32,7 @@ from stagepack.capture.module_state import preserve_module
 from stagepack.capture.narrowed_ranges import equal_from_the_start, is_range_violation, narrowed_dynamic_shapes
 from stagepack.capture.result_records import captured_results
 from stagepack.capture.torch_messages import format_torch_error, hold_log_records, suppress_stderr, with_location
-from stagepack.capture.traced_code import CustomFunction, TracedCalls, TracedModes, traced_as_meant
+from stagepack.capture.tracing import CustomFunction, TracedCalls, TracedModes, traced_as_meant
 from stagepack.capture.transformers_package import register_model_outputs
 from stagepack.errors import CaptureError
 from stagepack.format.file_writing import FileRange

@@ -22,6 +22,15 @@ from stagepack.cli.command import subcommand
 from stagepack.cli.output import print_json, print_line
 from stagepack.cli.path_options import bundle_argument, open_argument
 from stagepack.cli.run_options import check_stage_number, json_option
+from stagepack.format.folded_graph import (
+    FoldedGraph,
+    Hole,
+    Region,
+    escape_template,
+    fill_template,
+    parse_template,
+    trivially_folded,
+)
 from stagepack.format.graph import (
     Argument,
     ComplexArg,
@@ -42,15 +51,6 @@ from stagepack.format.graph import (
 )
 from stagepack.format.reader import Bundle
 from stagepack.format.shapes import format_shape
-from stagepack.format.unfold import (
-    FoldedGraph,
-    Hole,
-    Region,
-    escape_template,
-    fill_template,
-    parse_template,
-    trivially_folded,
-)
 from stagepack.graph.region_functions import BodyItem, region_functions
 from stagepack.graph.rows.batch import batch_dimension, end_edges
 

@@ -14,8 +14,8 @@ import msgspec
 
 from stagepack.errors import FormatError, LimitError, Problem
 from stagepack.format import chunks
+from stagepack.format.folded_graph import FoldedGraph
 from stagepack.format.manifest import Manifest
-from stagepack.format.unfold import FoldedGraph
 from stagepack.format.upgrade import is_newer_minor
 
 # What `msgspec.json.decode` raises for bytes that are not JSON in UTF-8, are nested too deep, or are of another type.

@@ -15,9 +15,9 @@ from stagepack.format import limits
 from stagepack.format.chunks import stated_and_actual_digest
 from stagepack.format.codec import convert_manifest, decode_graph, deep_nesting_refused, parse_json
 from stagepack.format.file_checks import NotPlainFileError, near_path_hint, read_limited
+from stagepack.format.folded_graph import FoldedGraph, unfold_graph
 from stagepack.format.graph import Graph
 from stagepack.format.manifest import File, Manifest
-from stagepack.format.unfold import FoldedGraph, unfold_graph
 from stagepack.format.upgrade import check_version
 from stagepack.format.validate import (
     MANIFEST_NAME,

@@ -7,8 +7,7 @@ from typing import TypeVar
 from msgspec.msgpack import encode
 from msgspec.structs import replace
 
-from stagepack.format.graph import Graph, ModuleCall, Node, Scope, Weight
-from stagepack.format.unfold import (
+from stagepack.format.folded_graph import (
     FoldedGraph,
     Region,
     RegionCall,
@@ -22,6 +21,7 @@ from stagepack.format.unfold import (
     trivially_folded,
     unfold_graph,
 )
+from stagepack.format.graph import Graph, ModuleCall, Node, Scope, Weight
 from stagepack.graph.analysis import GraphAnalysis
 from stagepack.graph.repeats import Repeat, TemplateBuilder, all_starts, find_repeats
 

@@ -4,10 +4,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from stagepack.format.folded_graph import FoldedGraph, RegionCall, fill_template, trivially_folded
 from stagepack.format.graph import Graph, Node, Value, Weight
 from stagepack.format.shapes import Dim
 from stagepack.format.traversal import all_values, input_names, output_names
-from stagepack.format.unfold import FoldedGraph, RegionCall, fill_template, trivially_folded
 from stagepack.graph.analysis import GraphAnalysis
 
 

@@ -21,9 +21,9 @@ import msgspec
 from msgspec.structs import replace
 
 from stagepack.format.aliasing import impurity_reason
+from stagepack.format.folded_graph import Hole, escape_template, names_in_value, rename_value
 from stagepack.format.graph import Argument, Graph, Node, Value, ValueArg
 from stagepack.format.traversal import map_node_arguments, split_call_path
-from stagepack.format.unfold import Hole, escape_template, names_in_value, rename_value
 from stagepack.graph.analysis import GraphAnalysis
 
 # Lengths of repeats that `repeat_interiors` leaves out one after another, at most.

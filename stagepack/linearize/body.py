@@ -11,7 +11,7 @@ import torch
 from torch.fx import GraphModule
 from torch.fx import Node as FxNode
 
-from stagepack.capture.traced_code import lost_grad_mode
+from stagepack.capture.tracing import lost_grad_mode
 from stagepack.errors import UnsupportedError
 from stagepack.format.graph import (
     Argument,

@@ -26,7 +26,7 @@ from torch.export.graph_signature import (
 from torch.fx import GraphModule
 from torch.fx import Node as FxNode
 
-from stagepack.capture.traced_code import CallBoundary, TracedCall, TracedCalls, call_boundaries
+from stagepack.capture.tracing import CallBoundary, TracedCall, TracedCalls, call_boundaries
 from stagepack.errors import UnsupportedError, first_line
 from stagepack.format.graph import Argument, Graph, ModuleCall, Scope, ValueArg
 from stagepack.format.manifest import Signature

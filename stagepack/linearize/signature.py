@@ -19,7 +19,7 @@ from torch.export.graph_signature import ConstantArgument
 from torch.fx import Node as FxNode
 
 from stagepack.capture.result_records import CapturedRecord
-from stagepack.capture.traced_code import TracedCall
+from stagepack.capture.tracing import TracedCall
 from stagepack.errors import UnsupportedError
 from stagepack.format import limits
 from stagepack.format.codec import is_plain

@@ -22,8 +22,9 @@ from onnxscript.optimizer import optimize_ir
 from torch.export import Dim, ExportedProgram
 from torch.fx import GraphModule
 
-from stagepack.capture.traced_code import sequences_of_any_length
+from stagepack.capture.tracing import sequences_of_any_length
 from stagepack.format.aliasing import alias_classes
+from stagepack.format.folded_graph import trivially_folded
 from stagepack.format.graph import Graph, Value, Weight
 from stagepack.format.manifest import Edge, Stage
 from stagepack.format.onnx import (
@@ -36,7 +37,6 @@ from stagepack.format.onnx import (
 from stagepack.format.operators import ALLOWED_NAMESPACES, operator_namespace
 from stagepack.format.reader import Bundle
 from stagepack.format.shapes import Expr, Symbol, evaluate_dim, format_dim
-from stagepack.format.unfold import trivially_folded
 from stagepack.format.weights import TensorSpec
 from stagepack.onnx.check import lost_assertion
 from stagepack.onnx.empty_inputs import guard_empty_inputs

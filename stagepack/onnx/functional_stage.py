@@ -22,11 +22,11 @@ from torch.fx.node import map_aggregate
 
 from stagepack.format.aliasing import alias_classes
 from stagepack.format.dtypes import ITEM_SIZE
+from stagepack.format.folded_graph import trivially_folded
 from stagepack.format.graph import Graph, Weight
 from stagepack.format.manifest import VERSION, Edge
 from stagepack.format.onnx import ELEMENT_TYPES
 from stagepack.format.reader import Bundle
-from stagepack.format.unfold import trivially_folded
 from stagepack.format.weights import StoredTensor, TensorSpec, tensor_layout
 from stagepack.onnx.replacements import call_replaced
 from stagepack_loaders.torch.arrays import TORCH_ARRAYS

@@ -5,11 +5,11 @@ from pathlib import Path
 
 from stagepack.format.chunks import ZERO_DIGEST
 from stagepack.format.codec import encode_graph
+from stagepack.format.folded_graph import trivially_folded
 from stagepack.format.graph import Graph, Node, Op, Scope, Value, ValueArg, Weight
 from stagepack.format.manifest import Edge, EntryPoint, Manifest, Parameter, Producer, Signature, Stage
 from stagepack.format.shapes import Symbol
 from stagepack.format.tree import SequenceTree, ValueLeaf
-from stagepack.format.unfold import trivially_folded
 from stagepack.format.weights import TensorSpec
 from stagepack.format.writer import BundleWriter
 

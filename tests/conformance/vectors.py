@@ -15,10 +15,10 @@ import msgpack
 
 from stagepack.errors import FormatError, StagepackError
 from stagepack.format.codec import decode_graph, encode_graph
+from stagepack.format.folded_graph import trivially_folded
 from stagepack.format.manifest_reader import read_graph
 from stagepack.format.reader import Bundle
 from stagepack.format.shapes import Dim, evaluate_dim
-from stagepack.format.unfold import trivially_folded
 from stagepack.format.upgrade import is_newer_minor
 from stagepack.format.weights import read_weight_header
 from stagepack_loaders.torch.operators import resolve_operators

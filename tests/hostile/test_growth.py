@@ -11,10 +11,10 @@ import torch
 from stagepack.cli.report.pipeline_drawing import Net, packed_lanes, pipeline_picture, shortened_path
 from stagepack.format.aliasing import alias_classes
 from stagepack.format.contract import BoundArgument, check_values
+from stagepack.format.folded_graph import trivially_folded
 from stagepack.format.graph import Argument, Graph, ListArg, Node, Op, Scope, Subgraph, SubgraphArg, Value, ValueArg
 from stagepack.format.shapes import Dim, Expr
 from stagepack.format.traversal import subgraph_indices
-from stagepack.format.unfold import trivially_folded
 from stagepack.format.validate import check_graph
 from stagepack.graph.analysis import GraphAnalysis
 from stagepack.graph.assembly import canonical_graph

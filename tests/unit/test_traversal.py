@@ -2,10 +2,10 @@
 
 import pytest
 
+from stagepack.format.folded_graph import names_in_node, rename_in_order, rename_node
 from stagepack.format.graph import Argument, DictArg, ListArg, Node, SliceArg, TupleArg, Value, ValueArg
 from stagepack.format.shapes import Expr
 from stagepack.format.traversal import leaf_arguments, map_arguments
-from stagepack.format.unfold import names_in_node, rename_in_order, rename_node
 
 NESTED = ListArg(
     (

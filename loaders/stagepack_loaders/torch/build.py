@@ -25,6 +25,7 @@ from torch.fx import Graph as FxGraph
 from torch.fx import GraphModule
 from torch.fx import Node as FxNode
 
+from stagepack.format.folded_graph import FoldedGraph
 from stagepack.format.graph import (
     Argument,
     ComplexArg,
@@ -40,7 +41,6 @@ from stagepack.format.graph import (
 )
 from stagepack.format.traversal import all_values, input_names, leaf_arguments, output_names
 from stagepack.format.tree import constant_identity
-from stagepack.format.unfold import FoldedGraph
 from stagepack.graph.region_functions import (
     BodyItem,
     RegionCallSite,

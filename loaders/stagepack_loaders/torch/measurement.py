@@ -16,8 +16,8 @@ from torch.fx import GraphModule
 
 from stagepack.format.contract import BoundArgument, check_values
 from stagepack.format.dtypes import SCALAR_DTYPES
+from stagepack.format.folded_graph import trivially_folded
 from stagepack.format.reader import Bundle
-from stagepack.format.unfold import trivially_folded
 from stagepack_loaders import example
 from stagepack_loaders.base import PrepareOptions
 from stagepack_loaders.pipeline import Pipeline

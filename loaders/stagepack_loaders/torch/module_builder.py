@@ -19,6 +19,7 @@ from torch.fx import GraphModule
 from stagepack.errors import InputError
 from stagepack.format.contract import BoundArgument, bind_call, check_constant, check_values
 from stagepack.format.dtypes import SCALAR_DTYPES
+from stagepack.format.folded_graph import rename_node
 from stagepack.format.graph import Cost, Graph, ModuleCall, Node, Value, ValueArg
 from stagepack.format.manifest import Parameter, Signature
 from stagepack.format.shapes import evaluate_dim, symbol_names
@@ -34,7 +35,6 @@ from stagepack.format.tree import (
     unflatten_tree,
     value_names,
 )
-from stagepack.format.unfold import rename_node
 from stagepack.torch_internals import child_modules
 from stagepack_loaders.torch.build import FunctionStep, GraphBuilder, Step, produced_names, tuple_of, used_names
 from stagepack_loaders.torch.container import Container, settle

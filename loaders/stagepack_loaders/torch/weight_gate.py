@@ -12,9 +12,9 @@ import torch
 from torch.fx import GraphModule
 
 from stagepack.format.aliasing import alias_classes
+from stagepack.format.folded_graph import FoldedGraph
 from stagepack.format.graph import Graph
 from stagepack.format.traversal import input_names, output_names
-from stagepack.format.unfold import FoldedGraph
 from stagepack.graph.region_functions import RegionCallSite, region_functions
 from stagepack_loaders.torch.build import FunctionStep, GraphBuilder, Step, tuple_of
 

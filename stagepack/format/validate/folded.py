@@ -5,11 +5,7 @@ from dataclasses import dataclass
 
 from stagepack.errors import Problem
 from stagepack.format import limits
-from stagepack.format.graph import Argument, Node, Value
-from stagepack.format.shapes import Dim, Expr
-from stagepack.format.traversal import child_arguments
-from stagepack.format.tree import Tree, child_trees
-from stagepack.format.unfold import (
+from stagepack.format.folded_graph import (
     FoldedGraph,
     Hole,
     Region,
@@ -18,6 +14,10 @@ from stagepack.format.unfold import (
     names_in_region,
     parse_template,
 )
+from stagepack.format.graph import Argument, Node, Value
+from stagepack.format.shapes import Dim, Expr
+from stagepack.format.traversal import child_arguments
+from stagepack.format.tree import Tree, child_trees
 from stagepack.format.validate.manifest import check_depth
 from stagepack.format.validate.problems import BrokenRule
 

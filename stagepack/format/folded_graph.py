@@ -1,12 +1,10 @@
-"""Unfold a graph: replace the region calls of a graph file by nodes (SPEC F1 to F5).
+"""The graph as its file stores it, where equal runs of nodes are stored once, and how it is unfolded (SPEC section 7, F1 to F5).
 
-- Templates: the names in regions, with holes such as in ``layers.{0}.norm`` and ``add_{1+3}`` (SPEC F2, F5).
-- The names in nodes, values, weights and module calls, listed and replaced in a fixed order. These are the names that the templates of a
-  region may vary. For each kind of object `x` there are two functions with the law: ``list(names_in_x(rename_x(x, rename))) ==
-  [rename(name) for name in names_in_x(x)]``.
-- The graph as its file stores it: equal runs of nodes are stored once, as regions that are called (SPEC section 7, F1 to F5). A region is
-  a run of nodes with templates in the place of names. A region call fills the holes of the templates, which gives the nodes of one
-  occurrence. Unfolding a graph replaces every region call by these nodes.
+A region is a run of nodes with templates in the place of names. A region call fills the holes of the templates, such as in
+``layers.{0}.norm`` and ``add_{1+3}``, which gives the nodes of one occurrence. Unfolding a graph replaces every region call by these nodes.
+
+The names in nodes, values, weights and module calls, which the templates may vary, are listed and replaced in a fixed order. For each kind
+of object `x` there are two functions with the law: ``list(names_in_x(rename_x(x, rename))) == [rename(name) for name in names_in_x(x)]``.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""Code of models that ``torch.export`` traces wrongly, traced as it is meant.
+"""What ``torch.export`` traces wrongly, traced as it is meant, and what its traces drop, recorded.
 
 - The grad mode of each node, and calls of ``torch.autograd.Function``, recorded while ``torch.export`` traces a model. The trace drops
   both in part: a change of the grad mode inside ``torch.autocast`` is lost, and so is the ``backward`` of a function.
@@ -8,7 +8,6 @@
 - Recurrent layers in a capture: one operator each, for sequences of any length. ``torch.export`` keeps a recurrent layer as one operator,
   but finds the shapes of its results by a loop over the steps of the example's sequence, which fixes the length. Here they are found from
   the shapes of the arguments.
-
 - Sequences that a model makes of a size, such as ``torch.linspace(0, 1, steps=x.shape[1])``, for any size. The schemas of these operators
   say that the length is a number, where those of others say that it is a size: so torch makes a number of a size that may change, which
   fixes it. A call with a size is the same operator.
