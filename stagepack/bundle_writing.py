@@ -7,6 +7,8 @@ and persistent buffers have nothing else: it reports each tensor of a checkpoint
 - What a bundle stores, for another bundle that is made of it: tensors, the recorded example, files such as ``config.json``.
 """
 
+# Long because the manifest, the graphs and the weights of a bundle are written in one pass.
+
 import itertools
 import json
 import os

@@ -4,6 +4,8 @@
 - A loaded stage that can be called on its own, with the arrays of any runtime.
 """
 
+# Long because the interface of pipelines, the pipeline of this process and the interface of its stages call each other.
+
 import copy
 import itertools
 import sys

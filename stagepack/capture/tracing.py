@@ -13,6 +13,8 @@
   fixes it. A call with a size is the same operator.
 """
 
+# Long because each cure of a trace has the same two sides: what is replaced while torch traces, and what is put back.
+
 import builtins
 import contextlib
 import inspect

@@ -6,6 +6,8 @@
 - A profile as plain data: what `profile` prints, and what `plan` and `report` say about the times that they show.
 """
 
+# Long because a function for each fact that commands print, used by several commands.
+
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast

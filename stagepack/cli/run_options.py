@@ -6,6 +6,8 @@ Runtimes are imported when they are needed.
 - The options that trace a run, and the run of several requests that is traced.
 """
 
+# Long because a function for each option that several commands take.
+
 import contextlib
 import functools
 import math

@@ -7,6 +7,8 @@ The names in nodes, values, weights and module calls, which the templates may va
 of object `x` there are two functions with the law: ``list(names_in_x(rename_x(x, rename))) == [rename(name) for name in names_in_x(x)]``.
 """
 
+# Long because for each kind of object, the names in it are listed and replaced in the same order.
+
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -10,6 +10,8 @@
 - The nodes of a graph as numbers that are equal for nodes which differ in names alone.
 """
 
+# Long because the search for repeated runs is one algorithm in four steps.
+
 import bisect
 import itertools
 import re

@@ -31,8 +31,8 @@ from stagepack.format.operator_permissions import needed_permission
 from stagepack.format.operators import is_denied_operator, operator_namespace
 from stagepack.format.traversal import child_arguments, subgraph_indices
 from stagepack.format.tree import UNUSED_VALUE
+from stagepack.linearize.contexts import context_module_position, opened_context, opens_context
 from stagepack.linearize.operators import Tables, observed_aliases
-from stagepack.linearize.signature import context_module_position, opened_context, opens_context
 from stagepack.linearize.weight_table import (
     constant_argument,
     dtype_name,

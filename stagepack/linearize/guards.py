@@ -18,7 +18,7 @@ from stagepack.format.graph import Value
 from stagepack.format.shapes import Dim, Expr, Guard, Symbol, guard_holds, symbol_names
 from stagepack.linearize.conditions import integer_condition
 from stagepack.linearize.guard_texts import conditions_of_texts
-from stagepack.linearize.signature import SymbolTable
+from stagepack.linearize.symbols import SymbolTable
 from stagepack.torch_internals import symbolic_functions, traced_conditions
 
 # The relation, and whether its sides are exchanged.

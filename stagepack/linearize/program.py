@@ -37,7 +37,8 @@ from stagepack.graph.analysis import GraphAnalysis
 from stagepack.linearize.body import BodyBuilder, BoundArgument
 from stagepack.linearize.guards import program_conditions, program_guards
 from stagepack.linearize.operators import Tables, module_stack, with_node_location
-from stagepack.linearize.signature import Leaf, SymbolTable, TracedSymbol, call_signature, program_signature
+from stagepack.linearize.signature import Leaf, call_signature, program_signature
+from stagepack.linearize.symbols import SymbolTable, TracedSymbol
 from stagepack.linearize.weight_table import (
     WeightTable,
     constant_argument,

@@ -10,7 +10,7 @@ from torch.fx import GraphModule, Interpreter
 from torch.fx import Node as FxNode
 
 from stagepack.argument_guards import guarded_operator
-from stagepack.linearize.signature import context_module_position, opens_context
+from stagepack.linearize.contexts import context_module_position, opens_context
 from stagepack.torch_internals import OperatorOverload
 
 # Called with each node that calls an operator, and what the operator returned.

@@ -19,8 +19,8 @@ from stagepack.format.shapes import Guard, Symbol
 from stagepack.linearize.guards import is_implied
 from stagepack.linearize.observed_shapes import observations, with_observed_shapes
 from stagepack.linearize.program import LinearizedProgram
-from stagepack.linearize.signature import TracedSymbol
 from stagepack.linearize.size_trial import Outcome, SizeTrial, Verdict
+from stagepack.linearize.symbols import TracedSymbol
 from stagepack.torch_internals import is_automatic
 
 # How many sizes below the range of torch are tried.

@@ -10,6 +10,8 @@ stored tensor, the base, and weights that are views of it.
 - Give the weights of a model their data from the weight files of its own bundle, so that it can run.
 """
 
+# Long because which tensors are one weight depends on storages, memory, constants and filled models together.
+
 import dataclasses
 import itertools
 import math

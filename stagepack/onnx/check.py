@@ -3,6 +3,8 @@
 - Assertions of a stage on its values, for which ONNX has no operator: the exporter leaves them out.
 """
 
+# Long because each road of the comparison states its own reason when it cannot compare.
+
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial

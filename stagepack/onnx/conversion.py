@@ -7,6 +7,8 @@
 - The types and sizes of the inputs and outputs of an ONNX model.
 """
 
+# Long because the steps from a stage to its file, in the order in which they run.
+
 import ast
 import logging
 import warnings

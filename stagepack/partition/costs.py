@@ -11,6 +11,8 @@ doi:10.1145/1498765.1498785). Only the proportions of these times, and of those 
 - The memory of the values that are alive while each node runs.
 """
 
+# Long because a table of formulas, one for each kind of operator.
+
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -8,6 +8,8 @@ memory in bytes.
 - `stages=N`: cut into N consecutive stages so that the slowest is as fast as possible.
 """
 
+# Long because one algorithm: the sequence of costs, the exact split of it, and the choice among equal splits.
+
 import bisect
 import itertools
 import math

@@ -4,6 +4,8 @@
 - Files of a remote bundle that are read while they are downloaded: each read waits for its own chunks.
 """
 
+# Long because a chunk that is interrupted, resumed and checked passes through threads and streams of one download.
+
 import os
 import queue
 import random

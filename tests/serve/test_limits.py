@@ -24,7 +24,7 @@ from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 from tritonclient.utils import InferenceServerException
 
 import stagepack
-from stagepack_serving.server.rest_request import tensor_from_numbers
+from stagepack_serving.server.tensor_decoding import tensor_from_numbers
 from tests.serve.servers import (
     INFER,
     Client,

@@ -9,6 +9,8 @@ Gloo would send bodies through sockets too, in turns of its own threads; when al
   blocks, and the reader does when it is told.
 """
 
+# Long because both ends of a link must agree on the layout of its shared memory.
+
 import contextlib
 import ctypes
 import os

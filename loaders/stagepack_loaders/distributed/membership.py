@@ -4,6 +4,8 @@
 - The address of this machine that the other processes of a group reach.
 """
 
+# Long because the processes join in three rounds, whose messages depend on each other.
+
 import contextlib
 import copy
 import ipaddress

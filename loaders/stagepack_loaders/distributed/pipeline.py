@@ -4,6 +4,8 @@
 - Cut large batches into smaller ones, which go through the stages one behind the other, and join their results.
 """
 
+# Long because the pipeline, its processes and its microbatches share the state of the requests under way.
+
 import itertools
 import logging
 import os

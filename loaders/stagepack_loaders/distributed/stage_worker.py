@@ -3,6 +3,8 @@
 - A process that runs stages for the front, until the front closes or is gone.
 """
 
+# Long because the process of stages and the worker in it end each other in every case of loss.
+
 import contextlib
 import logging
 import os

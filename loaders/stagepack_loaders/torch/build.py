@@ -12,6 +12,8 @@ The weights are inputs of the module, after the inputs of the graph, in the orde
   leave the grad mode changed when something inside raises, and import the compiler when they are called first.
 """
 
+# Long because each form of a step of the graph is built by a function of its own.
+
 import math
 import operator
 from collections import Counter

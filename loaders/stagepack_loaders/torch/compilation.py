@@ -8,6 +8,8 @@
 - What is compiled as one: a region that a stage calls several times, or a whole stage.
 """
 
+# Long because what is compiled, for which target, into which folder is compared in one place when it is loaded.
+
 import hashlib
 import json
 import os

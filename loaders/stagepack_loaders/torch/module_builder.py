@@ -6,6 +6,8 @@
 - The modules of the original model that a stage calls: each can be called on its own, and be replaced.
 """
 
+# Long because modules, their calls and what a call has are built from one tree of paths.
+
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field

@@ -8,6 +8,8 @@ that are alike run once: a model of many layers takes hardly longer than one of 
   of a layer, or search an order of products. A file of a kilobyte may state sizes of 2^62, so they are bounded before they run.
 """
 
+# Long because the check of a node and the fake run that it needs share the values of all nodes.
+
 import inspect
 import itertools
 from collections.abc import Callable, Mapping, Sequence

@@ -5,6 +5,8 @@
 - The buffers of a stage that calls write, such as key-value caches and counters.
 """
 
+# Long because weights that are there, that arrive and that are written are views of the same memory.
+
 import math
 import mmap
 import threading

@@ -8,6 +8,8 @@
   microbatch begins with a seed of its own. The state of the generators passes from stage to stage with the values.
 """
 
+# Long because the boundaries of a stage decide what is recomputed and which random numbers it draws.
+
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar

@@ -4,6 +4,8 @@
 - What a training goes on from: weights, the state of an optimizer and the number of steps, by names that all processes agree on.
 """
 
+# Long because a step, its modes and its checkpoint share the state of the training.
+
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext

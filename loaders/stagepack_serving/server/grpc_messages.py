@@ -22,7 +22,7 @@ from stagepack_serving.server.parameters import (
     refuse_shared_memory,
 )
 from stagepack_serving.server.rest_large_request import with_pauses
-from stagepack_serving.server.rest_request import tensor_from_bytes, tensor_from_reader
+from stagepack_serving.server.tensor_decoding import tensor_from_bytes, tensor_from_reader
 
 _MAX_FIELDS: Final = 20_000
 # Beside the data of tensors.

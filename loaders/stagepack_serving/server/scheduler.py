@@ -4,6 +4,8 @@
 - Runs a bundle whose stages are in processes of their own, for the scheduler.
 """
 
+# Long because the queue and its two runners share the protocol of a batch.
+
 import itertools
 import threading
 import time

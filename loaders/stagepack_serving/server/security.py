@@ -8,6 +8,8 @@
 - Tokens of gRPC calls.
 """
 
+# Long because certificates, tokens and the files of both are replaced together while the server runs.
+
 import asyncio
 import hashlib
 import hmac

@@ -9,6 +9,8 @@ which no markup can begin. The content security policy of the page allows no scr
 - The sections of the HTML page of a bundle.
 """
 
+# Long because the sections of one page, in the order of the page.
+
 import base64
 import hashlib
 import itertools

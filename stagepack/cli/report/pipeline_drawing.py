@@ -8,6 +8,8 @@
 - The values of a pipeline, by what draws them: an arrow to the next cell, or a lane.
 """
 
+# Long because the layout of the drawing and what is drawn at each place are decided together.
+
 import functools
 import itertools
 import operator

@@ -7,10 +7,7 @@ from stagepack.format.validate.example import check_example as check_example
 from stagepack.format.validate.folded import check_folded as check_folded
 from stagepack.format.validate.graph import check_graph as check_graph
 from stagepack.format.validate.graph import zero_bytes as zero_bytes
-from stagepack.format.validate.manifest import EntryPointFacts as EntryPointFacts
-from stagepack.format.validate.manifest import StageGraph as StageGraph
 from stagepack.format.validate.manifest import check_manifest as check_manifest
-from stagepack.format.validate.manifest import check_stage as check_stage
 from stagepack.format.validate.names import DIGEST_PATTERN as DIGEST_PATTERN
 from stagepack.format.validate.names import FILE_NAME_PATTERN as FILE_NAME_PATTERN
 from stagepack.format.validate.names import INDEX_NAME as INDEX_NAME
@@ -22,6 +19,9 @@ from stagepack.format.validate.names import is_tensor_name as is_tensor_name
 from stagepack.format.validate.onnx import check_onnx as check_onnx
 from stagepack.format.validate.problems import format_names as format_names
 from stagepack.format.validate.problems import raise_problems as raise_problems
+from stagepack.format.validate.stage import EntryPointFacts as EntryPointFacts
+from stagepack.format.validate.stage import StageGraph as StageGraph
+from stagepack.format.validate.stage import check_stage as check_stage
 from stagepack.format.validate.weights import NamedWeights as NamedWeights
 from stagepack.format.validate.weights import check_index as check_index
 from stagepack.format.validate.weights import check_weights as check_weights

@@ -27,8 +27,9 @@ from stagepack_serving.server.errors import RequestError, RequestStatus
 from stagepack_serving.server.generation.text_stream import StopStrings, TextFormat, read_text_format
 from stagepack_serving.server.parameters import InferenceTensor
 from stagepack_serving.server.rest_large_request import beside_loop
-from stagepack_serving.server.rest_request import array_from_json, nested_sizes, tensor_from_reader
+from stagepack_serving.server.rest_request import array_from_json, nested_sizes
 from stagepack_serving.server.served_model import ServedModel
+from stagepack_serving.server.tensor_decoding import tensor_from_reader
 
 # Why a text ends: a token or a string that ends it, or the largest number of tokens.
 FinishReason = Literal["stop", "length"]
