@@ -9,7 +9,6 @@ import torch.distributed
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import get_backend_config
-from torch.distributed.pipelining import PipelineStage
 
 from stagepack.errors import EvaluationModeWarning, MicrobatchWarning, OptionError, UnsupportedError, warn_caller
 from stagepack.format.reader import Bundle
@@ -216,7 +215,7 @@ def _watch_processes(
 
 
 def _check_torch() -> None:
-    if not hasattr(PipelineStage, "_get_grad_send_meta"):  # torch 2.11
+    if torch.__version__ < "2.13":
         raise UnsupportedError(
             f"stagepack.train: expected torch 2.13 or newer, found {torch.__version__}, whose schedules need a gradient for each value: "
             "upgrade torch, or train a loaded pipeline in one process, by a loop over loss.backward() and optimizer.step()"
