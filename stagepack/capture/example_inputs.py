@@ -73,11 +73,16 @@ def example_inputs(model: Any, folder: str | None = None) -> Inputs:
         example = model_examples(load_pretrained(folder), folder)[0]
     if example.error is not None:
         raise CaptureError(f"{type(model).__name__}: {example.error}{starting_file(model, example.inputs)}")
-    return on_device_of(model, example.inputs)
+    return example.inputs
 
 
 def model_examples(model: Any, folder: str | None = None) -> list[ModelExample]:
     """Make examples for a model of transformers, the best first."""
+    made = _made_examples(model, folder)
+    return [replace(example, inputs=on_device_of(model, example.inputs)) for example in made]
+
+
+def _made_examples(model: Any, folder: str | None) -> list[ModelExample]:
     if isinstance(model, SentencePipeline):
         return [ModelExample(model.example())]
     parameters = inspect.signature(model.forward).parameters

@@ -12,7 +12,7 @@ from stagepack.capture.checkpoint import DataNeededError, DeferredTensors
 from stagepack.capture.diagnosis import advised_capture
 from stagepack.capture.example_inputs import model_examples, smallest_inputs, with_auto_dims, with_longer_sequences
 from stagepack.capture.fake_call import call_with_shapes, run_model
-from stagepack.capture.inputs import Inputs, on_device_of
+from stagepack.capture.inputs import Inputs
 from stagepack.capture.pretrained_model import is_transformers_model, load_pretrained
 from stagepack.capture.programs import PATCHED_EXPORT, Capture, capture_module, capture_patched
 from stagepack.capture.sentence_pipeline import SentencePipeline
@@ -127,7 +127,7 @@ def _candidates(model: torch.nn.Module, inputs: Inputs, folder: str | None) -> l
         return [_Candidate(inputs=inputs, is_made=False)]
     candidates = []
     for example in model_examples(model, folder):
-        made = on_device_of(model, example.inputs)
+        made = example.inputs
         named = [made, *([longer] if (longer := with_longer_sequences(made)) != made else [])]
         candidates += [
             _Candidate(inputs=each, further_inputs=(smallest_inputs(each),), left_out=example.left_out)
