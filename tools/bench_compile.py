@@ -104,7 +104,9 @@ def _whole(device: str, layers: int, hidden: int) -> dict[str, float]:
     model, ids, bundle = _model(device, layers, hidden)
     whole = torch.compile(model)
     seconds = {"whole": _timed(lambda: whole(ids, use_cache=False), device)}
-    compile_ahead(bundle, bundle.parent / "compiled", device)
+    failures = [unit.reason for unit in compile_ahead(bundle, bundle.parent / "compiled", device) if unit.reason]
+    if failures:
+        raise SystemExit(f"not compiled ahead of time: {failures}")
     regions = stagepack.load(bundle, [device], compile=True)
     eager = stagepack.load(bundle, [device])
     regions(ids)

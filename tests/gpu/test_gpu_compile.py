@@ -12,6 +12,7 @@ from stagepack.cli import main
 from stagepack.errors import CompiledError
 from stagepack.format.reader import Bundle
 from stagepack_loaders.base import Compile
+from stagepack_loaders.torch.compilation import compile_ahead
 from tests.gpu.answers import assert_close
 from tests.unit.test_compile import Stack, inputs
 
@@ -67,3 +68,39 @@ def test_the_command_compiles_for_the_device(stack: tuple[Stack, Bundle], device
         catch_exceptions=False,
     )
     assert json.loads(loaded.output)["difference"] < 1e-3
+
+
+class GroupedAttention(torch.nn.Module):
+    """Attention with two query heads for each key head, whose sequence is dynamic."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries, self.keys, self.values = torch.nn.Linear(8, 16), torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+        self.out = torch.nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, _ = x.shape
+        queries = self.queries(x).view(batch, length, 4, 4).transpose(1, 2)
+        keys, values = (
+            projection(x).view(batch, length, 2, 4).transpose(1, 2)[:, :, None].expand(batch, 2, 2, length, 4)
+            for projection in (self.keys, self.values)
+        )
+        mixed = torch.nn.functional.scaled_dot_product_attention(
+            queries, keys.reshape(batch, 4, length, 4), values.reshape(batch, 4, length, 4), is_causal=True
+        )
+        return x + self.out(mixed.transpose(1, 2).reshape(batch, length, 16))
+
+
+@torch.no_grad()
+def test_grouped_query_attention_is_compiled_ahead(device: torch.device, tmp_path: Path) -> None:
+    """torch 2.11 refuses the ranges of such sizes unless their guards become assertions."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(GroupedAttention() for _ in range(3))).eval()
+    shapes = {"input": {0: torch.export.Dim("batch", min=1, max=64), 1: torch.export.Dim("length", min=2, max=64)}}
+    bundle = stagepack.export(model, (torch.randn(2, 3, 8),), out=tmp_path / "b.stagepack", dynamic_shapes=shapes)
+    units = compile_ahead(bundle, tmp_path / "compiled", device)
+    assert [unit.reason for unit in units] == [""]
+    pipeline = stagepack.load(bundle, [str(device)], compiled=tmp_path / "compiled")
+    model = model.to(device)
+    for x in inputs():
+        assert_close(pipeline(x.to(device)), model(x.to(device)))
