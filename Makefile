@@ -21,17 +21,18 @@ GPU_WHEELS := build/gpu-wheels
 # set this variable.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo gpu gpu-wheels test lint typecheck schema-check smoke unit docs docs-outputs test-fast test-torch test-zoo test-libraries coverage coverage-libraries fuzz fuzz-short clean
+.PHONY: help demo gpu gpu-wheels test lint typecheck schema-check smoke unit docs docs-outputs test-changed test-fast test-torch test-zoo test-libraries coverage coverage-libraries fuzz fuzz-short clean
 
 help:
 	@echo "make demo      export, verify and run a real model"
 	@echo "make test      everything that CI checks: lint typecheck schema-check smoke docs unit, each a target too"
 	@echo "make test-fast the tests that start no process, in 2 minutes: run it before each commit"
+	@echo "make test-changed  the tests that import what differs from main, or from BASE"
 	@echo "make test-torch TORCH=2.15.0  the tests under another torch, in an environment of its own; every target takes TORCH"
 	@echo "make test-zoo  the slow tests, which make test leaves out: every model of the zoo, Ray, faults of many processes, ..."
 	@echo "make test-libraries  models of other libraries (diffusers, timm, ...), in an environment of its own; make test runs those of torch"
 	@echo "make fuzz      all fuzzers, FUZZ_SECONDS each, by default an hour; make fuzz-short 3 minutes of bundles and 20 s of each parser"
-	@echo "make gpu       tests and benchmarks on a GPU, in 8 minutes, with $(PYTHON) and the wheels that make gpu-wheels collects; see CONTRIBUTING.md"
+	@echo "make gpu       tests and benchmarks on a GPU, in 8 minutes, with $(PYTHON) and the wheels that make gpu-wheels collects; see docs/contributing/gpu.md"
 	@echo "make docs      the site of docs/, in build/site; make docs-outputs writes what is generated into the pages: references, diagrams, outputs of commands"
 	@echo "make coverage  write docs/coverage.md anew: an hour; make coverage-libraries its part on other libraries"
 	@echo "make clean     remove what the others made"
@@ -62,6 +63,9 @@ smoke: $(VENV)/ready
 
 unit: $(VENV)/ready
 	$(BIN)/pytest $(PYTEST_OPTIONS) -m "not slow"
+
+test-changed: $(VENV)/ready
+	$(BIN)/python -m tools.changed_tests $(BASE) | xargs --no-run-if-empty $(BIN)/pytest $(PYTEST_OPTIONS) -m "not slow"
 
 test-fast: $(VENV)/ready
 	$(BIN)/pytest $(PYTEST_OPTIONS) -m "not slow" --one-process tests/unit tests/conformance tests/compat tests/cli tests/hostile
