@@ -13,7 +13,7 @@ import torch
 
 from tools.docs.failures import find_unwanted_failure
 from tools.docs.normalize import is_same_output
-from tools.docs.page import ROOT, Block, documented_pages, read_blocks, stated_outputs
+from tools.docs.page import ROOT, Block, changes_the_tree, documented_pages, read_blocks, stated_outputs
 from tools.docs.session import Session, check_output, copy_tree
 
 BLOCKS_OF_PAGE = {str(page): read_blocks(ROOT / page) for page in documented_pages()}
@@ -28,10 +28,10 @@ class _PageRun:
 
     def __init__(self, page: str, folder: Path) -> None:
         self.blocks = BLOCKS_OF_PAGE[page]
-        is_contributing = page == "CONTRIBUTING.md"
-        if is_contributing:
+        in_copy = changes_the_tree(Path(page))
+        if in_copy:
             copy_tree(folder)
-        self.session = Session(folder, is_fresh=is_contributing)
+        self.session = Session(folder, is_fresh=in_copy)
         self.position = 0
 
     def run(self, block: Block) -> str:

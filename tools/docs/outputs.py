@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tools.docs.failures import find_unwanted_failure
 from tools.docs.normalize import has_same_digests, is_same_output, without_times
-from tools.docs.page import ROOT, Block, documented_pages, read_blocks, read_commands, stated_outputs
+from tools.docs.page import ROOT, Block, changes_the_tree, documented_pages, read_blocks, read_commands, stated_outputs
 from tools.docs.session import Session, copy_tree
 
 
@@ -55,7 +55,7 @@ def rewrite_page(page_path: Path, work_folder: Path, *, run_slow: bool, rewrite_
         PageError: a block fails, or prints where the page has no place for it. The page is unchanged.
     """
     full_path = ROOT / page_path
-    if page_path.name == "CONTRIBUTING.md":
+    if changes_the_tree(page_path):
         copy_tree(work_folder)
     session = Session(work_folder, is_fresh=True)
     page_text = full_path.read_text()

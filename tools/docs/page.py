@@ -68,6 +68,11 @@ def documented_pages() -> list[Path]:
     )
 
 
+def changes_the_tree(page_path: Path) -> bool:
+    """Whether the blocks of a page, relative to the root, change files of the tree: they run in a copy of the tree."""
+    return page_path.parts[:2] == ("docs", "contributing")
+
+
 def read_blocks(page_path: Path) -> list[Block]:
     """The code blocks of a page, in order."""
     sybil_document = Document(page_path.read_text(), str(page_path))
