@@ -2,6 +2,7 @@
 
 import ast
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -85,3 +86,14 @@ def test_only_the_package_imports_its_own_modules_by_a_string() -> None:
         and str(node.args[0].value).startswith("stagepack")
     ]
     assert [place.partition(":")[0] for place in found] == ["stagepack/__init__.py"]
+
+
+def test_each_module_of_stagepack_is_in_a_band_of_the_arrow() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    layers, arrow = (
+        {name for layer in contract["layers"] for name in re.split(r" [:|] ", layer)}
+        for contract in contracts
+        if contract["type"] == "layers"
+    )
+    placed = {name.removeprefix("stagepack.") for name in arrow if name.startswith("stagepack.")}
+    assert placed == layers - {"__main__", "examples"}

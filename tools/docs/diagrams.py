@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 
-from tools.docs.source_tree import import_contracts, shared_modules
+from tools.docs.source_tree import import_contracts
 
 ROOT = Path(__file__).parents[2]
 IMAGE_FOLDER = ROOT / "docs" / "images"
@@ -154,69 +154,49 @@ def road_drawing() -> Drawing:
     return drawing
 
 
+BAND_TITLES = (
+    "the command",
+    "the server, and the roads: each makes or changes a bundle, from top to bottom",
+    "what runs bundles, and what makes a graph of a model: they know nothing of each other",
+    "the core: what a bundle is, how it is opened and cut",
+)
+
+
 def package_drawing() -> Drawing:
-    """The layers of stagepack as import-linter keeps them, and the packages that run bundles."""
+    """The bands of the arrow contract; a package imports only its own band and those below."""
     contracts = import_contracts()
-    layer_names = [
-        [package_name.strip(" ()") for package_name in layer.split("|")]
-        for contract in contracts
-        for layer in contract.get("layers", ())
-    ]
-    layer_names[0].append("__init__")  # in no layer: it imports all public names when they are first used
-    torch_free = {name.split(".")[1] for name in contracts[1]["source_modules"]}
-    drawing_height = 96 + 58 * len(layer_names)
-    drawing = Drawing(910, drawing_height, "The layers of stagepack, and the packages that run and serve bundles")
-    drawing.frame(8, 8, 480, drawing_height - 44, "stagepack: writes bundles")
-    for layer_index, package_names in enumerate(layer_names):
-        box_top, box_width = 40 + 58 * layer_index, (452 - 10 * (len(package_names) - 1)) / len(package_names)
-        for box_index, package_name in enumerate(package_names):
-            color_name = "green" if package_name in torch_free else "grey"
-            color_name = "amber" if package_name in ("format", "extras", "errors") else color_name
-            color_name = "blue" if package_name in ("cli", "__main__", "__init__") else color_name
-            drawing.box(22 + (box_width + 10) * box_index, box_top, box_width, 38, color_name, package_name)
-        if layer_index:
-            drawing.arrow((248, box_top - 20), (248, box_top))
-    drawing.words(248, drawing_height - 12, "each layer imports only the layers below it")
-    _draw_loaders(drawing, shared_modules(contracts), 59 + 58 * layer_names.index(["format"]))
-    _draw_legend(drawing)
+    (bands,) = (contract["layers"] for contract in contracts if contract["name"].startswith("one arrow"))
+    torch_free = {*contracts[1]["source_modules"], "stagepack_serving"}
+    rows_of_band = [_rows(band.split(" : ")) for band in bands]
+    drawing = Drawing(860, 60 + sum(54 + 46 * len(rows) for rows in rows_of_band), "The packages in four bands")
+    top = 8
+    for title, rows in zip(BAND_TITLES, rows_of_band, strict=True):
+        height = 34 + 46 * len(rows)
+        drawing.frame(8, top, 844, height, title)
+        for row_index, names in enumerate(rows):
+            width = (824 - 10 * (len(names) - 1)) / len(names)
+            for box_index, name in enumerate(names):
+                color_name = "green" if name in torch_free else "violet" if name == "stagepack_loaders" else "grey"
+                box = (18 + (width + 10) * box_index, top + 28 + 46 * row_index, width, 36)
+                drawing.box(*box, color_name, name.removeprefix("stagepack."))
+        top += height + 20
+        drawing.arrow((430, top - 20), (430, top))
+    drawing.parts.pop()  # nothing is below the core
+    for box_index, (color_name, text) in enumerate(
+        {"green": "needs no torch", "violet": "torch only to run a stage in torch", "grey": "needs torch"}.items()
+    ):
+        fill_color, border_color, _ = BOX_COLORS[color_name]
+        left = 120 + 220 * box_index
+        drawing.parts.append(
+            f'<rect x="{left}" y="{top}" width="16" height="14" rx="3" fill="{fill_color}" stroke="{border_color}"/>'
+        )
+        drawing.words(left + 24, top + 11, text, anchor="start")
     return drawing
 
 
-def _draw_loaders(drawing: Drawing, module_names: list[str], format_middle: int) -> None:
-    """The packages that run bundles, what they import of stagepack, and who imports them."""
-    drawing.frame(560, 8, 290, 228, "loaders: run and serve bundles")
-    drawing.box(580, 40, 250, 62, "violet", "stagepack_serving", "protocol, server, triton")
-    drawing.arrow((705, 102), (705, 140))
-    drawing.box(580, 140, 250, 76, "violet", "stagepack_loaders", "load, pipeline, placement", "torch, onnxruntime")
-    drawing.arrow((705, 216), (705, format_middle), (476, format_middle))
-    for line_index, module_name in enumerate(["loaders import only:", *module_names]):
-        drawing.words(716, 258 + 17 * line_index, module_name, anchor="start")
-    drawing.arrow((474, 59), (532, 59), (532, 165), (580, 165), is_dashed=True)  # __init__
-    drawing.arrow((474, 110), (508, 110), (508, 80), (580, 80), is_dashed=True)  # cli
-    drawing.arrow((474, 124), (508, 124), (508, 181), (580, 181), is_dashed=True)  # cli
-    drawing.arrow((474, 233), (508, 233), (508, 197), (580, 197), is_dashed=True)  # onnx
-
-
-def _draw_legend(drawing: Drawing) -> None:
-    """What the colors and the dashed arrows mean."""
-    legend_top = drawing.height - 132
-    legend_texts = {
-        "blue": "the command and the public names",
-        "grey": "imports torch",
-        "green": "never imports torch",
-        "amber": "never imports torch; shared by both sides",
-        "violet": "imports torch only to run a stage in torch",
-    }
-    for row_index, (color_name, legend_text) in enumerate(legend_texts.items()):
-        fill_color, border_color, _ = BOX_COLORS[color_name]
-        row_top = legend_top + 22 * row_index
-        drawing.parts.append(
-            f'<rect x="580" y="{row_top}" width="16" height="14" rx="3" fill="{fill_color}" stroke="{border_color}"/>'
-        )
-        drawing.words(604, row_top + 11, legend_text, anchor="start")
-    arrow_middle = legend_top + 22 * len(legend_texts) + 7
-    drawing.arrow((560, arrow_middle), (597, arrow_middle), is_dashed=True)
-    drawing.words(604, arrow_middle + 4, "exceptions: these import loaders", anchor="start")
+def _rows(names: list[str]) -> list[list[str]]:
+    """Names in rows of at most five."""
+    return [names[start : start + 5] for start in range(0, len(names), 5)]
 
 
 DRAWING_BY_FILE = {"overview.svg": overview_drawing, "road.svg": road_drawing, "packages.svg": package_drawing}

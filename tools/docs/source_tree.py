@@ -71,19 +71,6 @@ def import_contracts() -> list[dict[str, Any]]:
     return contracts
 
 
-def shared_modules(contracts: list[dict[str, Any]]) -> list[str]:
-    """The modules of stagepack that loaders may import, without the name ``stagepack``."""
-    (allowed_imports,) = (
-        contract["ignore_imports"]
-        for contract in contracts
-        if "stagepack_loaders.**" in contract.get("source_modules", ())
-    )
-    imported_names = [
-        allowed_import.partition(" -> ")[2].removeprefix("stagepack.") for allowed_import in allowed_imports
-    ]
-    return list(dict.fromkeys(imported_name.removesuffix(".**") for imported_name in imported_names))
-
-
 def contract_list() -> str:
     """The contracts as a list: of each its name, and below it its modules and its exceptions."""
     return "\n".join(
@@ -96,7 +83,7 @@ def contract_list() -> str:
 def _contract_details(contract: dict[str, Any]) -> Iterator[str]:
     """The lines below the name of a contract."""
     if layers := contract.get("layers"):
-        yield f"layers, from the top: {'; '.join(_code_names(layer.split(' | ')) for layer in layers)}"
+        yield f"layers, from the top: {'; '.join(_code_names(layer.replace(' : ', ' | ').split(' | ')) for layer in layers)}"
     if modules := contract.get("source_modules") or contract.get("modules") or contract.get("ancestors"):
         yield f"modules: {_code_names(modules)}"
     if forbidden_modules := contract.get("forbidden_modules"):
