@@ -17,19 +17,26 @@ import torch
 from stagepack.errors import InputError
 from stagepack.format.manifest import Edge
 from stagepack.format.shapes import Symbol
-from stagepack_loaders.distributed.control import ControlKind, ControlMessage, encode_sizes
-from stagepack_loaders.distributed.local_links import LinkReceiver, LinkSender, LocalLinks, UnusedBytes
-from stagepack_loaders.distributed.packing import PackedValues, pack_command, pack_failure, pack_values
-from stagepack_loaders.distributed.process_group import (
-    LOOPBACK,
-    ConnectionLostError,
-    ProcessGroup,
-    Transfer,
-    open_store,
+from stagepack_loaders.distributed.local_links import LinkReceiver, LinkSender, LocalLinks
+from stagepack_loaders.distributed.packing import (
+    LARGEST_KEPT_BYTES,
+    PackedValues,
+    ReceiveMemory,
+    pack_command,
+    pack_failure,
+    pack_values,
 )
-from stagepack_loaders.distributed.route_layout import RequestLayouts, head_capacity
-from stagepack_loaders.distributed.routes import Route
-from stagepack_loaders.distributed.tensor_memory import LARGEST_KEPT_BYTES, ReceiveMemory
+from stagepack_loaders.distributed.process_group import LOOPBACK, ProcessGroup, Transfer, open_store
+from stagepack_loaders.distributed.routes import (
+    ConnectionLostError,
+    ControlKind,
+    ControlMessage,
+    RequestLayouts,
+    Route,
+    encode_sizes,
+    head_capacity,
+)
+from stagepack_loaders.distributed.shared_blocks import UnusedBytes
 from stagepack_loaders.distributed.transfers import RouteReceivers, RouteSenders
 
 ROWS = Symbol(name="rows", min=0, max=2**20)

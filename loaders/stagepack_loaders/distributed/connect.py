@@ -34,8 +34,7 @@ from stagepack_loaders.distributed.membership import (
     join_group,
 )
 from stagepack_loaders.distributed.pipeline import DistributedPipeline
-from stagepack_loaders.distributed.process_group import ConnectionLostError
-from stagepack_loaders.distributed.routes import FRONT_RANK, assign_stages
+from stagepack_loaders.distributed.routes import FRONT_RANK, ConnectionLostError, assign_stages
 from stagepack_loaders.distributed.stage_worker import end_with_parent, run_stage_process
 from stagepack_loaders.preparation import open_for_loading
 

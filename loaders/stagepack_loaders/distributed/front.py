@@ -16,24 +16,24 @@ from msgspec import structs
 
 from stagepack.errors import InputError, OptionError, StageLostError, repeated_error
 from stagepack.format.reader import Bundle
-from stagepack_loaders.distributed.control import (
-    ANNOUNCEMENT_TAG,
-    ControlKind,
-    ControlMessage,
-    encode_sizes,
-    write_control,
-)
 from stagepack_loaders.distributed.error_report import ProcessEnd, rebuild_error
 from stagepack_loaders.distributed.group_trace import GroupTrace, SpanReport
 from stagepack_loaders.distributed.group_watch import GroupWatch
 from stagepack_loaders.distributed.membership import Membership, StageFacts
-from stagepack_loaders.distributed.packing import PackedValues, pack_command, pack_values
-from stagepack_loaders.distributed.process_group import ConnectionLostError, SentMessages
-from stagepack_loaders.distributed.route_layout import RequestLayouts
-from stagepack_loaders.distributed.routes import FRONT_RANK
+from stagepack_loaders.distributed.packing import PackedValues, pack_command, pack_values, write_input
+from stagepack_loaders.distributed.process_group import SentMessages
+from stagepack_loaders.distributed.routes import (
+    ANNOUNCEMENT_TAG,
+    FRONT_RANK,
+    ConnectionLostError,
+    ControlKind,
+    ControlMessage,
+    RequestLayouts,
+    encode_sizes,
+    write_control,
+)
 from stagepack_loaders.distributed.stage_worker import StageRequest, StageWorker
 from stagepack_loaders.distributed.status import ProcessStatus, RequestError
-from stagepack_loaders.distributed.tensor_memory import write_input
 from stagepack_loaders.distributed.transfers import QueuedSenders, RouteReceivers, RouteSenders
 from stagepack_loaders.run_trace import trace_clock
 

@@ -7,8 +7,7 @@ from concurrent.futures import Future
 from msgspec import Struct
 
 from stagepack.errors import OptionError, StageLostError
-from stagepack_loaders.distributed.control import ControlKind
-from stagepack_loaders.distributed.routes import FRONT_RANK
+from stagepack_loaders.distributed.routes import FRONT_RANK, ControlKind
 from stagepack_loaders.run_trace import Span, SpanRecorder
 
 # So that a status stays far below the largest one: a span has about 70 bytes.

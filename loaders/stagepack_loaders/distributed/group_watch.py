@@ -12,7 +12,8 @@ from stagepack.errors import StageLostError
 from stagepack_loaders.distributed.error_report import ProcessEnd, stages_text
 from stagepack_loaders.distributed.group_trace import SpanReport
 from stagepack_loaders.distributed.membership import Identity, StageFacts, find_lost_connection
-from stagepack_loaders.distributed.process_group import ConnectionLostError, ProcessGroup
+from stagepack_loaders.distributed.process_group import ProcessGroup
+from stagepack_loaders.distributed.routes import ConnectionLostError
 from stagepack_loaders.distributed.stage_worker import HEARTBEAT_SECONDS
 from stagepack_loaders.distributed.status import ProcessClosed, ProcessLost, ProcessStatus, RequestError, receive_status
 

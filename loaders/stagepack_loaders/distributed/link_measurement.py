@@ -10,11 +10,10 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from stagepack.errors import GroupError
-from stagepack_loaders.distributed.control import control_bytes
 from stagepack_loaders.distributed.local_links import LinkListener, connect_links, find_local_routes, machine_id
-from stagepack_loaders.distributed.process_group import LOOPBACK, ConnectionLostError, ProcessGroup, open_store
-from stagepack_loaders.distributed.routes import Route
-from stagepack_loaders.distributed.tensor_memory import MessageHead, allocate
+from stagepack_loaders.distributed.packing import MessageHead, allocate
+from stagepack_loaders.distributed.process_group import LOOPBACK, ProcessGroup, open_store
+from stagepack_loaders.distributed.routes import ConnectionLostError, Route, control_bytes
 from stagepack_loaders.python_process import module_command, module_environment
 
 # Bytes of a value, and how often it goes back and forth: first some times that do not count.

@@ -1,15 +1,7 @@
 """Links are routes between two processes of one machine: heads go by a socket, bodies through memory that both share.
 
 Gloo would send bodies through sockets too, in turns of its own threads; when all cores compute, each turn waits for a core.
-
-- How processes of one machine find and connect to each other.
-- Memory that two processes of one machine share: one writes bodies into it, the other has tensors on it. The memory has no name, so
-  nothing is left of it when both have ended. A block holds the bodies of one message. The reader returns it when no tensor is on it any
-  more, and the writer uses it again: memory that the system has to clear first is slow to touch. If too much is unused, the writer drops
-  blocks, and the reader does when it is told.
 """
-
-# Long because both ends of a link must agree on the layout of its shared memory.
 
 import contextlib
 import ctypes
@@ -18,26 +10,20 @@ import secrets
 import select
 import socket
 import struct
-import sys
-import threading
 import time
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 
-from stagepack.errors import first_line
 from stagepack.format.shapes import Symbol
-from stagepack_loaders.distributed.process_group import ConnectionLostError
-from stagepack_loaders.distributed.route_layout import aligned, head_capacity
-from stagepack_loaders.distributed.routes import Route
-from stagepack_loaders.distributed.tensor_memory import LARGEST_KEPT_BYTES, MessageHead
+from stagepack_loaders.distributed.packing import MessageHead
+from stagepack_loaders.distributed.routes import ConnectionLostError, Route, aligned, head_capacity
+from stagepack_loaders.distributed.shared_blocks import ReadBlocks, UnusedBytes, WrittenBlocks
 
-_SMALLEST_BLOCK = 2**18  # bytes
-_FREE_REFERENCES = 2  # to an array: of its block, and of the call that asks
 # Of the block with the bodies of a message: its number, the bytes that they take, its size if it is new; then the number of a block that
 # is dropped. 0 for none.
 _BLOCK_WORDS: Final = struct.Struct("<4q")
@@ -58,172 +44,8 @@ _FIRST_MESSAGE_SECONDS: Final = 5.0  # it is sent right after the connection
 _PEER_CREDENTIALS: Final = struct.Struct("3i")
 
 
-@dataclass(slots=True, eq=False)
-class _Block:
-    """A block as one process has it.
-
-    Attributes:
-        array: its memory; a tensor on it counts as a reference.
-        address: where it begins.
-        is_returned: whether the reader has returned it, and the writer has not used it again.
-    """
-
-    array: Any
-    address: int
-    is_returned: bool = False
-
-
-def _map_block(descriptor: int, byte_count: int) -> _Block:
-    file_bytes = os.fstat(descriptor).st_size
-    if not 0 < byte_count <= file_bytes:
-        raise ValueError(f"expected a block of at most {file_bytes} bytes, found {byte_count}")
-    try:  # not by the module mmap, which keeps a file open for each mapping
-        memory = torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=byte_count, dtype=torch.uint8)
-    except RuntimeError as error:
-        raise OSError(first_line(error)) from None
-    return _Block(memory.numpy(), memory.data_ptr())
-
-
-def _find_block(blocks: Mapping[int, _Block], number: int) -> _Block:
-    if number not in blocks:
-        raise ValueError(f"expected one of {len(blocks)} blocks, found the number {number}")
-    return blocks[number]
-
-
-def _count_used(blocks: Mapping[int, _Block]) -> int:
-    return sum(not block.is_returned for block in blocks.values())
-
-
-class UnusedBytes:
-    """The memory of the unused blocks of all links from a process. Its methods may be called from any thread."""
-
-    def __init__(self) -> None:
-        self._count = 0
-        self._lock = threading.Lock()
-
-    def add(self, byte_count: int) -> None:
-        """Count memory that is not used any more; a negative number for memory that is used again, or dropped."""
-        with self._lock:
-            self._count += byte_count
-
-    def are_too_many(self) -> bool:
-        """Whether some are to be dropped."""
-        return self._count > LARGEST_KEPT_BYTES
-
-
-class WrittenBlocks:
-    """The blocks of the process that writes. One thread at a time uses it."""
-
-    def __init__(self, unused_bytes: UnusedBytes) -> None:
-        self._unused_bytes = unused_bytes
-        self._blocks: dict[int, _Block] = {}  # the last used one last
-        self._next_number = 0
-
-    @property
-    def used_count(self) -> int:
-        """The number of blocks that the reader has not returned."""
-        return _count_used(self._blocks)
-
-    def take(self, byte_count: int) -> tuple[int, int, int | None]:
-        """Return a block that the reader does not use.
-
-        byte_count: the bytes that it must hold.
-        """
-        # Of blocks of one size, the last used one, which is in the caches.
-        unused_sizes = {
-            number: block.array.nbytes
-            for number, block in reversed(self._blocks.items())
-            if block.is_returned and byte_count <= block.array.nbytes
-        }
-        if unused_sizes:
-            number = min(unused_sizes, key=unused_sizes.__getitem__)
-            self._unused_bytes.add(-unused_sizes[number])
-            self._blocks[number] = block = self._blocks.pop(number)
-            block.is_returned = False
-            return number, block.address, None
-        capacity = max(byte_count, _SMALLEST_BLOCK)
-        descriptor = os.memfd_create("stagepack", os.MFD_CLOEXEC)
-        try:
-            os.ftruncate(descriptor, capacity)
-            block = _map_block(descriptor, capacity)
-        except OSError:
-            os.close(descriptor)
-            raise
-        self._next_number += 1
-        self._blocks[self._next_number] = block
-        return self._next_number, block.address, descriptor
-
-    def take_back(self, number: int) -> None:
-        """Take a block that the reader has returned."""
-        block = _find_block(self._blocks, number)
-        block.is_returned = True
-        self._unused_bytes.add(block.array.nbytes)
-
-    def drop_surplus(self) -> int:
-        """Give a block back to the system if too much is unused, that which was used first.
-
-        The result is its number, which the reader must be told; 0 if there was none to drop.
-        """
-        if self._unused_bytes.are_too_many():
-            for number, block in self._blocks.items():
-                if block.is_returned:
-                    self._unused_bytes.add(-block.array.nbytes)
-                    del self._blocks[number]
-                    return number
-        return 0
-
-    def clear(self) -> None:
-        """Give all blocks back to the system, when no more messages are sent."""
-        self._blocks.clear()
-
-
-class ReadBlocks:
-    """The blocks of the process that reads. One thread uses it."""
-
-    def __init__(self) -> None:
-        self._blocks: dict[int, _Block] = {}
-
-    @property
-    def used_count(self) -> int:
-        """The number of blocks that are not returned."""
-        return _count_used(self._blocks)
-
-    def add(self, number: int, descriptor: int, byte_count: int) -> None:
-        """Add a new block."""
-        self._blocks[number] = _map_block(descriptor, byte_count)
-
-    def tensor(self, number: int) -> torch.Tensor:
-        """Return the memory of a block as a tensor of bytes."""
-        block = _find_block(self._blocks, number)
-        block.is_returned = False
-        return torch.from_numpy(block.array)
-
-    def find_unused(self) -> list[int]:
-        """Return the numbers of the blocks that no tensor is on any more, each once."""
-        unused_numbers = []
-        for number, block in self._blocks.items():
-            if not block.is_returned and sys.getrefcount(block.array) <= _FREE_REFERENCES:
-                block.is_returned = True
-                unused_numbers.append(number)
-        return unused_numbers
-
-    def drop(self, number: int) -> None:
-        """Give a block back to the system, which the writer has dropped."""
-        _find_block(self._blocks, number)
-        del self._blocks[number]
-
-    def clear(self) -> None:
-        """Give all blocks back to the system as soon as no tensor is on them, when no more messages come."""
-        self._blocks.clear()
-
-
 class LinkSender:
-    """Sends what one route brings. One thread at a time uses it.
-
-    Attributes:
-        connection: the socket.
-        blocks: the memory of bodies.
-    """
+    """Sends what one route brings. One thread at a time uses it."""
 
     def __init__(self, connection: socket.socket, unused_bytes: UnusedBytes) -> None:
         self.connection = connection
@@ -325,12 +147,7 @@ class LinkSender:
 
 
 class LinkReceiver:
-    """Receives what one route brings. One thread uses it.
-
-    Attributes:
-        connection: the socket.
-        blocks: the memory of bodies.
-    """
+    """Receives what one route brings. One thread uses it."""
 
     def __init__(self, connection: socket.socket, capacity: int) -> None:
         self.connection = connection
@@ -340,10 +157,7 @@ class LinkReceiver:
         self._taken_count = 0  # of messages with bodies that are not acknowledged yet
 
     def receive(self) -> tuple[MessageHead, torch.Tensor | None]:
-        """Wait for the next message.
-
-        The result is its head, and its bodies as one tensor of bytes; None if it has none.
-        """
+        """Wait for the next message; return its head, and its bodies as one tensor of bytes, or None if it has none."""
         head = MessageHead(self._capacity)
         try:
             self._acknowledge()
@@ -391,12 +205,7 @@ class LinkReceiver:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalLinks:
-    """The routes of one process to and from others of its machine.
-
-    Attributes:
-        senders: by route.
-        receivers: by route.
-    """
+    """The routes of one process to and from others of its machine."""
 
     senders: dict[Route, LinkSender]
     receivers: dict[Route, LinkReceiver]
@@ -429,11 +238,7 @@ def machine_id() -> str:
 
 
 class LinkListener:
-    """Where other processes of this machine connect.
-
-    Attributes:
-        name: the name of its socket.
-    """
+    """Where other processes of this machine connect, by the name of its socket; without a name where none can."""
 
     def __init__(self) -> None:
         self.name = ""
@@ -445,10 +250,7 @@ class LinkListener:
             self._socket.settimeout(_ACCEPT_SECONDS)
 
     def accept(self) -> tuple[int, socket.socket] | None:
-        """Accept a connection.
-
-        The result is the number of its route, and the connection; None if there was none for a moment.
-        """
+        """Accept a connection; return the number of its route with it, or None if there was none for a moment."""
         try:
             connection, _ = self._socket.accept()
         except TimeoutError:

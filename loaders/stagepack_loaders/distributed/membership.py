@@ -38,8 +38,8 @@ from stagepack_loaders.distributed.local_links import (
     find_local_routes,
     machine_id,
 )
-from stagepack_loaders.distributed.process_group import LOOPBACK, ConnectionLostError, ProcessGroup, host_name
-from stagepack_loaders.distributed.routes import FRONT_RANK, Route, find_routes
+from stagepack_loaders.distributed.process_group import LOOPBACK, ProcessGroup, host_name
+from stagepack_loaders.distributed.routes import FRONT_RANK, ConnectionLostError, Route, find_routes
 from stagepack_loaders.distributed.status import loading_progress
 from stagepack_loaders.placement import place_stages
 from stagepack_loaders.preparation import compile_prepared, open_for_loading, prepare_stage, runtime_of_each_stage

@@ -1,5 +1,13 @@
-"""Pack the values of a route into a head and bodies."""
+"""Values as the bytes of a head and bodies, and back, with the strides that they had.
 
+A kernel may add in another order for other strides. So a receiver restores them: bit for bit, the stages compute what they compute in one
+process.
+"""
+
+import ctypes
+import struct
+import sys
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -7,23 +15,61 @@ from typing import Any
 import torch
 
 from stagepack.errors import InputError
-from stagepack.format.dtypes import SCALAR_DTYPES
+from stagepack.format.dtypes import ITEM_SIZE, SCALAR_DTYPES
 from stagepack.format.manifest import Edge
 from stagepack.format.shapes import Symbol
-from stagepack_loaders.distributed.control import control_bytes
-from stagepack_loaders.distributed.route_layout import RouteLayout, ValueLayout, check_late_shapes
-from stagepack_loaders.distributed.tensor_memory import MessageHead, allocate, is_row_major, to_bytes, to_host_tensor
+from stagepack_loaders.distributed.routes import (
+    RouteLayout,
+    SmallTensor,
+    ValueLayout,
+    check_late_shapes,
+    control_bytes,
+)
+from stagepack_loaders.exchange import to_array
+from stagepack_loaders.torch.arrays import TORCH_ARRAYS
+
+# Views with more holes than this become row-major, so that strides do not decide how much memory is taken.
+_LARGEST_EXTENT_RATIO = 8
+_SMALL_EXTENT = 1024  # elements
+_SMALLEST_KEPT_BYTES = 2**18  # smaller memory comes from the heap, which is used again anyway
+# Of `ReceiveMemory`, in use or not; again of the unused blocks of the links from a process. `process_memory` counts both.
+LARGEST_KEPT_BYTES = 2**27
+_FREE_REFERENCES = 2  # of the list, and of the call that asks
+_TENSOR_DTYPES = {name: getattr(torch, name) for name in ITEM_SIZE}
+_SCALAR_TENSOR_DTYPES = {"symint": torch.int64, "symfloat": torch.float64, "symbool": torch.int64}
+
+
+class MessageHead:
+    """What goes first on a route for a request or command: words, and the data of small values. `view` is its `memory`."""
+
+    def __init__(self, byte_count: int) -> None:
+        self.memory = allocate(byte_count)
+        self.view = memoryview(self.memory.numpy())  # type: ignore[arg-type] # numpy arrays are buffers
+        self._address = self.memory.data_ptr()
+
+    def write(self, offset: int, words: Sequence[int]) -> None:
+        """Write words at an offset in bytes."""
+        struct.pack_into(f"<{len(words)}q", self.view, offset, *words)
+
+    def read(self, offset: int, count: int) -> tuple[int, ...]:
+        """Return the words at an offset in bytes."""
+        return struct.unpack_from(f"<{count}q", self.view, offset)
+
+    def write_data(self, offset: int, tensor: torch.Tensor) -> None:
+        """Copy the bytes of a contiguous tensor to an offset in bytes."""
+        ctypes.memmove(self._address + offset, tensor.data_ptr(), tensor.nbytes)
+
+    def data(self, layout: ValueLayout) -> torch.Tensor:
+        """The data of a value; empty for a value without elements that is not there."""
+        if layout.data_offset is None or not layout.byte_count:
+            return allocate(0)
+        # Its storage is its own bytes alone, which is what is written when a caller saves it.
+        return torch.frombuffer(self.view, dtype=torch.uint8, count=layout.byte_count, offset=layout.data_offset)
 
 
 @dataclass(slots=True, kw_only=True)
 class PackedValues:
-    """What goes on a route for one request or command.
-
-    Attributes:
-        head: the head.
-        bodies: the data of large values of known shape.
-        late_bodies: the data of values whose shape depends on data.
-    """
+    """What goes on a route for one request or command. `late_bodies` are the data of values whose shape depends on data."""
 
     head: MessageHead
     bodies: list[torch.Tensor] = field(default_factory=list)
@@ -32,10 +78,7 @@ class PackedValues:
     @property
     def byte_count(self) -> int:
         """The bytes of head and bodies."""
-        byte_count = len(self.head.view)
-        for body in self.bodies + self.late_bodies:
-            byte_count += body.nbytes
-        return byte_count
+        return len(self.head.view) + sum(body.nbytes for body in self.bodies + self.late_bodies)
 
 
 def pack_values(
@@ -57,7 +100,7 @@ def pack_values(
     late_shapes: list[tuple[Edge, tuple[int, ...]]] = []
     for value_layout in layout.values:
         edge, value = value_layout.edge, values[value_layout.edge.name]
-        if value_layout.shape is not None and is_row_major(value, edge, value_layout.shape):
+        if value_layout.shape is not None and _is_row_major(value, edge, value_layout.shape):
             memory = value  # nearly all values: the fewer calls, the shorter the hop
             value_layout.strides_words.pack_into(head.view, value_layout.strides_offset, *value.stride())
         else:
@@ -77,8 +120,8 @@ def _pack_other(
 ) -> torch.Tensor:
     """The bytes of a value that is no row-major tensor of known shape on the host."""
     edge = layout.edge
-    tensor = to_host_tensor(value, edge)
-    memory = to_bytes(tensor)
+    tensor = _to_host_tensor(value, edge)
+    memory = _to_bytes(tensor)
     if layout.shape is None:
         late_shapes.append((edge, tuple(tensor.shape)))
         head.write(layout.strides_offset, [*tensor.stride(), *tensor.shape])
@@ -91,10 +134,149 @@ def _pack_other(
 
 def pack_failure(layout: RouteLayout) -> PackedValues:
     """Return the head of a request that has failed, and the bodies whose receives the target may have posted, without content."""
-    bodies = [allocate(value_layout.byte_count) for value_layout in layout.bodies]
-    return PackedValues(head=MessageHead(layout.head_bytes), bodies=bodies)
+    return PackedValues(head=MessageHead(layout.head_bytes), bodies=[allocate(count) for count in layout.body_bytes])
 
 
 def pack_command(symbols: Sequence[Symbol]) -> PackedValues:
     """Return the head of a command, which has no values."""
     return PackedValues(head=MessageHead(control_bytes(symbols)))
+
+
+def _to_host_tensor(value: Any, edge: Edge) -> torch.Tensor:
+    """The value of an edge as a tensor in the memory of the host; the same memory if it is there already."""
+    if edge.dtype in SCALAR_DTYPES:
+        return torch.tensor([value], dtype=_SCALAR_TENSOR_DTYPES[edge.dtype])
+    tensor: torch.Tensor = to_array(value, edge, TORCH_ARRAYS)
+    if tensor.layout != torch.strided or tensor.is_meta:
+        raise InputError(f"{edge.name}: expected a dense tensor with data, found {tensor.layout} on {tensor.device}")
+    return tensor.detach().cpu().resolve_conj().resolve_neg()
+
+
+def _is_row_major(value: Any, edge: Edge, shape: tuple[int, ...]) -> bool:
+    """Whether the bytes of a value can be sent as they are: a row-major tensor in the memory of the host."""
+    return (
+        type(value) is torch.Tensor
+        and value.is_cpu
+        and value.layout == torch.strided
+        and value.shape == shape
+        and value.dtype == _TENSOR_DTYPES[edge.dtype]
+        and value.is_contiguous()
+        and not value.is_neg()
+        and not value.is_conj()
+    )
+
+
+def _to_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of a tensor as bytes, in the order of its memory if it is dense, else row-major."""
+    if not _is_dense(tensor.shape, tensor.stride()):
+        tensor = tensor.contiguous()
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def from_bytes(memory: torch.Tensor, edge: Edge, shape: Sequence[int], strides: Sequence[int]) -> Any:
+    """Return the value of an edge on its bytes, which are aligned for the dtype."""
+    if edge.dtype in SCALAR_DTYPES:
+        scalar = memory.view(_SCALAR_TENSOR_DTYPES[edge.dtype]).item()
+        return bool(scalar) if edge.dtype == "symbool" else scalar
+    flat = memory.view(_TENSOR_DTYPES[edge.dtype])
+    if _is_dense(shape, strides) or not flat.numel():
+        return flat.as_strided(tuple(shape), tuple(strides))
+    tensor = flat.view(tuple(shape))
+    # The elements without repetitions, in memory with the holes that a view of a larger tensor has.
+    distinct_shape = [1 if stride == 0 else size for size, stride in zip(shape, strides, strict=True)]
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(distinct_shape, strides, strict=True))
+    if _has_overlap(distinct_shape, strides) or extent > _LARGEST_EXTENT_RATIO * flat.numel() + _SMALL_EXTENT:
+        return tensor
+    distinct_elements = flat.new_empty(extent).as_strided(distinct_shape, tuple(strides))
+    distinct_elements.copy_(tensor[tuple(slice(size) for size in distinct_shape)])
+    return distinct_elements.expand(tuple(shape))
+
+
+def large_row_major(memory: torch.Tensor, edge: Edge, shape: Sequence[int]) -> torch.Tensor:
+    """Return a row-major tensor on its bytes, as `from_bytes` does for any strides."""
+    return memory.view(_TENSOR_DTYPES[edge.dtype]).view(tuple(shape))
+
+
+def small_row_major(message: memoryview, layout: SmallTensor) -> torch.Tensor:
+    """Return a row-major tensor on the memory of the message that it came with."""
+    dtype = _TENSOR_DTYPES[layout.dtype]
+    flat = torch.frombuffer(message, dtype=dtype, count=layout.element_count, offset=layout.offset)
+    return flat if len(layout.shape) == 1 else flat.view(layout.shape)
+
+
+def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether a tensor uses each element of its memory once: its dimensions are in some order row-major without holes."""
+    expected_stride = 1
+    for stride, size in _sorted_dimensions(shape, strides):
+        if stride != expected_stride:
+            return False
+        expected_stride *= size
+    return True
+
+
+def _has_overlap(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether two elements of a tensor may be at one address; negative strides count as an overlap."""
+    extent = 1
+    for stride, size in _sorted_dimensions(shape, strides):
+        if stride < extent:
+            return True
+        extent += stride * (size - 1)
+    return False
+
+
+def _sorted_dimensions(shape: Sequence[int], strides: Sequence[int]) -> list[tuple[int, int]]:
+    """The stride and size of each dimension of more than one element, by stride."""
+    return sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size != 1)
+
+
+def write_input(value: Any, content: torch.Tensor, edge: Edge) -> None:
+    """Write into an input what the model has written; into a copy of it where the pipeline in one process would, too: it is read-only."""
+    with torch.no_grad():
+        to_array(value, edge, TORCH_ARRAYS).copy_(content)
+
+
+def allocate(byte_count: int) -> torch.Tensor:
+    """Return memory for bytes, aligned for every dtype."""
+    return torch.empty(byte_count, dtype=torch.uint8)
+
+
+class ReceiveMemory:
+    """Memory for bodies that arrive. It is used again when no tensor is on it any more: fresh memory of the system is slow to touch.
+
+    Its methods may be called from any thread.
+    """
+
+    def __init__(self) -> None:
+        self._memories: list[Any] = []  # numpy arrays: a tensor made by `from_numpy` counts as a reference of its array
+        self._lock = threading.Lock()
+
+    def take(self, byte_count: int) -> torch.Tensor:
+        """Return memory for bytes, aligned for every dtype."""
+        if not _SMALLEST_KEPT_BYTES <= byte_count <= LARGEST_KEPT_BYTES:
+            return allocate(byte_count)
+        with self._lock:
+            for index in range(len(self._memories)):
+                if self._is_free(index) and byte_count <= self._memories[index].nbytes <= 2 * byte_count:
+                    self._memories.append(self._memories.pop(index))  # the last used one last
+                    return torch.from_numpy(self._memories[-1][:byte_count])
+            used_bytes = sum(
+                self._memories[index].nbytes for index in range(len(self._memories)) if not self._is_free(index)
+            )
+            if used_bytes + byte_count > LARGEST_KEPT_BYTES:
+                return allocate(byte_count)
+            self._drop_free_memories(byte_count)
+            self._memories.append(allocate(byte_count).numpy())
+            return torch.from_numpy(self._memories[-1][:byte_count])
+
+    def _drop_free_memories(self, byte_count: int) -> None:
+        """Give the memory that was used first and is free back to the system, until there is room for more."""
+        index = 0
+        kept_bytes = sum(memory.nbytes for memory in self._memories)
+        while index < len(self._memories) and kept_bytes + byte_count > LARGEST_KEPT_BYTES:
+            if self._is_free(index):
+                kept_bytes -= self._memories.pop(index).nbytes
+            else:
+                index += 1
+
+    def _is_free(self, index: int) -> bool:
+        return sys.getrefcount(self._memories[index]) <= _FREE_REFERENCES

@@ -7,10 +7,10 @@ import contextlib
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # public, and not in its type hints
@@ -18,6 +18,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from stagepack.errors import GroupError, first_line
 from stagepack.torch_internals import gloo_process_group
+from stagepack_loaders.distributed.routes import ConnectionLostError
 
 # Gloo closes all connections of a process when one wait of it times out, so waits do not; lost processes are found by their heartbeats.
 _NO_TIMEOUT = timedelta(days=365)
@@ -28,10 +29,7 @@ _CHECK_SECONDS = 0.1
 _SHORTEST_TIMEOUT = timedelta(milliseconds=1)
 _ABORT_TAG = 2**30  # of messages that are never sent
 LOOPBACK = "127.0.0.1"
-
-
-class ConnectionLostError(Exception):
-    """A process of the group has gone. For the modules of this package, which raise `StageLostError` with the reason."""
+Result = TypeVar("Result")
 
 
 def open_store(host: str = LOOPBACK, port: int | None = None) -> Any:
@@ -56,26 +54,44 @@ def open_store(host: str = LOOPBACK, port: int | None = None) -> Any:
         )
 
 
-class Transfer(Protocol):
-    """Bytes under way."""
+def finished(function: Callable[[], Result], check: Callable[[], None]) -> Result:
+    """Return the result of a function that waits for other processes where nothing wakes it: in a thread that may outlive this call.
 
-    def wait(self) -> None:
-        """Return when the bytes have arrived.
+    check: called meanwhile; raises when there is no use in waiting.
+    """
+    result: Future[Result] = Future()
 
-        Raises:
-            ConnectionLostError: the other process has gone.
-        """
+    def run() -> None:
+        try:
+            result.set_result(function())
+        except Exception as error:  # noqa: BLE001 - raised below
+            result.set_exception(error)
+
+    threading.Thread(target=run, name="connect", daemon=True).start()
+    while not wait([result], _CHECK_SECONDS).done:
+        check()
+    return result.result()
 
 
-class _GlooTransfer:
-    """A receive or send of gloo, with the memory that it uses."""
+def close_connections(ranks: Iterable[int], receive: Callable[[int, int], Any]) -> None:
+    """Close the connections of gloo to some processes. It has no call for that, but does so when a wait times out.
+
+    receive: posts a receive from a rank with a tag; returns its work.
+    """
+    for rank in ranks:
+        with contextlib.suppress(RuntimeError):
+            receive(rank, _ABORT_TAG).wait(_SHORTEST_TIMEOUT)
+
+
+class Transfer:
+    """A receive or send of gloo that is under way, with the memory that it uses."""
 
     def __init__(self, work: Any, memory: torch.Tensor) -> None:
         self._work = work
         self._memory = memory
 
     def wait(self) -> None:
-        """See `Transfer`."""
+        """Return when the bytes have arrived."""
         try:
             self._work.wait(_NO_TIMEOUT)
         except RuntimeError as error:
@@ -112,10 +128,7 @@ class SentMessages:
 class ProcessGroup:
     """The connections of one process to all others of the group. Its methods may be called from any thread.
 
-    Attributes:
-        rank: the number of this process.
-        size: the number of processes.
-        sent_bytes: the bytes that this process has sent.
+    `sent_bytes` counts what this process has sent.
     """
 
     def __init__(
@@ -124,30 +137,20 @@ class ProcessGroup:
         self.rank = rank
         self.size = size
         self.sent_bytes = 0
-        connected: Future[Any] = Future()
-
-        def connect() -> None:
-            try:
-                connected.set_result(_connect(store, rank, size, address))
-            except Exception as error:  # noqa: BLE001 - raised below
-                connected.set_exception(error)
-
-        # Gloo waits a minute for a process that has ended, and nothing wakes it: so it waits in a thread that may outlive this call.
-        threading.Thread(target=connect, name="connect", daemon=True).start()
-        while not wait([connected], _CHECK_SECONDS).done:
-            check()
-        self._backend: Any = connected.result()  # closes its connections when it is deleted
+        # Gloo waits a minute for a process that has ended.
+        self._backend: Any = finished(
+            lambda: _connect(store, rank, size, address), check
+        )  # closes connections when deleted
 
     def send(self, memory: torch.Tensor, target_rank: int, tag: int) -> Transfer:
-        """Send bytes, without waiting until they arrive. The memory must not change before.
+        """Send bytes, without waiting until they arrive. The memory must not change before, and the message must be kept.
 
         Messages with one tag arrive in the order in which they were sent; the receiver knows their sizes.
 
         memory: a contiguous tensor with at least one element, on the host.
-        The result is the message, which must be kept until it is waited for.
         """
         try:
-            transfer = _GlooTransfer(self._backend.send([memory], target_rank, tag), memory)
+            transfer = Transfer(self._backend.send([memory], target_rank, tag), memory)
         except RuntimeError as error:
             raise ConnectionLostError(first_line(error)) from None
         self.sent_bytes += memory.nbytes
@@ -156,7 +159,7 @@ class ProcessGroup:
     def receive(self, memory: torch.Tensor, source_rank: int, tag: int) -> Transfer:
         """Post a receive of as many bytes as the memory has."""
         try:
-            return _GlooTransfer(self._backend.recv([memory], source_rank, tag), memory)
+            return Transfer(self._backend.recv([memory], source_rank, tag), memory)
         except RuntimeError as error:
             raise ConnectionLostError(first_line(error)) from None
 
@@ -166,10 +169,10 @@ class ProcessGroup:
 
     def abort(self) -> None:
         """Close all connections. Whatever waits for another process, here or there, ends with `ConnectionLostError`."""
-        for other_rank in set(range(self.size)) - {self.rank}:
-            # Gloo has no call for it, but closes them when a wait times out.
-            with contextlib.suppress(RuntimeError):
-                self._backend.recv([torch.empty(1, dtype=torch.uint8)], other_rank, _ABORT_TAG).wait(_SHORTEST_TIMEOUT)
+        close_connections(
+            set(range(self.size)) - {self.rank},
+            lambda rank, tag: self._backend.recv([torch.empty(1, dtype=torch.uint8)], rank, tag),
+        )
 
 
 def _connect(store: Store, rank: int, size: int, address: str | None) -> Any:

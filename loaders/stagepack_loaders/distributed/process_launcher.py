@@ -29,9 +29,9 @@ from stagepack_loaders.distributed.membership import (
     join_group,
 )
 from stagepack_loaders.distributed.pipeline import DistributedPipeline
-from stagepack_loaders.distributed.process_group import ConnectionLostError, host_name, open_store
+from stagepack_loaders.distributed.process_group import host_name, open_store
 from stagepack_loaders.distributed.process_program import ProcessDescription
-from stagepack_loaders.distributed.routes import FRONT_RANK, assign_stages
+from stagepack_loaders.distributed.routes import FRONT_RANK, ConnectionLostError, assign_stages
 from stagepack_loaders.placement import place_stages
 from stagepack_loaders.preparation import runtime_of_each_stage
 from stagepack_loaders.python_process import module_command, module_environment

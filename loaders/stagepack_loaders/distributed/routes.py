@@ -1,25 +1,50 @@
-"""Which values travel between the processes of a pipeline. Computed alike by every process from the manifest; imports no torch."""
+"""What travels between the processes of a pipeline, and how; every process computes it alike from the manifest. Imports no torch.
 
+A route is what one process sends another one at one time: a head with the words of the request, the strides of each tensor and small
+values, then each large value as a body. Both sides know the sizes of heads and bodies, so that a receiver can post its receives before
+the data comes, and so that nothing that arrives decides how much memory it takes. A head has at most `head_capacity` bytes. Only sizes that
+depend on data travel, in the head; they are checked against their ranges before the values that have them are received.
+"""
+
+import itertools
+import math
+import operator
+import struct
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 
+from msgspec import Struct, structs
+
+from stagepack.errors import InputError
+from stagepack.format import limits
+from stagepack.format.contract import BoundArgument, check_values
+from stagepack.format.dtypes import ITEM_SIZE, SCALAR_DTYPES
 from stagepack.format.manifest import Edge, EntryPoint
+from stagepack.format.shapes import Symbol, evaluate_dim, format_range, size_in_range
 from stagepack.format.tree import value_names
 from stagepack_loaders.placement import place_stages
 
 # The rank of the process that is called, which has the inputs of the model and gets its results.
 FRONT_RANK = 0
+WORD_BYTES = 8
+# Of messages by which the front announces requests with bodies, and that it closes; routes have the tags above.
+ANNOUNCEMENT_TAG = 0
+_FIXED_WORDS = struct.Struct("<4q")
+_ALIGNMENT = 64
+_KEPT_LAYOUTS = 4096
+_INLINE_BYTES = 64 * 1024  # of one route; copying them costs less than bodies
+
+
+class ConnectionLostError(Exception):
+    """A process of the group has gone. For the modules of this package, which raise `StageLostError` with the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Route:
-    """Values that one process sends to another one at one time.
+    """Values that one process sends to another one, after `source_stage` has run; before all stages if that is None.
 
-    Attributes:
-        source_stage: the stage that has run before they are sent; None for inputs of the model.
-        source_rank: the process that sends.
-        target_rank: the process that receives.
-        edges: the values. A route may have none: it then tells the target of the request, or that the stage has run.
+    A route without edges tells the target of the request, or that the stage has run.
     """
 
     source_stage: int | None
@@ -48,6 +73,11 @@ def assign_stages(entry_point: EntryPoint, ranks: Sequence[int]) -> tuple[int, .
     return tuple(place_stages(entry_point, ranks))
 
 
+def stages_of_rank(rank_of_stage: Sequence[int], rank: int) -> tuple[int, ...]:
+    """Return the stages that a process runs."""
+    return tuple(number for number, stage_rank in enumerate(rank_of_stage) if stage_rank == rank)
+
+
 def find_routes(
     entry_point: EntryPoint, rank_of_stage: Sequence[int], written_inputs: Mapping[int, Collection[str]]
 ) -> tuple[Route, ...]:
@@ -55,35 +85,36 @@ def find_routes(
 
     written_inputs: the inputs of the model whose memory a stage writes, by stage number. Their content goes back to the caller.
     """
+    other_ranks = sorted(set(rank_of_stage) - {FRONT_RANK})
     routes = [
         Route(source_stage=None, source_rank=FRONT_RANK, target_rank=target_rank, edges=edges)
-        for target_rank in sorted(set(rank_of_stage) - {FRONT_RANK})
+        for target_rank in other_ranks
         if (edges := _edges_to(entry_point, None, target_rank, rank_of_stage))
     ]
     results = set(value_names(entry_point.signature.result))
     for stage_number, source_rank in enumerate(rank_of_stage):
-        returned_edges = tuple(
+        edges_of_target = {
+            target_rank: _edges_to(entry_point, stage_number, target_rank, rank_of_stage) for target_rank in other_ranks
+        }
+        edges_of_target[FRONT_RANK] = tuple(
             edge
             for edge in entry_point.edges
             if (edge.producer == stage_number and edge.name in results)
             or edge.name in written_inputs.get(stage_number, ())
         )
-        edges_of_target = {
-            target_rank: _edges_to(entry_point, stage_number, target_rank, rank_of_stage)
-            for target_rank in sorted(set(rank_of_stage) - {FRONT_RANK})
-        }
-        edges_of_target[FRONT_RANK] = returned_edges
         sends = {target: edges for target, edges in edges_of_target.items() if edges and target != source_rank}
-        if not sends and source_rank != FRONT_RANK and stage_number == _last_stage(rank_of_stage, source_rank):
+        is_last_of_rank = stage_number == stages_of_rank(rank_of_stage, source_rank)[-1]
+        if not sends and source_rank != FRONT_RANK and is_last_of_rank:
             sends[FRONT_RANK] = ()
         routes += [
             Route(source_stage=stage_number, source_rank=source_rank, target_rank=target, edges=edges)
             for target, edges in sends.items()
         ]
-    ranks_without_inputs = set(rank_of_stage) - {FRONT_RANK} - {route.target_rank for route in routes}
+    reached_ranks = {route.target_rank for route in routes}
     unasked_routes = [
         Route(source_stage=None, source_rank=FRONT_RANK, target_rank=rank, edges=())
-        for rank in sorted(ranks_without_inputs)
+        for rank in other_ranks
+        if rank not in reached_ranks
     ]
     return (*unasked_routes, *routes)
 
@@ -99,5 +130,258 @@ def _edges_to(
     )
 
 
-def _last_stage(rank_of_stage: Sequence[int], rank: int) -> int:
-    return max(stage_number for stage_number, stage_rank in enumerate(rank_of_stage) if stage_rank == rank)
+class ControlKind(IntEnum):
+    """What a process is to do."""
+
+    RUN = 1
+    FAIL = 2  # send on that the request has failed
+    END_SEQUENCE = 3
+    RESET_STATE = 4
+    SEED = 5
+    CLOSE = 6
+    START_TRACE = 7
+    STOP_TRACE = 8
+
+
+# Of messages with the values of a request; the others are commands.
+REQUEST_KINDS = (ControlKind.RUN, ControlKind.FAIL)
+_KINDS = {kind.value: kind for kind in ControlKind}
+
+
+class ControlMessage(Struct, frozen=True, kw_only=True):
+    """One request or command. All processes get the messages in the order of their numbers, without a gap.
+
+    sequence: whose state is used or ended; 0 for the state of the stage itself.
+    size_words: the sizes of the symbols that the inputs determine, by `encode_sizes`; empty for commands.
+    """
+
+    kind: ControlKind
+    number: int
+    sequence: int = 0
+    seed: int = 0
+    size_words: bytes = b""
+
+    def failed(self) -> "ControlMessage":
+        """The request after a stage has failed on it."""
+        return structs.replace(self, kind=ControlKind.FAIL)
+
+
+def control_bytes(symbols: Sequence[Symbol]) -> int:
+    """The size of the words with which a head begins."""
+    return _FIXED_WORDS.size + _size_struct(len(symbols)).size
+
+
+def write_control(memory: memoryview, message: ControlMessage) -> None:
+    """Write the words of a message at the beginning of some memory."""
+    _FIXED_WORDS.pack_into(memory, 0, message.kind, message.number, message.sequence, message.seed)
+    if message.size_words:
+        memory[_FIXED_WORDS.size : _FIXED_WORDS.size + len(message.size_words)] = message.size_words
+
+
+def read_control(memory: memoryview, symbol_count: int) -> ControlMessage:
+    """Return the message at the beginning of some memory."""
+    kind, number, sequence, seed = _FIXED_WORDS.unpack_from(memory)
+    if kind not in _KINDS:
+        raise ConnectionLostError(f"expected a control message, found the kind {kind}")
+    size_words = b""
+    if symbol_count and kind in REQUEST_KINDS:
+        size_words = bytes(memory[_FIXED_WORDS.size : _FIXED_WORDS.size + 2 * WORD_BYTES * symbol_count])
+    return ControlMessage(kind=_KINDS[kind], number=number, sequence=sequence, seed=seed, size_words=size_words)
+
+
+def encode_sizes(sizes: Mapping[str, int], symbols: Sequence[Symbol]) -> bytes:
+    """Return two words for each symbol: whether its size is known, and the size."""
+    words = [word for symbol in symbols for word in (symbol.name in sizes, sizes.get(symbol.name, 0))]
+    return _size_struct(len(symbols)).pack(*words)
+
+
+def decode_sizes(size_words: bytes, symbols: Sequence[Symbol]) -> dict[str, int]:
+    """Return the sizes of symbols; the reverse of `encode_sizes`."""
+    words = _size_struct(len(symbols)).unpack(size_words)
+    sizes = {}
+    for symbol, is_known, size in zip(symbols, words[::2], words[1::2], strict=True):
+        if is_known:
+            if not size_in_range(symbol, size):
+                raise ConnectionLostError(f"expected {format_range(symbol)} for {symbol.name!r}, found {size}")
+            sizes[symbol.name] = size
+    return sizes
+
+
+def _size_struct(symbol_count: int) -> struct.Struct:
+    return struct.Struct(f"<{2 * symbol_count}q")
+
+
+@dataclass(frozen=True, slots=True)
+class SmallTensor:
+    """A tensor with elements whose data are in the head of a route, at an offset in bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    element_count: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueLayout:
+    """Where a value is in the head and bodies of its route. Offsets are in bytes.
+
+    shape: None if it depends on data; then the head has it after the strides, and `byte_count` is 0.
+    data_offset: None for a value that is a body.
+    row_major_strides: those that the value most often has.
+    """
+
+    edge: Edge
+    shape: tuple[int, ...] | None
+    strides_offset: int
+    data_offset: int | None
+    byte_count: int
+    small_tensor: SmallTensor | None
+    row_major_strides: tuple[int, ...]
+    strides_words: struct.Struct
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouteLayout:
+    """The head and bodies of a route for one request; `late_values` have a shape that depends on data, and `bodies` do not."""
+
+    head_bytes: int
+    values: tuple[ValueLayout, ...]
+    bodies: tuple[ValueLayout, ...]
+    body_bytes: tuple[int, ...]
+    late_values: tuple[ValueLayout, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestLayout:
+    """The heads and bodies of all routes for requests of certain sizes, and the processes that post receives for bodies."""
+
+    of_route: Mapping[Route, RouteLayout]
+    body_ranks: frozenset[int]
+
+
+class RequestLayouts:
+    """The layouts of the routes of a pipeline, kept for the sizes of the last requests."""
+
+    def __init__(
+        self, routes: Sequence[Route], symbols: Sequence[Symbol], local_routes: Collection[Route] = frozenset()
+    ) -> None:
+        self._routes = routes
+        self._local_routes = local_routes
+        self._symbols = symbols
+        self._layouts: dict[bytes, RequestLayout] = {}
+
+    def find(self, size_words: bytes) -> RequestLayout:
+        """Return the layout of requests."""
+        layout = self._layouts.get(size_words)
+        if layout is None:
+            if len(self._layouts) >= _KEPT_LAYOUTS:
+                self._layouts.clear()
+            self._layouts[size_words] = layout = self._make_layout(decode_sizes(size_words, self._symbols))
+        return layout
+
+    def _make_layout(self, sizes: Mapping[str, int]) -> RequestLayout:
+        first_offset = control_bytes(self._symbols)
+        layouts = {route: route_layout(route.edges, sizes, first_offset) for route in self._routes}
+        body_ranks = frozenset(
+            route.target_rank for route, layout in layouts.items() if layout.bodies and route not in self._local_routes
+        )
+        return RequestLayout(of_route=layouts, body_ranks=body_ranks)
+
+
+def aligned(byte_count: int) -> int:
+    """Round up so that tensors of every dtype can follow."""
+    return -(-byte_count // _ALIGNMENT) * _ALIGNMENT
+
+
+def head_capacity(edges: Sequence[Edge], symbols: Sequence[Symbol]) -> int:
+    """The largest size of a head of a route, in bytes."""
+    fixed_layout = route_layout(edges, {}, control_bytes(symbols))
+    if all(layout.shape is not None for layout in fixed_layout.values):
+        return fixed_layout.head_bytes
+    words_bytes = 2 * WORD_BYTES * sum(len(edge.shape) for edge in edges)
+    return control_bytes(symbols) + words_bytes + _INLINE_BYTES + _ALIGNMENT * len(edges)
+
+
+def route_layout(edges: Sequence[Edge], sizes: Mapping[str, int], first_offset: int) -> RouteLayout:
+    """Return the layout of values. `first_offset` is the bytes of the head before the strides."""
+    shapes = [_shape(edge, sizes) for edge in edges]
+    word_counts = [len(edge.shape) * (1 if shape is not None else 2) for edge, shape in zip(edges, shapes, strict=True)]
+    strides_offsets = list(
+        itertools.accumulate(word_counts, lambda offset, words: offset + words * WORD_BYTES, initial=first_offset)
+    )
+    offset = strides_offsets.pop()
+    inline_bytes = 0
+    layouts: list[ValueLayout] = []
+    for edge, shape, strides_offset in zip(edges, shapes, strides_offsets, strict=True):
+        byte_count = 0 if shape is None else _byte_count(edge, shape)
+        data_offset = small_tensor = None
+        if shape is not None and inline_bytes + byte_count <= _INLINE_BYTES:
+            data_offset = aligned(offset)
+            offset = data_offset + byte_count
+            inline_bytes += byte_count
+            if byte_count and edge.dtype not in SCALAR_DTYPES:
+                small_tensor = SmallTensor(edge.dtype, shape, math.prod(shape), data_offset)
+        layouts.append(
+            ValueLayout(
+                edge=edge,
+                shape=shape,
+                strides_offset=strides_offset,
+                data_offset=data_offset,
+                byte_count=byte_count,
+                small_tensor=small_tensor,
+                row_major_strides=_row_major_strides(shape or ()),
+                strides_words=struct.Struct(f"<{len(edge.shape)}q"),
+            )
+        )
+    bodies = tuple(layout for layout in layouts if layout.data_offset is None and layout.byte_count)
+    return RouteLayout(
+        head_bytes=offset,
+        values=tuple(layouts),
+        bodies=bodies,
+        body_bytes=tuple(layout.byte_count for layout in bodies),
+        late_values=tuple(layout for layout in layouts if layout.shape is None),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Shaped:
+    """What `check_values` looks at of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def check_late_shapes(values: Sequence[tuple[Edge, tuple[int, ...]]], symbols: Sequence[Symbol]) -> list[int]:
+    """Check shapes that depend on data, which the manifest bounds but does not determine; return the bytes of each value."""
+    byte_counts = [_byte_count(edge, shape) for edge, shape in values]
+    arguments = {edge.name: BoundArgument(edge.name, _Shaped(shape, edge.dtype)) for edge, shape in values}
+    check_values([edge for edge, _ in values], arguments, symbols)
+    return byte_counts
+
+
+def _shape(edge: Edge, sizes: Mapping[str, int]) -> tuple[int, ...] | None:
+    """The shape of a value; None if it depends on data."""
+    try:
+        shape = tuple(evaluate_dim(dim, sizes) for dim in edge.shape)
+    except KeyError:
+        return None
+    except ArithmeticError as error:
+        raise InputError(f"{edge.name}: its shape cannot be computed for these inputs: {error}") from None
+    _byte_count(edge, shape)
+    return shape
+
+
+def _row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides that PyTorch gives a new tensor: as if no dimension were empty."""
+    sizes = (max(size, 1) for size in reversed(shape[1:]))
+    return tuple(reversed(list(itertools.accumulate(sizes, operator.mul, initial=1)))) if shape else ()
+
+
+def _byte_count(edge: Edge, shape: Sequence[int]) -> int:
+    """The bytes of a value."""
+    if edge.dtype in SCALAR_DTYPES:
+        return WORD_BYTES
+    element_count = math.prod(shape)
+    if any(size < 0 for size in shape) or element_count > limits.TENSOR_ELEMENTS:
+        raise InputError(f"{edge.name}: expected a tensor that the format allows, found the shape {list(shape)}")
+    return element_count * ITEM_SIZE[edge.dtype]

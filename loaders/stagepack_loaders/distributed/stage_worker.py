@@ -23,23 +23,26 @@ from stagepack.errors import StageLostError, StagepackError
 from stagepack.format.manifest import Edge, EntryPoint
 from stagepack.format.reader import Bundle
 from stagepack_loaders.base import LoadedStage, Runtime, stage_state
-from stagepack_loaders.distributed.control import (
-    ANNOUNCEMENT_TAG,
-    REQUEST_KINDS,
-    ControlKind,
-    ControlMessage,
-    control_bytes,
-    read_control,
-)
 from stagepack_loaders.distributed.error_report import report_error
 from stagepack_loaders.distributed.group_trace import report_spans
 from stagepack_loaders.distributed.membership import GroupOptions, Membership, join_group, tell_lost_connection
-from stagepack_loaders.distributed.packing import PackedValues, pack_command, pack_failure, pack_values
-from stagepack_loaders.distributed.process_group import ConnectionLostError, SentMessages
-from stagepack_loaders.distributed.route_layout import RequestLayout, RequestLayouts, RouteLayout
-from stagepack_loaders.distributed.routes import FRONT_RANK, Route
+from stagepack_loaders.distributed.packing import MessageHead, PackedValues, pack_command, pack_failure, pack_values
+from stagepack_loaders.distributed.process_group import SentMessages
+from stagepack_loaders.distributed.routes import (
+    ANNOUNCEMENT_TAG,
+    FRONT_RANK,
+    REQUEST_KINDS,
+    ConnectionLostError,
+    ControlKind,
+    ControlMessage,
+    RequestLayout,
+    RequestLayouts,
+    Route,
+    RouteLayout,
+    control_bytes,
+    read_control,
+)
 from stagepack_loaders.distributed.status import ProcessStatus, RequestError, StageCounts, StatusSender
-from stagepack_loaders.distributed.tensor_memory import MessageHead
 from stagepack_loaders.distributed.transfers import RouteReceivers, RouteSenders
 from stagepack_loaders.exchange import to_runtime
 from stagepack_loaders.registry import find_runtime

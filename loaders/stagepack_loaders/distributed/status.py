@@ -20,9 +20,9 @@ from stagepack.format.reader import Bundle
 from stagepack.terminal import byte_progress
 from stagepack_loaders.distributed.error_report import ErrorReport
 from stagepack_loaders.distributed.group_trace import SpanReport
-from stagepack_loaders.distributed.process_group import ConnectionLostError, ProcessGroup, SentMessages
-from stagepack_loaders.distributed.routes import FRONT_RANK
-from stagepack_loaders.distributed.tensor_memory import allocate
+from stagepack_loaders.distributed.packing import allocate
+from stagepack_loaders.distributed.process_group import ProcessGroup, SentMessages
+from stagepack_loaders.distributed.routes import FRONT_RANK, ConnectionLostError
 
 _STATUS_TAG = 2**20  # above all tags of routes
 _LENGTH_BYTES = 8

@@ -1,37 +1,40 @@
-"""Send and receive the values of a route: between processes of one machine by a link, between machines by gloo.
-
-- Sends on the routes from the front, whose callers do not wait for the processes of the stages.
-"""
+"""Send and receive the values of a route: between processes of one machine by a link, between machines by gloo."""
 
 import threading
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Sequence
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from stagepack.errors import InputError
 from stagepack.format.shapes import Symbol
-from stagepack_loaders.distributed.control import WORD_BYTES, ControlKind, ControlMessage, read_control, write_control
 from stagepack_loaders.distributed.local_links import LinkReceiver, LocalLinks
-from stagepack_loaders.distributed.packing import PackedValues
-from stagepack_loaders.distributed.process_group import ConnectionLostError, ProcessGroup, Transfer
-from stagepack_loaders.distributed.route_layout import (
+from stagepack_loaders.distributed.packing import (
+    MessageHead,
+    PackedValues,
+    ReceiveMemory,
+    from_bytes,
+    large_row_major,
+    small_row_major,
+)
+from stagepack_loaders.distributed.process_group import ProcessGroup, Transfer
+from stagepack_loaders.distributed.routes import (
+    WORD_BYTES,
+    ConnectionLostError,
+    ControlKind,
+    ControlMessage,
     RequestLayout,
+    Route,
     RouteLayout,
     ValueLayout,
     aligned,
     check_late_shapes,
     head_capacity,
-)
-from stagepack_loaders.distributed.routes import Route
-from stagepack_loaders.distributed.tensor_memory import (
-    MessageHead,
-    ReceiveMemory,
-    from_bytes,
-    large_row_major,
-    small_row_major,
+    read_control,
+    write_control,
 )
 
 
@@ -83,30 +86,26 @@ class RouteReceivers:
     """Receives what the routes to a process bring, request by request."""
 
     def __init__(
-        self,
-        group: ProcessGroup,
-        links: LocalLinks,
-        routes: Sequence[Route],
-        symbols: Sequence[Symbol],
+        self, group: ProcessGroup, links: LocalLinks, routes: Sequence[Route], symbols: Sequence[Symbol]
     ) -> None:
         memory = ReceiveMemory()
-        self._receivers = []
+        self._receivers: list[_RouteReceiver] = []
         for route in routes:
             if route in links.receivers:
-                self._receivers.append(_RouteReceiver(route, _LinkMessages(links.receivers[route], memory), symbols))
+                self._receivers.append(_LocalReceiver(route, symbols, memory, links.receivers[route]))
             elif route.target_rank == group.rank:
-                self._receivers.append(_RouteReceiver(route, _GroupMessages(group, route, symbols, memory), symbols))
+                self._receivers.append(_GroupReceiver(route, symbols, memory, group))
         self._last_number = 0
 
     def post_bodies(self, layout: RequestLayout) -> None:
         """Post the receives of the bodies of a request. May be called from another thread, in the order of the requests."""
         for receiver in self._receivers:
-            receiver.post_bodies(layout.of_route[receiver.route])
+            receiver.post_bodies(layout.of_route[receiver.route].body_bytes)
 
     def next_message(self) -> ControlMessage | None:
-        """Wait for the next request or command.
+        """Wait for the next request or command, whose kind is `FAIL` if it has failed on one of its ways.
 
-        The result is it; its kind is `FAIL` if it has failed on one of its ways. None if no route ends at this process.
+        The result is None if no route ends at this process.
         """
         self._last_number += 1
         result = None
@@ -132,141 +131,54 @@ class RouteReceivers:
         return values
 
 
-class _RouteMessages(Protocol):
-    """What a route brings, in the order in which it is sent."""
+class _RouteReceiver(ABC):
+    """Receives what one route brings, in the order in which it is sent."""
 
+    def __init__(self, route: Route, symbols: Sequence[Symbol], memory: ReceiveMemory) -> None:
+        self.route = route
+        self._symbols = symbols
+        self._memory = memory
+
+    @abstractmethod
     def post_bodies(self, byte_counts: Sequence[int]) -> None:
         """Have the bodies of a message arrive while the process works on another request."""
 
-    def next_head(self) -> MessageHead:
+    @abstractmethod
+    def _next_head(self) -> MessageHead:
         """Wait for the next head."""
 
-    def bodies(self, byte_counts: Sequence[int], *, copies: bool) -> list[torch.Tensor]:
+    @abstractmethod
+    def _bodies(self, byte_counts: Sequence[int], *, copies: bool) -> list[torch.Tensor]:
         """Wait for the posted bodies of the last message; return memory that is not shared if `copies`."""
 
-    def late_bodies(self, byte_counts: Sequence[int], *, copies: bool) -> list[torch.Tensor]:
+    @abstractmethod
+    def _late_bodies(self, byte_counts: Sequence[int], *, copies: bool) -> list[torch.Tensor]:
         """Wait for the values that belong to it and whose sizes it has told."""
 
-    def discard_bodies(self, byte_counts: Sequence[int]) -> None:
+    @abstractmethod
+    def _discard_bodies(self, byte_counts: Sequence[int]) -> None:
         """Wait for the posted values of a request that has failed."""
 
-    def end(self) -> None:
+    @abstractmethod
+    def _end(self) -> None:
         """No more messages come."""
-
-
-class _GroupMessages:
-    """What a route brings by gloo. The receive of one head is always posted."""
-
-    def __init__(self, group: ProcessGroup, route: Route, symbols: Sequence[Symbol], memory: ReceiveMemory) -> None:
-        self._group = group
-        self._route = route
-        self._memory = memory
-        self._head_capacity = head_capacity(route.edges, symbols)
-        self._expected_heads: deque[tuple[MessageHead, Transfer]] = deque()
-        self._posted_bodies: SimpleQueue[list[tuple[torch.Tensor, Transfer]]] = SimpleQueue()
-        self._expect_head()
-
-    def post_bodies(self, byte_counts: Sequence[int]) -> None:
-        if byte_counts:
-            self._posted_bodies.put([self._receive(count, self._route.body_tag) for count in byte_counts])
-
-    def next_head(self) -> MessageHead:
-        self._expect_head()
-        head, transfer = self._expected_heads.popleft()
-        transfer.wait()
-        return head
-
-    def bodies(self, byte_counts: Sequence[int], *, copies: bool = False) -> list[torch.Tensor]:
-        return [_arrived(body) for body in self._posted_bodies.get()] if byte_counts else []
-
-    def late_bodies(self, byte_counts: Sequence[int], *, copies: bool = False) -> list[torch.Tensor]:
-        return [_arrived(body) for body in [self._receive(count, self._route.late_tag) for count in byte_counts]]
-
-    def discard_bodies(self, byte_counts: Sequence[int]) -> None:
-        self.bodies(byte_counts)
-
-    def end(self) -> None:
-        pass
-
-    def _expect_head(self) -> None:
-        head = MessageHead(self._head_capacity)
-        transfer = self._group.receive(head.memory, self._route.source_rank, self._route.head_tag)
-        self._expected_heads.append((head, transfer))
-
-    def _receive(self, byte_count: int, tag: int) -> tuple[torch.Tensor, Transfer]:
-        memory = self._memory.take(byte_count)
-        return memory, self._group.receive(memory, self._route.source_rank, tag)
-
-
-def _arrived(body: tuple[torch.Tensor, Transfer]) -> torch.Tensor:
-    memory, transfer = body
-    transfer.wait()
-    return memory
-
-
-class _LinkMessages:
-    """What a route brings by a link. Bodies are there as soon as the head of their message."""
-
-    def __init__(self, receiver: LinkReceiver, memory: ReceiveMemory) -> None:
-        self._receiver = receiver
-        self._memory = memory
-        self._content: torch.Tensor | None = None  # the bodies that are not taken yet
-
-    def post_bodies(self, byte_counts: Sequence[int]) -> None:
-        pass
-
-    def next_head(self) -> MessageHead:
-        self._content = None  # so that its memory can be returned
-        head, self._content = self._receiver.receive()
-        return head
-
-    def bodies(self, byte_counts: Sequence[int], *, copies: bool) -> list[torch.Tensor]:
-        bodies = []
-        for byte_count in byte_counts:
-            if self._content is None or self._content.nbytes < byte_count:
-                raise ConnectionLostError("the data of another program: bodies are missing")
-            body = self._content[:byte_count]
-            bodies.append(self._memory.take(byte_count).copy_(body) if copies else body)
-            self._content = self._content[aligned(byte_count) :]
-        return bodies
-
-    def late_bodies(self, byte_counts: Sequence[int], *, copies: bool) -> list[torch.Tensor]:
-        return self.bodies(byte_counts, copies=copies)
-
-    def discard_bodies(self, byte_counts: Sequence[int]) -> None:
-        pass
-
-    def end(self) -> None:
-        self._receiver.end()
-
-
-class _RouteReceiver:
-    """Receives the values of a route."""
-
-    def __init__(self, route: Route, messages: _RouteMessages, symbols: Sequence[Symbol]) -> None:
-        self.route = route
-        self._messages = messages
-        self._symbols = symbols
-
-    def post_bodies(self, layout: RouteLayout) -> None:
-        self._messages.post_bodies(layout.body_bytes)
 
     def next_message(self) -> ControlMessage:
         """Wait for the next head."""
-        self._head = self._messages.next_head()
+        self._head = self._next_head()
         self._message = read_control(self._head.view, len(self._symbols))
         if self._message.kind == ControlKind.CLOSE:
-            self._messages.end()
+            self._end()
         return self._message
 
     def values(self, layout: RouteLayout, *, copies: bool) -> dict[str, Any]:
         """Wait for the values of the last message; none if the request has failed."""
         if self._message.kind == ControlKind.FAIL:
-            self._messages.discard_bodies(layout.body_bytes)
+            self._discard_bodies(layout.body_bytes)
             return {}
         memories: dict[str, torch.Tensor] = {}
         if layout.bodies:
-            bodies = self._messages.bodies(layout.body_bytes, copies=copies)
+            bodies = self._bodies(layout.body_bytes, copies=copies)
             memories = {
                 value_layout.edge.name: memory for value_layout, memory in zip(layout.bodies, bodies, strict=True)
             }
@@ -284,24 +196,19 @@ class _RouteReceiver:
         self, late_layouts: Sequence[ValueLayout], memories: dict[str, torch.Tensor], *, copies: bool
     ) -> dict[str, tuple[int, ...]]:
         """Read the shapes that depend on data from the head, check them, and receive these values."""
-        shapes: dict[str, tuple[int, ...]] = {}
+        shaped_edges = []
         for value_layout in late_layouts:
             dim_count = len(value_layout.edge.shape)
             shape = self._head.read(value_layout.strides_offset + dim_count * WORD_BYTES, dim_count)
-            shapes[value_layout.edge.name] = shape
-        late_values = [(value_layout.edge, shapes[value_layout.edge.name]) for value_layout in late_layouts]
+            shaped_edges.append((value_layout.edge, shape))
         try:
-            byte_counts = check_late_shapes(late_values, self._symbols)
+            byte_counts = check_late_shapes(shaped_edges, self._symbols)
         except InputError as error:  # the sender has checked them
             raise ConnectionLostError(f"the data of another program: {error}") from None
-        names = [
-            value_layout.edge.name
-            for value_layout, byte_count in zip(late_layouts, byte_counts, strict=True)
-            if byte_count
-        ]
-        bodies = self._messages.late_bodies([byte_count for byte_count in byte_counts if byte_count], copies=copies)
+        names = [edge.name for (edge, _), byte_count in zip(shaped_edges, byte_counts, strict=True) if byte_count]
+        bodies = self._late_bodies([byte_count for byte_count in byte_counts if byte_count], copies=copies)
         memories |= zip(names, bodies, strict=True)
-        return shapes
+        return {edge.name: shape for edge, shape in shaped_edges}
 
     def _value(self, layout: ValueLayout, shape: tuple[int, ...], body: torch.Tensor | None, *, copies: bool) -> Any:
         strides = layout.strides_words.unpack_from(self._head.view, layout.strides_offset)
@@ -316,6 +223,90 @@ class _RouteReceiver:
         if strides and min(strides) < 0:
             raise ConnectionLostError(f"the data of another program: {layout.edge.name} has the strides {strides}")
         return from_bytes(memory, layout.edge, shape, strides)
+
+
+class _GroupReceiver(_RouteReceiver):
+    """Receives by gloo. The receive of one head is always posted."""
+
+    def __init__(self, route: Route, symbols: Sequence[Symbol], memory: ReceiveMemory, group: ProcessGroup) -> None:
+        super().__init__(route, symbols, memory)
+        self._group = group
+        self._head_capacity = head_capacity(route.edges, symbols)
+        self._expected_heads: deque[tuple[MessageHead, Transfer]] = deque()
+        self._posted_bodies: SimpleQueue[list[tuple[torch.Tensor, Transfer]]] = SimpleQueue()
+        self._expect_head()
+
+    def post_bodies(self, byte_counts: Sequence[int]) -> None:
+        if byte_counts:
+            self._posted_bodies.put([self._receive(count, self.route.body_tag) for count in byte_counts])
+
+    def _next_head(self) -> MessageHead:
+        self._expect_head()
+        head, transfer = self._expected_heads.popleft()
+        transfer.wait()
+        return head
+
+    def _bodies(self, byte_counts: Sequence[int], *, copies: bool = False) -> list[torch.Tensor]:
+        return [_arrived(*body) for body in self._posted_bodies.get()] if byte_counts else []
+
+    def _late_bodies(self, byte_counts: Sequence[int], *, copies: bool = False) -> list[torch.Tensor]:
+        return [_arrived(*body) for body in [self._receive(count, self.route.late_tag) for count in byte_counts]]
+
+    def _discard_bodies(self, byte_counts: Sequence[int]) -> None:
+        self._bodies(byte_counts)
+
+    def _end(self) -> None:
+        pass
+
+    def _expect_head(self) -> None:
+        head = MessageHead(self._head_capacity)
+        transfer = self._group.receive(head.memory, self.route.source_rank, self.route.head_tag)
+        self._expected_heads.append((head, transfer))
+
+    def _receive(self, byte_count: int, tag: int) -> tuple[torch.Tensor, Transfer]:
+        memory = self._memory.take(byte_count)
+        return memory, self._group.receive(memory, self.route.source_rank, tag)
+
+
+def _arrived(memory: torch.Tensor, transfer: Transfer) -> torch.Tensor:
+    transfer.wait()
+    return memory
+
+
+class _LocalReceiver(_RouteReceiver):
+    """Receives by a link. Bodies are there as soon as the head of their message."""
+
+    def __init__(self, route: Route, symbols: Sequence[Symbol], memory: ReceiveMemory, link: LinkReceiver) -> None:
+        super().__init__(route, symbols, memory)
+        self._link = link
+        self._content: torch.Tensor | None = None  # the bodies that are not taken yet
+
+    def post_bodies(self, byte_counts: Sequence[int]) -> None:
+        pass
+
+    def _next_head(self) -> MessageHead:
+        self._content = None  # so that its memory can be returned
+        head, self._content = self._link.receive()
+        return head
+
+    def _bodies(self, byte_counts: Sequence[int], *, copies: bool) -> list[torch.Tensor]:
+        bodies = []
+        for byte_count in byte_counts:
+            if self._content is None or self._content.nbytes < byte_count:
+                raise ConnectionLostError("the data of another program: bodies are missing")
+            body = self._content[:byte_count]
+            bodies.append(self._memory.take(byte_count).copy_(body) if copies else body)
+            self._content = self._content[aligned(byte_count) :]
+        return bodies
+
+    def _late_bodies(self, byte_counts: Sequence[int], *, copies: bool) -> list[torch.Tensor]:
+        return self._bodies(byte_counts, copies=copies)
+
+    def _discard_bodies(self, byte_counts: Sequence[int]) -> None:
+        pass
+
+    def _end(self) -> None:
+        self._link.end()
 
 
 class QueuedSenders:

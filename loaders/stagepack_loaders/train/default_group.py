@@ -18,8 +18,8 @@ from stagepack_loaders.distributed.launch_environment import (
     launched_size,
 )
 from stagepack_loaders.distributed.membership import exchange_reports
-from stagepack_loaders.distributed.process_group import ConnectionLostError, host_name
-from stagepack_loaders.distributed.routes import FRONT_RANK
+from stagepack_loaders.distributed.process_group import host_name
+from stagepack_loaders.distributed.routes import FRONT_RANK, ConnectionLostError
 from stagepack_loaders.distributed.status import ProcessLost
 from stagepack_loaders.train.start_messages import KnownProcesses, finished
 

@@ -32,22 +32,10 @@ from stagepack_loaders.distributed.membership import (
     own_identity,
     reachable_address,
 )
-from stagepack_loaders.distributed.process_group import (
-    LOOPBACK,
-    ConnectionLostError,
-    ProcessGroup,
-    host_name,
-    open_store,
-)
-from stagepack_loaders.distributed.routes import FRONT_RANK
+from stagepack_loaders.distributed.process_group import LOOPBACK, ProcessGroup, host_name, open_store
+from stagepack_loaders.distributed.routes import FRONT_RANK, ConnectionLostError
 from stagepack_loaders.distributed.stage_worker import HEARTBEAT_SECONDS, LOST_STATUS
-from stagepack_loaders.distributed.status import (
-    ProcessClosed,
-    ProcessLost,
-    ProcessStatus,
-    StatusSender,
-    receive_status,
-)
+from stagepack_loaders.distributed.status import ProcessClosed, ProcessLost, ProcessStatus, StatusSender, receive_status
 from stagepack_loaders.train.start_messages import Answer, Hello, KnownProcesses, StartMessages, abort_group, finished
 
 # How long a step whose groups are closed may go on before the process is ended: it may wait where no error reaches it.
