@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from stagepack.opening import open_bundle as open
     from stagepack.opening import verify_bundle as verify
     from stagepack.partition.cut_options import PolicyNode as PolicyNode
-    from stagepack.partition.plan_file import read_plan as read_plan
+    from stagepack.partition.cut_options import read_plan as read_plan
     from stagepack.partition.profile import read_profile as read_profile
     from stagepack.recutter import recut as recut
     from stagepack.saver import save as save
@@ -56,7 +56,7 @@ _HOMES = {
     "load_stage": ("stagepack_loaders.load", "load_stage"),
     "open": ("stagepack.opening", "open_bundle"),
     "plan": ("stagepack.model_plan", "plan_model"),
-    "read_plan": ("stagepack.partition.plan_file", "read_plan"),
+    "read_plan": ("stagepack.partition.cut_options", "read_plan"),
     "read_profile": ("stagepack.partition.profile", "read_profile"),
     "recut": ("stagepack.recutter", "recut"),
     "remove_assets": ("stagepack.bundle_assets", "remove_assets"),

@@ -43,7 +43,7 @@ from stagepack.format.weights import StoredTensor, TensorSpec, read_weight_heade
 from stagepack.format.writer import BundleWriter, Pieces, TensorSource, check_output_path
 from stagepack.graph.analysis import GraphAnalysis
 from stagepack.graph.folding import fold_graph
-from stagepack.partition.cut import Cut, CutStage
+from stagepack.partition.partitioner import Cut, CutStage
 from stagepack.terminal import byte_progress
 
 _EXAMPLE_FILE_NAME = "example.safetensors"

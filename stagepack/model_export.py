@@ -22,10 +22,8 @@ from stagepack.format.operator_permissions import bundle_permissions
 from stagepack.format.plan import Plan
 from stagepack.format.reader import Bundle
 from stagepack.format.writer import check_output_path
-from stagepack.partition.cut import WeightSharing
-from stagepack.partition.cut_options import CutOptions, Policy
-from stagepack.partition.device_profile import DeviceProfile
-from stagepack.partition.profile import Profile
+from stagepack.partition.cut_options import CutOptions, Policy, WeightSharing
+from stagepack.partition.profile import DeviceProfile, Profile
 from stagepack.torch_internals import uncompiled_module
 from stagepack.weight_replacement import replace_weights
 

@@ -9,10 +9,8 @@ from stagepack.format.plan import Plan
 from stagepack.format.reader import Bundle
 from stagepack.format.validate import MANIFEST_NAME
 from stagepack.opening import opened, split_entry_point
-from stagepack.partition.cut import WeightSharing
-from stagepack.partition.cut_options import CutOptions, Policy
-from stagepack.partition.device_profile import DeviceProfile
-from stagepack.partition.profile import Profile
+from stagepack.partition.cut_options import CutOptions, Policy, WeightSharing
+from stagepack.partition.profile import DeviceProfile, Profile
 from stagepack.recutter import plan_bundle
 from stagepack.remote.url import is_url
 

@@ -23,11 +23,9 @@ from stagepack.format.validate import NamedWeights, check_graph, raise_problems
 from stagepack.graph.assembly import join_stages
 from stagepack.opening import BundleSource, errors_name_bundle, opened
 from stagepack.partition.costs import graph_costs
-from stagepack.partition.cut import WeightSharing
-from stagepack.partition.cut_options import CutOptions, Policy
-from stagepack.partition.device_profile import DeviceProfile
+from stagepack.partition.cut_options import CutOptions, Policy, WeightSharing
 from stagepack.partition.partitioner import Partition, partition_graph
-from stagepack.partition.profile import Profile
+from stagepack.partition.profile import DeviceProfile, Profile
 
 
 @errors_name_bundle

@@ -29,11 +29,9 @@ from stagepack.graph.repeats import Repeat, find_repeats
 from stagepack_loaders.window_plan import Residency
 
 if TYPE_CHECKING:
-    from stagepack.partition.costs import MeasuredCosts
     from stagepack.partition.cut_options import CutOptions
-    from stagepack.partition.device_profile import DeviceProfile
     from stagepack.partition.partitioner import Partition
-    from stagepack.partition.profile import Profile
+    from stagepack.partition.profile import DeviceProfile, MeasuredCosts, Profile
 
 MICROBATCH_COUNTS = (1, 2, 4, 8, 16, 32)
 ASSUMED_LINKS = "links of 25 GB/s, 5 µs for each value"

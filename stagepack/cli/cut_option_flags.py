@@ -105,8 +105,7 @@ def cut_option_flags(function: Callable[..., Any], *, shows_times: bool = False)
             raise click.UsageError("--profile requires --stages")
 
         def make_cut_options() -> "CutOptions":
-            from stagepack.partition.cut_options import CutOptions  # noqa: PLC0415 - numpy, see above
-            from stagepack.partition.plan_file import read_plan  # noqa: PLC0415 - the same
+            from stagepack.partition.cut_options import CutOptions, read_plan  # noqa: PLC0415 - numpy, see above
 
             return CutOptions(
                 stages=stage_count,

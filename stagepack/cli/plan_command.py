@@ -126,7 +126,7 @@ def command(
         with shown_warnings():
             planned = _plan_source(source, make_cut_options, make_example, dtype)
     if out is not None:
-        from stagepack.partition.plan_file import write_plan  # noqa: PLC0415 - only this option needs it
+        from stagepack.partition.cut_options import write_plan  # noqa: PLC0415 - only this option needs it
 
         write_plan(planned.plan, out)
     facts = cut_facts(

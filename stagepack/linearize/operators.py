@@ -23,7 +23,7 @@ from stagepack.errors import UnsupportedError
 from stagepack.format.graph import Context, Cost, Op, Scope, Subgraph
 from stagepack.format.operators import HIGHER_ORDER_OPERATORS, PYTHON_OPERATORS, is_denied_operator
 from stagepack.linearize.symbols import SymbolTable
-from stagepack.partition.costs import FLOP_FORMULAS, REPEATED_READS, OperatorCall, TensorShape, estimated_flops
+from stagepack.partition.flop_formulas import FLOP_FORMULAS, REPEATED_READS, OperatorCall, TensorShape, estimated_flops
 from stagepack.partition.operator_costs import TORCH_COUNTED_OPERATORS, cost_source, operator_base_name
 from stagepack.torch_internals import (
     NO_MODULE_PREFIX,

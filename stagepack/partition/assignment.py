@@ -24,13 +24,10 @@ from stagepack.graph.analysis import GraphAnalysis
 
 @dataclass(frozen=True)
 class NodeOrder:
-    """An order of the nodes of a graph in which every node comes after all that it depends on.
+    """An order of the nodes of a graph in which every node comes after all that it depends on."""
 
-    Attributes:
-        keys: for each node, the number of the node in front of which it is placed, or its own number. The nodes are sorted by these
-            keys, and by their numbers where keys are equal.
-    """
-
+    # For each node, the number of the node in front of which it is placed, or its own number. The nodes are sorted by these keys, and by
+    # their numbers where keys are equal.
     keys: Sequence[int]
 
     @cached_property
@@ -90,24 +87,17 @@ def late_state_order(analysis: GraphAnalysis) -> NodeOrder:
 
 
 class StageAssignment(NamedTuple):
-    """The stage of each node.
-
-    Attributes:
-        stage_of: the number of the stage of each node.
-        stage_count: the number of stages; the last ones may be empty.
-        named_modules: the paths of the modules that the caller has put into a stage by their names.
-    """
+    """The stage of each node."""
 
     stage_of: list[int]
+    # The number of stages; the last ones may be empty.
     stage_count: int
+    # The paths of the modules that the caller has put into a stage by their names.
     named_modules: Sequence[str] = ()
 
 
 def assign_consecutive(order: NodeOrder, split_positions: Sequence[int]) -> StageAssignment:
-    """Split an order of nodes into consecutive stages, which may be empty.
-
-    split_positions: the positions in `order` at which a stage starts, ascending.
-    """
+    """Split an order of nodes at ascending positions into consecutive stages, which may be empty."""
     stage_of = [bisect.bisect_right(split_positions, position) for position in order.positions]
     return StageAssignment(stage_of, len(split_positions) + 1)
 

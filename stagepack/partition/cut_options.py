@@ -1,12 +1,10 @@
-"""What the caller asks for when a model is cut.
-
-- A policy: the caller's function from a node to a stage.
-"""
+"""What the caller asks for when a model is cut: options, a policy, or a plan as a JSON file, which people may edit."""
 
 import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from stagepack.errors import CutError
 from stagepack.format import limits
@@ -14,10 +12,9 @@ from stagepack.format.dtypes import parse_byte_size
 from stagepack.format.plan import Plan
 from stagepack.graph.analysis import GraphAnalysis
 from stagepack.partition.assignment import StageAssignment, node_dependencies, refuse_split_groups
-from stagepack.partition.cut import WeightSharing
-from stagepack.partition.device_profile import DeviceProfile, find_profile
-from stagepack.partition.profile import Profile
+from stagepack.partition.profile import DeviceProfile, Profile, find_profile, read_json, write_json
 
+WeightSharing = Literal["replicate", "transmit"]
 # For each stage, the stages that it depends on, each with the name of a value that it receives from there.
 _Dependencies = Mapping[int, Mapping[int, str]]
 
@@ -187,3 +184,29 @@ class CutOptions:
             return [parse_byte_size(size) for size in self.memory]
         except ValueError as error:
             raise CutError(f"memory: {error}") from None
+
+
+def read_plan(path: str | os.PathLike[str]) -> Plan:
+    """Read a plan file.
+
+    Args:
+        path: a file that ``stagepack plan -o`` wrote. Only the `nodes` of each stage and `shared` matter when a model is cut by it.
+
+    Returns:
+        The plan, for the `plan` argument of `stagepack.export` and `stagepack.recut`.
+
+    Raises:
+        CutError: the file cannot be read, or is not a plan.
+
+    Examples:
+        ::
+
+            plan = stagepack.read_plan("plan.json")
+            stagepack.export(model, args, out="m.stagepack", plan=plan)
+    """
+    return read_json(path, Plan, "plan", "stagepack plan --out")
+
+
+def write_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
+    """Write a plan file, with one line for each stage. A file of that name is replaced."""
+    write_json({"stages": plan.stages, "shared": plan.shared}, path, ("stages",))

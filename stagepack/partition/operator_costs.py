@@ -1,10 +1,8 @@
 """Where the recorded cost of a node comes from, told by the name of its operator alone.
 
-No operator is free unless it moves no data. An operator that is in none of the tables of `operator_names` and has no formula has an
-estimated cost.
-
-- Names of operators by the kind of their cost. An operator has its namespace and name here, without overload and without the underscore
-  of those that write in place: ``aten.add`` for ``aten.add_.Tensor``.
+No operator is free unless it moves no data. An operator that is in none of the tables and has no formula has an estimated cost. An
+operator has its namespace and name here, without overload and without the underscore of those that write in place: ``aten.add`` for
+``aten.add_.Tensor``.
 """
 
 from collections import Counter
@@ -13,7 +11,7 @@ from typing import Final, Literal
 
 from stagepack.format.graph import Graph
 from stagepack.format.operators import operator_namespace
-from stagepack.partition.costs import FLOP_FORMULAS
+from stagepack.partition.flop_formulas import FLOP_FORMULAS
 
 # Families of operators that are all memory-bound, unless a table names them.
 MEMORY_BOUND_PREFIXES: Final = (
@@ -28,6 +26,7 @@ MEMORY_BOUND_PREFIXES: Final = (
     "torchvision.ps_roi_",
     "torchvision.roi_",
 )
+# It moves no data; the bytes that it moves tell; its operations are counted, by torch or by a formula; a guess from the shapes.
 CostSource = Literal["free", "memory", "counted", "estimated"]
 # Arithmetic on symbolic scalars.
 _FREE_NAMESPACES: Final = frozenset({"operator", "math", "torch"})
@@ -242,11 +241,7 @@ def operator_base_name(operator_name: str) -> str:
 
 
 def cost_source(operator_name: str) -> CostSource:
-    """Return where the cost of the nodes that call an operator comes from.
-
-    The result is ``"free"``: it moves no data. ``"counted"``: its floating-point operations are counted, by torch or by a formula.
-        ``"memory"``: the bytes that it reads and writes tell its cost. ``"estimated"``: a guess from the shapes.
-    """
+    """Return where the cost of the nodes that call an operator comes from."""
     base_name = operator_base_name(operator_name)
     if base_name in FREE_OPERATORS or operator_namespace(operator_name) in _FREE_NAMESPACES:
         return "free"
@@ -258,10 +253,7 @@ def cost_source(operator_name: str) -> CostSource:
 
 
 def estimated_operators(graphs: Iterable[Graph]) -> Mapping[str, int]:
-    """Count the nodes whose costs are estimates, by operator.
-
-    The result is the number of nodes of each such operator, by its name; empty when all costs are counted.
-    """
+    """Count the nodes whose costs are estimates, by the name of their operator."""
     counts: Counter[str] = Counter()
     for graph in graphs:
         estimated = {index: op.name for index, op in enumerate(graph.ops) if cost_source(op.name) == "estimated"}

@@ -1,10 +1,9 @@
 """Values that are cheaper to compute again where they are used than to send: masks, rotary tables, position ids.
 
 What is written in place is computed again as a whole, with all nodes of its colocation group.
-
-- A graph with its costs, and what partitioning derives from both.
 """
 
+import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from stagepack.format.graph import Graph, Node, Value
 from stagepack.format.shapes import symbol_names
 from stagepack.format.traversal import input_names, output_names
 from stagepack.graph.analysis import GraphAnalysis
+from stagepack.partition.assignment import NodeOrder
 from stagepack.partition.costs import GraphCosts, memory_time, transfer_time
 
 # Prefixes of operators that return uninitialized memory.
@@ -33,13 +33,7 @@ _CHEAP_FLOPS_PER_BYTE = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """How to compute a value from inputs of the model, weights and symbolic scalars.
-
-    Attributes:
-        nodes: the numbers of the nodes to compute again.
-        inputs: the inputs of the model that these nodes use.
-        weights: the values of the weights that they use.
-    """
+    """How to compute a value: the nodes to compute again, and the inputs of the model and weights that they use, by name."""
 
     nodes: frozenset[int] = frozenset()
     inputs: frozenset[str] = frozenset()
@@ -149,11 +143,7 @@ def _is_pure(graph: Graph, node: Node) -> bool:
 
 
 class _LargeCosts:
-    """Costs where the dimensions that may change are large.
-
-    Attributes:
-        bytes_by_name: bytes of all inputs, weights and values.
-    """
+    """Costs where the dimensions that may change are large."""
 
     def __init__(self, analysis: GraphAnalysis, costs: GraphCosts) -> None:
         symbols = analysis.graph.symbols
@@ -163,6 +153,7 @@ class _LargeCosts:
                 sizes[symbol.name] = min(sizes[symbol.name], symbol.max)
         self._graph = analysis.graph
         self._moved_bytes: dict[int, int] = {}
+        # Bytes of all inputs, weights and values.
         self.bytes_by_name: Mapping[str, int] = {
             **{value_name: value_bytes(value, sizes) for value_name, value in analysis.values.items()},
             **costs.weight_bytes,
@@ -184,12 +175,7 @@ class _LargeCosts:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class CostedGraph:
-    """The graph of a whole model with its costs; what follows from them is computed at its first use and kept.
-
-    Attributes:
-        analysis: of the graph.
-        costs: of the graph.
-    """
+    """The graph of a whole model with its costs; what follows from them is computed at its first use and kept."""
 
     analysis: GraphAnalysis
     costs: GraphCosts
@@ -212,3 +198,32 @@ class CostedGraph:
             for value in self.analysis.values.values()
             if value.name not in self.recipes and value.dtype not in SCALAR_DTYPES
         )
+
+
+def activation_bytes(analysis: GraphAnalysis, costs: GraphCosts, order: NodeOrder) -> list[int]:
+    """Compute the memory of the values that are alive while each node runs.
+
+    Values that may share memory count once, with the largest of them; weights do not count.
+    """
+    graph, representative = analysis.graph, analysis.alias_classes.representative
+    births = [(0, value.name) for value in graph.inputs]
+    last_uses: dict[str, int] = {}
+    for position, node_number in enumerate(order.node_numbers):
+        births += ((position, value_name) for value_name in analysis.node_outputs[node_number])
+        for value_name in analysis.node_inputs[node_number]:
+            last_uses[value_name] = position
+    last_uses |= dict.fromkeys(graph.outputs, len(graph.nodes))
+    first_position: dict[str, int] = {}
+    last_position: dict[str, int] = {}
+    memory_bytes: dict[str, int] = {}
+    for position, value_name in births:
+        memory = representative(value_name)
+        if memory not in costs.weight_bytes:
+            first_position.setdefault(memory, position)
+            last_position[memory] = max(last_uses.get(value_name, position), last_position.get(memory, 0))
+            memory_bytes[memory] = max(costs.value_bytes[value_name], memory_bytes.get(memory, 0))
+    changes = [0] * (len(graph.nodes) + 2)
+    for memory, position in first_position.items():
+        changes[position] += memory_bytes[memory]
+        changes[last_position[memory] + 1] -= memory_bytes[memory]
+    return list(itertools.accumulate(changes[: len(graph.nodes)]))

@@ -28,14 +28,11 @@ _SCALAR_NAMESPACES = ("operator", "math", "torch")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageNodes:
-    """The nodes of one stage.
+    """The nodes of one stage."""
 
-    Attributes:
-        added: nodes that are in no other stage; they run first.
-        node_numbers: the numbers of the nodes of the whole graph, ascending.
-    """
-
+    # Nodes that are in no other stage; they run first.
     added: tuple[Node, ...] = ()
+    # The numbers of the nodes of the whole graph, ascending.
     node_numbers: tuple[int, ...]
 
     def input_names(self, analysis: GraphAnalysis) -> dict[str, None]:
@@ -102,15 +99,12 @@ def _refused_recipes(
 
 
 class _StageBuilder:
-    """One stage while its nodes are collected.
-
-    Attributes:
-        applied: the values that the stage computes again by a recipe.
-    """
+    """One stage while its nodes are collected."""
 
     def __init__(
         self, analysis: GraphAnalysis, recipes: Mapping[str, Recipe], assigned: Sequence[int], sym_size_index: int
     ) -> None:
+        # The values that the stage computes again by a recipe.
         self.applied: list[str] = []
         self._analysis = analysis
         self._recipes = recipes

@@ -3,12 +3,7 @@
 Exact, by dynamic programming over all split positions: about ``items ** 2 / parts`` steps of vector arithmetic. Of the splits with the
 fastest slowest part, the one with the least sum of squares is taken, so that the other parts are even too. Times are in picoseconds,
 memory in bytes.
-
-- A sequence of items with their costs, and what consecutive items cost together.
-- `stages=N`: cut into N consecutive stages so that the slowest is as fast as possible.
 """
-
-# Long because one algorithm: the sequence of costs, the exact split of it, and the choice among equal splits.
 
 import bisect
 import itertools
@@ -22,8 +17,7 @@ from numpy.typing import NDArray
 from stagepack.errors import CutError, ExportWarning, warn_caller
 from stagepack.format.dtypes import format_bytes
 from stagepack.partition.assignment import NodeOrder, execution_order
-from stagepack.partition.costs import activation_bytes
-from stagepack.partition.recipes import CostedGraph
+from stagepack.partition.recipes import CostedGraph, activation_bytes
 
 _COARSE_STEP = 16
 # Rounding must leave out no split that is as good as the bound.
@@ -36,16 +30,12 @@ _WHOLE_REPEATS_SLOWDOWN = 1.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedCost:
-    """A cost that a part has once, however many of its items use what causes it.
+    """A cost that a part has once, however many of its items use what causes it."""
 
-    Attributes:
-        cost: picoseconds for a value that is received, bytes for a weight that is held.
-        users: the items that use it, ascending.
-        producer: the item that produces it, since a part with this item need not receive it; -1 for an input from outside.
-    """
-
+    # Picoseconds for a value that is received, bytes for a weight that is held.
     cost: int
     users: Sequence[int]
+    # The item that produces it, since a part with this item need not receive it; -1 for an input from outside.
     producer: int = -1
 
     def is_used(self, start: int, end: int) -> bool:
@@ -56,37 +46,25 @@ class SharedCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostSequence:
-    """Items in order, with their costs.
-
-    Attributes:
-        times: time of each item on a device of speed 1, in picoseconds.
-        transfers: cost of receiving each value, in picoseconds.
-        weights: bytes of each weight.
-        working_bytes: memory in use while an item runs, besides the weights.
-        split_positions: the items in front of which the sequence may be split, ascending.
-    """
+    """Items in order, with their costs."""
 
     times: Sequence[int]
     transfers: Sequence[SharedCost]
     weights: Sequence[SharedCost]
+    # Memory in use while an item runs, besides the weights.
     working_bytes: Sequence[int]
     split_positions: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartCost:
-    """The cost of consecutive items.
+    """The cost of consecutive items."""
 
-    Attributes:
-        compute_time: picoseconds of the items on a device of speed 1.
-        receiving_time: picoseconds to receive the values that the items use and do not produce.
-        weight_bytes: bytes of the weights that the items use.
-        memory_bytes: `weight_bytes` and the most working memory of an item.
-    """
-
+    # On a device of speed 1.
     compute_time: int
     receiving_time: int
     weight_bytes: int
+    # `weight_bytes` and the most working memory of an item.
     memory_bytes: int
 
     def time_at(self, speed: float) -> float:
@@ -113,13 +91,10 @@ def split_sequence(
     *,
     longest_time: float | None = None,
 ) -> list[int] | None:
-    """Find the split whose slowest part is fastest.
+    """Find the split whose slowest part is fastest: the items in front of which the sequence is split. No part is empty.
 
-    sequence: the items; it has at least ``len(speeds) - 1`` split positions.
-    memory_limits: bytes of memory of the device of each part; None for no limit.
-    longest_time: picoseconds; splits with a slower part may be ignored. None for no bound.
-    The result is the items in front of which the sequence is split, ``len(speeds) - 1`` of them; no part is empty. None when no split fits
-        into the memory, or when `longest_time` excludes all splits.
+    The sequence has at least ``len(speeds) - 1`` split positions. Splits with a part that takes longer than `longest_time` may be ignored.
+    The result is None when no split fits into the memory, or when `longest_time` excludes all.
     """
     fastest = max(speeds) * _ROUNDING
     cost = _time_function(speeds, memory_limits)
@@ -141,12 +116,7 @@ def split_sequence(
 
 
 def split_with_least_excess(sequence: CostSequence, memory_limits: Sequence[int | None]) -> list[int]:
-    """Find the split whose part that exceeds its memory limit most exceeds it by as few bytes as possible.
-
-    sequence: the items; it has at least ``len(memory_limits) - 1`` split positions.
-    memory_limits: bytes of memory of the device of each part; None for no limit.
-    The result is the items in front of which the sequence is split; no part is empty.
-    """
+    """Find the split whose part that exceeds its memory limit most exceeds it by as few bytes as possible."""
     ceilings = _column([math.inf if limit is None else limit for limit in memory_limits])
     table = _PartTable(sequence, len(memory_limits), has_limits=True)
     return table.best(lambda parts: np.maximum(parts.memory_bytes - ceilings, 0.0), np.maximum)[1]
@@ -199,10 +169,7 @@ class _PartTable:
     def best(
         self, cost: _CostFunction, combine: Callable[..., _Floats], longest_time: float = math.inf
     ) -> tuple[float, list[int]]:
-        """Find the split with the least total cost.
-
-        longest_time: parts whose items take more picoseconds than this are ignored, except parts of one item.
-        """
+        """Find the split with the least total cost, and this cost. Longer parts are ignored, except parts of one item."""
         end_count = len(self._ends)
         # [part number, start]: the least cost of this part and all parts after it; the last row is the end of the sequence.
         least_costs = np.full((self._part_count + 1, end_count), np.inf)
@@ -298,10 +265,7 @@ def balance_stages(
     Of all cuts that split no colocation group, the one whose slowest stage is fastest; the time of a stage is that of its nodes on
     a device of its speed, and of receiving its inputs. Repeats are not cut when the slowest stage is at most a twentieth slower for
     it. When there are fewer positions to cut at than requested, the last stages are empty, and their positions are the end of the graph; an
-    `ExportWarning` says so.
-
-    memory: bytes of memory of the device of each stage; empty for no limits.
-    speeds: speed of the device of each stage, relative to the others; empty for equal speeds.
+    `ExportWarning` says so. Without `memory` there are no limits, without `speeds` all are equal.
     """
     if stage_count < 1:
         raise CutError(f"stages: expected at least 1, found {stage_count}")

@@ -10,7 +10,7 @@ import pytest
 import stagepack
 from stagepack.capture.checkpoint import checkpoint_file_tensors
 from stagepack.errors import CaptureError, StagepackError
-from stagepack.partition.plan_file import read_plan
+from stagepack.partition.cut_options import read_plan
 from stagepack.partition.profile import read_profile
 from stagepack_loaders.generation.settings import read_settings
 from stagepack_loaders.run_trace import read_trace

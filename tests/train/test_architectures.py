@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch.utils import _pytree as pytree
 
 import stagepack
-from stagepack.partition.cut import WeightSharing
+from stagepack.partition.cut_options import WeightSharing
 from tests.train.batch_files import Batch, read_batch, write_batch
 from tests.train.batches import (
     LEARNING_RATE,

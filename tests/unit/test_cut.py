@@ -25,9 +25,8 @@ from stagepack.graph.analysis import GraphAnalysis
 from stagepack.graph.assembly import canonical_graph, join_stages
 from stagepack.partition.assignment import assign_by_modules, assign_by_positions, assign_consecutive, execution_order
 from stagepack.partition.costs import graph_costs
-from stagepack.partition.cut import Cut, cut_graph
 from stagepack.partition.cut_options import CutOptions, PolicyNode, assign_by_policy
-from stagepack.partition.partitioner import plan_for_assignment
+from stagepack.partition.partitioner import Cut, cut_graph, plan_for_assignment
 from stagepack.partition.recipes import CostedGraph
 from stagepack.partition.solver import balance_stages
 from tests.zoo.architectures.decoders import llama

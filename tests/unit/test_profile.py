@@ -18,10 +18,18 @@ from stagepack.exporter import export_capture
 from stagepack.format.graph import Cost, Graph, Node, Value
 from stagepack.format.operator_permissions import bundle_permissions
 from stagepack.format.reader import Bundle
-from stagepack.partition.costs import REFERENCE_LINK, GraphCosts, LinkCosts, graph_costs, measured_costs
+from stagepack.partition.costs import REFERENCE_LINK, GraphCosts, LinkCosts, graph_costs
 from stagepack.partition.cut_options import CutOptions
-from stagepack.partition.device_profile import DEVICE_PROFILES, device_costs
-from stagepack.partition.profile import LinkTime, Profile, model_digest, read_profile, write_profile
+from stagepack.partition.profile import (
+    DEVICE_PROFILES,
+    LinkTime,
+    Profile,
+    device_costs,
+    measured_costs,
+    model_digest,
+    read_profile,
+    write_profile,
+)
 from stagepack.recutter import plan_bundle, whole_graph
 from stagepack_loaders.torch.measurement import measure_bundle
 from tests.unit.test_recut import files

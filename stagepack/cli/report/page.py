@@ -47,8 +47,7 @@ from stagepack.format.shapes import format_shape
 from stagepack.opening import BundleSource, opened
 
 if TYPE_CHECKING:
-    from stagepack.partition.device_profile import DeviceProfile
-    from stagepack.partition.profile import Profile
+    from stagepack.partition.profile import DeviceProfile, Profile
     from stagepack_loaders.run_trace import RunTrace
 
 _MAX_MICROBATCHES = 32
