@@ -13,7 +13,6 @@ from typing import Final
 from msgspec import Struct
 from msgspec.msgpack import encode
 
-from stagepack.bundle_writing import read_entry_point
 from stagepack.errors import named_errors
 from stagepack.format.graph import Graph, Weight
 from stagepack.format.manifest import File, Manifest
@@ -23,6 +22,7 @@ from stagepack.format.traversal import NodeContents
 from stagepack.format.validate import INDEX_NAME
 from stagepack.format.weights import StoredTensor
 from stagepack.graph.assembly import join_stages
+from stagepack.stored_bundle import read_entry_point
 
 _PIECE_BYTES = 8 * 2**20
 

@@ -15,9 +15,9 @@ from stagepack.capture.generation import generating_model
 from stagepack.capture.inputs import Inputs, on_device_of
 from stagepack.capture.pretrained_model import load_pretrained, model_files
 from stagepack.capture.programs import Capture
-from stagepack.capture.source import capture_source, capture_with_checkpoint, pretrained_inputs
+from stagepack.capture.source import FORWARD, capture_source, capture_with_checkpoint, pretrained_inputs
 from stagepack.errors import ExportWarning, OptionError, warn_caller
-from stagepack.exporter import ExportOptions, export_capture, export_entry_points
+from stagepack.exporter import ExportOptions, export_captures
 from stagepack.format.operator_permissions import bundle_permissions
 from stagepack.format.plan import Plan
 from stagepack.format.reader import Bundle
@@ -152,13 +152,7 @@ def export(
         >>> stagepack.export(Net, (x,), weights="net.safetensors", out="net.stagepack")
     """
     check_output_path(out, overwrite=overwrite)
-    further_options: dict[str, Any] = {
-        "policy": policy,
-        "plan": plan,
-        "memory": memory,
-        "speeds": speeds,
-        "profile": profile,
-    }
+    ways = {"policy": policy, "plan": plan, "memory": memory, "speeds": speeds, "profile": profile}
     inputs = example_inputs(args, kwargs, dynamic_shapes, inputs, model)
     asset_contents = read_assets(assets)
     source = model
@@ -173,39 +167,35 @@ def export(
     if onnx:
         import stagepack.onnx  # noqa: F401, PLC0415 - packages that it needs are missed before the work begins
     if entry_points is not None or modules:
-        if weights is not None or graph_from is not None or any(further_options.values()):
+        if weights is not None or graph_from is not None or any(ways.values()):
             raise OptionError(
                 "entry_points, modules: each entry point is cut by stages or split_at: leave out weights, graph_from and the other ways "
                 "to cut"
             )
         captures = _captures_of_functions(model, inputs, entry_points, modules, dtype)
-        options_of_entry_points = _entry_point_cut_options(captures, stages, split_at, shared)
-        own_files = model_files(next(iter(captures.values())).model)
-        asset_contents = exported_assets(source, own_files | asset_contents, generates=generate is not None)
-        options = ExportOptions(assets=asset_contents, overwrite=overwrite, allow_difference=allow_difference)
-        bundle = export_entry_points(captures, out=out, cut_options=options_of_entry_points, options=options)
-        return _with_onnx(bundle, rtol, atol) if onnx else bundle
-    if isinstance(stages, Mapping) or isinstance(split_at, Mapping):
-        raise OptionError("stages, split_at: a dict is for entry_points, which are missing")
-    cut_options = CutOptions(stages=stages, split_at=split_at, shared=shared, **further_options)
-    if graph_from is not None:
-        if cut_options != CutOptions() or inputs != Inputs() or weights is not None or dtype is not None or assets:
-            raise OptionError(
-                "graph_from: the inputs, the dtypes, the cut and the assets are those of the bundle: leave out the other options"
-            )
-        if not isinstance(model, str | os.PathLike):
-            raise OptionError(f"graph_from: expected the path of a checkpoint, found {type(model).__name__}")
-        bundle = replace_weights(graph_from, model, out=out, allow_ops=allow_ops, overwrite=overwrite)
-        return _with_onnx(bundle, rtol, atol) if onnx else bundle
-    capture = (
-        capture_source(model, inputs, dtype=dtype)  # type: ignore[arg-type]
-        if weights is None
-        else _capture_with_weights(model, inputs, weights, dtype)
+        cut_options = _entry_point_cut_options(captures, stages, split_at, shared)
+    else:
+        if isinstance(stages, Mapping) or isinstance(split_at, Mapping):
+            raise OptionError("stages, split_at: a dict is for entry_points, which are missing")
+        cut_options = {FORWARD: CutOptions(stages=stages, split_at=split_at, shared=shared, **ways)}  # type: ignore[arg-type]
+        if graph_from is not None:
+            is_alone = inputs == Inputs() and weights is None and dtype is None and not assets
+            if cut_options[FORWARD] != CutOptions() or not is_alone:
+                raise OptionError(
+                    "graph_from: the inputs, the dtypes, the cut and the assets are those of the bundle: leave out the other options"
+                )
+            if not isinstance(model, str | os.PathLike):
+                raise OptionError(f"graph_from: expected the path of a checkpoint, found {type(model).__name__}")
+            bundle = replace_weights(graph_from, model, out=out, allow_ops=allow_ops, overwrite=overwrite)
+            return _with_onnx(bundle, rtol, atol) if onnx else bundle
+        captures = {FORWARD: _captured_model(model, inputs, weights, dtype)}
+    own_files = model_files(next(iter(captures.values())).model)
+    options = ExportOptions(
+        assets=exported_assets(source, own_files | asset_contents, generates=generate is not None),
+        overwrite=overwrite,
+        allow_difference=allow_difference,
     )
-    own_files = model_files(capture.model)
-    asset_contents = exported_assets(source, own_files | asset_contents, generates=generate is not None)
-    options = ExportOptions(assets=asset_contents, overwrite=overwrite, allow_difference=allow_difference)
-    bundle = export_capture(capture, out=out, cut_options=cut_options, options=options)
+    bundle = export_captures(captures, out=out, cut_options=cut_options, options=options)
     return _with_onnx(bundle, rtol, atol) if onnx else bundle
 
 
@@ -305,9 +295,11 @@ def example_inputs(
     return Inputs(args=tuple(args), kwargs=dict(kwargs or {}), dynamic_shapes=dynamic_shapes)
 
 
-def _capture_with_weights(
-    model: object, inputs: Inputs, weights: str | os.PathLike[str], dtype: str | torch.dtype | None
+def _captured_model(
+    model: object, inputs: Inputs, weights: str | os.PathLike[str] | None, dtype: str | torch.dtype | None
 ) -> Capture:
+    if weights is None:
+        return capture_source(model, inputs, dtype=dtype)  # type: ignore[arg-type]
     if dtype is not None:
         raise OptionError(
             "dtype: it is for a Hugging Face folder or hub name: let the function make a module of this dtype"

@@ -4,28 +4,23 @@ The stages are joined to the graph of the whole model, which is cut again. The n
 would have.
 """
 
+import dataclasses
 import os
 from collections.abc import Sequence
 
-from stagepack.bundle_writing import (
-    ModelOrigin,
-    StoredEntryPoint,
-    check_output,
-    further_files,
-    merged_tensors,
-    read_entry_point,
-    write_bundle,
-)
+import msgspec
+
 from stagepack.format.graph import Graph
 from stagepack.format.plan import Plan
 from stagepack.format.reader import Bundle
-from stagepack.format.validate import NamedWeights, check_graph, raise_problems
+from stagepack.format.validate import check_graph, raise_problems
 from stagepack.graph.assembly import join_stages
 from stagepack.opening import BundleSource, errors_name_bundle, opened
 from stagepack.partition.costs import graph_costs
 from stagepack.partition.cut_options import CutOptions, Policy, WeightSharing
 from stagepack.partition.partitioner import Partition, partition_graph
 from stagepack.partition.profile import DeviceProfile, Profile
+from stagepack.stored_bundle import StoredEntryPoint, begin_rewriting, read_entry_point, read_entry_points
 
 
 @errors_name_bundle
@@ -100,24 +95,17 @@ def recut_with_options(
 
     out: the folder to write; it must not exist unless `overwrite` is true, and may then be the bundle itself.
     """
-    replaced_digest = check_output(bundle, out, overwrite=overwrite)
     selected_name = bundle.entry_point.name
-    versions = bundle.check_digests(bundle.files)
-    bundle = bundle.with_graphs_kept()
-    contents, sources = [], []
-    named_weights = NamedWeights()
-    for entry_point in bundle.entry_points:
-        stored = read_entry_point(bundle.select(entry_point.name), versions, named_weights)
-        if entry_point.name == selected_name:
+    builder, versions = begin_rewriting(bundle, out, overwrite=overwrite)
+    for stored in read_entry_points(bundle, versions):
+        content = stored.content
+        if content.entry_point.name == selected_name:
             partition = _cut(stored, cut_options)
-            contents.append(stored.content(cut=partition.cut, plan=partition.plan))
-        else:
-            contents.append(stored.content())
-        sources.append(stored.weights)
-    manifest = bundle.manifest
-    origin = ModelOrigin(producer=manifest.producer, device=manifest.device, files=further_files(bundle))
-    write_bundle(out, contents, merged_tensors(sources), origin, overwrite=overwrite, replaced_digest=replaced_digest)
-    return Bundle(out)
+            edges, plan = partition.cut.edges, partition.plan
+            entry_point = msgspec.structs.replace(content.entry_point, edges=edges, plan=plan)
+            content = dataclasses.replace(content, entry_point=entry_point, stages=partition.cut.stages)
+        builder.add(content, stored.weights)
+    return builder.write()
 
 
 def plan_bundle(bundle: Bundle, cut_options: CutOptions) -> Partition:

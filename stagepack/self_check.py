@@ -29,13 +29,13 @@ from stagepack.errors import (
     warn_caller,
 )
 from stagepack.format.dtypes import TORCH_DTYPES
-from stagepack.format.graph import Graph, Node
+from stagepack.format.graph import Node
 from stagepack.format.operator_permissions import needed_permissions
 from stagepack.format.reader import Bundle
 from stagepack.format.validate import format_names
 from stagepack.format.weights import StoredTensor
 from stagepack.linearize import LinearizedProgram
-from stagepack.linearize.example import example_inputs, run_example
+from stagepack.linearize.example import EXAMPLE_SEED, example_inputs, run_example
 from stagepack.linearize.operators import with_node_location
 from stagepack_loaders.base import PrepareOptions
 from stagepack_loaders.comparison import Difference
@@ -44,7 +44,7 @@ from stagepack_loaders.pipeline import Pipeline
 from stagepack_loaders.preparation import finish_pipeline, prepare_all
 from stagepack_loaders.registry import TORCH_RUNTIME
 from stagepack_loaders.torch.operators import resolve_operators
-from stagepack_loaders.torch.value_check import NodeProblem, value_problems
+from stagepack_loaders.torch.value_check import value_problems
 from stagepack_loaders.torch.weights import WeightCache
 
 _SHOWN_PROBLEMS = 5
@@ -64,19 +64,19 @@ def check_program(program: LinearizedProgram) -> None:
         problems = value_problems(graph, operators)
     if problems:
         position_of_node = {id(node): position for position, node in enumerate(graph.nodes)}
-        shown = [_described(program, problem, position_of_node) for problem in problems[:_SHOWN_PROBLEMS]]
+        shown = [
+            _described(program, node, message, position_of_node.get(id(node)))
+            for node, message in problems[:_SHOWN_PROBLEMS]
+        ]
         raise UnsupportedError("; ".join(shown) + _changed_defaults())
 
 
-def _described(program: LinearizedProgram, problem: NodeProblem, position_of_node: Mapping[int, int]) -> str:
-    node, message = problem
-    position = position_of_node.get(id(node))
+def _described(program: LinearizedProgram, node: Node, message: str, position: int | None) -> str:
+    graph = program.graph
+    sentence = f"{graph.ops[node.op].name}: {message}, so no loader would accept the bundle: {_advice(message)}"
     source = None if position is None else program.sources[position]
-    sentence = f"{program.graph.ops[node.op].name}: {message}, so no loader would accept the bundle: {_advice(message)}"
-    return with_node_location(sentence, source) if source is not None else _in_scope(program.graph, node, sentence)
-
-
-def _in_scope(graph: Graph, node: Node, sentence: str) -> str:
+    if source is not None:
+        return with_node_location(sentence, source)
     path = graph.scopes[node.scope].path if graph.scopes else ""
     return f"{sentence} ({path})" if path else sentence
 
@@ -156,21 +156,21 @@ class LoadedDraft:
         prepared_stages = prepare_all(self._draft, [device], TORCH_RUNTIME, options)
         return finish_pipeline(self._draft, prepared_stages, (), verify=False)
 
-    def run(self, inputs: Mapping[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
+    def run(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the leaves of the answer as tensors on the CPU, as ``output.INDEX``."""
         with refused_by_loaders(), torch.random.fork_rng(range(torch.cuda.device_count())):
             try:
-                answer = self._run(inputs, seed)
+                answer = self._run(inputs)
             except StageFailedError as error:
                 if not isinstance(error.__cause__, torch.OutOfMemoryError):
                     raise
                 self._pipeline = self._load("cpu")
-                answer = self._run(inputs, seed)
+                answer = self._run(inputs)
         return {result_name: tensor.detach().cpu() for result_name, tensor in answer.items()}
 
-    def _run(self, inputs: Mapping[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor]:
+    def _run(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         self._pipeline.reset_state()
-        self._pipeline.seed(seed)
+        self._pipeline.seed(EXAMPLE_SEED)
         return run_on_inputs(self._pipeline, copy.deepcopy(dict(inputs)))
 
     def difference(self, answer: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> Difference:
@@ -178,39 +178,31 @@ class LoadedDraft:
         return compare_results(self._pipeline, answer, expected)
 
 
-def report_difference(capture: Capture, inputs: Sequence[Any], largest: float, *, seed: int, is_allowed: bool) -> None:
+def report_difference(capture: Capture, inputs: Sequence[Any], largest: float, *, is_allowed: bool) -> None:
     """Say that the captured program answers otherwise than the model, and in which module the two part."""
     module = ""
     if capture.model is not None:
-        module = diverging_module(capture.model, capture.program, capture.inputs, inputs, seed)
-    name = capture.model_name
+        module = diverging_module(capture.model, capture.program, capture.inputs, inputs, EXAMPLE_SEED)
     where = f", first in {module}" if module else ""
-    message = (
-        f"{name}: the captured program answers the example otherwise than the model does, by {largest:g}{where}: the model takes another "
-        f"path in eager mode than under torch.export{_changed_defaults()}"
+    _refuse_difference(
+        f"{capture.model_name}: the captured program answers the example otherwise than the model does, by {largest:g}{where}: the model "
+        f"takes another path in eager mode than under torch.export{_changed_defaults()}",
+        change=_FAST_PATH_SWITCH if _FAST_PATH_CLASS in module else "change the model so that both take the same path",
+        consequence="; the bundle has the answer of the captured program",
+        is_allowed=is_allowed,
     )
-    if not is_allowed:
-        change = _FAST_PATH_SWITCH if _FAST_PATH_CLASS in module else "change the model so that both take the same path"
-        raise AnswerDiffersError(
-            f"{message}: {change}, or export it all the same with --allow-difference (in Python allow_difference=True)"
-        )
-    warn_caller(ExportWarning(f"{message}; the bundle has the answer of the captured program"))
 
 
-def check_second_call(capture: Capture, changed: Sequence[str], *, seed: int, is_allowed: bool) -> None:
+def check_second_call(capture: Capture, changed: Sequence[str], *, is_allowed: bool) -> None:
     """Compare two calls of a model that changes attributes of its own, which a bundle does not."""
-    if capture.model is None or are_identical(*run_model_twice(capture.model, capture.inputs, seed=seed)):
+    if capture.model is None or are_identical(*run_model_twice(capture.model, capture.inputs, seed=EXAMPLE_SEED)):
         return
-    message = (
+    _refuse_difference(
         f"{capture.model_name}: a second call answers the example otherwise than the first: a call changes {format_names(changed)}, and "
-        "a bundle answers every call as the first"
+        "a bundle answers every call as the first",
+        change="make it a buffer that the call writes in place (register_buffer)",
+        is_allowed=is_allowed,
     )
-    if not is_allowed:
-        raise AnswerDiffersError(
-            f"{message}: make it a buffer that the call writes in place (register_buffer), or export it all the same with "
-            "--allow-difference (in Python allow_difference=True)"
-        )
-    warn_caller(ExportWarning(message))
 
 
 def check_other_inputs(
@@ -219,7 +211,6 @@ def check_other_inputs(
     program: LinearizedProgram,
     *,
     written: Collection[torch.Tensor],
-    seed: int,
     is_allowed: bool,
 ) -> None:
     """Compare the stages with the model on its example with other properties, where its code asks for these."""
@@ -231,7 +222,7 @@ def check_other_inputs(
             with suppress_warnings():
                 caller = dataclasses.replace(capture, model=other.caller(capture.model))
                 model_answer = run_example(caller, program, written)
-                answer = stages.run(example_inputs(changed, program), seed)
+                answer = stages.run(example_inputs(changed, program))
         except (CaptureError, UnsupportedError):
             continue  # what the model or the stages refuse is no wrong answer
         difference = stages.difference(answer, model_answer)
@@ -246,13 +237,19 @@ def _report_question(
     question = capture.questions[asked]
     where = f" ({question.location})" if question.location else ""
     which = "inputs" if other.position is None else f"the tensor number {other.position + 1} of the inputs"
-    message = (
+    _refuse_difference(
         f"{capture.model_name} asks for the {asked} of its inputs, by {question.function}{where}, which torch.export answers for "
-        f"the example alone: with {which} {other.description}, the model answers otherwise than the captured program, by {largest:g}"
+        f"the example alone: with {which} {other.description}, the model answers otherwise than the captured program, by {largest:g}",
+        change="change the model so that its answer does not depend on it",
+        consequence="; the bundle answers as the captured program does",
+        is_allowed=is_allowed,
     )
+
+
+def _refuse_difference(message: str, *, change: str, consequence: str = "", is_allowed: bool) -> None:
+    """Raise an error that says what to change; or, if the caller allows the difference, warn of it and its consequence."""
     if not is_allowed:
         raise AnswerDiffersError(
-            f"{message}: change the model so that its answer does not depend on it, or export it all the same with --allow-difference (in "
-            "Python allow_difference=True)"
+            f"{message}: {change}, or export it all the same with --allow-difference (in Python allow_difference=True)"
         )
-    warn_caller(ExportWarning(f"{message}; the bundle answers as the captured program does"))
+    warn_caller(ExportWarning(f"{message}{consequence}"))

@@ -13,16 +13,6 @@ from typing import Any, Final
 
 import msgspec
 
-from stagepack.bundle_writing import (
-    ModelOrigin,
-    StoredEntryPoint,
-    check_output,
-    further_files,
-    merged_tensors,
-    read_entry_point,
-    recorded_example,
-    write_bundle,
-)
 from stagepack.capture.adapters import read_adapter
 from stagepack.capture.checkpoint import CheckpointTensor, DataNeededError, DeferredTensors, read_checkpoint
 from stagepack.capture.pretrained_model import load_pretrained, model_files
@@ -31,14 +21,14 @@ from stagepack.capture.source import FORWARD
 from stagepack.capture.source_path import is_model_folder
 from stagepack.capture.weight_names import name_problems, shown, tensors_by_weight_name
 from stagepack.errors import CaptureError
-from stagepack.format.file_writing import FileVersion
 from stagepack.format.graph import Graph, Weight
 from stagepack.format.reader import Bundle
-from stagepack.format.validate import MODEL_CONFIG_NAME, NamedWeights
+from stagepack.format.validate import MODEL_CONFIG_NAME
 from stagepack.format.writer import Pieces, TensorSource
 from stagepack.linearize.example import tensor_source
 from stagepack.linearize.weight_table import dtype_name, is_all_zeros, tensor_bytes
-from stagepack.opening import errors_name_bundle, open_bundle
+from stagepack.opening import errors_name_bundle, opened
+from stagepack.stored_bundle import StoredEntryPoint, begin_rewriting, read_entry_points
 
 # Fields of a configuration that change no answer, or only by weights and buffers, which come from the new model.
 _NOT_COMPUTING: Final = frozenset(
@@ -93,42 +83,33 @@ def replace_weights(
 
     needed_names: the weights that the source must have; others may stay those of the bundle. None for all parameters and buffers.
     """
-    opened = bundle if isinstance(bundle, Bundle) else open_bundle(bundle)
-    replaced_digest = check_output(opened, out, overwrite=overwrite)
+    old_bundle = opened(bundle)
     progress("check the bundle")
-    versions = opened.check_digests(opened.files)
+    builder, versions = begin_rewriting(old_bundle, out, overwrite=overwrite)
     progress("read the checkpoint")
-    weights = _weights_by_name(opened)
+    weights = _weights_by_name(old_bundle)
     new_weights = _open_source(source, weights)
-    _check_settings(opened, new_weights.files, os.fspath(source))
-    replacements = _replacements(opened, weights, new_weights, os.fspath(source), needed_names)
+    _check_settings(old_bundle, new_weights.files, os.fspath(source))
+    replacements = _replacements(old_bundle, weights, new_weights, os.fspath(source), needed_names)
     progress("write")
-    named_weights = NamedWeights()
-    opened = opened.with_graphs_kept()
-    stored_entry_points = [
-        read_entry_point(opened.select(entry_point.name), versions, named_weights)
-        for entry_point in opened.entry_points
-    ]
-    old_tensors = merged_tensors([stored.weights for stored in stored_entry_points])
-
-    def read(stored_name: str) -> Pieces:
-        return _pieces(replacements[stored_name]) if stored_name in replacements else old_tensors.read(stored_name)
+    builder.files = {**builder.files, **new_weights.files}
 
     def record_example(stored: StoredEntryPoint, draft: Bundle) -> TensorSource:
         progress("run the example")
-        return _example_with_new_answer(stored.bundle, versions, draft, allow_ops)
+        return _example_with_new_answer(stored, draft, allow_ops)
 
-    contents = [
-        replace(stored, graphs=tuple(_with_new_zeros(graph, replacements) for graph in stored.graphs)).content(
-            record_example=partial(record_example, stored)
-        )
-        for stored in stored_entry_points
-    ]
-    tensors = TensorSource(specs=old_tensors.specs, read=read)
-    files = {**further_files(opened), **new_weights.files}
-    origin = ModelOrigin(producer=opened.manifest.producer, device=opened.manifest.device, files=files)
-    write_bundle(out, contents, tensors, origin, overwrite=overwrite, replaced_digest=replaced_digest)
-    return Bundle(out)
+    for stored in read_entry_points(old_bundle, versions):
+        graphs = tuple(_with_new_zeros(graph, replacements) for graph in stored.graphs)
+        content = replace(replace(stored, graphs=graphs).content, record_example=partial(record_example, stored))
+        builder.add(content, _with_replacements(stored.weights, replacements))
+    return builder.write()
+
+
+def _with_replacements(old_tensors: TensorSource, replacements: Mapping[str, CheckpointTensor]) -> TensorSource:
+    def read(stored_name: str) -> Pieces:
+        return _pieces(replacements[stored_name]) if stored_name in replacements else old_tensors.read(stored_name)
+
+    return TensorSource(specs=old_tensors.specs, read=read)
 
 
 def _weights_by_name(bundle: Bundle) -> dict[str, Weight]:
@@ -281,18 +262,16 @@ def _with_new_zeros(graph: Graph, replacements: Mapping[str, CheckpointTensor]) 
     )
 
 
-def _example_with_new_answer(
-    bundle: Bundle, versions: Mapping[str, FileVersion], draft: Bundle, allow_ops: Collection[str]
-) -> TensorSource:
+def _example_with_new_answer(stored: StoredEntryPoint, draft: Bundle, allow_ops: Collection[str]) -> TensorSource:
     """The example of a bundle with the answer of the stages with the new weights, whose sizes may depend on these."""
     from stagepack_loaders.example import read_example, run_on_inputs  # noqa: PLC0415 - only this step runs stages
     from stagepack_loaders.load import load  # noqa: PLC0415 - the same
 
-    example = recorded_example(bundle, versions)
+    example = stored.example
     if not example.specs:
         return example
     pipeline = load(draft, allow_ops=allow_ops, verify="manifest")
-    inputs, _ = read_example(pipeline, bundle)
+    inputs, _ = read_example(pipeline, stored.bundle)
     answer = tensor_source(run_on_inputs(pipeline, inputs))
     return TensorSource(
         specs={**example.specs, **answer.specs},

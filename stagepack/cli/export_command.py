@@ -221,7 +221,7 @@ def command(source: str, out: str, **arguments: Any) -> None:
             bundle = export_captures(
                 captures,
                 out=out,
-                cut_options=cut_options,
+                cut_options=dict.fromkeys(captures, cut_options),
                 options=ExportOptions(
                     assets=exported_assets(source, asset_contents, generates=flags.generate is not None),
                     overwrite=flags.overwrite,
