@@ -8,7 +8,7 @@ from typing import Final
 from stagepack.capture.adapters import CONFIGURATION_NAME, read_adapter
 from stagepack.errors import ExportWarning, FileNotListedError, OptionError, OutputExistsError, warn_caller
 from stagepack.format.reader import Bundle
-from stagepack.format.validate import FILE_NAME_PATTERN, MANIFEST_NAME, MODEL_CONFIG_NAME, format_names
+from stagepack.format.rules import FILE_NAME_PATTERN, MANIFEST_NAME, MODEL_CONFIG_NAME, format_names
 from stagepack.format.writer import BundleWriter
 from stagepack.opening import errors_name_bundle, open_bundle
 from stagepack.stored_bundle import further_file_names

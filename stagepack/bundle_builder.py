@@ -13,13 +13,14 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from stagepack.format.chunks import ZERO_DIGEST
-from stagepack.format.codec import encode_graph
+from stagepack.format.codec import ZERO_DIGEST, encode_graph
 from stagepack.format.graph import Graph
-from stagepack.format.manifest import VERSION, EntryPoint, Manifest, Producer, Stage, signature_features
+from stagepack.format.manifest import VERSION, EntryPoint, Manifest, Producer, Stage
 from stagepack.format.operators import ALLOWED_NAMESPACES, operator_namespace
 from stagepack.format.reader import Bundle, check_stages
-from stagepack.format.validate import INDEX_NAME, MODEL_CONFIG_NAME, check_graph, raise_problems
+from stagepack.format.rules import INDEX_NAME, MODEL_CONFIG_NAME, raise_problems
+from stagepack.format.tree import signature_features
+from stagepack.format.validate.graph import check_graph
 from stagepack.format.weights import TensorSpec
 from stagepack.format.writer import BundleWriter, Pieces, TensorSource
 from stagepack.graph.analysis import GraphAnalysis

@@ -20,8 +20,8 @@ from stagepack.capture.source import FORWARD
 from stagepack.errors import CaptureError, ExportWarning, warn_caller
 from stagepack.format.file_writing import Piece
 from stagepack.format.manifest import EntryPoint, Producer
-from stagepack.format.operator_permissions import bundle_permissions, needed_permissions
-from stagepack.format.reader import Bundle
+from stagepack.format.operators import needed_permissions
+from stagepack.format.reader import Bundle, bundle_permissions
 from stagepack.format.shapes import Symbol
 from stagepack.format.writer import TensorSource, check_output_path
 from stagepack.graph.analysis import GraphAnalysis

@@ -18,9 +18,8 @@ from stagepack.capture.programs import Capture
 from stagepack.capture.source import FORWARD, capture_source, capture_with_checkpoint, pretrained_inputs
 from stagepack.errors import ExportWarning, OptionError, warn_caller
 from stagepack.exporter import ExportOptions, export_captures
-from stagepack.format.operator_permissions import bundle_permissions
-from stagepack.format.plan import Plan
-from stagepack.format.reader import Bundle
+from stagepack.format.manifest import Plan
+from stagepack.format.reader import Bundle, bundle_permissions
 from stagepack.format.writer import check_output_path
 from stagepack.partition.cut_options import CutOptions, Policy, WeightSharing
 from stagepack.partition.profile import DeviceProfile, Profile

@@ -5,9 +5,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from stagepack.errors import OptionError
-from stagepack.format.plan import Plan
+from stagepack.format.manifest import Plan
 from stagepack.format.reader import Bundle
-from stagepack.format.validate import MANIFEST_NAME
+from stagepack.format.rules import MANIFEST_NAME
 from stagepack.opening import opened, split_entry_point
 from stagepack.partition.cut_options import CutOptions, Policy, WeightSharing
 from stagepack.partition.profile import DeviceProfile, Profile

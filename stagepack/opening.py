@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from stagepack.errors import DigestError, NotABundleError, OptionError, Problem, named_errors
+from stagepack.errors import NotABundleError, OptionError, named_errors
 from stagepack.extras import explain_missing_packages
 from stagepack.format.chunks import ByteProgress
 from stagepack.format.reader import Bundle
-from stagepack.format.validate import DIGEST_PATTERN, MANIFEST_NAME
+from stagepack.format.rules import DIGEST_PATTERN, MANIFEST_NAME, rule_error
 from stagepack.remote.url import BundleUrl, is_url
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ def _open_location(
             ) from None
     if digest not in (None, bundle.digest):
         message = f"expected the bundle of the digest {digest}, found {bundle.digest}: correct the digest or the path"
-        raise DigestError([Problem(rule="D3", where=str(bundle.path / MANIFEST_NAME), message=message)])
+        raise rule_error("D3", str(bundle.path / MANIFEST_NAME), message)
     return bundle
 
 

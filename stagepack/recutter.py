@@ -11,9 +11,10 @@ from collections.abc import Sequence
 import msgspec
 
 from stagepack.format.graph import Graph
-from stagepack.format.plan import Plan
+from stagepack.format.manifest import Plan
 from stagepack.format.reader import Bundle
-from stagepack.format.validate import check_graph, raise_problems
+from stagepack.format.rules import raise_problems
+from stagepack.format.validate.graph import check_graph
 from stagepack.graph.assembly import join_stages
 from stagepack.opening import BundleSource, errors_name_bundle, opened
 from stagepack.partition.costs import graph_costs

@@ -13,9 +13,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from stagepack.errors import GroupError, OptionError, WriteError
-from stagepack.format.operator_permissions import bundle_permissions
-from stagepack.format.reader import Bundle
-from stagepack.format.temporary_folder import TemporaryFolder
+from stagepack.format.output_file import TemporaryFolder
+from stagepack.format.reader import Bundle, bundle_permissions
 from stagepack.format.writer import check_output_path
 from stagepack.weight_replacement import replace_weights
 from stagepack_loaders.pipeline import CallablePipeline, Pipeline

@@ -30,9 +30,9 @@ from stagepack.errors import (
 )
 from stagepack.format.dtypes import TORCH_DTYPES
 from stagepack.format.graph import Node
-from stagepack.format.operator_permissions import needed_permissions
+from stagepack.format.operators import needed_permissions
 from stagepack.format.reader import Bundle
-from stagepack.format.validate import format_names
+from stagepack.format.rules import format_names
 from stagepack.format.weights import StoredTensor
 from stagepack.linearize import LinearizedProgram
 from stagepack.linearize.example import EXAMPLE_SEED, example_inputs, run_example

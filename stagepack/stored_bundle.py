@@ -10,7 +10,8 @@ from stagepack.format.dtypes import TORCH_DTYPES
 from stagepack.format.file_writing import FileRange, FileVersion
 from stagepack.format.graph import Graph, Weight
 from stagepack.format.reader import Bundle
-from stagepack.format.validate import INDEX_NAME, NamedWeights, check_example, raise_problems
+from stagepack.format.rules import INDEX_NAME, raise_problems
+from stagepack.format.validate.files import NamedWeights, check_example
 from stagepack.format.weights import StoredTensor, TensorSpec, read_weight_header
 from stagepack.format.writer import Pieces, TensorSource, check_output_path
 from stagepack.partition.partitioner import CutStage

@@ -23,7 +23,7 @@ from stagepack.capture.weight_names import name_problems, shown, tensors_by_weig
 from stagepack.errors import CaptureError
 from stagepack.format.graph import Graph, Weight
 from stagepack.format.reader import Bundle
-from stagepack.format.validate import MODEL_CONFIG_NAME
+from stagepack.format.rules import MODEL_CONFIG_NAME
 from stagepack.format.writer import Pieces, TensorSource
 from stagepack.linearize.example import tensor_source
 from stagepack.linearize.weight_table import dtype_name, is_all_zeros, tensor_bytes

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 import stagepack
-from stagepack.format.chunk_reading import FileRead, read_chunks
+from stagepack.format.chunks import FileRead, read_chunks
 from tools.benchmark_results import BenchmarkResults, add_json_option, benchmark_results
 from tools.load_programs import BUNDLE, CHECKPOINT, PROGRAM, PROGRAMS, WEIGHTS, WIDTH, Layers, is_installed
 from tools.page_cache import evict, resident_share, warm_up

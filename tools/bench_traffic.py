@@ -23,8 +23,8 @@ from transformers import (
 from stagepack.capture.inputs import Inputs
 from stagepack.capture.source import capture_source
 from stagepack.exporter import plan_capture
-from stagepack.format.example_sizes import example_sizes, value_bytes
-from stagepack.format.shapes import evaluate_dim
+from stagepack.format.graph import value_bytes
+from stagepack.format.shapes import evaluate_dim, example_sizes
 from stagepack.partition.cut_options import CutOptions
 from tools import pipelining
 from tools.benchmark_results import ResultTable, add_json_option, benchmark_results

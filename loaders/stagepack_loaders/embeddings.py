@@ -14,10 +14,10 @@ import numpy
 from msgspec import Struct
 
 from stagepack.errors import InputError
-from stagepack.format.codec import JSON_ERRORS
 from stagepack.format.limits import Int64
 from stagepack.format.manifest import Edge, EntryPoint
 from stagepack.format.reader import Bundle
+from stagepack.format.rules import JSON_ERRORS
 from stagepack.format.tree import DictTree, ValueLeaf
 from stagepack_loaders.base import ArrayOps
 from stagepack_loaders.elements import ELEMENT_DTYPES, Array

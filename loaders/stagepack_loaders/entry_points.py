@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from stagepack.errors import EntryPointError, InputError, OptionError
 from stagepack.format.reader import Bundle
-from stagepack.format.validate import format_names
+from stagepack.format.rules import format_names
 from stagepack.opening import BundleSource, TrustedSigners, errors_name_bundle
 from stagepack_loaders.base import Compile, PrepareOptions, Verify
 from stagepack_loaders.call_limits import Limits, checked_limits, value_limit

@@ -13,6 +13,7 @@ from stagepack.format.dtypes import SCALAR_DTYPES, STORED_AS_BYTES
 from stagepack.format.manifest import Edge, EntryPoint
 from stagepack.format.output_file import output_file
 from stagepack.format.reader import Bundle
+from stagepack.format.rules import PADDING_PREFIX
 from stagepack.format.tree import (
     ConstantLeaf,
     NonFiniteLeaf,
@@ -21,8 +22,8 @@ from stagepack.format.tree import (
     flatten_tree,
     unflatten_tree,
 )
-from stagepack.format.validate.example import INPUT_PREFIX, OUTPUT_PREFIX, example_edges
-from stagepack.format.weights import PADDING_PREFIX, read_weight_header
+from stagepack.format.validate.files import INPUT_PREFIX, OUTPUT_PREFIX, example_edges
+from stagepack.format.weights import read_weight_header
 from stagepack_loaders.base import ArrayOps
 from stagepack_loaders.comparison import Difference, Tolerance, combine_differences, compare_arrays
 from stagepack_loaders.elements import ELEMENT_DTYPES

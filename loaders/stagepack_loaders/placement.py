@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from stagepack.errors import DeviceError, OptionError
-from stagepack.format.example_sizes import example_sizes, value_bytes
+from stagepack.format.graph import value_bytes
 from stagepack.format.manifest import EntryPoint
+from stagepack.format.shapes import example_sizes
 from stagepack.partition.costs import REFERENCE_LINK
 from stagepack.partition.solver import CostSequence, SharedCost, split_sequence
 

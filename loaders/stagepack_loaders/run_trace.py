@@ -18,8 +18,8 @@ import msgspec
 from msgspec import Meta, Struct
 
 from stagepack.errors import InputError
-from stagepack.format.codec import JSON_ERRORS
 from stagepack.format.output_file import output_file
+from stagepack.format.rules import JSON_ERRORS
 
 # compute: a stage runs. wait: a thread has nothing to do before values come. transfer: values are sent, received or converted.
 SpanKind = Literal["compute", "wait", "transfer"]

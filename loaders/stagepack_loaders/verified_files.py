@@ -27,7 +27,7 @@ from typing import Final
 
 from blake3 import blake3
 
-from stagepack.format.manifest import File
+from stagepack.format.chunks import File
 
 # How long the record of another start is kept after its last entry: machines may share a home folder.
 _KEPT_SECONDS: Final = 30 * 86_400

@@ -17,13 +17,12 @@ from typing import Final, Protocol
 
 import numpy
 
-from stagepack.errors import DigestError, Problem
+from stagepack.errors import Problem
 from stagepack.format.bundle_files import FileSource
-from stagepack.format.chunk_reading import FileRead, read_chunks
-from stagepack.format.chunks import ByteProgress
-from stagepack.format.file_checks import FILE_GROUP, open_plain_file, raise_digest_problems
-from stagepack.format.manifest import File
+from stagepack.format.chunks import ByteProgress, File, FileRead, read_chunks
+from stagepack.format.file_checks import FILE_GROUP, open_plain_file
 from stagepack.format.reader import Bundle
+from stagepack.format.rules import raise_problems, rule_error
 from stagepack.format.weights import StoredTensor, parse_weight_header
 from stagepack_loaders.file_leases import has_lease, map_with_lease
 from stagepack_loaders.mapped_memory import new_memory
@@ -54,7 +53,7 @@ def map_weight_file(path: Path) -> WeightFile:
             content = new_memory(os.fstat(file.fileno()).st_size)
             if file.readinto(content) < len(content):
                 message = "the file was cut short while it was read"
-                raise DigestError([Problem(rule="D1", where=path.name, message=message)])
+                raise rule_error("D1", path.name, message)
         return _weight_file(content, path.name)
 
 
@@ -79,7 +78,7 @@ def open_weight_files(
     contents, problems = _read_in_groups(entries, read_group)
     if bundle.replace_damaged(problems):
         contents, problems = _read_in_groups(entries, read_group)
-    raise_digest_problems(problems)
+    raise_problems(problems)
     return {file_name: _weight_file(content, file_name) for file_name, content in contents.items()}
 
 
@@ -219,11 +218,11 @@ class FolderReader:
                 length = os.preadv(descriptor, [memory[position:]], start + position)
                 if not length:
                     message = f"the file ends in the bytes {start} to {start + len(memory)}"
-                    raise DigestError([Problem(rule="D1", where=file_name, message=message)])
+                    raise rule_error("D1", file_name, message)
                 position += length
         except OSError as error:
             message = f"the file cannot be read: {error.strerror}"
-            raise DigestError([Problem(rule="D1", where=file_name, message=message)]) from None
+            raise rule_error("D1", file_name, message) from None
 
     def _read_direct(self, file_name: str, start: int, memory: memoryview) -> int:
         """Read past the page cache the part of a range that is not in it. Return the number of bytes that were read."""

@@ -17,7 +17,7 @@ from stagepack.capture.module_inputs import automatic_shapes, record_module_inpu
 from stagepack.capture.pretrained_model import is_transformers_model
 from stagepack.capture.programs import Capture, capture_module
 from stagepack.errors import CaptureError, OptionError
-from stagepack.format.validate.names import is_identifier
+from stagepack.format.rules import is_identifier
 
 
 def capture_entry_points(model: torch.nn.Module, inputs: Mapping[str, Inputs]) -> dict[str, Capture]:

@@ -26,7 +26,7 @@ from stagepack.capture.source_path import check_model_path
 from stagepack.capture.torch_messages import format_torch_error
 from stagepack.capture.transformers_package import import_transformers, quiet_libraries
 from stagepack.errors import CaptureError, OptionError
-from stagepack.format.validate import MODEL_CONFIG_NAME
+from stagepack.format.rules import MODEL_CONFIG_NAME
 from stagepack.format.weights import ALIGNMENT
 from stagepack.torch_internals import replaced_checkpoint_tensors
 

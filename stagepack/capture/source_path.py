@@ -7,7 +7,7 @@ from typing import Any, Final
 from stagepack.errors import CaptureError
 from stagepack.extras import explain_missing_packages
 from stagepack.format.file_checks import near_path_hint
-from stagepack.format.validate import MANIFEST_NAME, MODEL_CONFIG_NAME
+from stagepack.format.rules import MANIFEST_NAME, MODEL_CONFIG_NAME
 
 # What sentence-transformers runs one after the other.
 MODULES_FILE: Final = "modules.json"

@@ -16,13 +16,11 @@ import msgspec
 
 from stagepack.cli.output import count_of, format_bytes, format_flops, format_time, print_line, print_table
 from stagepack.cli.run_options import print_trace
-from stagepack.format.example_sizes import example_sizes, value_bytes
-from stagepack.format.graph import Graph
-from stagepack.format.manifest import Edge, Stage, format_inputs
-from stagepack.format.operator_permissions import needed_permissions
-from stagepack.format.plan import Plan
+from stagepack.format.graph import Graph, value_bytes
+from stagepack.format.manifest import Edge, Plan, Stage, format_inputs
+from stagepack.format.operators import needed_permissions
 from stagepack.format.reader import Bundle
-from stagepack.format.shapes import Symbol, format_guard, format_range, format_shape
+from stagepack.format.shapes import Symbol, example_sizes, format_guard, format_range, format_shape
 from stagepack.format.tree import output_names, value_names
 from stagepack.graph.analysis import GraphAnalysis
 from stagepack.graph.repeats import Repeat, find_repeats

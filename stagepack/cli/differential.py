@@ -12,7 +12,7 @@ from stagepack.capture.programs import Capture
 from stagepack.capture.torch_messages import suppress_warnings
 from stagepack.errors import CutError, StagepackError
 from stagepack.exporter import ExportOptions, export_capture
-from stagepack.format.operator_permissions import needed_permissions
+from stagepack.format.operators import needed_permissions
 from stagepack.format.reader import Bundle
 from stagepack.format.traversal import random_nodes
 from stagepack.onnx.add import add_onnx

@@ -22,8 +22,7 @@ from stagepack.cli.path_options import BundleType, PathType
 from stagepack.cli.run_options import dtype_option, json_option, tolerance_options
 from stagepack.cli.termination import orderly_termination
 from stagepack.extras import require_extras
-from stagepack.format.operator_permissions import bundle_permissions
-from stagepack.format.reader import Bundle
+from stagepack.format.reader import Bundle, bundle_permissions
 from stagepack.format.writer import check_output_path
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import click
 from stagepack.cli.failures import fail
 from stagepack.extras import require_extras
 from stagepack.format.reader import Bundle
-from stagepack.format.validate import MANIFEST_NAME
+from stagepack.format.rules import MANIFEST_NAME
 from stagepack.opening import open_bundle, split_entry_point
 from stagepack.remote.url import BundleUrl, is_url
 

@@ -30,9 +30,8 @@ from stagepack.cli.path_options import PathType, digest_option, is_bundle, open_
 from stagepack.cli.run_options import dtype_option
 from stagepack.cli.stage_diagram import graphviz_lines, mermaid_lines
 from stagepack.format.graph import Graph
-from stagepack.format.manifest import Edge
+from stagepack.format.manifest import Edge, Plan
 from stagepack.format.output_file import check_output_file
-from stagepack.format.plan import Plan
 from stagepack.format.reader import Bundle
 from stagepack.format.shapes import Symbol
 from stagepack.format.tree import value_names

@@ -10,7 +10,7 @@ from stagepack.cli.output import byte_progress, print_json, print_line
 from stagepack.cli.path_options import PathType, bundle_argument, open_argument
 from stagepack.cli.run_options import json_option
 from stagepack.extras import explain_missing_packages
-from stagepack.format.validate import SIGNATURE_NAME
+from stagepack.format.rules import SIGNATURE_NAME
 from stagepack.remote.url import is_url
 
 

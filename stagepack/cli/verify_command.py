@@ -20,7 +20,7 @@ from stagepack.cli.run_options import (
 )
 from stagepack.errors import FormatError, SignatureError
 from stagepack.format.reader import Bundle
-from stagepack.format.validate import format_names
+from stagepack.format.rules import format_names
 from stagepack.opening import verify_bundle
 from stagepack_loaders.comparison import Difference, combine_differences
 

@@ -4,39 +4,47 @@
 """
 
 import copy
+import errno
 import os
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Final, Protocol, Self
 
-from stagepack.errors import DigestError, FileNotListedError, LimitError, Problem, StagepackError
+from stagepack.errors import DigestError, FileNotListedError, NotABundleError, Problem, StagepackError
 from stagepack.format import limits
-from stagepack.format.chunks import ByteProgress, check_content
+from stagepack.format.chunks import ByteProgress, File, check_content
+from stagepack.format.codec import parse_manifest
 from stagepack.format.file_checks import (
+    NotPlainFileError,
     check_digests,
+    near_path_hint,
     open_plain_file,
-    raise_digest_problems,
+    read_limited,
     read_listed_file,
     read_plain_file,
 )
 from stagepack.format.file_writing import FileVersion
-from stagepack.format.manifest import File
-from stagepack.format.manifest_reader import read_manifest
-from stagepack.format.validate import MANIFEST_NAME, SIGNATURE_NAME, format_names
+from stagepack.format.manifest import Manifest
+from stagepack.format.rules import (
+    MANIFEST_NAME,
+    MODEL_CONFIG_NAME,
+    SIGNATURE_NAME,
+    format_names,
+    raise_problems,
+    rule_error,
+)
 from stagepack.format.weights import StoredTensor, parse_header_bytes, parse_weight_header
+
+# What opening a file fails with if there is none, or a link to itself or a socket.
+_NO_PLAIN_FILE: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO})
 
 
 class FileStream(Protocol):
     """A handle of files that are being downloaded. It is used by several threads at a time."""
 
     def read_into(self, file_name: str, start: int, memory: memoryview) -> None:
-        """Fill memory with the bytes of a file, when they have arrived.
-
-        Args:
-            file_name: the name of the file.
-            start: the first byte.
-            memory: writeable memory, as long as the range.
+        """Fill memory with the bytes of a file from `start` on, when they have arrived.
 
         Raises:
             RemoteError: the file cannot be downloaded.
@@ -66,9 +74,6 @@ class FileSource(Protocol):
     def fetch(self, entries: Sequence[File]) -> None:
         """Return when the folder has these files.
 
-        Args:
-            entries: their manifest entries.
-
         Raises:
             RemoteError: a file cannot be downloaded.
             DigestError: a file differs from the manifest.
@@ -76,11 +81,7 @@ class FileSource(Protocol):
         """
 
     def stream(self, entries: Sequence[File]) -> FileStream:
-        """Begin to bring files into the folder, and return at once. The bytes can be read when they arrive.
-
-        Args:
-            entries: their manifest entries, in the order in which they are needed.
-        """
+        """Begin to bring files into the folder, in the order in which they are needed, and return at once."""
 
     def read_signature(self) -> bytes | None:
         """Return the content of the signature file, which the manifest does not list; None if there is none.
@@ -91,11 +92,39 @@ class FileSource(Protocol):
         """
 
     def discard(self, entries: Sequence[File]) -> None:
-        """Remove damaged files from the folder, so that `fetch` brings them again.
+        """Remove damaged files from the folder, so that `fetch` brings them again."""
 
-        Args:
-            entries: their manifest entries.
-        """
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read the manifest of the bundle in a folder."""
+    path = folder / MANIFEST_NAME
+    try:
+        content = read_limited(path, limits.MANIFEST_BYTES)
+    except OSError as error:
+        if isinstance(error, NotPlainFileError) or error.errno in _NO_PLAIN_FILE:
+            expected = f"{folder}: not a stagepack bundle: expected a folder with a file {MANIFEST_NAME}"
+            raise NotABundleError(f"{expected}, found {_found_at(folder, path)} [M1]") from None
+        raise NotABundleError(f"{path}: cannot be read: {error.strerror or error} [M1]") from None
+    return parse_manifest(content, str(path))
+
+
+def _found_at(folder: Path, manifest_path: Path) -> str:
+    """What is at a path that is no bundle."""
+    if not os.path.lexists(folder):
+        if ":/" in str(folder):
+            return "no such path: stagepack.open and stagepack.load take a URL"
+        return f"no such path{near_path_hint(folder, f'*/{MANIFEST_NAME}')}"
+    if manifest_path.is_symlink():
+        return f"a link to {os.readlink(manifest_path)[:200]!r}, which is no file"
+    if folder.is_symlink() and not folder.exists():
+        return "a link that leads nowhere"
+    if not folder.is_dir():
+        return f"a file: give its folder {folder.parent}" if folder.name == MANIFEST_NAME else "a file"
+    if os.path.lexists(manifest_path):
+        return "something else of this name"
+    if any((folder / file_name).exists() for file_name in (MODEL_CONFIG_NAME, "modules.json")):
+        return "the folder of a Hugging Face model: write its bundle by stagepack export"
+    return "a folder without it"
 
 
 class BundleFiles:
@@ -147,13 +176,12 @@ class BundleFiles:
         """
         entry = self._entry(file_name)
         if entry.size > max_bytes:
-            message = f"expected at most {max_bytes} bytes, found {entry.size}"
-            raise LimitError([Problem(rule="L1", where=file_name, message=message)])
+            raise rule_error("L1", file_name, f"expected at most {max_bytes} bytes, found {entry.size}")
         self.fetch([file_name])
         content, problems = self._read_content(entry)
         if self.replace_damaged(problems):
             content, problems = self._read_content(entry)
-        raise_digest_problems(problems)
+        raise_problems(problems)
         return content
 
     def _read_content(self, entry: File) -> tuple[bytes, list[Problem]]:
@@ -191,7 +219,7 @@ class BundleFiles:
         """
         versions: dict[str, FileVersion] = {}
         entries = [self._entry(file_name) for file_name in file_names]
-        raise_digest_problems(self.digest_problems(entries, progress, versions))
+        raise_problems(self.digest_problems(entries, progress, versions))
         return versions
 
     def unlisted_files(self) -> list[str]:
@@ -305,24 +333,21 @@ class BundleFiles:
             RemoteError, WriteError: see `fetch`.
         """
         file_names = tuple(file_names)
-        if stream is not None:
-            return [(file_name, self._read_arriving_header(file_name, stream)) for file_name in file_names]
-        self.fetch(file_names)
-        headers = []
-        for file_name in file_names:
-            with open_plain_file(self.path, self._entry(file_name)) as file:
-                headers.append((file_name, parse_weight_header(file, file_name)))
-        return headers
+        if stream is None:
+            self.fetch(file_names)
+        return [(file_name, self._read_header(self._entry(file_name), stream)) for file_name in file_names]
 
-    def _read_arriving_header(self, file_name: str, stream: FileStream) -> dict[str, StoredTensor]:
+    def _read_header(self, entry: File, stream: FileStream | None) -> dict[str, StoredTensor]:
+        if stream is None:
+            with open_plain_file(self.path, entry) as file:
+                return parse_weight_header(file, entry.name)
         position = 0
 
         def read(byte_count: int) -> bytes:
             nonlocal position
             content = bytearray(min(byte_count, entry.size - position))
-            stream.read_into(file_name, position, memoryview(content))
+            stream.read_into(entry.name, position, memoryview(content))
             position += len(content)
             return bytes(content)
 
-        entry = self._entry(file_name)
-        return parse_header_bytes(read, entry.size, file_name)
+        return parse_header_bytes(read, entry.size, entry.name)

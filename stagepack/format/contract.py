@@ -13,7 +13,7 @@ from typing import Any
 from stagepack.errors import InputError
 from stagepack.format.dtypes import SCALAR_DTYPES
 from stagepack.format.graph import Value
-from stagepack.format.manifest import Edge, Parameter, Signature
+from stagepack.format.manifest import Edge
 from stagepack.format.shapes import (
     Dim,
     Expr,
@@ -32,6 +32,8 @@ from stagepack.format.tree import (
     UNUSED_VALUE,
     ConstantLeaf,
     NonFiniteLeaf,
+    Parameter,
+    Signature,
     ValueLeaf,
     constant_identity,
     constant_value,

@@ -10,11 +10,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
-from stagepack.errors import DigestError, LimitError, Problem, StagepackError
-from stagepack.format.chunk_reading import FileRead, read_chunks
-from stagepack.format.chunks import ByteProgress
+from stagepack.errors import DigestError, Problem, StagepackError
+from stagepack.format.chunks import ByteProgress, File, FileRead, read_chunks
 from stagepack.format.file_writing import FileVersion, file_version
-from stagepack.format.manifest import File
+from stagepack.format.rules import raise_problems, rule_error
 
 # Files that are open at the same time. Processes may often have no more than 1,024, or 256.
 FILE_GROUP: Final = 64
@@ -70,15 +69,15 @@ def open_regular_file(path: Path) -> io.FileIO:
 
 def open_plain_file(folder: Path, entry: File) -> io.FileIO:
     """Open a file of a bundle for reading, and compare its size with the manifest (D1)."""
-    raise_digest_problems(check_size(folder, entry))
+    raise_problems(check_size(folder, entry))
     try:
         file = open_regular_file(folder / entry.name)
     except OSError as error:
-        raise DigestError([Problem(rule="D1", where=entry.name, message=error.strerror or str(error))]) from None
+        raise rule_error("D1", entry.name, error.strerror or str(error)) from None
     # What was opened may be another file than the one whose size was compared.
     if os.fstat(file.fileno()).st_size != entry.size:
         file.close()
-        raise DigestError([Problem(rule="D1", where=entry.name, message="the file was changed while it was opened")])
+        raise rule_error("D1", entry.name, "the file was changed while it was opened")
     return file
 
 
@@ -88,10 +87,10 @@ def read_listed_file(folder: Path, entry: File) -> bytes:
         with open_plain_file(folder, entry) as file:
             content = _read_up_to(file, entry.size + 1)
     except OSError as error:
-        raise DigestError([Problem(rule="D1", where=entry.name, message=error.strerror or str(error))]) from None
+        raise rule_error("D1", entry.name, error.strerror or str(error)) from None
     if len(content) != entry.size:
         message = f"expected {entry.size} bytes, found {len(content)}: the file was changed while it was read"
-        raise DigestError([Problem(rule="D1", where=entry.name, message=message)])
+        raise rule_error("D1", entry.name, message)
     return content
 
 
@@ -103,7 +102,7 @@ def read_plain_file(folder: Path, file_name: str, max_bytes: int) -> bytes | Non
         return None
     except OSError as error:
         message = f"expected a plain file: {error.strerror}"
-        raise DigestError([Problem(rule="D1", where=file_name, message=message)]) from None
+        raise rule_error("D1", file_name, message) from None
 
 
 def read_limited(path: Path, max_bytes: int) -> bytes:
@@ -112,7 +111,7 @@ def read_limited(path: Path, max_bytes: int) -> bytes:
         file_size = os.fstat(file.fileno()).st_size
         if file_size > max_bytes:
             message = f"expected at most {max_bytes} bytes, found {file_size}"
-            raise LimitError([Problem(rule="L1", where=path.name, message=message)])
+            raise rule_error("L1", path.name, message)
         return _read_up_to(file, file_size)
 
 
@@ -149,12 +148,6 @@ def check_digests(
             for problem in read_chunks(reads, compare=True, progress=progress):
                 problem_of_file[problem.where] = problem
     return [problem for problem in problem_of_file.values() if problem is not None]
-
-
-def raise_digest_problems(problems: list[Problem]) -> None:
-    """Raise one error with all the problems, if there are any."""
-    if problems:
-        raise DigestError(problems)
 
 
 def near_path_hint(path: str | os.PathLike[str], pattern: str = "*") -> str:

@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from stagepack.format.chunks import CHUNK_BYTES, ByteProgress, chunk_digest, file_entry
-from stagepack.format.manifest import File
+from stagepack.format.chunks import CHUNK_BYTES, ByteProgress, File, chunk_digest, file_entry
 from stagepack.format.threads import usable_cpu_count
 
 # More do not write faster, and each has a buffer of one chunk.

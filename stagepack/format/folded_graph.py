@@ -18,7 +18,6 @@ from typing import NamedTuple, TypeVar
 from msgspec import Struct
 from msgspec.structs import replace
 
-from stagepack.errors import FormatError, LimitError, Problem
 from stagepack.format import limits
 from stagepack.format.graph import (
     Argument,
@@ -34,6 +33,7 @@ from stagepack.format.graph import (
     Weight,
 )
 from stagepack.format.limits import Int64
+from stagepack.format.rules import rule_error
 from stagepack.format.shapes import Symbol, rename_symbols, symbol_names
 from stagepack.format.traversal import input_names, leaf_arguments, map_arguments, map_node_arguments, sort_module_calls
 from stagepack.format.tree import value_names
@@ -297,9 +297,9 @@ def unfold_graph(folded: FoldedGraph, file_name: str = "", *, module_calls: bool
         steps = list(_Unfolding(folded.regions, module_calls=module_calls).steps(folded))
         added_calls = [rename_module_call(call, step.filled_names.__getitem__) for step in steps for call in step.calls]
     except TemplateError as error:
-        raise FormatError([Problem(rule="F5", where=file_name, message=str(error))]) from None
+        raise rule_error("F5", file_name, str(error)) from None
     except _TooManyCharactersError as error:
-        raise LimitError([Problem(rule="L1", where=file_name, message=str(error))]) from None
+        raise rule_error("L1", file_name, str(error)) from None
     # All steps of one region call have one list of scopes. A region call may have as many steps as scopes.
     scope_lists = {id(step.scopes): step.scopes for step in steps}
     scopes = sorted({*folded.scopes, *(scope for listed in scope_lists.values() for scope in listed)}, key=_scope_order)

@@ -4,13 +4,21 @@ A graph is pure data. Operators, scopes and contexts are entries of tables, and 
 identifier and is defined once (static single assignment).
 """
 
+import math
+from collections.abc import Mapping
 from typing import Literal
 
 from msgspec import Struct
 
+from stagepack.format.dtypes import ITEM_SIZE, SCALAR_DTYPES
 from stagepack.format.limits import Int64
-from stagepack.format.manifest import Signature
-from stagepack.format.shapes import Dim, Symbol
+from stagepack.format.shapes import Dim, Symbol, evaluate_dim
+from stagepack.format.tree import Signature
+
+# Counted for a symbolic scalar, and for a value whose size cannot be computed.
+_SCALAR_BYTES = 8
+# No memory has more; a stranger's bundle may state dimensions whose product is larger than any number of a file.
+_MAX_BYTES = 2**53
 
 
 class Value(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -27,6 +35,17 @@ class Value(Struct, frozen=True, kw_only=True, omit_defaults=True):
     dtype: str
     shape: tuple[Dim, ...] = ()
     expr: Dim | None = None
+
+
+def value_bytes(value: Value, sizes: Mapping[str, int]) -> int:
+    """Return the size of a value in bytes, at most 2**53; 8 for a symbolic scalar and for a shape that cannot be evaluated."""
+    if value.dtype in SCALAR_DTYPES:
+        return _SCALAR_BYTES
+    try:
+        element_count = math.prod(evaluate_dim(dim, sizes) for dim in value.shape)
+    except (ArithmeticError, KeyError):
+        return _SCALAR_BYTES
+    return min(max(0, element_count) * ITEM_SIZE.get(value.dtype, 8), _MAX_BYTES)
 
 
 class Weight(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -65,6 +84,11 @@ class Weight(Struct, frozen=True, kw_only=True, omit_defaults=True):
     def owned_names(self) -> tuple[str, ...]:
         """Its names, and that of the stored tensor: another weight with one of them has the same memory."""
         return self.names if self.base is None else (*self.names, self.base)
+
+    @property
+    def zero_bytes(self) -> int:
+        """The bytes of a weight of zeros, which no file has; 0 for other weights."""
+        return math.prod(self.shape) * ITEM_SIZE.get(self.dtype, 1) if self.zeros else 0
 
 
 class ValueArg(Struct, frozen=True, array_like=True, tag="value"):

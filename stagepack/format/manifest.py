@@ -1,18 +1,20 @@
 """The manifest: the root of a bundle, `manifest.json` (SPEC section 4).
 
 - The format version that this code writes, and the versions and features that it reads (SPEC M1 to M3).
-- The signature of a model or a module (SPEC section 6).
+- The plan: the nodes of each stage, and the estimated costs of one call at the sizes of the example (SPEC M13).
 """
 
-from collections.abc import Callable, Iterable
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Literal
 
 from msgspec import Struct
-from msgspec.structs import replace
 
+from stagepack.format.chunks import File
+from stagepack.format.graph import Value
 from stagepack.format.limits import Int64
-from stagepack.format.plan import Plan, Run, run_members
-from stagepack.format.shapes import Dim, Guard, Symbol, format_shape
-from stagepack.format.tree import ObjectTree, Tree, child_trees, rename_values
+from stagepack.format.shapes import Guard, Symbol, format_shape
+from stagepack.format.tree import Signature
 
 MAJOR = 1
 MINOR = 0
@@ -21,53 +23,73 @@ VERSION = f"{MAJOR}.{MINOR}"
 FEATURES: frozenset[str] = frozenset({"named_tuples"})
 
 
-class Parameter(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One parameter of a call.
+# Consecutive nodes of the whole model: the number of the first node, and the number of nodes.
+Run = tuple[Int64, Int64]
+
+
+def to_runs(node_numbers: Iterable[int]) -> tuple[Run, ...]:
+    """Return ascending numbers as runs of consecutive numbers.
+
+    Law: ``list(run_members(to_runs(node_numbers))) == list(node_numbers)``.
+
+    node_numbers: ascending numbers without duplicates.
+    """
+    groups = itertools.groupby(enumerate(node_numbers), key=lambda pair: pair[1] - pair[0])
+    member_lists = ([node_number for _, node_number in group] for _, group in groups)
+    return tuple((members[0], len(members)) for members in member_lists)
+
+
+def run_members(runs: Iterable[Run]) -> Iterator[int]:
+    """Yield the numbers in runs, in order. This is the inverse of `to_runs`."""
+    return itertools.chain.from_iterable(range(first, first + count) for first, count in runs)
+
+
+class PlannedStage(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One stage of a plan.
 
     Attributes:
-        name: the name of the parameter.
-        tree: the containers and leaves of its argument.
-        positional: whether it may be given by position. Positional parameters come first, in order.
-        keyword: whether it may be given by name.
+        nodes: the nodes of the whole model that are assigned to the stage.
+        module: the path of the module of its first node, for display.
+        weight_bytes: bytes of its weights.
+        flops: floating-point operations of one call.
+        bytes: bytes that its operators read and write in memory.
+        received: bytes that it receives from other stages and from the caller.
+        picoseconds: estimated time of its nodes on a device of speed 1.
+        receiving: estimated time of receiving, in picoseconds.
+        memory: bytes of memory that it needs: its weights, and an upper bound of its activations.
+        memory_limit: bytes of memory of its device, if a limit was given.
+        speed: speed of its device relative to the other devices.
     """
 
-    name: str
-    tree: Tree
-    positional: bool = False
-    keyword: bool = True
-
-
-class Signature(Struct, frozen=True, kw_only=True):
-    """How a model or a module is called, and what it returns.
-
-    Attributes:
-        parameters: the parameters in order.
-        result: the containers and leaves of the result.
-    """
-
-    parameters: tuple[Parameter, ...]
-    result: Tree
+    nodes: tuple[Run, ...]
+    module: str = ""
+    weight_bytes: Int64 = 0
+    flops: Int64 = 0
+    bytes: Int64 = 0
+    received: Int64 = 0
+    picoseconds: Int64 = 0
+    receiving: Int64 = 0
+    memory: Int64 = 0
+    memory_limit: Int64 | None = None
+    speed: float = 1.0
 
     @property
-    def trees(self) -> tuple[Tree, ...]:
-        """The trees of the parameters in order, and then the tree of the result."""
-        return (*(parameter.tree for parameter in self.parameters), self.result)
-
-    def renamed(self, rename: Callable[[str], str]) -> "Signature":
-        """Return the signature with other value names."""
-        parameters = [replace(parameter, tree=rename_values(parameter.tree, rename)) for parameter in self.parameters]
-        return Signature(parameters=tuple(parameters), result=rename_values(self.result, rename))
+    def time(self) -> float:
+        """Estimated time of one call on the device of the stage, receiving included, in picoseconds."""
+        return self.picoseconds / self.speed + self.receiving
 
 
-def signature_features(signatures: Iterable[Signature]) -> tuple[str, ...]:
-    """Return the features that a reader of some signatures must know (SPEC M3 and T5)."""
-    has_tuple = any(_has_named_tuple(tree) for signature in signatures for tree in signature.trees)
-    return ("named_tuples",) if has_tuple else ()
+class Plan(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The cut of a model.
 
+    Attributes:
+        stages: the stages in order.
+        shared: how a weight that several stages use is shared: each stage holds it (`replicate`), or the first one holds it and sends
+            it at each call (`transmit`).
+    """
 
-def _has_named_tuple(tree: Tree) -> bool:
-    is_named = isinstance(tree, ObjectTree) and tree.kind == "tuple"
-    return is_named or any(map(_has_named_tuple, child_trees(tree)))
+    stages: tuple[PlannedStage, ...]
+    shared: Literal["replicate", "transmit"] = "replicate"
 
 
 class Producer(Struct, frozen=True, kw_only=True):
@@ -82,7 +104,7 @@ class Producer(Struct, frozen=True, kw_only=True):
     torch: str
 
 
-class Edge(Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Edge(Value, frozen=True, kw_only=True, omit_defaults=True):
     """A value that enters the model, crosses from a stage to later stages, or leaves the model.
 
     Attributes:
@@ -94,10 +116,6 @@ class Edge(Struct, frozen=True, kw_only=True, omit_defaults=True):
         consumers: the numbers of the stages that use it, ascending; empty if no stage does.
     """
 
-    name: str
-    dtype: str
-    shape: tuple[Dim, ...] = ()
-    expr: Dim | None = None
     producer: Int64 | None = None
     consumers: tuple[Int64, ...] = ()
 
@@ -156,22 +174,6 @@ class Stage(Struct, frozen=True, kw_only=True, omit_defaults=True):
     def node_numbers(self) -> list[int]:
         """The position of each node in the list of nodes of the whole model; -1 for an added node."""
         return [-1] * self.added + list(run_members(self.places))
-
-
-class File(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A file of the bundle.
-
-    Attributes:
-        name: its name in the folder of the bundle.
-        size: its size in bytes.
-        blake3: its digest, in hexadecimal: the BLAKE3 hash of its content, or of the digests of its chunks if it has several.
-        chunks: the digests of its chunks of 16 MiB, in hexadecimal; empty for a file of one chunk.
-    """
-
-    name: str
-    size: Int64
-    blake3: str
-    chunks: tuple[str, ...] = ()
 
 
 class EntryPoint(Struct, frozen=True, kw_only=True, omit_defaults=True):

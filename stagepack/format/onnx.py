@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final
 
-from stagepack.errors import FormatError, LimitError, Problem
 from stagepack.format import limits
+from stagepack.format.rules import rule_error
 
 # Prefixes of the names of inputs and outputs that are not edges: the content of a weight that the stage writes, its content after the
 # call, and the content after the call of an input that the stage writes.
@@ -198,10 +198,10 @@ def parse_onnx_model(content: bytes, file_name: str) -> OnnxModel:
         )
     except _TooLargeError as error:
         rule, reason = error.args
-        raise LimitError([Problem(rule=rule, where=file_name, message=reason)]) from None
+        raise rule_error(rule, file_name, reason) from None
     except (ValueError, KeyError, IndexError, TypeError) as error:
         message = f"not an ONNX model of this format: {str(error)[:200]}"
-        raise FormatError([Problem(rule="O2", where=file_name, message=message)]) from None
+        raise rule_error("O2", file_name, message) from None
 
 
 @dataclass(slots=True)

@@ -1,17 +1,18 @@
 """Names of operators, and the operators that no bundle may use (SPEC G10, G11).
 
-- The verdicts on the operators of ATen and prims, which `operators.txt` lists (SPEC G11).
+- The verdicts on the operators of ATen and prims, which `operators.txt` lists, and what callers must name so that others run (SPEC G11).
 - The text of an operator's schema, such as ``aten::relu(Tensor self) -> Tensor``, and when calls mean the same under a later one. The
   text in a bundle comes from strangers, so it is read here and not by the parser of torch, which such a text can crash.
 """
 
 import functools
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Final, NamedTuple, TypeVar
 
 from stagepack.format import limits
+from stagepack.format.graph import Graph
 
 # Operators with these verdicts run by default; those with other ones, and those without one, run if the caller names them.
 RUN_BY_DEFAULT: Final = frozenset({"pure", "view", "writes", "random"})
@@ -23,41 +24,14 @@ REASONS: Final = {
     "unused": "is not among those that torch.export makes of public functions",
 }
 # Python functions of symbolic scalars. A loader has a table from these names to the functions; it imports nothing by name.
-PYTHON_OPERATORS: Final = (
-    frozenset(
-        f"operator.{function}"
-        for function in [
-            "add",
-            "sub",
-            "mul",
-            "truediv",
-            "floordiv",
-            "mod",
-            "pow",
-            "neg",
-            "pos",
-            "abs",
-            "eq",
-            "ne",
-            "lt",
-            "le",
-            "gt",
-            "ge",
-            "and_",
-            "or_",
-            "xor",
-            "not_",
-            "invert",
-            "lshift",
-            "rshift",
-            "truth",
-        ]
-    )
-    | frozenset(f"math.{function}" for function in ["ceil", "floor", "trunc", "sqrt"])
-    | frozenset(
-        f"torch.{function}"
-        for function in ["sym_float", "sym_int", "sym_ite", "sym_max", "sym_min", "sym_not", "sym_sqrt", "sym_sum"]
-    )
+PYTHON_OPERATORS: Final = frozenset(
+    f"{module}.{function}"
+    for module, functions in {
+        "operator": "add sub mul truediv floordiv mod pow neg pos abs eq ne lt le gt ge and_ or_ xor not_ invert lshift rshift truth",
+        "math": "ceil floor trunc sqrt",
+        "torch": "sym_float sym_int sym_ite sym_max sym_min sym_not sym_sqrt sym_sum",
+    }.items()
+    for function in functions.split()
 )
 HIGHER_ORDER_OPERATORS: Final = frozenset(
     f"higher_order.{operator}"
@@ -128,6 +102,38 @@ def is_denied_operator(operator_name: str) -> bool:
     if operator_namespace(operator_name) in FUNCTION_NAMESPACES:
         return operator_name not in PYTHON_OPERATORS | HIGHER_ORDER_OPERATORS
     return operator_verdict(operator_name) == DENIED
+
+
+def needed_permission(operator_name: str) -> str | None:
+    """Return what a caller must name in ``allow_ops`` so that an operator runs: its namespace, or in ATen and prims the operator."""
+    namespace = operator_namespace(operator_name)
+    if namespace not in ALLOWED_NAMESPACES:
+        return namespace
+    if namespace in FUNCTION_NAMESPACES or operator_verdict(operator_name) in RUN_BY_DEFAULT:
+        return None
+    return without_overload(operator_name)
+
+
+def is_permitted(operator_name: str, allow_ops: Collection[str]) -> bool:
+    """Whether a caller lets an operator run that is not denied: it runs by default, or the caller names it or its namespace.
+
+    allow_ops: what the caller names: namespaces of custom operators, and operators of ATen and prims with or without the overload.
+    """
+    permission = needed_permission(operator_name)
+    return permission is None or permission in allow_ops or ("." in permission and operator_name in allow_ops)
+
+
+def needed_permissions(graphs: Iterable[Graph]) -> set[str]:
+    """Return what a caller must name in ``allow_ops`` so that all operators of graphs run."""
+    permissions = {needed_permission(op.name) for graph in graphs for op in graph.ops}
+    return {permission for permission in permissions if permission is not None}
+
+
+def unsafe_operators(graphs: Iterable[Graph]) -> list[str]:
+    """Return the operators of ATen and prims that do not run by default: at sizes that do not fit, they may end the process."""
+    return sorted(
+        permission for permission in needed_permissions(graphs) if operator_namespace(permission) in ALLOWED_NAMESPACES
+    )
 
 
 class SchemaParameter(NamedTuple):

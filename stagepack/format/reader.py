@@ -17,37 +17,28 @@ from stagepack.errors import EntryPointError, FileNotListedError, OptionError, P
 from stagepack.format import limits
 from stagepack.format.bundle_files import BundleFiles, FileSource, FileStream
 from stagepack.format.chunks import ByteProgress
-from stagepack.format.file_checks import raise_digest_problems
+from stagepack.format.codec import GraphFile, KeptGraphs
 from stagepack.format.graph import Graph, Weight
 from stagepack.format.manifest import Edge, EntryPoint, Onnx, Stage, format_inputs, format_stage_count
-from stagepack.format.manifest_reader import GraphFile, KeptGraphs
 from stagepack.format.onnx import NEXT_STATE_PREFIX, STATE_PREFIX, OnnxModel, parse_onnx_model
+from stagepack.format.operators import needed_permissions
+from stagepack.format.rules import INDEX_NAME, format_names, raise_problems
 from stagepack.format.upgrade import is_newer_minor
-from stagepack.format.validate import (
-    INDEX_NAME,
-    EntryPointFacts,
+from stagepack.format.validate.files import (
     NamedWeights,
     check_example,
     check_index,
     check_onnx,
-    check_plan,
-    check_stage,
     check_weights,
-    check_whole_model,
-    format_names,
-    raise_problems,
     weight_bytes,
 )
+from stagepack.format.validate.stage import EntryPointFacts, check_stage
+from stagepack.format.validate.whole_model import check_plan, check_whole_model
 from stagepack.format.weights import StoredTensor
 
 
 class OnnxFile(NamedTuple):
-    """The content of an ONNX file.
-
-    Attributes:
-        content: the bytes of the file.
-        model: the parts of the file that the rules O2 to O5 are about.
-    """
+    """The content of an ONNX file, and the parts of it that the rules O2 to O5 are about."""
 
     content: bytes
     model: OnnxModel
@@ -346,7 +337,7 @@ class Bundle(BundleFiles):
         message = "the file is not listed in the manifest"
         unlisted_files = self.unlisted_files() if strict else []
         problems += [Problem(rule="D4", where=file_name[:200], message=message) for file_name in unlisted_files]
-        raise_digest_problems(problems)
+        raise_problems(problems)
         check_stages(self)
 
 
@@ -397,3 +388,8 @@ def check_stages(bundle: Bundle) -> None:
         for stage, onnx, values in onnx_stages:
             tensors_of_file = read_headers((*stage.weights, *onnx.weights))
             raise_problems(check_onnx(model, stage, values, tensors_of_file, file_name))
+
+
+def bundle_permissions(bundle: Bundle) -> set[str]:
+    """Return what a caller must name in ``allow_ops`` to load a bundle. Reads its graphs."""
+    return needed_permissions(map(bundle.graph, range(len(bundle.stages))))

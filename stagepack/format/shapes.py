@@ -2,7 +2,7 @@
 
 import functools
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Final
 
@@ -165,3 +165,13 @@ def format_range(symbol: Symbol) -> str:
     if symbol.max is None:
         return f"at least {symbol.min}" if symbol.min is not None else "any size"
     return f"{symbol.min} to {symbol.max}" if symbol.min is not None else f"at most {symbol.max}"
+
+
+def example_sizes(symbols: Iterable[Symbol]) -> dict[str, int]:
+    """Return the size of each symbol in the example, by name.
+
+    A size that depends on the data has none in the example; it counts as the minimum of its range, and at least as 1.
+    """
+    return {
+        symbol.name: symbol.example if symbol.example is not None else max(symbol.min or 1, 1) for symbol in symbols
+    }

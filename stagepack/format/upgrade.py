@@ -6,8 +6,9 @@ Format 1.0 is the first version, so there is no conversion yet; this module refu
 import re
 from typing import Any, Final
 
-from stagepack.errors import FormatError, Problem, VersionError
+from stagepack.errors import VersionError
 from stagepack.format.manifest import FEATURES, MAJOR, MINOR, VERSION
+from stagepack.format.rules import rule_error
 
 _VERSION_PATTERN: Final = re.compile(r"(0|[1-9][0-9]{0,5})\.(0|[1-9][0-9]{0,5})")
 
@@ -25,14 +26,14 @@ def check_version(fields: Any, location: str) -> None:
     if match is None or int(match[1]) == 0:
         shown = repr(version[:80]) if isinstance(version, str) else type(version).__name__
         message = f"expected a version such as {VERSION}, found {shown}"
-        raise FormatError([Problem(rule="M2", where=location, message=message)])
+        raise rule_error("M2", location, message)
     if int(match[1]) > MAJOR:
         raise VersionError(
             f"{location}: the bundle has format {version}, this stagepack reads {MAJOR}.x: upgrade stagepack [M2]"
         )
     features = fields.get("features", [])
     if not isinstance(features, list) or not all(isinstance(feature, str) for feature in features):
-        raise FormatError([Problem(rule="M3", where=location, message="expected the features as a list of names")])
+        raise rule_error("M3", location, "expected the features as a list of names")
     unknown = [feature[:80] for feature in features if feature not in FEATURES]
     if unknown:
         raise VersionError(

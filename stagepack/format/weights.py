@@ -4,7 +4,6 @@ The header is read and written here and not by the safetensors library, which of
 byte ranges. The format is that of https://github.com/huggingface/safetensors#format.
 """
 
-import itertools
 import json
 import math
 import mmap
@@ -15,16 +14,13 @@ from typing import BinaryIO
 
 from msgspec import Struct
 
-from stagepack.errors import FormatError, LimitError, Problem
+from stagepack.errors import Problem
 from stagepack.format import limits
-from stagepack.format.codec import parse_json
 from stagepack.format.dtypes import HEADER_DTYPES, HEADER_ITEM_SIZE, ITEM_SIZE, stored_shape
 from stagepack.format.file_checks import open_regular_file
+from stagepack.format.rules import METADATA_KEY, PADDING_PREFIX, parse_json, raise_problems, rule_error
 
 ALIGNMENT = 64
-PADDING_PREFIX = "__padding__"
-# The key of a header whose value is no tensor but a dict of strings. No reader of a bundle uses it.
-METADATA_KEY = "__metadata__"
 
 
 class StoredTensor(Struct, frozen=True, kw_only=True):
@@ -129,31 +125,24 @@ def parse_header_bytes(read: Callable[[int], bytes], file_size: int, file_name: 
     """
     header_length = int.from_bytes(read(8), "little")
     if header_length > limits.WEIGHT_HEADER_BYTES:
-        raise LimitError([Problem(rule="L1", where=file_name, message=f"the header states {header_length} bytes")])
+        raise rule_error("L1", file_name, f"the header states {header_length} bytes")
     if file_size < 8 + header_length:
-        raise _error("W1", file_name, f"the header states {header_length} bytes, the file has {file_size}")
+        raise rule_error("W1", file_name, f"the header states {header_length} bytes, the file has {file_size}")
     header = read(header_length)
     fields = parse_json(header, file_name)
     if not header.startswith(b"{"):
-        raise _error("W2", file_name, "expected a header that is a JSON object and begins with {")
+        raise rule_error("W2", file_name, "expected a header that is a JSON object and begins with {")
     if not _is_metadata(fields.pop(METADATA_KEY, {})):
-        raise _error("W2", file_name, f"expected {METADATA_KEY} to be an object of strings")
+        raise rule_error("W2", file_name, f"expected {METADATA_KEY} to be an object of strings")
     data_start = 8 + header_length
     tensors = {
         tensor_name: parse_header_entry(tensor_name, entry, data_start, file_name)
         for tensor_name, entry in fields.items()
     }
-    layout_problems = _layout_problems(tensors.values(), data_start, file_size, file_name)
-    problems = list(itertools.islice(layout_problems, limits.REPORTED_PROBLEMS))
-    if problems:
-        raise FormatError(problems)
+    raise_problems(_layout_problems(tensors.values(), data_start, file_size, file_name))
     return {
         tensor_name: tensor for tensor_name, tensor in tensors.items() if not tensor_name.startswith(PADDING_PREFIX)
     }
-
-
-def _error(rule: str, location: str, message: str) -> FormatError:
-    return FormatError([Problem(rule=rule, where=location, message=message)])
 
 
 def _is_metadata(fields: object) -> bool:
@@ -167,21 +156,23 @@ def parse_header_entry(tensor_name: str, entry: object, data_start: int, file_na
     """
     location = f"{file_name}: {tensor_name[:80]}"
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
-        raise _error("W3", location, "expected an object with dtype, shape and data_offsets")
+        raise rule_error("W3", location, "expected an object with dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(shape, list) or len(shape) > limits.RANK or not isinstance(offsets, list) or len(offsets) != 2:
-        raise _error("W3", location, f"expected at most {limits.RANK} sizes and two offsets")
+        raise rule_error("W3", location, f"expected at most {limits.RANK} sizes and two offsets")
     if not all(type(size) is int and 0 <= size <= limits.TENSOR_ELEMENTS for size in (*shape, *offsets)):
-        raise _error("W3", location, f"expected sizes and offsets from 0 to {limits.TENSOR_ELEMENTS}")
+        raise rule_error("W3", location, f"expected sizes and offsets from 0 to {limits.TENSOR_ELEMENTS}")
     # A tensor without elements may have sizes whose product other readers of safetensors cannot hold.
     if math.prod(size or 1 for size in shape) > limits.TENSOR_ELEMENTS:
-        raise _error("W3", location, f"expected at most {limits.TENSOR_ELEMENTS} as the product of the sizes above 0")
+        raise rule_error(
+            "W3", location, f"expected at most {limits.TENSOR_ELEMENTS} as the product of the sizes above 0"
+        )
     start, end = offsets
     if not isinstance(dtype, str) or dtype not in HEADER_ITEM_SIZE:
         shown = repr(dtype[:80]) if isinstance(dtype, str) else type(dtype).__name__
-        raise _error("W4", location, f"expected a dtype of safetensors, found {shown}")
+        raise rule_error("W4", location, f"expected a dtype of safetensors, found {shown}")
     if end - start != math.prod(shape) * HEADER_ITEM_SIZE[dtype]:
-        raise _error("W4", location, f"the {end - start} bytes of its offsets do not fit the dtype and the shape")
+        raise rule_error("W4", location, f"the {end - start} bytes of its offsets do not fit the dtype and the shape")
     return StoredTensor(
         name=tensor_name, dtype=dtype, shape=tuple(shape), start=data_start + start, end=data_start + end
     )

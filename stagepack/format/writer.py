@@ -16,16 +16,14 @@ from typing import Self
 import msgspec
 
 from stagepack.errors import (
-    DigestError,
     ExportWarning,
     OutputExistsError,
-    Problem,
     StagepackError,
     WriteError,
     warn_caller,
 )
-from stagepack.format.bundle_files import BundleFiles
-from stagepack.format.chunks import ByteProgress
+from stagepack.format.bundle_files import BundleFiles, read_manifest
+from stagepack.format.chunks import ByteProgress, File
 from stagepack.format.codec import encode_manifest
 from stagepack.format.file_checks import open_regular_file
 from stagepack.format.file_writing import (
@@ -37,19 +35,18 @@ from stagepack.format.file_writing import (
     synchronize,
     write_pieces,
 )
-from stagepack.format.manifest import File, Manifest
-from stagepack.format.manifest_reader import read_manifest
-from stagepack.format.output_file import is_bundle_folder
-from stagepack.format.temporary_folder import TemporaryFolder, exchange_paths, siblings
-from stagepack.format.threads import map_in_threads
-from stagepack.format.validate import (
+from stagepack.format.manifest import Manifest
+from stagepack.format.output_file import TemporaryFolder, exchange_paths, is_bundle_folder, siblings
+from stagepack.format.rules import (
     FILE_NAME_PATTERN,
     MANIFEST_NAME,
     SIGNATURE_NAME,
-    check_manifest,
     format_names,
     raise_problems,
+    rule_error,
 )
+from stagepack.format.threads import map_in_threads
+from stagepack.format.validate.manifest import check_manifest
 from stagepack.format.weights import TensorSpec, weight_file_header
 
 # The content of a file or a tensor.
@@ -177,7 +174,7 @@ class BundleWriter:
             self.write_file(entry.name, [FileRange(path=path, start=0, size=entry.size, version=version)])
             if self._file_entries[-1] != entry:
                 message = "the file was changed after it was compared with its digest"
-                raise DigestError([Problem(rule="D2", where=entry.name, message=message)]) from None
+                raise rule_error("D2", entry.name, message) from None
             return
         if version is not None:
             with open_regular_file(new_path) as file:

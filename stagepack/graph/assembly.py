@@ -12,8 +12,8 @@ from msgspec.structs import replace
 
 from stagepack.errors import CutError
 from stagepack.format.graph import Argument, Context, Graph, Node, Op, Scope, Subgraph, SubgraphArg, Value, Weight
-from stagepack.format.manifest import EntryPoint
-from stagepack.format.plan import run_members
+from stagepack.format.manifest import EntryPoint, run_members
+from stagepack.format.rules import raise_problems
 from stagepack.format.shapes import Symbol, symbol_names
 from stagepack.format.traversal import (
     input_names,
@@ -23,7 +23,7 @@ from stagepack.format.traversal import (
     subgraph_indices,
 )
 from stagepack.format.tree import value_names
-from stagepack.format.validate import check_whole_model, raise_problems
+from stagepack.format.validate.whole_model import check_whole_model
 
 
 def canonical_graph(graph: Graph) -> Graph:

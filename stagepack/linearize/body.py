@@ -27,8 +27,7 @@ from stagepack.format.graph import (
     Value,
     ValueArg,
 )
-from stagepack.format.operator_permissions import needed_permission
-from stagepack.format.operators import is_denied_operator, operator_namespace
+from stagepack.format.operators import is_denied_operator, needed_permission, operator_namespace
 from stagepack.format.traversal import child_arguments, subgraph_indices
 from stagepack.format.tree import UNUSED_VALUE
 from stagepack.linearize.contexts import context_module_position, opened_context, opens_context

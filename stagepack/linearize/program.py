@@ -29,10 +29,9 @@ from torch.fx import Node as FxNode
 from stagepack.capture.tracing import CallBoundary, TracedCall, TracedCalls, call_boundaries
 from stagepack.errors import UnsupportedError, first_line
 from stagepack.format.graph import Argument, Graph, ModuleCall, Scope, ValueArg
-from stagepack.format.manifest import Signature
 from stagepack.format.shapes import Dim, Guard
 from stagepack.format.traversal import child_arguments, split_call_path
-from stagepack.format.tree import UNUSED_VALUE
+from stagepack.format.tree import UNUSED_VALUE, Signature
 from stagepack.graph.analysis import GraphAnalysis
 from stagepack.linearize.body import BodyBuilder, BoundArgument
 from stagepack.linearize.guards import program_conditions, program_guards

@@ -20,13 +20,14 @@ from stagepack.capture.result_records import CapturedRecord
 from stagepack.capture.tracing import TracedCall
 from stagepack.errors import UnsupportedError
 from stagepack.format.codec import is_plain
-from stagepack.format.manifest import Parameter, Signature
 from stagepack.format.tree import (
     ConstantLeaf,
     DictTree,
     NonFiniteLeaf,
     ObjectTree,
+    Parameter,
     SequenceTree,
+    Signature,
     Tree,
     ValueLeaf,
     constant_identity,

@@ -26,7 +26,7 @@ from stagepack.capture.torch_messages import describe_error, suppress_warnings
 from stagepack.errors import CaptureError
 from stagepack.format.contract import bind_call
 from stagepack.format.graph import Value
-from stagepack.format.operator_permissions import unsafe_operators
+from stagepack.format.operators import unsafe_operators
 from stagepack.format.shapes import Dim, Symbol, evaluate_dim, format_guard, guard_holds, symbol_names
 from stagepack.graph.analysis import GraphAnalysis
 from stagepack.linearize.example import EXAMPLE_SEED

@@ -8,8 +8,8 @@ import torch
 from torch.export import ExportedProgram
 
 from stagepack.format import limits
+from stagepack.format.rules import is_identifier
 from stagepack.format.shapes import Dim, Expr, Symbol
-from stagepack.format.validate import is_identifier
 from stagepack.torch_internals import (
     example_symbol_values,
     symbolic_expression,

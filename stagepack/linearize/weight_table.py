@@ -33,7 +33,7 @@ from stagepack.errors import UnsupportedError
 from stagepack.format.codec import is_plain
 from stagepack.format.dtypes import ITEM_SIZE
 from stagepack.format.graph import Argument, ComplexArg, DtypeArg, LayoutArg, MemoryFormatArg, Weight
-from stagepack.format.validate import is_tensor_name
+from stagepack.format.rules import is_tensor_name
 from stagepack.format.weights import StoredTensor, TensorSpec
 from stagepack.torch_internals import FakeTensor, storage_identity, weight_tensors, wrapped_attributes
 

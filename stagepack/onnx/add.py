@@ -11,8 +11,8 @@ import msgspec
 from stagepack.errors import OptionError, StagepackError, WriteError
 from stagepack.format.file_writing import FileVersion
 from stagepack.format.manifest import Onnx
+from stagepack.format.output_file import TemporaryFolder
 from stagepack.format.reader import Bundle
-from stagepack.format.temporary_folder import TemporaryFolder
 from stagepack.format.writer import BundleWriter, check_output_path
 from stagepack.onnx.check import StageCheck, check_stages
 from stagepack.onnx.conversion import OnnxFiles, convert_stage, model_file, own_weight_file

@@ -15,11 +15,10 @@ import torch
 from stagepack.capture.torch_messages import suppress_warnings
 from stagepack.errors import OperatorError, StagepackError
 from stagepack.format import limits
-from stagepack.format.example_sizes import example_sizes
 from stagepack.format.graph import Argument, Graph, Node, Value, ValueArg
 from stagepack.format.manifest import Edge
 from stagepack.format.reader import Bundle
-from stagepack.format.shapes import Dim, Guard
+from stagepack.format.shapes import Dim, Guard, example_sizes
 from stagepack.onnx.draws import DRAWS, RANDOM_OPERATORS, Draw, call_count, compare_draws
 from stagepack.onnx.functional_stage import float64_answers, rounding_error
 from stagepack.onnx.other_sizes import Sizes, call_bytes, format_sizes, inputs_at, sizes_to_check

@@ -9,9 +9,8 @@ import torch
 
 from stagepack.errors import InputError
 from stagepack.format.contract import BoundArgument, check_values
-from stagepack.format.example_sizes import value_bytes
-from stagepack.format.graph import Graph, Value
-from stagepack.format.operator_permissions import unsafe_operators
+from stagepack.format.graph import Graph, Value, value_bytes
+from stagepack.format.operators import unsafe_operators
 from stagepack.format.reader import Bundle
 from stagepack.format.shapes import Guard, Symbol, evaluate_dim, guard_holds, size_in_range, symbol_names
 from stagepack.format.traversal import input_names, output_names

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from stagepack.errors import CutError
 from stagepack.format.graph import Graph
-from stagepack.format.plan import Plan
+from stagepack.format.manifest import Plan
 from stagepack.graph.analysis import GraphAnalysis
 
 

@@ -8,8 +8,8 @@ doi:10.1145/1498765.1498785). Only the proportions of these times, and of those 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from stagepack.format.example_sizes import example_sizes, value_bytes
-from stagepack.format.graph import Graph, Node
+from stagepack.format.graph import Graph, Node, value_bytes
+from stagepack.format.shapes import example_sizes
 
 _FLOPS_PER_PICOSECOND = 50
 _BYTES_PER_PICOSECOND = 1

@@ -16,9 +16,9 @@ import msgspec
 from msgspec import Meta, Struct
 
 from stagepack.errors import CutError
-from stagepack.format.codec import JSON_ERRORS
 from stagepack.format.graph import Graph, Node
 from stagepack.format.output_file import output_file
+from stagepack.format.rules import JSON_ERRORS
 from stagepack.partition.costs import REFERENCE_LINK, GraphCosts, LinkCosts, estimated_time
 
 # Finite, so that sums of times are numbers of 64 bits.

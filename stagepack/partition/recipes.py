@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from stagepack.format.dtypes import SCALAR_DTYPES
-from stagepack.format.example_sizes import example_sizes, value_bytes
-from stagepack.format.graph import Graph, Node, Value
-from stagepack.format.shapes import symbol_names
+from stagepack.format.graph import Graph, Node, Value, value_bytes
+from stagepack.format.shapes import example_sizes, symbol_names
 from stagepack.format.traversal import input_names, output_names
 from stagepack.graph.analysis import GraphAnalysis
 from stagepack.partition.assignment import NodeOrder

@@ -19,9 +19,9 @@ from functools import partial
 from pathlib import Path
 from typing import Final, Protocol, Self
 
-from stagepack.errors import DigestError, Problem, RemoteError, StagepackError, repeated_error
-from stagepack.format.chunks import CHUNK_BYTES, ByteProgress, FileChunk, file_chunks
-from stagepack.format.manifest import File
+from stagepack.errors import Problem, RemoteError, StagepackError, repeated_error
+from stagepack.format.chunks import CHUNK_BYTES, ByteProgress, File, FileChunk, file_chunks
+from stagepack.format.rules import rule_error
 from stagepack.remote.store import FetchError, MissingFileError, RangesIgnoredError, RemoteStore, WrongSizeError
 
 # Requests at a time. Each holds one chunk in memory.
@@ -130,7 +130,7 @@ class Tries:
         progress_bytes: how many bytes the try brought.
         """
         if isinstance(error, WrongSizeError):
-            raise DigestError([Problem(rule="D1", where=self._location, message=str(error))]) from None
+            raise rule_error("D1", self._location, str(error)) from None
         if isinstance(error, MissingFileError):
             raise RemoteError(f"{self._location}: the file is missing: {error}: ask for a complete bundle") from None
         self._failed = 1 if progress_bytes >= _PROGRESS_BYTES else self._failed + 1
@@ -151,7 +151,7 @@ class Tries:
         self._wrong_contents += 1
         if self._wrong_contents >= _WRONG_CONTENTS:
             message = f"{problem.message}; downloaded {self._wrong_contents} times. Use another mirror, or ask for the right file"
-            raise DigestError([Problem(rule=problem.rule, where=self._location, message=message)])
+            raise rule_error(problem.rule, self._location, message)
 
 
 class Download:
@@ -452,7 +452,7 @@ class FileStream:
             byte_count = os.preadv(descriptor, [memory[position:]], start + position)
             if not byte_count:
                 message = f"the file ends in the bytes {start} to {start + len(memory)}"
-                raise DigestError([Problem(rule="D1", where=file_name, message=message)])
+                raise rule_error("D1", file_name, message)
             position += byte_count
 
 

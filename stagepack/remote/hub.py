@@ -11,9 +11,9 @@ from huggingface_hub.utils.tqdm import disable_progress_bars
 
 from stagepack.errors import FormatError, NotABundleError, RemoteError, VersionError
 from stagepack.format import limits
-from stagepack.format.manifest_reader import parse_manifest
+from stagepack.format.codec import parse_manifest
 from stagepack.format.reader import Bundle
-from stagepack.format.validate import MANIFEST_NAME, SIGNATURE_NAME
+from stagepack.format.rules import MANIFEST_NAME, SIGNATURE_NAME
 from stagepack.remote.hub_snapshot import find_snapshot, offline_error
 from stagepack.remote.store import STALL_SECONDS, FetchError, HttpStore
 from stagepack.remote.url import BundleUrl, HubLocation

@@ -7,9 +7,9 @@ from huggingface_hub import constants, try_to_load_from_cache
 
 from stagepack.errors import NotABundleError, RemoteError, StagepackError
 from stagepack.format import limits
+from stagepack.format.chunks import File
 from stagepack.format.file_checks import read_plain_file
-from stagepack.format.manifest import File
-from stagepack.format.validate import MANIFEST_NAME, MODEL_CONFIG_NAME, SIGNATURE_NAME
+from stagepack.format.rules import MANIFEST_NAME, MODEL_CONFIG_NAME, SIGNATURE_NAME
 from stagepack.remote.download import DownloadObserver, FileStream
 from stagepack.remote.url import BundleUrl
 

@@ -16,20 +16,17 @@ from pathlib import Path
 from typing import Any, Final
 
 from stagepack.errors import (
-    DigestError,
     FormatError,
-    LimitError,
     NotABundleError,
     OutputExistsError,
-    Problem,
     WriteError,
 )
 from stagepack.format import limits
+from stagepack.format.chunks import File
+from stagepack.format.codec import parse_manifest
 from stagepack.format.file_writing import synchronize
-from stagepack.format.manifest import File
-from stagepack.format.manifest_reader import parse_manifest
 from stagepack.format.reader import Bundle
-from stagepack.format.validate import MANIFEST_NAME, SIGNATURE_NAME
+from stagepack.format.rules import MANIFEST_NAME, SIGNATURE_NAME, rule_error
 from stagepack.remote.cache import Cache, PartFile, cached_bundles, is_complete
 from stagepack.remote.download import Download, DownloadObserver, FileDownload, FileStream, Tries
 from stagepack.remote.hub import open_hub_store
@@ -91,7 +88,7 @@ class RemoteFiles:
                 break
         if len(content) > limits.SIGNATURE_BYTES:
             message = f"expected at most {limits.SIGNATURE_BYTES} bytes, found more"
-            raise LimitError([Problem(rule="L1", where=SIGNATURE_NAME, message=message)])
+            raise rule_error("L1", SIGNATURE_NAME, message)
         return content
 
     def discard(self, entries: Sequence[File]) -> None:
@@ -211,7 +208,7 @@ def _open_manifest(
             message = (
                 f"expected the bundle of the digest {digest}, found {manifest.sha256}: correct the digest or the URL"
             )
-            raise DigestError([Problem(rule="D3", where=f"{location}/{MANIFEST_NAME}", message=message)])
+            raise rule_error("D3", f"{location}/{MANIFEST_NAME}", message)
         folder = cache.add_manifest(manifest.sha256, content)
     return store, folder
 

@@ -15,14 +15,15 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_pem_private_key, load_pem_public_key
 from model_signing import hashing, signing
 
-from stagepack.errors import DigestError, OptionError, OutputExistsError, Problem, WriteError, named_errors
+from stagepack.errors import OptionError, OutputExistsError, WriteError, named_errors
 from stagepack.format import limits
-from stagepack.format.chunks import ByteProgress, stated_and_actual_digest
+from stagepack.format.chunks import ByteProgress
+from stagepack.format.codec import stated_and_actual_digest
 from stagepack.format.file_checks import read_plain_file
 from stagepack.format.file_writing import synchronize
+from stagepack.format.output_file import TemporaryFolder
 from stagepack.format.reader import Bundle
-from stagepack.format.temporary_folder import TemporaryFolder
-from stagepack.format.validate import MANIFEST_NAME, SIGNATURE_NAME
+from stagepack.format.rules import MANIFEST_NAME, SIGNATURE_NAME, rule_error
 from stagepack.remote.url import is_url
 from stagepack.signing.signature_file import SignatureFile
 
@@ -129,7 +130,7 @@ def _check_signed_manifest(bundle: Bundle, signature: SignatureFile) -> None:
         message = (
             "was changed after the bundle was opened, so that it is not signed: open it again, and repeat the call"
         )
-        raise DigestError([Problem(rule="D3", where=MANIFEST_NAME, message=message)])
+        raise rule_error("D3", MANIFEST_NAME, message)
 
 
 def _signer(

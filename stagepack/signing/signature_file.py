@@ -12,7 +12,7 @@ import msgspec
 from cryptography import x509
 
 from stagepack.errors import SignatureError
-from stagepack.format.codec import JSON_ERRORS
+from stagepack.format.rules import JSON_ERRORS
 
 
 class _Certificate(msgspec.Struct, frozen=True, rename="camel"):

@@ -19,10 +19,10 @@ from model_signing import hashing, manifest, verifying
 
 from stagepack.errors import FormatError, OptionError, SignatureError
 from stagepack.format import limits
-from stagepack.format.chunks import stated_and_actual_digest
+from stagepack.format.codec import stated_and_actual_digest
 from stagepack.format.file_checks import read_plain_file
 from stagepack.format.reader import Bundle
-from stagepack.format.validate import MANIFEST_NAME, SIGNATURE_NAME, format_names
+from stagepack.format.rules import MANIFEST_NAME, SIGNATURE_NAME, format_names
 from stagepack.signing.sign import check_key
 from stagepack.signing.signature_file import SignatureFile
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import stagepack
-from stagepack.format.temporary_folder import TemporaryFolder, siblings
+from stagepack.format.output_file import TemporaryFolder, siblings
 from stagepack.recutter import recut
 
 EXPORT = """
@@ -83,14 +83,14 @@ def test_what_a_killed_recut_leaves_is_removed(
 EARLY_SIGNAL = """
 import os, pathlib, signal, sys
 from stagepack.cli.termination import orderly_termination
-from stagepack.format import temporary_folder
+from stagepack.format import output_file
 
 def lock(folder):
     os.kill(os.getpid(), signal.SIGTERM)
     return []
 
-temporary_folder._lock = lock
-with orderly_termination(), temporary_folder.TemporaryFolder(pathlib.Path(sys.argv[1])):
+output_file._lock = lock
+with orderly_termination(), output_file.TemporaryFolder(pathlib.Path(sys.argv[1])):
     pass
 """
 

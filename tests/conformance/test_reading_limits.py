@@ -9,10 +9,10 @@ import msgpack
 import pytest
 
 from stagepack.errors import FormatError, LimitError
-from stagepack.format.codec import convert_manifest, parse_json
-from stagepack.format.manifest_reader import read_graph
+from stagepack.format.codec import convert_manifest, read_graph
+from stagepack.format.rules import parse_json, raise_problems
 from stagepack.format.upgrade import check_version
-from stagepack.format.validate import check_manifest, raise_problems
+from stagepack.format.validate.manifest import check_manifest
 from tests.conformance.vectors import TINY, VECTORS
 
 GRAPH = json.loads((VECTORS / "graph" / "base.json").read_text())

@@ -3,13 +3,12 @@
 import struct
 from pathlib import Path
 
-from stagepack.format.chunks import ZERO_DIGEST
-from stagepack.format.codec import encode_graph
+from stagepack.format.codec import ZERO_DIGEST, encode_graph
 from stagepack.format.folded_graph import trivially_folded
 from stagepack.format.graph import Graph, Node, Op, Scope, Value, ValueArg, Weight
-from stagepack.format.manifest import Edge, EntryPoint, Manifest, Parameter, Producer, Signature, Stage
+from stagepack.format.manifest import Edge, EntryPoint, Manifest, Producer, Stage
 from stagepack.format.shapes import Symbol
-from stagepack.format.tree import SequenceTree, ValueLeaf
+from stagepack.format.tree import Parameter, SequenceTree, Signature, ValueLeaf
 from stagepack.format.weights import TensorSpec
 from stagepack.format.writer import BundleWriter
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 import stagepack
 from stagepack.format.reader import Bundle
-from stagepack.format.validate import MANIFEST_NAME
+from stagepack.format.rules import MANIFEST_NAME
 from stagepack_loaders.distributed.routes import assign_stages
 from tests.distributed import host_client, host_program
 from tests.distributed.network_hosts import NetworkHost, network_hosts

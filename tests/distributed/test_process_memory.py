@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from stagepack.format.example_sizes import value_bytes
+from stagepack.format.graph import value_bytes
 from stagepack.format.reader import Bundle
 from stagepack_loaders.distributed.process_memory import estimate_memory
 from tests.distributed.bundles import in_processes, process_ids

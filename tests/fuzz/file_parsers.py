@@ -10,10 +10,10 @@ import safetensors
 from google.protobuf.message import DecodeError
 
 import stagepack
-from stagepack.format.codec import encode_graph
-from stagepack.format.manifest_reader import parse_manifest, read_graph
+from stagepack.format.codec import encode_graph, parse_manifest, read_graph
 from stagepack.format.onnx import OnnxTensor, parse_onnx_model
-from stagepack.format.validate import check_onnx, raise_problems
+from stagepack.format.rules import raise_problems
+from stagepack.format.validate.files import check_onnx
 from stagepack.format.weights import parse_header_bytes
 from tests.bundle_editor import encode_header, encode_manifest, sort_graph, sort_manifest, weight_file
 from tests.conformance.vectors import SCHEMA, cases, file_content

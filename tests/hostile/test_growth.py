@@ -15,7 +15,7 @@ from stagepack.format.folded_graph import trivially_folded
 from stagepack.format.graph import Argument, Graph, ListArg, Node, Op, Scope, Subgraph, SubgraphArg, Value, ValueArg
 from stagepack.format.shapes import Dim, Expr
 from stagepack.format.traversal import subgraph_indices
-from stagepack.format.validate import check_graph
+from stagepack.format.validate.graph import check_graph
 from stagepack.graph.analysis import GraphAnalysis
 from stagepack.graph.assembly import canonical_graph
 from stagepack.partition.assignment import node_dependencies

@@ -10,7 +10,7 @@ import pytest
 import stagepack
 from stagepack.errors import DigestError, FormatError, LimitError, NotABundleError, StagepackError, VersionError
 from stagepack.format import limits
-from stagepack.format.chunk_reading import hash_file
+from stagepack.format.chunks import hash_file
 from tests.bundle_editor import ZERO_DIGEST, BundleEditor, rename_value
 from tests.hostile.attack import Attack, Seen, check
 

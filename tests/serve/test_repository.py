@@ -18,7 +18,7 @@ from tritonclient.grpc.model_config_pb2 import DataType, ModelConfig, ModelInsta
 
 import stagepack
 from stagepack.errors import DeviceError, InputError, OperatorError, OutputExistsError, WriteError
-from stagepack.format.temporary_folder import exchange_paths
+from stagepack.format.output_file import exchange_paths
 from stagepack_serving.triton import repository
 from stagepack_serving.triton.options import RepositoryOptions
 from stagepack_serving.triton.repository import write_repository

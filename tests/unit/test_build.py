@@ -11,7 +11,7 @@ from stagepack.format.dtypes import ITEM_SIZE
 from stagepack.format.folded_graph import FoldedGraph, Region, RegionCall, trivially_folded, unfold_graph
 from stagepack.format.graph import Autocast, Context, Graph, Node, Op, Scope, Value, ValueArg
 from stagepack.format.shapes import Expr, evaluate_dim
-from stagepack.format.validate import check_graph
+from stagepack.format.validate.graph import check_graph
 from stagepack.graph.region_functions import folded_functions
 from stagepack.linearize import linearize_program
 from stagepack_loaders.torch.build import build_graph_module

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stagepack.errors import DigestError
-from stagepack.format.chunk_reading import hash_file
-from stagepack.format.chunks import CHUNK_BYTES, check_content, chunk_count, file_chunks
+from stagepack.format.chunks import CHUNK_BYTES, check_content, chunk_count, file_chunks, hash_file
 from stagepack.format.file_checks import check_digests
 from stagepack.format.file_writing import FileRange, Piece, write_pieces
 from stagepack.format.writer import BundleWriter

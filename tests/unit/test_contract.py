@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from stagepack.errors import InputError
 from stagepack.format.contract import BoundArgument, bind_call, check_values
 from stagepack.format.graph import Value
-from stagepack.format.manifest import Parameter, Signature
 from stagepack.format.shapes import Dim, Expr, Guard, Symbol, evaluate_dim
-from stagepack.format.tree import ConstantLeaf, DictTree, NonFiniteLeaf, SequenceTree, ValueLeaf
+from stagepack.format.tree import ConstantLeaf, DictTree, NonFiniteLeaf, Parameter, SequenceTree, Signature, ValueLeaf
 
 DEFAULT = 7
 NAMES = ["a", "b", "c", "d", "e"]

@@ -13,10 +13,9 @@ import stagepack
 from stagepack.errors import DeviceError, StageFailedError, StageLostError
 from stagepack.exporter import export_capture
 from stagepack.format.dtypes import SCALAR_DTYPES
-from stagepack.format.example_sizes import example_sizes
 from stagepack.format.graph import DeviceArg
 from stagepack.format.reader import Bundle
-from stagepack.format.shapes import evaluate_dim
+from stagepack.format.shapes import evaluate_dim, example_sizes
 from stagepack.format.traversal import leaf_arguments, node_arguments
 from stagepack.linearize.program import linearize_program
 from stagepack.partition.cut_options import CutOptions

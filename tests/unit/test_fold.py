@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from stagepack.capture.inputs import Inputs
 from stagepack.capture.programs import capture_module
-from stagepack.format.codec import encode_graph
+from stagepack.format.codec import encode_graph, read_graph
 from stagepack.format.folded_graph import (
     FoldedGraph,
     Hole,
@@ -25,11 +25,9 @@ from stagepack.format.folded_graph import (
     unfold_graph,
 )
 from stagepack.format.graph import Graph, ModuleCall, Node, Op, Scope, Value, ValueArg, Weight
-from stagepack.format.manifest import Parameter, Signature
-from stagepack.format.manifest_reader import read_graph
 from stagepack.format.shapes import Expr, Symbol
 from stagepack.format.traversal import input_names, output_names
-from stagepack.format.tree import SequenceTree, ValueLeaf
+from stagepack.format.tree import Parameter, SequenceTree, Signature, ValueLeaf
 from stagepack.graph.analysis import GraphAnalysis
 from stagepack.graph.assembly import canonical_graph
 from stagepack.graph.folding import fold_graph

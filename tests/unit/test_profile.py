@@ -16,8 +16,7 @@ from stagepack.cli.profile_command import make_profile
 from stagepack.errors import CutError, InputError, WriteError
 from stagepack.exporter import export_capture
 from stagepack.format.graph import Cost, Graph, Node, Value
-from stagepack.format.operator_permissions import bundle_permissions
-from stagepack.format.reader import Bundle
+from stagepack.format.reader import Bundle, bundle_permissions
 from stagepack.partition.costs import REFERENCE_LINK, GraphCosts, LinkCosts, graph_costs
 from stagepack.partition.cut_options import CutOptions
 from stagepack.partition.profile import (

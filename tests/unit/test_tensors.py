@@ -16,8 +16,9 @@ import stagepack
 from stagepack.errors import CutError, UnsupportedError
 from stagepack.format.dtypes import ITEM_SIZE
 from stagepack.format.graph import Graph
-from stagepack.format.validate import check_graph
-from stagepack.format.weights import ALIGNMENT, PADDING_PREFIX, read_weight_header, weight_file_header
+from stagepack.format.rules import PADDING_PREFIX
+from stagepack.format.validate.graph import check_graph
+from stagepack.format.weights import ALIGNMENT, read_weight_header, weight_file_header
 from stagepack.linearize.weight_table import WeightKind, tensor_bytes, weight_table
 from stagepack_loaders.torch.weights import WeightCache
 

@@ -15,17 +15,11 @@ import stagepack
 from stagepack.errors import FormatError, LimitError, WriteError
 from stagepack.format import limits
 from stagepack.format.dtypes import HEADER_DTYPES, ITEM_SIZE, stored_shape
-from stagepack.format.manifest import Edge, EntryPoint, Manifest, Parameter, Producer, Signature, Stage
+from stagepack.format.manifest import Edge, EntryPoint, Manifest, Producer, Stage
 from stagepack.format.reader import Bundle
-from stagepack.format.tree import SequenceTree, Tree, ValueLeaf
-from stagepack.format.weights import (
-    ALIGNMENT,
-    PADDING_PREFIX,
-    TensorSpec,
-    read_weight_header,
-    tensor_layout,
-    weight_file_header,
-)
+from stagepack.format.rules import PADDING_PREFIX
+from stagepack.format.tree import Parameter, SequenceTree, Signature, Tree, ValueLeaf
+from stagepack.format.weights import ALIGNMENT, TensorSpec, read_weight_header, tensor_layout, weight_file_header
 from stagepack.format.writer import BundleWriter, check_output_path
 from tests.conformance import tiny
 

@@ -11,10 +11,10 @@ import stagepack
 from stagepack.capture.programs import capture_program
 from stagepack.errors import CaptureError, CutError
 from stagepack.exporter import export_capture
-from stagepack.format.example_sizes import example_sizes, value_bytes
-from stagepack.format.graph import Cost, Graph
+from stagepack.format.graph import Cost, Graph, value_bytes
 from stagepack.format.operators import ALLOWED_NAMESPACES, operator_namespace
 from stagepack.format.reader import Bundle
+from stagepack.format.shapes import example_sizes
 from stagepack.format.traversal import input_names, output_names
 from stagepack.graph.analysis import GraphAnalysis
 from stagepack.graph.assembly import join_stages

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from stagepack.format.dtypes import ITEM_SIZE
-from stagepack.format.example_sizes import example_sizes, value_bytes
+from stagepack.format.graph import value_bytes
 from stagepack.format.manifest import Edge
 from stagepack.format.reader import Bundle
+from stagepack.format.shapes import example_sizes
 from stagepack_loaders.distributed import DEFAULT_IN_FLIGHT
 from stagepack_loaders.placement import place_stages
 

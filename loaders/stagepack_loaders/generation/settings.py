@@ -8,9 +8,9 @@ import msgspec
 import numpy
 
 from stagepack.errors import InputError
-from stagepack.format.codec import JSON_ERRORS
 from stagepack.format.limits import Int64
 from stagepack.format.reader import Bundle
+from stagepack.format.rules import JSON_ERRORS
 from stagepack_loaders.elements import Array
 
 _FILE_NAME: Final = "generation_config.json"

@@ -8,12 +8,12 @@ from functools import cached_property
 
 import numpy
 
-from stagepack.format.chunk_reading import FileRead, read_chunks
-from stagepack.format.file_checks import open_plain_file, raise_digest_problems
+from stagepack.format.chunks import File, FileRead, read_chunks
+from stagepack.format.codec import read_graph
+from stagepack.format.file_checks import open_plain_file
 from stagepack.format.graph import Weight
-from stagepack.format.manifest import File
-from stagepack.format.manifest_reader import read_graph
 from stagepack.format.reader import Bundle
+from stagepack.format.rules import raise_problems
 from stagepack.format.upgrade import is_newer_minor
 from stagepack.format.weights import parse_weight_header
 from stagepack_loaders.elements import Array
@@ -99,7 +99,7 @@ class _OpenFiles:
             FileRead(entry, descriptor, memoryview(memories[file_name]))
             for file_name, (entry, descriptor) in self._reads.items()
         ]
-        raise_digest_problems(read_chunks(reads, compare=self.verify))
+        raise_problems(read_chunks(reads, compare=self.verify))
         stored_tensors: dict[str, Array] = {}
         for file_name, memory in memories.items():
             content = numpy.frombuffer(memory, numpy.uint8)

@@ -28,9 +28,9 @@ from torch.fx import GraphModule
 from stagepack.errors import CompiledError, OptionError, OutputExistsError, WriteError
 from stagepack.format.chunks import sha256_of_file
 from stagepack.format.graph import Graph, Value, Weight
+from stagepack.format.output_file import TemporaryFolder
 from stagepack.format.reader import Bundle
 from stagepack.format.shapes import Symbol, evaluate_dim
-from stagepack.format.temporary_folder import TemporaryFolder
 from stagepack.opening import BundleSource, errors_name_bundle, opened
 from stagepack.torch_internals import compile_to_package, load_package
 from stagepack_loaders.base import Compile, PrepareOptions

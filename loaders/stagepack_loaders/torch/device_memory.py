@@ -13,7 +13,7 @@ from stagepack.format.chunks import ByteProgress
 from stagepack.format.dtypes import ITEM_SIZE
 from stagepack.format.graph import Graph
 from stagepack.format.reader import Bundle
-from stagepack.format.validate import NamedWeights
+from stagepack.format.validate.files import NamedWeights
 from stagepack.format.weights import StoredTensor
 from stagepack_loaders.base import PrepareOptions
 from stagepack_loaders.torch.devices import typed_memory_errors

@@ -23,13 +23,14 @@ from stagepack.format.contract import BoundArgument, bind_call, check_constant, 
 from stagepack.format.dtypes import SCALAR_DTYPES
 from stagepack.format.folded_graph import rename_node
 from stagepack.format.graph import Cost, Graph, ModuleCall, Node, Value, ValueArg
-from stagepack.format.manifest import Parameter, Signature
 from stagepack.format.shapes import evaluate_dim, symbol_names
 from stagepack.format.traversal import input_names, output_names, passed_arguments, sort_module_calls, split_call_path
 from stagepack.format.tree import (
     ConstantLeaf,
     NonFiniteLeaf,
+    Parameter,
     SequenceTree,
+    Signature,
     Tree,
     ValueLeaf,
     constant_value,

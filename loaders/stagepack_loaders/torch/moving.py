@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 
 from stagepack.errors import DeviceError
-from stagepack.format.operator_permissions import needed_permissions
+from stagepack.format.operators import needed_permissions
 from stagepack.format.reader import Bundle
 from stagepack_loaders.base import PrepareOptions
 from stagepack_loaders.torch.devices import typed_memory_errors

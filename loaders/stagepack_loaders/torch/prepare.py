@@ -19,12 +19,13 @@ from blake3 import blake3
 
 from stagepack.errors import DeviceError, OperatorError
 from stagepack.format.bundle_files import FileStream
-from stagepack.format.chunks import ByteProgress
+from stagepack.format.chunks import ByteProgress, File
 from stagepack.format.folded_graph import FoldedGraph
 from stagepack.format.graph import Graph
-from stagepack.format.manifest import File
 from stagepack.format.reader import Bundle
-from stagepack.format.validate import NamedWeights, check_whole_model, raise_problems
+from stagepack.format.rules import raise_problems
+from stagepack.format.validate.files import NamedWeights
+from stagepack.format.validate.whole_model import check_whole_model
 from stagepack.format.weights import StoredTensor
 from stagepack.graph.region_functions import folded_functions
 from stagepack_loaders.base import PrepareOptions

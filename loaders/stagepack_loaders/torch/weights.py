@@ -20,10 +20,9 @@ from blake3 import blake3
 from torch.fx import GraphModule
 
 from stagepack.errors import DigestError, InputError, Problem, StagepackError, repeated_error
-from stagepack.format.chunks import ByteProgress, FileChunk, file_chunks
+from stagepack.format.chunks import ByteProgress, File, FileChunk, file_chunks
 from stagepack.format.dtypes import TORCH_DTYPES
 from stagepack.format.graph import Graph, Weight
-from stagepack.format.manifest import File
 from stagepack.format.reader import Bundle
 from stagepack.format.weights import StoredTensor
 from stagepack_loaders.torch.slots import Slot

@@ -6,8 +6,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from stagepack.format.example_sizes import example_sizes
 from stagepack.format.reader import Bundle
+from stagepack.format.shapes import example_sizes
 from stagepack.graph.rows.batch import batch_dimension
 from stagepack_loaders.distributed.process_memory import estimate_memory
 from stagepack_loaders.distributed.routes import assign_stages

@@ -13,7 +13,7 @@ import msgspec
 import numpy
 from msgspec import UNSET, Raw, Struct, UnsetType
 
-from stagepack.format.codec import JSON_ERRORS
+from stagepack.format.rules import JSON_ERRORS
 from stagepack_serving.server.errors import RequestError, RequestStatus
 
 # Of a request without the numbers of its inputs.

@@ -23,7 +23,7 @@ import numpy
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 from starlette.requests import ClientDisconnect, Request
 
-from stagepack.format.codec import JSON_ERRORS
+from stagepack.format.rules import JSON_ERRORS
 from stagepack_loaders.elements import Array
 from stagepack_serving.protocol.interface import Interface
 from stagepack_serving.server.errors import RequestError, RequestStatus

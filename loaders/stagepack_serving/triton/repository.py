@@ -21,13 +21,13 @@ from google.protobuf import text_format
 from tritonclient.grpc.model_config_pb2 import ModelConfig, ModelInstanceGroup
 
 from stagepack.errors import InputError, OperatorError, OutputExistsError, StagepackError, WriteError, first_line
+from stagepack.format.bundle_files import read_manifest
 from stagepack.format.contract import determined_symbols
 from stagepack.format.manifest import Edge
-from stagepack.format.manifest_reader import read_manifest
+from stagepack.format.output_file import TemporaryFolder, exchange_paths
 from stagepack.format.reader import Bundle
+from stagepack.format.rules import MANIFEST_NAME
 from stagepack.format.shapes import format_guard, symbol_names
-from stagepack.format.temporary_folder import TemporaryFolder, exchange_paths
-from stagepack.format.validate import MANIFEST_NAME
 from stagepack.graph.rows.batch import batch_dimension
 from stagepack_serving.protocol.interface import Interface, InterfaceTensor, build_model_config
 from stagepack_serving.triton.options import RepositoryOptions

@@ -13,8 +13,8 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig, ModelInstanceGroup
 from stagepack.errors import DeviceError, OperatorError
 from stagepack.format.manifest import Stage
 from stagepack.format.reader import Bundle
+from stagepack.format.rules import MANIFEST_NAME
 from stagepack.format.shapes import Guard, format_guard
-from stagepack.format.validate import MANIFEST_NAME
 from stagepack_loaders.onnxruntime.runtime import no_onnx_error
 from stagepack_loaders.placement import place_stages
 from stagepack_loaders.registry import find_runtime

@@ -39,9 +39,8 @@ from stagepack.cli.report.charts import Bar, Child, Row, bar, column_chart, html
 from stagepack.cli.report.pipeline_drawing import pipeline_picture
 from stagepack.cli.trace_facts import trace_facts, window
 from stagepack.errors import CutError, OptionError
-from stagepack.format.manifest import format_inputs
+from stagepack.format.manifest import Plan, format_inputs
 from stagepack.format.output_file import check_output_file, output_file
-from stagepack.format.plan import Plan
 from stagepack.format.reader import Bundle
 from stagepack.format.shapes import format_shape
 from stagepack.opening import BundleSource, opened

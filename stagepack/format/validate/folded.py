@@ -15,11 +15,11 @@ from stagepack.format.folded_graph import (
     parse_template,
 )
 from stagepack.format.graph import Argument, Node, Value
+from stagepack.format.rules import BrokenRule
 from stagepack.format.shapes import Dim, Expr
 from stagepack.format.traversal import child_arguments
 from stagepack.format.tree import Tree, child_trees
-from stagepack.format.validate.manifest import check_depth
-from stagepack.format.validate.problems import BrokenRule
+from stagepack.format.validate.types import check_depth
 
 
 @dataclass(frozen=True, slots=True)

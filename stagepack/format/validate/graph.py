@@ -38,10 +38,16 @@ from stagepack.format.operators import (
     schema_effects,
     schema_parameters,
 )
+from stagepack.format.rules import (
+    DECIMAL_PATTERN,
+    WORD_PATTERN,
+    BrokenRule,
+    format_names,
+    is_identifier,
+    is_tensor_name,
+)
 from stagepack.format.traversal import child_arguments, sort_module_calls, subgraph_indices
-from stagepack.format.validate.manifest import check_depth, check_signature, check_symbols, check_type
-from stagepack.format.validate.names import DECIMAL_PATTERN, WORD_PATTERN, is_identifier, is_tensor_name
-from stagepack.format.validate.problems import BrokenRule, format_names
+from stagepack.format.validate.types import check_depth, check_signature, check_symbols, check_type
 
 # Prefixes of the dtypes that have gradients.
 _TRAINABLE_PREFIXES = ("float", "bfloat", "complex")
@@ -65,13 +71,8 @@ def check_graph_weights(weights: Sequence[Weight], defined: set[str]) -> Iterato
         if weight.dtype not in ITEM_SIZE or (weight.trainable and not weight.dtype.startswith(_TRAINABLE_PREFIXES)):
             yield "G9", location, f"{weight.dtype[:80]!r} is not a dtype of stored tensors, or cannot be trained"
         yield from _check_layout(weight, location)
-    if sum(zero_bytes(weight) for weight in weights) > limits.ZERO_BYTES:
+    if sum(weight.zero_bytes for weight in weights) > limits.ZERO_BYTES:
         yield "L1", "weights", f"expected at most {limits.ZERO_BYTES} bytes of weights of zeros"
-
-
-def zero_bytes(weight: Weight) -> int:
-    """Return the bytes of a weight of zeros, which no file has; 0 for other weights."""
-    return math.prod(weight.shape) * ITEM_SIZE.get(weight.dtype, 1) if weight.zeros else 0
 
 
 def _check_layout(weight: Weight, location: str) -> Iterator[BrokenRule]:

@@ -9,11 +9,11 @@ from stagepack.format.aliasing import AliasClasses, alias_classes, may_write, wr
 from stagepack.format.graph import Graph, Node, Value, ValueArg
 from stagepack.format.manifest import Edge, EntryPoint, Stage
 from stagepack.format.operators import ALLOWED_NAMESPACES, SIZE_OPERATOR, operator_namespace
+from stagepack.format.rules import format_names
 from stagepack.format.shapes import (
     Dim,
     Symbol,
 )
-from stagepack.format.validate.problems import format_names
 
 # A broken rule and the message.
 _Difference = tuple[str, str]

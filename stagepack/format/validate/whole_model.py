@@ -10,8 +10,8 @@ from msgspec.structs import replace
 from stagepack.errors import Problem
 from stagepack.format.aliasing import alias_classes, colocation_groups, may_write
 from stagepack.format.graph import Argument, Graph, ModuleCall, Node, Op, Subgraph, SubgraphArg, Value
-from stagepack.format.manifest import EntryPoint
-from stagepack.format.plan import run_members
+from stagepack.format.manifest import EntryPoint, run_members
+from stagepack.format.rules import MANIFEST_NAME
 from stagepack.format.traversal import (
     NodeContents,
     input_names,
@@ -20,7 +20,6 @@ from stagepack.format.traversal import (
     output_names,
     random_nodes,
 )
-from stagepack.format.validate.names import MANIFEST_NAME
 
 
 def check_whole_model(entry_point: EntryPoint, graphs: Sequence[Graph]) -> Iterator[Problem]:

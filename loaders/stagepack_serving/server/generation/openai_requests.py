@@ -15,8 +15,8 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Meta, Raw, Struct
 
-from stagepack.format.codec import JSON_ERRORS
 from stagepack.format.limits import Int64
+from stagepack.format.rules import JSON_ERRORS
 from stagepack_serving.server.errors import RequestError, RequestStatus
 from stagepack_serving.server.generation.generator import GenerationRequest, Generator
 from stagepack_serving.server.parameters import InferenceTensor

@@ -11,8 +11,8 @@ import msgspec
 from tokenizers import Tokenizer
 
 from stagepack.errors import InputError
-from stagepack.format.codec import JSON_ERRORS
 from stagepack.format.reader import Bundle
+from stagepack.format.rules import JSON_ERRORS
 from stagepack_loaders.generation.prompts import read_tokenizer, tokenizer_errors
 from stagepack_serving.server.errors import AssetError, RequestError, RequestStatus
 from stagepack_serving.server.generation.chat_template import ChatTemplate

@@ -1,0 +1,119 @@
+"""What the rules of several files share: names, strict JSON (SPEC E1, E2), and the error that reports what is broken."""
+
+import collections
+import itertools
+import json
+import keyword
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+import msgspec
+
+from stagepack.errors import DigestError, FormatError, LimitError, Problem
+from stagepack.format import limits
+
+MANIFEST_NAME = "manifest.json"
+# The configuration of a model of transformers, beside its weights or in a bundle.
+MODEL_CONFIG_NAME = "config.json"
+SIGNATURE_NAME = "model.sig"
+INDEX_NAME = "model.safetensors.index.json"
+PADDING_PREFIX = "__padding__"
+# The key of a weight header whose value is no tensor but a dict of strings. No reader of a bundle uses it.
+METADATA_KEY = "__metadata__"
+
+_IDENTIFIER_PATTERN = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
+FILE_NAME_PATTERN = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,198}[A-Za-z0-9_-])?", re.ASCII)
+# The name of a dtype, a device type, a layout or a memory format (M11).
+WORD_PATTERN = re.compile(r"[a-z][a-z0-9_]{0,63}", re.ASCII)
+DECIMAL_PATTERN = re.compile(r"0|[1-9][0-9]{0,17}", re.ASCII)
+DIGEST_PATTERN = re.compile(r"[0-9a-f]{64}")
+# What `msgspec.json.decode` raises for bytes that are not JSON in UTF-8, are nested too deep, or are of another type.
+JSON_ERRORS: Final = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
+
+# By the letter of the rules that are broken.
+_ERROR_CLASSES: Final = {"D": DigestError, "L": LimitError}
+# A problem in one file: the number of the rule, the location in the file, and a message.
+BrokenRule = tuple[str, str, str]
+
+
+def is_identifier(value_name: str) -> bool:
+    """Whether a value may have this name: ASCII, not a Python keyword, not too long (G1)."""
+    well_formed = _IDENTIFIER_PATTERN.fullmatch(value_name) is not None and len(value_name) <= limits.NAME_CHARACTERS
+    return well_formed and not keyword.iskeyword(value_name)
+
+
+def is_tensor_name(tensor_name: str) -> bool:
+    """Whether a tensor in a weight file may have this name (G9)."""
+    reserved = tensor_name.startswith(PADDING_PREFIX) or tensor_name == METADATA_KEY
+    return 0 < len(tensor_name) <= limits.NAME_CHARACTERS and not reserved
+
+
+def rule_error(rule: str, where: str, message: str) -> FormatError:
+    """Return the error of one broken rule."""
+    return _error_of([Problem(rule=rule, where=where, message=message)])
+
+
+def raise_problems(problems: Iterable[Problem]) -> None:
+    """Raise one error with all problems, if there are any. Of very many problems, the first `limits.REPORTED_PROBLEMS` are reported."""
+    reported = list(itertools.islice(problems, limits.REPORTED_PROBLEMS))
+    if reported:
+        raise _error_of(reported)
+
+
+def _error_of(problems: list[Problem]) -> FormatError:
+    """The error whose class is that of the rules, by their letter, if this is the same for all of them."""
+    letters = {problem.rule[0] for problem in problems}
+    error_class = _ERROR_CLASSES.get(letters.pop(), FormatError) if len(letters) == 1 else FormatError
+    return error_class(problems)
+
+
+def format_names(listed_names: Sequence[object]) -> str:
+    """Return the first names of a sequence as text, for a message."""
+    return ", ".join(str(listed_name)[:80] for listed_name in listed_names[:9]) or "none"
+
+
+def parse_json(content: bytes, file_name: str) -> Any:
+    """Parse JSON strictly: duplicate keys, NaN, infinities, lone surrogates and the integer ``-0`` are refused."""
+
+    def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        fields = dict(pairs)
+        if len(fields) != len(pairs):
+            [(duplicate, _)] = collections.Counter(key for key, _ in pairs).most_common(1)
+            raise rule_error("E2", file_name, f"duplicate key {duplicate[:80]!r}")
+        return fields
+
+    with typed_errors(file_name, "JSON"):
+        # msgspec is stricter than json, but accepts duplicate keys.
+        msgspec.json.decode(content)
+        return json.loads(content.decode(), object_pairs_hook=unique_keys, parse_int=_parse_integer)
+
+
+def _parse_integer(text: str) -> int:
+    """Parse an integer of JSON. Others than Python read ``-0`` as the float -0.0."""
+    if text == "-0":
+        raise ValueError("found the integer -0, expected 0 or -0.0")
+    return int(text)
+
+
+@contextmanager
+def deep_nesting_refused(file_name: str) -> Iterator[None]:
+    """Refuse content that is nested deeper than Python can walk: from 3.12 on, the decoders, which are in C, go deeper than that."""
+    try:
+        yield
+    except RecursionError:
+        raise rule_error("L2", file_name, "nested too deep") from None
+
+
+@contextmanager
+def typed_errors(file_name: str, encoding: str) -> Iterator[None]:
+    """Convert the exceptions of the decoders to errors of stagepack."""
+    try:
+        with deep_nesting_refused(file_name):
+            yield
+    except msgspec.ValidationError as error:
+        raise rule_error("E3", file_name, str(error)[:300]) from None
+    # Bytes that are not UTF-8 raise a ValueError.
+    except (msgspec.DecodeError, ValueError) as error:
+        raise rule_error("E1", file_name, f"not {encoding}: {str(error)[:300]}") from None
