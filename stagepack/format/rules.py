@@ -50,9 +50,9 @@ def is_tensor_name(tensor_name: str) -> bool:
     return 0 < len(tensor_name) <= limits.NAME_CHARACTERS and not reserved
 
 
-def rule_error(rule: str, where: str, message: str) -> FormatError:
+def rule_error(rule: str, location: str, message: str) -> FormatError:
     """Return the error of one broken rule."""
-    return _error_of([Problem(rule=rule, where=where, message=message)])
+    return _error_of([Problem(rule=rule, where=location, message=message)])
 
 
 def raise_problems(problems: Iterable[Problem]) -> None:

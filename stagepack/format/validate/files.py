@@ -40,7 +40,11 @@ class NamedWeights:
         file_name: the weight file that holds it; None for zeros.
         """
         stored_weight = (replace(weight, value=""), file_name)
-        differing = (name for name in weight.names if self._weights.setdefault(name, stored_weight) != stored_weight)
+        differing = (
+            weight_name
+            for weight_name in weight.names
+            if self._weights.setdefault(weight_name, stored_weight) != stored_weight
+        )
         return next(differing, None)
 
     def checkpoint(self) -> dict[str, str]:
@@ -63,8 +67,8 @@ def check_weights(
     They are tensors that two files hold, weights that do not fit their stored tensor, or have the name of another one; and other bytes, or
     files that the stage does not need, in the manifest.
     """
-    for rule, where, message in _weight_differences(weights, headers, stage, named_weights):
-        yield Problem(rule=rule, where=where, message=message)
+    for rule, location, message in _weight_differences(weights, headers, stage, named_weights):
+        yield Problem(rule=rule, where=location, message=message)
 
 
 def _weight_differences(
@@ -75,22 +79,20 @@ def _weight_differences(
 ) -> list[BrokenRule]:
     stored: dict[str, StoredTensor] = {}
     files: dict[str, str] = {}
-    found: list[BrokenRule] = []
+    broken_rules: list[BrokenRule] = []
     for file_name, tensors in headers:
         twice = sorted(stored.keys() & tensors.keys())
-        found += [("W7", file_name, f"{name[:80]!r} is in another file too") for name in twice]
+        broken_rules += [("W7", file_name, f"{tensor_name[:80]!r} is in another file too") for tensor_name in twice]
         stored.update(tensors)
         files.update(dict.fromkeys(tensors, file_name))
     for weight in weights:
         if (message := _mismatch(weight, stored.get(weight.stored))) is not None:
-            found.append(("W7", stage.graph, message))
-        if (name := named_weights.differing_name(weight, files.get(weight.stored))) is not None:
-            message = (
-                f"the weight {name[:80]!r} differs from the one of this name in another stage, or is in another file"
-            )
-            found.append(("W8", stage.graph, message))
+            broken_rules.append(("W7", stage.graph, message))
+        if (differing_name := named_weights.differing_name(weight, files.get(weight.stored))) is not None:
+            message = f"the weight {differing_name[:80]!r} differs from the one of this name in another stage, or is in another file"
+            broken_rules.append(("W8", stage.graph, message))
     # What is wrong with a weight makes the sums wrong too.
-    return found or [("W9", stage.graph, message) for message in _wrong_sums(weights, stored, files, stage)]
+    return broken_rules or [("W9", stage.graph, message) for message in _wrong_sums(weights, stored, files, stage)]
 
 
 def _mismatch(weight: Weight, tensor: StoredTensor | None) -> str | None:
@@ -144,7 +146,7 @@ def check_index(content: bytes, named_weights: NamedWeights) -> Iterator[Problem
         yield Problem(rule="W10", where=INDEX_NAME, message="expected an object with a weight_map")
         return
     files = named_weights.checkpoint()
-    if differing := sorted(name for name in {*stated, *files} if stated.get(name) != files.get(name)):
+    if differing := sorted(key for key in {*stated, *files} if stated.get(key) != files.get(key)):
         message = f"the weight_map has other files than the stages, or none, for {format_names(differing)}"
         yield Problem(rule="W10", where=INDEX_NAME, message=message)
 
@@ -170,10 +172,10 @@ def _example_differences(entry_point: EntryPoint, tensors: Mapping[str, StoredTe
     if differing := sorted(edges.keys() ^ tensors.keys()):
         yield f"expected a tensor for each input and each result, found {format_names(differing)} missing or too many"
     sizes = {symbol.name: symbol.example for symbol in entry_point.symbols if symbol.example is not None}
-    for name in sorted(edges.keys() & tensors.keys()):
-        tensor = tensors[name]
-        if not _is_stored_value(tensor, edges[name], sizes):
-            expected = f"expected {name[:80]!r} with the dtype of its edge and the sizes of the example"
+    for tensor_name in sorted(edges.keys() & tensors.keys()):
+        tensor = tensors[tensor_name]
+        if not _is_stored_value(tensor, edges[tensor_name], sizes):
+            expected = f"expected {tensor_name[:80]!r} with the dtype of its edge and the sizes of the example"
             yield f"{expected}, found {tensor.dtype} {list(tensor.shape)}"
 
 
