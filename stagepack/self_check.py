@@ -127,7 +127,7 @@ def refused_by_loaders() -> Iterator[None]:
 class _MappedForReading(WeightCache):
     """Weights mapped for reading only: the system may refuse a mapping that can be written and is larger than the memory."""
 
-    def open_files(self, bundle: Bundle, file_names: Iterable[str], **_: Any) -> None:
+    def open_files(self, bundle: Bundle, file_names: Iterable[str], options: PrepareOptions, *, verify: bool) -> None:
         """Open nothing: `_read_stored` maps each tensor."""
 
     def _read_stored(self, path: Path, stored: StoredTensor, device: torch.device, *, copy: bool) -> torch.Tensor:

@@ -19,7 +19,7 @@ import torch
 
 import stagepack
 from stagepack.format.reader import Bundle
-from stagepack_loaders.verified_files import FOLDER_VARIABLE
+from stagepack_loaders.weight_files import FOLDER_VARIABLE
 from tools.benchmark_results import add_json_option, benchmark_results
 from tools.gpu_load_programs import COPY_LIMIT, LOADERS, PRELUDE
 

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     import os
 
     from stagepack_loaders.elements import Array
-    from stagepack_loaders.weight_files import WeightReader
 
 # How `load(..., compile=)` compiles. False: not at all. True or "regions": each distinct region once. "whole": each stage as a whole.
 Compile = bool | Literal["regions", "whole"]
@@ -215,7 +214,6 @@ class PrepareOptions:
         autocast: the stages may be called in ``torch.autocast``: there, dtypes of values may differ from those of the capture.
         stream: a stage is ready at once, and each weight is waited for at its first use; only for a runtime with `streams`.
         device_memory: the largest number of bytes of weights on each device, for a runtime with `streams`; None for no limit.
-        weight_reader: reads the weight files of a stage that streams; None for the files in the folder of the bundle.
         copy: read weights into memory of this process, where the runtime would map the weight files.
         progress: called by several threads with the number of bytes of weight files that were read.
         unchanged: called with the size of each weight file that was not read, because it is unchanged since it was verified.
@@ -229,7 +227,6 @@ class PrepareOptions:
     autocast: bool = False
     stream: bool = False
     device_memory: int | None = None
-    weight_reader: "WeightReader | None" = None
     copy: bool = False
     progress: ByteProgress | None = None
     unchanged: ByteProgress | None = None

@@ -23,6 +23,7 @@ from stagepack.format.dtypes import SCALAR_DTYPES, TORCH_DTYPES
 from stagepack.format.graph import Argument, Graph, ListArg, Node, Value, ValueArg, Weight
 from stagepack.format.manifest import Edge
 from stagepack.format.reader import Bundle
+from stagepack_loaders.base import PrepareOptions
 from stagepack_loaders.elements import COMPLEX_DTYPES, ELEMENT_DTYPES, Array
 from stagepack_loaders.weight_files import WeightFile, open_weight_files
 
@@ -197,7 +198,7 @@ def run_nodes(graph: Graph, operators: Operators, values: Mapping[str, Any]) -> 
 def _call(node: Node, function: Callable[..., Any], known_values: Mapping[str, Any]) -> Any:
     """Call the function of a node with its positional and keyword arguments."""
     positional = [_argument_value(argument, known_values) for argument in node.args]
-    keywords = {name: _argument_value(argument, known_values) for name, argument in node.kwargs}
+    keywords = {parameter_name: _argument_value(argument, known_values) for parameter_name, argument in node.kwargs}
     return function(*positional, **keywords)
 
 
@@ -215,7 +216,7 @@ def map_stored_tensors(bundle: Bundle, stage_number: int, *, verify: bool) -> di
 
     The result is the bytes of each stored tensor, by name.
     """
-    weight_files = open_weight_files(bundle, bundle.stages[stage_number].weights, verify=verify, copy=False)
+    weight_files = open_weight_files(bundle, bundle.stages[stage_number].weights, PrepareOptions(), verify=verify)
     return stored_tensors(weight_files)
 
 

@@ -1,35 +1,59 @@
-"""Weight files in memory: mapped, so that they are ready at once and processes share them, or copied.
+"""Weight files in memory: mapped, so that they are ready at once and processes share them, or copied; or read in ranges.
 
-- Ranges of weight files, read by threads into memory that the caller gives.
+A file that is mapped need not be hashed again at each load. A record says: the content of this inode had this digest, when the kernel
+gave it this change time. Every write changes the change time (ctime), and nobody but root can set it back. The record holds only under
+conditions that make this true, and is not used otherwise:
+
+- The file belongs to this user or to root, and nobody else may write to it.
+- The file system is one of the kernel's own that changes the ctime at writes through shared mappings too. (tmpfs does not.) The file was
+  written back before it was hashed, so that such a write to any of its pages is seen.
+- The ctime is seconds older than the comparison: two writes within a tick of the kernel's clock have the same one.
+- The machine has not been restarted since: then every byte comes from the disk again.
+- The folder of the record belongs to this user, and nobody else may write to it.
 """
 
 import contextlib
 import errno
-import functools
 import mmap
 import os
+import re
+import shutil
+import stat
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 import numpy
+from blake3 import blake3
 
 from stagepack.errors import Problem
-from stagepack.format.bundle_files import FileSource
-from stagepack.format.chunks import ByteProgress, File, FileRead, read_chunks
+from stagepack.format.chunks import File, FileRead, read_chunks
 from stagepack.format.file_checks import FILE_GROUP, open_plain_file
 from stagepack.format.reader import Bundle
 from stagepack.format.rules import raise_problems, rule_error
 from stagepack.format.weights import StoredTensor, parse_weight_header
-from stagepack_loaders.file_leases import has_lease, map_with_lease
-from stagepack_loaders.mapped_memory import new_memory
-from stagepack_loaders.verified_files import VerifiedFiles, write_back
+from stagepack_loaders.base import PrepareOptions
+from stagepack_loaders.file_leases import has_lease, is_of_kind, map_with_lease, new_memory
 
 # Direct reads begin at a multiple of this in the file and in memory, and their length is one.
 DIRECT_ALIGNMENT: Final = 4096
+# How long the record of another start is kept after its last entry: machines may share a home folder.
+_KEPT_SECONDS: Final = 30 * 86_400
+_BOOT_ID: Final = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+_BOOT_ID_PATH: Final = Path("/proc/sys/kernel/random/boot_id")
+# The folder of the record of verified files; empty to keep none.
+FOLDER_VARIABLE: Final = "STAGEPACK_VERIFIED_FILES"
+_FILE_SYSTEMS: Final = frozenset({"ext2", "ext3", "ext4", "xfs"})
+_SETTLED_SECONDS = 2.0
+
+# Fills memory with the bytes of a file of the bundle, by its name, from a position on. Several threads call it at a time. It raises a
+# `DigestError` if the file is missing, cannot be read, or ends before the memory is full.
+ReadInto = Callable[[str, int, memoryview], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,168 +78,175 @@ def map_weight_file(path: Path) -> WeightFile:
             if file.readinto(content) < len(content):
                 message = "the file was cut short while it was read"
                 raise rule_error("D1", path.name, message)
-        return _weight_file(content, path.name)
+    return WeightFile(content, parse_weight_header(content, path.name))
 
 
 def open_weight_files(
-    bundle: Bundle,
-    file_names: Iterable[str],
-    *,
-    verify: bool,
-    copy: bool,
-    progress: ByteProgress | None = None,
-    unchanged: ByteProgress | None = None,
+    bundle: Bundle, file_names: Iterable[str], options: PrepareOptions, *, verify: bool
 ) -> dict[str, WeightFile]:
-    """Bring weight files of a bundle into memory.
-
-    progress: called by several threads with the number of bytes that were read.
-    """
+    """Map weight files of a bundle, or copy those that can have no lease, and all with ``options.copy``."""
     entries = [bundle.files[file_name] for file_name in dict.fromkeys(file_names)]
     bundle.fetch(entry.name for entry in entries)
-    read_group = functools.partial(
-        _read_group, bundle, verify=verify, copy=copy, progress=progress, unchanged=unchanged
-    )
-    contents, problems = _read_in_groups(entries, read_group)
+    contents, problems = _read_files(bundle, entries, options, verify=verify)
     if bundle.replace_damaged(problems):
-        contents, problems = _read_in_groups(entries, read_group)
+        contents, problems = _read_files(bundle, entries, options, verify=verify)
     raise_problems(problems)
-    return {file_name: _weight_file(content, file_name) for file_name, content in contents.items()}
+    return {
+        file_name: WeightFile(content, parse_weight_header(content, file_name))
+        for file_name, content in contents.items()
+    }
 
 
-def _read_in_groups(
-    entries: Sequence[File],
-    read_group: Callable[[Sequence[File]], tuple[dict[str, mmap.mmap], list[Problem]]],
+def _read_files(
+    bundle: Bundle, entries: Sequence[File], options: PrepareOptions, *, verify: bool
 ) -> tuple[dict[str, mmap.mmap], list[Problem]]:
     """Return the content of each file by name, and the problems of those that differ from the manifest."""
     contents: dict[str, mmap.mmap] = {}
     problems: list[Problem] = []
     for group_start in range(0, len(entries), FILE_GROUP):
-        group_contents, group_problems = read_group(entries[group_start : group_start + FILE_GROUP])
-        contents |= group_contents
-        problems += group_problems
+        copied, mapped = [], []
+        with contextlib.ExitStack() as open_files:
+            for entry in entries[group_start : group_start + FILE_GROUP]:
+                descriptor = open_files.enter_context(open_plain_file(bundle.path, entry)).fileno()
+                content = None if options.copy else _map_if_possible(descriptor, entry.name)
+                if content is None:
+                    content = new_memory(entry.size)
+                    copied.append(FileRead(entry, descriptor, memoryview(content)))
+                else:
+                    mapped.append(FileRead(entry, descriptor))
+                contents[entry.name] = content
+            problems += read_chunks(copied, compare=verify, progress=options.progress)
+            if verify:
+                problems += _compare_mapped(mapped, options)
+                # Without a lease, the bytes in memory may not be the ones that were compared.
+                message = "the file was changed while it was loaded: load it again"
+                changed = [read.entry.name for read in mapped if not has_lease(contents[read.entry.name])]
+                problems += [Problem(rule="D2", where=file_name, message=message) for file_name in changed]
     return contents, problems
 
 
-def _read_group(
-    bundle: Bundle,
-    entries: Sequence[File],
-    *,
-    verify: bool,
-    copy: bool,
-    progress: ByteProgress | None,
-    unchanged: ByteProgress | None,
-) -> tuple[dict[str, mmap.mmap], list[Problem]]:
-    """As `_read_in_groups`, for files that are all open at the same time."""
-    with contextlib.ExitStack() as open_files:
-        files = {entry.name: open_files.enter_context(open_plain_file(bundle.path, entry)) for entry in entries}
-        contents, reads, mapped_reads = {}, [], []
-        for entry in entries:
-            descriptor = files[entry.name].fileno()
-            try:
-                content = None if copy else map_with_lease(descriptor, entry.name)
-            except OSError as error:
-                if error.errno not in (errno.EMFILE, errno.ENFILE):
-                    raise
-                content = None  # A lease is an open file of its own, of which this process can have no more.
-            if content is None:
-                content = new_memory(entry.size)
-                reads.append(FileRead(entry, descriptor, memoryview(content)))
-            else:
-                mapped_reads.append(FileRead(entry, descriptor))
-            contents[entry.name] = content
-        problems = read_chunks(reads, compare=verify, progress=progress)
-        if verify:
-            problems += _compare_mapped(mapped_reads, progress, unchanged)
-            # Then the bytes in memory may not be the ones that were compared.
-            problems += [
-                Problem(
-                    rule="D2", where=read.entry.name, message="the file was changed while it was loaded: load it again"
-                )
-                for read in mapped_reads
-                if not has_lease(contents[read.entry.name])
-            ]
-    return contents, problems
+def _map_if_possible(descriptor: int, file_name: str) -> mmap.mmap | None:
+    try:
+        return map_with_lease(descriptor, file_name)
+    except OSError as error:
+        if error.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+        return None  # A lease is an open file of its own, of which this process can have no more.
 
 
-def _compare_mapped(
-    reads: Sequence[FileRead], progress: ByteProgress | None, unchanged: ByteProgress | None
-) -> list[Problem]:
+def _compare_mapped(reads: Sequence[FileRead], options: PrepareOptions) -> list[Problem]:
     """Compare open files with their digests, but those that are unchanged since they were compared; return the problems."""
-    record = VerifiedFiles()
+    record = VerificationRecord(FOLDER_VARIABLE, "verified")
     new_reads = []
     for read in reads:
-        if not record.has(record.identity(read.descriptor, read.entry)):
+        if not record.has(_identity(read)):
             new_reads.append(read)
-        elif unchanged is not None:
-            unchanged(read.entry.size)
+        elif options.unchanged is not None:
+            options.unchanged(read.entry.size)
     for read in new_reads:
-        write_back(read.descriptor)
-    identities = [record.identity(read.descriptor, read.entry) for read in new_reads]
-    problems = read_chunks(new_reads, compare=True, progress=progress)
+        with contextlib.suppress(OSError):
+            os.fsync(read.descriptor)  # Later writes through mappings change the ctime.
+    identities = [_identity(read) for read in new_reads]
+    problems = read_chunks(new_reads, compare=True, progress=options.progress)
     damaged_files = {problem.where for problem in problems}
     for read, identity in zip(new_reads, identities, strict=True):
-        if read.entry.name not in damaged_files and record.identity(read.descriptor, read.entry) == identity:
+        if read.entry.name not in damaged_files and _identity(read) == identity:
             record.add(identity)
     return problems
 
 
-def _weight_file(content: mmap.mmap, file_name: str) -> WeightFile:
-    return WeightFile(content, parse_weight_header(content, file_name))
+def _identity(read: FileRead) -> str | None:
+    """The name of the entry of a file in the record; None if the file cannot have one."""
+    status = os.fstat(read.descriptor)
+    is_owned = status.st_uid in (os.geteuid(), 0) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    is_settled = status.st_ctime + _SETTLED_SECONDS < time.time()
+    if not is_owned or not is_settled or not is_of_kind(status.st_dev, _FILE_SYSTEMS):
+        return None
+    inode = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+    return blake3(repr((*inode, read.entry.size, read.entry.blake3)).encode()).hexdigest()
 
 
-class WeightReader(Protocol):
-    """Reads bytes of the files of a bundle. It is called by several threads at a time."""
+class VerificationRecord:
+    """What this user has verified since the machine was started: empty files, whose names are hashes of all that they depend on.
 
-    def read_into(self, file_name: str, start: int, memory: memoryview) -> None:
-        """Fill memory with the bytes of a file.
+    The folder of the record belongs to this user, and nobody else may write to it; otherwise it has no entries, and takes none.
+    """
 
-        Args:
-            file_name: the name of the file in the bundle.
-            start: the first byte.
-            memory: writeable memory, as long as the range.
+    def __init__(self, variable: str, folder_name: str) -> None:
+        self._folder = _record_folder(variable, folder_name)
 
-        Raises:
-            DigestError: the file is missing, cannot be read, or ends before the range does.
-        """
+    def has(self, identity: str | None) -> bool:
+        """Whether something of this identity was verified."""
+        return self._folder is not None and identity is not None and (self._folder / identity).is_file()
+
+    def add(self, identity: str | None) -> None:
+        """Record that something was verified. Its identity must have been the same before and after that."""
+        if self._folder is not None and identity is not None:
+            # Without space or the right to write, it is verified again.
+            with contextlib.suppress(OSError):
+                os.close(os.open(self._folder / identity, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600))
+
+
+def _record_folder(variable: str, folder_name: str) -> Path | None:
+    """The folder of the record of this start of the machine; None if there can be none."""
+    try:
+        boot_id = _BOOT_ID_PATH.read_text().strip()
+        chosen_folder = os.environ.get(variable)
+        if chosen_folder == "":
+            return None
+        cache_folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        root = Path(chosen_folder).expanduser() if chosen_folder else cache_folder / "stagepack"
+        records = root / folder_name
+        for folder in (root, records, records / boot_id):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            status = folder.lstat()
+            writable = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or writable:
+                return None
+        for old_record in records.iterdir():
+            is_old = time.time() - old_record.lstat().st_mtime > _KEPT_SECONDS
+            if old_record.name != boot_id and is_old and _BOOT_ID.fullmatch(old_record.name):
+                shutil.rmtree(old_record, ignore_errors=True)
+    # No home folder, no /proc, no right to write.
+    except (OSError, RuntimeError):
+        return None
+    return records / boot_id
 
 
 class FolderReader:
-    """Reads the files of a folder. What the page cache lacks is read past it, where the file system can.
+    """Reads ranges of the files of a folder. What the page cache lacks is read past it, where the file system can.
 
     A cold file of this machine was read at 0.5 GB/s through the page cache and at 2.0 GB/s past it.
     """
 
-    def __init__(self, folder: Path, source: FileSource | None = None) -> None:
+    def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._source = source
         self._lock = threading.Lock()
-        self._without_direct: set[str] = set()
-        self._descriptors: dict[str, int] = {}
-        self._direct_descriptors: dict[str, int] = {}
-        self._opened: list[int] = []
-        weakref.finalize(self, _close_all, self._opened)
+        self._files: dict[str, _OpenFile] = {}
 
     def hold(self, file_names: Iterable[str]) -> list[str]:
-        """Open files now: they are the ones that are read, also when another bundle takes the place of this one."""
+        """Open files now: they are the ones that are read, also when another bundle takes the place of this one.
+
+        Those whose paths have other files than the open ones are opened anew; their names are returned.
+        """
         replaced = []
         for file_name in file_names:
             with contextlib.suppress(OSError):
-                held, current = os.fstat(self._descriptor(file_name)), os.stat(self._folder / file_name)
-                if not os.path.samestat(held, current):
+                open_file = os.fstat(self._file(file_name).descriptor)
+                if not os.path.samestat(open_file, os.stat(self._folder / file_name)):
                     replaced.append(file_name)
                     with self._lock:
-                        del self._descriptors[file_name]
-                        self._direct_descriptors.pop(file_name, None)
-                    self._descriptor(file_name)
+                        del self._files[file_name]
+                    self._file(file_name)
         return replaced
 
     def read_into(self, file_name: str, start: int, memory: memoryview) -> None:
-        """See `WeightReader`."""
+        """See `ReadInto`."""
         try:
-            position = self._read_direct(file_name, start, memory)
+            file = self._file(file_name)
+            position = file.read_direct(start, memory)
             while position < len(memory):
-                descriptor = self._descriptor(file_name)
-                length = os.preadv(descriptor, [memory[position:]], start + position)
+                length = os.preadv(file.descriptor, [memory[position:]], start + position)
                 if not length:
                     message = f"the file ends in the bytes {start} to {start + len(memory)}"
                     raise rule_error("D1", file_name, message)
@@ -224,13 +255,29 @@ class FolderReader:
             message = f"the file cannot be read: {error.strerror}"
             raise rule_error("D1", file_name, message) from None
 
-    def _read_direct(self, file_name: str, start: int, memory: memoryview) -> int:
+    def _file(self, file_name: str) -> "_OpenFile":
+        with self._lock:
+            if file_name not in self._files:
+                self._files[file_name] = _OpenFile(self._folder / file_name)
+            return self._files[file_name]
+
+
+class _OpenFile:
+    """A file that several threads read. It is closed with the object."""
+
+    def __init__(self, path: Path) -> None:
+        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._opened = [self.descriptor]
+        self._reads_direct = hasattr(os, "O_DIRECT")
+        weakref.finalize(self, _close_all, self._opened)
+
+    def read_direct(self, start: int, memory: memoryview) -> int:
         """Read past the page cache the part of a range that is not in it. Return the number of bytes that were read."""
         address = numpy.frombuffer(memory, numpy.uint8).ctypes.data
         length = len(memory) - len(memory) % DIRECT_ALIGNMENT
-        if start % DIRECT_ALIGNMENT or address % DIRECT_ALIGNMENT or not length or self._is_cached(file_name, start):
+        if start % DIRECT_ALIGNMENT or address % DIRECT_ALIGNMENT or not length or self._is_cached(start):
             return 0
-        descriptor = None if file_name in self._without_direct else self._direct_descriptor(file_name)
+        descriptor = self._direct_descriptor if self._reads_direct else None
         position = 0
         while descriptor is not None and position < length:
             try:
@@ -238,53 +285,36 @@ class FolderReader:
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
-                # The file system asks for a larger alignment. It is read through the page cache from now on.
-                self._give_up_direct(file_name)
+                # The file system asks for a larger alignment. The file is read through the page cache from now on.
+                self._reads_direct = False
                 return position
             position += read_length
             if read_length % DIRECT_ALIGNMENT or not read_length:
                 break
         return position
 
-    def _is_cached(self, file_name: str, start: int) -> bool:
+    def _is_cached(self, start: int) -> bool:
         """Whether the first byte of a range can be read without waiting for the disk, or the system cannot tell."""
-        descriptor = self._descriptor(file_name)
         if not hasattr(os, "RWF_NOWAIT"):
             return True
         try:
-            os.preadv(descriptor, [bytearray(1)], start, os.RWF_NOWAIT)
+            os.preadv(self.descriptor, [bytearray(1)], start, os.RWF_NOWAIT)
         except BlockingIOError:
             return False
         except OSError:
             return True
         return True
 
-    def _give_up_direct(self, file_name: str) -> None:
-        """Read a file through the page cache from now on. Other threads may still use the descriptor."""
-        with self._lock:
-            self._without_direct.add(file_name)
-
-    def _descriptor(self, file_name: str) -> int:
-        """The open file."""
-        with self._lock:
-            if file_name not in self._descriptors:
-                self._descriptors[file_name] = os.open(self._folder / file_name, os.O_RDONLY | os.O_CLOEXEC)
-                self._opened.append(self._descriptors[file_name])
-            return self._descriptors[file_name]
-
-    def _direct_descriptor(self, file_name: str) -> int | None:
+    @cached_property
+    def _direct_descriptor(self) -> int | None:
         """The same file, opened for direct reads; None where the file system has none."""
-        descriptor = self._descriptor(file_name)
-        with self._lock:
-            if file_name not in self._direct_descriptors and hasattr(os, "O_DIRECT"):
-                # Not by its path, where another file may be by now.
-                with contextlib.suppress(OSError):
-                    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT
-                    self._direct_descriptors[file_name] = os.open(f"/proc/self/fd/{descriptor}", flags)
-                    self._opened.append(self._direct_descriptors[file_name])
-            if file_name not in self._direct_descriptors:
-                self._without_direct.add(file_name)
-            return self._direct_descriptors.get(file_name)
+        try:
+            # Not by its path, where another file may be by now.
+            flags = os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT
+            self._opened.append(os.open(f"/proc/self/fd/{self.descriptor}", flags))
+        except OSError:
+            return None
+        return self._opened[-1]
 
 
 def _close_all(descriptors: list[int]) -> None:

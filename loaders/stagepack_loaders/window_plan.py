@@ -10,7 +10,12 @@ from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 from stagepack.errors import OptionError
+from stagepack.format.aliasing import alias_classes
 from stagepack.format.dtypes import format_bytes
+from stagepack.format.folded_graph import FoldedGraph
+from stagepack.format.graph import Graph
+from stagepack.format.traversal import input_names, output_names
+from stagepack.graph.region_functions import RegionCallSite, region_functions
 
 PLACE_ALIGNMENT: Final = 4096
 # The ring cannot go on before the last use of its oldest weights. So weights that are used over more steps than a limit stay; of these
@@ -20,20 +25,22 @@ _WINDOW_TRIALS: Final = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedUse:
-    """Weights that are used together.
+class WeightUse:
+    """Weights of a graph that are used in the same steps. A step is a node or a call of a region.
 
     Attributes:
-        byte_count: their size.
-        first_step: the number of the first step that uses them.
-        last_step: the number of the last step that uses them.
+        weights: their indices in the weight table.
+        first_step: the number of the first step that uses one of them.
+        last_step: the number of the last step that uses one of them, or a view of one; the number of steps if the graph returns it.
+        byte_count: their size, for a plan.
         must_stay: they cannot pass through, for example because calls write them.
     """
 
-    byte_count: int
+    weights: tuple[int, ...] = ()
     first_step: int
     last_step: int
-    must_stay: bool
+    byte_count: int = 0
+    must_stay: bool = False
 
     @property
     def place_bytes(self) -> int:
@@ -41,22 +48,29 @@ class PlannedUse:
         return place_bytes(self.byte_count)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WindowPlan:
-    """Where the weights of a stage are.
-
-    Attributes:
-        positions: for each use, its position in the endless sequence of places; its place in the ring is this modulo `window_bytes`.
-            None for weights that stay.
-        window_bytes: the size of the ring, in bytes.
-        resident_bytes: the size of the weights that stay.
-        streamed_bytes: the size of the weights that pass through the ring in each call.
-    """
-
-    positions: tuple[int | None, ...]
-    window_bytes: int
-    resident_bytes: int
-    streamed_bytes: int
+def weight_uses(folded: FoldedGraph, graph: Graph) -> list[WeightUse]:
+    """Return the uses of the weights of a graph, in the order of first use. Weights that nothing uses are in none."""
+    items, regions = region_functions(folded, graph)
+    step_of_node: list[int] = []
+    for step_number, item in enumerate(items):
+        step_of_node += [step_number] * (regions[item.region].length if isinstance(item, RegionCallSite) else 1)
+    # Views of a weight share its memory: the weight is in use as long as they are.
+    classes = alias_classes(graph)
+    steps: dict[str, list[int]] = {}
+    for node_number, node in enumerate(graph.nodes):
+        for value_name in (*input_names(node), *output_names(node)):
+            steps.setdefault(classes.representative(value_name), []).append(step_of_node[node_number])
+    for value_name in graph.outputs:
+        steps.setdefault(classes.representative(value_name), []).append(len(items))
+    weights_of_steps: dict[tuple[int, int], list[int]] = {}
+    for weight_index, weight in enumerate(graph.weights):
+        used_steps = steps.get(classes.representative(weight.value))
+        if used_steps:
+            weights_of_steps.setdefault((used_steps[0], used_steps[-1]), []).append(weight_index)
+    return [
+        WeightUse(weights=tuple(indices), first_step=first, last_step=last)
+        for (first, last), indices in sorted(weights_of_steps.items())
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,9 +94,33 @@ class Residency:
         return f"{resident_text}, {self.streamed_bytes / 1e6:.1f} MB pass through {self.window_bytes / 1e6:.1f} MB in each call"
 
 
-def joined_uses(uses_of_stages: Sequence[Sequence[PlannedUse]]) -> list[PlannedUse]:
+@dataclass(frozen=True, slots=True)
+class WindowPlan:
+    """Where weights are.
+
+    Attributes:
+        positions: for each use, its position in the endless sequence of places; its place in the ring is this modulo `window_bytes`.
+            None for weights that stay.
+        window_bytes: the size of the ring.
+    """
+
+    positions: tuple[int | None, ...]
+    window_bytes: int
+
+    def residency(self, uses: Sequence[WeightUse], first_index: int = 0) -> Residency:
+        """Return which weights stay, of uses that are in the plan from an index on."""
+        streamed_bytes = sum(
+            use.byte_count
+            for use, position in zip(uses, self.positions[first_index:], strict=False)
+            if position is not None
+        )
+        resident_bytes = sum(use.byte_count for use in uses) - streamed_bytes
+        return Residency(resident_bytes=resident_bytes, streamed_bytes=streamed_bytes, window_bytes=self.window_bytes)
+
+
+def joined_uses(uses_of_stages: Sequence[Sequence[WeightUse]]) -> list[WeightUse]:
     """Return the uses of stages that run one after the other, with their steps numbered on."""
-    uses: list[PlannedUse] = []
+    uses: list[WeightUse] = []
     for stage_uses in uses_of_stages:
         start = max((use.last_step for use in uses), default=-1) + 1
         uses += [replace(use, first_step=use.first_step + start, last_step=use.last_step + start) for use in stage_uses]
@@ -94,21 +132,18 @@ def place_bytes(byte_count: int) -> int:
     return -(-byte_count // PLACE_ALIGNMENT) * PLACE_ALIGNMENT
 
 
-def least_bytes(uses: Sequence[PlannedUse]) -> int:
+def least_bytes(uses: Sequence[WeightUse]) -> int:
     """Return the least memory that a plan needs, in bytes."""
     return min(sum(use.byte_count for use in uses), _choose_candidates(uses).least_bytes)
 
 
-def plan_window(uses: Sequence[PlannedUse], memory_bytes: int) -> WindowPlan:
-    """Choose the weights that stay, and place the others.
+def plan_window(uses: Sequence[WeightUse], memory_bytes: int) -> WindowPlan:
+    """Choose the weights that stay, and place the others in the remaining memory.
 
     The weights that stay are spread evenly over the stage, so that while it computes with them, others arrive.
-
-    memory_bytes: the memory for weights, in bytes.
     """
-    total = sum(use.byte_count for use in uses)
-    if total <= memory_bytes:
-        return WindowPlan(positions=(None,) * len(uses), window_bytes=0, resident_bytes=total, streamed_bytes=0)
+    if sum(use.byte_count for use in uses) <= memory_bytes:
+        return WindowPlan((None,) * len(uses), 0)
     chosen = _choose_candidates(uses)
     if memory_bytes < chosen.least_bytes:
         raise OptionError(
@@ -125,13 +160,7 @@ def plan_window(uses: Sequence[PlannedUse], memory_bytes: int) -> WindowPlan:
         streamed, window = candidates, least_window
         positions = _positions([uses[index] for index in streamed], window)
     position_of_use = dict(zip(streamed, positions, strict=True))
-    streamed_bytes = sum(uses[index].byte_count for index in streamed)
-    return WindowPlan(
-        positions=tuple(position_of_use.get(index) for index in range(len(uses))),
-        window_bytes=window,
-        resident_bytes=total - streamed_bytes,
-        streamed_bytes=streamed_bytes,
-    )
+    return WindowPlan(tuple(position_of_use.get(index) for index in range(len(uses))), window)
 
 
 class _Candidates(NamedTuple):
@@ -148,7 +177,7 @@ class _Candidates(NamedTuple):
     least_bytes: int
 
 
-def _choose_candidates(uses: Sequence[PlannedUse]) -> _Candidates:
+def _choose_candidates(uses: Sequence[WeightUse]) -> _Candidates:
     choices = []
     for limit in _USE_LENGTH_LIMITS:
         indices = [
@@ -160,7 +189,7 @@ def _choose_candidates(uses: Sequence[PlannedUse]) -> _Candidates:
     return min(choices, key=lambda choice: choice.least_bytes)
 
 
-def _without_residents(uses: Sequence[PlannedUse], candidates: Sequence[int], resident_bytes: int) -> list[int]:
+def _without_residents(uses: Sequence[WeightUse], candidates: Sequence[int], resident_bytes: int) -> list[int]:
     """The candidates that pass through the ring, when the others have at most `resident_bytes`."""
     share = resident_bytes / max(1, sum(uses[index].byte_count for index in candidates))
     streamed = []
@@ -176,7 +205,7 @@ def _without_residents(uses: Sequence[PlannedUse], candidates: Sequence[int], re
     return streamed
 
 
-def _least_window(uses: Sequence[PlannedUse]) -> int:
+def _least_window(uses: Sequence[WeightUse]) -> int:
     """The size of the smallest ring that was found for uses."""
     # The places between the oldest use that goes on and the newest one, which are freed in order.
     starts = [0, *itertools.accumulate(use.place_bytes for use in uses)]
@@ -194,7 +223,7 @@ def _least_window(uses: Sequence[PlannedUse]) -> int:
     return sum(use.place_bytes for use in uses)
 
 
-def _positions(uses: Sequence[PlannedUse], window: int) -> list[int]:
+def _positions(uses: Sequence[WeightUse], window: int) -> list[int]:
     """The positions of uses one after the other. A place does not go over the end of the ring."""
     positions, position = [], 0
     for use in uses:
@@ -205,7 +234,7 @@ def _positions(uses: Sequence[PlannedUse], window: int) -> list[int]:
     return positions
 
 
-def _fits(uses: Sequence[PlannedUse], positions: Sequence[int], window: int) -> bool:
+def _fits(uses: Sequence[WeightUse], positions: Sequence[int], window: int) -> bool:
     """Whether each use has a free place when it begins: places are freed in order."""
     oldest = 0
     for index, use in enumerate(uses):

@@ -10,7 +10,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 import stagepack
-from stagepack.errors import DeviceError, StageFailedError, StageLostError
+from stagepack.errors import DeviceError, DigestError, StageFailedError, StageLostError
 from stagepack.exporter import export_capture
 from stagepack.format.dtypes import SCALAR_DTYPES
 from stagepack.format.graph import DeviceArg
@@ -21,7 +21,7 @@ from stagepack.linearize.program import linearize_program
 from stagepack.partition.cut_options import CutOptions
 from stagepack_loaders.base import PrepareOptions
 from stagepack_loaders.stage_errors import typed_stage_errors
-from stagepack_loaders.torch import weights
+from stagepack_loaders.torch import weight_transfer
 from stagepack_loaders.torch.compilation import Target
 from stagepack_loaders.torch.prepare import build_code, read_parts
 from stagepack_loaders.torch.stage import move_input, output_contract
@@ -30,6 +30,7 @@ from stagepack_loaders.train import default_group
 from stagepack_serving.protocol.interface import Interface
 from stagepack_serving.server.metrics import Metrics
 from stagepack_serving.server.scheduler import StageRunner
+from tests.bundle_editor import BundleEditor
 from tests.unit.simulated_cuda import DEVICE, USED_NAMES, SimulatedCuda
 from tests.zoo.case import Case
 from tests.zoo.cases import named
@@ -172,6 +173,15 @@ def test_weights_arrive_by_page_locked_pieces(
         assert sum(stage.residency.streamed_bytes for stage in pipeline.stages) > 0
 
 
+def test_bytes_that_arrive_are_compared(
+    tower: tuple[Bundle, torch.Tensor, list[torch.Tensor]], simulated: SimulatedCuda, tmp_path: Path
+) -> None:
+    editor = BundleEditor.copy(tower[0].path, tmp_path / "changed")
+    editor.flip_bit("stage-1.safetensors", tower[0].files["stage-1.safetensors"].size - 5)
+    with pytest.raises(DigestError, match=r"stage-1\.safetensors: .*expected blake3"):
+        stagepack.load(editor.path, [str(DEVICE)])
+
+
 @torch.no_grad()
 def test_inputs_do_not_wait_for_the_device(
     tower: tuple[Bundle, torch.Tensor, list[torch.Tensor]], simulated: SimulatedCuda
@@ -197,7 +207,7 @@ def test_weights_that_do_not_fit_are_a_device_error(
     def allocate(*_: object) -> torch.Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8.00 GiB. GPU 0 has 1.00 GiB free.\nmore")
 
-    monkeypatch.setattr(weights, "empty_bytes", allocate)
+    monkeypatch.setattr(weight_transfer, "empty_bytes", allocate)
     with pytest.raises(DeviceError, match=r"do not fit into the memory of a device: .* 1\.00 GiB free\.: choose"):
         stagepack.load(tower[0], [str(DEVICE)])
     with pytest.raises(StageFailedError, match="stage 1 failed: OutOfMemoryError: CUDA"), typed_stage_errors(1):

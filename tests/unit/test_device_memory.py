@@ -15,12 +15,12 @@ from torch import nn
 import stagepack
 from stagepack.errors import DigestError, OptionError
 from stagepack.format.reader import Bundle
-from stagepack_loaders import mapped_memory
+from stagepack_loaders import file_leases
 from stagepack_loaders.base import PrepareOptions
 from stagepack_loaders.pipeline import Pipeline
 from stagepack_loaders.preparation import prepare_all
 from stagepack_loaders.weight_files import FolderReader
-from stagepack_loaders.window_plan import PLACE_ALIGNMENT, PlannedUse, least_bytes, plan_window
+from stagepack_loaders.window_plan import PLACE_ALIGNMENT, WeightUse, least_bytes, plan_window
 
 
 class Tower(nn.Module):
@@ -173,7 +173,7 @@ def test_a_conversion_is_refused_unless_it_changes_nothing(bundle: Bundle, part:
 
 
 def test_a_kernel_that_does_not_tell_what_is_written(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mapped_memory, "_PAGEMAP_PATH", "/nowhere")
+    monkeypatch.setattr(file_leases, "_PAGEMAP_PATH", "/nowhere")
     stage = stagepack.load_stage(bundle, 1, device_memory="8MB")
     inputs = _inputs(stage, torch.randn(2, 768))
     expected = stagepack.load_stage(bundle, 1)(*inputs)
@@ -191,7 +191,8 @@ def test_a_file_that_cannot_be_read_fails_one_call(bundle: Bundle) -> None:
             super().read_into(file_name, start, memory)
 
     reader = FailingReader(bundle.path)
-    options = PrepareOptions(device_memory=12_000_000, weight_reader=reader)
+    options = PrepareOptions(device_memory=12_000_000)
+    options.shared.get(FolderReader, lambda: reader)
     prepared = prepare_all(bundle, ["cpu"], "torch", options)
     pipeline = Pipeline(bundle, [stage.finish(verify=True) for stage in prepared.values()], [])
     x = torch.randn(2, 768)
@@ -219,7 +220,7 @@ def test_options_are_refused(bundle: Bundle, options: dict[str, Any], message: s
 
 
 @st.composite
-def _uses(draw: st.DrawFn) -> list[PlannedUse]:
+def _uses(draw: st.DrawFn) -> list[WeightUse]:
     uses, first_step = [], 0
     for _ in range(draw(st.integers(1, 12))):
         first_step += draw(st.integers(0, 3))
@@ -227,17 +228,18 @@ def _uses(draw: st.DrawFn) -> list[PlannedUse]:
         byte_count = draw(st.integers(1, 12 * PLACE_ALIGNMENT))
         must_stay = draw(st.integers(0, 5)) == 0
         uses.append(
-            PlannedUse(byte_count=byte_count, first_step=first_step, last_step=first_step + span, must_stay=must_stay)
+            WeightUse(byte_count=byte_count, first_step=first_step, last_step=first_step + span, must_stay=must_stay)
         )
     return uses
 
 
 @given(_uses(), st.integers(0, 100 * PLACE_ALIGNMENT))
-def test_weights_in_use_never_share_a_place(uses: list[PlannedUse], extra_bytes: int) -> None:
+def test_weights_in_use_never_share_a_place(uses: list[WeightUse], extra_bytes: int) -> None:
     memory_bytes = least_bytes(uses) + extra_bytes
     plan = plan_window(uses, memory_bytes)
-    assert plan.resident_bytes + plan.window_bytes <= memory_bytes
-    assert plan.resident_bytes + plan.streamed_bytes == sum(use.byte_count for use in uses)
+    residency = plan.residency(uses)
+    assert residency.resident_bytes + plan.window_bytes <= memory_bytes
+    assert residency.resident_bytes + residency.streamed_bytes == sum(use.byte_count for use in uses)
     streamed = [(use, position) for use, position in zip(uses, plan.positions, strict=True) if position is not None]
     for index, (use, position) in enumerate(streamed):
         assert position % plan.window_bytes + use.byte_count <= plan.window_bytes

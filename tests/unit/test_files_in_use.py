@@ -23,8 +23,8 @@ import torch
 import stagepack
 from stagepack.errors import DigestError
 from stagepack_loaders import file_leases
-from stagepack_loaders.file_leases import has_lease, map_with_lease
-from stagepack_loaders.mapped_memory import replace_by_copy, written_pages
+from stagepack_loaders.base import PrepareOptions
+from stagepack_loaders.file_leases import has_lease, map_with_lease, replace_by_copy, written_pages
 from stagepack_loaders.torch.stage import TorchStage
 from stagepack_loaders.weight_files import map_weight_file, open_weight_files
 from tests.bundle_editor import BundleEditor
@@ -278,16 +278,16 @@ def test_weights_that_pass_through_the_memory_of_a_device_come_from_the_copy(
 def test_files_without_a_lease_are_copied_and_compared(
     bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    content = open_weight_files(stagepack.open(bundle), [NAME], verify=True, copy=False)[NAME].content
+    content = open_weight_files(stagepack.open(bundle), [NAME], PrepareOptions(), verify=True)[NAME].content
     assert has_lease(content)
     monkeypatch.setattr(file_leases, "_FILE_SYSTEMS", frozenset())
-    copied = open_weight_files(stagepack.open(bundle), [NAME], verify=True, copy=False)[NAME].content
+    copied = open_weight_files(stagepack.open(bundle), [NAME], PrepareOptions(), verify=True)[NAME].content
     assert not has_lease(copied)
     assert map_weight_file(bundle / NAME).content[:] == copied[:] == content[:]
     editor = BundleEditor.copy(bundle, tmp_path / "damaged")
     editor.flip_bit(NAME, 5000)
     with pytest.raises(DigestError, match=r"stage-0\.safetensors: the content was changed"):
-        open_weight_files(stagepack.open(editor.path), [NAME], verify=True, copy=False)
+        open_weight_files(stagepack.open(editor.path), [NAME], PrepareOptions(), verify=True)
 
 
 def test_a_file_that_is_changed_while_it_is_compared_is_refused(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from stagepack.format.reader import Bundle
 from stagepack.partition.cut_options import CutOptions
 from stagepack_loaders.pipeline import CallablePipeline
 from stagepack_loaders.registry import find_runtime
-from stagepack_loaders.torch.moving import move_stages
+from stagepack_loaders.torch.prepare import move_stages
 from stagepack_loaders.torch.stage import TorchStage
 from tests.zoo.case import Case, answers, assert_equal, captured_answers
 from tests.zoo.cases import named

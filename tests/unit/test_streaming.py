@@ -22,10 +22,9 @@ from stagepack.format.reader import Bundle
 from stagepack_loaders.base import PrepareOptions
 from stagepack_loaders.pipeline import Pipeline
 from stagepack_loaders.preparation import prepare_all
-from stagepack_loaders.torch.prepare import prepare_streamed_stages
-from stagepack_loaders.torch.weight_transfer import empty_bytes
-from stagepack_loaders.torch.weights import ArrivingFiles
+from stagepack_loaders.torch.weight_transfer import ArrivingFiles, empty_bytes
 from stagepack_loaders.weight_files import FolderReader
+from tests.bundle_editor import BundleEditor
 
 
 class TwoLayers(nn.Module):
@@ -45,18 +44,18 @@ class TwoLayers(nn.Module):
             return self.last(hidden).float() + self.count
 
 
-class HoldingReader:
+class HoldingReader(FolderReader):
     """Reads files; what begins after a position waits until `rest` is set."""
 
     def __init__(self, folder: Path, position: int) -> None:
-        self._files = FolderReader(folder)
+        super().__init__(folder)
         self._position = position
         self.rest = threading.Event()
 
     def read_into(self, file_name: str, start: int, memory: memoryview) -> None:
         if start >= self._position:
             assert self.rest.wait(60)
-        self._files.read_into(file_name, start, memory)
+        super().read_into(file_name, start, memory)
 
 
 class LinearsSeen(TorchDispatchMode):
@@ -89,7 +88,9 @@ def no_gradients() -> Iterator[None]:
 
 
 def _stream(bundle: Bundle, reader: HoldingReader) -> Pipeline:
-    prepared = prepare_all(bundle, ["cpu"], "torch", PrepareOptions(stream=True, weight_reader=reader))
+    options = PrepareOptions(stream=True)
+    options.shared.get(FolderReader, lambda: reader)
+    prepared = prepare_all(bundle, ["cpu"], "torch", options)
     return Pipeline(bundle, [stage.finish(verify=True) for stage in prepared.values()], [])
 
 
@@ -182,11 +183,10 @@ def test_a_write_before_the_weights_are_there_does_not_make_the_file_a_damaged_o
 
 @pytest.mark.usefixtures("no_gradients")
 def test_a_changed_chunk_fails_the_call_that_needs_it(bundle: Bundle, tmp_path: Path) -> None:
-    changed = _copy(bundle, tmp_path)
-    [weight_file] = changed.stages[0].weights
-    with open(changed.path / weight_file, "r+b") as file:
-        file.seek(-5, os.SEEK_END)
-        file.write(b"x")
+    editor = BundleEditor.copy(bundle.path, tmp_path / "changed")
+    [weight_file] = bundle.stages[0].weights
+    editor.flip_bit(weight_file, bundle.files[weight_file].size - 5)
+    changed = stagepack.open(editor.path)
     stage = stagepack.load_stage(changed, 0, stream=True)
     for _ in range(2):
         with LinearsSeen() as seen, pytest.raises(DigestError, match="expected blake3"):
@@ -197,7 +197,7 @@ def test_a_changed_chunk_fails_the_call_that_needs_it(bundle: Bundle, tmp_path: 
 
 @pytest.mark.usefixtures("no_gradients")
 def test_a_file_that_is_cut_short_fails_the_call(bundle: Bundle, tmp_path: Path) -> None:
-    changed = _copy(bundle, tmp_path)
+    changed = stagepack.open(BundleEditor.copy(bundle.path, tmp_path / "changed").path)
     [weight_file] = changed.stages[0].weights
     reader = HoldingReader(changed.path, 2 * CHUNK_BYTES)
     pipeline = _stream(changed, reader)
@@ -234,7 +234,7 @@ def test_a_file_system_that_asks_for_a_larger_alignment(tmp_path: Path, monkeypa
         return read(descriptor, buffers, start, *flags)
 
     monkeypatch.setattr(os, "preadv", read_aligned)
-    monkeypatch.setattr(FolderReader, "_is_cached", lambda *_: False)
+    monkeypatch.setattr("stagepack_loaders.weight_files._OpenFile._is_cached", lambda *_: False)
     reader = FolderReader(tmp_path)
     for start in (0, 4096, 8192):
         memory: Any = empty_bytes(65536, torch.device("cpu")).numpy()
@@ -254,40 +254,17 @@ def test_options_that_exclude_streaming(bundle: Bundle, option: dict[str, Any]) 
         stagepack.load(bundle, stream=True, **option)
 
 
-def _copy(bundle: Bundle, folder: Path) -> Bundle:
-    for file_name in [*bundle.files, "manifest.json"]:
-        (folder / file_name).write_bytes((bundle.path / file_name).read_bytes())
-    return stagepack.open(folder)
-
-
-@pytest.mark.usefixtures("no_gradients")
-def test_a_stage_that_does_not_ask_is_ready_when_its_weights_are(bundle: Bundle, tmp_path: Path) -> None:
-    cpu = torch.device("cpu")
-    x = torch.randn(2, 2048)
-    stage = prepare_streamed_stages(bundle, {0: cpu}, PrepareOptions())[0].finish(verify=True)
-    assert torch.equal(stage(x)[0], stagepack.load(bundle)(x))
-    changed = _copy(bundle, tmp_path)
-    [weight_file] = changed.stages[0].weights
-    with open(changed.path / weight_file, "r+b") as file:
-        file.seek(-5, os.SEEK_END)
-        file.write(b"x")
-    prepared = prepare_streamed_stages(changed, {0: cpu}, PrepareOptions())[0]
-    with pytest.raises(DigestError, match="expected blake3"):
-        prepared.finish(verify=True)
-
-
-@pytest.mark.parametrize("is_staged", [False, True])
-def test_files_arrive_also_through_staging_memory(bundle: Bundle, is_staged: bool) -> None:
+@pytest.mark.parametrize("verify", [False, True])
+def test_files_arrive_whether_they_are_compared_or_not(bundle: Bundle, verify: bool) -> None:
     [weight_file] = bundle.stages[0].weights
     counted: list[int] = []
-    files = ArrivingFiles(
-        torch.device("cpu"), FolderReader(bundle.path), verify=True, progress=counted.append, is_staged=is_staged
-    )
-    file = files.add([bundle.files[weight_file]])[weight_file]
-    file.wait(0, file.entry.size)
+    read_into = FolderReader(bundle.path).read_into
+    files = ArrivingFiles(bundle, torch.device("cpu"), read_into, verify=verify, progress=counted.append)
+    file = files.add([weight_file])[weight_file]
+    file.wait()
     assert file.has_arrived()
     assert file.memory.numpy().tobytes() == (bundle.path / weight_file).read_bytes()
-    assert sum(counted) == file.entry.size
+    assert sum(counted) == len(file.memory)
 
 
 class Tied(nn.Module):

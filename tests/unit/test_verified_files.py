@@ -13,12 +13,13 @@ import torch
 
 import stagepack
 from stagepack.errors import DigestError
-from stagepack_loaders import verified_files
-from stagepack_loaders.verified_files import is_of_kind
+from stagepack_loaders import weight_files
+from stagepack_loaders.base import PrepareOptions
+from stagepack_loaders.file_leases import is_of_kind
 from stagepack_loaders.weight_files import open_weight_files
 
 NAME = "stage-0.safetensors"
-IS_TRUSTED = is_of_kind(Path(tempfile.gettempdir()).stat().st_dev, verified_files._FILE_SYSTEMS)
+IS_TRUSTED = is_of_kind(Path(tempfile.gettempdir()).stat().st_dev, weight_files._FILE_SYSTEMS)
 
 
 @pytest.fixture(scope="module")
@@ -31,9 +32,9 @@ def sound_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def bundle(sound_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A bundle of its own, a record of its own, and a file system that is trusted, whatever it is."""
-    monkeypatch.setenv(verified_files.FOLDER_VARIABLE, str(tmp_path / "record"))
-    monkeypatch.setattr(verified_files, "is_of_kind", lambda device, kinds: True)
-    monkeypatch.setattr(verified_files, "_SETTLED_SECONDS", 0.0)
+    monkeypatch.setenv(weight_files.FOLDER_VARIABLE, str(tmp_path / "record"))
+    monkeypatch.setattr(weight_files, "is_of_kind", lambda device, kinds: True)
+    monkeypatch.setattr(weight_files, "_SETTLED_SECONDS", 0.0)
     shutil.copytree(sound_bundle, tmp_path / "m.stagepack")
     (tmp_path / "m.stagepack" / NAME).chmod(0o644)
     return tmp_path / "m.stagepack"
@@ -42,7 +43,7 @@ def bundle(sound_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def compared_bytes(path: Path, *, copy: bool = False) -> int:
     """The number of bytes of the weight file that loading reads."""
     counts = [0]
-    open_weight_files(stagepack.open(path), [NAME], verify=True, copy=copy, progress=counts.append)
+    open_weight_files(stagepack.open(path), [NAME], PrepareOptions(copy=copy, progress=counts.append), verify=True)
     return sum(counts)
 
 
@@ -51,7 +52,7 @@ def test_a_mapped_file_is_compared_once_and_a_copy_always(bundle: Path) -> None:
     assert compared_bytes(bundle) == size
     assert compared_bytes(bundle) == 0
     unchanged: list[int] = []
-    open_weight_files(stagepack.open(bundle), [NAME], verify=True, copy=False, unchanged=unchanged.append)
+    open_weight_files(stagepack.open(bundle), [NAME], PrepareOptions(unchanged=unchanged.append), verify=True)
     assert unchanged == [size]
     assert compared_bytes(bundle, copy=True) == size
     # Verifying a bundle never relies on the record.
@@ -112,13 +113,13 @@ def test_nothing_is_recorded_that_others_could_change(bundle: Path, monkeypatch:
     assert [compared_bytes(bundle) for _ in range(2)] == [size, size]
     (bundle / NAME).chmod(0o644)
     with monkeypatch.context() as patch:
-        patch.setattr(verified_files, "is_of_kind", lambda device, kinds: False)
+        patch.setattr(weight_files, "is_of_kind", lambda device, kinds: False)
         assert [compared_bytes(bundle) for _ in range(2)] == [size, size]
     with monkeypatch.context() as patch:
-        patch.setattr(verified_files, "_SETTLED_SECONDS", 60.0)
+        patch.setattr(weight_files, "_SETTLED_SECONDS", 60.0)
         assert [compared_bytes(bundle) for _ in range(2)] == [size, size]
     with monkeypatch.context() as patch:
-        patch.setenv(verified_files.FOLDER_VARIABLE, "")
+        patch.setenv(weight_files.FOLDER_VARIABLE, "")
         assert [compared_bytes(bundle) for _ in range(2)] == [size, size]
 
 
@@ -132,7 +133,7 @@ def test_a_record_that_others_could_write_or_of_an_earlier_start_is_not_used(
     (tmp_path / "record" / "verified").chmod(0o700)
     assert compared_bytes(bundle) == 0
     (tmp_path / "boot_id").write_text("another-start\n")
-    monkeypatch.setattr(verified_files, "_BOOT_ID_PATH", tmp_path / "boot_id")
+    monkeypatch.setattr(weight_files, "_BOOT_ID_PATH", tmp_path / "boot_id")
     assert [compared_bytes(bundle) for _ in range(2)] == [size, 0]
 
 

@@ -10,6 +10,7 @@ import torch
 
 import stagepack
 from stagepack.errors import DigestError
+from stagepack_loaders.base import PrepareOptions
 from stagepack_loaders.weight_files import open_weight_files
 from tests.bundle_editor import BundleEditor
 
@@ -56,7 +57,9 @@ def test_copies_and_maps_hold_the_same_bytes_and_neither_writes_to_the_file(line
     bundle = stagepack.open(linear)
     before = (linear / "stage-0.safetensors").read_bytes()
     for copy in (False, True):
-        file = open_weight_files(bundle, ["stage-0.safetensors"], verify=True, copy=copy)["stage-0.safetensors"]
+        file = open_weight_files(bundle, ["stage-0.safetensors"], PrepareOptions(copy=copy), verify=True)[
+            "stage-0.safetensors"
+        ]
         assert file.content[:] == before
         stage = stagepack.load_stage(linear, 0, copy=copy)
         with torch.no_grad():
@@ -72,14 +75,14 @@ def test_a_copy_is_not_used_if_a_chunk_is_wrong(linear: Path, tmp_path: Path) ->
     bundle = stagepack.open(editor.path)
     for copy in (False, True):
         with pytest.raises(DigestError, match=r"stage-0\.safetensors: the content was changed"):
-            open_weight_files(bundle, ["stage-0.safetensors"], verify=True, copy=copy)
-        open_weight_files(bundle, ["stage-0.safetensors"], verify=False, copy=copy)
+            open_weight_files(bundle, ["stage-0.safetensors"], PrepareOptions(copy=copy), verify=True)
+        open_weight_files(bundle, ["stage-0.safetensors"], PrepareOptions(copy=copy), verify=False)
 
 
 def test_progress_counts_the_bytes_that_are_read(linear: Path) -> None:
     bundle = stagepack.open(linear)
     counts: list[int] = []
-    open_weight_files(bundle, ["stage-0.safetensors"], verify=True, copy=True, progress=counts.append)
+    open_weight_files(bundle, ["stage-0.safetensors"], PrepareOptions(copy=True, progress=counts.append), verify=True)
     assert sum(counts) == bundle.files["stage-0.safetensors"].size
     bundle.verify(counts.append)
     assert sum(counts) > 2 * bundle.files["stage-0.safetensors"].size

@@ -162,14 +162,7 @@ def _open_weight_files(stages: Collection[PreparedOnnxRuntimeStage], *, verify: 
     weight_files: dict[str, WeightFile] = {}
     for stage in stages:
         missing_files = [file_name for file_name in stage.weight_files() if file_name not in weight_files]
-        weight_files |= open_weight_files(
-            stage.bundle,
-            missing_files,
-            verify=verify,
-            copy=stage.options.copy,
-            progress=stage.options.progress,
-            unchanged=stage.options.unchanged,
-        )
+        weight_files |= open_weight_files(stage.bundle, missing_files, stage.options, verify=verify)
     return weight_files
 
 

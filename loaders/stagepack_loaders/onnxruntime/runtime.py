@@ -63,7 +63,9 @@ class OnnxRuntime(Runtime):
         """See `Runtime`. A session runs the operators of ONNX alone, and copies values into dense memory: of the options, `copy` counts."""
         from stagepack_loaders.onnxruntime.prepare import prepare_stages
 
-        if stages_without_onnx := [number for number in placement if bundle.stages[number].onnx is None]:
+        if stages_without_onnx := [
+            stage_number for stage_number in placement if bundle.stages[stage_number].onnx is None
+        ]:
             raise no_onnx_error(bundle, stages_without_onnx)
         return prepare_stages(bundle, placement, options)
 

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import getitem
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch.fx import Graph as FxGraph
@@ -332,6 +332,14 @@ def runs_by_context(
         run.append(step)
     if run:
         yield run_context, run
+
+
+class StageParts(NamedTuple):
+    """What the module of a stage is built from. In `folded`, each region is one function for all its calls."""
+
+    folded: FoldedGraph
+    graph: Graph
+    operators: Sequence[Callable[..., Any]]
 
 
 def build_graph_module(

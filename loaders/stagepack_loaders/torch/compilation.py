@@ -408,7 +408,7 @@ def compile_stages(
         if compiled_folder is None:
             module = torch_compiler.compile_stage(graph_module, graph)
         else:
-            module = compiled_folder.load_stage(stage_number, graph_module, graph, stage.device)
+            module = compiled_folder.load_stage(stage_number, graph_module, graph, stage.weights.device)
         ready_stages[stage_number] = replace(stage, code=replace(stage.code, compiled_module=module))
     return ready_stages
 

@@ -71,9 +71,9 @@ def with_node_timer(
 ) -> tuple[PreparedTorchStage, NodeTimer]:
     """Return a stage that runs the same operators, and measures each. Its regions are unfolded, so that each node is a call of its own."""
     graph = stage.code.graph
-    file_name = stage.bundle.stages[stage.stage_number].graph
+    file_name = stage.weights.bundle.stages[stage.code.stage_number].graph
     operators = resolve_operators(graph.ops, allow_ops, file_name)
-    module = build_graph_module(trivially_folded(graph), graph, operators, stage.device)
+    module = build_graph_module(trivially_folded(graph), graph, operators, stage.weights.device)
     timer = NodeTimer(len(graph.nodes), wait)
     # By identity: equal nodes of a graph, such as two calls without results, are two nodes.
     node_indices = {id(node): node_index for node_index, node in enumerate(graph.nodes)}

@@ -40,8 +40,7 @@ from stagepack.format.tree import (
 )
 from stagepack.torch_internals import child_modules
 from stagepack_loaders.torch.build import FunctionStep, GraphBuilder, Step, produced_names, tuple_of, used_names
-from stagepack_loaders.torch.container import Container, settle
-from stagepack_loaders.torch.slots import Slot
+from stagepack_loaders.torch.container import Container, Slot, settle
 
 _BODIES = "stagepack.bodies"
 

@@ -14,8 +14,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from stagepack_loaders.torch.device_memory import PlannedTorchStage
-    from stagepack_loaders.torch.prepare import PreparedTorchStage, StreamedTorchStage
+    from stagepack_loaders.torch.prepare import PreparedTorchStage
 
 
 class TorchRuntime(Runtime):
@@ -56,25 +55,11 @@ class TorchRuntime(Runtime):
 
     def prepare(
         self, bundle: Bundle, placement: "Mapping[int, torch.device]", options: PrepareOptions
-    ) -> "Mapping[int, PreparedTorchStage | StreamedTorchStage | PlannedTorchStage]":
-        """See `Runtime`. Stages on one device share the tensors that are one tensor in the model."""
-        if options.device_memory is not None:
-            from stagepack_loaders.torch.device_memory import prepare_planned_stages
+    ) -> "Mapping[int, PreparedTorchStage]":
+        """See `Runtime`."""
+        from stagepack_loaders.torch.prepare import prepare_stages
 
-            return prepare_planned_stages(bundle, placement, options)
-        from stagepack_loaders.torch.prepare import prepare_stages, prepare_streamed_stages
-
-        # The CPU maps weight files. Into the memory of a GPU several threads copy, which hash the bytes on their way.
-        streamed = {
-            stage_number: device
-            for stage_number, device in placement.items()
-            if options.stream or device.type == "cuda"
-        }
-        mapped = {stage_number: device for stage_number, device in placement.items() if stage_number not in streamed}
-        return {
-            **prepare_stages(bundle, mapped, options),
-            **prepare_streamed_stages(bundle, streamed, options),
-        }
+        return prepare_stages(bundle, placement, options)
 
     def compile_stages(
         self,
@@ -90,7 +75,7 @@ class TorchRuntime(Runtime):
 
     def move_stages(self, bundle: Bundle, stages: Mapping[int, Any], placement: "Mapping[int, torch.device]") -> None:
         """See `Runtime`. Stages that are moved to one device share the tensors that they shared before."""
-        from stagepack_loaders.torch.moving import move_stages
+        from stagepack_loaders.torch.prepare import move_stages
 
         move_stages(bundle, stages, placement)
 

@@ -21,12 +21,11 @@ from stagepack_loaders.output_contract import OutputContract
 from stagepack_loaders.pipeline import bind_inputs, check_inputs
 from stagepack_loaders.registry import find_runtime
 from stagepack_loaders.stage_errors import typed_stage_errors
-from stagepack_loaders.torch.container import Container, set_wait
+from stagepack_loaders.torch.container import Container, Slot, register_weight, set_wait, submodule
 from stagepack_loaders.torch.module_builder import ModuleCallBody, called_modules, connect
-from stagepack_loaders.torch.slots import Slot, register_weight, submodule
+from stagepack_loaders.torch.stage_memory import StageState
 from stagepack_loaders.torch.torch_attributes import torch_attribute
-from stagepack_loaders.torch.weight_window import GatedModule
-from stagepack_loaders.torch.weights import StageState
+from stagepack_loaders.torch.weight_gate import GatedModule
 from stagepack_loaders.window_plan import Residency
 
 _PARTS = "stagepack.stage"
@@ -50,7 +49,7 @@ class StageInputs:
         for position, value in enumerate(graph.inputs):
             writers = classes.writers.get(classes.representative(value.name), ())
             if writers:
-                written[position] = all(graph.ops[graph.nodes[number].op].mutates for number in writers)
+                written[position] = all(graph.ops[graph.nodes[node_number].op].mutates for node_number in writers)
         return written
 
     def write_counts(self, values: Sequence[Any], moved_values: Sequence[Any]) -> dict[int, int | None]:
@@ -174,8 +173,8 @@ class TorchStage(Container):
         slot_of_value = {weight.value: slot for weight, slot in zip(weights, slots, strict=True)}
         connect(self, code.module_calls, slot_of_value)
         if isinstance(code.compiled_module, GatedModule):
-            gated_weights = code.compiled_module.weights
-            set_wait(self, gated_weights.wait, gated_weights.check_conversion)
+            gate = code.compiled_module.gate
+            set_wait(self, gate.wait, gate.check_conversion)
 
     @property
     def _parts(self) -> _StageParts:

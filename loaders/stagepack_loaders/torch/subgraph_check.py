@@ -102,12 +102,12 @@ class MetaValues:
 
     def shared_memory(self, returned: object, used_names: Sequence[str]) -> tuple[tuple[int, int], ...]:
         """Return which results of an operator share memory with which values that it takes, as `CallResult.shared` has them."""
-        memories = {name: storage_identity(tensor) for name, tensor in self._tensors.items()}
+        memories = {value_name: storage_identity(tensor) for value_name, tensor in self._tensors.items()}
         return tuple(
-            (result_index, used_names.index(name))
+            (result_index, used_names.index(value_name))
             for result_index, result in enumerate(returned if isinstance(returned, list | tuple) else [returned])
             if isinstance(result, torch.Tensor) and result.layout == torch.strided
-            for name, memory in memories.items()
+            for value_name, memory in memories.items()
             if memory == storage_identity(result)
         )
 
@@ -125,13 +125,13 @@ class MetaValues:
             case _:
                 return leaf
 
-    def _tensor(self, name: str, fact: Fact) -> torch.Tensor | None:
+    def _tensor(self, value_name: str, fact: Fact) -> torch.Tensor | None:
         """The tensor of a value, the same for each use: an operator may write one of its arguments. None if its sizes depend on data."""
-        if name not in self._tensors and fact.is_known:
+        if value_name not in self._tensors and fact.is_known:
             dtype = torch.float32 if self._is_casting and fact.kind in CAST_DTYPES else fact.kind
-            self._tensors[name] = tensor = _empty(fact, dtype, self._device)  # type: ignore[arg-type]
-            self._layouts[name] = _arrangement(tensor)
-        return self._tensors.get(name)
+            self._tensors[value_name] = tensor = _empty(fact, dtype, self._device)  # type: ignore[arg-type]
+            self._layouts[value_name] = _arrangement(tensor)
+        return self._tensors.get(value_name)
 
 
 def _empty(fact: Fact, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -152,7 +152,7 @@ def argument_key(argument: Argument, facts: Mapping[str, Fact]) -> object:
     if isinstance(argument, ListArg | TupleArg):
         return (type(argument), *[argument_key(item, facts) for item in argument.items])
     if isinstance(argument, DictArg | SliceArg):
-        return (argument, *[facts[name] for name in argument_names(argument)])
+        return (argument, *[facts[value_name] for value_name in argument_names(argument)])
     return (type(argument), argument)
 
 

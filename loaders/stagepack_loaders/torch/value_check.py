@@ -114,32 +114,32 @@ class MetaWork(NamedTuple):
 
 def meta_work(overload: OperatorOverload, args: Sequence[Any], kwargs: _Arguments, stated_count: int) -> MetaWork:
     """Tell whether a call would take long on tensors without memory."""
-    name = str(overload)
-    if name not in _RESULT_COUNTS and name not in _STEP_COUNTS and name not in _ITEM_LIMITS:
+    operator_name = str(overload)
+    if operator_name not in _RESULT_COUNTS and operator_name not in _STEP_COUNTS and operator_name not in _ITEM_LIMITS:
         return MetaWork(is_excessive=False)
     parameters = operator_schema(overload).arguments
     defaults = {parameter.name: parameter.default_value for parameter in parameters}
     positional = {parameter.name: argument for parameter, argument in zip(parameters, args, strict=False)}
     arguments = defaults | positional | dict(kwargs)
     try:
-        return _work(name, arguments, stated_count)
+        return _work(operator_name, arguments, stated_count)
     except (AttributeError, LookupError, RuntimeError, TypeError):
         return MetaWork(is_excessive=False)  # the operator refuses these arguments
 
 
-def _work(name: str, arguments: _Arguments, stated_count: int) -> MetaWork:
-    if name in _RESULT_COUNTS:
-        result_count = _RESULT_COUNTS[name](arguments)
+def _work(operator_name: str, arguments: _Arguments, stated_count: int) -> MetaWork:
+    if operator_name in _RESULT_COUNTS:
+        result_count = _RESULT_COUNTS[operator_name](arguments)
         if result_count > max(stated_count, MOST_TENSORS):
             return MetaWork(
                 is_excessive=True,
                 reason=f"it states {stated_count} values, the operator returns {result_count}: expected all of them, or at most "
                 f"{MOST_TENSORS}",
             )
-    if name in _STEP_COUNTS:
-        return MetaWork(is_excessive=_STEP_COUNTS[name](arguments) > MOST_TENSORS)
-    if name in _ITEM_LIMITS:
-        limit, item_count = _ITEM_LIMITS[name]
+    if operator_name in _STEP_COUNTS:
+        return MetaWork(is_excessive=_STEP_COUNTS[operator_name](arguments) > MOST_TENSORS)
+    if operator_name in _ITEM_LIMITS:
+        limit, item_count = _ITEM_LIMITS[operator_name]
         count = item_count(arguments)
         if count > limit:
             return MetaWork(is_excessive=True, reason=f"the operator takes {count} tensors: expected at most {limit}")
@@ -255,8 +255,8 @@ def value_problems(graph: Graph, operators: Sequence[Callable[..., Any]]) -> lis
 
 
 def _described_node(graph: Graph, node: Node) -> str:
-    name = next((value.name for value in node.outputs if value is not None), "")
-    return f"{name} = {graph.ops[node.op].name}"
+    value_name = next((value.name for value in node.outputs if value is not None), "")
+    return f"{value_name} = {graph.ops[node.op].name}"
 
 
 @dataclass(slots=True)
@@ -350,7 +350,7 @@ class _GraphCheck:
         if not self._misfits(node, result, is_casting=is_casting):
             return result
         # Strides are known of few values: an edge or a result of an unknown operator has perhaps those that the operator needs.
-        plain_facts = {name: facts[name]._replace(layout=None) for name in input_names(node)}
+        plain_facts = {value_name: facts[value_name]._replace(layout=None) for value_name in input_names(node)}
         plain_result = self._result(node, plain_facts, is_casting=is_casting)
         if not self._misfits(node, plain_result, is_casting=is_casting):
             return plain_result
@@ -364,7 +364,7 @@ class _GraphCheck:
         key = (
             self.operators[node.op],
             tuple([argument_key(argument, facts) for argument in node.args]),
-            tuple([(name, argument_key(argument, facts)) for name, argument in node.kwargs]),
+            tuple([(parameter_name, argument_key(argument, facts)) for parameter_name, argument in node.kwargs]),
             len(node.outputs),
             is_casting,
             torch.get_default_dtype(),
@@ -382,10 +382,15 @@ class _GraphCheck:
         """Run the operator of a node on tensors without memory."""
         operator, overload = self.operators[node.op], self._overloads[node.op]
         values = MetaValues(facts, is_casting=is_casting, device=device)
-        check_call(self.graph.ops[node.op].name, overload, len(node.args), [name for name, _ in node.kwargs])
+        check_call(
+            self.graph.ops[node.op].name,
+            overload,
+            len(node.args),
+            [parameter_name for parameter_name, _ in node.kwargs],
+        )
         try:
             args = [values.argument(argument) for argument in node.args]
-            kwargs = {name: values.argument(argument) for name, argument in node.kwargs}
+            kwargs = {parameter_name: values.argument(argument) for parameter_name, argument in node.kwargs}
         except RuntimeError as error:
             return CallResult(reason=f"there is no tensor of the shape of a value that it takes: {_first_line(error)}")
         if isinstance(overload, OperatorOverload):
@@ -393,7 +398,7 @@ class _GraphCheck:
                 return CallResult(reason=reason)
             if overload.namespace not in {"aten", "prims"}:
                 return UNKNOWN_RESULT
-        is_known = all(facts[name].is_known for name in input_names(node))
+        is_known = all(facts[value_name].is_known for value_name in input_names(node))
         is_assertion = self.graph.ops[node.op].name.startswith("aten._assert_")  # it compares when the graph runs
         if is_assertion or not is_known:
             return UNKNOWN_RESULT
@@ -409,7 +414,7 @@ class _GraphCheck:
             if _needs_data(overload, error):
                 return UNKNOWN_RESULT
             return CallResult(reason=f"the operator refuses its arguments: {_first_line(error)}")
-        reshaped = tuple(index for index, name in enumerate(input_names(node)) if values.is_reshaped(name))
+        reshaped = tuple(index for index, value_name in enumerate(input_names(node)) if values.is_reshaped(value_name))
         shared = values.shared_memory(returned, input_names(node))
         if isinstance(returned, list | tuple):
             facts_of_items = [fact_of(item) for item in returned]

@@ -1,87 +1,90 @@
-"""Modules of graphs that ask for each weight at its first use and say when they have used it for the last time.
+"""Modules of stages that ask for each weight at its first use and say when they have used it for the last time.
 
 A gate answers: it waits until the bytes of a weight are there, or brings them, and may reuse the memory after the last use.
 """
 
+import copy
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.fx import GraphModule
 
-from stagepack.format.aliasing import alias_classes
-from stagepack.format.folded_graph import FoldedGraph
-from stagepack.format.graph import Graph
-from stagepack.format.traversal import input_names, output_names
-from stagepack.graph.region_functions import RegionCallSite, region_functions
-from stagepack_loaders.torch.build import FunctionStep, GraphBuilder, Step, tuple_of
+from stagepack.graph.region_functions import region_functions
+from stagepack_loaders.torch.build import FunctionStep, GraphBuilder, StageParts, Step, tuple_of
+from stagepack_loaders.window_plan import WeightUse
 
 
-@dataclass(frozen=True, slots=True)
-class WeightUse:
-    """Weights of a graph that are used in the same steps.
+class WeightGate(ABC):
+    """The weights of a stage, which its module asks for."""
 
-    Attributes:
-        weights: their indices in the weight table.
-        first_step: the number of the first step that uses one of them; a step is a node or a call of a region.
-        last_step: the number of the last step that uses one of them, or a view of one; the number of steps if the graph returns it.
-    """
-
-    weights: tuple[int, ...]
-    first_step: int
-    last_step: int
-
-
-class WeightGate(Protocol):
-    """Answers the questions of a module for its weights."""
-
+    @abstractmethod
     def acquire(self, use_index: int, given_weights: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        """Return the weights of a use, when their bytes are there.
+        """Return the weights of a use, when their bytes are there; `given_weights` are those that the module was called with."""
 
-        Args:
-            use_index: the index of the use.
-            given_weights: the weights that the module was called with.
-        """
-
-    def release(self, use_index: int) -> None:
+    def release(self, use_index: int) -> None:  # noqa: B027 - a default
         """Take note that the weights of a use will not be used again in this call."""
 
+    @abstractmethod
+    def has_arrived(self) -> bool:
+        """Whether all weights are in the memory of the device, to stay, so that the stage need not ask any more."""
 
-def weight_uses(folded: FoldedGraph, graph: Graph) -> list[WeightUse]:
-    """Return the uses of the weights of a graph, in the order of first use. Weights that nothing uses are in none."""
-    items, regions = region_functions(folded, graph)
-    step_of_node: list[int] = []
-    for step_number, item in enumerate(items):
-        step_of_node += [step_number] * (regions[item.region].length if isinstance(item, RegionCallSite) else 1)
-    # Views of a weight share its memory: the weight is in use as long as they are.
-    classes = alias_classes(graph)
-    steps: dict[str, list[int]] = {}
-    for node_number, node in enumerate(graph.nodes):
-        for value_name in (*input_names(node), *output_names(node)):
-            steps.setdefault(classes.representative(value_name), []).append(step_of_node[node_number])
-    for value_name in graph.outputs:
-        steps.setdefault(classes.representative(value_name), []).append(len(items))
-    weights_of_steps: dict[tuple[int, int], list[int]] = {}
-    for weight_index, weight in enumerate(graph.weights):
-        used_steps = steps.get(classes.representative(weight.value))
-        if used_steps:
-            weights_of_steps.setdefault((used_steps[0], used_steps[-1]), []).append(weight_index)
-    return [WeightUse(tuple(indices), first, last) for (first, last), indices in sorted(weights_of_steps.items())]
+    @abstractmethod
+    def wait(self) -> None:
+        """Return when all weights have arrived that will stay in the memory of the device.
+
+        Raises:
+            DigestError: a file cannot be read, or differs from the one that the manifest lists.
+        """
+
+    def check_conversion(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Refuse a conversion, by a function of a tensor, that some weights cannot have. By default, all can when they are there."""
+        self.wait()
+
+    def run(self, module: GraphModule, values: tuple[Any, ...]) -> Any:
+        """Call the module that asks for its weights."""
+        return module(*values)
 
 
-def build_gated_module(
-    folded: FoldedGraph,
-    graph: Graph,
-    operators: Sequence[Callable[..., Any]],
-    device: torch.device,
-    gate: WeightGate,
-    uses: Sequence[WeightUse],
-) -> GraphModule:
-    """Return a module of a graph like that of `build_graph_module`, which asks a gate for its weights."""
-    items, regions = region_functions(folded, graph)
-    builder = GraphBuilder(graph, regions, operators, device)
+class GatedModule(torch.nn.Module):
+    """Runs a stage: asks for its weights as long as some of them may be missing, then as any other stage does.
+
+    Attributes:
+        gate: what it asks; set when the weights are loaded.
+    """
+
+    gate: WeightGate
+
+    def __init__(
+        self, plain_module: GraphModule, parts: StageParts, device: torch.device, uses: Sequence[WeightUse]
+    ) -> None:
+        super().__init__()
+        self.plain_module = plain_module
+        self._gated_module = _build_gated(self, parts, device, uses)
+
+    def forward(self, *values: Any) -> Any:
+        """Run the stage on its inputs and its weights."""
+        if self.gate.has_arrived():
+            return self.plain_module(*values)
+        return self.gate.run(self._gated_module, values)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Module:
+        """Return a copy of the graph, which needs to ask for nothing, when all weights have arrived."""
+        self.gate.wait()
+        if not self.gate.has_arrived():
+            raise TypeError(
+                "a stage with device_memory cannot be copied, because its weights share memory: load it again"
+            )
+        return copy.deepcopy(self.plain_module, memo)
+
+
+def _build_gated(gated: GatedModule, parts: StageParts, device: torch.device, uses: Sequence[WeightUse]) -> GraphModule:
+    """Return a module of a graph like that of `build_graph_module`, which asks for its weights."""
+    graph = parts.graph
+    items, regions = region_functions(parts.folded, graph)
+    builder = GraphBuilder(graph, regions, parts.operators, device)
     # The names of values are identifiers: none has a space.
     given_names = {weight.value: f"given {weight.value}" for weight in graph.weights}
     acquired, released = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)
@@ -95,21 +98,22 @@ def build_gated_module(
         for use_index in acquired[step_number]:
             weight_names = [graph.weights[index].value for index in uses[use_index].weights]
             given = [given_names[weight_name] for weight_name in weight_names]
-            steps.append(FunctionStep(_acquire, (gate, use_index), given, weight_names, context))
+            steps.append(FunctionStep(_acquire, (gated, use_index), given, weight_names, context))
         if step is not None:
             steps.append(step)
-            steps += [FunctionStep(_release, (gate, use_index), [], [], context) for use_index in released[step_number]]
-    return builder.build_module(
-        [*(value.name for value in graph.inputs), *given_names.values()], steps, tuple_of(graph.outputs), None, "Stage"
-    )
+            steps += [
+                FunctionStep(_release, (gated, use_index), [], [], context) for use_index in released[step_number]
+            ]
+    inputs = [*(value.name for value in graph.inputs), *given_names.values()]
+    return builder.build_module(inputs, steps, tuple_of(graph.outputs), None, "Stage")
 
 
-def _acquire(use: tuple[WeightGate, int], *given_weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    gate, use_index = use
-    return gate.acquire(use_index, given_weights)
+def _acquire(use: tuple[GatedModule, int], *given_weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    gated, use_index = use
+    return gated.gate.acquire(use_index, given_weights)
 
 
-def _release(use: tuple[WeightGate, int]) -> tuple[()]:
-    gate, use_index = use
-    gate.release(use_index)
+def _release(use: tuple[GatedModule, int]) -> tuple[()]:
+    gated, use_index = use
+    gated.gate.release(use_index)
     return ()

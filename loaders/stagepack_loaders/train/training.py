@@ -26,7 +26,7 @@ from stagepack.format.graph import Graph, Node
 from stagepack.format.reader import Bundle
 from stagepack.format.traversal import parameter_argument
 from stagepack.torch_internals import weight_tensors
-from stagepack_loaders.torch.slots import submodule
+from stagepack_loaders.torch.container import submodule
 from stagepack_loaders.torch.stage import TorchStage
 from stagepack_loaders.train.batch_dimension import BatchDimensions
 from stagepack_loaders.train.loss import CallInputs, Loss, LossExchange, MicrobatchLoss, cut_inputs, fingerprint_of
