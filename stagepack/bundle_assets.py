@@ -10,7 +10,7 @@ from stagepack.errors import ExportWarning, FileNotListedError, OptionError, Out
 from stagepack.format.reader import Bundle
 from stagepack.format.rules import FILE_NAME_PATTERN, MANIFEST_NAME, MODEL_CONFIG_NAME, format_names
 from stagepack.format.writer import BundleWriter
-from stagepack.opening import errors_name_bundle, open_bundle
+from stagepack.opening import errors_name_bundle, opened_folder
 from stagepack.stored_bundle import further_file_names
 
 # What the format's own files end with.
@@ -130,7 +130,7 @@ def add_assets(
     Example:
         >>> stagepack.add_assets("llama.stagepack", ["llama/tokenizer.json"])
     """
-    opened = _opened_folder(bundle)
+    opened = _opened_again(bundle)
     contents = read_assets([paths] if isinstance(paths, str | os.PathLike) else paths)
     if (existing := sorted(contents.keys() & opened.files.keys())) and not overwrite:
         raise OutputExistsError(
@@ -154,7 +154,7 @@ def remove_assets(bundle: str | os.PathLike[str] | Bundle, file_names: Iterable[
         FileNotListedError: the bundle has no asset of this name.
         OptionError, OutputExistsError, NotABundleError, VersionError, FormatError, WriteError: see `add_assets`.
     """
-    opened = _opened_folder(bundle)
+    opened = _opened_again(bundle)
     removed_names = {file_names} if isinstance(file_names, str) else set(file_names)
     asset_names = asset_names_of(opened)
     if unknown_names := sorted(removed_names - set(asset_names)):
@@ -170,14 +170,9 @@ def asset_names_of(bundle: Bundle) -> list[str]:
     return sorted(further_file_names(bundle))
 
 
-def _opened_folder(bundle: str | os.PathLike[str] | Bundle) -> Bundle:
-    opened = bundle if isinstance(bundle, Bundle) else open_bundle(bundle)
-    if opened.source is not None:
-        raise OptionError(
-            f"{opened.location}: assets are written into the bundle: download it first (stagepack pull), and give its folder"
-        )
+def _opened_again(bundle: str | os.PathLike[str] | Bundle) -> Bundle:
     # An opened bundle is as it was when it was opened, and a call before this one may have changed it.
-    return Bundle(opened.path)
+    return Bundle(opened_folder(bundle, "assets").path)
 
 
 def _with_files(bundle: Bundle, contents: Mapping[str, bytes], kept_names: Collection[str]) -> Bundle:

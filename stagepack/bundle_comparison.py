@@ -6,7 +6,7 @@ bundles whose digests differ are never equal.
 
 import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -59,39 +59,24 @@ def compare_bundles(first: Bundle, second: Bundle) -> Differences:
     """
     if first.identity == second.identity:
         return Differences(graph=(), weights={}, plan=(), files=())
-    differences = Differences(
-        graph=tuple(_manifest_differences(first.manifest, second.manifest)),
-        weights={},
-        plan=(),
-        files=tuple(_file_differences(first, second)),
-    )
-    for name, bundles in _compared_entry_points(first, second).items():
-        if None in bundles:
-            differences = replace(
-                differences,
-                graph=(*differences.graph, f"entry point {name}: only in {'B' if bundles[0] is None else 'A'}"),
-            )
+    graph = list(_manifest_differences(first.manifest, second.manifest))
+    weights: dict[str, str] = {}
+    plan: list[str] = []
+    files = list(_file_differences(first, second))
+    for name, (a, b) in _compared_entry_points(first, second).items():
+        if a is None or b is None:
+            graph.append(f"entry point {name}: only in {'B' if a is None else 'A'}")
             continue
         prefix = f"{name}: " if name else ""
-        first_model, second_model = (_Model.read(bundle) for bundle in bundles if bundle is not None)
-        differences = replace(
-            differences,
-            graph=(*differences.graph, *(prefix + line for line in _model_differences(first_model, second_model))),
-            weights={**differences.weights, **dict(_weight_differences(first_model, second_model))},
-            plan=(
-                *differences.plan,
-                *(prefix + line for line in _cut_differences(first_model.bundle, second_model.bundle)),
-            ),
-        )
-        if not differences and _is_stored_otherwise(first_model, second_model):
-            differences = replace(
-                differences, files=(f"{prefix}the graphs of the stages: the same nodes, stored otherwise",)
-            )
-    if not differences and not first.fragment:
-        differences = replace(
-            differences, files=("manifest.json: the same model, stored in other files or another order",)
-        )
-    return differences
+        models = _Model.read(a), _Model.read(b)
+        graph += [prefix + line for line in _model_differences(*models)]
+        weights |= _weight_differences(*models)
+        plan += [prefix + line for line in _cut_differences(a, b)]
+        if not (graph or weights or plan or files) and _is_stored_otherwise(*models):
+            files.append(f"{prefix}the graphs of the stages: the same nodes, stored otherwise")
+    if not (graph or weights or plan or files or first.fragment):
+        files.append("manifest.json: the same model, stored in other files or another order")
+    return Differences(graph=tuple(graph), weights=weights, plan=tuple(plan), files=tuple(files))
 
 
 def _compared_entry_points(first: Bundle, second: Bundle) -> dict[str, tuple[Bundle | None, Bundle | None]]:
@@ -138,10 +123,7 @@ _TITLES: Final = {
 
 
 def _differing_fields(first: Struct, second: Struct, without: Collection[str]) -> Iterator[str]:
-    """Yield the fields of two objects of one type that are not stored alike.
-
-    second: another one of its type.
-    """
+    """Yield the fields of two objects of one type that are not stored alike."""
     for field in first.__struct_fields__:
         if field not in without and not _is_same(getattr(first, field), getattr(second, field)):
             yield field

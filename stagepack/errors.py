@@ -256,8 +256,7 @@ class MicrobatchWarning(UserWarning):
 def named_errors(location: str) -> Iterator[None]:
     """Let each `StagepackError` in the context begin with the name of a bundle, unless it does already, or is about this installation.
 
-    Args:
-        location: the path or URL of the bundle; nothing to leave errors as they are.
+    location: the path or URL of the bundle; nothing to leave errors as they are.
     """
     try:
         yield
@@ -275,11 +274,7 @@ def first_line(error: object) -> str:
 
 
 def repeated_error(error: Error) -> Error:
-    """Return an error like another one, for a further caller who meets it: each has a traceback of its own.
-
-    Args:
-        error: the error.
-    """
+    """Return an error like another one, for a further caller who meets it: each has a traceback of its own."""
     duplicate = type(error).__new__(type(error))
     duplicate.args = error.args
     duplicate.__dict__.update(error.__dict__)

@@ -161,6 +161,16 @@ def opened(bundle: BundleSource, require_signature: TrustedSigners | None = None
     return bundle
 
 
+def opened_folder(bundle: BundleSource, content: str) -> Bundle:
+    """Return a bundle that `content`, such as "assets", is written into: refuse one that is at a URL."""
+    bundle = opened(bundle)
+    if bundle.source is not None:
+        raise OptionError(
+            f"{bundle.location}: {content} are written into the bundle: download it first (stagepack pull), and give its folder"
+        )
+    return bundle
+
+
 @errors_name_bundle
 def verify_bundle(
     bundle: BundleSource,

@@ -3,7 +3,7 @@
 import contextlib
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -53,57 +53,65 @@ def save(
     if out is None:
         raise OptionError("out: expected the folder to write, here or in stagepack.train")
     if isinstance(loaded, CallablePipeline):
-        return _save_pipeline(loaded, out, overwrite=overwrite)
-    training = loaded
+        _save_pipeline(loaded, out, overwrite=overwrite)
+    else:
+        _save_training(loaded, out, overwrite=overwrite)
+    return Bundle(out)
+
+
+def _save_training(training: "Training", out: str | os.PathLike[str], *, overwrite: bool) -> None:
+    """Write a bundle of the stages in all processes."""
     with contextlib.ExitStack() as stack:
 
         def make_folder() -> str:
-            if training.rank:
-                return ""
-            check_output_path(out, overwrite=overwrite)
-            return str(stack.enter_context(TemporaryFolder(Path(os.path.abspath(out)))).path)
+            return "" if training.rank else str(stack.enter_context(_folder_beside(out, overwrite=overwrite)).path)
 
         folder = Path(_in_all_processes(training, make_folder)[0])
-        file_names = _in_all_processes(training, lambda: _write_own_weights(training, folder))
+        own_name = f"rank-{training.rank}.safetensors"
+
+        def write_own_weights() -> str:
+            _write_weights(training.own_weights(), folder / own_name)
+            return own_name
+
+        file_names = _in_all_processes(training, write_own_weights)
 
         def write_bundle() -> str:
             if not training.rank:
                 _write_index(folder, file_names)
-                replace_weights(
-                    training.bundle,
-                    folder,
-                    out=out,
-                    allow_ops=training.allow_ops,
-                    overwrite=overwrite,
-                    needed_names=_weight_names(training.bundle),
-                )
+                _replace_weights(training.bundle, folder, out, training.allow_ops, overwrite=overwrite)
             return ""
 
         _in_all_processes(training, write_bundle)
-    return Bundle(out)
 
 
-def _save_pipeline(pipeline: "CallablePipeline", out: str | os.PathLike[str], *, overwrite: bool) -> Bundle:
+def _save_pipeline(pipeline: CallablePipeline, out: str | os.PathLike[str], *, overwrite: bool) -> None:
     """Write a bundle of a pipeline in this process."""
     if not isinstance(pipeline, Pipeline) or any(runtime.name != TORCH_RUNTIME for runtime in pipeline.runtimes):
         raise OptionError(
             "save: expected a pipeline in PyTorch in this process, whose weights can be changed: load it with runtime='torch' and without "
             "processes"
         )
-    check_output_path(out, overwrite=overwrite)
     try:
-        with TemporaryFolder(Path(os.path.abspath(out))) as temporary:
-            _write_weights(pipeline.state_dict().items(), temporary.path / "weights.safetensors")
-            return replace_weights(
-                pipeline.bundle,
-                temporary.path / "weights.safetensors",
-                out=out,
-                allow_ops=bundle_permissions(pipeline.bundle),
-                overwrite=overwrite,
-                needed_names=_weight_names(pipeline.bundle),
+        with _folder_beside(out, overwrite=overwrite) as temporary:
+            weight_file = temporary.path / "weights.safetensors"
+            _write_weights(pipeline.state_dict().items(), weight_file)
+            _replace_weights(
+                pipeline.bundle, weight_file, out, bundle_permissions(pipeline.bundle), overwrite=overwrite
             )
     except (OSError, SafetensorError) as error:
         raise WriteError(f"{os.fspath(out)}: cannot be written: {error}") from error
+
+
+def _folder_beside(out: str | os.PathLike[str], *, overwrite: bool) -> TemporaryFolder:
+    check_output_path(out, overwrite=overwrite)
+    return TemporaryFolder(Path(os.path.abspath(out)))
+
+
+def _replace_weights(
+    bundle: Bundle, weights: Path, out: str | os.PathLike[str], allow_ops: Collection[str], *, overwrite: bool
+) -> None:
+    needed_names = _weight_names(bundle)
+    replace_weights(bundle, weights, out=out, allow_ops=allow_ops, overwrite=overwrite, needed_names=needed_names)
 
 
 def _weight_names(bundle: Bundle) -> set[str]:
@@ -135,13 +143,6 @@ def _in_all_processes(training: "Training", action: Callable[[], str]) -> list[s
         if message is not None:
             raise GroupError(f"process {rank} could not save its part: {message}")
     return [own_result for own_result, _ in outcomes]
-
-
-def _write_own_weights(training: "Training", folder: Path) -> str:
-    """Write the weights that this process saves; return the name of the file."""
-    file_name = f"rank-{training.rank}.safetensors"
-    _write_weights(training.own_weights(), folder / file_name)
-    return file_name
 
 
 def _write_weights(named_weights: Iterable[tuple[str, torch.Tensor]], path: Path) -> None:

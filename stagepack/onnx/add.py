@@ -16,7 +16,7 @@ from stagepack.format.reader import Bundle
 from stagepack.format.writer import BundleWriter, check_output_path
 from stagepack.onnx.check import StageCheck, check_stages
 from stagepack.onnx.conversion import OnnxFiles, convert_stage, model_file, own_weight_file
-from stagepack.opening import errors_name_bundle, open_bundle
+from stagepack.opening import errors_name_bundle, opened_folder
 from stagepack.torch_internals import onnx_functions_read_once, signs_of_zeros_kept
 from stagepack_loaders.comparison import Tolerance
 
@@ -59,11 +59,7 @@ def add_onnx(
     if any(bound is not None and not bound >= 0 for bound in (rtol, atol)):
         raise OptionError(f"rtol, atol: expected numbers that are not negative, found {rtol} and {atol}")
     tolerance = None if rtol is None and atol is None else Tolerance(rtol, atol)
-    opened = bundle if isinstance(bundle, Bundle) else open_bundle(bundle)
-    if opened.source is not None:
-        raise OptionError(
-            f"{opened.location}: ONNX models are written into the bundle: download it first (stagepack pull), and give its folder"
-        )
+    opened = opened_folder(bundle, "ONNX models")
     check_output_path(_resolved_path(opened), overwrite=True)
     versions = opened.check_digests(opened.files)
     conversions = {}
