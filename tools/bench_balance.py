@@ -4,19 +4,15 @@ All three are cuts of the same graph between the same nodes, and all are held to
 traffic and what crosses. "Slower by" is the slowest stage of that cut over the slowest of ours.
 """
 
-import argparse
 import bisect
 import itertools
 import statistics
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from transformers import (
-    LlamaConfig,
     LlamaForCausalLM,
-    PretrainedConfig,
     PreTrainedModel,
     ResNetConfig,
     ResNetForImageClassification,
@@ -33,16 +29,17 @@ from stagepack.partition.costs import graph_costs
 from stagepack.partition.partitioner import plan_for_assignment
 from stagepack.partition.recipes import CostedGraph
 from stagepack.partition.solver import balance_stages
-from tools.benchmark_results import add_json_option, benchmark_results
+from tools.benchmark_models import llama_config, without_values
+from tools.benchmark_results import benchmark_parser, benchmark_results
+from tools.measuring import seconds_of
 
 Model = tuple[PreTrainedModel, dict[str, Any], list[str]]
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--stages", type=int, nargs="+", default=[2, 4, 8])
-    add_json_option(parser)
     options = parser.parse_args()
     with benchmark_results(options.json) as results:
         table = results.table(
@@ -59,14 +56,9 @@ def main() -> None:
             costed, layers = _graph(build())
             for stage_count in options.stages:
                 table.add(build.__name__, stage_count, *_compare_cuts(costed, layers, stage_count))
-        costed, _ = _graph(
-            _llama(layers=78, hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2)
-        )
-        started = time.perf_counter()
-        balance_stages(costed, 16)
-        results.table("Time to plan", "nodes", "stages", "seconds").add(
-            f"{len(costed.graph.nodes):,}", 16, time.perf_counter() - started
-        )
+        costed, _ = _graph(_llama(layers=78, hidden=64, intermediate=128, heads=4, kv_heads=2))
+        seconds = seconds_of(lambda: balance_stages(costed, 16))
+        results.table("Time to plan", "nodes", "stages", "seconds").add(f"{len(costed.graph.nodes):,}", 16, seconds)
 
 
 def _compare_cuts(costed: CostedGraph, layers: Sequence[str], stage_count: int) -> list[float]:
@@ -85,28 +77,18 @@ def _compare_cuts(costed: CostedGraph, layers: Sequence[str], stage_count: int) 
 
 def llama() -> Model:
     """32 layers and a vocabulary of 128,256: the sizes of Llama 3.2 1B, with twice the layers."""
-    return _llama(
-        layers=32,
-        vocab_size=128256,
-        hidden_size=2048,
-        intermediate_size=8192,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-    )
+    return _llama(layers=32, hidden=2048, intermediate=8192, heads=32, kv_heads=8, vocab_size=128256)
 
 
 def _llama(*, layers: int, **sizes: Any) -> Model:
-    model = _empty(LlamaForCausalLM, LlamaConfig(num_hidden_layers=layers, **sizes))
-    return (
-        model,
-        {"input_ids": _tokens(), "use_cache": False},
-        [f"model.layers.{layer_index}" for layer_index in range(layers)],
-    )
+    model = _empty(lambda: LlamaForCausalLM(llama_config(layers=layers, **sizes)))
+    names = [f"model.layers.{layer_index}" for layer_index in range(layers)]
+    return model, {"input_ids": _tokens(), "use_cache": False}, names
 
 
 def resnet_50() -> Model:
     """Pictures of 224 by 224; its 16 blocks are the layers."""
-    model = _empty(ResNetForImageClassification, ResNetConfig())
+    model = _empty(lambda: ResNetForImageClassification(ResNetConfig()))
     layers = [
         f"resnet.encoder.stages.{stage}.layers.{layer}"
         for stage, depth in enumerate((3, 4, 6, 3))
@@ -122,14 +104,12 @@ def t5() -> Model:
     )
     layers = [f"{side}.block.{block_index}" for side in ("encoder", "decoder") for block_index in range(12)]
     model_inputs = {"input_ids": _tokens(), "decoder_input_ids": _tokens(), "use_cache": False}
-    return _empty(T5ForConditionalGeneration, config), model_inputs, layers
+    return _empty(lambda: T5ForConditionalGeneration(config)), model_inputs, layers
 
 
-def _empty(cls: type[PreTrainedModel], config: PretrainedConfig) -> PreTrainedModel:
-    """A model in half precision whose weights have room, and whatever numbers lie there."""
-    with torch.device("meta"):
-        model = cls(config)
-    return model.bfloat16().to_empty(device="cpu").eval()
+def _empty(make_model: Callable[[], PreTrainedModel]) -> PreTrainedModel:
+    model: PreTrainedModel = without_values(lambda: make_model().bfloat16())
+    return model.eval()
 
 
 def _tokens() -> torch.Tensor:

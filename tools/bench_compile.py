@@ -6,25 +6,21 @@ First call: from a loaded model to the first answer. Ready: from the folder on d
 
 import argparse
 import json
-import os
-import statistics
-import subprocess
-import sys
 import tempfile
-import time
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import stagepack
-from stagepack.capture.inputs import Inputs
 from stagepack.capture.programs import capture_module
 from stagepack.exporter import export_capture
 from stagepack.partition.cut_options import CutOptions
 from stagepack_loaders.torch.compilation import compile_ahead
-from tools.benchmark_results import BenchmarkResults, add_json_option, benchmark_results
+from tools.benchmark_models import llama, token_inputs
+from tools.benchmark_results import BenchmarkResults, benchmark_parser, benchmark_results
+from tools.measuring import medians, run_python, seconds_in_turns, seconds_of
 
 LAYERS = {"cpu": (4, 24), "cuda": (4, 32)}
 HIDDEN = {"cpu": 512, "cuda": 2048}
@@ -34,13 +30,12 @@ CALLS = 15
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--size", choices=["full", "tiny"], default="full", help="tiny tries the measurements")
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     parser.add_argument("--layers", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--hidden", type=int, help=argparse.SUPPRESS)
-    add_json_option(parser)
     options = parser.parse_args()
     if options.measure:
         print(json.dumps(_MEASURES[options.measure](options.device, options.layers, options.hidden)))
@@ -81,14 +76,13 @@ def _in_a_process(measure: str, device: str, layers: int, hidden: int) -> dict[s
     """A measurement in a process of its own, with an empty cache of the compiler that is not used again."""
     arguments = ("--measure", measure, "--device", device, "--layers", str(layers), "--hidden", str(hidden))
     with tempfile.TemporaryDirectory() as cache:
-        completed = subprocess.run(
-            [sys.executable, "-m", "tools.bench_compile", *arguments],
-            env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"},
-            stdout=subprocess.PIPE,
-            text=True,
-            check=True,
+        seconds: dict[str, float] = run_python(
+            "-m",
+            "tools.bench_compile",
+            *arguments,
+            TORCHINDUCTOR_CACHE_DIR=cache,
+            TORCHINDUCTOR_FORCE_DISABLE_CACHES="1",
         )
-    seconds: dict[str, float] = json.loads(completed.stdout.splitlines()[-1])
     return seconds
 
 
@@ -96,67 +90,50 @@ def _in_a_process(measure: str, device: str, layers: int, hidden: int) -> dict[s
 def _regions(device: str, layers: int, hidden: int) -> dict[str, float]:
     _, ids, bundle = _model(device, layers, hidden)
     pipe = stagepack.load(bundle, [device], compile=True)
-    return {"first": _timed(lambda: pipe(ids), device)}
+    return {"first": seconds_of(lambda: pipe(ids), _wait)}
 
 
 @torch.no_grad()
 def _whole(device: str, layers: int, hidden: int) -> dict[str, float]:
     model, ids, bundle = _model(device, layers, hidden)
     whole = torch.compile(model)
-    seconds = {"whole": _timed(lambda: whole(ids, use_cache=False), device)}
-    failures = [unit.reason for unit in compile_ahead(bundle, bundle.parent / "compiled", device) if unit.reason]
-    if failures:
-        raise SystemExit(f"not compiled ahead of time: {failures}")
+    first_seconds = seconds_of(lambda: whole(ids, use_cache=False), _wait)
+    compiled = bundle.parent / "compiled"
+    compile_ahead(bundle, compiled, device)
     regions = stagepack.load(bundle, [device], compile=True)
     eager = stagepack.load(bundle, [device])
     regions(ids)
-    started = time.perf_counter()
-    ahead = stagepack.load(bundle, [device], compiled=bundle.parent / "compiled")
-    seconds["ready"] = time.perf_counter() - started
-    sides: dict[str, Callable[[], object]] = {
+    loaded: list[Any] = []
+    ready_seconds = seconds_of(lambda: loaded.append(stagepack.load(bundle, [device], compiled=compiled)))
+    sides = {
         "steady whole": lambda: whole(ids, use_cache=False),
         "steady by regions": lambda: regions(ids),
-        "steady compiled ahead": lambda: ahead(ids),
+        "steady compiled ahead": lambda: loaded[0](ids),
         "steady eager": lambda: eager(ids),
     }
-    times_of_side: dict[str, list[float]] = {side_name: [] for side_name in sides}
-    for _ in range(CALLS + 2):
-        for side_name, call in sides.items():
-            times_of_side[side_name].append(_timed(call, device))
-    return seconds | {side_name: statistics.median(side_times[2:]) for side_name, side_times in times_of_side.items()}
+    steady = medians(seconds_in_turns(sides, CALLS, warm_rounds=2, wait=_wait))
+    return {"whole": first_seconds, "ready": ready_seconds, **steady}
 
 
 _MEASURES = {"regions": _regions, "whole": _whole}
 
 
-def _model(device: str, layers: int, hidden: int) -> tuple[LlamaForCausalLM, torch.Tensor, Path]:
+def _model(device: str, layers: int, hidden: int) -> tuple[Any, torch.Tensor, Path]:
     """A model with random weights, a batch for it, and its bundle."""
-    config = LlamaConfig(
-        vocab_size=1024,
-        hidden_size=hidden,
-        intermediate_size=hidden * 11 // 4,
-        num_hidden_layers=layers,
-        num_attention_heads=hidden // 64,
-        num_key_value_heads=hidden // 128,
-    )
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(config).eval().to(device, torch.bfloat16 if device == "cuda" else torch.float32)
+    heads, kv_heads = hidden // 64, hidden // 128
+    sizes = {"layers": layers, "hidden": hidden, "intermediate": hidden * 11 // 4, "heads": heads, "kv_heads": kv_heads}
+    model = llama(**sizes, vocab_size=1024).to(device, torch.bfloat16 if device == "cuda" else torch.float32)
     ids = torch.randint(0, 1024, (4, 128), device=device)
-    batch, sequence = torch.export.Dim("batch", min=1, max=64), torch.export.Dim("sequence", min=2, max=1024)
-    inputs = Inputs(
-        kwargs={"input_ids": ids, "use_cache": False}, dynamic_shapes={"input_ids": {0: batch, 1: sequence}}
-    )
+    inputs = token_inputs("input_ids", rows=4, length=128, longest=1024, use_cache=False)
+    inputs = replace(inputs, kwargs={**inputs.kwargs, "input_ids": ids})
     out = Path(tempfile.mkdtemp()) / "llama.stagepack"
     export_capture(capture_module(model, inputs), out=out, cut_options=CutOptions(stages=1))
     return model, ids, out
 
 
-def _timed(call: Callable[[], object], device: str) -> float:
-    started = time.perf_counter()
-    call()
-    if device == "cuda":
+def _wait() -> None:
+    if torch.cuda.is_available():
         torch.cuda.synchronize()
-    return time.perf_counter() - started
 
 
 if __name__ == "__main__":

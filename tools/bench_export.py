@@ -15,29 +15,31 @@ import argparse
 import contextlib
 import json
 import os
-import re
 import shutil
 import statistics
 import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from stagepack.capture.hugging_face import capture_pretrained
 from stagepack.capture.inputs import Inputs
 from stagepack.exporter import export_capture
 from stagepack.format.dtypes import parse_byte_size
+from stagepack.format.file_writing import synchronize
 from stagepack.format.writer import BundleWriter
 from stagepack.partition.cut_options import CutOptions
-from tools.benchmark_results import BenchmarkResults, add_json_option, benchmark_results
+from tools.benchmark_models import llama_config
+from tools.benchmark_results import BenchmarkResults, benchmark_parser, benchmark_results
+from tools.measuring import memory_of_status, run_python, seconds_of
 
 # Sizes that give 0.27, 2.2 and 16 GB of bfloat16: layers, hidden, intermediate, vocabulary.
 SIZES = {"small": (8, 1024, 2816, 32000), "2GB": (16, 2048, 8192, 32000), "8B": (32, 4096, 14336, 128256)}
@@ -49,7 +51,7 @@ _CONTROL_GROUPS = Path("/sys/fs/cgroup/memory")
 
 def main() -> None:
     """Measure and print; or, with `--way`, be one of the processes that are measured."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--size", choices=SIZES, default="2GB")
     parser.add_argument("--stages", type=int, default=4)
     parser.add_argument("--runs", type=int, default=3)
@@ -59,7 +61,6 @@ def main() -> None:
     )
     parser.add_argument("--memory-limit", metavar="BYTES", help="for the first way, such as 2GiB")
     parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
-    add_json_option(parser)
     options = parser.parse_args()
     if options.way is not None:
         print(json.dumps(_measure_here(options.way, options.folder, options.stages)))
@@ -123,12 +124,10 @@ def _measure_copy(source: Path, target: Path) -> dict[str, float]:
 def _measure_process(way: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Run one way in a process of its own."""
     os.sync()
-    command = [sys.executable, "-m", "tools.bench_export", "--way", way, "--folder", str(folder)]
-    command += ["--stages", str(options.stages)]
+    arguments = ("-m", "tools.bench_export", "--way", way, "--folder", str(folder), "--stages", str(options.stages))
     with _control_group(options.memory_limit if way == WAYS[0] else None) as group:
         joined = ["sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$@"', "sh"] if group else []
-        output = subprocess.run([*joined, *command], check=True, stdout=subprocess.PIPE, text=True).stdout
-    measured: dict[str, Any] = json.loads(output.splitlines()[-1])
+        measured: dict[str, Any] = run_python(*arguments, command=joined)
     return measured
 
 
@@ -157,11 +156,9 @@ def _measure_here(way: str, folder: Path, stages: int) -> dict[str, Any]:
     digest = ""
     if way == WAYS[2]:
         capture = capture_pretrained(str(source), Inputs(), deferred=False)
-        write_time = time.perf_counter()
-        torch.export.save(capture.program, out)
-        with out.open("rb") as file:
-            os.fsync(file.fileno())
-        weight_times.append(time.perf_counter() - write_time)
+        weight_times.append(
+            seconds_of(lambda: torch.export.save(capture.program, out)) + seconds_of(lambda: synchronize(out))
+        )
     else:
         capture = capture_pretrained(str(source), Inputs(), deferred=way == WAYS[0])
         digest = export_capture(capture, out=out, cut_options=CutOptions(stages=stages)).digest
@@ -173,8 +170,8 @@ def _measure_here(way: str, folder: Path, stages: int) -> dict[str, Any]:
     return {
         "seconds": seconds,
         "weights_s": sum(weight_times),
-        "private_mib": peaks["RssAnon"] / 1024,
-        "resident_mib": peaks["VmRSS"] / 1024,
+        "private_mib": peaks["RssAnon"] / 2**20,
+        "resident_mib": peaks["VmRSS"] / 2**20,
         "digest": digest,
     }
 
@@ -186,33 +183,25 @@ def _time_weights(weight_times: list[float]) -> None:
 
 
 def _timed(function: Callable[..., None], times: list[float]) -> Callable[..., None]:
-    def timed(*args: Any, **kwargs: Any) -> None:
-        start_time = time.perf_counter()
-        function(*args, **kwargs)
-        times.append(time.perf_counter() - start_time)
-
-    return timed
+    return lambda *args, **kwargs: times.append(seconds_of(partial(function, *args, **kwargs)))
 
 
 def _sample_memory(peaks: dict[str, int]) -> None:
-    """Keep the largest values of fields of /proc/self/status, in kB."""
-    status_path = Path("/proc/self/status")
+    """Keep the largest values of fields of /proc/self/status, in bytes."""
     while True:
-        status = status_path.read_text()
         for field, peak in peaks.items():
-            found = re.search(rf"{field}:\s+(\d+)", status)
-            peaks[field] = max(peak, int(found[1]) if found else 0)
+            peaks[field] = max(peak, memory_of_status(field))
         time.sleep(0.005)
 
 
 def _write_checkpoint(folder: Path, layers: int, hidden: int, intermediate: int, vocabulary: int) -> int:
     """Write a Hugging Face folder of random weights, in shards of at most 4 GiB; return the bytes of the weights."""
-    config = LlamaConfig(
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=hidden // 128,
-        num_key_value_heads=max(1, hidden // 512),
+    config = llama_config(
+        layers=layers,
+        hidden=hidden,
+        intermediate=intermediate,
+        heads=hidden // 128,
+        kv_heads=max(1, hidden // 512),
         vocab_size=vocabulary,
         max_position_embeddings=8192,
         architectures=["LlamaForCausalLM"],

@@ -4,15 +4,12 @@ A model of equal transformer blocks in bfloat16 is loaded in 1, 2, 4 and 8 stage
 one run, in turns; the medians count. ``--device cpu --size tiny`` tries the measurements without a GPU.
 """
 
-import argparse
 import functools
 import json
-import statistics
 import subprocess
 import sys
 import tempfile
 import threading
-import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,24 +21,18 @@ import torch
 
 import stagepack
 from stagepack.format.reader import Bundle
-from tools.benchmark_results import BenchmarkResults, add_json_option, benchmark_results
+from tools.benchmark_models import llama
+from tools.benchmark_results import BenchmarkResults, benchmark_parser, benchmark_results
+from tools.measuring import medians, seconds_in_turns, seconds_of
 
 STAGE_COUNTS = (1, 2, 4, 8)
 WARMUP_CALLS = 3
+CLIENTS = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """The sizes of the model and of the measurements.
-
-    Attributes:
-        layers: the number of blocks.
-        hidden: the size of their hidden state.
-        batch: the rows of an input.
-        sequence: the positions of a row.
-        calls: how many calls are timed.
-        requests: how many requests a server gets.
-    """
+    """The sizes of the model and of the measurements."""
 
     layers: int
     hidden: int
@@ -76,19 +67,9 @@ class Block(torch.nn.Module):
 
 
 class Bench:
-    """The model, its bundles and its input.
-
-    Attributes:
-        device: the device.
-        sizes: the sizes of the model and of the measurements.
-        folder: a folder for bundles.
-        model: the model, on the device.
-        x: an input on the device.
-        program: the captured program.
-    """
+    """The model on the device, its captured program, its bundles and its input."""
 
     def __init__(self, folder: Path, device: torch.device, sizes: Sizes) -> None:
-        """Make the model, and capture it."""
         torch.manual_seed(0)
         self.device, self.sizes, self.folder = device, sizes, folder
         blocks = [Block(sizes.hidden).to(device, torch.bfloat16) for _ in range(sizes.layers)]
@@ -119,15 +100,8 @@ class Bench:
 
     def seconds(self, sides: Mapping[str, Callable[[], object]], calls: int | None = None) -> dict[str, float]:
         """Return the median time of a call of each side, which are called in turns."""
-        times: dict[str, list[float]] = {side: [] for side in sides}
-        for _ in range(WARMUP_CALLS + (calls or self.sizes.calls)):
-            for side, call in sides.items():
-                self.wait()
-                started = time.perf_counter()
-                call()
-                self.wait()
-                times[side].append(time.perf_counter() - started)
-        return {side: statistics.median(side_times[WARMUP_CALLS:]) for side, side_times in times.items()}
+        rounds = calls or self.sizes.calls
+        return medians(seconds_in_turns(sides, rounds, warm_rounds=WARMUP_CALLS, wait=self.wait))
 
 
 @torch.no_grad()
@@ -140,11 +114,10 @@ def main() -> None:
         "text": measure_text,
         "serving": measure_serving,
     }
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("parts", nargs="*", metavar="PART", help="all of them by default")
     parser.add_argument("--device", default="cuda:0" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--size", choices=[*SIZES], default="full")
-    add_json_option(parser)
     options = parser.parse_args()
     device = torch.device(options.device)
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
@@ -253,21 +226,17 @@ def on_two_streams(stages: list[Any], batches: list[torch.Tensor], device: torch
 
 def measure_text(bench: Bench, results: BenchmarkResults) -> None:
     """Tokens per second of a Llama-like decoder in two stages, against ``generate`` of transformers with its dynamic cache."""
-    import transformers  # noqa: PLC0415 - the other parts run without it
-
     is_tiny = bench.sizes.hidden < 1024
     hidden, layers, positions, prompt, tokens = (64, 2, 64, 8, 8) if is_tiny else (1024, 12, 1024, 64, 64)
-    config = transformers.LlamaConfig(
+    model = llama(
+        layers=layers,
+        hidden=hidden,
+        intermediate=3 * hidden,
+        heads=hidden // 16 if is_tiny else 16,
+        kv_heads=4,
         vocab_size=4096,
-        hidden_size=hidden,
-        intermediate_size=3 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=hidden // 16 if is_tiny else 16,
-        num_key_value_heads=4,
         max_position_embeddings=positions,
-    )
-    torch.manual_seed(0)
-    model: Any = transformers.LlamaForCausalLM(config).eval().to(bench.device, torch.bfloat16)
+    ).to(bench.device, torch.bfloat16)
     table = results.table(
         f"Texts of {prompt} and {tokens} new tokens, Llama of {layers} layers in bfloat16, cache of {positions}",
         "texts",
@@ -310,7 +279,9 @@ def measure_serving(bench: Bench, results: BenchmarkResults) -> None:
         stages=2,
         dynamic_shapes=({0: rows},),
     )
-    table = results.table("Requests of one row, 32 clients", "largest batch", "requests per second", "of no batching")
+    table = results.table(
+        f"Requests of one row, {CLIENTS} clients", "largest batch", "requests per second", "of no batching"
+    )
     rates = {
         largest: requests_per_second(bundle, str(bench.device), largest, hidden, bench.sizes.requests)
         for largest in (1, 32)
@@ -322,6 +293,7 @@ def measure_serving(bench: Bench, results: BenchmarkResults) -> None:
 def requests_per_second(bundle: Bundle, device: str, largest: int, hidden: int, request_count: int) -> float:
     """Return how many requests a server answers in a second."""
     tensor = {"name": bundle.edges[0].name, "datatype": "FP32", "shape": [1, hidden], "data": [0.5] * hidden}
+    requests_of_client = max(1, request_count // CLIENTS)
     body = json.dumps({"inputs": [tensor]}).encode()
     with server(bundle, "--device", device, "--max-batch", str(largest)) as port:
         url = f"http://127.0.0.1:{port}/v2/models/served/infer"
@@ -331,14 +303,15 @@ def requests_per_second(bundle: Bundle, device: str, largest: int, hidden: int, 
                 with urllib.request.urlopen(urllib.request.Request(url, body)) as answer:
                     answer.read()
 
+        def ask_by_clients() -> None:
+            threads = [threading.Thread(target=ask, args=(requests_of_client,)) for _ in range(CLIENTS)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+
         ask(4)
-        threads = [threading.Thread(target=ask, args=(max(1, request_count // 32),)) for _ in range(32)]
-        started = time.perf_counter()
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return 32 * max(1, request_count // 32) / (time.perf_counter() - started)
+        return CLIENTS * requests_of_client / seconds_of(ask_by_clients)
 
 
 @contextmanager

@@ -6,9 +6,6 @@ loader that is not installed, or fails here, has no figure; the reason is printe
 only some loaders run: `--device cpu --gigabytes 0.5`.
 """
 
-import argparse
-import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -20,39 +17,117 @@ import torch
 import stagepack
 from stagepack.format.reader import Bundle
 from stagepack_loaders.weight_files import FOLDER_VARIABLE
-from tools.benchmark_results import add_json_option, benchmark_results
-from tools.gpu_load_programs import COPY_LIMIT, LOADERS, PRELUDE
+from tools.benchmark_models import Layers, without_values
+from tools.benchmark_results import benchmark_parser, benchmark_results
+from tools.measuring import run_python
+from tools.page_cache import warm_up
 
 HIDDEN = 4096
 TIME_LIMIT = 100  # seconds for a process
 
 
-class Layers(torch.nn.Module):
-    """Linear layers without biases."""
+# sys.argv: the folder of the bundle, the device.
+PRELUDE = """
+import json, sys, time, torch
+bundle, device = sys.argv[1], torch.device(sys.argv[2])
+device = torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device
+weights = f"{bundle}/stage-0.safetensors"
+torch.ones(1, device=device) + 1
 
-    def __init__(self, layer_count: int) -> None:
-        super().__init__()
-        self.layers = torch.nn.ModuleList(
-            torch.nn.Linear(HIDDEN, HIDDEN, bias=False, dtype=torch.bfloat16) for _ in range(layer_count)
-        )
+def timed(load):
+    started = time.perf_counter()
+    loaded = load()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    print(json.dumps(time.perf_counter() - started))
+"""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Call the layers one after the other."""
-        for layer in self.layers:
-            x = layer(x)
-        return x
+# Page-locked memory to the device, in pieces of 256 MiB: the fastest that any loader could be.
+COPY_LIMIT = """
+size, piece = os.path.getsize(weights), 2**28
+source = torch.ones(piece, dtype=torch.uint8, pin_memory=device.type == "cuda")
+target = torch.empty(size, dtype=torch.uint8, device=device)
+
+def copy():
+    for start in range(0, size, piece):
+        part = target[start : start + piece]
+        part.copy_(source[: len(part)], non_blocking=True)
+
+copy()
+timed(copy)
+"""
+
+_STAGEPACK = """
+import blake3, stagepack, stagepack_loaders.load, stagepack_loaders.torch.prepare
+timed(lambda: stagepack.load_stage(bundle, 0, device=device, verify="{verify}"))
+"""
+LOADERS = {
+    "stagepack": _STAGEPACK.format(verify="full"),
+    "stagepack, weights not verified": _STAGEPACK.format(verify="manifest"),
+    # What a GPU is loaded with by default; on the CPU, the same code without page-locked memory.
+    "stagepack, stream": """
+import blake3, stagepack, stagepack_loaders.load, stagepack_loaders.torch.prepare
+
+def load():
+    stage = stagepack.load_stage(bundle, 0, device=device, stream=True)
+    stage.wait_for_weights()
+    return stage
+
+timed(load)
+""",
+    "safetensors load_file": """
+from safetensors.torch import load_file
+timed(lambda: load_file(weights, device=str(device)))
+""",
+    "safetensors prefetch": """
+from safetensors import safe_open
+
+def load():
+    with safe_open(weights, framework="pt", device=str(device)) as file:
+        return dict(file.prefetch())
+
+timed(load)
+""",
+    "run:ai streamer": """
+from runai_model_streamer import SafetensorsStreamer
+
+def load():
+    with SafetensorsStreamer() as streamer:
+        streamer.stream_file(weights, device=str(device))
+        return {name: tensor.to(device) for name, tensor in streamer.get_tensors()}
+
+timed(load)
+""",
+    "fastsafetensors": """
+from fastsafetensors import fastsafe_open
+
+def load():
+    with fastsafe_open(weights, framework="pt", device=str(device), nogds=True) as file:
+        return {name: file.get_tensor(name).clone() for name in file.keys()}
+
+timed(load)
+""",
+    "InstantTensor, buffered": """
+from instanttensor import BackendPolicy, safe_open
+
+def load():
+    with safe_open(weights, framework="pt", device=device, backend=BackendPolicy.BUFFERED) as file:
+        return dict(file.tensors())
+
+timed(load)
+""",
+}
 
 
 def main() -> None:
     """Print a table."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = benchmark_parser(__doc__)
     default_device = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", default=default_device)
     parser.add_argument("--gigabytes", type=float, default=8.0)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder", type=Path, help="where the bundle is written; by default a temporary folder")
     parser.add_argument("--only", nargs="+", choices=[*LOADERS], default=[*LOADERS])
-    add_json_option(parser)
     options = parser.parse_args()
     with benchmark_results(options.json) as results, tempfile.TemporaryDirectory(dir=options.folder) as folder:
         bundle = make_bundle(Path(folder) / "m.stagepack", options.gigabytes)
@@ -76,13 +151,10 @@ def make_bundle(path: Path, gigabytes: float) -> Bundle:
     """Write a bundle of one stage whose weights have `gigabytes`: one random matrix, with its rows in other orders."""
     torch.manual_seed(0)
     layer_count = max(1, round(gigabytes * 1e9 / (2 * HIDDEN * HIDDEN)))
-    with torch.device("meta"):
-        model = Layers(layer_count)
-    model.to_empty(device="cpu")
+    model = without_values(lambda: Layers(layer_count, HIDDEN, bias=False, dtype=torch.bfloat16))
     block = torch.randn(HIDDEN, HIDDEN, dtype=torch.bfloat16) / HIDDEN**0.5
     with torch.no_grad():
         for index, layer in enumerate(model.layers):
-            assert isinstance(layer, torch.nn.Linear)
             layer.weight.copy_(block.roll(index, 0))
     return stagepack.export(model.eval(), (torch.zeros(1, HIDDEN, dtype=torch.bfloat16),), out=path, stages=1)
 
@@ -95,10 +167,13 @@ def measure(programs: dict[str, str], bundle_path: Path, device: str, rounds: in
         for loader_name, program in programs.items():
             if loader_name in failed:
                 continue
-            read_whole(bundle_path)
+            for path in bundle_path.glob("*.safetensors"):
+                warm_up(path)
             started = time.monotonic()
+            arguments = ("-c", PRELUDE + program, str(bundle_path), device)
             try:
-                run_seconds = run(program, bundle_path, device)
+                # Without the record of verified files, full verification hashes every byte.
+                run_seconds = float(run_python(*arguments, timeout=TIME_LIMIT, **{FOLDER_VARIABLE: ""}))
             except (subprocess.SubprocessError, ValueError) as error:
                 failed.add(loader_name)
                 reason = getattr(error, "stderr", None) or str(error)
@@ -107,23 +182,6 @@ def measure(programs: dict[str, str], bundle_path: Path, device: str, rounds: in
             seconds[loader_name] = min(run_seconds, seconds.get(loader_name, run_seconds))
             print(f"{loader_name}: {run_seconds:.3f} s ({time.monotonic() - started:.0f} s in all)", file=sys.stderr)
     return seconds
-
-
-def read_whole(bundle_path: Path) -> None:
-    """Read the weight files, so that they are in the page cache."""
-    for path in bundle_path.glob("*.safetensors"):
-        with path.open("rb", buffering=0) as file:
-            while file.read(2**24):
-                pass
-
-
-def run(program: str, bundle_path: Path, device: str) -> float:
-    """Run a program in a fresh process; return the seconds that it prints."""
-    command = [sys.executable, "-c", PRELUDE + program, str(bundle_path), device]
-    # Without the record of verified files, full verification hashes every byte.
-    environment = {**os.environ, FOLDER_VARIABLE: ""}
-    process = subprocess.run(command, capture_output=True, text=True, check=True, timeout=TIME_LIMIT, env=environment)
-    return float(json.loads(process.stdout.strip().splitlines()[-1]))
 
 
 if __name__ == "__main__":

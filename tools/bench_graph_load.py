@@ -6,17 +6,13 @@ medians and their ratio are printed.
 """
 
 import argparse
-import statistics
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from stagepack.capture.inputs import Inputs
 from stagepack.capture.programs import Capture, capture_module
 from stagepack.exporter import export_capture
 from stagepack.format.codec import GraphFile, encode_graph
@@ -26,17 +22,18 @@ from stagepack.partition.cut_options import CutOptions
 from stagepack_loaders.torch.build import build_graph_module
 from stagepack_loaders.torch.operators import resolve_operators
 from stagepack_loaders.torch.value_check import check_values
-from tools.benchmark_results import BenchmarkResults, add_json_option, benchmark_results
+from tools.benchmark_models import llama, token_inputs
+from tools.benchmark_results import BenchmarkResults, benchmark_parser, benchmark_results
+from tools.measuring import medians, seconds_in_turns
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--more", type=int, default=80, help="layers of the model whose graph is compared in size")
     parser.add_argument("--stages", type=int, default=1)
     parser.add_argument("--runs", type=int, default=5)
-    add_json_option(parser)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, benchmark_results(options.json) as results:
         _measure(results, Path(folder), options)
@@ -60,38 +57,26 @@ def _measure(results: BenchmarkResults, folder: Path, options: argparse.Namespac
     table.add("graphs, unfolded", unfolded, "bytes")
     table.add("unfolded over folded", unfolded / folded, "")
     table.add(f"more with {options.more} layers", _graph_bytes(larger) - folded, "bytes")
-    ours: list[float] = []
-    checks: list[float] = []
-    theirs: list[float] = []
     graphs = _resolved_graphs(bundle.path)
-    for _ in range(options.runs):
-        ours.append(_timed(lambda: _load_graphs(bundle.path)))
-        checks.append(_timed(lambda: _check_values(graphs)))
-        theirs.append(_timed(lambda: torch.export.load(program_path)))
-    table.add("stagepack, graphs ready to run (median)", statistics.median(ours), "s")
-    table.add("share of the comparison of values (rule G16)", statistics.median(checks) / statistics.median(ours), "")
-    table.add("torch.export.load (median)", statistics.median(theirs), "s")
-    table.add("torch.export.load over stagepack", statistics.median(theirs) / statistics.median(ours), "")
+    sides = {
+        "ours": lambda: _load_graphs(bundle.path),
+        "checks": lambda: _check_values(graphs),
+        "theirs": lambda: torch.export.load(program_path),
+    }
+    seconds = seconds_in_turns(sides, options.runs)
+    ours, checks, theirs = medians(seconds).values()
+    table.add("stagepack, graphs ready to run (median)", ours, "s")
+    table.add("share of the comparison of values (rule G16)", checks / ours, "")
+    table.add("torch.export.load (median)", theirs, "s")
+    table.add("torch.export.load over stagepack", theirs / ours, "")
     runs = results.table("The runs, in turn", "loader", *(str(run) for run in range(1, options.runs + 1)))
-    runs.add("stagepack, s", *ours)
-    runs.add("torch.export.load, s", *theirs)
+    runs.add("stagepack, s", *seconds["ours"])
+    runs.add("torch.export.load, s", *seconds["theirs"])
 
 
 def _capture(layers: int) -> Capture:
-    batch, sequence = torch.export.Dim("batch", min=1, max=64), torch.export.Dim("sequence", min=2, max=512)
-    config = LlamaConfig(
-        vocab_size=128,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    inputs = Inputs(
-        kwargs={"input_ids": torch.randint(0, 128, (2, 8)), "use_cache": False},
-        dynamic_shapes={"input_ids": {0: batch, 1: sequence}},
-    )
-    return capture_module(LlamaForCausalLM(config).eval(), inputs)
+    model = llama(layers=layers, hidden=32, intermediate=64, heads=4, kv_heads=2, vocab_size=128)
+    return capture_module(model, token_inputs("input_ids", rows=2, length=8, longest=512, use_cache=False))
 
 
 def _graph_bytes(bundle: Bundle) -> int:
@@ -124,12 +109,6 @@ def _resolved_graphs(path: Path) -> list[_ResolvedGraph]:
 def _check_values(graphs: Sequence[_ResolvedGraph]) -> None:
     for loaded in graphs:
         check_values(loaded.file.graph, loaded.operators, loaded.name)
-
-
-def _timed(function: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    function()
-    return time.perf_counter() - started
 
 
 if __name__ == "__main__":

@@ -6,27 +6,23 @@ again and again: once with nothing between a receive and a send, and once with t
 leave their own data in the caches of the processor. All of them are there at once, and are called in turns of some milliseconds.
 """
 
-import argparse
-import multiprocessing
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import torch
 
 import stagepack
 from stagepack.format.reader import Bundle
-from stagepack.torch_internals import gloo_process_group
 from stagepack_loaders.distributed.pipeline import DistributedPipeline
-from stagepack_loaders.distributed.process_group import LOOPBACK, open_store
-from tools.bench_processes import call_seconds, processes
-from tools.benchmark_results import BenchmarkResults, add_json_option, benchmark_results
+from tools.bench_processes import processes
+from tools.benchmark_results import BenchmarkResults, benchmark_parser, benchmark_results
+from tools.gloo_rings import join_ring, started_members
+from tools.measuring import median_seconds, seconds_of
 
 # The bytes of the tensor, and the two numbers of stages. With seven processes, two cores have not the cache for the data of all.
 HOPS = ((64, (1, 3)), (2**20, (1, 3)), (2**25, (1, 3)), (64, (2, 6)))
@@ -71,9 +67,7 @@ class Views(torch.nn.Module):
 
 def main() -> None:
     """Measure, and print the figures."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    add_json_option(parser)
-    options = parser.parse_args()
+    options = benchmark_parser(__doc__).parse_args()
     torch.set_num_threads(1)
     with benchmark_results(options.json) as results, tempfile.TemporaryDirectory() as folder:
         measure_hops(results, Path(folder))
@@ -129,7 +123,7 @@ def chain(bundle: Bundle, byte_count: int, turns: Turns) -> Iterator[Turn]:
             nonlocal earlier_runs, earlier_seconds
             for _ in range(turns.warm_calls):
                 pipeline(x)
-            latency = call_seconds(pipeline, x, turns.calls)
+            latency = median_seconds(lambda: pipeline(x), turns.calls)
             runs, seconds = work_done(pipeline)
             computing = (seconds - earlier_seconds) / (runs - earlier_runs)
             earlier_runs, earlier_seconds = runs, seconds
@@ -148,34 +142,23 @@ def work_done(pipeline: DistributedPipeline) -> tuple[int, float]:
 @contextmanager
 def ring(bundle: Bundle, byte_count: int, turns: Turns, *, has_stages: bool) -> Iterator[Turn]:
     """Processes that pass tensors around by bare gloo: this one, and one for each stage of a bundle."""
-    store = open_store(LOOPBACK)
-    context = multiprocessing.get_context("spawn")
     stage_count = len(bundle.stages)
-    members: list[BaseProcess] = [
-        context.Process(target=run_member, args=(store.port, rank, stage_count, byte_count, turns, path))
-        for rank in range(1, stage_count + 1)
-        for path in [bundle.path if has_stages else None]
-    ]
-    for member in members:
-        member.start()
-    group = gloo_process_group(store, 0, stage_count + 1, timedelta(seconds=60), LOOPBACK)
+    path = bundle.path if has_stages else None
+    arguments = [(rank, stage_count, byte_count, turns, path) for rank in range(1, stage_count + 1)]
     memory = torch.zeros(byte_count, dtype=torch.uint8)
     report = torch.zeros(1, dtype=torch.float64)
+    with started_members(run_member, arguments) as group:
 
-    def turn() -> tuple[float, float]:
-        durations = []
-        for _ in range(turns.all_calls):
-            start_time = time.perf_counter()
-            group.send([memory], 1, 1).wait()
-            group.recv([memory], stage_count, 1).wait()
-            durations.append(time.perf_counter() - start_time)
-        group.send([report.zero_()], 1, 1).wait()
-        group.recv([report], stage_count, 1).wait()
-        return statistics.median(durations[turns.warm_calls :]), report.item() / stage_count / turns.all_calls
+        def pass_around(tensor: torch.Tensor) -> None:
+            group.send([tensor], 1, 1).wait()
+            group.recv([tensor], stage_count, 1).wait()
 
-    yield turn
-    for member in members:
-        member.join()
+        def turn() -> tuple[float, float]:
+            durations = [seconds_of(lambda: pass_around(memory)) for _ in range(turns.all_calls)]
+            pass_around(report.zero_())
+            return statistics.median(durations[turns.warm_calls :]), report.item() / stage_count / turns.all_calls
+
+        yield turn
 
 
 @torch.no_grad()
@@ -183,7 +166,7 @@ def run_member(port: int, rank: int, stage_count: int, byte_count: int, turns: T
     """Pass tensors on; in each turn, a last one counts the seconds that the stages have computed."""
     torch.set_num_threads(1)
     size = stage_count + 1
-    group = gloo_process_group(open_store(LOOPBACK, port), rank, size, timedelta(seconds=60), LOOPBACK)
+    group = join_ring(port, rank, size)
     stage = None if path is None else stagepack.load_stage(path, rank - 1)
     memory = torch.zeros(byte_count // 4)
     report = torch.zeros(1, dtype=torch.float64)
@@ -207,9 +190,10 @@ def measure_latencies(results: BenchmarkResults, folder: Path) -> None:
     x = torch.zeros(LATENCY_BYTES // 4)
     for stage_count in LATENCY_STAGE_COUNTS:
         bundle = export_views(folder, stage_count, LATENCY_BYTES)
-        one_seconds = call_seconds(stagepack.load(bundle), x, 300)
+        one = stagepack.load(bundle)
+        one_seconds = median_seconds(lambda: one(x), 300)  # noqa: B023 - called at once
         with processes(bundle) as pipeline:
-            seconds = call_seconds(pipeline, x, 300)
+            seconds = median_seconds(lambda: pipeline(x), 300)
         table.add(str(stage_count), one_seconds * 1e6, seconds * 1e6)
 
 

@@ -6,26 +6,26 @@ cache, which is checked. The limits are those of storage and processor in the sa
 nothing else, and threads that also hash it.
 """
 
-import argparse
-import json
 import os
 import shutil
 import statistics
 import subprocess
-import sys
 import tempfile
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
 
 import stagepack
+from stagepack.errors import Problem
 from stagepack.format.chunks import FileRead, read_chunks
-from tools.benchmark_results import BenchmarkResults, add_json_option, benchmark_results
-from tools.load_programs import BUNDLE, CHECKPOINT, PROGRAM, PROGRAMS, WEIGHTS, WIDTH, Layers, is_installed
+from tools.benchmark_models import Layers, without_values
+from tools.benchmark_results import BenchmarkResults, benchmark_parser, benchmark_results
+from tools.load_programs import BUNDLE, CHECKPOINT, PROGRAM, PROGRAMS, WEIGHTS, WIDTH, is_installed
+from tools.measuring import run_python, seconds_in_turns, seconds_of
 from tools.page_cache import evict, resident_share, warm_up
 
 BASELINE = "safetensors, mapped"
@@ -34,13 +34,12 @@ _MOST_COLD_SHARE = 0.01
 
 def main() -> None:
     """Print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--gigabytes", type=float, default=2.0, help="the size of the weights")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--states", nargs="+", choices=["warm", "cold", "tmpfs"], default=["warm", "cold", "tmpfs"])
     parser.add_argument("--programs", nargs="+", choices=[*PROGRAMS], default=[*PROGRAMS])
     parser.add_argument("--folder", type=Path, help="where the models are written; by default a temporary folder")
-    add_json_option(parser)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     program_names = [program_name for program_name in options.programs if is_installed(program_name)]
@@ -55,9 +54,7 @@ def main() -> None:
 def write_model(folder: Path, gigabytes: float) -> None:
     """Write one model as a bundle of one stage, a checkpoint of torch, and an exported program."""
     layer_count = max(1, round(gigabytes * 1e9 / (WIDTH * WIDTH * 4)))
-    with torch.device("meta"):
-        model = Layers(layer_count)
-    model.to_empty(device="cpu")
+    model: Layers = without_values(lambda: Layers(layer_count, WIDTH))
     torch.manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -77,19 +74,16 @@ def measure_digests(results: BenchmarkResults, folder: Path) -> None:
     entry = stagepack.open(folder / BUNDLE).files[Path(WEIGHTS).name]
     processors = os.sched_getaffinity(0)
     thread_counts = sorted({1, len(processors)})
-    seconds: dict[int, list[float]] = {thread_count: [] for thread_count in thread_counts}
-    with (folder / WEIGHTS).open("rb") as file:
-        warm_up(folder / WEIGHTS)
-        for _ in range(5):
-            for thread_count in thread_counts:
-                os.sched_setaffinity(0, sorted(processors)[:thread_count])
-                start_time = time.perf_counter()
-                assert not read_chunks([FileRead(entry, file.fileno())], compare=True)
-                seconds[thread_count].append(time.perf_counter() - start_time)
-        os.sched_setaffinity(0, processors)
-    for thread_count in thread_counts:
-        fastest = min(seconds[thread_count])
-        table.add(str(thread_count), fastest, entry.size / fastest / 1e9, min(seconds[1]) / fastest)
+
+    def compare(thread_count: int) -> None:
+        os.sched_setaffinity(0, sorted(processors)[:thread_count])
+        assert not _problems(folder, hashed=True)
+
+    warm_up(folder / WEIGHTS)
+    seconds = seconds_in_turns({str(count): partial(compare, count) for count in thread_counts}, 5)
+    os.sched_setaffinity(0, processors)
+    for thread_count, fastest in ((thread_count, min(times)) for thread_count, times in seconds.items()):
+        table.add(thread_count, fastest, entry.size / fastest / 1e9, min(seconds["1"]) / fastest)
 
 
 @contextmanager
@@ -116,9 +110,9 @@ def measure_state(results: BenchmarkResults, state: str, folder: Path, program_n
         f"over {BASELINE}",
         "private memory, MB",
     )
-    limits: dict[str, Callable[[], float]] = {
-        "limit: read by threads": lambda: _read_by_threads(folder, hashed=False),
-        "limit: read and hashed by threads": lambda: _read_by_threads(folder, hashed=True),
+    limits: dict[str, Callable[[], object]] = {
+        "limit: read by threads": lambda: _problems(folder, hashed=False),
+        "limit: read and hashed by threads": lambda: _problems(folder, hashed=True),
     }
     runs: dict[str, list[dict[str, float]]] = {name: [] for name in (*program_names, *limits)}
     for round_number in range(rounds):
@@ -127,7 +121,7 @@ def measure_state(results: BenchmarkResults, state: str, folder: Path, program_n
         for name in order:
             if name in limits:
                 _bring_into_state(folder / WEIGHTS, state)
-                seconds = limits[name]()
+                seconds = seconds_of(limits[name])
                 runs[name].append({"load": seconds, "answer": seconds, "memory": 0})
             else:
                 _bring_into_state(folder / PROGRAMS[name][1], state)
@@ -151,21 +145,18 @@ def _bring_into_state(path: Path, state: str) -> None:
 
 
 def _run(program_name: str, folder: Path) -> dict[str, float]:
-    command = [sys.executable, "-W", "ignore", "-m", "tools.load_programs", program_name, str(folder)]
-    output = subprocess.run(command, capture_output=True, text=True, check=False)
-    if output.returncode:
-        raise SystemExit(f"{program_name}: {output.stderr[-2000:]}")
-    measured: dict[str, float] = json.loads(output.stdout.splitlines()[-1])
+    try:
+        measured: dict[str, float] = run_python("-W", "ignore", "-m", "tools.load_programs", program_name, str(folder))
+    except subprocess.CalledProcessError as error:
+        raise SystemExit(f"{program_name}: {error.stderr[-2000:]}") from None
     return measured
 
 
-def _read_by_threads(folder: Path, *, hashed: bool) -> float:
-    """Read the weight file by a thread for each processor; return the seconds."""
+def _problems(folder: Path, *, hashed: bool) -> list[Problem]:
+    """Read the weight file by a thread for each processor."""
     entry = stagepack.open(folder / BUNDLE).files[Path(WEIGHTS).name]
     with (folder / WEIGHTS).open("rb") as file:
-        start_time = time.perf_counter()
-        assert not read_chunks([FileRead(entry, file.fileno())], compare=hashed)
-        return time.perf_counter() - start_time
+        return read_chunks([FileRead(entry, file.fileno())], compare=hashed)
 
 
 if __name__ == "__main__":

@@ -5,11 +5,7 @@ seconds for the sessions + for the first answer; `loaded` is stagepack.load, whi
 Each is a process of its own, in turns, with its files in memory; the fastest of five counts.
 """
 
-import argparse
 import importlib.util
-import json
-import subprocess
-import sys
 import tempfile
 import warnings
 from pathlib import Path
@@ -20,11 +16,15 @@ import torch
 import transformers
 
 import stagepack
-from tools.benchmark_results import add_json_option, benchmark_results
+from stagepack.capture.inputs import Inputs
+from tools.benchmark_models import llama, token_inputs
+from tools.benchmark_results import benchmark_parser, benchmark_results
+from tools.measuring import run_python
+from tools.page_cache import warm_up
 
 STAGES = 3
 ROUNDS = 5
-Made = tuple[torch.nn.Module, dict[str, torch.Tensor], dict[str, Any]]
+Made = tuple[torch.nn.Module, Inputs]
 
 
 def minilm() -> Made:
@@ -33,44 +33,33 @@ def minilm() -> Made:
     assert spec is not None
     assert spec.submodule_search_locations is not None
     model = transformers.AutoModel.from_pretrained(Path(spec.submodule_search_locations[0]) / "model")
-    return model, *_tokens("input_ids", "attention_mask")
+    return model, _tokens("input_ids", "attention_mask")
 
 
 def bert() -> Made:
     """BERT-base."""
-    model = transformers.BertModel(transformers.BertConfig())
-    return model, *_tokens("input_ids", "attention_mask")
+    return transformers.BertModel(transformers.BertConfig()), _tokens("input_ids", "attention_mask")
 
 
-def llama() -> Made:
+def small_llama() -> Made:
     """A Llama of 16 layers, hidden 1024: 0.3 B parameters."""
-    config = transformers.LlamaConfig(
-        vocab_size=32000,
-        hidden_size=1024,
-        intermediate_size=2816,
-        num_hidden_layers=16,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        use_cache=False,
-    )
-    return transformers.LlamaForCausalLM(config), *_tokens("input_ids")
+    sizes = {"layers": 16, "hidden": 1024, "intermediate": 2816, "heads": 16, "kv_heads": 8}
+    return llama(**sizes, vocab_size=32000, use_cache=False), _tokens("input_ids")
 
 
 def resnet() -> Made:
     """ResNet-50."""
     model = transformers.ResNetForImageClassification(transformers.ResNetConfig())
     batch = torch.export.Dim("batch", min=1, max=64)
-    return model, {"pixel_values": torch.randn(2, 3, 224, 224)}, {"pixel_values": {0: batch}}
+    pictures = {"pixel_values": torch.randn(2, 3, 224, 224)}
+    return model, Inputs(kwargs=pictures, dynamic_shapes={"pixel_values": {0: batch}})
 
 
-def _tokens(*input_names: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    batch, sequence = torch.export.Dim("batch", min=1, max=64), torch.export.Dim("sequence", min=2, max=512)
-    return {input_name: torch.ones(2, 16, dtype=torch.int64) for input_name in input_names}, {
-        input_name: {0: batch, 1: sequence} for input_name in input_names
-    }
+def _tokens(*names: str) -> Inputs:
+    return token_inputs(*names, rows=2, length=16, longest=512)
 
 
-MODELS = {"minilm": minilm, "bert-base": bert, "llama-0.3b": llama, "resnet-50": resnet}
+MODELS = {"minilm": minilm, "bert-base": bert, "llama-0.3b": small_llama, "resnet-50": resnet}
 
 WHOLE = """
 import sys, time, json, numpy, onnxruntime
@@ -112,9 +101,8 @@ print(json.dumps([made - started, time.perf_counter() - made]))
 
 def main() -> None:
     """Print a table."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--models", nargs="+", choices=[*MODELS], default=[*MODELS])
-    add_json_option(parser)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     with benchmark_results(options.json) as results:
@@ -139,12 +127,13 @@ def main() -> None:
 def measure(model_name: str, folder: Path) -> list[float]:
     """The figures of a model, in the order of the columns."""
     torch.manual_seed(0)
-    model, inputs, shapes = MODELS[model_name]()
+    model, inputs = MODELS[model_name]()
     model.eval()
-
-    arrays: dict[str, Any] = {key: value.numpy() for key, value in inputs.items()}
+    kwargs = dict(inputs.kwargs)
+    arrays: dict[str, Any] = {key: value.numpy() for key, value in kwargs.items()}
     numpy.savez(folder / "inputs.npz", **arrays)
-    bundle = stagepack.export(model, (), inputs, out=folder / "m.stagepack", stages=STAGES, dynamic_shapes=shapes)
+    shapes = inputs.dynamic_shapes
+    bundle = stagepack.export(model, (), kwargs, out=folder / "m.stagepack", stages=STAGES, dynamic_shapes=shapes)
     before = sum(file.size for file in bundle.manifest.files)
     added = stagepack.add_onnx(bundle)
     assert not added.torch_only, added.torch_only
@@ -154,7 +143,7 @@ def measure(model_name: str, folder: Path) -> list[float]:
         model,
         (),
         folder / "whole.onnx",
-        kwargs=inputs,
+        kwargs=kwargs,
         dynamic_shapes=shapes,
         dynamo=True,
         verbose=False,
@@ -175,13 +164,8 @@ def measure(model_name: str, folder: Path) -> list[float]:
 def run(code: str, model: Path, inputs: Path) -> list[float]:
     """Run code in a fresh process, with the files that it reads in memory; the seconds to load and to answer."""
     for path in model.iterdir() if model.is_dir() else model.parent.glob(f"{model.name}*"):
-        with path.open("rb") as file:
-            while file.read(2**24):
-                pass
-    command = [sys.executable, "-c", code, str(model), str(inputs)]
-    load_and_answer: list[float] = json.loads(
-        subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    )
+        warm_up(path)
+    load_and_answer: list[float] = run_python("-c", code, str(model), str(inputs))
     return load_and_answer
 
 

@@ -7,35 +7,32 @@ against ``stagepack serve --processes 2`` with the same client: as it starts by 
 variable that gives each stage one thread, which ``serve`` does by itself. The servers are there at once, and are asked in turns.
 """
 
-import argparse
 import asyncio
-import multiprocessing
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import numpy
 import torch
-import tritonclient.grpc
 import tritonclient.grpc.aio
-import tritonclient.http
 import tritonclient.http.aio
 
 import stagepack
 from stagepack.format.reader import Bundle
-from stagepack.torch_internals import gloo_process_group
 from stagepack_loaders.distributed.pipeline import DistributedPipeline
-from stagepack_loaders.distributed.process_group import LOOPBACK, open_store
 from stagepack_loaders.pipeline import CallablePipeline
 from tests.serve.servers import STAGEPACK, stagepack_server, triton_server, why_no_triton
-from tools.benchmark_results import BenchmarkResults, add_json_option, benchmark_results
+from tools.benchmark_models import Layers
+from tools.benchmark_results import BenchmarkResults, benchmark_parser, benchmark_results
+from tools.gloo_rings import join_ring, started_members
+from tools.measuring import median_ratio, median_seconds
 
 LAYERS, WIDTH, BATCH_SIZE = 12, 1024, 128
 CALLS = 60
@@ -45,25 +42,9 @@ SERVER_SECONDS = 3.0
 SERVER_TURNS = 9
 
 
-class Layers(torch.nn.Module):
-    """Equal layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Apply the layers."""
-        for layer in self.layers:
-            x = layer(x).relu()
-        return x
-
-
 def main() -> None:
     """Measure, and print the figures."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    add_json_option(parser)
-    options = parser.parse_args()
+    options = benchmark_parser(__doc__).parse_args()
     torch.set_num_threads(1)
     with benchmark_results(options.json) as results, tempfile.TemporaryDirectory() as folder:
         bundle = export_layers(Path(folder))
@@ -76,7 +57,7 @@ def export_layers(folder: Path) -> Bundle:
     torch.manual_seed(0)
     x = torch.randn(BATCH_SIZE, WIDTH)
     out = folder / "layers.stagepack"
-    return stagepack.export(Layers().eval(), (x,), out=out, split_at=[f"layers.{LAYERS // 2}"])
+    return stagepack.export(Layers(LAYERS, WIDTH).eval(), (x,), out=out, split_at=[f"layers.{LAYERS // 2}"])
 
 
 def measure_throughput(results: BenchmarkResults, bundle: Bundle) -> None:
@@ -91,13 +72,17 @@ def measure_throughput(results: BenchmarkResults, bundle: Bundle) -> None:
             for facts in pipeline.stage_facts
         }
         rates = [(*throughput(one, pipeline, x), hand_written_rate()) for _ in range(REPETITIONS)]
-    one_rate = statistics.median(alone for alone, _, _ in rates)
+    one_rates, own_rates, hand_written_rates = zip(*rates, strict=True)
+    one_rate = statistics.median(one_rates)
     limit = 2 * CALLS / (CALLS + 1)
     table = results.table("throughput", "pipeline", "calls/s", "over one process", "over the bubble limit")
     table.add("one process, one thread", one_rate, 1.0, "")
-    for title, column in (("two processes, one thread each", 1), ("hand-written, one thread each", 2)):
-        ratio = statistics.median(rate[column] / rate[0] for rate in rates)
-        table.add(title, statistics.median(rate[column] for rate in rates), ratio, ratio / limit)
+    for title, side_rates in (
+        ("two processes, one thread each", own_rates),
+        ("hand-written, one thread each", hand_written_rates),
+    ):
+        ratio = median_ratio(side_rates, one_rates)
+        table.add(title, statistics.median(side_rates), ratio, ratio / limit)
     torch.set_num_threads(2)
     table.add("one process, two threads", call_rate(one, x), call_rate(one, x) / one_rate, "")
     torch.set_num_threads(1)
@@ -129,12 +114,14 @@ def measure_servers(results: BenchmarkResults, bundle: Bundle, folder: Path) -> 
         rates: dict[tuple[str, str], list[float]] = {}
         for _ in range(SERVER_TURNS):
             for title, server in servers.items():
-                rates.setdefault((title, "gRPC"), []).append(asyncio.run(grpc_rate(server.grpc)))
-                rates.setdefault((title, "REST"), []).append(asyncio.run(rest_rate(server.http)))
+                for protocol, module, port in (
+                    ("gRPC", tritonclient.grpc.aio, server.grpc),
+                    ("REST", tritonclient.http.aio, server.http),
+                ):
+                    rates.setdefault((title, protocol), []).append(asyncio.run(answer_rate(module, port)))
     for (title, protocol), turns in rates.items():
         own_turns = rates["stagepack serve --processes 2", protocol]
-        ratio = statistics.median(own_rate / rate for own_rate, rate in zip(own_turns, turns, strict=True))
-        table.add(title, protocol, statistics.median(turns), ratio)
+        table.add(title, protocol, statistics.median(turns), median_ratio(own_turns, turns))
 
 
 @contextmanager
@@ -149,59 +136,39 @@ def thread_variable(thread_count: str | None) -> Iterator[None]:
         os.environ["OMP_NUM_THREADS"] = earlier_count
 
 
-async def grpc_rate(port: int) -> float:
-    """The answers a second of the model `layers`, over gRPC."""
+async def answer_rate(module: Any, port: int) -> float:
+    """The answers a second of the model `layers` to `CLIENTS` requests at a time, over gRPC, or over REST with tensors as bytes."""
     x = numpy.ones((BATCH_SIZE, WIDTH), dtype=numpy.float32)
-    inputs = [tritonclient.grpc.InferInput("x", list(x.shape), "FP32").set_data_from_numpy(x)]
-    async with tritonclient.grpc.aio.InferenceServerClient(f"127.0.0.1:{port}") as client:
-        return await answer_rate(lambda: client.infer("layers", inputs))
+    inputs = [module.InferInput("x", list(x.shape), "FP32").set_data_from_numpy(x)]
+    async with module.InferenceServerClient(f"127.0.0.1:{port}") as client:
+        await client.infer("layers", inputs)
+        end_time, answer_count = time.perf_counter() + SERVER_SECONDS, 0
 
+        async def ask() -> None:
+            nonlocal answer_count
+            while time.perf_counter() < end_time:
+                await client.infer("layers", inputs)
+                answer_count += 1
 
-async def rest_rate(port: int) -> float:
-    """The same over REST, with tensors as bytes."""
-    x = numpy.ones((BATCH_SIZE, WIDTH), dtype=numpy.float32)
-    inputs = [tritonclient.http.InferInput("x", list(x.shape), "FP32").set_data_from_numpy(x)]
-    async with tritonclient.http.aio.InferenceServerClient(f"127.0.0.1:{port}") as client:
-        return await answer_rate(lambda: client.infer("layers", inputs))
-
-
-async def answer_rate(infer: Callable[[], Awaitable[object]]) -> float:
-    """The answers a second to `CLIENTS` requests at a time."""
-    await infer()
-    end_time, answer_count = time.perf_counter() + SERVER_SECONDS, 0
-
-    async def ask() -> None:
-        nonlocal answer_count
-        while time.perf_counter() < end_time:
-            await infer()
-            answer_count += 1
-
-    await asyncio.gather(*(ask() for _ in range(CLIENTS)))
+        await asyncio.gather(*(ask() for _ in range(CLIENTS)))
     return answer_count / SERVER_SECONDS
 
 
 def hand_written_rate() -> float:
     """Calls a second of the same layers in two processes, by code that sends tensors of one shape."""
-    store = open_store(LOOPBACK)
-    context = multiprocessing.get_context("spawn")
-    members = [context.Process(target=run_hand_written_stage, args=(store.port, rank)) for rank in (1, 2)]
-    for member in members:
-        member.start()
-    group = gloo_process_group(store, 0, 3, timedelta(seconds=60), LOOPBACK)
     x = torch.randn(BATCH_SIZE, WIDTH)
-    results = [torch.empty(BATCH_SIZE, WIDTH) for _ in range(CALLS + 1)]
-    receives = [group.recv([result], 2, 1) for result in results]
-    group.send([x], 1, 1).wait()
-    receives[0].wait()
-    start_time = time.perf_counter()
-    sends = [group.send([x], 1, 1) for _ in range(CALLS)]
-    for receive in receives[1:]:
-        receive.wait()
-    seconds = time.perf_counter() - start_time
-    for send in sends:
-        send.wait()
-    for member in members:
-        member.join()
+    with started_members(run_hand_written_stage, [(rank,) for rank in (1, 2)]) as group:
+        results = [torch.empty(BATCH_SIZE, WIDTH) for _ in range(CALLS + 1)]
+        receives = [group.recv([result], 2, 1) for result in results]
+        group.send([x], 1, 1).wait()
+        receives[0].wait()
+        start_time = time.perf_counter()
+        sends = [group.send([x], 1, 1) for _ in range(CALLS)]
+        for receive in receives[1:]:
+            receive.wait()
+        seconds = time.perf_counter() - start_time
+        for send in sends:
+            send.wait()
     return CALLS / seconds
 
 
@@ -210,8 +177,8 @@ def run_hand_written_stage(port: int, rank: int) -> None:
     """Half of the layers, in a process of its own."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    layers = Layers().eval().layers[(rank - 1) * LAYERS // 2 : rank * LAYERS // 2]
-    group = gloo_process_group(open_store(LOOPBACK, port), rank, 3, timedelta(seconds=60), LOOPBACK)
+    layers = Layers(LAYERS, WIDTH).eval().layers[(rank - 1) * LAYERS // 2 : rank * LAYERS // 2]
+    group = join_ring(port, rank, 3)
     buffers = [torch.empty(BATCH_SIZE, WIDTH) for _ in range(2)]
     receives = [group.recv([buffer], rank - 1, 1) for buffer in buffers]
     sends = []
@@ -239,18 +206,7 @@ def throughput(one: CallablePipeline, pipeline: DistributedPipeline, x: torch.Te
 def call_rate(pipeline: CallablePipeline, x: torch.Tensor) -> float:
     """Calls a second, one after another."""
     with torch.no_grad():
-        return 1 / call_seconds(pipeline, x, CALLS // 2)
-
-
-def call_seconds(pipeline: CallablePipeline, x: torch.Tensor, rounds: int) -> float:
-    """The median time of a call, in seconds."""
-    pipeline(x)
-    durations = []
-    for _ in range(rounds):
-        start_time = time.perf_counter()
-        pipeline(x)
-        durations.append(time.perf_counter() - start_time)
-    return statistics.median(durations)
+        return 1 / median_seconds(lambda: pipeline(x), CALLS // 2)
 
 
 @contextmanager

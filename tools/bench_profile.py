@@ -5,7 +5,6 @@ device on which matrix products are cheap; on a processor, other
 operators count more.
 """
 
-import argparse
 import statistics
 import tempfile
 from collections.abc import Callable
@@ -14,8 +13,6 @@ from typing import Any
 
 import torch
 from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
     ResNetConfig,
     ResNetForImageClassification,
     T5Config,
@@ -25,7 +22,8 @@ from transformers import (
 import stagepack
 from stagepack.cli.profile_command import make_profile
 from stagepack_loaders.torch.measurement import measure_bundle
-from tools.benchmark_results import add_json_option, benchmark_results
+from tools import benchmark_models
+from tools.benchmark_results import benchmark_parser, benchmark_results
 
 Model = tuple[torch.nn.Module, dict[str, Any]]
 
@@ -35,9 +33,8 @@ _PASSES = 3
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--stages", type=int, nargs="+", default=[2, 4])
-    add_json_option(parser)
     options = parser.parse_args()
     torch.manual_seed(0)
     with benchmark_results(options.json) as results:
@@ -85,21 +82,16 @@ def resnet_50() -> Model:
 
 def llama() -> Model:
     """8 layers, a vocabulary of 32,000, 64 tokens."""
-    config = LlamaConfig(
-        num_hidden_layers=8, hidden_size=512, intermediate_size=1408, num_attention_heads=8, num_key_value_heads=4
-    )
-    return LlamaForCausalLM(config).eval(), {"input_ids": torch.ones(1, 64, dtype=torch.long), "use_cache": False}
+    model = benchmark_models.llama(layers=8, hidden=512, intermediate=1408, heads=8, kv_heads=4)
+    return model, {"input_ids": torch.ones(1, 64, dtype=torch.long), "use_cache": False}
 
 
 def t5() -> Model:
     """T5 small: 6 layers in the encoder and 6 in the decoder, 64 tokens each."""
     config = T5Config(decoder_start_token_id=0)  # type: ignore[call-arg]
     tokens = torch.ones(1, 64, dtype=torch.long)
-    return T5ForConditionalGeneration(config).eval(), {
-        "input_ids": tokens,
-        "decoder_input_ids": tokens,
-        "use_cache": False,
-    }
+    inputs = {"input_ids": tokens, "decoder_input_ids": tokens, "use_cache": False}
+    return T5ForConditionalGeneration(config).eval(), inputs
 
 
 class _SortedFeatures(torch.nn.Module):

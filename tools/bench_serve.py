@@ -4,7 +4,6 @@ Each part runs servers as processes of their own and `tritonclient` here; both s
 Usage: ``python -m tools.bench_serve [overhead] [batching] [load] [--processes N]``, or all three without a name.
 """
 
-import argparse
 import asyncio
 import signal
 import statistics
@@ -26,7 +25,8 @@ import tritonclient.http.aio
 import stagepack
 from tests.serve.servers import Client, Server, stagepack_server
 from tests.zoo.architectures.encoders import minilm_encoder_folder
-from tools.benchmark_results import BenchmarkResults, add_json_option, benchmark_results
+from tools.benchmark_results import BenchmarkResults, benchmark_parser, benchmark_results
+from tools.measuring import median_seconds
 
 SECONDS, CONNECTIONS = 60, 32
 MANY = [(batch, length) for batch in range(1, 5) for length in range(4, 40)]  # rows and tokens of a request
@@ -50,10 +50,9 @@ def main() -> None:
         "batching": lambda folder, results, _: batching(folder, results),
         "load": load,
     }
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("parts", nargs="*", metavar="PART", help="all of them by default")
     parser.add_argument("--processes", type=int, default=1, help="under load, the processes of each server's stages")
-    add_json_option(parser)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, benchmark_results(options.json) as results:
         for part_name in options.parts or parts:
@@ -75,23 +74,12 @@ def overhead(folder: Path, results: BenchmarkResults) -> None:
         for shape, calls, unit in (((4, 4), 1000, "small"), ((2_000_000, 4), 15, "32 MB in and out")):
             x = numpy.random.default_rng(0).random(shape, dtype="float32")
             with torch.no_grad():
-                local_seconds = _median(lambda: pipe(torch.from_numpy(x))["y"].numpy(), calls)  # noqa: B023 - called at once
+                local_seconds = median_seconds(lambda: pipe(torch.from_numpy(x))["y"].numpy(), calls)  # noqa: B023 - called at once
             for protocol in ("http", "grpc"):
                 client = Client(protocol, server)
-                served_seconds = _median(lambda: client.ask("add", {"x": x}, outputs=["y"]), calls)  # noqa: B023 - the same
+                served_seconds = median_seconds(lambda: client.ask("add", {"x": x}, outputs=["y"]), calls)  # noqa: B023 - the same
                 table.add(unit, protocol, 1e3 * (served_seconds - local_seconds), 1e3 * local_seconds)
                 client.close()
-
-
-def _median(call: Callable[[], Any], calls: int) -> float:
-    """The median of seconds of a call."""
-    call()
-    seconds = []
-    for _ in range(calls):
-        started = time.perf_counter()
-        call()
-        seconds.append(time.perf_counter() - started)
-    return statistics.median(seconds)
 
 
 def batching(folder: Path, results: BenchmarkResults) -> None:
@@ -112,7 +100,7 @@ def batching(folder: Path, results: BenchmarkResults) -> None:
 async def _ask_all(port: int, clients: int, seconds: float) -> list[float]:
     """Keep so many requests under way over gRPC; the seconds that each took."""
     client = tritonclient.grpc.aio.InferenceServerClient(f"127.0.0.1:{port}")
-    inputs = _inputs(tritonclient.grpc)
+    inputs = _inputs(tritonclient.grpc, SENTENCE)
     outputs = [tritonclient.grpc.InferRequestedOutput("pooler_output")]
     until, took = time.perf_counter() + seconds, []
 
@@ -126,9 +114,9 @@ async def _ask_all(port: int, clients: int, seconds: float) -> list[float]:
     return took
 
 
-def _inputs(module: Any) -> list[Any]:
-    """The sentence as inputs of a request."""
-    arrays = {"input_ids": SENTENCE, "attention_mask": numpy.ones_like(SENTENCE)}
+def _inputs(module: Any, ids: numpy.ndarray[Any, Any]) -> list[Any]:
+    """Tokens as inputs of a request."""
+    arrays = {"input_ids": ids, "attention_mask": numpy.ones_like(ids)}
     return [
         module.InferInput(name, list(array.shape), "INT64").set_data_from_numpy(array) for name, array in arrays.items()
     ]
@@ -205,12 +193,7 @@ async def _storm(
         client = _client(module, servers[turn])
         while time.perf_counter() < until:
             shape = sizes[rng.integers(len(sizes))]
-            ids = rng.integers(1, 3000, shape)
-            arrays = {"input_ids": ids, "attention_mask": numpy.ones_like(ids)}
-            inputs = [
-                module.InferInput(name, list(shape), "INT64").set_data_from_numpy(array)
-                for name, array in arrays.items()
-            ]
+            inputs = _inputs(module, rng.integers(1, 3000, shape))
             try:
                 answer = await client.infer("minilm", inputs, outputs=[module.InferRequestedOutput("pooler_output")])
                 assert answer.as_numpy("pooler_output").shape == (shape[0], 384)

@@ -4,21 +4,11 @@ Both sides cut the same model in this run, at each sequence length. An entry is 
 inputs of the model are not counted, since the caller gives them to whichever stage wants them.
 """
 
-import argparse
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.export import Dim
-from transformers import (
-    BertConfig,
-    BertModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+from transformers import BertConfig, BertModel, T5Config, T5ForConditionalGeneration
 
 from stagepack.capture.inputs import Inputs
 from stagepack.capture.source import capture_source
@@ -26,25 +16,18 @@ from stagepack.exporter import plan_capture
 from stagepack.format.graph import value_bytes
 from stagepack.format.shapes import evaluate_dim, example_sizes
 from stagepack.partition.cut_options import CutOptions
-from tools import pipelining
-from tools.benchmark_results import ResultTable, add_json_option, benchmark_results
+from tools import benchmark_models, pipelining
+from tools.benchmark_results import ResultTable, benchmark_parser, benchmark_results
 
-_SIZES: dict[str, Any] = {
-    "vocab_size": 1000,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_attention_heads": 4,
-    "num_hidden_layers": 6,
-}
+_LAYERS = 6
 _LONGEST = 8192
-Model = tuple[PreTrainedModel, Inputs, list[str]]
+Model = tuple[Any, Inputs, list[str]]
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 4096])
-    add_json_option(parser)
     options = parser.parse_args()
     with benchmark_results(options.json) as results:
         table = results.table(
@@ -64,47 +47,44 @@ def main() -> None:
 
 def llama(length: int) -> Model:
     """Six layers, cut before the third and the fifth."""
-    config = LlamaConfig(**_SIZES, num_key_value_heads=2, max_position_embeddings=_LONGEST)
-    return (
-        LlamaForCausalLM(config).eval(),
-        _tokens(length, "input_ids", use_cache=False),
-        ["model.layers.2", "model.layers.4"],
+    model = benchmark_models.llama(
+        layers=_LAYERS,
+        hidden=256,
+        intermediate=512,
+        heads=4,
+        kv_heads=2,
+        vocab_size=1000,
+        max_position_embeddings=_LONGEST,
     )
+    return model, _tokens(length, "input_ids", use_cache=False), ["model.layers.2", "model.layers.4"]
 
 
 def bert(length: int) -> Model:
     """Six layers and an attention mask, cut before the third and the fifth."""
-    model = BertModel(BertConfig(**_SIZES, max_position_embeddings=_LONGEST), add_pooling_layer=False).eval()
+    config = BertConfig(
+        vocab_size=1000,
+        hidden_size=256,
+        intermediate_size=512,
+        num_attention_heads=4,
+        num_hidden_layers=_LAYERS,
+        max_position_embeddings=_LONGEST,
+    )
+    model = BertModel(config, add_pooling_layer=False).eval()
     return model, _tokens(length, "input_ids", "attention_mask"), ["encoder.layer.2", "encoder.layer.4"]
 
 
 def t5(length: int) -> Model:
     """Four layers each in the encoder and the decoder, cut in the middle of the one, between them, and in the middle of the other."""
-    sizes: dict[str, Any] = {
-        "vocab_size": 1000,
-        "d_model": 256,
-        "d_kv": 64,
-        "d_ff": 512,
-        "num_heads": 4,
-        "num_layers": 4,
-        "decoder_start_token_id": 0,
-    }
-    model = T5ForConditionalGeneration(T5Config(**sizes)).eval()
-    split_modules = ["encoder.block.2", "decoder.block.0", "decoder.block.2"]
-    return model, _tokens(length, "input_ids", "decoder_input_ids", use_cache=False), split_modules
-
-
-def _tokens(length: int, *input_names: str, **more: bool) -> Inputs:
-    """Inputs of two rows of tokens, any number of rows and any length."""
-    rows = Dim("rows", min=1, max=64)
-    lengths = {
-        input_name: Dim(f"length_{input_name}" if input_name.startswith("decoder") else "length", min=2, max=_LONGEST)
-        for input_name in input_names
-    }
-    return Inputs(
-        kwargs={input_name: torch.ones(2, length, dtype=torch.long) for input_name in input_names} | more,
-        dynamic_shapes={input_name: {0: rows, 1: lengths[input_name]} for input_name in input_names},
+    config = T5Config(  # type: ignore[call-arg]
+        vocab_size=1000, d_model=256, d_kv=64, d_ff=512, num_heads=4, num_layers=4, decoder_start_token_id=0
     )
+    split_modules = ["encoder.block.2", "decoder.block.0", "decoder.block.2"]
+    inputs = _tokens(length, "input_ids", "decoder_input_ids", use_cache=False)
+    return T5ForConditionalGeneration(config).eval(), inputs, split_modules
+
+
+def _tokens(length: int, *names: str, **more: bool) -> Inputs:
+    return benchmark_models.token_inputs(*names, rows=2, length=length, longest=_LONGEST, **more)
 
 
 def _compare(table: ResultTable, build: Callable[[int], Model], length: int) -> None:

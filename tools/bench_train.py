@@ -5,11 +5,9 @@ Two processes of one thread each, over gloo on loopback. The hand-written code h
 other. A step is forward and backward, without an optimizer.
 """
 
-import argparse
 import multiprocessing
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,26 +19,14 @@ import torch.distributed
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import stagepack
-from tools.benchmark_results import add_json_option, benchmark_results
+from tools.benchmark_models import Layers
+from tools.benchmark_results import benchmark_parser, benchmark_results
+from tools.measuring import median_ratio, seconds_in_turns
 
 MICROBATCHES = 8
 STEPS = 5
 BLOCKS = 11
 PROCESSES = 2
-
-
-class Layers(torch.nn.Module):
-    """Equal layers of matrix products."""
-
-    def __init__(self, layers: int = 12, width: int = 1024) -> None:
-        super().__init__()
-        self.layers = torch.nn.ModuleList(torch.nn.Linear(width, width) for _ in range(layers))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Apply the layers."""
-        for layer in self.layers:
-            x = layer(x).relu()
-        return x
 
 
 class Encoder(torch.nn.Module):
@@ -76,10 +62,8 @@ class Model:
 
 
 MODELS: Sequence[Model] = (
-    Model(title="12 linear layers of 1024, 8 x 32 rows", make=Layers, batch_shape=(256, 1024)),
-    Model(
-        title="fixed costs: 12 linear layers of 64, 8 x 4 rows", make=partial(Layers, width=64), batch_shape=(32, 64)
-    ),
+    Model(title="12 linear layers of 1024, 8 x 32 rows", make=partial(Layers, 12, 1024), batch_shape=(256, 1024)),
+    Model(title="fixed costs: 12 linear layers of 64, 8 x 4 rows", make=partial(Layers, 12, 64), batch_shape=(32, 64)),
     Model(title="6 transformer layers of 256, 8 x 2 x 64 tokens", make=Encoder, batch_shape=(16, 64, 256)),
 )
 
@@ -102,9 +86,7 @@ class HandWrittenHalf(torch.nn.Module):
 
 def main() -> None:
     """Measure, and print the figures."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    add_json_option(parser)
-    options = parser.parse_args()
+    options = benchmark_parser(__doc__).parse_args()
     with benchmark_results(options.json) as results, tempfile.TemporaryDirectory() as folder:
         table = results.table(
             "training step, two processes",
@@ -122,8 +104,8 @@ def main() -> None:
             x = torch.randn(rows, *model.batch_shape[1:])
             stagepack.export(made, (x,), out=bundle_path, split_at=[f"layers.{len(made.layers) // 2}"])
             ours, theirs, difference = measure(number, bundle_path, Path(folder))
-            ratio = statistics.median(our / their for our, their in zip(ours, theirs, strict=True))
-            table.add(model.title, 1000 * statistics.median(ours), 1000 * statistics.median(theirs), ratio, difference)
+            milliseconds = [1000 * statistics.median(seconds) for seconds in (ours, theirs)]
+            table.add(model.title, *milliseconds, median_ratio(ours, theirs), difference)
 
 
 def measure(model_number: int, bundle_path: Path, folder: Path) -> tuple[list[float], list[float], float]:
@@ -181,10 +163,9 @@ def run_rank(rank: int, model_number: int, bundle_path: Path, store: Path, sende
         for ours, theirs in pairs
         if ours.grad is not None and theirs.grad is not None
     )
-    for step in (our_step, their_step) * 2:
-        seconds_of(step)
-    times = [(seconds_of(our_step), seconds_of(their_step)) for _ in range(BLOCKS)]
-    our_times, their_times = ([pair[side] for pair in times] if rank == 0 else [] for side in (0, 1))
+    blocks = {"ours": partial(repeat, our_step), "theirs": partial(repeat, their_step)}
+    seconds = seconds_in_turns(blocks, BLOCKS, warm_rounds=2, wait=torch.distributed.barrier)
+    our_times, their_times = ([block / STEPS for block in times] if rank == 0 else [] for times in seconds.values())
     sender.send((our_times, their_times, difference))
     torch.distributed.destroy_process_group()
 
@@ -222,14 +203,10 @@ def clear_gradients(parameters: Sequence[torch.nn.Parameter]) -> None:
         parameter.grad = None
 
 
-def seconds_of(step: Callable[[], None]) -> float:
-    """The mean time of a step in a block, in seconds."""
-    torch.distributed.barrier()
-    start_time = time.perf_counter()
+def repeat(step: Callable[[], None]) -> None:
+    """A block of steps."""
     for _ in range(STEPS):
         step()
-    torch.distributed.barrier()
-    return (time.perf_counter() - start_time) / STEPS
 
 
 if __name__ == "__main__":

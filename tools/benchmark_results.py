@@ -42,26 +42,15 @@ class ResultTable:
         print(self._line([format_cell(cell) for cell in cells]), flush=True)
 
     def _line(self, cell_texts: Sequence[str]) -> str:
-        column_widths = [max(len(column_title), 9) for column_title in self.columns]
-        first_cell = cell_texts[0].ljust(max(column_widths[0], 40))
-        return "  ".join(
-            [
-                first_cell,
-                *(
-                    cell_text.rjust(column_width)
-                    for cell_text, column_width in zip(cell_texts[1:], column_widths[1:], strict=True)
-                ),
-            ]
-        )
+        widths = [max(len(column_title), 9) for column_title in self.columns]
+        first, *others = cell_texts
+        shown = [text.rjust(width) for text, width in zip(others, widths[1:], strict=True)]
+        return "  ".join([first.ljust(max(widths[0], 40)), *shown])
 
 
 @dataclass(slots=True)
 class BenchmarkResults:
-    """All that one run of a benchmark measured.
-
-    Attributes:
-        tables: the results.
-    """
+    """All that one run of a benchmark measured."""
 
     tables: list[ResultTable] = field(default_factory=list)
 
@@ -78,9 +67,11 @@ def format_cell(cell: CellValue) -> str:
     return f"{cell:,}" if isinstance(cell, int) else cell
 
 
-def add_json_option(argument_parser: argparse.ArgumentParser) -> None:
-    """Add ``--json FILE``."""
-    argument_parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
+def benchmark_parser(description: str | None) -> argparse.ArgumentParser:
+    """A parser of the command line with ``--json FILE``."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
+    return parser
 
 
 @contextmanager

@@ -16,6 +16,9 @@ from typing import Any
 
 import torch
 
+from tools.benchmark_models import Layers
+from tools.measuring import memory_of_status
+
 BUNDLE = "model.stagepack"
 WEIGHTS = f"{BUNDLE}/stage-0.safetensors"
 CHECKPOINT = "model.pt"
@@ -25,33 +28,10 @@ WIDTH = 4096
 Answer = Callable[[torch.Tensor], object]
 
 
-class Layers(torch.nn.Module):
-    """Linear layers, whose weights are 64 MiB each."""
-
-    def __init__(self, layer_count: int) -> None:
-        """Make the layers."""
-        super().__init__()
-        self.layers = torch.nn.ModuleList([torch.nn.Linear(WIDTH, WIDTH) for _ in range(layer_count)])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Run the layers, one after the other.
-
-        Args:
-            x: `[batch, WIDTH]`.
-        """
-        for layer in self.layers:
-            x = layer(x).relu()
-        return x
-
-
-def layer_count_of(folder: Path) -> int:
-    """Return the number of layers of the model in a folder."""
-    return round((folder / WEIGHTS).stat().st_size / (WIDTH * WIDTH * 4))
-
-
 def _empty_model(folder: Path) -> Layers:
+    layer_count = round((folder / WEIGHTS).stat().st_size / (WIDTH * WIDTH * 4))
     with torch.device("meta"):
-        return Layers(layer_count_of(folder))
+        return Layers(layer_count, WIDTH)
 
 
 def _stagepack(**options: object) -> Callable[[Path], Answer]:
@@ -108,7 +88,7 @@ PROGRAMS: dict[str, tuple[tuple[str, ...], str, Callable[[Path], Answer]]] = {
     "stagepack, verify=full, first load": ((*_STAGEPACK, "blake3"), WEIGHTS, _without_record),
     "stagepack, verify=full, copy": (_STAGEPACK, WEIGHTS, _stagepack(copy=True)),
     "stagepack, verify=manifest": (_STAGEPACK, WEIGHTS, _stagepack(verify="manifest")),
-    "stagepack, stream": (("stagepack_loaders.torch.prepare",), WEIGHTS, _stagepack(stream=True)),
+    "stagepack, stream": (_STAGEPACK, WEIGHTS, _stagepack(stream=True)),
     "safetensors, mapped": (("safetensors.torch",), WEIGHTS, _safetensors),
     "torch.load, mmap": ((), CHECKPOINT, _torch_load(mmap=True)),
     "torch.load": ((), CHECKPOINT, _torch_load(mmap=False)),
@@ -122,12 +102,6 @@ def is_installed(program_name: str) -> bool:
     return all(importlib.util.find_spec(package.partition(".")[0]) is not None for package in PROGRAMS[program_name][0])
 
 
-def private_bytes() -> int:
-    """Return the memory of this process that is its own and no file's, in bytes."""
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(status["RssAnon"].split()[0]) * 1024
-
-
 def main(program_name: str, folder: Path) -> None:
     """Load a model and compute one answer; print the seconds of both and the memory that they took."""
     packages, _, load = PROGRAMS[program_name]
@@ -136,10 +110,10 @@ def main(program_name: str, folder: Path) -> None:
     importlib.import_module("stagepack_loaders.load")
     x = torch.ones(1, WIDTH)
     with torch.no_grad():
-        Layers(1)(x)
+        Layers(1, WIDTH)(x)
         # The threads of that call wait for more work in a loop for a while, on processors that are then not free.
         time.sleep(0.5)
-        memory_before = private_bytes()
+        memory_before = memory_of_status("RssAnon")
         start_time = time.perf_counter()
         answer = load(folder)
         load_time = time.perf_counter()
@@ -147,16 +121,13 @@ def main(program_name: str, folder: Path) -> None:
         end_time = time.perf_counter()
         result = output[0] if isinstance(output, tuple) else output
         assert isinstance(result, torch.Tensor)
-        print(
-            json.dumps(
-                {
-                    "load": load_time - start_time,
-                    "answer": end_time - start_time,
-                    "memory": private_bytes() - memory_before,
-                    "check": float(result.double().sum()),
-                }
-            )
-        )
+        measured = {
+            "load": load_time - start_time,
+            "answer": end_time - start_time,
+            "memory": memory_of_status("RssAnon") - memory_before,
+            "check": float(result.double().sum()),
+        }
+    print(json.dumps(measured))
 
 
 if __name__ == "__main__":

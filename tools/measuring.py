@@ -1,0 +1,77 @@
+"""Seconds of calls: of one, of several sides in turns, so that what else the machine does meets all of them, and of fresh processes."""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+Call = Callable[[], object]
+
+
+def seconds_of(call: Call, wait: Call = lambda: None) -> float:
+    """Time a call; `wait` returns when the device has finished."""
+    wait()
+    start_time = time.perf_counter()
+    call()
+    wait()
+    return time.perf_counter() - start_time
+
+
+def seconds_in_turns(
+    sides: Mapping[str, Call], rounds: int, *, warm_rounds: int = 0, wait: Call = lambda: None
+) -> dict[str, list[float]]:
+    """Time the sides one after the other in each round; the first `warm_rounds` do not count."""
+    seconds: dict[str, list[float]] = {side: [] for side in sides}
+    for _ in range(warm_rounds + rounds):
+        for side, call in sides.items():
+            seconds[side].append(seconds_of(call, wait))
+    return {side: side_seconds[warm_rounds:] for side, side_seconds in seconds.items()}
+
+
+def medians(seconds: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """The median of each side."""
+    return {side: statistics.median(side_seconds) for side, side_seconds in seconds.items()}
+
+
+def median_seconds(call: Call, calls: int) -> float:
+    """The median time of a call, after one that does not count."""
+    return statistics.median(seconds_in_turns({"": call}, calls, warm_rounds=1)[""])
+
+
+def median_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float:
+    """The median of the ratios of two sides that were measured in turns."""
+    return statistics.median(above / below for above, below in zip(numerators, denominators, strict=True))
+
+
+def run_python(*arguments: str, timeout: float | None = None, command: Sequence[str] = (), **variables: str) -> Any:
+    """Run Python with arguments in a fresh process, and return the JSON of the last line that it prints.
+
+    Args:
+        arguments: what Python is called with.
+        timeout: in seconds.
+        command: what runs Python, if anything does.
+        variables: of its environment.
+
+    Raises:
+        subprocess.SubprocessError: it fails, or takes too long; `stderr` of the error has what it said.
+    """
+    done = subprocess.run(
+        [*command, sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=timeout,
+        env=os.environ | variables,
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def memory_of_status(field: str, process_id: int | str = "self") -> int:
+    """The bytes of a field of ``/proc/PROCESS/status``, such as ``RssAnon``, the memory that is its own and no file's."""
+    status = dict(line.split(":", 1) for line in Path(f"/proc/{process_id}/status").read_text().splitlines())
+    return int(status[field].split()[0]) * 1024
