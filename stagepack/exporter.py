@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from stagepack import self_check
 from stagepack.bundle_builder import BundleBuilder, EntryPointContent
 from stagepack.capture.explicit_signature import wrapped_model
 from stagepack.capture.hugging_face import NotIdenticalError, are_identical, only_parameters
@@ -26,30 +27,12 @@ from stagepack.format.shapes import Symbol
 from stagepack.format.writer import TensorSource, check_output_path
 from stagepack.graph.analysis import GraphAnalysis
 from stagepack.graph.assembly import canonical_graph
-from stagepack.linearize import LinearizedProgram, linearize_program
-from stagepack.linearize.example import (
-    EXAMPLE_SEED,
-    INPUT_PREFIX,
-    check_example,
-    example_inputs,
-    example_values,
-    run_example,
-    tensor_source,
-    with_example_sizes,
-)
+from stagepack.linearize import LinearizedProgram, example, linearize_program
 from stagepack.linearize.tried_sizes import with_tried_sizes
 from stagepack.linearize.weight_table import fill_modules, tensor_bytes
 from stagepack.partition.costs import graph_costs
 from stagepack.partition.cut_options import CutOptions
 from stagepack.partition.partitioner import Partition, partition_graph
-from stagepack.self_check import (
-    LoadedDraft,
-    check_other_inputs,
-    check_program,
-    check_second_call,
-    refused_by_loaders,
-    report_difference,
-)
 from stagepack.stored_bundle import read_entry_point
 
 _SHOWN_NAMES = 3
@@ -126,7 +109,7 @@ def _export(
         title = "" if is_alone else f" {name}"
         options.progress(f"linearize{title}")
         program = _linearize(capture)
-        check_program(program)
+        self_check.check_program(program)
         if name != FORWARD:
             program = program.without_unused_weights()
         _warn_of_training_mode(capture, program)
@@ -144,7 +127,7 @@ def _export(
             plan=partition.plan,
             symbols=program.graph.symbols,
             guards=program.guards,
-            seed=EXAMPLE_SEED,
+            seed=example.EXAMPLE_SEED,
         )
         content = EntryPointContent(
             entry_point=entry_point,
@@ -193,9 +176,9 @@ def _linearize(capture: Capture) -> LinearizedProgram:
     if capture.model is not None:
         return with_tried_sizes(capture, program)
     # An exported program has the inputs that it was traced with, or others that the caller passes.
-    with refused_by_loaders():
-        program = with_tried_sizes(capture, with_example_sizes(capture, program))
-        check_example(capture, program)
+    with self_check.refused_by_loaders():
+        program = with_tried_sizes(capture, example.with_example_sizes(capture, program))
+        example.check_example(capture, program)
     return program
 
 
@@ -232,8 +215,8 @@ class _Example:
         expected = self._model_answer(self._written_tensors())
         return lambda draft: self._record(self._loaded(draft), expected)
 
-    def _loaded(self, draft: Bundle) -> LoadedDraft:
-        return LoadedDraft(draft, self.program.device, bundle_permissions(draft))
+    def _loaded(self, draft: Bundle) -> self_check.LoadedDraft:
+        return self_check.LoadedDraft(draft, self.program.device, bundle_permissions(draft))
 
     def _written_tensors(self) -> list[torch.Tensor]:
         return [self.program.weights.tensors[weight] for weight in _written_weights(self.program)]
@@ -241,9 +224,9 @@ class _Example:
     def _model_answer(self, written: Sequence[torch.Tensor] = ()) -> dict[str, torch.Tensor]:
         """The answer of the model to the example, which its second call gives too, unless it writes weights."""
         changed: list[str] = []
-        answer = run_example(self.capture, self.program, written, changed)
+        answer = example.run_example(self.capture, self.program, written, changed)
         if changed and not _written_weights(self.program):
-            check_second_call(self.capture, changed, is_allowed=self.options.allow_difference)
+            self_check.check_second_call(self.capture, changed, is_allowed=self.options.allow_difference)
         return answer
 
     def _record_from_files(self, draft: Bundle) -> TensorSource:
@@ -257,32 +240,34 @@ class _Example:
         stages = self._loaded(draft)
         if capture.capture_loaded is not None:
             for inputs in (capture.inputs, *capture.further_inputs):
-                example = replace(capture, inputs=only_parameters(inputs, capture.inputs))
-                model_answer = expected if inputs is capture.inputs else run_example(example, program)
-                if not are_identical(model_answer, stages.run(example_inputs(example, program))):
+                other = replace(capture, inputs=only_parameters(inputs, capture.inputs))
+                model_answer = expected if inputs is capture.inputs else example.run_example(other, program)
+                if not are_identical(model_answer, stages.run(example.example_inputs(other, program))):
                     raise NotIdenticalError
         return self._record(stages, expected)
 
-    def _record(self, stages: LoadedDraft, expected: Mapping[str, torch.Tensor]) -> TensorSource:
+    def _record(self, stages: self_check.LoadedDraft, expected: Mapping[str, torch.Tensor]) -> TensorSource:
         """The inputs of the example and the answer of the loaded stages, which is compared with that of the model."""
         capture, program, options = self.capture, self.program, self.options
         options.progress("replay the example")
-        inputs = example_inputs(capture, program)
+        inputs = example.example_inputs(capture, program)
         answer = stages.run(inputs)
         difference = stages.difference(answer, expected)
         options.compared(difference.largest)
         if not difference.within:
-            values = tuple(example_values(capture, program).values())
-            report_difference(capture, values, difference.largest, is_allowed=options.allow_difference)
+            values = tuple(example.example_values(capture, program).values())
+            self_check.report_difference(capture, values, difference.largest, is_allowed=options.allow_difference)
         elif capture.questions:
-            check_other_inputs(
+            self_check.check_other_inputs(
                 stages, capture, program, written=self._written_tensors(), is_allowed=options.allow_difference
             )
         recorded = {name: tensor.contiguous() for name, tensor in inputs.items()}
         if any(tensor is not inputs[name] for name, tensor in recorded.items()):
             # Random numbers are drawn in the order of the memory, and a file has tensors without strides.
             answer = stages.run(recorded)
-        return tensor_source({f"{INPUT_PREFIX}{name}": tensor for name, tensor in recorded.items()} | answer)
+        return example.tensor_source(
+            {f"{example.INPUT_PREFIX}{name}": tensor for name, tensor in recorded.items()} | answer
+        )
 
 
 def _written_weights(program: LinearizedProgram) -> tuple[str, ...]:

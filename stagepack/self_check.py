@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from stagepack import errors
 from stagepack.capture.asked_properties import OtherInputs, Property, other_inputs
 from stagepack.capture.checkpoint import map_tensor
 from stagepack.capture.fake_call import run_model_twice
@@ -16,18 +17,6 @@ from stagepack.capture.hugging_face import are_identical
 from stagepack.capture.program_run import diverging_module
 from stagepack.capture.programs import Capture
 from stagepack.capture.torch_messages import suppress_warnings
-from stagepack.errors import (
-    AnswerDiffersError,
-    CaptureError,
-    DeviceError,
-    ExportWarning,
-    FormatError,
-    InputError,
-    OperatorError,
-    StageFailedError,
-    UnsupportedError,
-    warn_caller,
-)
 from stagepack.format.dtypes import TORCH_DTYPES
 from stagepack.format.graph import Node
 from stagepack.format.operators import needed_permissions
@@ -68,7 +57,7 @@ def check_program(program: LinearizedProgram) -> None:
             _described(program, node, message, position_of_node.get(id(node)))
             for node, message in problems[:_SHOWN_PROBLEMS]
         ]
-        raise UnsupportedError("; ".join(shown) + _changed_defaults())
+        raise errors.UnsupportedError("; ".join(shown) + _changed_defaults())
 
 
 def _described(program: LinearizedProgram, node: Node, message: str, position: int | None) -> str:
@@ -117,11 +106,11 @@ def refused_by_loaders() -> Iterator[None]:
     try:
         with _defaults_of_torch():
             yield
-    except InputError as error:
-        raise CaptureError(f"the example does not fit the captured program: {error}") from error
-    except (FormatError, OperatorError, StageFailedError) as error:
+    except errors.InputError as error:
+        raise errors.CaptureError(f"the example does not fit the captured program: {error}") from error
+    except (errors.FormatError, errors.OperatorError, errors.StageFailedError) as error:
         message = f"the bundle would be refused when it is loaded or called: {error}{_changed_defaults()}"
-        raise UnsupportedError(message) from error
+        raise errors.UnsupportedError(message) from error
 
 
 class _MappedForReading(WeightCache):
@@ -147,7 +136,7 @@ class LoadedDraft:
         with refused_by_loaders():
             try:
                 self._pipeline = self._load(device)
-            except DeviceError:
+            except errors.DeviceError:
                 self._pipeline = self._load("cpu")
 
     def _load(self, device: str) -> Pipeline:
@@ -161,7 +150,7 @@ class LoadedDraft:
         with refused_by_loaders(), torch.random.fork_rng(range(torch.cuda.device_count())):
             try:
                 answer = self._run(inputs)
-            except StageFailedError as error:
+            except errors.StageFailedError as error:
                 if not isinstance(error.__cause__, torch.OutOfMemoryError):
                     raise
                 self._pipeline = self._load("cpu")
@@ -223,7 +212,7 @@ def check_other_inputs(
                 caller = dataclasses.replace(capture, model=other.caller(capture.model))
                 model_answer = run_example(caller, program, written)
                 answer = stages.run(example_inputs(changed, program))
-        except (CaptureError, UnsupportedError):
+        except (errors.CaptureError, errors.UnsupportedError):
             continue  # what the model or the stages refuse is no wrong answer
         difference = stages.difference(answer, model_answer)
         if not difference.within:
@@ -249,7 +238,7 @@ def _report_question(
 def _refuse_difference(message: str, *, change: str, consequence: str = "", is_allowed: bool) -> None:
     """Raise an error that says what to change; or, if the caller allows the difference, warn of it and its consequence."""
     if not is_allowed:
-        raise AnswerDiffersError(
+        raise errors.AnswerDiffersError(
             f"{message}: {change}, or export it all the same with --allow-difference (in Python allow_difference=True)"
         )
-    warn_caller(ExportWarning(f"{message}{consequence}"))
+    errors.warn_caller(errors.ExportWarning(f"{message}{consequence}"))
