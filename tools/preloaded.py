@@ -12,7 +12,7 @@ _MODULES = [
     "stagepack.model_export",
     "stagepack.capture.entry_points",
     "stagepack.self_check",
-    "stagepack_loaders.distributed.process_program",
+    "stagepack_loaders.distributed.stage_process",
     "stagepack_loaders.load",
     "stagepack_loaders.torch.prepare",
     "stagepack_loaders.torch.runtime",

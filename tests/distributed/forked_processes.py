@@ -5,9 +5,9 @@ from typing import Any
 import msgspec
 import torch
 
-from stagepack_loaders.distributed import process_program
+from stagepack_loaders.distributed import stage_process
 from stagepack_loaders.distributed.process_launcher import LocalLauncher
-from stagepack_loaders.distributed.process_program import ProcessDescription
+from stagepack_loaders.distributed.stage_process import ProcessDescription
 from tools.fork_server import FORK_SERVER, ForkedProcess
 
 
@@ -26,4 +26,4 @@ class ForkedProcesses(LocalLauncher):
 
 def _run_process(content: bytes) -> None:
     torch.set_num_threads(1)
-    process_program.run_process(msgspec.json.decode(content, type=ProcessDescription))
+    stage_process.run_process(msgspec.json.decode(content, type=ProcessDescription))

@@ -19,8 +19,7 @@ import stagepack
 from stagepack.errors import DigestError, GroupError, InputError, StageLostError
 from stagepack.format.reader import Bundle
 from stagepack_loaders.distributed.pipeline import DistributedPipeline
-from stagepack_loaders.distributed.process_program import ProcessDescription
-from stagepack_loaders.distributed.stage_worker import DEVICE_LOST_STATUS
+from stagepack_loaders.distributed.stage_process import DEVICE_LOST_STATUS, ProcessDescription
 from tests.distributed.bundles import assert_gone, has_restarts, in_processes, process_ids
 from tests.distributed.forked_processes import ForkedProcesses
 from tests.distributed.losing_operator import Losing

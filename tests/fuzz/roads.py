@@ -22,9 +22,9 @@ from stagepack.format.shapes import evaluate_dim
 from stagepack.format.tree import tree_leaves
 from stagepack.recutter import whole_graph
 from stagepack_loaders.comparison import compare_arrays
-from stagepack_loaders.distributed import process_program
+from stagepack_loaders.distributed import stage_process
 from stagepack_loaders.distributed.process_launcher import LocalLauncher
-from stagepack_loaders.distributed.process_program import ProcessDescription
+from stagepack_loaders.distributed.stage_process import ProcessDescription
 from stagepack_loaders.example import read_example_inputs, run_on_inputs
 from stagepack_loaders.torch.arrays import TORCH_ARRAYS
 from tests.fuzz.plain_run import PlainModel
@@ -293,7 +293,7 @@ class _Calls:
 
 def _fork(_: LocalLauncher, description: ProcessDescription) -> ForkedProcess:
     fork = multiprocessing.get_context("fork")
-    return ForkedProcess(fork.Process(target=process_program.run_process, args=(description,), daemon=True))
+    return ForkedProcess(fork.Process(target=stage_process.run_process, args=(description,), daemon=True))
 
 
 def _with_other_sizes(bundle: Bundle, inputs: dict[str, Any], choose: random.Random) -> dict[str, Any]:

@@ -12,19 +12,19 @@ import torch
 
 import stagepack
 from stagepack.errors import StageLostError, StagepackError
-from stagepack_loaders.train import process_watch, start
+from stagepack_loaders.train import meeting, start
 from tests.train.models import batch, loss_of
 
 # Where the functions are looked up.
 MOMENTS: dict[str, Any] = {
     "init_process_group": torch.distributed,
     "open_for_loading": start,
-    "own_identity": process_watch,
-    "open_store": process_watch,
-    "check_identities": process_watch,
-    "ProcessGroup": process_watch,
-    "reachable_address": process_watch,
-    "_facts": process_watch,
+    "own_identity": meeting,
+    "open_store": meeting,
+    "check_identities": meeting,
+    "ProcessGroup": meeting,
+    "reachable_address": meeting,
+    "_facts": meeting,
     "ProcessWatch": start,
     "prepare_placed": start,
     "finish_prepared": start,

@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from stagepack_loaders.distributed.membership import chosen_address, reachable_address
+from stagepack_loaders.distributed.meeting import chosen_address, reachable_address
 
 
 def test_it_is_that_of_the_interface_that_leads_to_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,5 +46,5 @@ def test_an_address_that_others_reach_is_kept(
 
 
 def test_a_loopback_address_gives_way_to_one_that_others_reach(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stagepack_loaders.distributed.membership._address_towards", lambda target: f"to {target}")
+    monkeypatch.setattr("stagepack_loaders.distributed.meeting._address_towards", lambda target: f"to {target}")
     assert reachable_address("127.0.1.1", ["127.0.1.1", "127.0.1.1", "10.0.0.3"]) == "to 10.0.0.3"

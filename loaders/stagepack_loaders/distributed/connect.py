@@ -25,17 +25,17 @@ from stagepack_loaders.distributed.launch_environment import (
     launched_size,
     restart_count,
 )
+from stagepack_loaders.distributed.meeting import chosen_address
 from stagepack_loaders.distributed.membership import (
     GroupOptions,
     absolute_bundle,
     check_options,
-    chosen_address,
     group_options,
     join_group,
 )
 from stagepack_loaders.distributed.pipeline import DistributedPipeline
 from stagepack_loaders.distributed.routes import FRONT_RANK, ConnectionLostError, assign_stages
-from stagepack_loaders.distributed.stage_worker import end_with_parent, run_stage_process
+from stagepack_loaders.distributed.stage_process import end_with_parent, run_stage_process
 from stagepack_loaders.preparation import open_for_loading
 
 _CONNECTIONS = itertools.count()

@@ -16,10 +16,9 @@ from msgspec import structs
 
 from stagepack.errors import InputError, OptionError, StageLostError, repeated_error
 from stagepack.format.reader import Bundle
-from stagepack_loaders.distributed.error_report import ProcessEnd, rebuild_error
 from stagepack_loaders.distributed.group_trace import GroupTrace, SpanReport
-from stagepack_loaders.distributed.group_watch import GroupWatch
-from stagepack_loaders.distributed.membership import Membership, StageFacts
+from stagepack_loaders.distributed.meeting import StageFacts
+from stagepack_loaders.distributed.membership import Membership
 from stagepack_loaders.distributed.packing import PackedValues, pack_command, pack_values, write_input
 from stagepack_loaders.distributed.process_group import SentMessages
 from stagepack_loaders.distributed.routes import (
@@ -33,8 +32,9 @@ from stagepack_loaders.distributed.routes import (
     write_control,
 )
 from stagepack_loaders.distributed.stage_worker import StageRequest, StageWorker
-from stagepack_loaders.distributed.status import ProcessStatus, RequestError
+from stagepack_loaders.distributed.status import ProcessEnd, ProcessStatus, RequestError, rebuild_error
 from stagepack_loaders.distributed.transfers import QueuedSenders, RouteReceivers, RouteSenders
+from stagepack_loaders.distributed.watch import GroupWatch, WatchEvents
 from stagepack_loaders.run_trace import trace_clock
 
 _REPORT_SECONDS = 5.0
@@ -143,13 +143,13 @@ class FrontProcess:
             threading.Thread(target=self._send_queued, name="sends", daemon=True),
             threading.Thread(target=self._collect_results, name="results", daemon=True),
         ]
-        self._watch = GroupWatch(
-            membership,
+        events = WatchEvents(
+            report_loss=self._fail_all,
+            record_status=self._record_status,
             find_end=find_end,
             find_stalled=self._find_stalled,
-            record_status=self._record_status,
-            report_loss=self._fail_all,
         )
+        self._watch = GroupWatch(membership, events)
         for thread in self._threads:
             thread.start()
 

@@ -1,297 +1,56 @@
-"""Become one of the processes of a pipeline: meet the others, load the own stages, connect.
-
-- How the processes of a pipeline find each other and agree that they fit together, by a store of torch.distributed.
-- The address of this machine that the other processes of a group reach.
-"""
-
-# Long because the processes join in three rounds, whose messages depend on each other.
+"""Become one of the processes of a pipeline: meet the others, load the own stages, connect."""
 
 import contextlib
 import copy
-import ipaddress
+import math
 import os
-import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
-from typing import TypeVar
+from typing import Final
 
 import msgspec
-import torch
 from msgspec import Struct
 from torch.distributed.distributed_c10d import Store
 
-from stagepack.errors import GroupError, OptionError, StagepackError, first_line
+from stagepack.errors import OptionError, StagepackError
 from stagepack.format.aliasing import written_inputs
 from stagepack.format.chunks import ByteProgress
 from stagepack.format.reader import Bundle
+from stagepack.terminal import byte_progress
 from stagepack_loaders.base import Compile, LoadedStage, PreparedStage, PrepareOptions, Verify
 from stagepack_loaders.call_limits import Limits
 from stagepack_loaders.distributed import DEFAULT_IN_FLIGHT
-from stagepack_loaders.distributed.error_report import ErrorReport, rebuild_error, report_error, stages_text
-from stagepack_loaders.distributed.local_links import (
-    LinkListener,
-    LocalLinks,
-    connect_links,
-    find_local_routes,
-    machine_id,
+from stagepack_loaders.distributed.local_links import LinkListener, LocalLinks, connect_links, find_local_routes
+from stagepack_loaders.distributed.meeting import (
+    Members,
+    StageFacts,
+    check_identities,
+    exchange_reports,
+    own_identity,
+    reachable_address,
 )
 from stagepack_loaders.distributed.process_group import LOOPBACK, ProcessGroup, host_name
-from stagepack_loaders.distributed.routes import FRONT_RANK, ConnectionLostError, Route, find_routes
-from stagepack_loaders.distributed.status import loading_progress
+from stagepack_loaders.distributed.routes import FRONT_RANK, Route, find_routes, stages_of_rank
+from stagepack_loaders.distributed.status import ErrorReport, rebuild_error, report_error, stages_text
 from stagepack_loaders.placement import place_stages
 from stagepack_loaders.preparation import compile_prepared, open_for_loading, prepare_stage, runtime_of_each_stage
 from stagepack_loaders.registry import find_runtime
 
-_POLL_SECONDS = 0.02
-_TELL_SECONDS = 0.5
-_START_ERROR_TOPIC = "start error"
-_LOST_CONNECTION_TOPIC = "lost connection"
-Report = TypeVar("Report", bound=Struct)
-_INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
-_ANY_PORT = 9  # nothing is sent to it
 # Weights may take long to read; a process that ends meanwhile is found by the launcher.
 _LOAD_SECONDS = 24 * 3600.0
 # How much longer than the front the other processes wait for all to come.
 _FURTHER_SECONDS = 2.0
-
-
-class Identity(Struct, frozen=True, kw_only=True):
-    """What a process is.
-
-    Attributes:
-        host: the name of its machine.
-        process_id: its number there.
-        digest: the digest of the manifest that it has opened.
-        stagepack: its version of stagepack.
-        torch: its version of torch.
-        machine: its `machine_id`.
-        listener: the name of its `LinkListener`; empty if it has none.
-        address: the address of its machine that it has chosen; None to leave the choice to gloo.
-    """
-
-    host: str
-    process_id: int
-    digest: str
-    stagepack: str
-    torch: str
-    machine: str
-    listener: str
-    address: str | None
-
-
-class StageFacts(Struct, frozen=True, kw_only=True):
-    """A loaded stage.
-
-    Attributes:
-        stage: its number.
-        rank: the number of its process in the group.
-        host: the name of the machine of its process.
-        process_id: the number of its process there.
-        runtime: the name of its runtime.
-        device: its device.
-        files: the names of the files that were read for it.
-        bytes_read: their bytes.
-        seconds: how long reading its weights took.
-        written_inputs: the inputs of the model whose memory it writes.
-    """
-
-    stage: int
-    rank: int
-    host: str
-    process_id: int
-    runtime: str
-    device: str
-    files: tuple[str, ...]
-    bytes_read: int
-    seconds: float
-    written_inputs: tuple[str, ...]
-
-
-class LoadReport(Struct, frozen=True, kw_only=True):
-    """What a process has loaded.
-
-    Attributes:
-        stages: its stages.
-        error: why they could not be loaded; None if they were.
-    """
-
-    stages: tuple[StageFacts, ...] = ()
-    error: ErrorReport | None = None
-
-
-def own_identity(bundle: Bundle, listener_name: str, address: str | None) -> Identity:
-    """Return the identity of this process, which listens by a name for others of its machine, and at an address for others."""
-    return Identity(
-        host=host_name(),
-        process_id=os.getpid(),
-        digest=bundle.identity,
-        stagepack=version("stagepack"),
-        torch=str(torch.__version__),
-        machine=machine_id(),
-        listener=listener_name,
-        address=address,
-    )
-
-
-def exchange_identities(
-    store: Store, rank: int, size: int, identity: Identity, *, seconds: float, check: Callable[[], None]
-) -> list[Identity]:
-    """Tell the others what this process is, and wait for them.
-
-    seconds: how long to wait for the others.
-    """
-    identities = exchange_reports(store, "identity", rank, size, identity, seconds=seconds, check=check)
-    check_identities(identities)
-    return identities
-
-
-def check_identities(identities: Sequence[Identity]) -> None:
-    """Check that processes fit to each other."""
-    for field_name, title in (
-        ("digest", "bundle, by the digest of its manifest"),
-        ("stagepack", "version of stagepack"),
-        ("torch", "version of torch"),
-    ):
-        first = getattr(identities[0], field_name)
-        for other_rank, other in enumerate(identities):
-            if getattr(other, field_name) != first:
-                raise GroupError(
-                    f"expected one {title} in all processes: rank 0 on {identities[0].host} has {first}, rank {other_rank} on "
-                    f"{other.host} has {getattr(other, field_name)}: give all the same one, and load a bundle that was replaced anew"
-                )
-
-
-def exchange_reports(
-    store: Store,
-    topic: str,
-    rank: int,
-    size: int,
-    report: Report,
-    *,
-    seconds: float,
-    check: Callable[[], None],
-) -> list[Report]:
-    """Publish a report, and wait for those of the others."""
-    deadline = time.monotonic() + seconds
-    try:
-        store.set(f"{topic}/{rank}", msgspec.json.encode(report).decode())
-        missing = list(range(size))
-        while missing := [other for other in missing if not store.check([f"{topic}/{other}"])]:
-            check()
-            if time.monotonic() > deadline:
-                raise GroupError(_missing_text(topic, missing, size, seconds))
-            time.sleep(_POLL_SECONDS)
-        contents = [store.get(f"{topic}/{other}") for other in range(size)]
-    except RuntimeError as error:  # DistNetworkError, DistStoreError
-        raise ConnectionLostError(f"the store of the group has gone: {first_line(error)}") from None
-    return [msgspec.json.decode(content, type=type(report)) for content in contents]
-
-
-def tell_start_error(store: Store, rank: int, error: Exception) -> None:
-    """Tell the front why this process cannot meet the others."""
-    _set_quietly(store, f"{_START_ERROR_TOPIC}/{rank}", msgspec.json.encode(report_error(error)).decode())
-
-
-def find_start_error(store: Store, rank: int) -> Exception | None:
-    """Return why a process could not meet the others, if it has told."""
-    content = _find_value(store, f"{_START_ERROR_TOPIC}/{rank}")
-    return None if content is None else rebuild_error(msgspec.json.decode(content, type=ErrorReport))
-
-
-def tell_lost_connection(store: Store, rank: int, reason: str) -> None:
-    """Tell the front that this process ends because it has lost another one, and why. Its own connections break too, and look the same.
-
-    Waits a moment only, since the store may have gone.
-    """
-    thread = threading.Thread(
-        target=_set_quietly, args=(store, f"{_LOST_CONNECTION_TOPIC}/{rank}", reason), daemon=True
-    )
-    thread.start()
-    thread.join(_TELL_SECONDS)
-
-
-def find_lost_connection(store: Store, rank: int) -> str | None:
-    """Return why a process has lost its connection to another one, if it has told that it ends because of that."""
-    return _find_value(store, f"{_LOST_CONNECTION_TOPIC}/{rank}")
-
-
-def _find_value(store: Store, key: str) -> str | None:
-    try:
-        return store.get(key).decode() if store.check([key]) else None
-    except RuntimeError:
-        return None
-
-
-def _set_quietly(store: Store, key: str, value: str) -> None:
-    with contextlib.suppress(RuntimeError):
-        store.set(key, value)
-
-
-def _missing_text(topic: str, missing: Sequence[int], size: int, seconds: float) -> str:
-    ranks = ", ".join(map(str, missing))
-    return f"expected {size} processes, after {seconds:g} s there is no {topic} of rank {ranks}: start them, or look at their output"
-
-
-def chosen_address(target: str) -> str | None:
-    """Return the address from which this machine reaches another one.
-
-    IPv4 goes first, so that all processes choose alike.
-    """
-    return None if os.environ.get(_INTERFACE_VARIABLE) else _address_towards(target)
-
-
-def reachable_address(address: str | None, other_addresses: Iterable[str | None]) -> str | None:
-    """Return the address of this machine that all other processes of a group reach.
-
-    The name of a machine stands for a loopback address in its own ``/etc/hosts`` on Debian. A process that has such an address takes that
-    from which it reaches the processes on other machines.
-
-    address: the address that this process has chosen so far; None to leave the choice to gloo.
-    """
-    if address is None or not _is_loopback(address):
-        return address
-    for other_address in other_addresses:
-        if other_address and not _is_loopback(other_address):
-            return _address_towards(other_address)
-    return address
-
-
-def _address_towards(target: str) -> str | None:
-    try:
-        found = socket.getaddrinfo(target, _ANY_PORT, type=socket.SOCK_DGRAM)
-    except OSError:
-        return None
-    for family, kind, protocol, _, socket_address in sorted(found, key=lambda entry: entry[0] != socket.AF_INET):
-        with socket.socket(family, kind, protocol) as probe:
-            try:
-                probe.connect(socket_address)  # of a datagram socket: chooses the route, and sends nothing
-            except OSError:
-                continue
-            address: str = probe.getsockname()[0]
-            return address
-    return None
-
-
-def _is_loopback(address: str) -> bool:
-    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+_PROGRESS_KEY: Final = "weight bytes read"
+_SECONDS_BETWEEN_UPDATES: Final = 0.2
 
 
 class GroupOptions(Struct, frozen=True, kw_only=True):
-    """How a pipeline is distributed, alike in all its processes.
+    """How a pipeline is distributed, alike in all its processes; see `stagepack.load`.
 
     Attributes:
         rank_of_stage: the process that runs each stage; empty before it is known, see `over_processes`.
-        devices: as for `stagepack.load`.
-        runtime: as for `stagepack.load`.
-        allow_ops: as for `stagepack.load`.
-        verify: as for `stagepack.load`.
-        copy: as for `stagepack.load`.
-        compile: as for `stagepack.load`.
-        compiled: as for `stagepack.load`.
-        in_flight: the largest number of requests on their way.
         start_seconds: how long to wait for the other processes to come.
         stall_seconds: after how long without an answer a process is taken for lost; None for never.
         is_local: all processes are on this machine, and listen on its loopback interface alone.
@@ -314,48 +73,31 @@ class GroupOptions(Struct, frozen=True, kw_only=True):
     address: str | None = None
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class Membership:
-    """A process that is connected to all others.
+class LoadReport(Struct, frozen=True, kw_only=True):
+    """What a process has loaded, or why it could not."""
 
-    Attributes:
-        options: how the pipeline is distributed.
-        store: where the processes found each other.
-        group: the connections.
-        stages: the loaded stages of this process, by stage number.
-        routes: the routes of the pipeline.
-        links: the connections to processes of the same machine.
-        local_routes: the routes between processes of one machine.
-        identities: what each process is, by rank.
-        reports: what each process has loaded, by rank.
-    """
+    stages: tuple[StageFacts, ...] = ()
+    error: ErrorReport | None = None
+
+
+@dataclass(kw_only=True, eq=False)
+class Membership(Members):
+    """A process that is connected to all others, with its loaded stages by number, and the routes and links of the pipeline."""
 
     options: GroupOptions
-    store: Store
-    group: ProcessGroup
     stages: Mapping[int, LoadedStage]
     routes: tuple[Route, ...]
     links: LocalLinks
     local_routes: frozenset[Route]
-    identities: Sequence[Identity]
-    reports: Sequence[LoadReport]
-
-    @property
-    def stage_facts(self) -> tuple[StageFacts, ...]:
-        """What the processes have loaded, in the order of the stages."""
-        facts = (stage for report in self.reports for stage in report.stages)
-        return tuple(sorted(facts, key=lambda stage: stage.stage))
 
     @property
     def process_names(self) -> dict[int, str]:
         """The rank, host and stages of each process for people, by rank."""
-        stages_of_rank: dict[int, list[int]] = {rank: [] for rank in range(self.group.size)}
-        for facts in self.stage_facts:
-            stages_of_rank[facts.rank].append(facts.stage)
-        return {
-            rank: f"process {rank} on {self.identities[rank].host}, {stages_text(stages) if stages else 'the caller'}"
-            for rank, stages in stages_of_rank.items()
-        }
+        names = {}
+        for rank, identity in enumerate(self.identities):
+            stages = stages_of_rank(self.options.rank_of_stage, rank)
+            names[rank] = f"process {rank} on {identity.host}, {stages_text(stages) if stages else 'the caller'}"
+        return names
 
     def abort(self) -> None:
         """Close all connections. Whatever waits for another process, here or there, ends with `ConnectionLostError`."""
@@ -431,8 +173,8 @@ def join_group(
         # The front gives up first, and names the processes that are missing.
         seconds = options.start_seconds + (0.0 if rank == FRONT_RANK else _FURTHER_SECONDS)
         identity = own_identity(bundle, listener.name, LOOPBACK if options.is_local else options.address)
-        identities = exchange_identities(store, rank, size, identity, seconds=seconds, check=check)
-        stage_numbers = [number for number, stage_rank in enumerate(options.rank_of_stage) if stage_rank == rank]
+        identities = exchange_reports(store, "identity", rank, size, identity, seconds=seconds, check=check)
+        check_identities(identities)
         stages: dict[int, LoadedStage] = {}
         with loading_progress(store, rank, bundle, options.rank_of_stage) as progress:
 
@@ -441,7 +183,7 @@ def join_group(
                 progress.poll()
 
             try:
-                stages, facts = _load_stages(bundle, stage_numbers, options, progress.add)
+                stages, facts = _load_stages(bundle, rank, options, progress.add)
                 report = LoadReport(stages=tuple(facts))
             except StagepackError as error:
                 report = LoadReport(error=report_error(error))
@@ -451,8 +193,10 @@ def join_group(
         for other_report in reports:
             if other_report.error is not None:
                 raise rebuild_error(other_report.error)
-        written_inputs = {facts.stage: facts.written_inputs for other in reports for facts in other.stages}
-        routes = find_routes(bundle.entry_point, options.rank_of_stage, written_inputs)
+        stage_facts = sorted((facts for other in reports for facts in other.stages), key=lambda facts: facts.stage)
+        routes = find_routes(
+            bundle.entry_point, options.rank_of_stage, {facts.stage: facts.written_inputs for facts in stage_facts}
+        )
         symbols = bundle.entry_point.symbols
         local_routes = find_local_routes(routes, [identity.machine for identity in identities], symbols)
         address = reachable_address(identity.address, [member.address for member in identities])
@@ -468,14 +212,14 @@ def join_group(
         links=links,
         local_routes=local_routes,
         identities=identities,
-        reports=reports,
+        stage_facts=tuple(stage_facts),
     )
 
 
 def _load_stages(
-    bundle: Bundle, stage_numbers: Sequence[int], options: GroupOptions, progress: ByteProgress
+    bundle: Bundle, rank: int, options: GroupOptions, progress: ByteProgress
 ) -> tuple[dict[int, LoadedStage], list[StageFacts]]:
-    """Load some stages; no file of others is read."""
+    """Load the stages of a process; no file of others is read."""
     runtimes = runtime_of_each_stage(options.runtime, bundle)
     devices = place_stages(bundle.entry_point, options.devices)
     bundle = open_for_loading(bundle, options.verify)
@@ -484,7 +228,7 @@ def _load_stages(
     )
     prepared_stages: dict[int, PreparedStage] = {
         number: prepare_stage(bundle, number, devices[number], runtimes[number].name, prepare_options)
-        for number in stage_numbers
+        for number in stages_of_rank(options.rank_of_stage, rank)
     }
     ready_stages = compile_prepared(bundle, prepared_stages, options.compile, options.compiled)
     stages, facts = {}, []
@@ -496,7 +240,7 @@ def _load_stages(
         facts.append(
             StageFacts(
                 stage=number,
-                rank=options.rank_of_stage[number],
+                rank=rank,
                 host=host_name(),
                 process_id=os.getpid(),
                 runtime=stage.runtime,
@@ -517,3 +261,74 @@ def _written_inputs(bundle: Bundle, stage_number: int) -> tuple[str, ...]:
     if not stage_inputs:
         return ()
     return tuple(sorted(stage_inputs & written_inputs(bundle.graph_file(stage_number, module_calls=False).graph)))
+
+
+class LoadingProgress:
+    """Counts what this process reads, and tells the others by their store."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._lock = threading.Lock()
+        self._untold_bytes = 0
+        self._told_at = -math.inf
+
+    def add(self, byte_count: int) -> None:
+        """Count further bytes that this process has read. Several threads may call it."""
+        with self._lock:
+            self._untold_bytes += byte_count
+            if time.monotonic() - self._told_at < _SECONDS_BETWEEN_UPDATES:
+                return
+            told_bytes, self._untold_bytes = self._untold_bytes, 0
+            self._told_at = time.monotonic()
+        # The store may have gone: whoever needs it finds that.
+        with contextlib.suppress(RuntimeError):
+            self._store.add(_PROGRESS_KEY, told_bytes)
+
+    def poll(self) -> None:
+        """Tell what was read. The front shows what all processes have read."""
+        self.add(0)
+
+
+class _ShownProgress(LoadingProgress):
+    """The progress of the front, which shows that of all processes."""
+
+    def __init__(self, store: Store, show_bytes: ByteProgress) -> None:
+        super().__init__(store)
+        self._show_bytes = show_bytes
+        self._shown_bytes = 0
+        self._polled_at = time.monotonic()
+
+    def add(self, byte_count: int) -> None:
+        self._show_bytes(byte_count)
+
+    def poll(self) -> None:
+        if time.monotonic() - self._polled_at >= _SECONDS_BETWEEN_UPDATES:
+            self.update()
+
+    def update(self) -> None:
+        """Show what all processes have told."""
+        self._polled_at = time.monotonic()
+        with contextlib.suppress(RuntimeError):
+            read_bytes = self._store.add(_PROGRESS_KEY, 0)
+            self._show_bytes(read_bytes - self._shown_bytes)
+            self._shown_bytes = read_bytes
+
+
+@contextlib.contextmanager
+def loading_progress(
+    store: Store, rank: int, bundle: Bundle, rank_of_stage: Sequence[int]
+) -> Iterator[LoadingProgress]:
+    """Show on the terminal of the front how many bytes the processes have read, while they load their stages."""
+    if rank != FRONT_RANK:
+        yield LoadingProgress(store)
+        return
+    read_files = {
+        (stage_rank, file_name)
+        for stage_rank, stage in zip(rank_of_stage, bundle.stages, strict=True)
+        for file_name in stage.weights
+    }
+    total_bytes = sum(bundle.files[file_name].size for _, file_name in read_files)
+    with byte_progress(f"loading {bundle.location}", total_bytes) as show_bytes:
+        progress = _ShownProgress(store, show_bytes)
+        yield progress
+        progress.update()

@@ -32,7 +32,7 @@ from stagepack_loaders.base import ArrayOps
 from stagepack_loaders.batching import batch_limit
 from stagepack_loaders.call_limits import ValueLimit
 from stagepack_loaders.distributed.front import FrontProcess
-from stagepack_loaders.distributed.membership import StageFacts
+from stagepack_loaders.distributed.meeting import StageFacts
 from stagepack_loaders.distributed.routes import ControlKind
 from stagepack_loaders.distributed.status import ProcessStatus
 from stagepack_loaders.exchange import array_ops_of_call

@@ -1,7 +1,4 @@
-"""What launchers have in common that start the processes of a pipeline from the process that calls it.
-
-- Processes of stages on this machine, which this process starts, watches and ends.
-"""
+"""Start the processes of a pipeline from the process that calls it: what its launchers have in common, and that of this machine."""
 
 import contextlib
 import os
@@ -17,21 +14,15 @@ from stagepack.errors import GroupError, OptionError, StageLostError, StagepackE
 from stagepack.format.reader import Bundle
 from stagepack.format.threads import usable_cpu_count
 from stagepack_loaders.call_limits import ValueLimit
-from stagepack_loaders.distributed import process_program
-from stagepack_loaders.distributed.error_report import ProcessEnd, exit_text, stages_text
+from stagepack_loaders.distributed import stage_process
 from stagepack_loaders.distributed.front import FrontProcess
-from stagepack_loaders.distributed.membership import (
-    GroupOptions,
-    absolute_bundle,
-    check_options,
-    find_lost_connection,
-    find_start_error,
-    join_group,
-)
+from stagepack_loaders.distributed.meeting import find_lost_connection, find_start_error
+from stagepack_loaders.distributed.membership import GroupOptions, absolute_bundle, check_options, join_group
 from stagepack_loaders.distributed.pipeline import DistributedPipeline
 from stagepack_loaders.distributed.process_group import host_name, open_store
-from stagepack_loaders.distributed.process_program import ProcessDescription
-from stagepack_loaders.distributed.routes import FRONT_RANK, ConnectionLostError, assign_stages
+from stagepack_loaders.distributed.routes import FRONT_RANK, ConnectionLostError, assign_stages, stages_of_rank
+from stagepack_loaders.distributed.stage_process import ProcessDescription
+from stagepack_loaders.distributed.status import ProcessEnd, exit_text, lost_error, stages_text
 from stagepack_loaders.placement import place_stages
 from stagepack_loaders.preparation import runtime_of_each_stage
 from stagepack_loaders.python_process import module_command, module_environment
@@ -57,17 +48,7 @@ class ProcessLauncher(ABC, Generic[Handle]):
         self._store: Any = None
 
     def start(self, report_loss: Callable[[StageLostError], None], check: Callable[[], None]) -> FrontProcess:
-        """Start the processes, and return their front when all have loaded their stages.
-
-        Args:
-            report_loss: called when a process of the group is lost.
-            check: called while this process waits for the others; raises when there is no use in waiting.
-
-        Raises:
-            GroupError: the processes do not come in time, or do not fit together.
-            StageLostError: a process ended before.
-            StagepackError: a process could not load its stages.
-        """
+        """See `GroupLauncher`."""
 
         def check_all() -> None:
             check()
@@ -113,7 +94,7 @@ class ProcessLauncher(ABC, Generic[Handle]):
         return range(FRONT_RANK + 1, self._size)
 
     def _stages_of(self, rank: int) -> tuple[int, ...]:
-        return tuple(number for number, stage_rank in enumerate(self._options.rank_of_stage) if stage_rank == rank)
+        return stages_of_rank(self._options.rank_of_stage, rank)
 
     def _describe(self, rank: int, store: Any) -> ProcessDescription:
         return ProcessDescription(
@@ -153,12 +134,11 @@ class ProcessLauncher(ABC, Generic[Handle]):
         )
 
     def _early_end(self, rank: int, reason: str, exit_status: int | None) -> StageLostError:
-        stages, host = self._stages_of(rank), self._hosts.get(rank, "")
-        on_host = f" on {host}" if host else ""
-        return StageLostError(
-            f"process {rank}{on_host}, which runs {stages_text(stages)}, was lost before it was ready: {reason}",
-            stages=stages,
-            host=host,
+        return lost_error(
+            rank,
+            f"was lost before it was ready: {reason}",
+            host=self._hosts.get(rank, ""),
+            stages=self._stages_of(rank),
             exit_status=exit_status,
         )
 
@@ -198,7 +178,7 @@ class LocalLauncher(ProcessLauncher["subprocess.Popen[bytes]"]):
         threads = max(1, usable_cpu_count() // (self._size - 1))
         environment = {"OMP_NUM_THREADS": str(threads)} | module_environment()
         description = structs.replace(description, parent=os.getpid())
-        program = module_command(process_program.__name__, process_program.encode_description(description))
+        program = module_command(stage_process.__name__, stage_process.encode_description(description))
         # In a session of its own: it is left to this process what Ctrl-C in a terminal ends.
         return subprocess.Popen(  # noqa: S603 - this Python
             program, env=environment, stdin=subprocess.DEVNULL, start_new_session=True

@@ -21,18 +21,18 @@ from stagepack.format.reader import Bundle
 from stagepack_loaders.base import Compile, Verify
 from stagepack_loaders.call_limits import Limits, checked_limits, value_limit
 from stagepack_loaders.distributed import DEFAULT_IN_FLIGHT
-from stagepack_loaders.distributed.error_report import ProcessEnd
 from stagepack_loaders.distributed.membership import GroupOptions, absolute_bundle, check_options, group_options
 from stagepack_loaders.distributed.pipeline import DistributedPipeline
 from stagepack_loaders.distributed.process_group import LOOPBACK, host_name, open_store
 from stagepack_loaders.distributed.process_launcher import ProcessLauncher, over_processes
 from stagepack_loaders.distributed.process_memory import estimate_memory
-from stagepack_loaders.distributed.process_program import (
+from stagepack_loaders.distributed.stage_process import (
     ProcessDescription,
     decode_description,
     encode_description,
     run_process,
 )
+from stagepack_loaders.distributed.status import ProcessEnd
 from stagepack_loaders.placement import place_stages
 from stagepack_loaders.preparation import open_for_loading
 

@@ -1,24 +1,19 @@
-"""What the processes of the stages tell the front: that they live, what they have done, errors, and spans of a trace.
+"""What processes tell each other of themselves: that they live, what they have done, their errors, and who is gone.
 
-- How many bytes of weights the processes of a group have read. The front shows it on its terminal.
+Errors cross from one process to another by the name of their class, if it is one of stagepack's or of Python's own, and their message.
 """
 
-import contextlib
-import math
+import builtins
 import threading
-import time
-from collections.abc import Iterator, Sequence
-from typing import Final
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import msgspec
 import torch
 from msgspec import Struct, structs
-from torch.distributed.distributed_c10d import Store
 
-from stagepack.format.chunks import ByteProgress
-from stagepack.format.reader import Bundle
-from stagepack.terminal import byte_progress
-from stagepack_loaders.distributed.error_report import ErrorReport
+from stagepack import errors
+from stagepack.errors import FormatError, Problem, StageLostError, StagepackError
 from stagepack_loaders.distributed.group_trace import SpanReport
 from stagepack_loaders.distributed.packing import allocate
 from stagepack_loaders.distributed.process_group import ProcessGroup, SentMessages
@@ -28,18 +23,83 @@ _STATUS_TAG = 2**20  # above all tags of routes
 _LENGTH_BYTES = 8
 _LARGEST_STATUS = 2**20  # bytes
 _LONGEST_MESSAGE = 10_000  # characters
-_KEY: Final = "weight bytes read"
-_SECONDS_BETWEEN_UPDATES: Final = 0.2
+
+
+class ReportedProblem(Struct, frozen=True):
+    """A `Problem` of a `FormatError`."""
+
+    rule: str
+    where: str
+    message: str
+
+
+class ErrorReport(Struct, frozen=True, kw_only=True):
+    """An error, with the problems of a `FormatError`."""
+
+    class_name: str
+    message: str
+    problems: tuple[ReportedProblem, ...] = ()
+
+
+def report_error(error: Exception) -> ErrorReport:
+    """Describe an error."""
+    problems = error.problems if isinstance(error, FormatError) else ()
+    return ErrorReport(
+        class_name=type(error).__name__,
+        message=str(error),
+        problems=tuple(ReportedProblem(problem.rule, problem.where, problem.message) for problem in problems),
+    )
+
+
+def rebuild_error(report: ErrorReport) -> Exception:
+    """Return an error of the class that was reported, or a `StagepackError` that names another class."""
+    error_class = getattr(errors, report.class_name, None) or getattr(builtins, report.class_name, None)
+    if isinstance(error_class, type) and issubclass(error_class, FormatError):
+        if report.problems:
+            return error_class(
+                [
+                    Problem(rule=problem.rule, where=problem.where, message=problem.message)
+                    for problem in report.problems
+                ]
+            )
+    elif isinstance(error_class, type) and issubclass(error_class, Exception):
+        try:
+            return error_class(report.message)
+        except TypeError:  # of a class such as UnicodeDecodeError, which is not made from a message
+            pass
+    return StagepackError(f"{report.class_name}: {report.message}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessEnd:
+    """The end of a process, as far as its launcher knows it; `reason` is such as ``"it ended with signal 9"``."""
+
+    reason: str
+    exit_status: int | None = None
+
+
+def exit_text(exit_status: int) -> str:
+    """How a process has ended, for messages."""
+    return f"signal {-exit_status}" if exit_status < 0 else f"exit status {exit_status}"
+
+
+def stages_text(stages: Sequence[int]) -> str:
+    """Return the numbers of some stages for messages, such as ``"stage 1"`` or ``"stages 2, 3"``."""
+    return f"stage {stages[0]}" if len(stages) == 1 else f"stages {', '.join(map(str, stages))}"
+
+
+def lost_error(
+    rank: int, end_text: str, *, host: str, stages: tuple[int, ...], exit_status: int | None = None
+) -> StageLostError:
+    """Return the error that names a process which is gone. The host and the stages may be unknown, and empty."""
+    on_host = f" on {host}" if host else ""
+    runs = f", which runs {stages_text(stages)}," if stages else ""
+    message = f"process {rank}{on_host}{runs} {end_text}"
+    return StageLostError(message, stages=stages, host=host, exit_status=exit_status)
 
 
 class StageCounts(Struct, frozen=True, kw_only=True):
-    """What a stage has done since its process started.
-
-    Attributes:
-        stage: its number.
-        runs: how often it ran.
-        busy_seconds: how long it ran.
-    """
+    """What a stage has done since its process started."""
 
     stage: int
     runs: int
@@ -65,13 +125,7 @@ class ProcessStatus(Struct, frozen=True, kw_only=True, tag="status"):
 
 
 class RequestError(Struct, frozen=True, kw_only=True, tag="error"):
-    """A stage failed on a request.
-
-    Attributes:
-        request: the number of the request.
-        stage: the number of the stage.
-        error: what it raised.
-    """
+    """A stage failed on a request, whose number is `request`."""
 
     request: int
     stage: int
@@ -79,29 +133,27 @@ class RequestError(Struct, frozen=True, kw_only=True, tag="error"):
 
 
 class ProcessClosed(Struct, frozen=True, kw_only=True, tag="closed"):
-    """The last status of a process, which has run all requests and ends.
-
-    Attributes:
-        error: the error that ends it, if it is one.
-    """
+    """The last status of a process, which has run all requests and ends; with the error that ends it, if it is one."""
 
     error: ErrorReport | None = None
 
 
 class ProcessLost(Struct, frozen=True, kw_only=True, tag="lost"):
-    """What the front tells the others of a process that is gone.
-
-    Attributes:
-        message: which process, and why.
-        stages: its stages.
-        host: the name of its machine.
-        is_expected: it has ended by itself, without an error.
-    """
+    """What the front tells the others of a process that is gone; `is_expected`: it has ended by itself, without an error."""
 
     message: str
     stages: tuple[int, ...]
     host: str
-    is_expected: bool
+    is_expected: bool = False
+
+    @classmethod
+    def of(cls, lost: StageLostError, *, is_expected: bool = False) -> "ProcessLost":
+        """Return the message about a loss."""
+        return cls(message=str(lost), stages=lost.stages, host=lost.host, is_expected=is_expected)
+
+    def rebuild(self) -> StageLostError:
+        """Return the loss that it tells of."""
+        return StageLostError(self.message, stages=self.stages, host=self.host)
 
 
 Status = ProcessStatus | RequestError | SpanReport | ProcessClosed | ProcessLost
@@ -155,74 +207,3 @@ def receive_status(group: ProcessGroup, source_rank: int) -> Status:
     except msgspec.DecodeError as error:
         raise ConnectionLostError(f"expected a status: {error}") from None
     return status
-
-
-class LoadingProgress:
-    """Counts what this process reads, and tells the others by their store."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._lock = threading.Lock()
-        self._untold_bytes = 0
-        self._told_at = -math.inf
-
-    def add(self, byte_count: int) -> None:
-        """Count further bytes that this process has read. Several threads may call it."""
-        with self._lock:
-            self._untold_bytes += byte_count
-            if time.monotonic() - self._told_at < _SECONDS_BETWEEN_UPDATES:
-                return
-            told_bytes, self._untold_bytes = self._untold_bytes, 0
-            self._told_at = time.monotonic()
-        # The store may have gone: whoever needs it finds that.
-        with contextlib.suppress(RuntimeError):
-            self._store.add(_KEY, told_bytes)
-
-    def poll(self) -> None:
-        """Tell what was read. The front shows what all processes have read."""
-        self.add(0)
-
-
-class _ShownProgress(LoadingProgress):
-    """The progress of the front, which shows that of all processes."""
-
-    def __init__(self, store: Store, show_bytes: ByteProgress) -> None:
-        super().__init__(store)
-        self._show_bytes = show_bytes
-        self._shown_bytes = 0
-        self._polled_at = time.monotonic()
-
-    def add(self, byte_count: int) -> None:
-        self._show_bytes(byte_count)
-
-    def poll(self) -> None:
-        if time.monotonic() - self._polled_at >= _SECONDS_BETWEEN_UPDATES:
-            self.update()
-
-    def update(self) -> None:
-        """Show what all processes have told."""
-        self._polled_at = time.monotonic()
-        with contextlib.suppress(RuntimeError):
-            read_bytes = self._store.add(_KEY, 0)
-            self._show_bytes(read_bytes - self._shown_bytes)
-            self._shown_bytes = read_bytes
-
-
-@contextlib.contextmanager
-def loading_progress(
-    store: Store, rank: int, bundle: Bundle, rank_of_stage: Sequence[int]
-) -> Iterator[LoadingProgress]:
-    """Show on the terminal of the front how many bytes the processes have read, while they load their stages."""
-    if rank != FRONT_RANK:
-        yield LoadingProgress(store)
-        return
-    read_files = {
-        (stage_rank, file_name)
-        for stage_rank, stage in zip(rank_of_stage, bundle.stages, strict=True)
-        for file_name in stage.weights
-    }
-    total_bytes = sum(bundle.files[file_name].size for _, file_name in read_files)
-    with byte_progress(f"loading {bundle.location}", total_bytes) as show_bytes:
-        progress = _ShownProgress(store, show_bytes)
-        yield progress
-        progress.update()

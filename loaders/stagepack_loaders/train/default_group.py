@@ -17,11 +17,12 @@ from stagepack_loaders.distributed.launch_environment import (
     launched_rank,
     launched_size,
 )
-from stagepack_loaders.distributed.membership import exchange_reports
-from stagepack_loaders.distributed.process_group import host_name
+from stagepack_loaders.distributed.meeting import exchange_reports
+from stagepack_loaders.distributed.process_group import finished, host_name
 from stagepack_loaders.distributed.routes import FRONT_RANK, ConnectionLostError
 from stagepack_loaders.distributed.status import ProcessLost
-from stagepack_loaders.train.start_messages import KnownProcesses, finished
+from stagepack_loaders.distributed.watch import SilenceClock
+from stagepack_loaders.train.meeting import KnownProcesses
 
 _START_SECONDS = 300.0
 _CHECK_SECONDS = 0.1
@@ -31,11 +32,7 @@ _CONNECTED, _LOST = b"connected", "lost"
 
 
 class _Presence(Struct, frozen=True, kw_only=True):
-    """A process that has come.
-
-    Attributes:
-        host: the name of its machine.
-    """
+    """A process that has come, on a machine."""
 
     host: str
 
@@ -58,15 +55,8 @@ def make_default_group(known_processes: KnownProcesses, silence_seconds: float) 
     # made before the reports: a process that has reported may be lost, and its store with it, and a new connection waits for minutes then.
     sign_store = store.clone()
     try:
-        processes = exchange_reports(
-            store,
-            "sign of life",
-            rank,
-            size,
-            _Presence(host=host_name()),
-            seconds=_START_SECONDS,
-            check=lambda: None,
-        )
+        presence = _Presence(host=host_name())
+        processes = exchange_reports(store, "sign of life", rank, size, presence, seconds=_START_SECONDS)
     except ConnectionLostError as error:
         raise known_processes.store_error(error) from None
     known_processes.hosts.update({process_rank: process.host for process_rank, process in enumerate(processes)})
@@ -110,18 +100,16 @@ class _SignsOfLife:
         self._silence_seconds = silence_seconds
         self._sign_count = 0
         self._signs = dict.fromkeys(set(range(size)) - {rank}, b"")
-        self._last_heard = dict.fromkeys(self._signs, time.monotonic())
+        self._silence = SilenceClock(self._signs, silence_seconds)
 
     def check(self) -> None:
         """Give a sign, and look for those of the others."""
         try:
             self._exchange()
             if self._store.check([_LOST]):
-                lost = msgspec.json.decode(self._store.get(_LOST), type=ProcessLost)
-                raise StageLostError(lost.message, stages=lost.stages, host=lost.host)
-            for rank, heard in self._last_heard.items():
-                if time.monotonic() - heard > self._silence_seconds:
-                    raise self._tell(rank)
+                raise msgspec.json.decode(self._store.get(_LOST), type=ProcessLost).rebuild()
+            for rank, _ in self._silence.find_silent():
+                raise self._tell(rank)
         except RuntimeError as error:
             raise self._known_processes.store_error(error) from None
 
@@ -135,15 +123,13 @@ class _SignsOfLife:
         self._store.set(f"sign/{self._rank}", str(self._sign_count))
         for rank, last_sign in self._signs.items():
             sign = self._store.get(f"sign/{rank}") if self._store.check([f"sign/{rank}"]) else b""
-            if sign in (_CONNECTED, b"") or sign != last_sign:
+            if sign and (sign == _CONNECTED or sign != last_sign):
                 self._signs[rank] = sign
-                if sign:
-                    self._last_heard[rank] = time.monotonic()
+                self._silence.hear(rank)
 
     def _tell(self, rank: int) -> StageLostError:
         """Tell the others which process is gone, before the store of this one may go too."""
         lost = self._known_processes.lost_error(rank, f"it has shown no sign of life for {self._silence_seconds:g} s")
-        content = ProcessLost(message=str(lost), stages=lost.stages, host=lost.host, is_expected=False)
-        self._store.set(_LOST, msgspec.json.encode(content).decode())
+        self._store.set(_LOST, msgspec.json.encode(ProcessLost.of(lost)).decode())
         time.sleep(_TELL_SECONDS if self._rank == FRONT_RANK else 0)
         return lost

@@ -25,11 +25,11 @@ from stagepack_loaders.train.batch_dimension import BatchDimensions, find_batch_
 from stagepack_loaders.train.default_group import make_default_group
 from stagepack_loaders.train.loss import Loss
 from stagepack_loaders.train.loss_combination import Reduction
+from stagepack_loaders.train.meeting import KnownProcesses, meet_processes
 from stagepack_loaders.train.pipeline_module import Recompute
-from stagepack_loaders.train.process_watch import ProcessWatch, meet_processes
+from stagepack_loaders.train.process_watch import ProcessWatch
 from stagepack_loaders.train.schedules import SCHEDULES, check_microbatches, place_stages_for, splits_backward
 from stagepack_loaders.train.shared_parameters import TrainingGroups, groups_of_mesh
-from stagepack_loaders.train.start_messages import KnownProcesses
 from stagepack_loaders.train.training import Training, TrainingOptions, evaluation_scopes
 
 

@@ -1,17 +1,16 @@
-"""Messages between process 0 and each other process while training starts, by the group of torch.
+"""How the processes of a training find each other, by a group of torch, before they have connections of their own to notice a loss by.
 
-Until the processes have connections of their own, only this group connects them, and its errors do not say which process is gone. Process 0
-knows whose connection broke, and tells the others.
+Until then, only that group connects them, and its errors do not say which process is gone. Process 0 knows whose connection broke, and
+tells the others.
 """
 
 import contextlib
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -20,44 +19,44 @@ from msgspec import Struct
 from torch.distributed import ProcessGroup as TorchGroup
 
 from stagepack.errors import GroupError, StageLostError, StagepackError, first_line
-from stagepack_loaders.distributed.error_report import stages_text
-from stagepack_loaders.distributed.launch_environment import has_store_of_launcher, launched_address
-from stagepack_loaders.distributed.membership import Identity
-from stagepack_loaders.distributed.process_group import host_name
-from stagepack_loaders.distributed.routes import FRONT_RANK
-from stagepack_loaders.distributed.status import ProcessLost
+from stagepack.format.reader import Bundle
+from stagepack_loaders.distributed.launch_environment import has_launcher, has_store_of_launcher, launched_address
+from stagepack_loaders.distributed.meeting import (
+    Identity,
+    Members,
+    StageFacts,
+    check_identities,
+    chosen_address,
+    own_identity,
+    reachable_address,
+)
+from stagepack_loaders.distributed.process_group import (
+    LOOPBACK,
+    ProcessGroup,
+    close_connections,
+    finished,
+    host_name,
+    open_store,
+)
+from stagepack_loaders.distributed.routes import FRONT_RANK, ConnectionLostError
+from stagepack_loaders.distributed.status import ProcessLost, lost_error
 
-_TAG = 5  # of messages while training starts; `trained_stage` and others have the ones below
+_TAG = 5  # of messages while training starts; `schedules` and others have the ones below
 # How long a send to a process that is gone too may take, and the connections to say which process is gone.
 _SEND_SECONDS, _LOSS_SECONDS = 1.0, 2.0
-_SHORTEST_TIMEOUT = timedelta(milliseconds=1)
-_ABORT_TAG = 2**30  # of messages that are never sent
 _LOOPBACKS = ("127.0.0.1", "::1")
-_CHECK_SECONDS = 0.1
 Message = TypeVar("Message", bound=Struct)
-Result = TypeVar("Result")
 
 
 class Hello(Struct, frozen=True, kw_only=True):
-    """What a process tells process 0.
-
-    Attributes:
-        identity: what it is.
-        stages: the stages that it will run.
-    """
+    """What a process tells process 0: what it is, and the stages that it will run."""
 
     identity: Identity
     stages: tuple[int, ...]
 
 
 class Answer(Struct, frozen=True, kw_only=True):
-    """What process 0 tells all others.
-
-    Attributes:
-        hellos: what all processes have told.
-        store: the address and the port of the store of process 0.
-        lost: the process that is gone instead.
-    """
+    """What process 0 tells all others: what all have told, and the address and port of its store; or which process is gone."""
 
     hellos: tuple[Hello, ...] = ()
     store: tuple[str, int] = ("", 0)
@@ -66,12 +65,7 @@ class Answer(Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownProcesses:
-    """What is known of the processes of a training before they have met, for errors.
-
-    Attributes:
-        hosts: the machine of each process, by rank.
-        stages: the stages of each process.
-    """
+    """The machine and the stages of each process, by rank, as far as they are known before the processes have met; for errors."""
 
     hosts: dict[int, str]
     stages: dict[int, tuple[int, ...]]
@@ -86,10 +80,7 @@ class KnownProcesses:
         host = self.hosts.get(rank) or _host_in(reason)
         # Gloo begins with the line of its code, and ends with advice.
         reason = re.sub(r"^\[\S+\] |\. This is typically caused.*", "", reason)
-        stages = self.stages.get(rank, ())
-        on_host = f" on {host}" if host else ""
-        runs = f", which runs {stages_text(stages)}," if stages else ""
-        return StageLostError(f"process {rank}{on_host}{runs} is lost: {reason}", stages=stages, host=host)
+        return lost_error(rank, f"is lost: {reason}", host=host, stages=self.stages.get(rank, ()))
 
     def store_error(self, error: Exception) -> StageLostError:
         """Return the error that says whose store has gone."""
@@ -97,6 +88,55 @@ class KnownProcesses:
         if has_store_of_launcher():
             return StageLostError(f"the launcher is lost: {reason}", host=launched_address())
         return self.lost_error(FRONT_RANK, reason)
+
+
+def meet_processes(
+    bundle: Bundle, stages: Sequence[int], group: TorchGroup | None, known_processes: KnownProcesses
+) -> Members:
+    """Connect this process with the others. All of them must call this at the same time. `group` is None for all processes."""
+    rank, size = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
+    address = chosen_address(launched_address()) if has_launcher() else LOOPBACK
+    hello = Hello(identity=own_identity(bundle, "", address), stages=tuple(stages))
+    messages = StartMessages(group, known_processes)
+    store: Any = None
+    if rank == FRONT_RANK:
+        hellos = (hello, *messages.gather(Hello))
+        store = open_store(address or host_name())
+        answer = Answer(hellos=hellos, store=(address or host_name(), store.port))
+        messages.send_to_all(answer)
+    else:
+        answer = messages.ask(hello)
+    identities = [member.identity for member in answer.hellos]
+    check_identities(identities)
+    known_processes.hosts.update({other_rank: identity.host for other_rank, identity in enumerate(identities)})
+    known_processes.stages.update({member_rank: member.stages for member_rank, member in enumerate(answer.hellos)})
+    messages.listen()
+    try:
+        store = store or finished(lambda: open_store(*answer.store), messages.check)
+        address = reachable_address(address, [identity.address for identity in identities])
+        connections = ProcessGroup(store, rank, size, address=address, check=messages.check)
+    except (ConnectionLostError, GroupError, RuntimeError) as error:
+        messages.await_loss()
+        if isinstance(error, GroupError):
+            raise
+        raise StageLostError(f"a process of the training is lost: {first_line(error)}") from None
+    if rank == FRONT_RANK:
+        messages.gather(Hello)
+        messages.send_to_all(Answer())
+    else:
+        messages.ask(hello)
+    stage_facts = tuple(
+        _facts(stage, member_rank, member.identity)
+        for member_rank, member in enumerate(answer.hellos)
+        for stage in member.stages
+    )
+    return Members(store=store, group=connections, identities=identities, stage_facts=stage_facts)
+
+
+def _facts(stage_number: int, rank: int, identity: Identity) -> StageFacts:
+    return StageFacts(
+        stage=stage_number, rank=rank, host=identity.host, process_id=identity.process_id, runtime="torch", device=""
+    )
 
 
 class StartMessages:
@@ -127,8 +167,7 @@ class StartMessages:
 
     def ask(self, message: Struct) -> Answer:
         """Send a message to process 0, and return its answer."""
-        with contextlib.suppress(RuntimeError):  # the answer says why
-            _send(self._group, FRONT_RANK, message)
+        _send_quietly(self._group, FRONT_RANK, message)  # the answer says why it cannot be sent
         self._await()
         return msgspec.json.decode(self._received.pop(FRONT_RANK).result(), type=Answer)
 
@@ -154,7 +193,7 @@ class StartMessages:
                 raise self._lose(rank, error)
             lost = msgspec.json.decode(received.result(), type=Answer).lost if self._rank != FRONT_RANK else None
             if lost is not None:
-                raise StageLostError(lost.message, stages=lost.stages, host=lost.host)
+                raise lost.rebuild()
 
     def await_loss(self) -> None:
         """Wait a moment for the connections to say which process is gone."""
@@ -171,33 +210,15 @@ class StartMessages:
         """Tell the others which process is gone, and close the group, so that no thread waits in it any more."""
         reason = first_line(error)
         if "Timed out" in reason:  # of gloo, after the timeout of the group
-            message = (
+            return GroupError(
                 f"expected all processes to call stagepack.train at the same time: process {rank} has not: {reason}"
             )
-            return GroupError(message)
         lost = self._known_processes.lost_error(rank, reason)
         if self._rank == FRONT_RANK:
-            answer = Answer(lost=ProcessLost(message=str(lost), stages=lost.stages, host=lost.host, is_expected=False))
-            self.send_to_all(answer, but=rank)
+            self.send_to_all(Answer(lost=ProcessLost.of(lost)), but=rank)
         abort_group(self._group)
         wait(self._received.values(), _LOSS_SECONDS)
         return lost
-
-
-def finished(function: Callable[[], Result], check: Callable[[], None]) -> Result:
-    """Return the result of a function that waits for other processes where nothing wakes it."""
-    result: Future[Result] = Future()
-
-    def run() -> None:
-        try:
-            result.set_result(function())
-        except Exception as error:  # noqa: BLE001 - raised below
-            result.set_exception(error)
-
-    threading.Thread(target=run, name="training-connect", daemon=True).start()
-    while not wait([result], _CHECK_SECONDS).done:
-        check()
-    return result.result()
 
 
 def _receive(group: TorchGroup | None, rank: int, received: Future[bytes]) -> None:
@@ -211,15 +232,11 @@ def _receive(group: TorchGroup | None, rank: int, received: Future[bytes]) -> No
         received.set_exception(error)
 
 
-def _send(group: TorchGroup | None, rank: int, message: Struct) -> None:
-    content = torch.frombuffer(bytearray(msgspec.json.encode(message)), dtype=torch.uint8)
-    for tensor in (torch.tensor([len(content)]), content):
-        torch.distributed.send(tensor, group=group, group_dst=rank, tag=_TAG)
-
-
 def _send_quietly(group: TorchGroup | None, rank: int, message: Struct) -> None:
+    content = torch.frombuffer(bytearray(msgspec.json.encode(message)), dtype=torch.uint8)
     with contextlib.suppress(RuntimeError):
-        _send(group, rank, message)
+        for tensor in (torch.tensor([len(content)]), content):
+            torch.distributed.send(tensor, group=group, group_dst=rank, tag=_TAG)
 
 
 def _host_in(reason: str) -> str:
@@ -238,9 +255,7 @@ def abort_group(group: TorchGroup | None) -> None:
     if torch.distributed.get_backend(torch_group) != "gloo":
         torch_group.abort()
         return
-    for rank in set(range(torch_group.size())) - {torch_group.rank()}:
-        # Gloo has no call for it, but closes a connection when a wait times out.
-        with contextlib.suppress(RuntimeError):
-            work = torch.distributed.irecv(torch.empty(1), group=torch_group, group_src=rank, tag=_ABORT_TAG)
-            if work is not None:
-                work.wait(_SHORTEST_TIMEOUT)
+    close_connections(
+        set(range(torch_group.size())) - {torch_group.rank()},
+        lambda rank, tag: torch.distributed.irecv(torch.empty(1), group=torch_group, group_src=rank, tag=tag),
+    )

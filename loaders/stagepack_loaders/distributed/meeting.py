@@ -1,0 +1,239 @@
+"""How the processes of a group find each other and agree that they fit together, by a store of torch.distributed."""
+
+import contextlib
+import ipaddress
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import TypeVar
+
+import msgspec
+import torch
+from msgspec import Struct
+from torch.distributed.distributed_c10d import Store
+
+from stagepack.errors import GroupError, StageLostError, first_line
+from stagepack.format.reader import Bundle
+from stagepack_loaders.distributed.local_links import machine_id
+from stagepack_loaders.distributed.process_group import ProcessGroup, host_name
+from stagepack_loaders.distributed.routes import ConnectionLostError
+from stagepack_loaders.distributed.status import ErrorReport, lost_error, rebuild_error, report_error
+
+_POLL_SECONDS = 0.02
+_TELL_SECONDS = 0.5
+_START_ERROR_TOPIC = "start error"
+_LOST_CONNECTION_TOPIC = "lost connection"
+_INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
+_ANY_PORT = 9  # nothing is sent to it
+Report = TypeVar("Report", bound=Struct)
+
+
+class Identity(Struct, frozen=True, kw_only=True):
+    """What a process is.
+
+    Attributes:
+        host: the name of its machine.
+        process_id: its number there.
+        digest: the digest of the manifest that it has opened.
+        stagepack: its version of stagepack.
+        torch: its version of torch.
+        machine: its `machine_id`.
+        listener: the name of its `LinkListener`; empty if it has none.
+        address: the address of its machine that it has chosen; None to leave the choice to gloo.
+    """
+
+    host: str
+    process_id: int
+    digest: str
+    stagepack: str
+    torch: str
+    machine: str
+    listener: str
+    address: str | None
+
+
+class StageFacts(Struct, frozen=True, kw_only=True):
+    """A loaded stage.
+
+    Attributes:
+        stage: its number.
+        rank: the number of its process in the group.
+        host: the name of the machine of its process.
+        process_id: the number of its process there.
+        runtime: the name of its runtime.
+        device: its device.
+        files: the names of the files that were read for it.
+        bytes_read: their bytes.
+        seconds: how long reading its weights took.
+        written_inputs: the inputs of the model whose memory it writes.
+    """
+
+    stage: int
+    rank: int
+    host: str
+    process_id: int
+    runtime: str
+    device: str
+    files: tuple[str, ...] = ()
+    bytes_read: int = 0
+    seconds: float = 0.0
+    written_inputs: tuple[str, ...] = ()
+
+
+@dataclass(kw_only=True, eq=False)
+class Members:
+    """The processes of a group, connected: what each is, by rank, and what it runs, in the order of the stages."""
+
+    store: Store
+    group: ProcessGroup
+    identities: Sequence[Identity]
+    stage_facts: tuple[StageFacts, ...]
+
+    def lost_error(self, rank: int, end_text: str, exit_status: int | None = None) -> StageLostError:
+        """Return the error that names a process which is gone."""
+        stages = tuple(facts.stage for facts in self.stage_facts if facts.rank == rank)
+        return lost_error(rank, end_text, host=self.identities[rank].host, stages=stages, exit_status=exit_status)
+
+
+def own_identity(bundle: Bundle, listener_name: str, address: str | None) -> Identity:
+    """Return the identity of this process, which listens by a name for others of its machine, and at an address for others."""
+    return Identity(
+        host=host_name(),
+        process_id=os.getpid(),
+        digest=bundle.identity,
+        stagepack=version("stagepack"),
+        torch=str(torch.__version__),
+        machine=machine_id(),
+        listener=listener_name,
+        address=address,
+    )
+
+
+def check_identities(identities: Sequence[Identity]) -> None:
+    """Check that processes fit to each other."""
+    for field_name, title in (
+        ("digest", "bundle, by the digest of its manifest"),
+        ("stagepack", "version of stagepack"),
+        ("torch", "version of torch"),
+    ):
+        first = getattr(identities[0], field_name)
+        for other_rank, other in enumerate(identities):
+            if getattr(other, field_name) != first:
+                raise GroupError(
+                    f"expected one {title} in all processes: rank 0 on {identities[0].host} has {first}, rank {other_rank} on "
+                    f"{other.host} has {getattr(other, field_name)}: give all the same one, and load a bundle that was replaced anew"
+                )
+
+
+def exchange_reports(
+    store: Store,
+    topic: str,
+    rank: int,
+    size: int,
+    report: Report,
+    *,
+    seconds: float,
+    check: Callable[[], None] = lambda: None,
+) -> list[Report]:
+    """Publish a report, and wait for those of the others; `check` raises when there is no use in waiting."""
+    deadline = time.monotonic() + seconds
+    try:
+        store.set(f"{topic}/{rank}", msgspec.json.encode(report).decode())
+        missing = list(range(size))
+        while missing := [other for other in missing if not store.check([f"{topic}/{other}"])]:
+            check()
+            if time.monotonic() > deadline:
+                ranks = ", ".join(map(str, missing))
+                raise GroupError(
+                    f"expected {size} processes, after {seconds:g} s there is no {topic} of rank {ranks}: start them, or look at their "
+                    "output"
+                )
+            time.sleep(_POLL_SECONDS)
+        contents = [store.get(f"{topic}/{other}") for other in range(size)]
+    except RuntimeError as error:  # DistNetworkError, DistStoreError
+        raise ConnectionLostError(f"the store of the group has gone: {first_line(error)}") from None
+    return [msgspec.json.decode(content, type=type(report)) for content in contents]
+
+
+def tell_start_error(store: Store, rank: int, error: Exception) -> None:
+    """Tell the front why this process cannot meet the others."""
+    _set_quietly(store, f"{_START_ERROR_TOPIC}/{rank}", msgspec.json.encode(report_error(error)).decode())
+
+
+def find_start_error(store: Store, rank: int) -> Exception | None:
+    """Return why a process could not meet the others, if it has told."""
+    content = _find_value(store, f"{_START_ERROR_TOPIC}/{rank}")
+    return None if content is None else rebuild_error(msgspec.json.decode(content, type=ErrorReport))
+
+
+def tell_lost_connection(store: Store, rank: int, reason: str) -> None:
+    """Tell the front that this process ends because it has lost another one, and why. Its own connections break too, and look the same.
+
+    Waits a moment only, since the store may have gone.
+    """
+    key = f"{_LOST_CONNECTION_TOPIC}/{rank}"
+    thread = threading.Thread(target=_set_quietly, args=(store, key, reason), daemon=True)
+    thread.start()
+    thread.join(_TELL_SECONDS)
+
+
+def find_lost_connection(store: Store, rank: int) -> str | None:
+    """Return why a process has lost its connection to another one, if it has told that it ends because of that."""
+    return _find_value(store, f"{_LOST_CONNECTION_TOPIC}/{rank}")
+
+
+def _find_value(store: Store, key: str) -> str | None:
+    try:
+        return store.get(key).decode() if store.check([key]) else None
+    except RuntimeError:
+        return None
+
+
+def _set_quietly(store: Store, key: str, value: str) -> None:
+    with contextlib.suppress(RuntimeError):
+        store.set(key, value)
+
+
+def chosen_address(target: str) -> str | None:
+    """Return the address from which this machine reaches another one. IPv4 goes first, so that all processes choose alike."""
+    return None if os.environ.get(_INTERFACE_VARIABLE) else _address_towards(target)
+
+
+def reachable_address(address: str | None, other_addresses: Iterable[str | None]) -> str | None:
+    """Return the address of this machine that all other processes of a group reach.
+
+    The name of a machine stands for a loopback address in its own ``/etc/hosts`` on Debian. A process that has such an address takes that
+    from which it reaches the processes on other machines.
+
+    address: the address that this process has chosen so far; None to leave the choice to gloo.
+    """
+    if address is None or not _is_loopback(address):
+        return address
+    for other_address in other_addresses:
+        if other_address and not _is_loopback(other_address):
+            return _address_towards(other_address)
+    return address
+
+
+def _address_towards(target: str) -> str | None:
+    try:
+        found = socket.getaddrinfo(target, _ANY_PORT, type=socket.SOCK_DGRAM)
+    except OSError:
+        return None
+    for family, kind, protocol, _, socket_address in sorted(found, key=lambda entry: entry[0] != socket.AF_INET):
+        with socket.socket(family, kind, protocol) as probe:
+            try:
+                probe.connect(socket_address)  # of a datagram socket: chooses the route, and sends nothing
+            except OSError:
+                continue
+            address: str = probe.getsockname()[0]
+            return address
+    return None
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback

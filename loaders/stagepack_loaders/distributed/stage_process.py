@@ -1,0 +1,268 @@
+"""A process that runs stages for the front, until the front closes or is gone.
+
+A launcher starts it with ``python -m stagepack_loaders.distributed.stage_process DESCRIPTION``.
+"""
+
+import contextlib
+import importlib
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import msgspec
+from msgspec import Struct
+from torch.distributed import DistError
+from torch.distributed.distributed_c10d import Store
+
+from stagepack.errors import StageLostError, StagepackError
+from stagepack.format.reader import Bundle
+from stagepack.opening import open_bundle
+from stagepack_loaders.distributed.group_trace import report_spans
+from stagepack_loaders.distributed.meeting import tell_lost_connection, tell_start_error
+from stagepack_loaders.distributed.membership import GroupOptions, Membership, join_group
+from stagepack_loaders.distributed.packing import MessageHead
+from stagepack_loaders.distributed.process_group import open_store
+from stagepack_loaders.distributed.routes import (
+    ANNOUNCEMENT_TAG,
+    FRONT_RANK,
+    REQUEST_KINDS,
+    ConnectionLostError,
+    ControlKind,
+    ControlMessage,
+    RequestLayouts,
+    control_bytes,
+    read_control,
+)
+from stagepack_loaders.distributed.stage_worker import StageRequest, StageWorker
+from stagepack_loaders.distributed.status import ProcessStatus, RequestError, StatusSender, report_error
+from stagepack_loaders.distributed.transfers import RouteReceivers
+from stagepack_loaders.distributed.watch import HEARTBEAT_SECONDS, LOST_STATUS, FrontWatch
+from stagepack_loaders.run_trace import SpanRecorder
+
+# The exit status of a process whose device computes nothing more.
+DEVICE_LOST_STATUS = 76
+_LOGGER = logging.getLogger("stagepack")
+_FRONT_SILENCE_SECONDS = 10.0
+_REQUESTS_POSTED_AHEAD = 3
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class ProcessDescription(Struct, frozen=True, kw_only=True):
+    """What a process is told when it is started.
+
+    Attributes:
+        bundle: the folder of the bundle, or its URL with its `digest`.
+        imports: the modules to import first.
+        host: the address of the store of the group, which has the `port`.
+        parent: the process that has started it on this machine, with which it ends; 0 if there is none.
+    """
+
+    bundle: str
+    imports: tuple[str, ...]
+    rank: int
+    size: int
+    host: str
+    port: int
+    options: GroupOptions
+    digest: str | None = None
+    parent: int = 0
+
+
+def decode_description(content: str) -> ProcessDescription:
+    """Return what `encode_description` has encoded."""
+    return msgspec.convert(json.loads(content), ProcessDescription)
+
+
+def encode_description(description: ProcessDescription) -> str:
+    """Return a description as an argument of the program. Paths may have bytes that are not UTF-8, which only Python's json encodes."""
+    return json.dumps(msgspec.to_builtins(description))
+
+
+def run_process(description: ProcessDescription) -> None:
+    """Run the stages of one process. The front reports errors of all processes; this one only ends."""
+    if description.parent:
+        end_with_parent(description.parent)
+    try:
+        store = open_store(description.host, description.port)
+    except DistError:  # the front has gone
+        sys.exit(LOST_STATUS)
+    try:
+        for module_name in description.imports:
+            importlib.import_module(module_name)
+        bundle = open_bundle(description.bundle, digest=description.digest)
+    except Exception as error:  # noqa: BLE001 - an imported module raises anything
+        tell_start_error(store, description.rank, error)
+        sys.exit(LOST_STATUS)
+    try:
+        run_stage_process(bundle, store, description.rank, description.size, description.options)
+    except (StagepackError, DistError):  # told by all processes, or the front has gone
+        sys.exit(LOST_STATUS)
+    except Exception as error:
+        tell_start_error(store, description.rank, error)
+        raise
+
+
+def run_stage_process(bundle: Bundle, store: Store, rank: int, size: int, options: GroupOptions) -> None:
+    """Run the stages of this process until the front closes the pipeline.
+
+    The process ends with the status `LOST_STATUS` if another one is lost.
+
+    rank: the number of this process, at least 1.
+    """
+    try:
+        membership = join_group(bundle, store, rank, size, options)
+        with _ignored_stop_signals():
+            _StageProcess(bundle, membership).serve()
+    except ConnectionLostError as error:
+        _end_after_loss(store, rank, error)
+
+
+def end_with_parent(process_id: int) -> None:
+    """End this process when the one that has started it is gone, even if that was killed before this one has met the front."""
+
+    def watch() -> None:
+        while os.getppid() == process_id:
+            time.sleep(HEARTBEAT_SECONDS)
+        os._exit(LOST_STATUS)
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()
+
+
+def _end_after_loss(store: Store, rank: int, error: ConnectionLostError) -> None:
+    """End this process because another one is lost, at once: threads may wait for its data for ever."""
+    tell_lost_connection(store, rank, str(error))
+    os._exit(LOST_STATUS)
+
+
+@contextlib.contextmanager
+def _ignored_stop_signals() -> Iterator[None]:
+    """Leave it to the front when to end.
+
+    Launchers and terminals signal all processes at once, and the front may have to answer requests first. If it does not, its connections
+    end. Only the main thread can ignore signals.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handlers = {signal_number: signal.signal(signal_number, signal.SIG_IGN) for signal_number in _STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for signal_number, handler in handlers.items():
+            signal.signal(signal_number, handler)
+
+
+class _StageProcess:
+    """The threads of a process of stages: this one runs them, others post receives of bodies ahead and exchange heartbeats."""
+
+    def __init__(self, bundle: Bundle, membership: Membership) -> None:
+        self._store = membership.store
+        self._group = membership.group
+        self._symbols = bundle.entry_point.symbols
+        self._statuses = StatusSender(membership.group)
+        self._last_number = 0
+        self._links = membership.links
+        self._layouts = RequestLayouts(membership.routes, self._symbols, membership.local_routes)
+        self._receivers = RouteReceivers(membership.group, membership.links, membership.routes, self._symbols)
+        self._posting_places = threading.Semaphore(_REQUESTS_POSTED_AHEAD)
+        self._spans = SpanRecorder(membership.group.rank)
+        self._first_stage = min(membership.stages, default=None)
+        self._worker = StageWorker(bundle.entry_point, membership, self._report_failure, self._spans)
+        self._post_thread = threading.Thread(target=self._post_bodies, name="receives", daemon=True)
+        self._post_thread.start()
+        self._watch = FrontWatch(
+            self._statuses,
+            self._make_status,
+            report_loss=self._end_after_loss,
+            report_silence=lambda _: os._exit(LOST_STATUS),
+            silence_seconds=_FRONT_SILENCE_SECONDS,
+        )
+
+    def serve(self) -> None:
+        """Do what the front says, until it closes the pipeline."""
+        with self._worker.inference():
+            while (message := self._next_message()).kind != ControlKind.CLOSE:
+                if message.kind in REQUEST_KINDS:
+                    self._run(message)
+                else:
+                    self._worker.execute(message)
+                    self._trace(message.kind)
+            self._worker.execute(message)
+        self._watch.is_closed.set()
+        for thread in (
+            self._post_thread,
+            *self._watch.threads,
+        ):  # one that waits in gloo would abort the interpreter at its end
+            thread.join()
+        self._statuses.close()
+        self._links.close()
+
+    def _next_message(self) -> ControlMessage:
+        message = self._receivers.next_message()
+        if message is None:
+            raise ConnectionLostError("no route ends at this process")
+        if message.kind in REQUEST_KINDS:
+            self._worker.spans.end("wait", message.number, self._first_stage)
+        return message
+
+    def _run(self, message: ControlMessage) -> None:
+        layout = self._layouts.find(message.size_words)
+        values = self._receivers.values(layout)
+        self._worker.spans.end("transfer", message.number, self._first_stage)
+        request = StageRequest(message=message, layout=layout, values=values)
+        if self._group.rank in layout.body_ranks:
+            self._posting_places.release()
+        self._worker.run_request(request)
+        self._last_number = message.number
+
+    def _trace(self, kind: ControlKind) -> None:
+        """Begin to record spans, or send them to the front."""
+        if kind == ControlKind.START_TRACE:
+            self._spans.start()
+        elif kind == ControlKind.STOP_TRACE:
+            for report in report_spans(self._spans):
+                self._statuses.send(report)
+
+    def _post_bodies(self) -> None:
+        """Post the receives of the bodies of requests, which the front announces."""
+        head = MessageHead(control_bytes(self._symbols))
+        try:
+            while True:
+                self._group.receive(head.memory, FRONT_RANK, ANNOUNCEMENT_TAG).wait()
+                message = read_control(head.view, len(self._symbols))
+                if message.kind == ControlKind.CLOSE:
+                    return
+                layout = self._layouts.find(message.size_words)
+                self._posting_places.acquire()
+                self._receivers.post_bodies(layout)
+        except ConnectionLostError as error:
+            self._end_after_loss(error)
+        except StagepackError:  # no size that the contract allows
+            os._exit(LOST_STATUS)
+
+    def _report_failure(self, request_number: int, stage_number: int, error: Exception) -> None:
+        """Report the error of a stage; after that of a device that computes nothing more in this process, end it, to be started again."""
+        if isinstance(error, StageLostError):
+            _LOGGER.error("%s", error)
+            os._exit(DEVICE_LOST_STATUS)
+        self._statuses.send(RequestError(request=request_number, stage=stage_number, error=report_error(error)))
+
+    def _make_status(self) -> ProcessStatus:
+        return ProcessStatus(
+            stages=self._worker.stage_counts,
+            sequences=self._worker.sequence_count,
+            sent_bytes=self._group.sent_bytes,
+            last_number=self._last_number,
+        )
+
+    def _end_after_loss(self, error: ConnectionLostError) -> None:
+        _end_after_loss(self._store, self._group.rank, error)
+
+
+if __name__ == "__main__":
+    run_process(decode_description(sys.argv[1]))
