@@ -9,7 +9,7 @@ import torch
 
 import stagepack
 from tests.gpu.answers import assert_close
-from tests.train.models import NEEDS_TORCH, batch, export_model, loss_of, new_model
+from tests.train.models import NEEDS_TORCH, TIED
 
 pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("train")]
 
@@ -18,7 +18,7 @@ MICROBATCHES = 4
 
 
 def batch_on(number: int, device: torch.device) -> Any:
-    return torch.utils._pytree.tree_map(lambda tensor: tensor.to(device), batch(number, MICROBATCHES))
+    return torch.utils._pytree.tree_map(lambda tensor: tensor.to(device), TIED.batch(number, MICROBATCHES))
 
 
 def trained_losses(model: Any, device: torch.device) -> list[float]:
@@ -26,7 +26,7 @@ def trained_losses(model: Any, device: torch.device) -> list[float]:
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
     for number in range(STEPS):
         args, target = batch_on(number, device)
-        loss = loss_of(model(*args), target)
+        loss = TIED.loss(model(*args), target)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -35,22 +35,26 @@ def trained_losses(model: Any, device: torch.device) -> list[float]:
 
 
 def test_a_loop_trains_a_loaded_pipeline(device: torch.device, tmp_path: Path) -> None:
-    pipeline, model = stagepack.load(export_model(tmp_path / "m", 2), [str(device)]), new_model().to(device)
+    pipeline, model = stagepack.load(TIED.export(tmp_path / "m", stages=2), [str(device)]), TIED.new().to(device)
     assert trained_losses(pipeline, device) == pytest.approx(trained_losses(model, device), rel=1e-9)
     saved = stagepack.save(pipeline, out=tmp_path / "trained")
     args, _ = batch_on(STEPS, device)
     with torch.no_grad():
         assert_close(stagepack.load(saved, [str(device)])(*args), model(*args))
-        assert_close(stagepack.load(saved)(*batch(STEPS, MICROBATCHES)[0]), model(*args))
+        assert_close(stagepack.load(saved)(*TIED.batch(STEPS, MICROBATCHES)[0]), model(*args))
 
 
 @NEEDS_TORCH
 def test_one_process_trains_all_stages(device: torch.device, tmp_path: Path) -> None:
     training = stagepack.train(
-        export_model(tmp_path / "m", 2), loss_of, microbatches=MICROBATCHES, schedule="looped-bfs", device=device
+        TIED.export(tmp_path / "m", stages=2),
+        TIED.loss,
+        microbatches=MICROBATCHES,
+        schedule="looped-bfs",
+        device=device,
     )
     optimizer, losses = torch.optim.AdamW(training.parameters(), lr=1e-2), []
-    model = new_model().to(device)
+    model = TIED.new().to(device)
     expected_losses = trained_losses(model, device)
     try:
         for number in range(STEPS):

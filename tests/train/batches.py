@@ -1,12 +1,16 @@
-"""Batches for models of the zoo, a loss for all of them, and the gradients of one process."""
+"""Batches for models of the zoo, also in files for processes that train, a loss for all of them, and the gradients of one process."""
 
 import contextlib
 import copy
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -14,7 +18,6 @@ from stagepack.capture.inputs import Inputs
 from tests.zoo.case import Case
 
 MICROBATCHES = 4
-LEARNING_RATE = 0.01
 # The vocabulary of the models of text: their results of this width are logits.
 _VOCABULARY = 128
 
@@ -132,14 +135,13 @@ def targets_for(results: Sequence[Any]) -> list[torch.Tensor]:
     return targets
 
 
+def new_optimizer(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Reference:
-    """One step in one process.
-
-    Attributes:
-        loss: the mean loss of the microbatches.
-        gradients: those of the parameters, by name.
-    """
+    """One step in one process: the mean loss of the microbatches, and the gradients of the parameters by name."""
 
     loss: torch.Tensor
     gradients: dict[str, torch.Tensor]
@@ -172,3 +174,34 @@ def _call(model: torch.nn.Module, microbatch: Inputs) -> Any:
     args, kwargs = copy.deepcopy((tuple(microbatch.args), dict(microbatch.kwargs)))
     torch.manual_seed(0)
     return model(*args, **kwargs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """Arguments of a model, and the target of the loss."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    targets: list[torch.Tensor]
+
+
+def write_batch(path: Path, inputs: Inputs, targets: Sequence[torch.Tensor]) -> None:
+    """Write a batch; arguments that are no tensors go into the metadata."""
+    leaves, spec = pytree.tree_flatten((tuple(inputs.args), dict(inputs.kwargs)))
+    tensors = {f"argument.{index}": leaf for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
+    tensors |= {f"target.{index}": target for index, target in enumerate(targets)}
+    constants = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    metadata = {"spec": pytree.treespec_dumps(spec), "constants": json.dumps(constants)}
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata)
+
+
+def read_batch(path: Path) -> Batch:
+    """Read what `write_batch` has written."""
+    with safe_open(path, framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+        metadata = file.metadata()
+    constants = json.loads(metadata["constants"])
+    leaves = [tensors.get(f"argument.{index}", constant) for index, constant in enumerate(constants)]
+    args, kwargs = pytree.tree_unflatten(leaves, pytree.treespec_loads(metadata["spec"]))
+    targets = [tensors[f"target.{index}"] for index in range(len(tensors)) if f"target.{index}" in tensors]
+    return Batch(args=args, kwargs=kwargs, targets=targets)

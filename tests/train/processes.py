@@ -1,6 +1,7 @@
 """Processes that train, with the environment that torchrun gives them."""
 
 import atexit
+import contextlib
 import importlib
 import os
 import signal
@@ -9,9 +10,8 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
-
-import torch
 
 from tools.fork_server import FORK_SERVER
 
@@ -19,13 +19,13 @@ _POLL_SECONDS = 0.005
 
 
 class Worker:
-    """A process that runs the function ``main`` of a module. Both of its outputs go to one file."""
+    """A process that does a task of `tests.train.worker`. Both of its outputs go to one file."""
 
-    def __init__(self, module: str, arguments: list[str], environment: dict[str, str]) -> None:
+    def __init__(self, arguments: list[str], environment: dict[str, str]) -> None:
         descriptor, path = tempfile.mkstemp(prefix="stagepack-worker-")
         os.close(descriptor)
         self._output_path = Path(path)
-        self._process = FORK_SERVER.Process(target=_run, args=(module, arguments, environment, path))
+        self._process = FORK_SERVER.Process(target=_run, args=(arguments, environment, path))
         self._process.start()
 
     @property
@@ -60,22 +60,24 @@ class Worker:
         self._output_path.unlink()
 
 
-def start_workers(module: str, process_count: int, *arguments: object) -> list[Worker]:
-    """Start a module in some processes, with arguments."""
+@contextlib.contextmanager
+def started_workers(process_count: int, *arguments: object) -> Iterator[list[Worker]]:
+    """Have some processes do a task, with arguments."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     environment = {"WORLD_SIZE": str(process_count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    return [
-        Worker(module, [str(argument) for argument in arguments], environment | {"RANK": str(rank)})
-        for rank in range(process_count)
-    ]
-
-
-def run_workers(module: str, process_count: int, *arguments: object) -> None:
-    """Run a module in some processes, with arguments. One that fails ends the others."""
-    workers = start_workers(module, process_count, *arguments)
-    deadline = time.monotonic() + 300
+    workers = [Worker(list(map(str, arguments)), environment | {"RANK": str(rank)}) for rank in range(process_count)]
     try:
+        yield workers
+    finally:
+        for worker in workers:
+            worker.end()
+
+
+def run_workers(process_count: int, *arguments: object) -> None:
+    """Have some processes do a task to its end. One that fails ends the others."""
+    deadline = time.monotonic() + 300
+    with started_workers(process_count, *arguments) as workers:
         while any(worker.exit_status is None for worker in workers) and time.monotonic() < deadline:
             if any(worker.exit_status for worker in workers):
                 # The others may say who is lost.
@@ -83,23 +85,19 @@ def run_workers(module: str, process_count: int, *arguments: object) -> None:
             time.sleep(_POLL_SECONDS)
         statuses = [worker.exit_status for worker in workers]
         assert statuses == [0] * process_count, "\n".join(worker.output for worker in workers)
-    finally:
-        for worker in workers:
-            worker.end()
 
 
-def _run(module: str, arguments: list[str], environment: dict[str, str], output_path: str) -> None:
-    """What a process does: as ``python -m module arguments``, but for what is imported already."""
+def _run(arguments: list[str], environment: dict[str, str], output_path: str) -> None:
+    """What a process does: as ``python -m tests.train.worker``, but for what is imported already."""
     output = os.open(output_path, os.O_WRONLY | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.environ.update(environment)
-    sys.argv = [module, *arguments]
+    sys.argv = ["worker", *arguments]
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    torch.set_num_threads(1)
     status = 0
     try:
-        importlib.import_module(module).main()
+        importlib.import_module("tests.train.worker").main()
     except Exception as error:  # noqa: BLE001 - as the interpreter does
         sys.last_value = error
         traceback.print_exc()

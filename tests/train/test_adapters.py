@@ -1,20 +1,17 @@
 """Adapters in the modules of stages, in the place of frozen weights: trained, checkpointed, merged and saved."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed import HashStore  # type: ignore[attr-defined] # public, and not in its type hints
 
 import stagepack
 from stagepack.errors import OptionError
 from stagepack_loaders.train.training import Training
-from tests.train import mode_models
-from tests.train.layer_models import LAYERS, LayerModel, export_layers
+from tests.train.models import LAYERS, LayerModel, export_layers, noisy_batch
 
-pytestmark = pytest.mark.xdist_group("train")
+pytestmark = [pytest.mark.xdist_group("train"), pytest.mark.usefixtures("one_process")]
 
 
 class Adapter(torch.nn.Module):
@@ -47,14 +44,6 @@ def add_adapters(layers: Any) -> None:
             layer.first = Adapter(layer.first, seed=int(name))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_process() -> Iterator[None]:
-    """A process group of this process."""
-    torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
 def adapted_training(bundle: Path) -> Training:
     training = stagepack.train(
         bundle, torch.nn.functional.mse_loss, microbatches=2, schedule="looped-bfs", modules=True
@@ -78,7 +67,7 @@ def test_adapters_are_trained_and_merged(tmp_path: Path) -> None:
         torch.optim.AdamW(trainable, lr=0.01),
     ]
     for step in range(3):
-        x, target = mode_models.batch(step)
+        (x,), target = noisy_batch(step)
         loss = training.step(x, target=target)
         expected = torch.nn.functional.mse_loss(model(x), target)
         expected.backward()
@@ -96,13 +85,13 @@ def test_adapters_are_trained_and_merged(tmp_path: Path) -> None:
             if isinstance(layer.first, Adapter):
                 layer.first = layer.first.merged()
     saved = stagepack.load(stagepack.save(training, out=tmp_path / "trained.stagepack"))
-    x, _ = mode_models.batch(9)
+    (x,), _ = noisy_batch(9)
     torch.testing.assert_close(saved(x), model(x), rtol=1e-9, atol=1e-12)
 
 
 def test_parameters_that_were_frozen_at_the_export(tmp_path: Path) -> None:
     model = LayerModel(8, 0.0).double().requires_grad_(requires_grad=False)
-    x, target = mode_models.batch(0)
+    (x,), target = noisy_batch(0)
     stagepack.export(model, (x,), out=tmp_path / "m.stagepack", stages=2)
     training = adapted_training(tmp_path / "m.stagepack")
     training.step(torch.cat([x, x]), target=torch.cat([target, target]))

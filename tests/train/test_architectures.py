@@ -11,17 +11,19 @@ from torch.utils import _pytree as pytree
 
 import stagepack
 from stagepack.partition.cut_options import WeightSharing
-from tests.train.batch_files import Batch, read_batch, write_batch
 from tests.train.batches import (
-    LEARNING_RATE,
+    Batch,
     Reference,
     build_model,
     is_single,
     joined,
     make_targets,
     microbatches_of,
+    new_optimizer,
     precision,
+    read_batch,
     reference_step,
+    write_batch,
 )
 from tests.train.processes import run_workers
 from tests.zoo.case import Case
@@ -48,8 +50,8 @@ ARCHITECTURES = named(
     "vision-swin",
     "multimodal-clip",
 )
-IN_TWO_PROCESSES = ("2:gpipe", "2:1f1b", "4:interleaved-1f1b")
-IN_FOUR_PROCESSES = ("4:gpipe", "4:1f1b")
+# By the number of processes.
+RUNS = {2: ("2:gpipe", "2:1f1b", "4:interleaved-1f1b"), 4: ("4:gpipe", "4:1f1b")}
 STEPS = 10
 
 
@@ -78,7 +80,7 @@ def prepare(case: Case, folder: Path, *, shared: WeightSharing = "replicate", st
             allow_ops=[case.operators.partition(".")[0]],
         )
         stagepack.recut(two, out=folder / "4.stagepack", stages=4, shared=shared)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+        optimizer = new_optimizer(model.parameters())
         references = []
         for number in range(steps):
             microbatches = microbatches_of(inputs, number)
@@ -90,11 +92,6 @@ def prepare(case: Case, folder: Path, *, shared: WeightSharing = "replicate", st
             optimizer.step()
             optimizer.zero_grad()
     return Trained(case=case, model=model, references=references)
-
-
-def train(trained: Trained, folder: Path, process_count: int, runs: Sequence[str]) -> None:
-    """Train in some processes."""
-    run_workers("tests.train.architecture_worker", process_count, folder, trained.case.operators, *runs)
 
 
 def assert_same(trained: Trained, folder: Path, process_count: int, run: str) -> None:
@@ -126,7 +123,7 @@ def check(
 ) -> None:
     """Assert that the first step of some runs is that of one process."""
     trained = prepare(case, folder, shared=shared)
-    train(trained, folder, process_count, runs)
+    run_workers(process_count, "architecture", folder, case.operators, *runs)
     for run in runs:
         assert_same(trained, folder, process_count, run)
 
@@ -147,14 +144,9 @@ def test_small_models(case: Case, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ARCHITECTURES, ids=name_of)
-def test_two_processes(case: Case, tmp_path: Path) -> None:
-    check(case, tmp_path, 2, IN_TWO_PROCESSES)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", ARCHITECTURES, ids=name_of)
-def test_four_processes(case: Case, tmp_path: Path) -> None:
-    check(case, tmp_path, 4, IN_FOUR_PROCESSES)
+@pytest.mark.parametrize("process_count", RUNS)
+def test_architectures(case: Case, process_count: int, tmp_path: Path) -> None:
+    check(case, tmp_path, process_count, RUNS[process_count])
 
 
 @pytest.mark.slow
@@ -162,7 +154,7 @@ def test_four_processes(case: Case, tmp_path: Path) -> None:
 @pytest.mark.parametrize("shared", ["replicate", "transmit"])
 def test_ten_steps(case: Case, shared: WeightSharing, tmp_path: Path) -> None:
     trained = prepare(case, tmp_path, shared=shared, steps=STEPS)
-    train(trained, tmp_path, 4, ("4:1f1b:steps",))
+    run_workers(4, "architecture", tmp_path, case.operators, "4:1f1b:steps")
     assert_same(trained, tmp_path, 4, "4:1f1b")
     assert_the_saved_bundle_answers_as_the_trained_model(trained, tmp_path, 4)
 

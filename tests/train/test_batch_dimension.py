@@ -1,28 +1,21 @@
 """What is cut into microbatches is a dimension along which the model keeps rows apart, or the one that the caller names."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed import HashStore  # type: ignore[attr-defined] # public, and not in its type hints
 from torch.export import Dim
 
 import stagepack
 from stagepack.errors import InputError, MicrobatchWarning, OptionError
 from stagepack.format.reader import Bundle
 
+pytestmark = pytest.mark.usefixtures("one_process")
+
 TIME, BATCH = Dim("time", min=1, max=64), Dim("batch", min=1, max=64)
 X = torch.randn(8, 4, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_process() -> Iterator[None]:
-    """A process group of this process."""
-    torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
 
 
 class Called(torch.nn.Module):

@@ -1,23 +1,15 @@
 """What crosses between stages keeps its gradient, and its numbers."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed import HashStore  # type: ignore[attr-defined] # public, and not in its type hints
 
 import stagepack
 from stagepack.errors import MicrobatchWarning
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_process() -> Iterator[None]:
-    """A process group of this process."""
-    torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_process")
 
 
 class WritesAView(torch.nn.Module):

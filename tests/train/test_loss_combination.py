@@ -1,18 +1,19 @@
 """The loss of a batch is the one of one process, or refused with what to write instead."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed import HashStore  # type: ignore[attr-defined] # public, and not in its type hints
 from torch.nn import functional
 
 import stagepack
 from stagepack.errors import OptionError
 from stagepack.format.reader import Bundle
 from stagepack_loaders.train.training import Training
+
+pytestmark = pytest.mark.usefixtures("one_process")
 
 CLASSES = 5
 WEIGHTS = torch.linspace(0.1, 2, CLASSES, dtype=torch.float64)
@@ -22,14 +23,6 @@ LABELS = torch.randint(0, CLASSES, (8, 6), generator=GENERATOR)
 # Microbatches of two rows have 12, 5, 12 and 8 labels.
 UNEQUAL = LABELS.masked_fill(torch.arange(6) >= torch.tensor([6, 6, 3, 2, 6, 6, 5, 3])[:, None], -100)
 EQUAL = LABELS.masked_fill(torch.tensor([[False] * 5 + [True]] * 8), -100)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_process() -> Iterator[None]:
-    """A process group of this process."""
-    torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
 
 
 class Classifier(torch.nn.Module):

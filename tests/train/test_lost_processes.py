@@ -1,59 +1,63 @@
-"""A process that is killed, stopped or fails is named by all others, which do not wait for it."""
+"""A process that is killed, stopped or fails is named by all others, which do not wait for it; also while training starts."""
 
+import itertools
 import signal
 import socket
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from tests.train.models import export_model
-from tests.train.processes import Worker, start_workers
+from tests.train.models import TIED
+from tests.train.processes import started_workers
+from tests.train.worker import MOMENTS
 
 pytestmark = pytest.mark.xdist_group("train")
 
 _LIMIT_SECONDS = 10.0
+# Before that, nothing says that a process will ever come.
+OWN_GROUP = [moment for moment in MOMENTS if moment != "open_for_loading"]
+GIVEN_GROUP = [moment for moment in MOMENTS if moment != "init_process_group"]
 
 
-@contextmanager
-def running(bundle: Path, process_count: int, pause: float) -> Iterator[list[Worker]]:
-    """Processes that train, each after its first steps."""
-    workers = start_workers("tests.train.lost_worker", process_count, bundle, pause)
-    try:
+@pytest.fixture(scope="module")
+def bundles(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model in two, three and four stages."""
+    path = tmp_path_factory.mktemp("lost")
+    for stage_count in (2, 3, 4):
+        TIED.export(path / f"{stage_count}.stagepack", stages=stage_count)
+    return path
+
+
+def text_of_loss(lost_rank: int) -> str:
+    return f"process {lost_rank} on {socket.gethostname()}, which runs stage {lost_rank}, is lost"
+
+
+def check_loss(folder: Path, process_count: int, lost_rank: int, signal_number: int, pause: float) -> None:
+    with started_workers(process_count, "lose", folder / f"{process_count}.stagepack", pause) as workers:
         for worker in workers:
             worker.wait_for_line("stepped")
-        yield workers
-    finally:
-        for worker in workers:
-            worker.end()
-
-
-def check_loss(bundle: Path, process_count: int, lost_rank: int, signal_number: int, pause: float) -> None:
-    with running(bundle, process_count, pause) as workers:
         workers[lost_rank].send_signal(signal_number)
         start = time.monotonic()
         for rank, worker in enumerate(workers):
             if rank != lost_rank:
-                line = worker.wait_for_line("LOST", "stagepack:")
-                assert f"process {lost_rank} on {socket.gethostname()}, which runs stage {lost_rank}, is lost" in line
+                assert text_of_loss(lost_rank) in worker.wait_for_line("LOST", "stagepack:")
                 assert time.monotonic() - start < _LIMIT_SECONDS
         if signal_number == signal.SIGSTOP:
             workers[lost_rank].send_signal(signal.SIGCONT)
 
 
-@pytest.fixture(scope="module")
-def bundles(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model in two and four stages."""
-    path = tmp_path_factory.mktemp("lost")
-    for stage_count in (2, 4):
-        export_model(path / f"{stage_count}.stagepack", stage_count)
-    return path
+def check_loss_at_start(folder: Path, moment: str, lost_rank: int, *, has_group: bool) -> None:
+    with started_workers(3, "lose-start", folder / "3.stagepack", lost_rank, moment, has_group) as workers:
+        for rank, worker in enumerate(workers):
+            if rank != lost_rank:
+                line = worker.wait_for_line("LOST", "OTHER", "RAW", "stagepack:", seconds=60)
+                # The machine of process 0 has a name since the launcher says it, before the process itself does.
+                assert text_of_loss(lost_rank) in line.replace("127.0.0.1", socket.gethostname()), line
 
 
 def test_a_killed_process(bundles: Path) -> None:
-    check_loss(bundles / "2.stagepack", 2, 1, signal.SIGKILL, 0.0)
+    check_loss(bundles, 2, 1, signal.SIGKILL, 0.0)
 
 
 @pytest.mark.slow
@@ -61,4 +65,29 @@ def test_a_killed_process(bundles: Path) -> None:
 @pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 @pytest.mark.parametrize("lost_rank", range(4))
 def test_each_of_four_processes(bundles: Path, lost_rank: int, signal_number: int, pause: float) -> None:
-    check_loss(bundles / "4.stagepack", 4, lost_rank, signal_number, pause)
+    check_loss(bundles, 4, lost_rank, signal_number, pause)
+
+
+@pytest.mark.parametrize(
+    ("moment", "lost_rank", "has_group"),
+    [
+        ("open_for_loading", 0, True),
+        ("init_process_group", 1, False),
+        ("check_identities", 0, True),
+        ("ProcessGroup", 2, True),
+        ("prepare_placed", 1, False),
+    ],
+)
+def test_a_process_that_is_lost_while_training_starts(
+    bundles: Path, moment: str, lost_rank: int, has_group: bool
+) -> None:
+    check_loss_at_start(bundles, moment, lost_rank, has_group=has_group)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("has_group", "moment"), [*itertools.product([False], OWN_GROUP), *itertools.product([True], GIVEN_GROUP)]
+)
+@pytest.mark.parametrize("lost_rank", range(3))
+def test_each_process_at_each_moment_of_the_start(bundles: Path, moment: str, lost_rank: int, has_group: bool) -> None:
+    check_loss_at_start(bundles, moment, lost_rank, has_group=has_group)

@@ -3,29 +3,18 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch.distributed import HashStore  # type: ignore[attr-defined] # public, and not in its type hints
 
 import stagepack
 from stagepack.errors import OptionError
-from stagepack_loaders.train.pipeline_module import Recompute
-from tests.train import mode_models
-from tests.train.layer_models import LayerModel, export_layers
+from stagepack_loaders.train.options import Recompute
+from tests.train.models import NOISY, Call, LayerModel, export_layers, mean_square, noisy_batch
 
-pytestmark = pytest.mark.xdist_group("train")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_process() -> Iterator[None]:
-    """A process group of this process."""
-    torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
+pytestmark = [pytest.mark.xdist_group("train"), pytest.mark.usefixtures("one_process")]
 
 
 @pytest.fixture(scope="module")
@@ -33,20 +22,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of equal layers with dropout, and one with batch norms."""
     path = tmp_path_factory.mktemp("memory")
     export_layers(path / "layers.stagepack", width=8)
-    mode_models.export_model(path / "norms.stagepack", 2)
+    NOISY.export(path / "norms.stagepack", stages=2)
     return path
 
 
-def mean_square(result: Any, target: Any) -> torch.Tensor:
-    return torch.nn.functional.mse_loss(result, target)
-
-
-def run(
-    bundle: Path, batches: list[tuple[torch.Tensor, torch.Tensor]], recompute: Recompute = None
-) -> dict[str, torch.Tensor]:
+def run(bundle: Path, batches: Sequence[Call], recompute: Recompute = None) -> dict[str, torch.Tensor]:
     """The losses and gradients of some steps."""
     training = stagepack.train(bundle, mean_square, microbatches=2, schedule="looped-bfs", recompute=recompute)
-    losses = [training.step(x, target=target) for x, target in batches]
+    losses = [training.step(*args, target=target) for args, target in batches]
     weights = {name: weight.clone() for name, weight in training.own_weights()}
     gradients = {f"gradient of {name}": p.grad for name, p in training.named_parameters() if p.grad is not None}
     return weights | gradients | {"losses": torch.stack(losses)}
@@ -57,7 +40,7 @@ def run(
 @pytest.mark.parametrize("bundle_name", ["layers", "norms"])
 def test_recomputed_values_give_the_same_bits(folder: Path, bundle_name: str, recompute: Recompute) -> None:
     bundle = folder / f"{bundle_name}.stagepack"
-    batches = [mode_models.batch(number) for number in range(2)]
+    batches = [noisy_batch(number) for number in range(2)]
     expected, found = run(bundle, batches), run(bundle, batches, recompute=recompute)
     assert expected.keys() == found.keys()
     for name, tensor in expected.items():
@@ -76,7 +59,7 @@ def test_recomputed_values_need_no_memory(tmp_path: Path) -> None:
     export_layers(tmp_path / "layers.stagepack", width=256)
 
     def peak_bytes(recompute: str) -> int:
-        command = [sys.executable, "-m", "tests.train.layer_models", str(tmp_path / "layers.stagepack"), recompute]
+        command = [sys.executable, "-m", "tests.train.worker", "memory", str(tmp_path / "layers.stagepack"), recompute]
         # glibc would keep the memory of freed tensors for smaller ones.
         environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "1000000"}
         return int(subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout)
@@ -89,10 +72,11 @@ def test_recomputed_values_need_no_memory(tmp_path: Path) -> None:
 
 def test_autocast_reaches_the_stages_and_follows_the_boundary_contract(tmp_path: Path) -> None:
     export_layers(tmp_path / "m.stagepack", width=8, dtype=torch.float32, dropout=0.0)
-    x, target = (tensor.float() for tensor in mode_models.batch(0))
+    (x,), target = noisy_batch(0)
+    x, target = x.float(), target.float()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = run(tmp_path / "m.stagepack", [(x, target)])
-    exact = run(tmp_path / "m.stagepack", [(x, target)])
+        found = run(tmp_path / "m.stagepack", [((x,), target)])
+    exact = run(tmp_path / "m.stagepack", [((x,), target)])
     model = LayerModel(8, 0.0)
     with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
         loss = sum(
@@ -110,10 +94,10 @@ def test_autocast_reaches_the_stages_and_follows_the_boundary_contract(tmp_path:
 
 def test_bfloat16_and_the_gradients_of_several_steps(tmp_path: Path) -> None:
     export_layers(tmp_path / "m.stagepack", width=8, dtype=torch.bfloat16, dropout=0.0)
-    batches = [(x.bfloat16(), target.bfloat16()) for x, target in map(mode_models.batch, range(2))]
+    batches = [((x.bfloat16(),), target.bfloat16()) for (x,), target in map(noisy_batch, range(2))]
     found = run(tmp_path / "m.stagepack", batches)
     model = LayerModel(8, 0.0).bfloat16()
-    for x, target in batches:
+    for (x,), target in batches:
         for part, goal in zip(x.chunk(2), target.chunk(2), strict=True):
             (mean_square(model(part), goal) / 2).backward()
     for name, parameter in model.named_parameters():

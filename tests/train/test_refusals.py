@@ -1,67 +1,56 @@
 """What cannot be trained is refused with the reason."""
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch.distributed import HashStore  # type: ignore[attr-defined] # public, and not in its type hints
 
 import stagepack
 from stagepack.errors import CaptureError, InputError, OptionError, OutputExistsError
 from stagepack.format.reader import Bundle
-from stagepack_loaders.train.loss import CallInputs, fingerprint_of
-from stagepack_loaders.train.pipeline_module import find_boundaries, find_differentiable
+from stagepack_loaders.train.boundaries import find_boundaries
+from stagepack_loaders.train.microbatches import CallInputs, fingerprint_of
 from stagepack_loaders.train.schedules import place_stages_for
 from stagepack_loaders.train.training import Training
-from tests.train.models import batch, export_model, loss_of
-
-
-@pytest.fixture(scope="module")
-def one_process() -> Iterator[None]:
-    """A process group of this process."""
-    store = HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
+from tests.train.models import TIED
 
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     """The model in four stages."""
-    return export_model(tmp_path_factory.mktemp("bundle") / "4.stagepack", 4)
+    return TIED.export(tmp_path_factory.mktemp("bundle") / "4.stagepack", stages=4)
 
 
 @pytest.fixture
 def training(one_process: None, bundle: Bundle) -> Training:
     """All stages in this process."""
-    return stagepack.train(bundle, loss_of, microbatches=4, schedule="looped-bfs")
+    return stagepack.train(bundle, TIED.loss, microbatches=4, schedule="looped-bfs")
 
 
 def test_a_name_that_exists_is_refused_before_the_first_step(one_process: None, bundle: Bundle, tmp_path: Path) -> None:
     out = tmp_path / "trained.stagepack"
-    training = stagepack.train(bundle, loss_of, microbatches=4, schedule="looped-bfs", out=out)
+    training = stagepack.train(bundle, TIED.loss, microbatches=4, schedule="looped-bfs", out=out)
     assert stagepack.save(training).path == out
     with pytest.raises(OutputExistsError, match="in Python overwrite=True"):
-        stagepack.train(bundle, loss_of, microbatches=4, schedule="looped-bfs", out=out)
+        stagepack.train(bundle, TIED.loss, microbatches=4, schedule="looped-bfs", out=out)
     with pytest.raises(OutputExistsError):
         stagepack.save(training)
     assert stagepack.save(training, overwrite=True).digest == Bundle(out).digest
 
 
 def test_skips_pass_through_the_stages_between(bundle: Bundle) -> None:
-    boundaries = find_boundaries(bundle.entry_point)
+    boundaries = find_boundaries(bundle)
     names = [{edge.name for edge in boundary.sent} for boundary in boundaries]
     (skip,) = names[0] & names[1] & names[2]
     assert {edge.name for edge in boundaries[3].received} == names[2]
-    assert skip in find_differentiable(bundle)
+    assert skip in boundaries[0].differentiable
     assert all(len(boundary.model_inputs) >= 2 for boundary in boundaries[1:3])
 
 
 def test_a_batch_that_does_not_divide(training: Training) -> None:
-    args, target = batch(0)
+    args, target = TIED.batch(0, 8)
     with pytest.raises(InputError, match=r"ids: expected a multiple of 4 rows, .* found 7"):
         training.step(*(arg[:7] if arg.dim() > 1 else arg for arg in args), target=target)
     with pytest.raises(
@@ -97,7 +86,7 @@ def test_targets(one_process: None, tmp_path: Path) -> None:
 
 
 def test_losses_that_are_no_scalar(one_process: None, bundle: Bundle) -> None:
-    args, target = batch(0)
+    args, target = TIED.batch(0, 8)
     results: dict[str, Any] = {
         "a tensor of shape (16,)": lambda result, _: result["mean"].mean(1).repeat(4),
         "float": lambda *_: 1.0,
@@ -110,13 +99,13 @@ def test_losses_that_are_no_scalar(one_process: None, bundle: Bundle) -> None:
 
 def test_stages_and_processes_that_do_not_fit_a_schedule(one_process: None, bundle: Bundle) -> None:
     with pytest.raises(OptionError, match="'1f1b' runs one stage in each process: expected 4 processes, found 1"):
-        stagepack.train(bundle, loss_of, microbatches=4)
+        stagepack.train(bundle, TIED.loss, microbatches=4)
     with pytest.raises(OptionError, match="two stages in each process: expected 2 processes, found 3"):
         place_stages_for("zbv-zero-bubble", 4, 3)
     with pytest.raises(OptionError, match="4 stages do not divide into 3"):
         place_stages_for("looped-bfs", 4, 3)
     with pytest.raises(OptionError, match=r"expected one of 'gpipe', .* found 'fast'"):
-        stagepack.train(bundle, loss_of, microbatches=4, schedule="fast")
+        stagepack.train(bundle, TIED.loss, microbatches=4, schedule="fast")
 
 
 class Selection(torch.nn.Module):

@@ -1,30 +1,182 @@
-"""The loss of a microbatch: the function of the caller, given the result of the model in its containers and a part of the target.
+"""The loss of a batch: the shares of its microbatches, and whether they add up to what one process computes.
 
-- The loss of a step, which the process of the last stage sends to the others of its pipeline.
-- Cut the inputs of a call into microbatches of equal size.
+The mean of the losses of microbatches is not the loss of their batch where that is a sum, is a mean over numbers of elements that differ
+(`ignore_index`, weights, masks), or compares rows with each other. That may differ from batch to batch, so each step is checked.
 """
 
-import zlib
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from enum import IntEnum
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed
 from torch.distributed import ProcessGroup
 
 from stagepack.errors import InputError, OptionError
-from stagepack.format.contract import BoundArgument, check_values
 from stagepack.format.dtypes import SCALAR_DTYPES
-from stagepack.format.manifest import Edge, EntryPoint
+from stagepack.format.manifest import Edge
 from stagepack.format.tree import ConstantLeaf, NonFiniteLeaf, Tree, ValueLeaf, constant_value, unflatten_tree
-from stagepack_loaders.train.batch_dimension import BatchDimensions
-from stagepack_loaders.train.loss_combination import Deviation, LossCombination, Reduction, check_deviation
-from stagepack_loaders.train.targets import Target
+from stagepack_loaders.train.microbatches import Target
+from stagepack_loaders.train.options import TrainingOptions
 
-# The loss of a microbatch, of the result of the model and the target.
-Loss = Callable[[Any, Any], torch.Tensor]
 _TAG = 2  # of losses; schedules use 0, gradients of shared parameters 1
+# Of rounding, for sums in another order. Losses that differ by more have their gradients compared, which do not cancel.
+_ROUNDINGS = 16
+_DEFINES = "or give loss_reduction='mean' to train with the mean of the losses of microbatches"
+
+
+class Deviation(IntEnum):
+    """How the loss of two microbatches together differs from the mean of theirs; a number, so that processes can tell each other."""
+
+    NONE = 0
+    SUM = 1
+    UNEQUAL = 2
+    RESULT = 3
+    FAILED = 4
+
+
+_TEXTS = {
+    Deviation.SUM: "it is their sum: give loss_reduction='sum', or return a mean",
+    Deviation.UNEQUAL: (
+        "it is a mean over numbers of elements that differ, as with ignore_index, weights or masks, compares rows with each other, or "
+        "draws random numbers: "
+        "return the sum divided by the number of all elements of the batch, which is a tensor without dimensions in the target, and give "
+        f"loss_reduction='sum'; {_DEFINES}"
+    ),
+    Deviation.RESULT: (
+        "it uses a result without a batch dimension, which the model computes from all rows of a microbatch: compute the loss from results "
+        f"that have rows, {_DEFINES}"
+    ),
+    Deviation.FAILED: f"it cannot be computed for two microbatches together: compute it for any number of rows, {_DEFINES}",
+}
+
+
+class _Microbatch(NamedTuple):
+    """A microbatch whose loss is known; nothing has a gradient function."""
+
+    results: tuple[torch.Tensor, ...]
+    target: Any
+    loss: torch.Tensor
+
+
+class LossCombination:
+    """Compares the loss of each two microbatches in a row with that of both together.
+
+    The results of one microbatch are kept meanwhile, and not those of all, which may need much memory.
+
+    Attributes:
+        deviation: what was found in this step.
+    """
+
+    def __init__(
+        self,
+        loss: Callable[[tuple[torch.Tensor, ...], Any], torch.Tensor],
+        dimensions: Sequence[int | None],
+        *,
+        is_checked: bool,
+    ) -> None:
+        self._loss = loss
+        self._dimensions = dimensions
+        self._is_checked = is_checked
+        self._target: Any = None
+        self._previous: _Microbatch | None = None
+        self.deviation = Deviation.NONE
+
+    def begin(self, target: Target) -> None:
+        """Begin a step."""
+        self._target = target
+        self._previous = None
+        self.deviation = Deviation.NONE
+
+    def add(self, index: int, results: tuple[torch.Tensor, ...], loss: torch.Tensor) -> None:
+        """Compare a microbatch with the one before it."""
+        if not self._is_checked or self.deviation:
+            return
+        target = self._target.part(index, index + 1)
+        microbatch = _Microbatch(tuple(result.detach() for result in results), target, loss.detach())
+        if self._previous is not None:
+            self.deviation = self._tried(self._previous, microbatch, self._target.part(index - 1, index + 1))
+        self._previous = None if self.deviation else microbatch
+
+    def _tried(self, first: _Microbatch, second: _Microbatch, target: Any) -> Deviation:
+        devices = {result.device for result in second.results if result.device.type != "cpu"}
+        device_type = next((device.type for device in devices), "cuda")
+        # The function of the caller may draw random numbers.
+        with torch.random.fork_rng(list(devices), device_type=device_type):
+            try:
+                return self._compare(first, second, target)
+            except Exception:  # noqa: BLE001 - whatever the function of the caller raises
+                return Deviation.FAILED
+
+    def _compare(self, first: _Microbatch, second: _Microbatch, target: Any) -> Deviation:
+        with torch.no_grad():
+            joint_loss = self._loss(self._joined(first.results, second.results), target)
+        losses = torch.stack([loss.double().cpu() for loss in (first.loss, second.loss, joint_loss)])
+        rounding = _ROUNDINGS * _epsilon(joint_loss) * losses[losses.isfinite()].abs().sum()
+        mean = losses[:2].mean()
+        if torch.isclose(losses[2], mean, rtol=0, atol=float(rounding), equal_nan=True):
+            return Deviation.NONE
+        if torch.isclose(losses[2], 2 * mean, rtol=0, atol=float(rounding)):
+            return Deviation.SUM
+        if losses.isfinite().all() and self._has_equal_gradients(first, second, target):
+            return Deviation.NONE
+        has_unknown_result = None in self._dimensions and losses[2].isnan() and losses[:2].isfinite().all()
+        return Deviation.RESULT if has_unknown_result else Deviation.UNEQUAL
+
+    def _joined(self, first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """The results of two microbatches together."""
+        columns = zip(first, second, self._dimensions, strict=True)
+        return tuple(_join(first_result, second_result, dim) for first_result, second_result, dim in columns)
+
+    def _has_equal_gradients(self, first: _Microbatch, second: _Microbatch, target: Any) -> bool:
+        """Whether rows get the same gradients together as from the mean of two losses, where the losses themselves are rounding only.
+
+        A loss of terms that cancel, such as the divergence of two equal distributions, is larger in rounding than in value.
+        """
+        microbatches = first, second
+        with torch.enable_grad():
+            leaves = [tuple(_leaf(result) for result in microbatch.results) for microbatch in microbatches]
+            losses = [self._loss(*pair) for pair in zip(leaves, (first.target, second.target), strict=True)]
+            together = self._loss(self._joined(*leaves), target)
+            inputs = [leaf for results in leaves for leaf in results if leaf.requires_grad]
+            expected_gradients, joint_gradients = (
+                torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)
+                for loss in (torch.stack(losses).mean(), together)
+            )
+        return all(
+            _norm(ours - theirs) <= _ROUNDINGS * _epsilon(theirs) * _norm(theirs)
+            for ours, theirs in zip(joint_gradients, expected_gradients, strict=True)
+        )
+
+
+def _join(first: torch.Tensor, second: torch.Tensor, dimension: int | None) -> torch.Tensor:
+    """A result of two microbatches together. One without rows is not known if it differs: NaN says whether the loss uses it."""
+    if dimension is not None:
+        return torch.cat([first, second], dimension)
+    is_known = torch.equal(first, second) or not (second.is_floating_point() or second.is_complex())
+    return second if is_known else torch.full_like(second, torch.nan)
+
+
+def _leaf(result: torch.Tensor) -> torch.Tensor:
+    leaf = result.detach()
+    return leaf.requires_grad_(leaf.is_floating_point() or leaf.is_complex())
+
+
+def _norm(tensor: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor, dtype=torch.complex128 if tensor.is_complex() else torch.float64))
+
+
+def _epsilon(tensor: torch.Tensor) -> float:
+    return torch.finfo(tensor.dtype).eps
+
+
+def check_deviation(deviation: Deviation) -> None:
+    """Refuse a loss whose mean over microbatches is not that of the batch."""
+    if deviation:
+        raise OptionError(
+            f"loss: the loss of a batch is not the mean of those of its microbatches: {_TEXTS[deviation]}. The gradients of this step are "
+            "not those of one process"
+        )
 
 
 class MicrobatchLoss:
@@ -35,34 +187,24 @@ class MicrobatchLoss:
         combination: whether the loss of the batch is what the shares add up to.
     """
 
-    def __init__(
-        self,
-        loss: Loss,
-        result: Tree,
-        edges: Mapping[str, Edge],
-        types: Collection[type],
-        *,
-        microbatches: int,
-        reduction: Reduction | None,
-        dimensions: BatchDimensions,
-    ) -> None:
-        self._loss = loss
+    def __init__(self, result: Tree, edges: Mapping[str, Edge], options: TrainingOptions) -> None:
         self._result = result
         self._names = list(edges)
         self._scalar_names = {edge.name for edge in edges.values() if edge.dtype in SCALAR_DTYPES}
-        self._types = types
-        self._microbatches = microbatches
-        self._divisor = 1 if reduction == "sum" else microbatches
-        self._dimensions = dimensions
+        self._options = options
+        self._divisor = 1 if options.loss_reduction == "sum" else options.microbatches
         self._target = Target(None, 1, 0, ())
         self.combination = LossCombination(
-            self._call, [dimensions.results.get(edge_name) for edge_name in edges], is_checked=reduction is None
+            self._call,
+            [options.dimensions.results.get(edge_name) for edge_name in edges],
+            is_checked=options.loss_reduction is None,
         )
         self.losses: list[torch.Tensor] = []
 
     def begin(self, target: Any, batch_size: int) -> None:
         """Begin a step."""
-        self._target = Target(target, self._microbatches, batch_size, self._dimensions.target_dimensions)
+        dimensions = self._options.dimensions.target_dimensions
+        self._target = Target(target, self._options.microbatches, batch_size, dimensions)
         self.losses = []
         self.combination.begin(self._target)
 
@@ -79,7 +221,7 @@ class MicrobatchLoss:
 
     def _call(self, results: tuple[torch.Tensor, ...], target: Any) -> torch.Tensor:
         try:
-            loss = self._loss(self._unflattened(results), target)
+            loss = self._options.loss(self._unflattened(results), target)
         except Exception as error:
             if target is None:
                 error.add_note("training.step was called without a target: pass target= if the loss needs one")
@@ -101,84 +243,7 @@ class MicrobatchLoss:
         def leaf_value(leaf: ValueLeaf | ConstantLeaf | NonFiniteLeaf) -> Any:
             return result_values[leaf.name] if isinstance(leaf, ValueLeaf) else constant_value(leaf)
 
-        return unflatten_tree(self._result, leaf_value, self._types)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CallInputs:
-    """The inputs of a call, for a schedule that cuts the first dimension of every tensor.
-
-    Attributes:
-        values: the inputs by name, tensors with a new first dimension, of the microbatches.
-        replicated: those that are the same for each microbatch.
-        batch_size: the number of rows of all microbatches.
-        sizes: the sizes of the symbols in each microbatch.
-    """
-
-    values: Mapping[str, Any]
-    replicated: frozenset[str]
-    batch_size: int
-    sizes: Mapping[str, int]
-
-
-def cut_inputs(
-    entry_point: EntryPoint,
-    arguments: Mapping[str, BoundArgument],
-    dimensions: BatchDimensions,
-    microbatch_count: int,
-) -> CallInputs:
-    """Return the inputs of a call for a number of microbatches."""
-    values: dict[str, Any] = {}
-    microbatch: dict[str, BoundArgument] = {}
-    replicated: set[str] = set()
-    batch: tuple[str, int] | None = None
-    for edge in entry_point.inputs:
-        argument = arguments[edge.name]
-        value = argument.value
-        if isinstance(value, torch.Tensor):
-            if value.requires_grad:
-                raise InputError(
-                    f"{argument.location}: a step computes the gradients of parameters only, found a tensor that requires gradients: give "
-                    "it detached"
-                )
-            dimension = _cut_dimension(edge, value, dimensions, microbatch_count)
-            if dimension is None:
-                replicated.add(edge.name)
-                value = value.expand(microbatch_count, *value.shape)
-            else:
-                batch = _checked_batch(batch, argument.location, value.shape[dimension], microbatch_count)
-                value = value.unflatten(dimension, (microbatch_count, batch[1] // microbatch_count)).movedim(
-                    dimension, 0
-                )
-        values[edge.name] = value
-        microbatch[edge.name] = BoundArgument(argument.location, value[0] if isinstance(value, torch.Tensor) else value)
-    if batch is None and microbatch_count > 1:
-        raise InputError(
-            f"expected inputs that are {microbatch_count} times as large as in the bundle, in the dimension of the batch, found none"
-        )
-    sizes = check_values(entry_point.inputs, microbatch, entry_point.symbols, entry_point.guards)
-    return CallInputs(values=values, replicated=frozenset(replicated), batch_size=batch[1] if batch else 0, sizes=sizes)
-
-
-def _cut_dimension(edge: Edge, value: torch.Tensor, dimensions: BatchDimensions, microbatch_count: int) -> int | None:
-    """The dimension in which an input is cut."""
-    dimension = dimensions.inputs.get(edge.name)
-    if dimension is None or dimension >= value.dim():
-        return None
-    # Of a fixed size, the size of the argument says whether it is a batch of several microbatches.
-    return None if dimensions.size == value.shape[dimension] and microbatch_count > 1 else dimension
-
-
-def _checked_batch(batch: tuple[str, int] | None, location: str, size: int, microbatch_count: int) -> tuple[str, int]:
-    """The batch size, with the location of the argument that has it."""
-    if batch is not None and size != batch[1]:
-        raise InputError(f"{location}: expected {batch[1]} rows, the size of the batch in {batch[0]}, found {size}")
-    if size % microbatch_count:
-        raise InputError(
-            f"{location}: expected a multiple of {microbatch_count} rows, one or more for each microbatch, found {size}: leave out the "
-            "last batch, or choose another number of microbatches"
-        )
-    return batch or (location, size)
+        return unflatten_tree(self._result, leaf_value, self._options.types)
 
 
 class LossExchange:
@@ -234,17 +299,3 @@ class LossExchange:
                 f"{self._last_rank}: give the same seed to their samplers"
             )
         check_deviation(Deviation(int(self._message[2])))
-
-
-def fingerprint_of(call: CallInputs, *, with_content: bool) -> int:
-    """Return a checksum of a batch: of its sizes, and of its content if that is asked for."""
-    checksum = zlib.crc32(repr(sorted(call.sizes.items())).encode())
-    if with_content:
-        for input_name, value in sorted(call.values.items()):
-            tensor = value[0] if input_name in call.replicated else value
-            content: Any = repr(tensor).encode()
-            if isinstance(tensor, torch.Tensor):
-                dense = tensor.detach().cpu().contiguous().resolve_conj().resolve_neg()
-                content = dense.reshape(-1).view(torch.uint8).numpy()
-            checksum = zlib.crc32(content, checksum)
-    return checksum

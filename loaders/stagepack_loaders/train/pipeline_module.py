@@ -1,150 +1,30 @@
 """A stage between its neighbours, as torch.distributed.pipelining calls it: tensors in, tensors out.
 
-- What passes from each stage to the next one when stages exchange values with their neighbours only. Imports no torch. The schedules of
-  torch.distributed.pipelining do that. So a value that skips stages passes through these, as do results of the model on their way to the
-  last stage, which computes the loss. Inputs of the model do not pass: each process has them.
 - Activation checkpointing: the values inside a region are computed again in the backward pass, and not kept from the forward pass.
 - Random numbers of a training, such as those of dropout: the same as if one process ran the whole model on each microbatch. Each
   microbatch begins with a seed of its own. The state of the generators passes from stage to stage with the values.
 """
 
-# Long because the boundaries of a stage decide what is recomputed and which random numbers it draws.
-
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch.fx import GraphModule
 from torch.utils.checkpoint import checkpoint
 
-from stagepack.errors import OptionError
 from stagepack.format.aliasing import AliasClasses, alias_classes
 from stagepack.format.dtypes import SCALAR_DTYPES
 from stagepack.format.graph import Weight
-from stagepack.format.manifest import Edge, EntryPoint, Stage
-from stagepack.format.reader import Bundle
-from stagepack.format.traversal import input_names, output_names
-from stagepack.format.tree import value_names
+from stagepack.format.manifest import Edge
 from stagepack.torch_internals import child_modules
 from stagepack_loaders.torch.build import INPUT_TYPES
 from stagepack_loaders.torch.stage import TorchStage
+from stagepack_loaders.train.boundaries import StageBoundary
+from stagepack_loaders.train.options import Recompute
 
-_DIFFERENTIABLE = ("float", "bfloat", "complex")
-Recompute = Literal["regions", "stages"] | None
 _REGION_PREFIX = "region_"
 Result = TypeVar("Result")
 _SCALAR_TENSOR_DTYPES = {"symint": torch.int64, "symfloat": torch.float64, "symbool": torch.bool}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageBoundary:
-    """What one stage takes and returns.
-
-    Attributes:
-        model_inputs: the inputs of the model that it uses, in the order of the manifest.
-        received: the values that come from the stage before it, in the order of the manifest.
-        sent: the values that it passes to the next stage; those of the last stage are the results of the model.
-        is_linked: there is a stage before it.
-        links_next: there is a stage after it.
-    """
-
-    model_inputs: tuple[Edge, ...]
-    received: tuple[Edge, ...]
-    sent: tuple[Edge, ...]
-    is_linked: bool
-    links_next: bool
-
-
-def find_boundaries(entry_point: EntryPoint) -> tuple[StageBoundary, ...]:
-    """Return the boundary of each stage."""
-    last_stage = len(entry_point.stages) - 1
-    results = tuple(dict.fromkeys(value_names(entry_point.signature.result)))
-    edges = {edge.name: edge for edge in entry_point.edges}
-    for edge_name in results:
-        if edges[edge_name].producer is None:
-            raise OptionError(f"the result {edge_name} is an input of the model: a schedule cannot return it")
-    crossing: list[tuple[Edge, ...]] = [
-        tuple(edge for edge in entry_point.edges if _crosses(edge, stage_number, last_stage, edge.name in results))
-        for stage_number in range(last_stage)
-    ]
-    crossing.append(tuple(edges[edge_name] for edge_name in results))
-    return tuple(
-        StageBoundary(
-            model_inputs=tuple(
-                edge for edge in entry_point.edges if edge.producer is None and stage_number in edge.consumers
-            ),
-            received=crossing[stage_number - 1] if stage_number else (),
-            sent=crossing[stage_number],
-            is_linked=stage_number > 0,
-            links_next=stage_number < last_stage,
-        )
-        for stage_number in range(last_stage + 1)
-    )
-
-
-def _crosses(edge: Edge, stage_number: int, last_stage: int, is_result: bool) -> bool:
-    """Whether a value passes from a stage to the next one."""
-    if edge.producer is None or edge.producer > stage_number:
-        return False
-    last_consumer = last_stage if is_result else max(edge.consumers, default=-1)
-    return last_consumer > stage_number
-
-
-def find_differentiable(bundle: Bundle, *, adapts: bool = False) -> frozenset[str]:
-    """Return the names of the edges that may need gradients: floating-point values that are computed from trainable parameters.
-
-    It may name more than need them, such as results of functions whose gradient is zero; never fewer.
-    """
-    dependent: set[str] = set()
-    for stage_number in range(len(bundle.stages)):
-        graph = bundle.graph_file(stage_number, module_calls=False).graph
-        classes = alias_classes(graph)
-        # A write into a view makes all values that share its memory depend on what was written.
-        dependent_memory = {classes.representative(value_name) for value_name in dependent}
-        dependent_memory |= {
-            classes.representative(weight.value)
-            for weight in graph.weights
-            if weight.trainable or (adapts and weight.kind == "parameter")
-        }
-        for node_number, node in enumerate(graph.nodes):
-            used_memory = {classes.representative(value_name) for value_name in input_names(node)}
-            if not dependent_memory.isdisjoint(used_memory):
-                dependent_memory.update(map(classes.representative, output_names(node)))
-                dependent_memory |= {root for root in used_memory if node_number in classes.writers.get(root, ())}
-        dependent |= {edge.name for edge in bundle.edges if classes.representative(edge.name) in dependent_memory}
-    return frozenset(
-        edge.name for edge in bundle.edges if edge.name in dependent and edge.dtype.startswith(_DIFFERENTIABLE)
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WrittenMemory:
-    """The memory that a stage writes in each call.
-
-    Attributes:
-        inputs: the inputs whose memory it writes.
-        state_outputs: the outputs that share the memory of weights that it writes.
-        has_buffers: it writes buffers, and no parameters.
-    """
-
-    inputs: frozenset[str]
-    state_outputs: frozenset[str]
-    has_buffers: bool
-
-
-def find_written_memory(bundle: Bundle, stage_number: int) -> WrittenMemory:
-    """Return the memory that a stage writes."""
-    graph = bundle.graph_file(stage_number, module_calls=False).graph
-    entry = bundle.stages[stage_number]
-    classes = alias_classes(graph)
-    written_weights = [weight for weight in graph.weights if classes.is_written(weight.value)]
-    state = {classes.representative(weight.value) for weight in written_weights}
-    return WrittenMemory(
-        inputs=frozenset(name for name in entry.inputs if classes.is_written(name)),
-        state_outputs=frozenset(name for name in entry.outputs if classes.representative(name) in state),
-        has_buffers=bool(state) and all(weight.kind != "parameter" for weight in written_weights),
-    )
 
 
 class _RecomputedModule(torch.nn.Module):
@@ -275,10 +155,7 @@ class PipelineModule(torch.nn.Module):
     def __init__(
         self,
         stage: TorchStage,
-        entry: Stage,
         boundary: StageBoundary,
-        differentiable: Collection[str],
-        written: WrittenMemory,
         random_numbers: RandomNumbers,
         *,
         splits_backward: bool,
@@ -287,9 +164,7 @@ class PipelineModule(torch.nn.Module):
         super().__init__()
         self.stage = stage
         self.random_numbers = random_numbers
-        self._entry = entry
         self._boundary = boundary
-        self._written = written
         self._splits_backward = splits_backward
         self._received_names = [edge.name for edge in boundary.received]
         self._scalar_names = {
@@ -297,7 +172,7 @@ class PipelineModule(torch.nn.Module):
         }
         # What is sent, with its dtype, and whether the next stage sends a gradient back; no dtype for a scalar.
         self._sent = [
-            (edge, None if edge.dtype in SCALAR_DTYPES else edge_dtype(edge), edge.name in differentiable)
+            (edge, None if edge.dtype in SCALAR_DTYPES else edge_dtype(edge), edge.name in boundary.differentiable)
             for edge in boundary.sent
         ]
         self._recomputes = recompute == "stages" and can_recompute_stage(stage)
@@ -309,14 +184,14 @@ class PipelineModule(torch.nn.Module):
             for node in stage.graph.nodes
             for value in node.outputs
         )
-        self._unpacks = bool(self._copies_gradients or self._scalar_names or written.inputs)
+        self._unpacks = bool(self._copies_gradients or self._scalar_names or boundary.written_inputs)
         self._weights: list[torch.Tensor] | None = None
 
     def begin(self, first_seed: int) -> None:
         """Begin a step, with the seed of the first microbatch."""
         self.random_numbers.begin(first_seed)
         # Looked up once in a step, unless each microbatch has buffers of its own.
-        self._weights = None if self._written.has_buffers else self.stage.weights()
+        self._weights = None if self._boundary.writes_buffers else self.stage.weights()
 
     def forward(self, *received: torch.Tensor, **model_inputs: Any) -> tuple[torch.Tensor, ...]:
         """Run the stage on a microbatch.
@@ -326,10 +201,10 @@ class PipelineModule(torch.nn.Module):
         values: dict[str, Any] = dict(zip(self._received_names, received, strict=False))
         for input_name, value in model_inputs.items():
             values[input_name] = value[0] if isinstance(value, torch.Tensor) else value
-        inputs = [values[edge_name] for edge_name in self._entry.inputs]
+        inputs = [values[edge_name] for edge_name in self._boundary.entry.inputs]
         if self._unpacks:
-            inputs = [self._unpacked(*pair) for pair in zip(self._entry.inputs, inputs, strict=True)]
-        if self._written.has_buffers:
+            inputs = [self._unpacked(*pair) for pair in zip(self._boundary.entry.inputs, inputs, strict=True)]
+        if self._boundary.writes_buffers:
             self._renew_state()
         random_state = None
         if self.random_numbers.is_used:
@@ -337,7 +212,7 @@ class PipelineModule(torch.nn.Module):
             outputs, random_state = self.random_numbers.run(lambda: self._run_stage(inputs), random_state)
         else:
             outputs = self._run_stage(inputs)
-        values.update(zip(self._entry.outputs, outputs, strict=True))
+        values.update(zip(self._boundary.entry.outputs, outputs, strict=True))
         sent = [self._packed(edge, dtype, values[edge.name], is_back) for edge, dtype, is_back in self._sent]
         if self._splits_backward:
             link = (
@@ -365,7 +240,7 @@ class PipelineModule(torch.nn.Module):
         if edge_name in self._scalar_names:
             return value.item() if isinstance(value, torch.Tensor) else value
         # A received tensor is a leaf of autograd, which nothing may write.
-        tensor = value.clone() if edge_name in self._written.inputs else value
+        tensor = value.clone() if edge_name in self._boundary.written_inputs else value
         return _Received.apply(tensor) if self._copies_gradients and tensor.requires_grad else tensor  # type: ignore[no-untyped-call]
 
     def _packed(self, edge: Edge, dtype: torch.dtype | None, value: Any, is_differentiable: bool) -> torch.Tensor:
@@ -376,7 +251,7 @@ class PipelineModule(torch.nn.Module):
         tensor: torch.Tensor = value
         if tensor.dtype is not dtype or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
             tensor = tensor.to(dtype).contiguous().resolve_conj().resolve_neg()
-        if edge.name in self._written.state_outputs:
+        if edge.name in self._boundary.state_outputs:
             # The next microbatch writes it.
             tensor = tensor.clone()
         if not is_differentiable:

@@ -21,16 +21,15 @@ from stagepack_loaders.distributed.launch_environment import (
 )
 from stagepack_loaders.preparation import finish_prepared, open_for_loading, prepare_placed
 from stagepack_loaders.torch.stage import TorchStage
-from stagepack_loaders.train.batch_dimension import BatchDimensions, find_batch_dimensions
+from stagepack_loaders.train.boundaries import evaluation_scopes
 from stagepack_loaders.train.default_group import make_default_group
-from stagepack_loaders.train.loss import Loss
-from stagepack_loaders.train.loss_combination import Reduction
 from stagepack_loaders.train.meeting import KnownProcesses, meet_processes
-from stagepack_loaders.train.pipeline_module import Recompute
+from stagepack_loaders.train.microbatches import BatchDimensions, find_batch_dimensions
+from stagepack_loaders.train.options import Loss, Recompute, Reduction, TrainingOptions
 from stagepack_loaders.train.process_watch import ProcessWatch
 from stagepack_loaders.train.schedules import SCHEDULES, check_microbatches, place_stages_for, splits_backward
 from stagepack_loaders.train.shared_parameters import TrainingGroups, groups_of_mesh
-from stagepack_loaders.train.training import Training, TrainingOptions, evaluation_scopes
+from stagepack_loaders.train.training import Training
 
 
 @errors_name_bundle
@@ -157,11 +156,11 @@ def train(
         training = Training(
             opened_bundle,
             {number: stage for number, stage in stages.items() if isinstance(stage, TorchStage)},
-            rank_of_stage,
-            loss,
             TrainingOptions(
+                loss=loss,
                 microbatches=microbatches,
                 schedule=schedule,
+                rank_of_stage=rank_of_stage,
                 dimensions=dimensions,
                 loss_reduction=loss_reduction,
                 types=tuple(types),

@@ -1,15 +1,10 @@
 """The stages of one process, which it trains together with other processes.
 
-- Training and evaluation mode, as far as the graphs of a bundle tell: dropout, and norms with running statistics. Imports no torch.
-- What a training goes on from: weights, the state of an optimizer and the number of steps, by names that all processes agree on.
+A checkpoint has weights, the state of an optimizer and the number of steps, by names that all processes agree on.
 """
 
-# Long because a step, its modes and its checkpoint share the state of the training.
-
-import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,24 +17,15 @@ from torch.distributed.checkpoint.state_dict import (
 
 from stagepack.errors import InputError, OptionError
 from stagepack.format.contract import bind_call
-from stagepack.format.graph import Graph, Node
 from stagepack.format.reader import Bundle
-from stagepack.format.traversal import parameter_argument
 from stagepack.torch_internals import weight_tensors
 from stagepack_loaders.torch.container import submodule
 from stagepack_loaders.torch.stage import TorchStage
-from stagepack_loaders.train.batch_dimension import BatchDimensions
-from stagepack_loaders.train.loss import CallInputs, Loss, LossExchange, MicrobatchLoss, cut_inputs, fingerprint_of
-from stagepack_loaders.train.loss_combination import Reduction
-from stagepack_loaders.train.pipeline_module import (
-    PipelineModule,
-    Recompute,
-    StageBoundary,
-    find_boundaries,
-    find_differentiable,
-    find_written_memory,
-    random_numbers_of_stage,
-)
+from stagepack_loaders.train.boundaries import find_boundaries
+from stagepack_loaders.train.loss import LossExchange, MicrobatchLoss
+from stagepack_loaders.train.microbatches import CallInputs, cut_inputs, fingerprint_of
+from stagepack_loaders.train.options import TrainingOptions
+from stagepack_loaders.train.pipeline_module import PipelineModule, random_numbers_of_stage
 from stagepack_loaders.train.process_watch import ProcessWatch
 from stagepack_loaders.train.schedules import ScheduleCache, splits_backward
 from stagepack_loaders.train.shared_parameters import (
@@ -50,60 +36,11 @@ from stagepack_loaders.train.shared_parameters import (
     find_shared_parameters,
 )
 
-# Parameters of operators that a module passes its mode to, and probabilities with which they drop.
-_MODE_PARAMETERS = ("train", "training", "use_input_stats")
-_PROBABILITIES = ("p", "dropout")
-_ATTENTION_PROBABILITY = "dropout_p"
 # Each parameter has entries of its own, so that processes may have other parameters when they read them.
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 _SMALLEST_NORM = 1e-6  # as in torch
 # Samplers of several processes that have different seeds differ at once.
 _CHECKED_BATCHES = 2
-
-
-def evaluation_scopes(bundle: Bundle) -> tuple[str, ...]:
-    """Return the modules that were exported in evaluation mode, and do something else in training mode."""
-    scopes = (
-        graph.scopes[node.scope].path
-        for stage_number in range(len(bundle.stages))
-        for graph in [bundle.graph_file(stage_number, module_calls=False).graph]
-        for node in _all_nodes(graph)
-        if _is_in_evaluation(graph, node) and _probability(graph, node) != 0
-    )
-    return tuple(dict.fromkeys(scopes))
-
-
-def draws_numbers(graph: Graph) -> bool:
-    """Whether a graph draws from a random generator."""
-    return any(
-        graph.ops[node.op].random and not _is_in_evaluation(graph, node) and not _drops_nothing(graph, node)
-        for node in _all_nodes(graph)
-    )
-
-
-def _all_nodes(graph: Graph) -> Iterator[Node]:
-    yield from graph.nodes
-    for subgraph in graph.subgraphs:
-        yield from subgraph.nodes
-
-
-def _is_in_evaluation(graph: Graph, node: Node) -> bool:
-    op = graph.ops[node.op]
-    modes = [parameter_argument(node, op, parameter) for parameter in _MODE_PARAMETERS if parameter in op.parameters]
-    return bool(modes) and not any(modes)
-
-
-def _probability(graph: Graph, node: Node) -> object:
-    """The probability with which a node drops; None where it has none."""
-    op = graph.ops[node.op]
-    named = [parameter for parameter in _PROBABILITIES if parameter in op.parameters]
-    return parameter_argument(node, op, named[0]) if named else None
-
-
-def _drops_nothing(graph: Graph, node: Node) -> bool:
-    """Whether a node is an attention without dropout, which draws nothing."""
-    op = graph.ops[node.op]
-    return _ATTENTION_PROBABILITY in op.parameters and not parameter_argument(node, op, _ATTENTION_PROBABILITY)
 
 
 def module_of(
@@ -151,37 +88,6 @@ def load_optimizer_state(module: torch.nn.Module, optimizer: torch.optim.Optimiz
     set_optimizer_state_dict(module, optimizer, state, options=_OPTIONS)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingOptions:
-    """How to train, alike in all processes; see `stagepack.train`.
-
-    Attributes:
-        microbatches: the number of microbatches.
-        schedule: the name of the schedule.
-        dimensions: where tensors have the batch.
-        loss_reduction: how the losses of microbatches give the loss of the batch.
-        types: classes to build the result of the model of.
-        allow_ops: as for `stagepack.load`.
-        modules: the stages run by the modules of the model, which the caller may replace.
-        recompute: what is computed again in the backward pass.
-        seed: the seed of the first microbatch.
-        out: where `stagepack.save` writes the trained bundle; None if the caller says that later.
-        overwrite: whether it may replace a bundle there.
-    """
-
-    microbatches: int
-    schedule: str
-    dimensions: BatchDimensions
-    loss_reduction: Reduction | None
-    types: tuple[type, ...]
-    allow_ops: tuple[str, ...]
-    modules: bool
-    recompute: Recompute
-    seed: int
-    out: str | os.PathLike[str] | None
-    overwrite: bool
-
-
 class Training:
     """The stages of one process, with the schedule by which all processes train.
 
@@ -200,8 +106,6 @@ class Training:
         self,
         bundle: Bundle,
         stages: Mapping[int, TorchStage],
-        rank_of_stage: Sequence[int],
-        loss: Loss,
         options: TrainingOptions,
         groups: TrainingGroups,
         watch: ProcessWatch | None,
@@ -216,33 +120,27 @@ class Training:
         self._checked_batches = 0
         self.allow_ops, self.out, self.overwrite = options.allow_ops, options.out, options.overwrite
         self._entry_point = bundle.entry_point
-        self._boundaries = find_boundaries(bundle.entry_point)
-        self._own_inputs = {edge.name for number in stages for edge in self._boundaries[number].model_inputs}
-        differentiable = find_differentiable(bundle, adapts=options.modules)
+        boundaries = find_boundaries(bundle, adapts=options.modules)
+        self._own_inputs = {edge.name for number in stages for edge in boundaries[number].model_inputs}
         self._microbatches = options.microbatches
         self._seed = options.seed
-        self._loss_exchange = LossExchange(rank_of_stage[-1], groups.pipeline)
+        self._loss_exchange = LossExchange(options.rank_of_stage[-1], groups.pipeline)
         self._is_last = len(bundle.stages) - 1 in stages
-        self._modules = _pipeline_modules(bundle, stages, self._boundaries, differentiable, options)
+        random_stages = [number for number, boundary in enumerate(boundaries) if boundary.draws]
+        self._modules = {
+            number: PipelineModule(
+                stage,
+                boundaries[number],
+                random_numbers_of_stage(stage.device, number, random_stages),
+                splits_backward=splits_backward(options.schedule),
+                recompute=options.recompute,
+            )
+            for number, stage in stages.items()
+        }
         self._dimensions = options.dimensions
-        self._loss = MicrobatchLoss(
-            loss,
-            self._entry_point.signature.result,
-            {edge.name: edge for edge in self._boundaries[-1].sent},
-            options.types,
-            microbatches=options.microbatches,
-            reduction=options.loss_reduction,
-            dimensions=self._dimensions,
-        )
-        self._schedules = ScheduleCache(
-            options.schedule,
-            self._modules,
-            self._boundaries,
-            differentiable,
-            self._loss,
-            microbatches=options.microbatches,
-            group=groups.pipeline,
-        )
+        results = {edge.name: edge for edge in boundaries[-1].sent}
+        self._loss = MicrobatchLoss(self._entry_point.signature.result, results, options)
+        self._schedules = ScheduleCache(options, self._modules, boundaries, self._loss, groups.pipeline)
         self._frozen_names = frozenset(
             name
             for stage in stages.values()
@@ -257,7 +155,7 @@ class Training:
             for weight in stage.graph.weights
             for name in weight.names
         }
-        shared_parameters = find_shared_parameters(bundle, rank_of_stage)
+        shared_parameters = find_shared_parameters(bundle, options.rank_of_stage)
         pipeline_rank = torch.distributed.get_rank(groups.pipeline)
         self._counted_elsewhere = {
             parameter.name for parameter in shared_parameters if parameter.ranks[0] != pipeline_rank
@@ -471,28 +369,3 @@ class Training:
             average_gradients(list(self.parameters()), self._groups)
         self._loss_exchange.check()
         return average_loss(mean_loss, self._groups)
-
-
-def _pipeline_modules(
-    bundle: Bundle,
-    stages: Mapping[int, TorchStage],
-    boundaries: Sequence[StageBoundary],
-    differentiable: Collection[str],
-    options: TrainingOptions,
-) -> dict[int, PipelineModule]:
-    """The stages of this process between their neighbours."""
-    graphs = [bundle.graph_file(number, module_calls=False).graph for number in range(len(bundle.stages))]
-    random_stages = [number for number, graph in enumerate(graphs) if draws_numbers(graph)]
-    return {
-        number: PipelineModule(
-            stage,
-            bundle.stages[number],
-            boundaries[number],
-            differentiable,
-            find_written_memory(bundle, number),
-            random_numbers_of_stage(stage.device, number, random_stages),
-            splits_backward=splits_backward(options.schedule),
-            recompute=options.recompute,
-        )
-        for number, stage in stages.items()
-    }
