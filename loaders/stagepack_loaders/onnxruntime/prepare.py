@@ -22,9 +22,8 @@ from stagepack.format.onnx import ELEMENT_TYPES, OnnxModel
 from stagepack.format.reader import Bundle, OnnxFile
 from stagepack_loaders.base import PrepareOptions
 from stagepack_loaders.file_leases import has_lease, kept_files
-from stagepack_loaders.onnxruntime.stage import OnnxRuntimeStage
-from stagepack_loaders.onnxruntime.stage_types import PROVIDERS, Device
-from stagepack_loaders.onnxruntime.weights import StageWeights
+from stagepack_loaders.onnxruntime.stage import OnnxRuntimeStage, StageWeights
+from stagepack_loaders.onnxruntime.values import PROVIDERS, Device
 from stagepack_loaders.weight_files import WeightFile, open_weight_files
 
 _ITEM_SIZE_OF_TYPE: Final = {element_type: ITEM_SIZE[dtype] for dtype, element_type in ELEMENT_TYPES.items()}

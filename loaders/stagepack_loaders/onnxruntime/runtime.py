@@ -12,7 +12,7 @@ from stagepack_loaders.base import ArrayOps, PrepareOptions, Runtime
 if TYPE_CHECKING:
     from stagepack_loaders.onnxruntime.prepare import PreparedOnnxRuntimeStage
     from stagepack_loaders.onnxruntime.stage import OnnxRuntimeStage
-    from stagepack_loaders.onnxruntime.stage_types import Device
+    from stagepack_loaders.onnxruntime.values import Device
 
 
 def no_onnx_error(bundle: Bundle, stage_numbers: Sequence[int]) -> OperatorError:
@@ -46,7 +46,7 @@ class OnnxRuntime(Runtime):
 
     def parse_device(self, device: object) -> "Device":
         """See `Runtime`."""
-        from stagepack_loaders.onnxruntime.stage_types import parse_device
+        from stagepack_loaders.onnxruntime.values import parse_device
 
         return parse_device(device)
 
