@@ -1,26 +1,19 @@
 """Build a `torch.fx.GraphModule` from a graph.
 
-The weights are inputs of the module, after the inputs of the graph, in the order of the weight table.
+The weights are inputs of the module, after the inputs of the graph, in the order of the weight table. Strings of a bundle do not reach the
+code that fx generates, except checked identifiers.
 
-- One fx graph under construction. Strings of a bundle do not reach the code that fx generates, except checked identifiers.
-- The steps of a module that is built from a graph: nodes, calls of regions, and calls of functions.
-- Python operators on numbers of the graph, with bounded results. A size, and whatever is computed from sizes, fits 64 bits. Python
-  computes integers of any length, and holds the interpreter meanwhile: ``9 ** 10**9`` takes hours, and so does a chain of products.
-  Sequences, which these operators would repeat, join or fill in, are refused. Symbolic integers, which a compiler traces, pass unchecked.
-
-- Run a module inside a context, and leave the context again even if the module raises. torch has operators that do the same, but they
-  leave the grad mode changed when something inside raises, and import the compiler when they are called first.
+A context is a module that a function runs, which leaves the context again even if the module raises. torch has operators that do the same,
+but they leave the grad mode changed when something inside raises, and import the compiler when they are called first.
 """
 
-# Long because each form of a step of the graph is built by a function of its own.
-
+import itertools
 import math
-import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import getitem
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Graph as FxGraph
@@ -59,7 +52,8 @@ from stagepack_loaders.torch.torch_attributes import torch_argument, torch_attri
 GRAPH_NODE = "stagepack_node"
 # Keys of the `meta` of the module of a stage and of a region: how many nodes it has, and the `Value` or `Weight` of each input.
 NODE_COUNT, INPUT_TYPES = "stagepack_nodes", "stagepack_inputs"
-_LARGEST: Final = 2**63
+
+Operator = Callable[..., Any]
 
 
 def context_call(context: Context, stage_device: torch.device) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -94,13 +88,10 @@ def run_with_autocast(
         return module(*args)
 
 
-@dataclass(frozen=True, slots=True)
-class GraphParts:
+class _GraphParts:
     """What all modules that are built from one graph share.
 
     Attributes:
-        graph: the graph.
-        operators: the operator of each entry of its op table.
         device: the device that the graph calls its own.
         subgraphs: the modules of its subgraphs that are built already.
         regions: the modules of its regions that are built already.
@@ -109,21 +100,14 @@ class GraphParts:
         module_stacks: the modules that a node of each scope came from, in the form of torch.export; only the innermost one.
     """
 
-    graph: Graph
-    operators: Sequence[Callable[..., Any]]
-    device: torch.device
-    subgraphs: list[GraphModule] = field(default_factory=list)
-    regions: list[GraphModule] = field(default_factory=list)
-    input_prefix: str = field(init=False)
-    module_stacks: list[dict[str, tuple[str, str]]] = field(init=False)
-
-    def __post_init__(self) -> None:
-        value_names = [value.name for value in all_values(self.graph)]
-        value_names += [weight.value for weight in self.graph.weights]
-        prefix = _free_prefix("given", value_names)
-        stacks = [{scope.path: (scope.path, scope.type)} for scope in self.graph.scopes]
-        object.__setattr__(self, "input_prefix", prefix)
-        object.__setattr__(self, "module_stacks", stacks)
+    def __init__(self, graph: Graph, operators: Sequence[Operator], device: torch.device) -> None:
+        self.operators = operators
+        self.device = device
+        self.subgraphs: list[GraphModule] = []
+        self.regions: list[GraphModule] = []
+        value_names = [*(value.name for value in all_values(graph)), *(weight.value for weight in graph.weights)]
+        self.input_prefix = _free_prefix("given", value_names)
+        self.module_stacks = [{scope.path: (scope.path, scope.type)} for scope in graph.scopes]
 
 
 def _free_prefix(word: str, value_names: Sequence[str]) -> str:
@@ -136,21 +120,20 @@ def _free_prefix(word: str, value_names: Sequence[str]) -> str:
     return word + next(number for number in numbers if number not in taken)
 
 
-class FxBody:
+class _FxBody:
     """An fx graph that grows node by node, and the attributes of its module."""
 
-    def __init__(self, parts: GraphParts, inputs: Sequence[str], *, anonymous: bool = False) -> None:
+    def __init__(self, parts: _GraphParts, inputs: Sequence[str], *, anonymous: bool = False) -> None:
         self._parts = parts
         self._anonymous = anonymous
         self._fx_graph = FxGraph()
         self._attributes: dict[str, Any] = {}
         self._attribute_names: dict[int, str] = {}  # by the identity of the object
-        self._fx_nodes = {
-            value_name: self._create(
-                "placeholder", f"{parts.input_prefix}_{index}", fx_name=None if anonymous else value_name
-            )
-            for index, value_name in enumerate(inputs)
-        }
+        self._fx_nodes: dict[str, FxNode] = {}
+        for index, value_name in enumerate(inputs):
+            fx_name = None if anonymous else value_name
+            parameter = self._create("placeholder", f"{parts.input_prefix}_{index}", fx_name=fx_name)
+            self._fx_nodes[value_name] = parameter
 
     def read_size(self, value_name: str, tensor_name: str, dim: int) -> None:
         """Define a value as a size of a tensor."""
@@ -159,7 +142,21 @@ class FxBody:
             "call_function", torch.ops.aten.sym_size.int, args, fx_name=value_name
         )
 
-    def call_operator(self, node: Node) -> None:
+    def append(self, step: "Step") -> None:
+        """Append a step that needs no context of its own."""
+        match step:
+            case Node():
+                self._call_operator(step)
+            case RegionStep():
+                attribute_name = f"region_{step.region}"
+                self._attributes[attribute_name] = self._parts.regions[step.region]
+                args = tuple(self._fx_nodes[value_name] for value_name in step.inputs)
+                self._define_items(self._create("call_module", attribute_name, args), step.outputs)
+            case FunctionStep():
+                first_argument = self.attribute(step.first_argument, "held")
+                self.call_function(step.function, (first_argument,), step.inputs, step.outputs)
+
+    def _call_operator(self, node: Node) -> None:
         """Append a call of an operator. If the operator returns a sequence, its items are defined one by one."""
         operator = self._parts.operators[node.op]
         args = tuple(map(self._argument, node.args))
@@ -182,13 +179,6 @@ class FxBody:
         args = (*first_arguments, *(self._fx_nodes[value_name] for value_name in inputs))
         self._define_items(self._create("call_function", function, args), outputs)
 
-    def call_region(self, region: int, inputs: Sequence[str], outputs: Sequence[str]) -> None:
-        """Append a call of the module of a region."""
-        attribute_name = f"region_{region}"
-        self._attributes[attribute_name] = self._parts.regions[region]
-        args = tuple(self._fx_nodes[value_name] for value_name in inputs)
-        self._define_items(self._create("call_module", attribute_name, args), outputs)
-
     def attribute(self, value: object, kind: str) -> FxNode:
         """Return a node that reads an attribute of the module, which holds an object."""
         attribute_name = self._attribute_names.setdefault(id(value), f"_{kind}_{len(self._attributes)}")
@@ -199,11 +189,7 @@ class FxBody:
         """Return the module of the graph, with a result."""
         self._fx_graph.output(self._argument(result))
         # Child modules are added after the module is made: fx would generate the code of each again.
-        children = {
-            attribute_name: value
-            for attribute_name, value in self._attributes.items()
-            if isinstance(value, GraphModule)
-        }
+        children = {key: value for key, value in self._attributes.items() if isinstance(value, GraphModule)}
         attributes = self._attributes | dict.fromkeys(children, torch.nn.Module())
         module = GraphModule(attributes, self._fx_graph, class_name=class_name)
         child_modules(module).update(children)
@@ -265,15 +251,7 @@ class RegionStep:
 
 @dataclass(frozen=True, slots=True)
 class FunctionStep:
-    """A call of a Python function, which returns a tuple of values.
-
-    Attributes:
-        function: the function.
-        first_argument: its first argument, any Python object.
-        inputs: the names of the values that are its other arguments.
-        outputs: the names of the values that it returns.
-        context: the context that it runs in.
-    """
+    """A call of a Python function, which takes any object and then values, and returns a tuple of values, in a context."""
 
     function: Callable[..., tuple[object, ...]]
     first_argument: object
@@ -295,8 +273,7 @@ def produced_names(step: Step) -> Iterable[str]:
     return output_names(step) if isinstance(step, Node) else step.outputs
 
 
-def use_counts(steps: Iterable[Step]) -> Counter[str]:
-    """Return how often steps use each value."""
+def _use_counts(steps: Iterable[Step]) -> Counter[str]:
     return Counter(value_name for step in steps for value_name in used_names(step))
 
 
@@ -310,40 +287,16 @@ def tuple_of(value_names: Iterable[str]) -> TupleArg:
     return TupleArg(tuple(map(ValueArg, value_names)))
 
 
-def runs_by_context(
-    contexts: Sequence[Context], steps: Sequence[Step], context: int | None
-) -> Iterator[tuple[int | None, list[Step]]]:
-    """Yield runs of consecutive steps that share a context directly inside another one.
-
-    context: the enclosing context; None for none.
-    It yields the context of a run, which is `context` itself or a child of it, and the steps of the run. A region step has no context of
-        its own: its run has the context None.
-    """
-    run: list[Step] = []
-    run_context: int | None = None
-    for step in steps:
-        child = step.context
-        while child != context and child is not None and contexts[child].parent != context:
-            child = contexts[child].parent
-        if run and child != run_context:
-            yield run_context, run
-            run = []
-        run_context = child
-        run.append(step)
-    if run:
-        yield run_context, run
-
-
 class StageParts(NamedTuple):
     """What the module of a stage is built from. In `folded`, each region is one function for all its calls."""
 
     folded: FoldedGraph
     graph: Graph
-    operators: Sequence[Callable[..., Any]]
+    operators: Sequence[Operator]
 
 
 def build_graph_module(
-    folded: FoldedGraph, graph: Graph, operators: Sequence[Callable[..., Any]], device: torch.device
+    folded: FoldedGraph, graph: Graph, operators: Sequence[Operator], device: torch.device
 ) -> GraphModule:
     """Return a module of a graph: called with the inputs and then the weights, it returns a tuple of the outputs.
 
@@ -357,43 +310,22 @@ def build_graph_module(
     return module
 
 
-@dataclass(frozen=True, slots=True)
-class _RegionModule:
-    """A region that is built.
-
-    Attributes:
-        function: the region.
-        size_sources: the inputs that are not passed, since they are sizes of other inputs: input -> (input, dimension). The module
-            reads them off, so that a compiler knows that they are not constants.
-    """
-
-    function: RegionFunction
-    size_sources: Mapping[int, tuple[int, int]]
-
-    def passed_names(self, graph: Graph, start: int) -> list[str]:
-        """Return the names of the values that a call passes, whose first node is `start`."""
-        input_names = self.function.input_names(graph, start)
-        return [value_name for index, value_name in enumerate(input_names) if index not in self.size_sources]
-
-
 class GraphBuilder:
     """Builds the modules of one graph: of its subgraphs, its regions, its contexts, and of itself."""
 
     def __init__(
-        self,
-        graph: Graph,
-        regions: Sequence[RegionFunction],
-        operators: Sequence[Callable[..., Any]],
-        device: torch.device,
+        self, graph: Graph, regions: Sequence[RegionFunction], operators: Sequence[Operator], device: torch.device
     ) -> None:
         self._graph = graph
         self._types = value_types(graph)
-        self._parts = GraphParts(graph, operators, device)
+        self._parts = _GraphParts(graph, operators, device)
         for index, subgraph in enumerate(graph.subgraphs):
             subgraph_inputs = [value.name for value in subgraph.inputs]
             module = self.build_module(subgraph_inputs, subgraph.nodes, subgraph.result, None, f"Subgraph{index}")
             self._parts.subgraphs.append(module)
-        self._regions: list[_RegionModule] = []
+        # Regions, with the inputs that are not passed, since they are sizes of other inputs: input -> (input, dimension). Their modules
+        # read these off, so that a compiler knows that they are not constants.
+        self._regions: list[tuple[RegionFunction, Mapping[int, tuple[int, int]]]] = []
         for region in regions:
             self._build_region(region)
 
@@ -410,49 +342,55 @@ class GraphBuilder:
     def build_module(
         self, inputs: Sequence[str], steps: Sequence[Step], result: Argument, context: int | None, class_name: str
     ) -> GraphModule:
-        """Return a module of steps.
-
-        context: the context that it is called in; None for none.
-        """
-        return self._finish(FxBody(self._parts, inputs), steps, result, context, class_name)
+        """Return a module of steps, which is called in a context."""
+        return self._finish(_FxBody(self._parts, inputs), steps, result, context, class_name)
 
     def _build_region(self, region: RegionFunction) -> None:
         start = region.first_call.start
-        input_names, outputs = region.input_names(self._graph, start), region.output_names(self._graph, start)
-        built = _RegionModule(region, size_sources([self._types[value_name] for value_name in input_names]))
-        passed = built.passed_names(self._graph, start)
-        body = FxBody(self._parts, passed, anonymous=True)
-        for index, (tensor_index, dim) in built.size_sources.items():
+        input_names = region.input_names(self._graph, start)
+        sources = size_sources(self.input_types(input_names))
+        self._regions.append((region, sources))
+        call = self._region_step(region.first_call)
+        body = _FxBody(self._parts, call.inputs, anonymous=True)
+        for index, (tensor_index, dim) in sources.items():
             body.read_size(input_names[index], input_names[tensor_index], dim)
-        class_name = f"Region{len(self._regions)}"
-        module = self._finish(body, self.steps(region.items), tuple_of(outputs), None, class_name)
-        module.meta |= {NODE_COUNT: region.length, INPUT_TYPES: self.input_types(passed)}
+        class_name = f"Region{call.region}"
+        module = self._finish(body, self.steps(region.items), tuple_of(call.outputs), None, class_name)
+        module.meta |= {NODE_COUNT: region.length, INPUT_TYPES: self.input_types(call.inputs)}
         self._parts.regions.append(module)
-        self._regions.append(built)
 
     def _region_step(self, call: RegionCallSite) -> RegionStep:
-        region = self._regions[call.region]
-        outputs = region.function.output_names(self._graph, call.start)
-        return RegionStep(call.region, region.passed_names(self._graph, call.start), outputs)
+        region, sources = self._regions[call.region]
+        input_names = region.input_names(self._graph, call.start)
+        passed = [value_name for index, value_name in enumerate(input_names) if index not in sources]
+        return RegionStep(call.region, passed, region.output_names(self._graph, call.start))
 
     def _finish(
-        self, body: FxBody, steps: Sequence[Step], result: Argument, context: int | None, class_name: str
+        self, body: _FxBody, steps: Sequence[Step], result: Argument, context: int | None, class_name: str
     ) -> GraphModule:
         """The module of a body, after its last steps."""
-        uses = use_counts(steps)
+        uses = _use_counts(steps)
         uses.update(argument_names(result))
-        for run_context, run in runs_by_context(self._graph.contexts, steps, context):
+        for run_context, step_run in itertools.groupby(steps, lambda step: self._context_inside(step, context)):
+            run = list(step_run)
             if run_context is None or run_context == context:
                 for step in run:
-                    _append(body, step)
+                    body.append(step)
             else:
-                uses_inside = use_counts(run)
+                uses_inside = _use_counts(run)
                 produced = (value_name for step in run for value_name in produced_names(step))
                 outputs = [value_name for value_name in produced if uses[value_name] > uses_inside[value_name]]
                 self._append_context(body, run_context, run, outputs)
         return body.finish(result, class_name)
 
-    def _append_context(self, body: FxBody, context: int, steps: Sequence[Step], outputs: Sequence[str]) -> None:
+    def _context_inside(self, step: Step, context: int | None) -> int | None:
+        """The context that a step has directly inside another one; that one itself, or None, if it has none there."""
+        child = step.context
+        while child != context and child is not None and self._graph.contexts[child].parent != context:
+            child = self._graph.contexts[child].parent
+        return child
+
+    def _append_context(self, body: _FxBody, context: int, steps: Sequence[Step], outputs: Sequence[str]) -> None:
         """Append steps of a context: a module of their own, called by a function that opens and closes the context around it."""
         produced = {value_name for step in steps for value_name in produced_names(step)}
         used = dict.fromkeys(value_name for step in steps for value_name in used_names(step))
@@ -460,86 +398,3 @@ class GraphBuilder:
         module = self.build_module(inputs, steps, tuple_of(outputs), context, f"Context{context}")
         function, arguments = context_call(self._graph.contexts[context], self._parts.device)
         body.call_function(function, (*arguments, body.attribute(module, "context")), inputs, outputs)
-
-
-def _append(body: FxBody, step: Step) -> None:
-    """Append a step that needs no context of its own."""
-    match step:
-        case Node():
-            body.call_operator(step)
-        case RegionStep():
-            body.call_region(step.region, step.inputs, step.outputs)
-        case FunctionStep():
-            first_argument = body.attribute(step.first_argument, "held")
-            body.call_function(step.function, (first_argument,), step.inputs, step.outputs)
-
-
-def bounded_add(a: Any, b: Any, /) -> Any:
-    """Return ``a + b``."""
-    _refuse_sequences(a, b)
-    total = operator.add(a, b)
-    if _are_integers(a, b) and abs(total) > _LARGEST:
-        raise _overflow("sum")
-    return total
-
-
-def bounded_sub(a: Any, b: Any, /) -> Any:
-    """Return ``a - b``."""
-    difference = operator.sub(a, b)
-    if _are_integers(a, b) and abs(difference) > _LARGEST:
-        raise _overflow("difference")
-    return difference
-
-
-def bounded_mod(a: Any, b: Any, /) -> Any:
-    """Return ``a % b``."""
-    _refuse_sequences(a, b)
-    return operator.mod(a, b)
-
-
-def bounded_mul(a: Any, b: Any, /) -> Any:
-    """Return ``a * b``."""
-    _refuse_sequences(a, b)
-    product = operator.mul(a, b)
-    if _are_integers(a, b) and abs(product) > _LARGEST:
-        raise _overflow("product")
-    return product
-
-
-def bounded_pow(a: Any, b: Any, /) -> Any:
-    """Return ``a ** b``."""
-    if _are_integers(a, b) and abs(a) > 1 and (b > _LARGEST.bit_length() or (b > 0 and abs(a**b) > _LARGEST)):
-        raise _overflow("power")
-    return operator.pow(a, b)
-
-
-def bounded_lshift(a: Any, b: Any, /) -> Any:
-    """Return ``a << b``."""
-    if _are_integers(a, b) and a and (b > _LARGEST.bit_length() or (b > 0 and abs(a << b) > _LARGEST)):
-        raise _overflow("shifted integer")
-    return operator.lshift(a, b)
-
-
-# By the name of the operator in a graph.
-BOUNDED_OPERATORS: Final[Mapping[str, Callable[[Any, Any], Any]]] = {
-    "operator.add": bounded_add,
-    "operator.lshift": bounded_lshift,
-    "operator.mod": bounded_mod,
-    "operator.mul": bounded_mul,
-    "operator.pow": bounded_pow,
-    "operator.sub": bounded_sub,
-}
-
-
-def _are_integers(a: Any, b: Any) -> bool:
-    """Whether both are integers of Python. False while a compiler traces: the answer would become a condition on the sizes of calls."""
-    return not torch.compiler.is_compiling() and isinstance(a, int) and isinstance(b, int)
-
-
-def _refuse_sequences(a: Any, b: Any) -> None:
-    if isinstance(a, str | list | tuple) or isinstance(b, str | list | tuple):
-        raise TypeError(f"expected numbers, found {type(a).__name__} and {type(b).__name__}")
-
-
-def _overflow(result_name: str) -> OverflowError:
-    return OverflowError(f"expected integers of at most 64 bits, found a {result_name} whose magnitude is above 2^63")

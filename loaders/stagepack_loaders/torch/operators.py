@@ -2,14 +2,18 @@
 
 Allowed are the operators of ATen and prims that are judged to be harmless, the closed sets of Python and higher-order operators, and what
 the caller names.
+
+Python operators on numbers of a graph have bounded results: a size, and whatever is computed from sizes, fits 64 bits. Python computes
+integers of any length, and holds the interpreter meanwhile: ``9 ** 10**9`` takes hours, and so does a chain of products. Sequences, which
+these operators would repeat, join or fill in, are refused. Symbolic integers, which a compiler traces, pass unchecked.
 """
 
 import functools
 import inspect
 import math
 import operator
-from collections.abc import Callable, Collection, Iterable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -28,8 +32,8 @@ from stagepack.format.operators import (
     parse_schema,
 )
 from stagepack.torch_internals import HigherOrderOperator, OperatorOverload, operator_schema
-from stagepack_loaders.torch.build import BOUNDED_OPERATORS
 
+_LARGEST: Final = 2**63
 _PYTHON_NAMESPACES = {"operator": operator, "math": math, "torch": torch, "higher_order": torch.ops.higher_order}
 
 
@@ -153,3 +157,71 @@ def _is_compatible(schema: str, earlier_schema: str) -> bool:
     """Whether calls that were made under an earlier schema mean the same; False for a text that is no schema."""
     parsed, earlier = parse_schema(schema), parse_schema(earlier_schema)
     return parsed is not None and earlier is not None and is_backward_compatible(parsed, earlier)
+
+
+def bounded_add(a: Any, b: Any, /) -> Any:
+    """Return ``a + b``."""
+    _refuse_sequences(a, b)
+    return _bounded("sum", operator.add(a, b), a, b)
+
+
+def bounded_sub(a: Any, b: Any, /) -> Any:
+    """Return ``a - b``."""
+    return _bounded("difference", operator.sub(a, b), a, b)
+
+
+def bounded_mod(a: Any, b: Any, /) -> Any:
+    """Return ``a % b``."""
+    _refuse_sequences(a, b)
+    return operator.mod(a, b)
+
+
+def bounded_mul(a: Any, b: Any, /) -> Any:
+    """Return ``a * b``."""
+    _refuse_sequences(a, b)
+    return _bounded("product", operator.mul(a, b), a, b)
+
+
+def bounded_pow(a: Any, b: Any, /) -> Any:
+    """Return ``a ** b``."""
+    if _are_integers(a, b) and abs(a) > 1 and b > _LARGEST.bit_length():
+        raise _overflow("power")
+    return _bounded("power", operator.pow(a, b), a, b)
+
+
+def bounded_lshift(a: Any, b: Any, /) -> Any:
+    """Return ``a << b``."""
+    if _are_integers(a, b) and a and b > _LARGEST.bit_length():
+        raise _overflow("shifted integer")
+    return _bounded("shifted integer", operator.lshift(a, b), a, b)
+
+
+# By the name of the operator in a graph.
+BOUNDED_OPERATORS: Final[Mapping[str, Callable[[Any, Any], Any]]] = {
+    "operator.add": bounded_add,
+    "operator.lshift": bounded_lshift,
+    "operator.mod": bounded_mod,
+    "operator.mul": bounded_mul,
+    "operator.pow": bounded_pow,
+    "operator.sub": bounded_sub,
+}
+
+
+def _bounded(result_name: str, result: Any, a: Any, b: Any) -> Any:
+    if _are_integers(a, b) and abs(result) > _LARGEST:
+        raise _overflow(result_name)
+    return result
+
+
+def _are_integers(a: Any, b: Any) -> bool:
+    """Whether both are integers of Python. False while a compiler traces: the answer would become a condition on the sizes of calls."""
+    return not torch.compiler.is_compiling() and isinstance(a, int) and isinstance(b, int)
+
+
+def _refuse_sequences(a: Any, b: Any) -> None:
+    if isinstance(a, str | list | tuple) or isinstance(b, str | list | tuple):
+        raise TypeError(f"expected numbers, found {type(a).__name__} and {type(b).__name__}")
+
+
+def _overflow(result_name: str) -> OverflowError:
+    return OverflowError(f"expected integers of at most 64 bits, found a {result_name} whose magnitude is above 2^63")
