@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from stagepack_loaders.torch.compilation import compile_ahead as compile
     from stagepack_loaders.train.start import train as train
     from stagepack_serving.server.limits import ServerLimits as ServerLimits
-    from stagepack_serving.server.pipeline_server import serve_pipelines as serve
+    from stagepack_serving.server.server import serve_pipelines as serve
 
 # Public name -> the module that defines it, and its name there.
 _HOMES = {
@@ -62,7 +62,7 @@ _HOMES = {
     "remove_assets": ("stagepack.bundle_assets", "remove_assets"),
     "report": ("stagepack.cli.report.page", "write_report"),
     "save": ("stagepack.saver", "save"),
-    "serve": ("stagepack_serving.server.pipeline_server", "serve_pipelines"),
+    "serve": ("stagepack_serving.server.server", "serve_pipelines"),
     "sign": ("stagepack.signing.sign", "sign_bundle"),
     "split_here": ("stagepack.capture.split_marker", "split_here"),
     "train": ("stagepack_loaders.train.start", "train"),

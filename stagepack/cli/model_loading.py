@@ -19,9 +19,8 @@ from stagepack_loaders.generation.decoders import generating_entry_point
 if TYPE_CHECKING:
     from stagepack_loaders.base import Verify
     from stagepack_loaders.pipeline import CallablePipeline
-    from stagepack_serving.server.loaded_bundle import LoadedBundle
     from stagepack_serving.server.model_control import ControlMode
-    from stagepack_serving.server.served_models import ServedModels
+    from stagepack_serving.server.model_registry import LoadedBundle, ModelRegistry
 
 
 # When no call is answered for so many deadlines of requests, a stage hangs, and its process is started again. A slow request alone, which
@@ -81,7 +80,7 @@ def bundle_paths_by_name(bundle_arguments: tuple[str, ...]) -> dict[str, str]:
 class BundleLoading:
     """Loads bundles with the options of `stagepack serve`. Implements `BundleLoader`."""
 
-    def __init__(self, options: ServeOptions, models: "ServedModels") -> None:
+    def __init__(self, options: ServeOptions, models: "ModelRegistry") -> None:
         self._options = options
         self._models = models
         self._digest = given_digest()
@@ -91,7 +90,7 @@ class BundleLoading:
         """See `BundleLoader`. None also in a process that torchrun has started to run stages, when the server has ended."""
         from stagepack_serving.server.generation.embedder import add_embedders  # noqa: PLC0415 - after the arguments are checked
         from stagepack_serving.server.generation.generator import add_generators  # noqa: PLC0415 - after the arguments are checked
-        from stagepack_serving.server.loaded_bundle import LoadedBundle  # noqa: PLC0415 - the same
+        from stagepack_serving.server.model_registry import LoadedBundle  # noqa: PLC0415 - the same
         from stagepack_serving.server.served_model import ServedModel  # noqa: PLC0415 - the same
 
         bundle = open_bundle(path, digest=self._digest, require_signature=self._trusted_files)

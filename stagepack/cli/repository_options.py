@@ -13,7 +13,7 @@ from stagepack.cli.path_options import PathType
 
 if TYPE_CHECKING:
     from stagepack_serving.server.model_control import ModelControl
-    from stagepack_serving.server.served_models import ServedModels
+    from stagepack_serving.server.model_registry import ModelRegistry
 
 
 class VersionPolicy(click.ParamType[int | None]):
@@ -113,14 +113,15 @@ def load_names(options: ServeOptions) -> list[str] | None:
     return list(options.load_names)
 
 
-def model_control(bundle_paths: Mapping[str, str], options: ServeOptions, models: "ServedModels") -> "ModelControl":
+def model_control(bundle_paths: Mapping[str, str], options: ServeOptions, models: "ModelRegistry") -> "ModelControl":
     """Return what loads the bundles of the command line."""
-    from stagepack_serving.server.model_control import ModelControl  # noqa: PLC0415 - after the arguments are checked
-    from stagepack_serving.server.model_repository import FixedBundles, RepositoryFolder  # noqa: PLC0415 - the same
+    from stagepack_serving.server import model_control as control  # noqa: PLC0415 - after the arguments are checked
 
-    return ModelControl(
+    return control.ModelControl(
         models,
-        FixedBundles(bundle_paths) if options.repository is None else RepositoryFolder(options.repository),
+        control.fixed_bundles(bundle_paths)
+        if options.repository is None
+        else functools.partial(control.repository_bundles, options.repository),
         BundleLoading(options, models),
         mode=options.control_mode,
         version_count=options.version_count,

@@ -39,8 +39,8 @@ from stagepack_loaders.distributed.launch_environment import is_launched_group, 
 from stagepack_serving.server.limits import ServerLimits
 
 if TYPE_CHECKING:
+    from stagepack_serving.server.model_registry import ModelRegistry
     from stagepack_serving.server.served_model import ServedModel
-    from stagepack_serving.server.served_models import ServedModels
     from stagepack_serving.server.server import ServerAddresses
 
 _LOG_FORMAT: Final = "%(asctime)s %(levelname)s %(message)s"
@@ -259,7 +259,7 @@ def command(bundle_arguments: tuple[str, ...], **arguments: Any) -> None:
     if options.threads is not None:  # before torch is imported, and for processes that are started
         os.environ["OMP_NUM_THREADS"] = str(options.threads)
     from stagepack_serving.server.metrics import Metrics  # noqa: PLC0415 - after the arguments are checked
-    from stagepack_serving.server.served_models import ACCESS_LOGGER, ServedModels  # noqa: PLC0415 - the same
+    from stagepack_serving.server.model_registry import ACCESS_LOGGER, ModelRegistry  # noqa: PLC0415 - the same
     from stagepack_serving.server.server import ServerAddresses, check_addresses, serve  # noqa: PLC0415 - the same
 
     _write_log(logging.getLogger("stagepack"), _LOG_FORMAT, options.log_level.upper())
@@ -268,7 +268,7 @@ def command(bundle_arguments: tuple[str, ...], **arguments: Any) -> None:
     logging.getLogger("grpc._cython.cygrpc").addFilter(_is_no_lost_client)
     _write_log(ACCESS_LOGGER, "%(asctime)s %(message)s", "INFO" if options.access_log else "CRITICAL")
     security = server_security(options)
-    models = ServedModels(limits, Metrics())
+    models = ModelRegistry(limits, Metrics())
     control = model_control(bundle_paths, options, models)
     addresses = ServerAddresses(host=options.host, http_port=options.http_port, grpc_port=options.grpc_port)
     if not is_launched_group() or launched_rank() == 0:
@@ -357,7 +357,7 @@ def _check_device_memory(options: ServeOptions) -> None:
         raise click.UsageError("--device-memory cannot be used with --copy")
 
 
-def _print_listening(addresses: "ServerAddresses", models: "ServedModels", options: ServeOptions) -> None:
+def _print_listening(addresses: "ServerAddresses", models: "ModelRegistry", options: ServeOptions) -> None:
     """Print the models and the addresses, when the server accepts requests."""
     if options.as_json:
         ports = {"host": addresses.host, "http_port": addresses.http_port, "grpc_port": addresses.grpc_port}

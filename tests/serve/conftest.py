@@ -1,6 +1,5 @@
 """Bundles and servers, each made once for all tests of a folder."""
 
-import contextlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -66,7 +65,7 @@ def server(request: pytest.FixtureRequest) -> Server:
 
 @pytest.fixture(params=["http", "grpc"])
 def client(server: Server, request: pytest.FixtureRequest) -> Iterator[Client]:
-    with contextlib.closing(Client(request.param, server)) as client:
+    with Client(request.param, server) as client:
         yield client
 
 

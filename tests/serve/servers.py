@@ -19,7 +19,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy
 
@@ -192,6 +192,12 @@ class Client:
         self.module = importlib.import_module(f"tritonclient.{protocol}")
         self.raw = http_client(server.http) if protocol == "http" else grpc_client(server.grpc)
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def close(self) -> None:
         """End its connections."""
         self.raw.close()
@@ -239,6 +245,22 @@ def post(port: int, path: str, body: Any, headers: Mapping[str, str] | None = No
         return answer.status, json.loads(answer.read() or b"null"), answer
 
 
+def post_json(server: Server, path: str, **fields: Any) -> tuple[int, Any]:
+    """The status and the answer of a request in JSON."""
+    status, answer, _ = post(server.http, path, json.dumps(fields))
+    return status, answer
+
+
+def infer_json(server: Server, model: str, **inputs: numpy.ndarray) -> tuple[int, Any]:
+    """The status and the answer of an inference in JSON."""
+    datatype_of = importlib.import_module("tritonclient.utils").np_to_triton_dtype
+    fields = [
+        {"name": name, "shape": array.shape, "datatype": datatype_of(array.dtype), "data": array.tolist()}
+        for name, array in inputs.items()
+    ]
+    return post_json(server, f"/v2/models/{model}/infer", inputs=fields)
+
+
 def skips_request(rows: int = 2) -> dict[str, Any]:
     """The body of a request to the bundle ``skips``."""
     data = numpy.arange(rows * 8, dtype="float32")
@@ -278,6 +300,6 @@ def wait_until_not_ready(server: Server) -> None:
 
 def ask_slow(server: Server, times: int, protocol: str = "http", **options: Any) -> numpy.ndarray:
     """The answer of the bundle ``slow`` after so many products."""
-    with contextlib.closing(Client(protocol, server)) as client:
+    with Client(protocol, server) as client:
         inputs = {"x": numpy.ones((256, 512), "float32"), "times": numpy.array([times])}
         return client.ask("slow", inputs, outputs=["output"], **options)["output"]

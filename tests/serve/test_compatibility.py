@@ -1,7 +1,6 @@
 """The same code of `tritonclient` against `stagepack serve` and against a real `tritonserver`, over HTTP and over gRPC."""
 
 import concurrent.futures
-import contextlib
 import http.client
 import socket
 from collections.abc import Mapping
@@ -159,7 +158,7 @@ def test_64_requests_at_once(client: Client, server: Server, pipes: Mapping[str,
     expected = [in_process(pipes["minilm"], request_inputs)["pooler_output"].numpy() for request_inputs in inputs]
 
     def ask(request_number: int) -> Any:  # a client of its own: that for HTTP stays in one thread
-        with contextlib.closing(Client(client.protocol, server)) as own_client:
+        with Client(client.protocol, server) as own_client:
             return own_client.ask("minilm", inputs[request_number], outputs=["pooler_output"])["pooler_output"]
 
     with concurrent.futures.ThreadPoolExecutor(64) as pool:

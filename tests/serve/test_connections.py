@@ -183,7 +183,7 @@ def check_grpc_connections(server: Server) -> None:
         kept[0].close()
         until = time.monotonic() + 20
         while True:
-            with contextlib.closing(Client("grpc", server)) as client, contextlib.suppress(InferenceServerException):
+            with Client("grpc", server) as client, contextlib.suppress(InferenceServerException):
                 assert client.raw.is_server_live()
                 return
             assert time.monotonic() < until

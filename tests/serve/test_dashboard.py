@@ -47,7 +47,7 @@ def busy_server(folder: Path, *options: str) -> Iterator[tuple[Server, list[Clie
     """A server of both models that has answered requests, and refused one, and clients that ask it on."""
     paths = [export_scale(folder / "scale.stagepack", 1.0), export_counter(folder / "counter.stagepack", 1.0)]
     with stagepack_server(paths, *options) as server, contextlib.ExitStack() as closing:
-        clients = [closing.enter_context(contextlib.closing(Client(protocol, server))) for protocol in ("http", "grpc")]
+        clients = [closing.enter_context(Client(protocol, server)) for protocol in ("http", "grpc")]
         ask_all(clients)
         yield server, clients
 
@@ -62,7 +62,7 @@ def ask_all(clients: list[Client]) -> None:
 
 
 def test_every_metric_and_label_of_the_queries_exists(repository: Repository) -> None:
-    with contextlib.closing(Client("http", repository.server)) as client:
+    with Client("http", repository.server) as client:
         ask_all([client])
         page = urllib.request.urlopen(f"http://127.0.0.1:{repository.server.http}/metrics").read().decode()
     families = {family.name: family for family in text_string_to_metric_families(page)}

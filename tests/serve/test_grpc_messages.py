@@ -1,18 +1,37 @@
-"""Answers over gRPC are the bytes that protobuf reads as the message of the protocol."""
+"""Messages of gRPC: answers are the bytes that protobuf reads; large requests are bounded before they are parsed."""
 
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
 import ml_dtypes
 import numpy
 import pytest
+from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2 as pb
 
 from stagepack_serving.server.errors import RequestError
 from stagepack_serving.server.grpc_messages import (
+    MAX_PARSED_BYTES,
     decode_request,
     encode_response,
     encode_stream_response,
     parse_inference,
+    parse_message,
+    separate_raw_contents,
 )
+from stagepack_serving.server.limits import MAX_TEXT_BYTES
 from stagepack_serving.server.parameters import InferenceTensor
+from tests.serve.generating_model import export_decoder
+from tests.serve.servers import Server, stagepack_server
+
+pytestmark = pytest.mark.xdist_group("serve")
+SERVICE = "/inference.GRPCInferenceService"
+INFER, STREAM, METADATA = f"{SERVICE}/ModelInfer", f"{SERVICE}/ModelStreamInfer", f"{SERVICE}/ModelMetadata"
+# Fields of a request, of an input and of its contents.
+MODEL_NAME, PARAMETERS, INPUTS, RAW_CONTENTS = 1, 4, 5, 7
+SHAPE, CONTENTS = 3, 5
+INT64_CONTENTS, BYTES_CONTENTS = 3, 8
 
 ARRAYS = {
     "FP32": numpy.arange(6, dtype=numpy.float32).reshape(2, 3),
@@ -24,6 +43,16 @@ ARRAYS = {
     "INT16": numpy.zeros((130, 130), numpy.int16),
     "FP16": numpy.ones((1100, 1000), numpy.float16),
 }
+
+
+def field(number: int, content: bytes) -> bytes:
+    """A field with bytes or a message."""
+    size, digits = len(content), []
+    while True:
+        digits.append(size % 128 + 128 * (size >= 128))
+        size //= 128
+        if not size:
+            return bytes([number * 8 + 2, *digits]) + content
 
 
 @pytest.mark.parametrize("names", [[], *([name] for name in ARRAYS), list(ARRAYS)], ids=lambda names: "-".join(names))
@@ -46,3 +75,165 @@ def test_outputs_that_cannot_be_sent_are_refused(message: str) -> None:
         request.outputs.add(name="y").parameters["classification"].int64_param = 3
     with pytest.raises(RequestError, match=message):
         decode_request(parse_inference(request.SerializeToString()))
+
+
+def raw_request(*raw_contents: bytes) -> pb.ModelInferRequest:
+    """A request with an input for each of its raw contents."""
+    message = pb.ModelInferRequest(model_name="scale", id="7", raw_input_contents=raw_contents)
+    for position in range(len(raw_contents)):
+        message.inputs.add(name=f"x{position}", datatype="FP32", shape=[2, 3])
+    return message
+
+
+EMPTY_INPUTS = field(INPUTS, b"") * 3_000_000
+TOO_LARGE = {
+    "inputs": EMPTY_INPUTS,
+    "parameters": field(INPUTS, field(PARAMETERS, b"") * 3_000_000),
+    "raw": field(RAW_CONTENTS, b"") * 3_000_000,
+    "strings": field(INPUTS, field(CONTENTS, field(BYTES_CONTENTS, b"") * 3_000_000)),
+    "unknown": b"\x68\x01" * 3_000_000,  # numbers of unknown fields
+    "map": field(PARAMETERS, field(1, b"") * 3_000_000),
+    "name": field(MODEL_NAME, bytes(MAX_PARSED_BYTES)),
+    "shape": field(INPUTS, field(SHAPE, bytes(MAX_PARSED_BYTES))),
+    "typed": field(INPUTS, field(CONTENTS, field(INT64_CONTENTS, bytes(MAX_PARSED_BYTES)))),
+    "beside raw contents": field(RAW_CONTENTS, bytes(9_000_000)) + field(MODEL_NAME, bytes(MAX_PARSED_BYTES)),
+}
+
+
+@pytest.mark.parametrize("name", TOO_LARGE)
+def test_a_message_that_is_large_beside_raw_contents_is_not_parsed(name: str) -> None:
+    with pytest.raises(RequestError, match=f"at most {MAX_PARSED_BYTES} bytes .* send tensors as raw_input_contents"):
+        parse_inference(TOO_LARGE[name])
+    with pytest.raises(RequestError, match=f"at most {MAX_PARSED_BYTES} bytes"):
+        parse_message(pb.ModelMetadataRequest.FromString, TOO_LARGE[name])
+
+
+def test_large_raw_contents_are_not_copied() -> None:
+    message = raw_request(b"a" * 8_000_000, b"", b"b" * 30_000)
+    # Fields may come in any order: here one before the others.
+    content = field(RAW_CONTENTS, b"first") + message.SerializeToString()
+    other_content, raw_contents = separate_raw_contents(content)
+    assert [bytes(raw_content) for raw_content in raw_contents] == [b"first", *message.raw_input_contents]
+    assert all(raw_content.obj is content for raw_content in raw_contents)
+    message.ClearField("raw_input_contents")
+    assert pb.ModelInferRequest.FromString(other_content) == message == parse_inference(content).message
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        field(RAW_CONTENTS, bytes(60_000)),
+        field(INPUTS, field(CONTENTS, bytes(80_000))),
+        field(RAW_CONTENTS, b"") * 5000 + field(RAW_CONTENTS, bytes(80_000)),
+        field(RAW_CONTENTS, bytes(80_000)) + b"\x7b\x7c",  # an unknown group
+        # A number of a field with more bytes than the parser takes.
+        field(RAW_CONTENTS, bytes(80_000)) + b"\xba\x80\x80\x80\x80\x00\x00",
+    ],
+    ids=["small", "typed", "many", "group", "number"],
+)
+def test_other_requests_are_parsed_as_they_are(content: bytes) -> None:
+    assert separate_raw_contents(content) == (content, [])
+
+
+@pytest.mark.parametrize(
+    "content", [field(RAW_CONTENTS, bytes(2_000_000))[:-1], b"\x2b" + bytes(2_000_000), b"\xff" * 2_000_000]
+)
+def test_bytes_that_are_no_message(content: bytes) -> None:
+    with pytest.raises(DecodeError):
+        parse_inference(content)
+
+
+@pytest.mark.parametrize(
+    ("method", "content", "status"),
+    [
+        (INFER, EMPTY_INPUTS[:90_000], grpc.StatusCode.NOT_FOUND),
+        (METADATA, field(MODEL_NAME, b"skips"), None),
+        (METADATA, b"\xff", grpc.StatusCode.INVALID_ARGUMENT),
+        (METADATA, None, grpc.StatusCode.INVALID_ARGUMENT),
+    ],
+    ids=["unknown model", "answered", "no message", "nothing"],
+)
+def test_calls_with_one_message(
+    small: Server, method: str, content: bytes | None, status: grpc.StatusCode | None
+) -> None:
+    with grpc.insecure_channel(f"127.0.0.1:{small.grpc}") as channel:
+        call = channel.stream_unary(method)
+        contents = iter([] if content is None else [content])
+        if status is None:
+            assert pb.ModelMetadataResponse.FromString(call(contents, timeout=20)).name == "skips"
+        else:
+            with pytest.raises(grpc.RpcError) as caught:
+                call(contents, timeout=20)
+            assert caught.value.code() == status
+
+
+def peak_bytes(server: Server) -> int:
+    """The most memory that the server has had."""
+    status = Path(f"/proc/{server.process.pid}/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0]) * 1024
+
+
+def test_a_compressed_message_counts_decompressed(small: Server) -> None:
+    """200 kB that gzip made of 200 MB are refused, and never in memory whole."""
+    bytes_before = peak_bytes(small)
+    with (
+        grpc.insecure_channel(f"127.0.0.1:{small.grpc}", options=[("grpc.max_send_message_length", -1)]) as channel,
+        pytest.raises(grpc.RpcError) as caught,
+    ):
+        channel.unary_unary(INFER)(bytes(200_000_000), compression=grpc.Compression.Gzip, timeout=60)
+    assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert peak_bytes(small) - bytes_before < 130_000_000
+
+
+@pytest.fixture(scope="module")
+def writer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with stagepack_server([export_decoder(tmp_path_factory.mktemp("prompts"))]) as server:
+        yield server
+
+
+def large_request(input_name: str, datatype: str, model_name: str = "writer") -> bytes:
+    """A request with more data than one for a text may have."""
+    raw_content = bytes(3 * MAX_TEXT_BYTES)
+    request = pb.ModelInferRequest(model_name=model_name, raw_input_contents=[raw_content])
+    request.inputs.add(name=input_name, datatype=datatype, shape=[1, len(raw_content) // 8])
+    content: bytes = request.SerializeToString()
+    return content
+
+
+@pytest.mark.parametrize("method", [INFER, STREAM])
+@pytest.mark.parametrize(
+    ("content", "status", "says"),
+    [
+        (EMPTY_INPUTS, grpc.StatusCode.RESOURCE_EXHAUSTED, f"at most {MAX_PARSED_BYTES} bytes beside the raw contents"),
+        (EMPTY_INPUTS[: MAX_PARSED_BYTES // 2 * 2], grpc.StatusCode.NOT_FOUND, "unknown model ''"),
+        (
+            large_request("input_ids", "INT64"),
+            grpc.StatusCode.RESOURCE_EXHAUSTED,
+            f"expected a request for a text of at most {MAX_TEXT_BYTES} bytes, found",
+        ),
+        (large_request("text_input", "BYTES"), grpc.StatusCode.RESOURCE_EXHAUSTED, "expected a request for a text"),
+        (
+            large_request("cache_position", "INT64"),
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "the input 'input_ids' is missing",
+        ),
+        (large_request("input_ids", "INT64", "unknown"), grpc.StatusCode.NOT_FOUND, "unknown model 'unknown'"),
+    ],
+    ids=["many inputs", "as many inputs as are parsed", "tokens", "text", "call of the decoder", "unknown model"],
+)
+def test_a_large_request_is_refused_and_takes_little_memory(
+    writer: Server, method: str, content: bytes, status: grpc.StatusCode, says: str
+) -> None:
+    bytes_before = peak_bytes(writer)
+    options = [("grpc.max_send_message_length", -1)]
+    with grpc.insecure_channel(f"127.0.0.1:{writer.grpc}", options=options) as channel:
+        call = channel.stream_stream(method)(iter([content]), timeout=60)
+        try:
+            # A stream tells the error of one request in an answer.
+            [answer] = call
+            details = pb.ModelStreamInferResponse.FromString(answer).error_message
+        except grpc.RpcError:
+            details = call.details()
+            assert call.code() == status
+    assert says in details
+    assert peak_bytes(writer) - bytes_before < max(4 * len(content), 300_000_000)

@@ -20,10 +20,11 @@ from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
 import stagepack
 from stagepack_serving.server.grpc_service import HealthService
+from stagepack_serving.server.security import AuthenticationError
 from tests.serve.generating_model import export_decoder
 
 if TYPE_CHECKING:
-    from stagepack_serving.server.served_models import ServedModels
+    from stagepack_serving.server.model_registry import ModelRegistry
 
 pytestmark = pytest.mark.xdist_group("serve")
 TOKEN, OTHER_TOKEN = "token-of-these-tests", "other-token-of-these-tests"
@@ -188,26 +189,13 @@ def test_bytes_that_are_no_message_end_a_stream_without_a_traceback(server: Stre
     assert "ExceptionGroup" not in server.log_file.read_text()
 
 
-class AbortedError(Exception):
-    """A call was aborted."""
-
-
-class WatchingCall:
-    """The context of a call of Watch."""
-
-    def invocation_metadata(self) -> Any:
-        return (("authorization", f"Bearer {TOKEN}"),)
-
-    async def abort(self, code: grpc.StatusCode, _message: str, _metadata: Any) -> None:
-        raise AbortedError(code)
-
-
 def test_a_withdrawn_token_is_told_no_status() -> None:
     tokens, models = {TOKEN}, SimpleNamespace(stopping=asyncio.Event(), is_ready=True, serving=[])
-    service = HealthService(cast("ServedModels", models), tokens.__contains__)
+    service = HealthService(cast("ModelRegistry", models), tokens.__contains__)
+    call = SimpleNamespace(invocation_metadata=lambda: (("authorization", f"Bearer {TOKEN}"),))
 
     async def watch() -> None:
-        statuses = aiter(service.Watch(HealthCheckRequest(), WatchingCall()))
+        statuses = aiter(service.Watch(HealthCheckRequest(), call))
         assert (await anext(statuses)).status == HealthCheckResponse.SERVING
         models.is_ready = False
         assert (await anext(statuses)).status == HealthCheckResponse.NOT_SERVING
@@ -215,5 +203,5 @@ def test_a_withdrawn_token_is_told_no_status() -> None:
         models.is_ready = True
         await anext(statuses)
 
-    with pytest.raises(AbortedError, match="UNAUTHENTICATED"):
+    with pytest.raises(AuthenticationError):
         asyncio.run(watch())

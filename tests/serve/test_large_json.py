@@ -95,7 +95,7 @@ def test_large_json_is_read_as_small_json(monkeypatch: pytest.MonkeyPatch, body:
     expected = repr(decode(body))
     monkeypatch.setattr(rest_request, "_LARGE_BYTES", 0)
     for piece_bytes in (1, 7, 1_000_000):
-        monkeypatch.setattr("stagepack_serving.server.rest_request._PIECE_BYTES", piece_bytes)
+        monkeypatch.setattr("stagepack_serving.server.tensor_decoding._PIECE_BYTES", piece_bytes)
         assert repr(decode(body)) == expected
 
 
@@ -105,7 +105,7 @@ def test_large_json_is_refused_as_small_json(monkeypatch: pytest.MonkeyPatch, bo
         assert isinstance(decode(body), str)
     monkeypatch.setattr(rest_request, "_LARGE_BYTES", 0)
     for piece_bytes in (1, 1_000_000):
-        monkeypatch.setattr("stagepack_serving.server.rest_request._PIECE_BYTES", piece_bytes)
+        monkeypatch.setattr("stagepack_serving.server.tensor_decoding._PIECE_BYTES", piece_bytes)
         refusal = decode(body)
         assert isinstance(refusal, str)
         assert says in refusal

@@ -25,9 +25,9 @@ from stagepack_serving.server.errors import AddressError
 from stagepack_serving.server.grpc_service import HealthService
 from stagepack_serving.server.limits import ServerLimits
 from stagepack_serving.server.metrics import Metrics
+from stagepack_serving.server.model_registry import ModelRegistry
 from stagepack_serving.server.scheduler import CallBatch, QueuedCall, Scheduler
 from stagepack_serving.server.served_model import ServedModel
-from stagepack_serving.server.served_models import ServedModels
 from tests.serve.servers import INFER, Client, post, skips_request, stagepack_server
 
 pytestmark = pytest.mark.xdist_group("serve")
@@ -47,7 +47,7 @@ signal.signal(signal.SIGUSR1, kill)
 
 def test_a_server_with_a_lost_thread_is_not_ready(tmp_path: Path) -> None:
     bundle = stagepack.export(torch.nn.Linear(2, 2), (torch.ones(1, 2),), out=tmp_path / "x.stagepack", stages=1)
-    models = ServedModels(ServerLimits(), Metrics())
+    models = ModelRegistry(ServerLimits(), Metrics())
     model = ServedModel("x", bundle, stagepack.load(bundle), models.limits, models.metrics)
     models.serve([model])
     health = HealthService(models)
@@ -82,7 +82,7 @@ def test_the_server_is_not_ready_and_ends(bundles: Mapping[str, Path], tmp_path:
     body = json.dumps(skips_request())
     with (
         stagepack_server([bundles["skips"]], "--import", "killer", "--linger-s", "2", prefix=prefix) as server,
-        contextlib.closing(Client("grpc", server)) as client,
+        Client("grpc", server) as client,
     ):
 
         def health(name: str) -> int:

@@ -1,10 +1,9 @@
 """Versions of a model are loaded, replaced and unloaded while a server runs."""
 
-import contextlib
 import json
 import shutil
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import grpc
@@ -16,13 +15,7 @@ from tritonclient.utils import InferenceServerException
 
 from tests.bundle_editor import BundleEditor
 from tests.serve.servers import Client, post, stagepack_server
-from tests.serve.version_models import (
-    Repository,
-    count,
-    export_counter,
-    export_scale,
-    factor_of,
-)
+from tests.serve.version_models import Repository, count, export_counter, export_scale, factor_of
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.xdist_group("serve")
@@ -30,7 +23,7 @@ pytestmark = pytest.mark.xdist_group("serve")
 
 @pytest.fixture(params=["http", "grpc"])
 def client(repository: Repository, request: pytest.FixtureRequest) -> Iterator[Client]:
-    with contextlib.closing(Client(request.param, repository.server)) as client:
+    with Client(request.param, repository.server) as client:
         yield client
 
 
@@ -64,13 +57,8 @@ def test_load_and_unload(repository: Repository, client: Client) -> None:
 def test_clients_choose_names_and_nothing_else(repository: Repository, client: Client) -> None:
     name = f"chosen_{client.protocol}"
     export_scale(repository.folder / name / "1", 1.0)
-    for other_name in (
-        "other",
-        "..",
-        f"{name}/1",
-        f"../{repository.folder.name}/{name}",
-        str(repository.folder / name),
-    ):
+    folder = repository.folder
+    for other_name in ("other", "..", f"{name}/1", f"../{folder.name}/{name}", str(folder / name)):
         with pytest.raises(InferenceServerException) as caught:
             client.raw.load_model(other_name)
         assert caught.value.status() in ("404", "StatusCode.NOT_FOUND")
@@ -82,41 +70,34 @@ def test_clients_choose_names_and_nothing_else(repository: Repository, client: C
         assert post(repository.server.http, f"/v2/repository/models/{name}/load", body)[0] == 400
 
 
-def _change_weight(bundle: Path) -> None:
-    BundleEditor(bundle).flip_bit("stage-0.safetensors", -4)
+WEIGHTS = "stage-0.safetensors"
 
 
-def _cut_file(bundle: Path) -> None:
-    editor = BundleEditor(bundle)
-    editor.truncate("stage-0.safetensors", (editor / "stage-0.safetensors").stat().st_size - 4)
+def change_weight(editor: BundleEditor) -> None:
+    editor.flip_bit(WEIGHTS, -4)
 
 
-def _other_example(bundle: Path) -> None:
+def change_example(editor: BundleEditor) -> None:
     """Another weight than that of the recorded example, with digests that fit."""
-    editor = BundleEditor(bundle)
-    content = (editor / "stage-0.safetensors").read_bytes()
-    editor.write_file("stage-0.safetensors", content.replace(struct.pack("<f", 2.0), struct.pack("<f", 7.0)))
+    content = (editor / WEIGHTS).read_bytes()
+    editor.write_file(WEIGHTS, content.replace(struct.pack("<f", 2.0), struct.pack("<f", 7.0)))
 
 
-def _no_manifest(bundle: Path) -> None:
-    (bundle / "manifest.json").unlink()
-
-
-_DAMAGES = [
-    (_change_weight, "the content was changed"),
-    (_cut_file, "bytes"),
-    (_other_example, "example"),
-    (_no_manifest, "manifest"),
+DAMAGES: list[tuple[Callable[[BundleEditor], object], str]] = [
+    (change_weight, "the content was changed"),
+    (lambda editor: editor.truncate(WEIGHTS, (editor / WEIGHTS).stat().st_size - 4), "bytes"),
+    (change_example, "example"),
+    (lambda editor: (editor / "manifest.json").unlink(), "manifest"),
 ]
 
 
 def test_a_broken_version_is_refused_and_the_old_one_goes_on(repository: Repository, tmp_path: Path) -> None:
     folder = export_scale(repository.folder / "broken" / "1", 1.0).parent
     good = export_scale(tmp_path / "good", 2.0)
-    with contextlib.closing(Client("http", repository.server)) as client:
+    with Client("http", repository.server) as client:
         client.raw.load_model("broken")
-        for damage, reason in _DAMAGES:
-            damage(shutil.copytree(good, folder / "2"))
+        for damage, reason in DAMAGES:
+            damage(BundleEditor(shutil.copytree(good, folder / "2")))
             with pytest.raises(InferenceServerException, match=reason):
                 client.raw.load_model("broken")
             assert repository.states("broken") == {"1": "READY", "2": "UNAVAILABLE"}
@@ -127,13 +108,13 @@ def test_a_broken_version_is_refused_and_the_old_one_goes_on(repository: Reposit
 
 def test_a_bundle_that_is_overwritten_is_read_when_it_is_loaded_again(repository: Repository) -> None:
     path = repository.folder / "overwritten" / "1"
-    with contextlib.closing(Client("grpc", repository.server)) as client:
+    with Client("grpc", repository.server) as client:
         for factor in (1.0, 2.0, 3.0):
             export_scale(path, factor)
             assert factor == 1 or factor_of(client, "overwritten") == factor - 1
             client.raw.load_model("overwritten")
             assert factor_of(client, "overwritten") == factor
-        _change_weight(export_scale(path, 4.0))
+        change_weight(BundleEditor(export_scale(path, 4.0)))
         with pytest.raises(InferenceServerException, match="the content was changed"):
             client.raw.load_model("overwritten")
         assert factor_of(client, "overwritten") == 3
@@ -144,7 +125,7 @@ def test_a_bundle_that_is_overwritten_is_read_when_it_is_loaded_again(repository
 
 def test_sequences_stay_with_their_version(repository: Repository) -> None:
     name = "sums"
-    with contextlib.closing(Client("grpc", repository.server)) as client:
+    with Client("grpc", repository.server) as client:
         export_counter(repository.folder / name / "1", 1.0)
         client.raw.load_model(name)
         for sequence_id in (1, 2, 3):
@@ -172,10 +153,9 @@ def test_a_start_on_another_version_ends_the_sequence_and_a_refused_one_does_not
     export_counter(repository.folder / name / "1", 1.0)
     client.raw.load_model(name)
     assert count(client, name, 5, sequence_start=True) == 1
+    wrong = {"x": numpy.ones(4, "float32")}  # of another shape
     with pytest.raises(InferenceServerException, match="x"):
-        client.ask(
-            name, {"x": numpy.ones(4, "float32")}, outputs=["sum"], sequence_id=5, sequence_start=True
-        )  # of another shape
+        client.ask(name, wrong, outputs=["sum"], sequence_id=5, sequence_start=True)
     assert count(client, name, 5) == 2
     export_counter(repository.folder / name / "2", 10.0)
     client.raw.load_model(name)
@@ -188,7 +168,7 @@ def test_a_start_on_another_version_ends_the_sequence_and_a_refused_one_does_not
 def test_health_follows_the_models(repository: Repository) -> None:
     export_scale(repository.folder / "health" / "1", 1.0)
     with (
-        contextlib.closing(Client("grpc", repository.server)) as client,
+        Client("grpc", repository.server) as client,
         grpc.insecure_channel(f"127.0.0.1:{repository.server.grpc}") as channel,
     ):
         health = HealthStub(channel)
@@ -226,7 +206,7 @@ def test_poll(tmp_path: Path) -> None:
     options = ("--model-repository", str(folder.parent), "--model-control", "poll", "--poll-s", "0.2")
     with (
         stagepack_server([], *options, "--version-policy", "latest:2") as server,
-        contextlib.closing(Client("http", server)) as client,
+        Client("http", server) as client,
     ):
         repository = Repository(server, folder.parent)
         export_scale(folder / "2", 2.0)

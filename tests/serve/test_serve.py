@@ -2,7 +2,6 @@
 
 import collections
 import concurrent.futures
-import contextlib
 import queue
 import re
 import signal
@@ -45,7 +44,7 @@ def skips(rows: int, value: Any = 1.0) -> Any:
 
 
 def ask(server: Server, protocol: str, model: Any, inputs: Any, **options: Any) -> Any:
-    with contextlib.closing(Client(protocol, server)) as client:
+    with Client(protocol, server) as client:
         return client.ask(model, inputs, **options)
 
 
@@ -167,7 +166,7 @@ def test_onnxruntime(bundles: Mapping[str, Path], pipes: Mapping[str, Any]) -> N
 
 def test_a_stream_of_requests(torch_server: Server) -> None:
     answer_queue: queue.Queue[Any] = queue.Queue()
-    with contextlib.closing(Client("grpc", torch_server)) as client:
+    with Client("grpc", torch_server) as client:
         client.raw.start_stream(lambda result, error: answer_queue.put((result, error)))
         for step in range(4):
             inputs = [client.input("x", numpy.ones(3, "float32"))]
@@ -194,7 +193,7 @@ def test_a_stream_runs_its_requests_together(bundles: Mapping[str, Path]) -> Non
     answer_queue: queue.Queue[Any] = queue.Queue()
     with (
         stagepack_server([bundles["skips"]], "--max-delay-ms", "300") as server,
-        contextlib.closing(Client("grpc", server)) as client,
+        Client("grpc", server) as client,
     ):
         client.raw.start_stream(lambda result, error: answer_queue.put((result, error)))
         inputs = [client.input(input_name, array) for input_name, array in skips(1).items()]
@@ -213,7 +212,7 @@ def test_a_stream_runs_its_requests_together(bundles: Mapping[str, Path]) -> Non
 
 
 def test_state_that_is_given_out_stays_that_of_its_call(bundles: Mapping[str, Path]) -> None:
-    with stagepack_server([bundles["alias"]]) as server, contextlib.closing(Client("grpc", server)) as client:
+    with stagepack_server([bundles["alias"]]) as server, Client("grpc", server) as client:
         answer_queue: queue.Queue[Any] = queue.Queue()
         inputs = [client.input("x", numpy.ones(1, "float32"))]
         client.ask("alias", {"x": numpy.ones(1, "float32")}, sequence_id=1, sequence_start=True)
@@ -233,7 +232,7 @@ def test_sequences_have_places(bundles: Mapping[str, Path]) -> None:
     options = ("--max-sequences", "2", "--sequence-idle-s", "1")
     with (
         stagepack_server([bundles["counting"]], *options) as server,
-        contextlib.closing(Client("http", server)) as client,
+        Client("http", server) as client,
     ):
         for sequence_id in ("a", "b"):
             client.ask("counting", inputs, sequence_id=sequence_id, sequence_start=True)
@@ -250,11 +249,11 @@ def test_sequences_have_places(bundles: Mapping[str, Path]) -> None:
 
 
 def test_index_of_models(torch_server: Server) -> None:
-    with contextlib.closing(Client("http", torch_server)) as client:
+    with Client("http", torch_server) as client:
         index = client.raw.get_model_repository_index()
         assert {entry["name"] for entry in index} >= {"skips"}
         assert all(entry["version"] == "1" and entry["state"] == "READY" for entry in index)
-    with contextlib.closing(Client("grpc", torch_server)) as client:
+    with Client("grpc", torch_server) as client:
         assert client.raw.get_model_repository_index(as_json=True)["models"] == index
     for body, status in ((b'{"ready": true}', 200), (b'{"ready": 1}', 400), (b"[]", 400), (b"{", 400)):
         url = f"http://127.0.0.1:{torch_server.http}/v2/repository/index"
@@ -298,12 +297,12 @@ def test_grpc_health_and_reflection(bundles: Mapping[str, Path]) -> None:
 
 
 def test_what_is_not_there(torch_server: Server) -> None:
-    with contextlib.closing(Client("grpc", torch_server)) as client:
+    with Client("grpc", torch_server) as client:
         with pytest.raises(InferenceServerException) as caught:
             client.raw.get_trace_settings()
         assert caught.value.status() == "StatusCode.UNIMPLEMENTED"
         assert "TraceSetting" in caught.value.message()
-    with contextlib.closing(Client("http", torch_server)) as client:
+    with Client("http", torch_server) as client:
         with pytest.raises(InferenceServerException) as caught:
             client.raw.get_trace_settings()
         assert caught.value.status() == "404"

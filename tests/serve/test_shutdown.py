@@ -145,7 +145,7 @@ def test_a_hang_up_is_ignored_under_nohup(slow: Path) -> None:
     with stagepack_server([slow], prefix=["nohup"]) as server:
         server.process.send_signal(signal.SIGHUP)
         time.sleep(0.5)
-        with contextlib.closing(Client("grpc", server)) as client:
+        with Client("grpc", server) as client:
             assert client.raw.is_server_ready()
         assert server.stop() == 0
 

@@ -77,7 +77,7 @@ class Load:
         wait_until(lambda: self.factors.total() > before + CONNECTIONS)
 
     def _repeat(self, protocol: str, ask: Callable[[Client], None]) -> None:
-        with contextlib.closing(Client(protocol, self._server)) as client:
+        with Client(protocol, self._server) as client:
             while not self._is_over.is_set():
                 ask(client)
 
@@ -99,8 +99,8 @@ class Load:
 def replace_everything(repository: Repository, load: Load) -> None:
     """New versions, refused versions, and folders of loaded versions that are overwritten."""
     with (
-        contextlib.closing(Client("http", repository.server)) as rest,
-        contextlib.closing(Client("grpc", repository.server)) as grpc,
+        Client("http", repository.server) as rest,
+        Client("grpc", repository.server) as grpc,
     ):
         export_scale(repository.folder / "scale" / "2", 2.0)
         export_counter(repository.folder / "counter" / "2", 20.0)
@@ -161,7 +161,7 @@ def _is_alone(repository: Repository, version: str) -> bool:
 
 @pytest.mark.slow
 def test_the_memory_of_old_versions_is_freed(tmp_path: Path) -> None:
-    with repository_server(tmp_path) as repository, contextlib.closing(Client("grpc", repository.server)) as client:
+    with repository_server(tmp_path) as repository, Client("grpc", repository.server) as client:
         (tmp_path / "wide").mkdir()
         memories = []
         for version in range(1, 21):
@@ -193,7 +193,7 @@ def test_a_long_request_ends_on_the_version_that_it_began_on(tmp_path: Path) -> 
         requests = [pool.submit(ask_slow, repository.server, 700, protocol) for protocol in ("http", "grpc") * 2]
         wait_for_requests(repository.server, "slow", 5)
         export_slow(2)
-        with contextlib.closing(Client("http", repository.server)) as client:
+        with Client("http", repository.server) as client:
             client.raw.load_model("slow")
         assert repository.states("slow") == {"1": "UNLOADING", "2": "READY"}
         assert not numpy.array_equal(ask_slow(repository.server, 3), expected)

@@ -2,9 +2,6 @@
 
 Sources: the API of LeaderWorkerSet, https://lws.sigs.k8s.io/docs/reference/leaderworkerset.v1/, and of Kubernetes,
 https://kubernetes.io/docs/reference/kubernetes-api/.
-
-- Plain data as YAML: dicts, lists, texts, integers and booleans, which is what the objects of a deployment are made of.
-- Quantities as Kubernetes writes them.
 """
 
 import json
@@ -189,9 +186,8 @@ def _service(bundle: Bundle, options: DeploymentOptions) -> dict[str, Any]:
             {"name": "grpc", "port": GRPC_PORT, "targetPort": "grpc"},
         ],
     }
-    if any(
-        stage.state for stage in bundle.stages
-    ):  # all requests of a sequence must reach the group that has its state
+    # All requests of a sequence must reach the group that has its state.
+    if any(stage.state for stage in bundle.stages):
         spec["sessionAffinity"] = "ClientIP"
     return {"apiVersion": "v1", "kind": "Service", "metadata": {"name": f"{options.name}-leader"}, "spec": spec}
 
@@ -214,11 +210,9 @@ def _network_policy(options: DeploymentOptions) -> dict[str, Any]:
 
 
 def to_yaml(documents: Iterable[dict[str, Any]]) -> str:
-    """Return some documents as YAML.
+    """Return documents of dicts, lists, printable texts, integers and booleans as YAML, none of which is empty but as a value.
 
-    Law: a reader of YAML returns the same data. The texts must be printable.
-
-    documents: not empty, as are all dicts in them but those of a value.
+    Law: a reader of YAML returns the same data.
     """
     return "---\n".join("".join(f"{line}\n" for line in _mapping_lines(document)) for document in documents)
 

@@ -1,7 +1,4 @@
-"""What the caller decides about a deployment.
-
-- The memory of each pod, from the plan of the bundle.
-"""
+"""What the caller decides about a deployment, and the memory of each pod, from the plan of the bundle."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -20,39 +17,25 @@ _LAUNCHER_BYTES = 256 * 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BundleVolume:
-    """The volume that has the folder of the bundle, for all pods.
+    """The volume that has the folder of the bundle, for all pods: by the name of a claim, a folder of each node, or a mounted image."""
 
-    Attributes:
-        kind: a claim of a persistent volume, a folder of each node, or an image that is mounted (Kubernetes 1.33 or newer).
-        source: the name of the claim, the folder, or the reference of the image.
-    """
-
-    kind: Literal["claim", "host", "image"]
+    kind: Literal["claim", "host", "image"]  # an image needs Kubernetes 1.33 or newer
     source: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeploymentOptions:
-    """The options of a deployment.
+    """The options of a deployment; those from `max_batch_size` on are of ``stagepack serve``.
 
     Attributes:
         name: the name of the group, and by which clients call the model.
-        image: the container image, with stagepack, torch and the extra ``serve``.
         bundle_path: the path of the bundle in the containers, with ``#NAME`` if one of several entry points is served.
         volume: the volume that is mounted at the parent folder of `bundle_path`; None if the image has the bundle.
         replicas: how many groups of pods there are.
         pods: the number of pods of a group.
-        processes_per_pod: the number of processes of each pod.
         cpus: CPUs of each process, which is also the number of its threads.
         gpu_resource: the resource of Kubernetes of which each process gets one; None for stages on the CPU.
         pod_memory: bytes of memory of each pod; None for what is estimated.
-        max_batch_size: as for ``stagepack serve``.
-        max_sequences: as for ``stagepack serve``.
-        linger: as for ``stagepack serve``, in seconds.
-        drain: as for ``stagepack serve``, in seconds.
-        allow_ops: as for ``stagepack serve``.
-        imports: as for ``stagepack serve``.
-        serve_arguments: further arguments of ``stagepack serve``.
     """
 
     name: str
@@ -81,13 +64,7 @@ class DeploymentOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodSize:
-    """A pod of a group.
-
-    Attributes:
-        stages: the stages that its processes run.
-        weight_bytes: bytes of their weights.
-        memory: bytes of memory of the host that its processes need together.
-    """
+    """A pod of a group: the stages that its processes run, the bytes of their weights, and of the memory that they need on the host."""
 
     stages: tuple[int, ...]
     weight_bytes: int
@@ -95,10 +72,7 @@ class PodSize:
 
 
 def size_pods(bundle: Bundle, options: DeploymentOptions) -> tuple[PodSize, ...]:
-    """Return what each pod of a group runs, and the memory that it needs.
-
-    options: the options; there are at most as many processes as stages.
-    """
+    """Return what each pod of a group runs, of at most as many processes as stages, and the memory that it needs."""
     rank_of_stage = assign_stages(bundle.entry_point, range(options.process_count))
     batch_symbol = batch_dimension(bundle, bundle.edges)
     sizes = {}

@@ -53,10 +53,7 @@ _DATATYPES: Final[Mapping[str, str]] = MappingProxyType(
 
 
 def protocol_datatype(dtype: str) -> str:
-    """Return the datatype of the protocol that carries a dtype of torch.
-
-    dtype: a dtype of the format, such as ``"float32"`` or ``"symint"``. The protocol has no 8-bit floats: they travel as UINT8.
-    """
+    """Return the datatype of the protocol that carries a dtype of the format. It has no 8-bit floats: they travel as UINT8."""
     if dtype.startswith("float8"):
         return "UINT8"
     if dtype not in _DATATYPES:

@@ -1,7 +1,6 @@
-"""The inputs and outputs of a bundle as a client sees them: named tensors.
+"""The inputs and outputs of a bundle as a client sees them: named tensors, and a configuration in Triton's format.
 
-- The configuration of a model in Triton's format, which clients of the protocol can ask for. Source: ``model_config.proto`` of
-  https://github.com/triton-inference-server/common. `tritonclient` ships the generated code.
+Source of the format: ``model_config.proto`` of https://github.com/triton-inference-server/common. `tritonclient` ships the generated code.
 """
 
 from collections.abc import Iterable, Mapping
@@ -23,12 +22,7 @@ DYNAMIC_SIZE: Final = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InterfaceTensor:
-    """An input or output tensor of the protocol.
-
-    Attributes:
-        name: the edge name for an input; the path in the model's result for an output, such as ``logits`` or ``output.0``.
-        edge: the edge whose value the tensor carries.
-    """
+    """An input, named as its edge, or an output, named by its path in the model's result, such as ``logits`` or ``output.0``."""
 
     name: str
     edge: Edge
@@ -72,12 +66,7 @@ class _TensorFacts:
 
 
 class Interface:
-    """The inputs and outputs of a bundle.
-
-    Attributes:
-        inputs: the inputs by name, in the order of the signature.
-        outputs: the outputs by name, in the order of the model's result. Constants of the result, such as None, are left out.
-    """
+    """The inputs and outputs of a bundle by name, in the order of the signature. Constants of the result, such as None, are left out."""
 
     def __init__(self, entry_point: EntryPoint) -> None:
         self._symbols, self._guards = entry_point.symbols, entry_point.guards
@@ -139,8 +128,7 @@ def build_model_config(
 ) -> ModelConfig:
     """Build the configuration of a model.
 
-    max_batch_size: the largest batch that one run may hold, where the first dimension of all inputs and outputs is the batch dimension;
-        Triton leaves that dimension out of ``dims``. 0 if requests must not be batched.
+    With a batch size other than 0, the first dimension of all inputs and outputs is the batch dimension, which ``dims`` leave out.
     """
     config = ModelConfig(name=model_name, max_batch_size=max_batch_size)
     for tensors, entries in ((inputs, config.input), (outputs, config.output)):

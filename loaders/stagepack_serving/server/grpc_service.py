@@ -1,20 +1,15 @@
 """The protocol over gRPC.
 
 Source: https://github.com/kserve/open-inference-protocol/blob/main/specification/protocol/inference_grpc.md, with Triton's additions. The
-generated service is that of `tritonclient`.
-
-- The gRPC calls in progress, so that a server closes connections after their answers are sent.
-- The health service of gRPC, which orchestrators and clients ask before they send requests. Source:
-  https://github.com/grpc/grpc/blob/master/doc/health-checking.md.
+generated service is that of `tritonclient`. The health service of gRPC, which orchestrators and clients ask before they send requests:
+https://github.com/grpc/grpc/blob/master/doc/health-checking.md.
 """
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Final
 
-import grpc
 from grpc.aio import AbortError
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthServicer
@@ -23,6 +18,7 @@ from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceServicer
 
 from stagepack_serving.server.errors import RequestError, RequestStatus
 from stagepack_serving.server.generation.grpc_generation import asks_for_generation, generate_responses
+from stagepack_serving.server.grpc_calls import check_call_authorization
 from stagepack_serving.server.grpc_messages import (
     ParsedInference,
     decode_parameters,
@@ -34,21 +30,12 @@ from stagepack_serving.server.grpc_messages import (
 from stagepack_serving.server.log_settings import update_log_settings
 from stagepack_serving.server.metadata import server_metadata
 from stagepack_serving.server.model_control import ModelControl
+from stagepack_serving.server.model_registry import ModelRegistry
 from stagepack_serving.server.parameters import check_request_id, refuse_load_parameters, shorten_deadline
 from stagepack_serving.server.rest_large_request import beside_loop
-from stagepack_serving.server.security import (
-    AuthenticationError,
-    TokenCheck,
-    abort_unauthenticated,
-    authorization_values,
-    check_authorization,
-)
-from stagepack_serving.server.served_models import ServedModels
+from stagepack_serving.server.security import TokenCheck
 
 _LOG: Final = logging.getLogger("stagepack.serve")
-# grpc closes a connection when it has written the last answer; what the kernel has not sent by then is lost if the client writes
-# meanwhile: with 512 KB answers on a busy machine, 8 of 450 clients met a reset connection.
-_SENDING_SECONDS: Final = 0.5
 # The service that answers inferences; an empty name is the whole server.
 INFERENCE_SERVICE: Final = "inference.GRPCInferenceService"
 _SERVER_SERVICES: Final = ("", INFERENCE_SERVICE)
@@ -77,7 +64,7 @@ class GrpcService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # genera
         return pb.ModelReadyResponse(ready=self._models.is_model_ready(request.name, request.version))
 
     async def ModelMetadata(self, request: Any, context: Any) -> Any:  # noqa: D102, N802
-        metadata = self._models.find_versions(request.name).metadata(request.version)
+        metadata = self._models.metadata(request.name, request.version)
         return pb.ModelMetadataResponse(**metadata)
 
     async def ModelConfig(self, request: Any, context: Any) -> Any:  # noqa: D102, N802
@@ -176,36 +163,24 @@ class GrpcService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # genera
         streams: bool,
     ) -> None:
         """Answer a request."""
+        message = request.message
         try:
-            await self._answer_in_scope(request, remaining_seconds, send, streams=streams)
+            async with self._models.request_scope(message.model_name, message.model_version, "grpc") as scope:
+                if remaining_seconds is not None:
+                    shorten_deadline(scope.deadline, remaining_seconds)
+                check_request_id(message.id)
+                with scope.reserve_place(decode_parameters(message.parameters)) as model:
+                    if asks_for_generation(model, request):
+                        await generate_responses(model, request, scope.deadline, send, streams=streams)
+                        return
+                    inference_request = await beside_loop(typed_bytes(message), decode_request, request)
+                    outputs = await model.infer(inference_request, scope.deadline)
+                await send(encode_response(model.name, model.version, message.id, outputs))
         except RequestError:
             raise
         except Exception as error:
-            _LOG.exception("%s: a bug in stagepack", request.message.model_name)
+            _LOG.exception("%s: a bug in stagepack", message.model_name)
             raise RequestError(RequestStatus.MODEL_FAILED, f"a bug in stagepack: {error!r}") from error
-
-    async def _answer_in_scope(
-        self,
-        request: ParsedInference,
-        remaining_seconds: float | None,
-        send: Callable[[bytes], Awaitable[None]],
-        *,
-        streams: bool,
-    ) -> None:
-        """Answer a request, of whose time and result is taken note."""
-        message = request.message
-        request_scope = self._models.request_scope(message.model_name, message.model_version, "grpc")
-        async with request_scope as scope:
-            if remaining_seconds is not None:
-                shorten_deadline(scope.deadline, remaining_seconds)
-            check_request_id(message.id)
-            with scope.reserve_place(decode_parameters(message.parameters)) as model:
-                if asks_for_generation(model, request):
-                    await generate_responses(model, request, scope.deadline, send, streams=streams)
-                    return
-                inference_request = await beside_loop(typed_bytes(message), decode_request, request)
-                outputs = await model.infer(inference_request, scope.deadline)
-            await send(encode_response(model.name, model.version, message.id, outputs))
 
 
 def _setting_value(message: Any) -> Any:
@@ -235,45 +210,10 @@ async def _until_stopping(stopping: asyncio.Event, requests: AsyncIterator[Any])
         stop_task.cancel()
 
 
-class OpenCalls:
-    """The calls of a gRPC server from their start until their answers are written."""
-
-    def __init__(self) -> None:
-        self._count = 0
-        self._is_stopping = False
-        self._is_idle = asyncio.Event()
-        self._is_idle.set()
-
-    async def add(self, context: Any) -> None:
-        """Count a call until it ends; abort it with UNAVAILABLE if the server is stopping."""
-        if self._is_stopping:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "this server is stopping: ask another one")
-        self._count += 1
-        self._is_idle.clear()
-        context.add_done_callback(self._remove)
-
-    def _remove(self, _: Any) -> None:
-        self._count -= 1
-        if not self._count:
-            self._is_idle.set()
-
-    async def stop(self, server: Any, seconds: float) -> None:
-        """Refuse new calls, wait until the others are answered and the answers are sent, and stop the server.
-
-        seconds: the time that the calls have; then they are cancelled.
-        """
-        self._is_stopping = True
-        if self._count:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._is_idle.wait(), seconds)
-            await asyncio.sleep(_SENDING_SECONDS)
-        await server.stop(0)
-
-
 class HealthService(HealthServicer):  # type: ignore[misc]  # generated, without types
     """Says whether the server takes requests, as ``/v2/health/ready`` does, and whether a model does, by its name as the service."""
 
-    def __init__(self, models: ServedModels, check_token: TokenCheck | None = None) -> None:
+    def __init__(self, models: ModelRegistry, check_token: TokenCheck | None = None) -> None:
         self._models = models
         self._check_token = check_token
 
@@ -281,13 +221,11 @@ class HealthService(HealthServicer):  # type: ignore[misc]  # generated, without
 
     async def Check(self, request: Any, context: Any) -> Any:  # noqa: D102, N802
         if request.service not in _SERVER_SERVICES:
-            await self._require_token(context)
+            self._require_token(context)
         status = self._status(request.service)
         if status == HealthCheckResponse.SERVICE_UNKNOWN:
-            message = (
-                f"unknown service {request.service!r}: expected {INFERENCE_SERVICE}, a loaded model, or an empty name"
-            )
-            await context.abort(grpc.StatusCode.NOT_FOUND, message)
+            expected = f"expected {INFERENCE_SERVICE}, a loaded model, or an empty name"
+            raise RequestError(RequestStatus.NOT_FOUND, f"unknown service {request.service!r}: {expected}")
         return HealthCheckResponse(status=status)
 
     async def Watch(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: D102, N802
@@ -296,18 +234,14 @@ class HealthService(HealthServicer):  # type: ignore[misc]  # generated, without
             status = self._status(request.service)
             if status != sent_status:
                 # The token may have been withdrawn since the call began.
-                await self._require_token(context)
+                self._require_token(context)
                 sent_status = status
                 yield HealthCheckResponse(status=status)
             await asyncio.sleep(_WATCH_SECONDS)
 
-    async def _require_token(self, context: Any) -> None:
-        """Abort a call without an accepted token, if calls need one."""
+    def _require_token(self, context: Any) -> None:
         if self._check_token is not None:
-            try:
-                check_authorization(self._check_token, authorization_values(context.invocation_metadata()))
-            except AuthenticationError as error:
-                await abort_unauthenticated(context, error)
+            check_call_authorization(self._check_token, context)
 
     def _status(self, service: str) -> int:
         if service in _SERVER_SERVICES:

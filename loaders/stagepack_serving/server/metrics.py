@@ -1,9 +1,15 @@
 """Metrics for Prometheus, named as https://prometheus.io/docs/practices/naming/ recommends. Times are in seconds."""
 
 from collections import Counter as Counts
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, GCCollector, Histogram, PlatformCollector, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.metrics import MetricWrapperBase
+
+if TYPE_CHECKING:
+    from stagepack_serving.server.served_model import ServedModel
 
 _SECONDS_BUCKETS = (
     *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1),
@@ -14,23 +20,11 @@ _BY_VERSION = ("model", "version")
 
 
 class Metrics:
-    """The metrics of one server. The label ``version`` is the version of the model.
-
-    Attributes:
-        registry: the registry that holds them.
-        answer_counts: the number of requests by status, such as ``OK`` or ``BAD_REQUEST``, since the start.
-        requests: requests by model, version, protocol and status; the model and the version are empty if no model was found.
-        request_seconds: time from a request to its answer, by model, version and protocol.
-        queue_seconds: time from the arrival of a request to the start of its batch, by model and version.
-        stage_seconds: time of one run of a stage, by model, version and stage number.
-        batch_sizes: batch size of each run, by model and version.
-        received_bytes: size of input tensors, by model and version.
-        sent_bytes: size of output tensors, by model and version.
-    """
+    """The metrics of one server. The label ``version`` is the version of the model; both are empty if no model was found."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.answer_counts: Counts[str] = Counts()
+        self.answer_counts: Counts[str] = Counts()  # by status, such as OK or BAD_REQUEST
         self.requests = Counter(
             "stagepack_requests",
             "Answered and refused requests; the model is empty if its name is unknown.",
@@ -63,12 +57,7 @@ class Metrics:
     def count_answer(
         self, model_name: str, version: str, protocol: str, status: str, seconds: float | None = None
     ) -> None:
-        """Count a request that was answered or refused.
-
-        model_name: the model; empty if it is unknown.
-        version: its version; empty if none was chosen.
-        seconds: the time from the request to its answer; None if the request was not read.
-        """
+        """Count a request that was answered or refused, after so many seconds; None if it was not read."""
         self.answer_counts[status] += 1
         self.requests.labels(model_name, version, protocol, status).inc()
         if seconds is not None:
@@ -84,3 +73,49 @@ class Metrics:
         return Histogram(
             f"stagepack_{topic}_seconds", help_text, label_names, buckets=_SECONDS_BUCKETS, registry=self.registry
         )
+
+
+def version_metrics(models: Iterable["ServedModel"]) -> Iterator[Metric]:
+    """What loaded versions are and hold, and what the processes of their stages report with their heartbeats.
+
+    While a version is replaced by another one of the same number, both are counted together.
+    """
+    pending, sequences, weights, runs, busy, sent, queue = (Counts[tuple[str, ...]]() for _ in range(7))
+    digests: dict[tuple[str, ...], int] = {}
+    for model in models:
+        labels = (model.name, model.version)
+        pending[labels] += model.pending_requests
+        sequences[labels] += model.sequence_count
+        weights[labels] += model.weight_bytes
+        digests[(*labels, model.bundle.digest)] = 1
+        for rank, status in model.process_statuses().items():
+            sent[(*labels, str(rank))] += status.sent_bytes
+            queue[(*labels, str(rank))] += status.pending_requests
+            for stage in status.stages:
+                runs[(*labels, str(stage.stage))] += stage.runs
+                busy[(*labels, str(stage.stage))] += stage.busy_seconds
+    yield _fill(GaugeMetricFamily, "pending_requests", "Requests that are not answered yet.", "", pending)
+    yield _fill(GaugeMetricFamily, "sequences", "Sequences whose state is kept.", "", sequences)
+    yield _fill(GaugeMetricFamily, "weight_bytes", "Bytes of the weights of a loaded version.", "", weights)
+    yield _fill(
+        GaugeMetricFamily, "model_info", "1 for the digest of the bundle of a loaded version.", "digest", digests
+    )
+    yield _fill(CounterMetricFamily, "stage_runs", "Runs of a stage.", "stage", runs)
+    yield _fill(CounterMetricFamily, "stage_busy_seconds", "Time that a stage has run.", "stage", busy)
+    yield _fill(CounterMetricFamily, "process_sent_bytes", "Bytes sent to other processes.", "process", sent)
+    yield _fill(GaugeMetricFamily, "process_queue", "Requests that wait for a process.", "process", queue)
+
+
+def _fill(
+    family_type: type[GaugeMetricFamily] | type[CounterMetricFamily],
+    topic: str,
+    help_text: str,
+    further_label: str,
+    values: Mapping[tuple[str, ...], float],
+) -> Metric:
+    """A metric by version, and by one further label if it has a name."""
+    label_names = (*_BY_VERSION, further_label) if further_label else _BY_VERSION
+    family = family_type(f"stagepack_{topic}", help_text, labels=label_names)
+    for labels, value in values.items():
+        family.add_metric(labels, value)
+    return family

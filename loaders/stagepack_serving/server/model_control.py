@@ -1,41 +1,66 @@
 """Loads and unloads bundles while a server runs, without a request that fails.
 
 A new version is loaded beside the old one, and its example is run; then new requests go to it, and the old one finishes what it has begun.
-Source of the modes and states: https://github.com/triton-inference-server/server, docs/user_guide/model_management.md.
+Source of the modes, states and folders: https://github.com/triton-inference-server/server, docs/user_guide/model_management.md and
+model_repository.md.
 """
 
 import asyncio
 import gc
 import logging
+import os
+import re
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from functools import partial
-from typing import Final, Literal
+from pathlib import Path
+from typing import Final, Literal, Protocol, TypeVar
 
 from stagepack.errors import InputError, StagepackError
 from stagepack_serving.server.errors import RequestError, RequestStatus
-from stagepack_serving.server.loaded_bundle import BundleLoader, LoadedBundle, run_in_thread
-from stagepack_serving.server.model_repository import BundleSource, folder_state
-from stagepack_serving.server.served_models import ServedModels
+from stagepack_serving.server.model_registry import LoadedBundle, ModelRegistry
 
 ControlMode = Literal["none", "explicit", "poll"]
-
+Result = TypeVar("Result")
+# Returns the paths or URLs of the bundles that are there now, by the names and versions of models. Clients choose among the names, and
+# never a path. It raises InputError if they cannot be read.
+BundleSource = Callable[[], Mapping[str, Mapping[int, str]]]
+_MODEL_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", re.ASCII)
+_VERSION: Final = re.compile("[1-9][0-9]{0,17}", re.ASCII)
 _LOGGER: Final = logging.getLogger("stagepack.serve")
 _WATCH_SECONDS: Final = 0.2
 # A version without requests may still run one that nobody waits for any more.
 _CLOSE_SECONDS: Final = 86_400.0
 
 
-class ModelControl:
-    """The bundles of a server, loaded or not. All methods are called in the thread of its event loop.
+class BundleLoader(Protocol):
+    """Loads bundles as a server is told to by its operator. It is called in any thread, one call at a time."""
 
-    Attributes:
-        models: the models of the server.
-    """
+    def __call__(self, model_name: str, version: int, path: str, *, unless_digest: str | None) -> LoadedBundle | None:
+        """Load a bundle, and run its example.
+
+        Args:
+            model_name: the name of the model; with several entry points, the first part of the names of the models.
+            version: the number of the version.
+            path: the path or URL of the bundle.
+            unless_digest: the digest of a bundle that is not loaded again; None for any.
+
+        Returns:
+            The loaded bundle; None if it has the digest `unless_digest`.
+
+        Raises:
+            StagepackError: the bundle cannot be loaded, or its example has other results than those that are recorded.
+        """
+
+
+class ModelControl:
+    """The bundles of a server, loaded or not. All methods are called in the thread of its event loop."""
 
     def __init__(
         self,
-        models: ServedModels,
+        models: ModelRegistry,
         source: BundleSource,
         load_bundle: BundleLoader,
         *,
@@ -61,12 +86,9 @@ class ModelControl:
     def load_at_start(
         self, model_names: Sequence[str] | None = None, *, on_step: Callable[[str], None] = lambda _: None
     ) -> bool:
-        """Load bundles in this thread, before the server listens.
-
-        model_names: the models; None for all.
-        """
+        """Load bundles in this thread, before the server listens: those of some models, or all. False if a process is none that serves."""
         self._polled_states = self._source_states()
-        paths_by_name = self._source.bundle_paths()
+        paths_by_name = self._source()
         for model_name in paths_by_name if model_names is None else model_names:
             on_step(model_name)
             for version, path in self._newest_versions(model_name, paths_by_name).items():
@@ -84,9 +106,8 @@ class ModelControl:
         """
         self._check_mode()
         loading = asyncio.ensure_future(self._load(model_name))
-        loading.add_done_callback(
-            lambda task: task.cancelled() or task.exception()
-        )  # asyncio reports what nobody asks for
+        # asyncio reports an error that nobody asks for.
+        loading.add_done_callback(lambda task: task.cancelled() or task.exception())
         try:
             await asyncio.shield(loading)
         except RequestError:
@@ -124,7 +145,7 @@ class ModelControl:
         if self._mode == "explicit":
             known_names = self._loaded.keys() | {name for name, _ in self._states}
             try:
-                paths_by_name = await run_in_thread(self._source.bundle_paths)
+                paths_by_name = await _run_in_thread(self._source)
             except InputError as error:
                 raise RequestError(RequestStatus.MODEL_FAILED, str(error)) from error
             entries += [(name, "", "UNAVAILABLE", "not loaded") for name in paths_by_name if name not in known_names]
@@ -159,10 +180,7 @@ class ModelControl:
             await asyncio.shield(self._poll())
 
     def close(self, seconds: float) -> bool:
-        """Finish the queued calls of all models, and end their threads and processes.
-
-        seconds: how long to wait for the threads.
-        """
+        """Finish the queued calls of all models, and end their threads, for which it waits so many seconds, and processes."""
         end_time = time.monotonic() + seconds
         is_closed = all([bundle.close(max(0.0, end_time - time.monotonic())) for bundle in self._all_bundles()])
         return is_closed and not self._closing and not self._changing.locked()
@@ -185,7 +203,7 @@ class ModelControl:
     async def _load(self, model_name: str) -> None:
         """Load the newest versions of a model; then retire the others, unless one of the newest was refused."""
         async with self._changing:
-            paths = self._newest_versions(model_name, await run_in_thread(self._source.bundle_paths))
+            paths = self._newest_versions(model_name, await _run_in_thread(self._source))
             for version in [version for name, version in self._states if name == model_name]:
                 del self._states[model_name, version]
             errors = []
@@ -206,7 +224,7 @@ class ModelControl:
         digest = None if loaded is None else loaded.digest
         self._states[model_name, version] = ("LOADING", "")
         try:
-            bundle = await run_in_thread(partial(self._load_bundle, model_name, version, path, unless_digest=digest))
+            bundle = await _run_in_thread(partial(self._load_bundle, model_name, version, path, unless_digest=digest))
             if bundle is not None:
                 self._check_names(model_name, bundle)
         except Exception as error:
@@ -231,13 +249,8 @@ class ModelControl:
 
     def _check_names(self, model_name: str, bundle: LoadedBundle) -> None:
         """Check that no other bundle has a model of the same name."""
-        other_names = {
-            model.name
-            for other_name, versions in self._loaded.items()
-            if other_name != model_name
-            for other_bundle in versions.values()
-            for model in other_bundle.models
-        }
+        own_models = {model for own in self._loaded.get(model_name, {}).values() for model in own.models}
+        other_names = {model.name for model in self.models.serving if model not in own_models}
         for model in bundle.models:
             if model.name in other_names:
                 bundle.close(_CLOSE_SECONDS)
@@ -265,7 +278,7 @@ class ModelControl:
     async def _poll(self) -> None:
         """Load and unload what has changed in the source."""
         try:
-            states = await run_in_thread(self._source_states)
+            states = await _run_in_thread(self._source_states)
         except StagepackError as error:
             _LOGGER.error("%s", error)  # noqa: TRY400 - the reason is enough
             return
@@ -285,7 +298,7 @@ class ModelControl:
         """For each model a value that changes with its bundles."""
         return {
             model_name: {version: folder_state(path) for version, path in paths.items()}
-            for model_name, paths in self._source.bundle_paths().items()
+            for model_name, paths in self._source().items()
             if paths
         }
 
@@ -293,7 +306,59 @@ class ModelControl:
 async def _free(bundle: LoadedBundle) -> None:
     """End the threads and processes of a version that has finished, and free its memory."""
     name, version = bundle.models[0].name, bundle.version
-    await run_in_thread(partial(bundle.close, _CLOSE_SECONDS))
+    await _run_in_thread(partial(bundle.close, _CLOSE_SECONDS))
     del bundle
     gc.collect()  # graphs, threads and weights refer to each other
     _LOGGER.info("%s: version %d is closed", name, version)
+
+
+async def _run_in_thread(function: Callable[[], Result]) -> Result:
+    """Run a function in a thread of its own, which does not keep the process alive when the server stops."""
+    result: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(function())
+        except BaseException as error:  # noqa: BLE001 - raised where the result is awaited
+            result.set_exception(error)
+
+    threading.Thread(target=run, name="bundle", daemon=True).start()
+    return await asyncio.wrap_future(result)
+
+
+def fixed_bundles(paths: Mapping[str, str]) -> BundleSource:
+    """The bundles of a command line: each is version 1 of its model."""
+    return lambda: {model_name: {1: path} for model_name, path in paths.items()}
+
+
+def repository_bundles(folder: Path) -> Mapping[str, Mapping[int, str]]:
+    """The bundles in a folder with a folder for each model, which has a bundle for each version: ``tower/1/manifest.json``.
+
+    Entries whose names are no names of models or numbers of versions are left out.
+    """
+    try:
+        return {
+            model.name: {
+                int(version.name): version.path
+                for version in os.scandir(model.path)
+                if _VERSION.fullmatch(version.name) and version.is_dir()
+            }
+            for model in sorted(os.scandir(folder), key=lambda entry: entry.name)
+            if _MODEL_NAME.fullmatch(model.name) and model.is_dir()
+        }
+    except OSError as error:
+        raise InputError(f"{error.filename}: the model repository cannot be read: {error.strerror}") from None
+
+
+def folder_state(path: str) -> object:
+    """A value that changes when a file in a folder changes."""
+    folder = path if os.path.isdir(path) else path.partition("#")[0]
+    try:
+        return sorted(
+            (os.path.join(parent, file_name), status.st_ino, status.st_size, status.st_mtime_ns)
+            for parent, _, file_names in os.walk(folder)
+            for file_name in file_names
+            for status in [os.stat(os.path.join(parent, file_name))]
+        )
+    except OSError:
+        return None

@@ -1,7 +1,4 @@
-"""Parameters of requests: their types, and those that this server does not support.
-
-- Requests and answers in the form that both protocols, REST and gRPC, are translated to.
-"""
+"""Requests and answers in the form that both protocols are translated to, and the parameters of requests."""
 
 import asyncio
 import math
@@ -16,10 +13,7 @@ _MAX_ID_LENGTH: Final = 1024  # characters
 
 
 def check_request_id(request_id: Any) -> str:
-    """Check the id of a request, which all parts of its answer repeat.
-
-    request_id: the id; may be empty.
-    """
+    """Check the id of a request, which all parts of its answer repeat; it may be empty."""
     if isinstance(request_id, str) and len(request_id) <= _MAX_ID_LENGTH:
         return request_id
     found = f"{len(request_id)} characters" if isinstance(request_id, str) else type(request_id).__name__
@@ -38,7 +32,7 @@ def boolean_parameter(parameters: Mapping[str, Any], parameter_name: str, defaul
 
 
 def timeout_parameter(parameters: Mapping[str, Any]) -> float:
-    """Return how long the client waits for the answer."""
+    """Return how long the client waits for the answer, in seconds."""
     timeout = parameters.get("timeout", 0)
     if type(timeout) is not int or not 0 <= timeout < 2**63:
         expected = "expected microseconds, 0 or more and less than 2**63"
@@ -77,13 +71,7 @@ def refuse_shared_memory(tensor_name: str, parameter_names: Iterable[str]) -> No
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InferenceTensor:
-    """A tensor of a request or an answer.
-
-    Attributes:
-        name: the name of the input or output.
-        datatype: the datatype of the protocol, such as ``FP32``.
-        array: the elements, in the dtype of `NUMPY_DTYPES` and the shape that the client sees.
-    """
+    """A tensor of a request or an answer: the array has the dtype of `NUMPY_DTYPES`, and the shape that the client sees."""
 
     name: str
     datatype: str
@@ -92,13 +80,7 @@ class InferenceTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InferenceRequest:
-    """A request for an inference.
-
-    Attributes:
-        inputs: the input tensors.
-        output_names: the requested outputs; None requests all.
-        parameters: parameters of the request as a whole, such as ``sequence_id``.
-    """
+    """A request for an inference. Without names of outputs, it requests all; its parameters are those such as ``sequence_id``."""
 
     inputs: Sequence[InferenceTensor]
     output_names: Sequence[str] | None = None
@@ -106,10 +88,7 @@ class InferenceRequest:
 
 
 def shorten_deadline(deadline: asyncio.Timeout, seconds: float) -> None:
-    """Move a deadline to so many seconds from now, unless it is earlier already.
-
-    seconds: the time from now in seconds; may be infinite.
-    """
+    """Move a deadline to so many seconds from now, which may be infinite, unless it is earlier already."""
     current_deadline, now = deadline.when(), asyncio.get_running_loop().time()
     if current_deadline is None or now + seconds < current_deadline:
         deadline.reschedule(now + seconds)

@@ -11,7 +11,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from stagepack_serving.server.errors import RequestError, RequestStatus, is_openai_path, refusal_fields
 from stagepack_serving.server.limits import ServerLimits
-from stagepack_serving.server.served_models import ServedModels
+from stagepack_serving.server.model_registry import ModelRegistry
 
 _GRACE_SECONDS: Final = 5
 
@@ -38,19 +38,13 @@ class LimitedConnection(H11Protocol):
         self._head_timer = self.loop.call_later(self._limits.first_request, transport.abort)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the timers.
-
-        exc: why the connection ended; None for its regular end.
-        """
+        """Stop the timers."""
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
         self._stop_head_timer()
 
     def data_received(self, data: bytes) -> None:
-        """Parse what the client sent.
-
-        data: the bytes.
-        """
+        """Parse what the client sent."""
         super().data_received(data)
         self._bound_head()
 
@@ -84,7 +78,7 @@ class ConnectionCloser:
     request; when the request could be understood in two ways; and when the connection exceeds the limit.
     """
 
-    def __init__(self, application: ASGIApp, models: ServedModels) -> None:
+    def __init__(self, application: ASGIApp, models: ModelRegistry) -> None:
         self._application = application
         self._models = models
 
@@ -107,7 +101,7 @@ class _Exchange:
     """One request and its answer: bounds their times, and adds ``connection: close`` to the answer where needed."""
 
     def __init__(
-        self, scope: Scope, receive: Receive, send: Send, models: ServedModels, *, exceeds_limit: bool
+        self, scope: Scope, receive: Receive, send: Send, models: ModelRegistry, *, exceeds_limit: bool
     ) -> None:
         self._receive = receive
         self._send = send

@@ -1,13 +1,13 @@
 """The route for inferences over HTTP, from the head of a request to the last byte of the answer."""
 
 import asyncio
-from collections.abc import Awaitable
-from typing import Final, TypeVar
+from typing import Final
 
 from starlette.requests import Request
 from starlette.types import Message, Receive, Scope, Send
 
-from stagepack_serving.server.errors import RequestError, RequestStatus
+from stagepack_serving.server.errors import RequestError
+from stagepack_serving.server.model_registry import ModelRegistry
 from stagepack_serving.server.rest_large_request import beside_loop
 from stagepack_serving.server.rest_request import (
     BINARY_HEADER,
@@ -16,10 +16,9 @@ from stagepack_serving.server.rest_request import (
     encode_response,
     json_bytes,
     read_body,
+    requested_model,
+    unless_disconnected,
 )
-from stagepack_serving.server.served_models import ServedModels
-
-Result = TypeVar("Result")
 
 # An answer is sent in such parts, between which the event loop answers others: TLS encrypts each at once.
 _SENT_BYTES: Final = 1_048_576
@@ -31,7 +30,7 @@ class InferenceRoute:
     It is no handler that returns a response, because the request counts until its answer is sent.
     """
 
-    def __init__(self, models: ServedModels) -> None:
+    def __init__(self, models: ModelRegistry) -> None:
         self._models = models
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -61,32 +60,6 @@ class InferenceRoute:
         except RequestError:
             if not sent_types:  # Else the client does not read its answer: uvicorn closes the connection.
                 raise
-
-
-def requested_model(request: Request) -> tuple[str, str]:
-    """Return the model that the path of a request names."""
-    return request.path_params["model"], request.path_params.get("version", "")
-
-
-async def unless_disconnected(answer: Awaitable[Result], receive: Receive) -> Result:
-    """Wait for an answer; cancel it if the client closes its connection, as nobody waits for it any more."""
-    answer_task = asyncio.ensure_future(answer)
-    disconnect_task = asyncio.ensure_future(_wait_for_disconnect(receive))
-    try:
-        await asyncio.wait({answer_task, disconnect_task}, return_when=asyncio.FIRST_COMPLETED)
-        if answer_task.done():
-            return answer_task.result()
-        raise RequestError(RequestStatus.HUNG_UP, "the client closed the connection")
-    finally:
-        for task in (answer_task, disconnect_task):
-            task.cancel()
-        # Not each by itself: the deadline cancels this function too, and must not be taken for the end of a task.
-        await asyncio.gather(answer_task, disconnect_task, return_exceptions=True)
-
-
-async def _wait_for_disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 async def _send_response(json_part: bytes, binary_parts: list[memoryview], send: Send) -> None:

@@ -1,7 +1,4 @@
-"""The JSON of a large request: the numbers of tensors are cut out, so that what is left is small.
-
-- Work on large requests and answers in threads, so that the event loop answers others meanwhile.
-"""
+"""Large requests: numbers are cut out of their JSON, so that what is left is small, and they are worked on in threads."""
 
 import asyncio
 import time
@@ -51,11 +48,12 @@ def split_large_json(json_part: memoryview) -> tuple[bytes, list[bytes | None]]:
     """Cut the numbers of the inputs out of the JSON part of a request.
 
     The result is the JSON part, in which the numbers of each input are ``[]``, and these numbers; None for an input without them. Both may
-        hold NaN, Infinity and -Infinity.
+    hold NaN, Infinity and -Infinity.
     """
-    check_json_counts(json_part, _MAX_OBJECTS, _MAX_STRINGS, brackets=b"{")
     content = bytes(json_part)
-    spans = _find_numbers(content)
+    check_json_counts(content, _MAX_OBJECTS, brackets=b"{")
+    outline, address = _decode_outline(content, _RequestOutline)
+    spans = [None if fields.data is UNSET else _span(fields.data, address) for fields in outline.inputs]
     header_parts, position = [], 0
     for start, end in filter(None, spans):
         header_parts += [content[position:start], b"[]"]
@@ -88,21 +86,13 @@ def decode_field(field_name: str, value: Raw, field_type: Any) -> Any:
         raise RequestError(RequestStatus.BAD_REQUEST, f"{field_name}: {error}") from None
 
 
-def check_json_counts(
-    text: bytes | bytearray | memoryview, max_containers: int, max_strings: int, *, brackets: bytes
-) -> None:
-    """Refuse a JSON text of so many values that a parser would hold the interpreter for seconds.
-
-    brackets: the brackets that are counted.
-    """
-    characters = numpy.frombuffer(text, numpy.uint8)
-    container_count = sum(int(numpy.count_nonzero(characters == bracket)) for bracket in brackets)
-    quotes = characters == ord('"')
-    quotes[1:] &= characters[:-1] != ord("\\")  # quotes in a text are escaped
-    string_count = int(numpy.count_nonzero(quotes)) // 2
-    if container_count > max_containers or string_count > max_strings:
+def check_json_counts(text: bytes | bytearray, max_containers: int, *, brackets: bytes) -> None:
+    """Refuse a JSON text of so many strings, and values in some brackets, that a parser would hold the interpreter for seconds."""
+    container_count = sum(text.count(bracket) for bracket in brackets)
+    string_count = (text.count(b'"') - text.count(b'\\"')) // 2  # quotes in a text are escaped
+    if container_count > max_containers or string_count > _MAX_STRINGS:
         message = (
-            f"expected at most {max_containers} lists and objects and {max_strings} strings beside the data of tensors, found "
+            f"expected at most {max_containers} lists and objects and {_MAX_STRINGS} strings beside the data of tensors, found "
             f"{container_count} and {string_count}"
         )
         raise RequestError(RequestStatus.BAD_REQUEST, message)
@@ -115,12 +105,6 @@ def _check_header_bytes(byte_count: int) -> None:
             f"expected at most {_MAX_HEADER_BYTES} bytes of JSON beside the data of the inputs, found {byte_count}"
         )
         raise RequestError(RequestStatus.BAD_REQUEST, message)
-
-
-def _find_numbers(content: bytes) -> list[tuple[int, int] | None]:
-    """The start and the end of the numbers of each input, half-open."""
-    outline, address = _decode_outline(content, _RequestOutline)
-    return [None if isinstance(fields.data, UnsetType) else _span(fields.data, address) for fields in outline.inputs]
 
 
 def _decode_outline(content: bytes, outline_type: type[Outline]) -> tuple[Outline, int]:
@@ -156,10 +140,7 @@ def _address(content: Any) -> int:
 async def beside_loop(
     byte_count: int, function: Callable[Parameters, Result], *args: Parameters.args, **kwargs: Parameters.kwargs
 ) -> Result:
-    """Call a function, in a thread if it has much to do.
-
-    byte_count: the size of what it reads or writes, in bytes.
-    """
+    """Call a function, in a thread if it reads or writes many bytes."""
     if byte_count <= _SMALL_BYTES:
         return function(*args, **kwargs)
     return await asyncio.get_running_loop().run_in_executor(_THREADS, lambda: function(*args, **kwargs))

@@ -1,30 +1,22 @@
-"""Bodies of inference requests over HTTP: JSON, then the binary tensors.
+"""Bodies of inference requests and answers over HTTP: JSON, then the binary tensors. Requests are bounded in size, and may be compressed.
 
 Source: https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_binary_data.md
-
-- The body of an HTTP request, bounded in size.
-- Compressed bodies of HTTP requests.
-- Bodies of inference answers over HTTP: JSON, then the binary tensors. Source: https://github.com/triton-inference-
-  server/server/blob/main/docs/protocol/extension_binary_data.md
-- Tensors from the numbers of a large JSON text, and such texts, piece by piece: a whole would hold the interpreter for long.
-- Input tensors from bytes, and from numbers of JSON or of typed gRPC fields.
 """
 
+import asyncio
 import functools
-import json
-import math
 import re
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
 import numpy
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 from starlette.requests import ClientDisconnect, Request
+from starlette.types import Receive
 
 from stagepack.format.rules import JSON_ERRORS
-from stagepack_loaders.elements import Array
 from stagepack_serving.protocol.interface import Interface
 from stagepack_serving.server.errors import RequestError, RequestStatus
 from stagepack_serving.server.limits import MAX_TEXT_BYTES
@@ -36,23 +28,17 @@ from stagepack_serving.server.parameters import (
     check_requested_outputs,
     refuse_shared_memory,
 )
-from stagepack_serving.server.rest_large_request import beside_loop, check_json_counts, split_large_json, with_pauses
+from stagepack_serving.server.rest_large_request import beside_loop, check_json_counts, split_large_json
 from stagepack_serving.server.tensor_decoding import (
-    NumberDecoder,
+    array_from_json,
+    json_from_array,
     tensor_from_bytes,
     tensor_from_numbers,
-    tensor_from_reader,
 )
 
-# One or two milliseconds of work.
-_PIECE_BYTES: Final = 131_072
-_PIECE_ELEMENTS: Final = 16_384
-_BRACKETS_AS_SPACES: Final = bytes.maketrans(b"[]", b"  ")
-# All that numbers, true, false, NaN and Infinity consist of, and the spaces around them.
-_NUMBER_BYTES: Final = b"0123456789+-.eE \t\r\ntruefalsNaInfinity"
 # The HTTP header with the length of the JSON part, in bytes.
 BINARY_HEADER: Final = "inference-header-content-length"
-# Beyond it, the JSON part is decoded in steps; and so it is with NaN and infinities, which msgspec refuses.
+# Beyond it, the numbers are cut out of the JSON part first; and so it is with NaN and infinities, which msgspec refuses.
 _LARGE_BYTES: Final = 131_072
 _LENGTH_PATTERN: Final = re.compile("[0-9]{1,18}")
 _NON_FINITE_PATTERN: Final = re.compile(rb"NaN|Infinity")
@@ -63,100 +49,8 @@ _COMPRESSION: Final = 1032
 # Far more than a request that is no inference needs.
 _MAX_FIELDS_BYTES: Final = 65_536
 _MAX_CONTAINERS: Final = 100_000
-_MAX_STRINGS: Final = 100_000
 Fields = TypeVar("Fields")
-
-
-def array_from_json(text: bytes, dtype: numpy.dtype[Any], shape: Sequence[int]) -> Array:
-    """Decode numbers in a flat list, or in lists nested as the shape is."""
-    number_type: Any = {"b": bool, "i": int, "u": int, "f": float}[dtype.kind]
-    arrays, separators = [], []
-    for piece in with_pauses(_pieces(text)):
-        separators.append(piece.translate(None, delete=_NUMBER_BYTES))
-        numbers = b"[%b]" % piece.strip(b",").translate(_BRACKETS_AS_SPACES)
-        arrays.append(numpy.array(_decode_json_numbers(numbers, list[number_type]), dtype))
-    array = numpy.concatenate(arrays)
-    found_separators = b"".join(separators)
-    if found_separators == b"[%b]" % (b"," * (array.size - 1)):
-        return array
-    if (
-        not shape
-        or array.size != math.prod(shape)
-        or len(found_separators) != _separator_count(shape)
-        or found_separators != _separators(shape)
-    ):
-        raise ValueError("found no list, or lists of other sizes")
-    return array.reshape(shape)
-
-
-def nested_sizes(text: bytes) -> list[int]:
-    """Return the shape of numbers in nested lists.
-
-    The result is the size of the first list at each depth, from the outer one to the inner one; a list without numbers counts as one with a
-        number. Empty if there are no such lists. `array_from_json` refuses lists that have other sizes.
-    """
-    separators = text.translate(None, delete=_NUMBER_BYTES)
-    depth = len(separators) - len(separators.lstrip(b"["))
-    sizes, end, item_length = [], 0, 0
-    for level in range(1, depth + 1):
-        end = separators.find(b"]" * level, end)
-        if end < 0:
-            return []
-        length = end + 2 * level - depth  # of the first list of this level, in brackets and commas
-        sizes.append((length - 1) // (item_length + 1))
-        item_length = length
-    return sizes[::-1]
-
-
-def json_from_array(array: Array) -> Iterator[bytes]:
-    """Encode the elements of an array as a flat list.
-
-    It yields parts of the JSON text. NaN and infinities are as Python's json module writes them, since JSON has none, and msgspec writes
-        null.
-    """
-    elements = array.reshape(-1)
-    is_finite = elements.dtype.kind != "f" or bool(numpy.isfinite(elements).all())
-    yield b"["
-    for start in with_pauses(range(0, elements.size, _PIECE_ELEMENTS)):
-        values = elements[start : start + _PIECE_ELEMENTS].tolist()
-        text = msgspec.json.encode(values) if is_finite else json.dumps(values).encode()
-        yield text[1:-1] if start == 0 else b"," + text[1:-1]
-    yield b"]"
-
-
-def _pieces(text: bytes) -> Iterator[bytes]:
-    """Cut a text at commas, which belong to the piece after them."""
-    start = 0
-    while start < len(text):
-        end = text.find(b",", start + _PIECE_BYTES)
-        end = len(text) if end < 0 else end
-        yield text[start:end]
-        start = end
-
-
-def _decode_json_numbers(text: bytes, numbers_type: Any) -> Any:
-    try:
-        return msgspec.json.decode(text, type=numbers_type)
-    except msgspec.ValidationError:
-        raise
-    except msgspec.DecodeError:
-        return msgspec.convert(json.loads(text), numbers_type)
-
-
-def _separators(shape: Sequence[int]) -> bytes:
-    """The brackets and commas of lists of a shape."""
-    separators = b""
-    for size in reversed(shape):
-        separators = b"[%b]" % b",".join([separators] * size)
-    return separators
-
-
-def _separator_count(shape: Sequence[int]) -> int:
-    """The number of brackets and commas of lists of a shape, of which no size is 0."""
-    count = 0
-    for size in reversed(shape):
-        count = 2 + size - 1 + size * count
-    return count
+Result = TypeVar("Result")
 
 
 class InputHeader(Struct, kw_only=True):
@@ -186,18 +80,17 @@ class RequestHeader(Struct, kw_only=True):
 
 
 def decode_request(body: bytearray, header_length: str | None) -> tuple[RequestHeader, InferenceRequest]:
-    """Decode the body of a request. A large one is decoded in steps of a few milliseconds, between which other threads run.
+    """Decode the body of a request, whose header `BINARY_HEADER` has the length of the JSON part; None if the whole body is JSON.
 
-    header_length: the HTTP header `BINARY_HEADER`, the length of the JSON part in bytes; None if the whole body is JSON.
+    A large one is decoded in steps of a few milliseconds, between which other threads run.
     """
     json_part, binary_part = _split_body(memoryview(body), header_length)
-    input_numbers: Sequence[NumberDecoder | bytes | None]
     if len(json_part) > _LARGE_BYTES or _NON_FINITE_PATTERN.search(json_part):
         header_json, input_numbers = split_large_json(json_part)
-        header = _decode_header(memoryview(header_json))
+        header = _decode_header(header_json)
     else:
         header = _decode_header(json_part)
-        input_numbers = [_number_decoder(input_header.data) for input_header in header.inputs]
+        input_numbers = [None if field.data is UNSET else bytes(field.data) for field in header.inputs]
     check_request_id(header.id)
     inputs = []
     for input_header, numbers in zip(header.inputs, input_numbers, strict=True):
@@ -224,7 +117,7 @@ def _split_body(content: memoryview, header_length: str | None) -> tuple[memoryv
 
 
 def _decode_input(
-    header: InputHeader, numbers: NumberDecoder | bytes | None, binary_part: memoryview
+    header: InputHeader, numbers: bytes | None, binary_part: memoryview
 ) -> tuple[InferenceTensor, memoryview]:
     """Decode an input from the JSON part, or from the start of the binary part. Return the tensor and the rest of the binary part."""
     refuse_shared_memory(header.name, header.parameters)
@@ -234,10 +127,8 @@ def _decode_input(
             raise RequestError(
                 RequestStatus.BAD_REQUEST, f"{header.name}: expected data, or the parameter binary_data_size"
             )
-        if isinstance(numbers, bytes):
-            read_array = functools.partial(array_from_json, numbers, shape=header.shape)
-            return tensor_from_reader(header.name, header.datatype, header.shape, read_array), binary_part
-        return tensor_from_numbers(header.name, header.datatype, header.shape, numbers), binary_part
+        read_array = functools.partial(array_from_json, numbers, shape=header.shape)
+        return tensor_from_numbers(header.name, header.datatype, header.shape, read_array), binary_part
     if numbers is not None:
         message = f"{header.name}: expected data or the parameter binary_data_size, found both"
         raise RequestError(RequestStatus.BAD_REQUEST, message)
@@ -250,7 +141,7 @@ def _decode_input(
     return tensor_from_bytes(header.name, header.datatype, header.shape, content), binary_part[binary_bytes:]
 
 
-def _decode_header(json_part: memoryview) -> RequestHeader:
+def _decode_header(json_part: bytes | memoryview) -> RequestHeader:
     try:
         str(json_part, "utf-8")  # msgspec passes over keys that it does not know
         return msgspec.json.decode(json_part, type=RequestHeader)
@@ -260,19 +151,8 @@ def _decode_header(json_part: memoryview) -> RequestHeader:
         raise RequestError(RequestStatus.BAD_REQUEST, f"the request is not valid JSON: {error}") from None
 
 
-def _number_decoder(data: Raw | UnsetType) -> NumberDecoder | None:
-    return None if isinstance(data, UnsetType) else functools.partial(_decode_numbers, data)
-
-
-def _decode_numbers(data: Raw, number_type: Any) -> Any:
-    return msgspec.json.decode(data, type=number_type)
-
-
 def decompress_body(body: bytearray, encoding: str, max_bytes: int) -> bytearray:
-    """Decompress the body of a request.
-
-    max_bytes: the largest size of the result, in bytes; no more than that is ever decompressed.
-    """
+    """Decompress the body of a request. No more than the largest size of the result is ever decompressed."""
     if encoding not in ("gzip", "deflate"):
         message = f"content-encoding: expected gzip or deflate, found {encoding[:80]!r}"
         raise RequestError(RequestStatus.BAD_REQUEST, message)
@@ -289,6 +169,32 @@ def decompress_body(body: bytearray, encoding: str, max_bytes: int) -> bytearray
         message = f"content-encoding: expected one complete {encoding} stream, found a truncated one or data after it"
         raise RequestError(RequestStatus.BAD_REQUEST, message)
     return bytearray(content)
+
+
+def requested_model(request: Request) -> tuple[str, str]:
+    """Return the model that the path of a request names."""
+    return request.path_params["model"], request.path_params.get("version", "")
+
+
+async def unless_disconnected(answer: Awaitable[Result], receive: Receive) -> Result:
+    """Wait for an answer; cancel it if the client closes its connection, as nobody waits for it any more."""
+    answer_task = asyncio.ensure_future(answer)
+    disconnect_task = asyncio.ensure_future(_wait_for_disconnect(receive))
+    try:
+        await asyncio.wait({answer_task, disconnect_task}, return_when=asyncio.FIRST_COMPLETED)
+        if answer_task.done():
+            return answer_task.result()
+        raise RequestError(RequestStatus.HUNG_UP, "the client closed the connection")
+    finally:
+        for task in (answer_task, disconnect_task):
+            task.cancel()
+        # Not each by itself: the deadline cancels this function too, and must not be taken for the end of a task.
+        await asyncio.gather(answer_task, disconnect_task, return_exceptions=True)
+
+
+async def _wait_for_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 async def read_body(request: Request, max_bytes: int) -> bytearray:
@@ -320,7 +226,7 @@ async def decode_text_request(request: Request, max_bytes: int, decode: Callable
     """Read a request for a text, whose prompt may be large, and decode it beside the event loop."""
 
     def check_and_decode(body: bytearray) -> Fields:
-        check_json_counts(body, _MAX_CONTAINERS, _MAX_STRINGS, brackets=b"[{")
+        check_json_counts(body, _MAX_CONTAINERS, brackets=b"[{")
         return decode(body)
 
     body = await read_body(request, min(max_bytes, MAX_TEXT_BYTES))
@@ -328,10 +234,7 @@ async def decode_text_request(request: Request, max_bytes: int, decode: Callable
 
 
 async def read_fields(request: Request, fields_type: type[Fields]) -> Fields:
-    """Read a body of JSON that is no inference.
-
-    fields_type: the type of the body; an empty body is an object without fields.
-    """
+    """Read a body of JSON that is no inference; an empty one is an object without fields."""
     body = await read_body(request, _MAX_FIELDS_BYTES)
     try:
         return msgspec.json.decode(body or b"{}", type=fields_type)

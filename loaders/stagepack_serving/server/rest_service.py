@@ -1,119 +1,217 @@
 """The protocol over HTTP.
 
-Source: https://github.com/kserve/open-inference-protocol/blob/main/specification/protocol/inference_rest.md, and Triton's extensions for
-binary tensors, sequences and model configuration.
+Sources: https://github.com/kserve/open-inference-protocol/blob/main/specification/protocol/inference_rest.md, and Triton's extensions in
+https://github.com/triton-inference-server/server/tree/main/docs/protocol.
 """
 
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, Final
 
+from msgspec import Struct
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
+from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.types import ASGIApp
 
+from stagepack_serving.server import openapi_schemas as answers
 from stagepack_serving.server.errors import RequestError, refusal_fields
 from stagepack_serving.server.generation.generate_route import GenerateRoute
-from stagepack_serving.server.generation.openai_routes import openai_routes
+from stagepack_serving.server.generation.openai_routes import openai_endpoints
 from stagepack_serving.server.log_settings import log_settings, update_log_settings
 from stagepack_serving.server.metadata import message_fields, server_metadata
 from stagepack_serving.server.model_control import ModelControl
-from stagepack_serving.server.openapi import openapi_document
+from stagepack_serving.server.model_registry import ModelRegistry
+from stagepack_serving.server.openapi import Endpoint, endpoints_page, openapi_document
+from stagepack_serving.server.parameters import refuse_load_parameters
 from stagepack_serving.server.rest_connections import ConnectionCloser
-from stagepack_serving.server.rest_index import index_routes
-from stagepack_serving.server.rest_inference import InferenceRoute, requested_model
-from stagepack_serving.server.rest_repository import repository_routes
-from stagepack_serving.server.rest_request import read_fields
+from stagepack_serving.server.rest_inference import InferenceRoute
+from stagepack_serving.server.rest_request import RequestHeader, read_fields, requested_model
 from stagepack_serving.server.security import TokenCheck, TokenGuard
-from stagepack_serving.server.served_model import ServedModel
+
+_INFERENCE_REFUSALS: Final = (400, 404, 413, 500, 503, 504)
+_PATHS: Final = {
+    "protocol": "/v2",
+    "openai": "/v1/models",
+    "docs": "/docs",
+    "openapi": "/openapi.json",
+    "metrics": "/metrics",
+}
 
 
-class RestService:
-    """The routes of the REST protocol, and ``/metrics`` for Prometheus."""
+class IndexRequest(Struct, kw_only=True):
+    """The body of a request for the index."""
 
-    def __init__(self, control: ModelControl, check_token: TokenCheck | None = None) -> None:
-        self._models = control.models
-        self._control = control
-        self._check_token = check_token
+    ready: bool = False
 
-    def application(self) -> ASGIApp:
-        """Build the ASGI application."""
-        routes = [
-            *index_routes(),
-            Route("/v2", self._server_metadata),
-            Route("/v2/health/live", self._server_live),
-            Route("/v2/health/ready", self._server_ready),
-            Route("/metrics", self._metrics),
-            Route("/openapi.json", self._openapi),
-            Route("/v2/logging", self._log_settings),
-            Route("/v2/logging", self._update_log_settings, methods=["POST"]),
-            Route("/v2/models/stats", self._statistics),
-            *repository_routes(self._control),
-            *openai_routes(self._models),
-        ]
-        for path in ("/v2/models/{model}", "/v2/models/{model}/versions/{version}"):
-            routes += [
-                Route(path, self._model_metadata),
-                Route(f"{path}/ready", self._model_ready),
-                Route(f"{path}/config", self._model_config),
-                Route(f"{path}/stats", self._statistics),
-                Route(f"{path}/infer", InferenceRoute(self._models), methods=["POST"]),
-                Route(f"{path}/generate", GenerateRoute(self._models, streams=False), methods=["POST"]),
-                Route(f"{path}/generate_stream", GenerateRoute(self._models, streams=True), methods=["POST"]),
-            ]
-        exception_handlers: dict[Any, Callable[[Request, Any], Awaitable[Response]]] = {
-            RequestError: _request_error_response,
-            HTTPException: _http_error_response,
-            Exception: _bug_response,
-        }
-        application = Starlette(routes=routes, exception_handlers=exception_handlers)
-        application.router.redirect_slashes = False
-        if self._check_token is None:
-            return ConnectionCloser(application, self._models)
-        return ConnectionCloser(TokenGuard(application, self._check_token, self._models.metrics), self._models)
 
-    async def _server_live(self, _: Request) -> Response:
-        return Response()
+class LoadRequest(Struct, kw_only=True):
+    """The body of a request to load a model."""
 
-    async def _server_ready(self, _: Request) -> Response:
-        return Response(status_code=200 if self._models.is_ready else 503)
+    parameters: dict[str, Any] = {}
 
-    async def _metrics(self, _: Request) -> Response:
-        return Response(generate_latest(self._models.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
-    async def _openapi(self, _: Request) -> Response:
-        return JSONResponse(openapi_document(requires_token=self._check_token is not None))
+class UnloadRequest(Struct, kw_only=True):
+    """The body of a request to unload a model. Its parameter ``unload_dependents`` has no effect: there are no ensembles."""
 
-    async def _log_settings(self, _: Request) -> Response:
-        return JSONResponse(log_settings())
+    parameters: dict[str, Any] = {}
 
-    async def _update_log_settings(self, request: Request) -> Response:
+
+def rest_application(control: ModelControl, check_token: TokenCheck | None = None) -> ASGIApp:
+    """Build the ASGI application of the server."""
+    models = control.models
+
+    async def show_endpoints(_: Request) -> Response:
+        return HTMLResponse(endpoints_page(endpoints))
+
+    endpoints = [
+        *_server_endpoints(models),
+        *_model_endpoints(models, "/v2/models/{model}"),
+        *_model_endpoints(models, "/v2/models/{model}/versions/{version}"),
+        *_repository_endpoints(control),
+        *openai_endpoints(models),
+    ]
+    # They describe themselves too.
+    endpoints += [
+        Endpoint("/docs", "A page of all paths", show_endpoints, "text/html"),
+        Endpoint("/openapi.json", "This document", _json(lambda _: document), dict[str, Any]),
+    ]
+    document = openapi_document(endpoints, requires_token=check_token is not None)
+    exception_handlers: dict[Any, Callable[[Request, Any], Awaitable[Response]]] = {
+        RequestError: _request_error_response,
+        HTTPException: _http_error_response,
+        Exception: _bug_response,
+    }
+    routes = [endpoint.route() for endpoint in endpoints]
+    starlette = Starlette(routes=routes, exception_handlers=exception_handlers)
+    starlette.router.redirect_slashes = False
+    application: ASGIApp = starlette
+    if check_token is not None:
+        application = TokenGuard(application, check_token, models.metrics)
+    return ConnectionCloser(application, models)
+
+
+def _server_endpoints(models: ModelRegistry) -> list[Endpoint]:
+    metadata = server_metadata()
+    index = {"name": metadata["name"], "version": metadata["version"], **_PATHS}
+
+    async def metrics(_: Request) -> Response:
+        return Response(generate_latest(models.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    async def change_log_settings(request: Request) -> Response:
         return JSONResponse(update_log_settings(await read_fields(request, dict[str, Any])))
 
-    async def _server_metadata(self, _: Request) -> Response:
-        return JSONResponse(server_metadata())
+    settings = answers.LogSettings
+    return [
+        Endpoint("/", "Where the protocols of the server are", _json(lambda _: index), dict[str, str]),
+        Endpoint(
+            "/v2", "Name, version and extensions of the server", _json(lambda _: metadata), answers.ServerMetadata
+        ),
+        Endpoint("/v2/health/live", "Whether the process runs", _ready(lambda _: True)),
+        Endpoint("/v2/health/ready", "Whether the server takes requests", _ready(lambda _: models.is_ready)),
+        Endpoint(
+            "/v2/models/stats",
+            "What all models have done",
+            _json(lambda _: models.statistics("", "")),
+            answers.StatisticsAnswer,
+        ),
+        Endpoint("/v2/logging", "Which levels are logged", _json(lambda _: log_settings()), settings),
+        Endpoint(
+            "/v2/logging", "Change which levels are logged", change_log_settings, settings, dict[str, Any], (400,)
+        ),
+        Endpoint("/metrics", "Metrics for Prometheus", metrics, "text/plain"),
+    ]
 
-    async def _model_metadata(self, request: Request) -> Response:
-        model_name, version = requested_model(request)
-        return JSONResponse(self._models.find_versions(model_name).metadata(version))
 
-    async def _model_ready(self, request: Request) -> Response:
-        is_ready = self._models.is_model_ready(*requested_model(request))
-        return Response(status_code=200 if is_ready else 503)
+def _model_endpoints(models: ModelRegistry, path: str) -> list[Endpoint]:
+    def is_ready(request: Request) -> bool:
+        return models.is_model_ready(*requested_model(request))
 
-    async def _model_config(self, request: Request) -> Response:
-        return JSONResponse(message_fields(self._find_model(request).config()))
+    def metadata(request: Request) -> Any:
+        return models.metadata(*requested_model(request))
 
-    async def _statistics(self, request: Request) -> Response:
-        # The path of all models has no parameters.
-        model_name, version = requested_model(request) if request.path_params else ("", "")
-        return JSONResponse(self._models.statistics(model_name, version))
+    def config(request: Request) -> Any:
+        return message_fields(models.find(*requested_model(request)).config())
 
-    def _find_model(self, request: Request) -> ServedModel:
-        return self._models.find(*requested_model(request))
+    def statistics(request: Request) -> Any:
+        return models.statistics(*requested_model(request))
+
+    inference = "Run a model. Tensors may follow the JSON as bytes: the binary tensor extension"
+    text, refused = dict[str, Any], _INFERENCE_REFUSALS
+    whole_text, text_events = GenerateRoute(models, streams=False), GenerateRoute(models, streams=True)
+    return [
+        Endpoint(path, "Names, types and shapes of a model", _json(metadata), answers.ModelMetadata, refusals=(404,)),
+        Endpoint(f"{path}/ready", "Whether a model takes requests", _ready(is_ready), refusals=(404,)),
+        Endpoint(f"{path}/config", "Configuration as Triton writes it", _json(config), dict[str, Any], refusals=(404,)),
+        Endpoint(
+            f"{path}/stats",
+            "What versions of a model have done",
+            _json(statistics),
+            answers.StatisticsAnswer,
+            refusals=(404,),
+        ),
+        Endpoint(f"{path}/infer", inference, InferenceRoute(models), answers.InferenceAnswer, RequestHeader, refused),
+        Endpoint(
+            f"{path}/generate", "The text after a prompt: Triton's generate extension", whole_text, text, text, refused
+        ),
+        Endpoint(
+            f"{path}/generate_stream",
+            "The text after a prompt, as server-sent events",
+            text_events,
+            "text/event-stream",
+            text,
+            refused,
+        ),
+    ]
+
+
+def _repository_endpoints(control: ModelControl) -> list[Endpoint]:
+    async def index(request: Request) -> Response:
+        fields = await read_fields(request, IndexRequest)
+        return JSONResponse(await control.index(ready_only=fields.ready))
+
+    async def load(request: Request) -> Response:
+        refuse_load_parameters((await read_fields(request, LoadRequest)).parameters)
+        await control.load(request.path_params["model"])
+        return JSONResponse({})
+
+    async def unload(request: Request) -> Response:
+        await read_fields(request, UnloadRequest)
+        await control.unload(request.path_params["model"])
+        return JSONResponse({})
+
+    path, entries, nothing = "/v2/repository", list[answers.IndexEntry], dict[str, Any]
+    return [
+        Endpoint(f"{path}/index", "Models, versions and their states", index, entries, IndexRequest, (400, 500)),
+        Endpoint(
+            f"{path}/models/{{model}}/load",
+            "Load the newest version of a model",
+            load,
+            nothing,
+            LoadRequest,
+            (400, 403, 404, 500),
+        ),
+        Endpoint(f"{path}/models/{{model}}/unload", "Unload a model", unload, nothing, UnloadRequest, (400, 403, 404)),
+    ]
+
+
+def _json(answer: Callable[[Request], Any]) -> Callable[[Request], Awaitable[Response]]:
+    """A handler that answers with JSON."""
+
+    async def handle(request: Request) -> Response:
+        return JSONResponse(answer(request))
+
+    return handle
+
+
+def _ready(is_ready: Callable[[Request], bool]) -> Callable[[Request], Awaitable[Response]]:
+    """A handler whose status says whether something is ready."""
+
+    async def handle(request: Request) -> Response:
+        return Response(status_code=200 if is_ready(request) else 503)
+
+    return handle
 
 
 async def _request_error_response(request: Request, error: RequestError) -> Response:

@@ -1,14 +1,4 @@
-"""Who may use a server.
-
-- TLS for REST and gRPC: the certificate of the server, its key, and who signs the certificates of clients.
-- Bearer tokens: RFC 6750.
-- Small files that say who may connect to a server: certificates, keys and tokens.
-- Files of certificates, keys and tokens that are replaced while a server runs.
-- Tokens of requests over HTTP.
-- Tokens of gRPC calls.
-"""
-
-# Long because certificates, tokens and the files of both are replaced together while the server runs.
+"""Who may use a server: certificates for TLS, and bearer tokens (RFC 6750). Their files may be replaced while the server runs."""
 
 import asyncio
 import hashlib
@@ -18,7 +8,7 @@ import os
 import re
 import ssl
 import stat
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -48,21 +38,10 @@ _LOG: Final = logging.getLogger("stagepack.serve")
 _WATCH_SECONDS: Final = 2
 # Kubernetes and load balancers ask them, and send no token.
 PATHS_WITHOUT_TOKEN: Final = frozenset({"/v2/health/live", "/v2/health/ready"})
-# The health of the server, and of its models if the call has a token: see `HealthService`.
-_OPEN_METHODS: Final = frozenset(
-    {
-        "/grpc.health.v1.Health/Check",
-        "/inference.GRPCInferenceService/ServerLive",
-        "/inference.GRPCInferenceService/ServerReady",
-    }
-)
 
 
 def read_credential_file(path: str | os.PathLike[str], description: str, *, is_secret: bool) -> bytes:
-    """Read a file.
-
-    is_secret: refuse a file that other users than the owner and the group may read, or others than the owner may write.
-    """
+    """Read a file. A secret one is refused if users beside the owner and the group may read it, or any beside the owner may write it."""
     try:
         with Path(path).open("rb") as file:
             permissions = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
@@ -80,27 +59,11 @@ def read_credential_file(path: str | os.PathLike[str], description: str, *, is_s
     return content
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _TlsFiles:
-    """What was read from the files at one time, for gRPC.
-
-    Attributes:
-        key_pair: the key and the certificate in PEM.
-        client_ca: the authorities of clients in PEM; None if clients need no certificate.
-    """
-
-    key_pair: tuple[bytes, bytes]
-    client_ca: bytes | None
-
-
 class NewestContext(ssl.SSLContext):
     """The context of a server of asyncio: each new connection gets the newest context.
 
     A context that is in use cannot be changed instead: it keeps a certificate for each kind of key, its authorities, and the sessions that
     clients resume.
-
-    Attributes:
-        newest: the newest context.
     """
 
     newest: ssl.SSLContext
@@ -111,11 +74,7 @@ class NewestContext(ssl.SSLContext):
 
 
 class ServerTls:
-    """TLS 1.2 and 1.3 of a server. Its files can be replaced while it runs; new connections have the new ones.
-
-    Attributes:
-        context: what asyncio needs.
-    """
+    """TLS 1.2 and 1.3 of a server. Its files can be replaced while it runs; new connections have the new ones."""
 
     def __init__(
         self,
@@ -131,42 +90,35 @@ class ServerTls:
 
     def reload(self) -> None:
         """Read the files again. Clients do not resume sessions of connections that were made before."""
-        context = _new_context()
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.options |= ssl.OP_NO_RENEGOTIATION
+        context.set_alpn_protocols(["http/1.1"])
         key_pair = _read_pair(self._certificate_path, self._key_path, context)
-        client_ca = None
-        if self._client_ca_path is not None:
-            client_ca = _read_client_ca(self._client_ca_path, context)
-        self._files = _TlsFiles(key_pair=key_pair, client_ca=client_ca)
+        client_ca = None if self._client_ca_path is None else _read_client_ca(self._client_ca_path, context)
+        # For gRPC: the key and the certificate in PEM, and the authorities of clients; None if clients need no certificate.
+        self._pem: tuple[tuple[bytes, bytes], bytes | None] = (key_pair, client_ca)
         self.context.newest = context
 
     def grpc_credentials(self) -> Any:
         """Return the credentials of a gRPC server."""
-        sent_files = self._files
+        sent_pem = self._pem
 
         def configuration() -> Any:
-            return grpc.ssl_server_certificate_configuration(
-                [sent_files.key_pair], root_certificates=sent_files.client_ca
-            )
+            key_pair, client_ca = sent_pem
+            return grpc.ssl_server_certificate_configuration([key_pair], root_certificates=client_ca)
 
         def changed_configuration() -> Any:
             """Called for each handshake; None if nothing has changed."""
-            nonlocal sent_files
-            if sent_files is self._files:
+            nonlocal sent_pem
+            if sent_pem is self._pem:
                 return None
-            sent_files = self._files
+            sent_pem = self._pem
             return configuration()
 
         return grpc.dynamic_ssl_server_credentials(
             configuration(), changed_configuration, require_client_authentication=self._client_ca_path is not None
         )
-
-
-def _new_context() -> ssl.SSLContext:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.options |= ssl.OP_NO_RENEGOTIATION
-    context.set_alpn_protocols(["http/1.1"])
-    return context
 
 
 def _read_pair(
@@ -181,9 +133,8 @@ def _read_pair(
     if b"ENCRYPTED" in key_pem:
         raise CredentialError(f"{key}: the TLS key is encrypted: decrypt it, as by 'openssl pkey -in KEY -out FILE'")
     try:
-        context.load_cert_chain(
-            certificate, key, password=lambda: ""
-        )  # without a function, OpenSSL asks on the terminal
+        # Without a function for the password, OpenSSL asks on the terminal.
+        context.load_cert_chain(certificate, key, password=lambda: "")
     except ssl.SSLError as error:
         if error.reason == "KEY_VALUES_MISMATCH":
             raise CredentialError(f"{key}: the TLS key is not that of the certificate {certificate}") from None
@@ -216,11 +167,7 @@ def _reason(error: ssl.SSLError) -> str:
 
 
 class AuthenticationError(RequestError):
-    """A request has no token, or one that is not accepted.
-
-    Attributes:
-        challenge: the value of the header WWW-Authenticate of the answer.
-    """
+    """A request has no token, or one that is not accepted. The challenge is the header WWW-Authenticate of the answer."""
 
     def __init__(self, message: str, challenge: str) -> None:
         super().__init__(RequestStatus.UNAUTHENTICATED, message)
@@ -292,13 +239,12 @@ class WatchedFiles:
         if state == self._state:
             return
         self._state = state
-        shown_paths = ", ".join(map(str, self._paths))
         try:
             self._reload()
         except CredentialError as error:
             _LOG.error("%s; the server goes on with what it read before", error)
         else:
-            _LOG.info("%s: read again", shown_paths)
+            _LOG.info("%s: read again", ", ".join(map(str, self._paths)))
 
     def _current_state(self) -> list[tuple[int, int, int] | None]:
         return [_file_state(path) for path in self._paths]
@@ -323,13 +269,7 @@ def _file_state(path: Path) -> tuple[int, int, int] | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSecurity:
-    """Who may use a server: by default, who can connect to it.
-
-    Attributes:
-        tls: encrypts both protocols; None for none.
-        check_token: says whether a token is accepted; None if requests need none.
-        watched_files: the files that are read again when they change.
-    """
+    """Who may use a server: by default, who can connect to it. Files are read again when they change."""
 
     tls: ServerTls | None = None
     check_token: TokenCheck | None = None
@@ -344,11 +284,7 @@ def read_security(
     token_file: str | os.PathLike[str] | None,
     check_token: TokenCheck | None = None,
 ) -> ServerSecurity:
-    """Read and check the files that say who may use a server.
-
-    tls_certificate: as for `ServerTls`; None for no encryption.
-    token_file: as for `StoredTokens`; None if requests need no token.
-    """
+    """Read and check the files that say who may use a server. None for no encryption, and if requests need no token."""
     if (tls_certificate is None) != (tls_key is None):
         raise OptionError("tls_certificate and tls_key: expected both or none, found one")
     if tls_client_ca is not None and tls_certificate is None:
@@ -391,78 +327,3 @@ class TokenGuard:
             await refusal(scope, receive, send)
         else:
             await self._application(scope, receive, send)
-
-
-class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
-    """Aborts calls without an accepted token with UNAUTHENTICATED, before their messages are read.
-
-    A token may be withdrawn while a stream is open: it is checked again for each message of a stream.
-    """
-
-    def __init__(self, check_token: TokenCheck, metrics: Metrics) -> None:
-        self._check_token = check_token
-        self._metrics = metrics
-
-    async def intercept_service(self, continuation: Any, details: Any) -> Any:
-        """Find the handler of a method, or one that aborts the call."""
-        if details.method in _OPEN_METHODS:
-            return await continuation(details)
-        authorization = authorization_values(details.invocation_metadata)
-        try:
-            self._check(authorization)
-        except AuthenticationError as error:
-            return _refusing_handler(error)
-        handler = await continuation(details)
-        if handler is None or handler.stream_stream is None:
-            return handler
-
-        async def answer_stream(contents: AsyncIterator[bytes], context: Any) -> None:
-            await handler.stream_stream(self._checked_messages(contents, authorization, context), context)
-
-        return grpc.stream_stream_rpc_method_handler(answer_stream, None, handler.response_serializer)
-
-    async def _checked_messages(
-        self, contents: AsyncIterator[bytes], authorization: Sequence[str], context: Any
-    ) -> AsyncIterator[bytes]:
-        """The messages of a stream; aborts the call at the first one after its token was withdrawn."""
-        async for content in contents:
-            try:
-                self._check(authorization)
-            except AuthenticationError as error:
-                await abort_unauthenticated(context, error)
-            yield content
-
-    def _check(self, authorization: Sequence[str]) -> None:
-        """Check the authorization of a call, and count a refusal."""
-        try:
-            check_authorization(self._check_token, authorization)
-        except AuthenticationError as error:
-            self._metrics.count_answer("", "", "grpc", error.status.name)
-            raise
-
-
-def authorization_values(metadata: Any) -> Sequence[str]:
-    """Return the values of the key ``authorization`` in the metadata of a call.
-
-    metadata: the keys and values; None for none.
-    """
-    return [
-        value if isinstance(value, str) else value.decode("latin-1")
-        for key, value in metadata or ()
-        if key == "authorization"
-    ]
-
-
-async def abort_unauthenticated(context: Any, error: AuthenticationError) -> None:
-    """End a call that has no accepted token."""
-    await context.abort(error.status.grpc_code, str(error), (("www-authenticate", error.challenge),))
-
-
-def _refusing_handler(error: AuthenticationError) -> Any:
-    """A handler of all kinds of methods: that of a stream is called before a message is read."""
-
-    async def refuse(_: AsyncIterator[bytes], context: Any) -> AsyncIterator[Any]:
-        await abort_unauthenticated(context, error)
-        yield  # pragma: no cover - makes it a generator
-
-    return grpc.stream_stream_rpc_method_handler(refuse)

@@ -1,17 +1,15 @@
-"""A server of REST and gRPC on one event loop, from its start until its last answer.
-
-- The signals that stop a server.
-"""
+"""A server of REST and gRPC on one event loop, from its start until its last answer."""
 
 import asyncio
 import contextlib
 import functools
 import math
+import os
 import signal
 import socket
 import ssl
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -24,15 +22,21 @@ from grpc_reflection.v1alpha import reflection
 from grpc_reflection.v1alpha.reflection_pb2_grpc import add_ServerReflectionServicer_to_server
 from tritonclient.grpc.service_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
 
+from stagepack.errors import OptionError, StageLostError
+from stagepack_loaders.pipeline import CallablePipeline
 from stagepack_serving.server.errors import AddressError
-from stagepack_serving.server.generation.grpc_generation import check_text_size
-from stagepack_serving.server.grpc_parsing import ParsedMethods
-from stagepack_serving.server.grpc_service import INFERENCE_SERVICE, GrpcService, HealthService, OpenCalls
-from stagepack_serving.server.model_control import ModelControl
+from stagepack_serving.server.generation.embedder import add_embedders
+from stagepack_serving.server.generation.generator import add_generators
+from stagepack_serving.server.grpc_calls import CheckedMethods
+from stagepack_serving.server.grpc_service import INFERENCE_SERVICE, GrpcService, HealthService
+from stagepack_serving.server.limits import ServerLimits
+from stagepack_serving.server.metrics import Metrics
+from stagepack_serving.server.model_control import ModelControl, fixed_bundles
+from stagepack_serving.server.model_registry import LoadedBundle, ModelRegistry
 from stagepack_serving.server.rest_connections import LimitedConnection
-from stagepack_serving.server.rest_service import RestService
-from stagepack_serving.server.security import ServerSecurity, TokenInterceptor, watch_files
-from stagepack_serving.server.served_models import ServedModels
+from stagepack_serving.server.rest_service import rest_application
+from stagepack_serving.server.security import ServerSecurity, read_security, watch_files
+from stagepack_serving.server.served_model import ServedModel
 
 # Connections that wait to be accepted.
 _BACKLOG: Final = 2048
@@ -71,13 +75,7 @@ def watch_stop_signals() -> asyncio.Future[signal.Signals]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerAddresses:
-    """The addresses of a server.
-
-    Attributes:
-        host: a host name or IP address of this machine.
-        http_port: the port for REST; 0 chooses a free one.
-        grpc_port: the port for gRPC; 0 chooses a free one.
-    """
+    """The addresses of a server. A port 0 chooses a free one."""
 
     host: str = "127.0.0.1"
     http_port: int = 8000
@@ -138,11 +136,9 @@ async def _serve(
     on_listening: Callable[[ServerAddresses], None],
     security: ServerSecurity,
 ) -> bool:
-    """Answer requests; see `serve`."""
     models, limits = control.models, control.models.limits
     with _listen(addresses.host, addresses.http_port) as http_socket:
-        open_calls = OpenCalls()
-        grpc_server, grpc_port = _create_grpc_server(control, addresses, open_calls, security)
+        grpc_server, methods, grpc_port = _create_grpc_server(control, addresses, security)
         http_server = _create_http_server(control, security)
         stop_signal = watch_stop_signals()
         await grpc_server.start()
@@ -164,12 +160,12 @@ async def _serve(
         http_server.should_exit = True
         drain_end = time.monotonic() + limits.drain
         expiry = asyncio.get_running_loop().call_later(limits.drain, models.expire_requests)
-        await asyncio.gather(open_calls.stop(grpc_server, limits.drain + _REFUSAL_SECONDS), http_task)
+        await asyncio.gather(methods.stop(limits.drain + _REFUSAL_SECONDS), http_task)
         expiry.cancel()
     return control.close(max(0.0, drain_end - time.monotonic()))
 
 
-async def _wait_for_end(models: ServedModels) -> None:
+async def _wait_for_end(models: ModelRegistry) -> None:
     """Wait until a model will answer no requests any more."""
     while not any(model.has_ended() for model in models.serving):
         await asyncio.sleep(_WATCH_SECONDS)
@@ -179,7 +175,7 @@ def _create_http_server(control: ModelControl, security: ServerSecurity) -> uvic
     """The HTTP server, not started yet."""
     limits = control.models.limits
     config = uvicorn.Config(
-        RestService(control, security.check_token).application(),
+        rest_application(control, security.check_token),
         # Based on h11, which bounds the size of a request's head. Uvicorn prefers httptools where it is installed, which does not.
         http=functools.partial(LimitedConnection, limits=limits),  # type: ignore[arg-type]
         # A connection that becomes a WebSocket would have no limits.
@@ -197,9 +193,9 @@ def _create_http_server(control: ModelControl, security: ServerSecurity) -> uvic
 
 
 def _create_grpc_server(
-    control: ModelControl, addresses: ServerAddresses, open_calls: OpenCalls, security: ServerSecurity
-) -> tuple[grpc.aio.Server, int]:
-    """The gRPC server, not started yet, and its port."""
+    control: ModelControl, addresses: ServerAddresses, security: ServerSecurity
+) -> tuple[grpc.aio.Server, CheckedMethods, int]:
+    """The gRPC server, not started yet, its methods, and its port."""
     models = control.models
     options = [
         ("grpc.max_receive_message_length", models.limits.max_request_bytes),
@@ -212,13 +208,8 @@ def _create_grpc_server(
         # The client connects again with its next call.
         ("grpc.max_connection_idle_ms", 1000 * _KEEP_ALIVE_SECONDS),
     ]
-    interceptors = [] if security.check_token is None else [TokenInterceptor(security.check_token, models.metrics)]
-    server = grpc.aio.server(
-        options=options,
-        interceptors=interceptors,
-        maximum_concurrent_rpcs=models.limits.max_connections,
-    )
-    methods = ParsedMethods(server, open_calls, models.limits.deadline, functools.partial(check_text_size, models))
+    server = grpc.aio.server(options=options, maximum_concurrent_rpcs=models.limits.max_connections)
+    methods = CheckedMethods(server, models, security.check_token)
     add_GRPCInferenceServiceServicer_to_server(GrpcService(control), methods)
     add_HealthServicer_to_server(HealthService(models, security.check_token), methods)
     service_names = (INFERENCE_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
@@ -227,8 +218,8 @@ def _create_grpc_server(
     address = f"{host}:{addresses.grpc_port}"
     try:
         if security.tls is not None:
-            return server, server.add_secure_port(address, security.tls.grpc_credentials())
-        return server, server.add_insecure_port(address)
+            return server, methods, server.add_secure_port(address, security.tls.grpc_credentials())
+        return server, methods, server.add_insecure_port(address)
     except RuntimeError as error:
         raise AddressError(f"{addresses.host} port {addresses.grpc_port}: cannot listen for gRPC: {error}") from None
 
@@ -253,3 +244,80 @@ def _listen(host: str, port: int, protocol: str = "HTTP") -> socket.socket:
             raise AddressError(f"{host} port {port}: cannot listen for {protocol}: {error.strerror or error}") from None
         failure.pop_all()
     return listener
+
+
+def serve_pipelines(
+    pipelines: Mapping[str, CallablePipeline],
+    *,
+    host: str = "127.0.0.1",
+    http_port: int = 8000,
+    grpc_port: int = 8001,
+    limits: ServerLimits | None = None,
+    tls_certificate: str | os.PathLike[str] | None = None,
+    tls_key: str | os.PathLike[str] | None = None,
+    tls_client_ca: str | os.PathLike[str] | None = None,
+    token_file: str | os.PathLike[str] | None = None,
+    check_token: Callable[[str], bool] | None = None,
+    on_listening: Callable[[ServerAddresses], None] = lambda _: None,
+) -> None:
+    """Serve loaded pipelines over the Open Inference Protocol, REST and gRPC, until SIGTERM, SIGHUP or SIGINT. Call it in the main thread.
+
+    Load with ``copy=True``: then no change of the weight files costs a request time.
+
+    Args:
+        pipelines: the pipelines by the names that clients call the models.
+        host: the address to listen at; ``0.0.0.0`` is all interfaces.
+        http_port: the port for REST; 0 chooses a free one.
+        grpc_port: the port for gRPC; 0 chooses a free one.
+        limits: the limits of the server; None for the default ones.
+        tls_certificate: a PEM file with the certificate of the server, and those between it and its authority; None for no encryption.
+        tls_key: a PEM file with its private key, which other users must not be able to read.
+        tls_client_ca: a PEM file with the authorities whose certificates clients must have; None if clients need none.
+        token_file: a file with a token on each line, one of which requests must have; None if they need none.
+        check_token: says whether a token is accepted, in the place of `token_file`. It must be quick: it is called in the thread that
+            answers all requests.
+        on_listening: called with the addresses, free ports filled in, when the server accepts requests.
+
+    Raises:
+        OptionError: there is no pipeline, or something else than a pipeline; or arguments for TLS or tokens do not go together.
+        CredentialError: a file for TLS or tokens cannot be used.
+        StageLostError: a model has ended: its processes were lost, or one of its threads.
+        AddressError: the server cannot listen at an address.
+
+    Examples:
+        >>> stagepack.serve({"minilm": stagepack.load("minilm.stagepack", copy=True)})
+    """
+    if not pipelines:
+        raise OptionError("pipelines: expected at least one, found none")
+    for name, pipeline in pipelines.items():
+        if not isinstance(pipeline, CallablePipeline):
+            raise OptionError(
+                f"pipelines: expected a pipeline that stagepack.load returns for {name!r}, found {type(pipeline).__name__}"
+            )
+    security = read_security(
+        tls_certificate=tls_certificate,
+        tls_key=tls_key,
+        tls_client_ca=tls_client_ca,
+        token_file=token_file,
+        check_token=check_token,
+    )
+    models = ModelRegistry(limits or ServerLimits(), Metrics())
+
+    def load_bundle(model_name: str, version: int, path: str, *, unless_digest: str | None) -> LoadedBundle:
+        pipeline = pipelines[model_name]
+        model = ServedModel(model_name, pipeline.bundle, pipeline, models.limits, models.metrics, check_example=False)
+        add_generators([model])
+        add_embedders([model])
+        return LoadedBundle(version=version, digest=pipeline.bundle.digest, models=[model], end_processes=lambda: None)
+
+    control = ModelControl(models, fixed_bundles(dict.fromkeys(pipelines, "")), load_bundle)
+    addresses = ServerAddresses(host=host, http_port=http_port, grpc_port=grpc_port)
+    try:
+        control.load_at_start()
+        serve(control, addresses, on_listening, security)
+    except BaseException:
+        # Without a wait, threads that have nothing left to do could outlive the error.
+        control.close(models.limits.drain)
+        raise
+    if models.has_failed:
+        raise StageLostError("; ".join(reason for model in models if (reason := model.unavailable_reason())))

@@ -4,66 +4,36 @@ Source: https://github.com/triton-inference-server/server/blob/main/docs/protoco
 """
 
 import time
-from dataclasses import dataclass, field
-from typing import Any
+from collections import Counter, defaultdict
+from typing import TYPE_CHECKING, Any, Final
 
-from stagepack_serving.server.scheduler import CallBatch
+if TYPE_CHECKING:
+    from stagepack_serving.server.scheduler import CallBatch
 
-_NANOSECONDS = 1e9
-
-
-@dataclass(slots=True, eq=False)
-class TotalDuration:
-    """How often something was done, and how long it took together.
-
-    Attributes:
-        count: how often.
-        seconds: how long together.
-    """
-
-    count: int = 0
-    seconds: float = 0.0
-
-    def add(self, seconds: float, count: int = 1) -> None:
-        """Add durations.
-
-        seconds: how long something took.
-        """
-        self.count += count
-        self.seconds += seconds * count
-
-    def fields(self) -> dict[str, int]:
-        """Return the fields of a ``StatisticDuration``."""
-        return {"count": self.count, "ns": round(self.seconds * _NANOSECONDS)}
+# The parts of a run: converting the inputs, running the stages, and converting the outputs.
+_COMPUTE_PARTS: Final = ("compute_input", "compute_infer", "compute_output")
+_REQUEST_PARTS: Final = ("success", "fail", "queue", *_COMPUTE_PARTS, "cache_hit", "cache_miss")
 
 
-@dataclass(slots=True, eq=False)
-class ComputeDurations:
-    """The parts of the runs of a model.
+class _Durations:
+    """How often each part was done, and how many seconds it took together."""
 
-    Attributes:
-        compute_input: converting the inputs.
-        compute_infer: running the stages.
-        compute_output: converting the outputs.
-    """
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._seconds: defaultdict[str, float] = defaultdict(float)
 
-    compute_input: TotalDuration = field(default_factory=TotalDuration)
-    compute_infer: TotalDuration = field(default_factory=TotalDuration)
-    compute_output: TotalDuration = field(default_factory=TotalDuration)
+    def add(self, part: str, seconds: float, count: int = 1) -> None:
+        self._counts[part] += count
+        self._seconds[part] += seconds * count
 
-    def add(self, batch: CallBatch, count: int) -> None:
-        """Add a batch that has run."""
-        self.compute_input.add(batch.begin_time - batch.start_time, count)
-        self.compute_infer.add(batch.run_time - batch.begin_time, count)
-        self.compute_output.add(batch.end_time - batch.run_time, count)
+    def add_run(self, batch: "CallBatch", count: int) -> None:
+        times = (batch.start_time, batch.begin_time, batch.run_time, batch.end_time)
+        for part, start, end in zip(_COMPUTE_PARTS, times, times[1:], strict=False):
+            self.add(part, end - start, count)
 
-    def fields(self) -> dict[str, Any]:
-        """Return the durations as fields of the protocol."""
-        return {
-            "compute_input": self.compute_input.fields(),
-            "compute_infer": self.compute_infer.fields(),
-            "compute_output": self.compute_output.fields(),
-        }
+    def fields(self, parts: tuple[str, ...]) -> dict[str, dict[str, int]]:
+        """The fields of a ``StatisticDuration`` for each part."""
+        return {part: {"count": self._counts[part], "ns": round(self._seconds[part] * 1e9)} for part in parts}
 
 
 class VersionStatistics:
@@ -74,48 +44,34 @@ class VersionStatistics:
         self._last_inference = 0.0
         self._inference_count = 0
         self._execution_count = 0
-        self._success = TotalDuration()
-        self._fail = TotalDuration()
-        self._queue = TotalDuration()
-        self._computes = ComputeDurations()
-        self._computes_by_batch_size: dict[int, ComputeDurations] = {}
+        self._durations = _Durations()
+        self._durations_by_batch_size: defaultdict[int, _Durations] = defaultdict(_Durations)
 
     def count_answer(self, seconds: float, *, is_success: bool) -> None:
-        """Count a request that was answered or refused.
+        """Count a request that was answered or refused so many seconds after its head."""
+        self._durations.add("success" if is_success else "fail", seconds)
 
-        seconds: the time from its head to its answer.
-        """
-        (self._success if is_success else self._fail).add(seconds)
-
-    def count_batch(self, batch: CallBatch) -> None:
+    def count_batch(self, batch: "CallBatch") -> None:
         """Count a batch that has run."""
         self._last_inference = time.time()
         batch_size = sum(call.batch_size for call in batch.calls)
         self._inference_count += batch_size
         self._execution_count += 1
         for call in batch.calls:
-            self._queue.add(batch.start_time - call.arrival)
-        self._computes.add(batch, len(batch.calls))
+            self._durations.add("queue", batch.start_time - call.arrival)
+        self._durations.add_run(batch, len(batch.calls))
         if batch_size <= self._max_batch_size:
-            self._computes_by_batch_size.setdefault(batch_size, ComputeDurations()).add(batch, 1)
+            self._durations_by_batch_size[batch_size].add_run(batch, 1)
 
     def fields(self) -> dict[str, Any]:
         """Return the fields of a ``ModelStatistics``, but for the name and the version."""
-        no_duration = TotalDuration().fields()
         return {
             "last_inference": round(self._last_inference * 1e3),
             "inference_count": self._inference_count,
             "execution_count": self._execution_count,
-            "inference_stats": {
-                "success": self._success.fields(),
-                "fail": self._fail.fields(),
-                "queue": self._queue.fields(),
-                **self._computes.fields(),
-                "cache_hit": no_duration,
-                "cache_miss": no_duration,
-            },
+            "inference_stats": self._durations.fields(_REQUEST_PARTS),
             "batch_stats": [
-                {"batch_size": batch_size, **computes.fields()}
-                for batch_size, computes in sorted(self._computes_by_batch_size.copy().items())
+                {"batch_size": batch_size, **durations.fields(_COMPUTE_PARTS)}
+                for batch_size, durations in sorted(self._durations_by_batch_size.copy().items())
             ],
         }

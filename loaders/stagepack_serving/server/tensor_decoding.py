@@ -1,7 +1,11 @@
-"""Input tensors from bytes, and from numbers of JSON or of typed gRPC fields."""
+"""Tensors from bytes and from numbers of JSON or of typed gRPC fields, and numbers of JSON from tensors.
 
+JSON is read and written piece by piece: a whole text would hold the interpreter for long, and take 16 times its size in objects.
+"""
+
+import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -10,12 +14,15 @@ import numpy
 from stagepack_loaders.elements import Array
 from stagepack_serving.protocol.datatypes import NUMPY_DTYPES
 from stagepack_serving.server.errors import RequestError, RequestStatus
-from stagepack_serving.server.parameters import (
-    InferenceTensor,
-)
+from stagepack_serving.server.parameters import InferenceTensor
+from stagepack_serving.server.rest_large_request import with_pauses
 
-# Decodes the numbers of an input as the type that it is called with: `list[float]`, or nested lists.
-NumberDecoder = Callable[[Any], Any]
+# One or two milliseconds of work.
+_PIECE_BYTES: Final = 131_072
+_PIECE_ELEMENTS: Final = 16_384
+_BRACKETS_AS_SPACES: Final = bytes.maketrans(b"[]", b"  ")
+# All that numbers, true, false, NaN and Infinity consist of, and the spaces around them.
+_NUMBER_BYTES: Final = b"0123456789+-.eE \t\r\ntruefalsNaInfinity"
 # The limit of numpy.
 _MAX_DIMENSIONS: Final = 64
 # numpy multiplies the sizes above 0 and the size of an element, also for an array without elements.
@@ -25,10 +32,9 @@ _MAX_BYTES: Final = 2**63 - 1
 def tensor_from_bytes(
     tensor_name: str, datatype: str, shape: Sequence[int], content: bytes | memoryview
 ) -> InferenceTensor:
-    """Decode a tensor from its elements in row-major order.
+    """Decode a tensor from its elements, little-endian and in row-major order.
 
-    content: the elements, little-endian. They are copied, so that the array may be written, and is aligned: results may differ by the
-        alignment of the inputs.
+    They are copied, so that the array may be written, and is aligned: results may differ by the alignment of the inputs.
     """
     dtype, element_count = _check_datatype_and_shape(tensor_name, datatype, shape)
     expected_bytes = element_count * dtype.itemsize
@@ -43,23 +49,11 @@ def tensor_from_bytes(
 
 
 def tensor_from_numbers(
-    tensor_name: str, datatype: str, shape: Sequence[int], decode_numbers: NumberDecoder
-) -> InferenceTensor:
-    """Decode a tensor from numbers in a flat list, or in lists nested as the shape is."""
-
-    def read_array(dtype: numpy.dtype[Any]) -> Array:
-        number_type = {"b": bool, "i": int, "u": int, "f": float}[dtype.kind]
-        return numpy.array(_decode_flat_or_nested(decode_numbers, number_type, len(shape)), dtype)
-
-    return tensor_from_reader(tensor_name, datatype, shape, read_array)
-
-
-def tensor_from_reader(
     tensor_name: str, datatype: str, shape: Sequence[int], read_array: Callable[[numpy.dtype[Any]], Array]
 ) -> InferenceTensor:
-    """Decode a tensor from numbers, of which the array is made here.
+    """Decode a tensor from numbers, of which `read_array` makes an array of a dtype, flat or of the shape.
 
-    read_array: returns the array, flat or of the shape, of the dtype that it is called with. It may raise ValueError and ArithmeticError.
+    It may raise ValueError and ArithmeticError.
     """
     dtype, element_count = _check_datatype_and_shape(tensor_name, datatype, shape)
     if datatype == "BF16":
@@ -79,18 +73,6 @@ def tensor_from_reader(
     return InferenceTensor(name=tensor_name, datatype=datatype, array=array.reshape(shape))
 
 
-def _decode_flat_or_nested(decode_numbers: NumberDecoder, number_type: Any, dimension_count: int) -> Any:
-    try:
-        return decode_numbers(list[number_type])
-    except msgspec.ValidationError:
-        if dimension_count < 2:
-            raise
-    nested_type: Any = number_type
-    for _ in range(dimension_count):
-        nested_type = list[nested_type]
-    return decode_numbers(nested_type)
-
-
 def _check_datatype_and_shape(tensor_name: str, datatype: str, shape: Sequence[int]) -> tuple[numpy.dtype[Any], int]:
     """The numpy dtype of a tensor and its number of elements."""
     if datatype not in NUMPY_DTYPES:
@@ -108,3 +90,93 @@ def _check_datatype_and_shape(tensor_name: str, datatype: str, shape: Sequence[i
         message = f"{tensor_name}: {expected}, found the shape {str(list(shape))[:200]}"
         raise RequestError(RequestStatus.BAD_REQUEST, message)
     return dtype, math.prod(shape)
+
+
+def array_from_json(text: bytes, dtype: numpy.dtype[Any], shape: Sequence[int]) -> Array:
+    """Decode numbers in a flat list, or in lists nested as the shape is."""
+    number_type: Any = {"b": bool, "i": int, "u": int, "f": float}[dtype.kind]
+    arrays, separators = [], []
+    for piece in with_pauses(_pieces(text)):
+        separators.append(piece.translate(None, delete=_NUMBER_BYTES))
+        numbers = b"[%b]" % piece.strip(b",").translate(_BRACKETS_AS_SPACES)
+        arrays.append(numpy.array(_decode_json_numbers(numbers, list[number_type]), dtype))
+    array = numpy.concatenate(arrays)
+    found_separators = b"".join(separators)
+    if found_separators == b"[%b]" % (b"," * (array.size - 1)):
+        return array
+    if (
+        not shape
+        or array.size != math.prod(shape)
+        or len(found_separators) != _separator_count(shape)
+        or found_separators != _separators(shape)
+    ):
+        raise ValueError("found no list, or lists of other sizes")
+    return array.reshape(shape)
+
+
+def nested_sizes(text: bytes) -> list[int]:
+    """Return the size of the first list at each depth of nested lists of numbers, from the outer one to the inner one.
+
+    A list without numbers counts as one with a number. Empty if there are no such lists. `array_from_json` refuses lists of other sizes.
+    """
+    separators = text.translate(None, delete=_NUMBER_BYTES)
+    depth = len(separators) - len(separators.lstrip(b"["))
+    sizes, end, item_length = [], 0, 0
+    for level in range(1, depth + 1):
+        end = separators.find(b"]" * level, end)
+        if end < 0:
+            return []
+        length = end + 2 * level - depth  # of the first list of this level, in brackets and commas
+        sizes.append((length - 1) // (item_length + 1))
+        item_length = length
+    return sizes[::-1]
+
+
+def json_from_array(array: Array) -> Iterator[bytes]:
+    """Yield the parts of the JSON text of the elements of an array, as a flat list.
+
+    NaN and infinities are as Python's json module writes them, since JSON has none, and msgspec writes null.
+    """
+    elements = array.reshape(-1)
+    is_finite = elements.dtype.kind != "f" or bool(numpy.isfinite(elements).all())
+    yield b"["
+    for start in with_pauses(range(0, elements.size, _PIECE_ELEMENTS)):
+        values = elements[start : start + _PIECE_ELEMENTS].tolist()
+        text = msgspec.json.encode(values) if is_finite else json.dumps(values).encode()
+        yield text[1:-1] if start == 0 else b"," + text[1:-1]
+    yield b"]"
+
+
+def _pieces(text: bytes) -> Iterator[bytes]:
+    """Cut a text at commas, which belong to the piece after them."""
+    start = 0
+    while start < len(text):
+        end = text.find(b",", start + _PIECE_BYTES)
+        end = len(text) if end < 0 else end
+        yield text[start:end]
+        start = end
+
+
+def _decode_json_numbers(text: bytes, numbers_type: Any) -> Any:
+    try:
+        return msgspec.json.decode(text, type=numbers_type)
+    except msgspec.ValidationError:
+        raise
+    except msgspec.DecodeError:
+        return msgspec.convert(json.loads(text), numbers_type)
+
+
+def _separators(shape: Sequence[int]) -> bytes:
+    """The brackets and commas of lists of a shape."""
+    separators = b""
+    for size in reversed(shape):
+        separators = b"[%b]" % b",".join([separators] * size)
+    return separators
+
+
+def _separator_count(shape: Sequence[int]) -> int:
+    """The number of brackets and commas of lists of a shape, of which no size is 0."""
+    count = 0
+    for size in reversed(shape):
+        count = 2 + size - 1 + size * count
+    return count

@@ -25,12 +25,7 @@ _BATCH_SIZE: Final = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Embeddings:
-    """What a request is answered with.
-
-    Attributes:
-        vectors: the embeddings, float32 [text, dimension].
-        token_count: the number of tokens of all texts.
-    """
+    """The embeddings of a request, float32 [text, dimension], and the number of tokens of all texts."""
 
     vectors: Array
     token_count: int

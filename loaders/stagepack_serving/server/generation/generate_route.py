@@ -4,23 +4,23 @@ Source: https://github.com/triton-inference-server/server/blob/main/docs/protoco
 """
 
 import asyncio
-from contextlib import aclosing
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
 from msgspec import Raw
 from starlette.requests import Request
-from starlette.types import Receive, Scope, Send
 
 from stagepack_serving.server.errors import RequestError, RequestStatus
-from stagepack_serving.server.generation.generator import AnswerChannel, Generator, generator_of
-from stagepack_serving.server.generation.openai_requests import TEXT_INPUT, read_request
+from stagepack_serving.server.generation.generator import Generator, generator_of, read_request
+from stagepack_serving.server.generation.openai_requests import TEXT_INPUT
+from stagepack_serving.server.generation.text_route import AnswerChannel, TextRoute
+from stagepack_serving.server.model_registry import ModelRegistry, RequestScope
 from stagepack_serving.server.parameters import check_request_id, shorten_deadline, timeout_parameter
-from stagepack_serving.server.rest_inference import requested_model, unless_disconnected
 from stagepack_serving.server.rest_large_request import decode_field, decode_fields, split_fields
-from stagepack_serving.server.rest_request import decode_text_request
+from stagepack_serving.server.rest_request import decode_text_request, requested_model
 from stagepack_serving.server.served_model import ServedModel
-from stagepack_serving.server.served_models import ServedModels
 
 # The inputs of models that hold prompts.
 _PROMPT_PREFIX: Final = "input_"
@@ -28,49 +28,29 @@ _PROMPT_PREFIX: Final = "input_"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Fields:
-    """The fields of a request.
-
-    Attributes:
-        prompts: the prompts by name; see `read_request`.
-        parameters: the parameters.
-        request_id: the id, which the answer repeats; may be empty.
-    """
+    """The fields of a request: its prompts by name (see `read_request`), its parameters and its id, which may be empty."""
 
     prompts: dict[str, str | Raw]
     parameters: dict[str, Any]
     request_id: str
 
 
-class GenerateRoute:
+class GenerateRoute(TextRoute):
     """An ASGI application that answers requests of the extension."""
 
-    def __init__(self, models: ServedModels, *, streams: bool) -> None:
-        self._models = models
+    def __init__(self, models: ModelRegistry, *, streams: bool) -> None:
+        super().__init__(models)
         self._streams = streams
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
-        request, channel = Request(scope, receive), AnswerChannel(scope, receive, send)
-        try:
-            async with self._models.request_scope(*requested_model(request), "rest") as request_scope:
-                fields = await decode_text_request(request, self._models.limits.max_request_bytes, _decode_fields)
-                with request_scope.reserve_place({}) as model:
-                    generation = self._generate(model, fields, request_scope.deadline, channel)
-                    answer = await unless_disconnected(generation, receive)
-                    if answer is not None:
-                        await request_scope.begin_answer()
-                        await channel.send_json(answer)
-        except RequestError as error:
-            if not channel.is_started:
-                raise
-            if channel.has_events:
-                await channel.send_event({"error": str(error)})
-                await channel.end_events()
+    @asynccontextmanager
+    async def _begin(self, request: Request) -> AsyncIterator[tuple[RequestScope, _Fields]]:
+        async with self._models.request_scope(*requested_model(request), "rest") as request_scope:
+            yield (
+                request_scope,
+                await decode_text_request(request, self._models.limits.max_request_bytes, _decode_fields),
+            )
 
-    async def _generate(
-        self, model: ServedModel, fields: _Fields, deadline: asyncio.Timeout, channel: AnswerChannel
-    ) -> dict[str, Any] | None:
-        """The answer; None if it was sent as events."""
+    async def _answer(self, model: ServedModel, fields: Any, channel: AnswerChannel, deadline: asyncio.Timeout) -> Any:
         generator = generator_of(model)
         shorten_deadline(deadline, timeout_parameter(fields.parameters))
         request, _ = await read_request(generator, fields.prompts, fields.parameters)

@@ -1,8 +1,4 @@
-"""Generation with a served decoder, token by token.
-
-- What a generation produces, token by token.
-- Answers over HTTP as one JSON object, or as server-sent events. Source: https://html.spec.whatwg.org/multipage/server-sent-events.html.
-"""
+"""Generation with a served decoder, token by token."""
 
 import asyncio
 import dataclasses
@@ -11,11 +7,8 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-import msgspec
 import numpy
 from msgspec import Raw
-from starlette.responses import JSONResponse, Response
-from starlette.types import Message, Receive, Scope, Send
 
 from stagepack.errors import InputError, StageFailedError
 from stagepack_loaders.elements import Array
@@ -24,12 +17,12 @@ from stagepack_loaders.generation.settings import read_settings
 from stagepack_loaders.generation.token_loop import TokenLoop
 from stagepack_serving.protocol.datatypes import NUMPY_DTYPES
 from stagepack_serving.server.errors import RequestError, RequestStatus
+from stagepack_serving.server.generation.openai_requests import TEXT_INPUT, GenerateParameters, convert_fields
 from stagepack_serving.server.generation.text_stream import StopStrings, TextFormat, read_text_format
 from stagepack_serving.server.parameters import InferenceTensor
 from stagepack_serving.server.rest_large_request import beside_loop
-from stagepack_serving.server.rest_request import array_from_json, nested_sizes
 from stagepack_serving.server.served_model import ServedModel
-from stagepack_serving.server.tensor_decoding import tensor_from_reader
+from stagepack_serving.server.tensor_decoding import array_from_json, nested_sizes, tensor_from_numbers
 
 # Why a text ends: a token or a string that ends it, or the largest number of tokens.
 FinishReason = Literal["stop", "length"]
@@ -46,7 +39,6 @@ class GeneratedPart:
     """What one token adds to a text.
 
     Attributes:
-        token: the token.
         text: the text that is complete with it; often empty, since a character or a stop string may take several tokens.
         finish_reason: why the text ends with it; None if it goes on.
     """
@@ -64,10 +56,7 @@ class GeneratedText:
         self._stop_strings = StopStrings(stop_strings)
 
     def add(self, token: int, finish_reason: FinishReason | None) -> GeneratedPart:
-        """Add a token.
-
-        finish_reason: why it is the last token of the model; None if it is not.
-        """
+        """Add a token, and why it is the last one of the model; None if it is not."""
         if self._stream is None:
             return GeneratedPart(token=token, text="", finish_reason=finish_reason)
         new_text = self._stream.add(token)
@@ -83,13 +72,7 @@ class GeneratedText:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """A request for a text.
-
-    Attributes:
-        prompt: the prompt, as `Generator.read_prompt` returns it.
-        settings: how tokens are chosen; the other settings are as the bundle has them.
-        stop_strings: strings that end the text.
-    """
+    """A request for a text after a prompt that `Generator.read_prompt` returned; settings that are absent are as the bundle has them."""
 
     prompt: Array
     settings: Mapping[str, Any]
@@ -122,10 +105,7 @@ class Generator:
         return self.text_format is not None and self.prompt_name == _IDS_INPUT
 
     async def encode_text(self, text: str, *, adds_special_tokens: bool = True) -> Array:
-        """Convert a text to a prompt.
-
-        The result is the prompt, [1, length].
-        """
+        """Convert a text to a prompt, [1, length]."""
         if self.text_format is None or not self.reads_text:
             message = f"{self._decoder.name}: the model takes no text: send {self.prompt_name}"
             raise RequestError(RequestStatus.BAD_REQUEST, message)
@@ -139,11 +119,7 @@ class Generator:
         return self._check_prompt(InferenceTensor(name=self.prompt_name, datatype=tensor.datatype, array=array))
 
     async def read_prompt(self, prompt: str | Raw | InferenceTensor) -> Array:
-        """Read a prompt.
-
-        prompt: a text; or the input `prompt_name`, as a tensor, or as the JSON of nested lists of numbers, in which the batch dimension,
-            which is 1, may be missing.
-        """
+        """Read a text, or the input `prompt_name`: a tensor, or JSON, in whose lists the batch dimension, which is 1, may be missing."""
         if isinstance(prompt, str):
             return await self.encode_text(prompt)
         if isinstance(prompt, Raw):
@@ -189,7 +165,7 @@ class Generator:
     def _tensor_from_json(self, text: bytes) -> InferenceTensor:
         tensor, shape = self._prompt_interface.inputs[self.prompt_name], nested_sizes(text)
         read_array = functools.partial(array_from_json, text, shape=shape)
-        prompt = tensor_from_reader(self.prompt_name, tensor.datatype, shape, read_array)
+        prompt = tensor_from_numbers(self.prompt_name, tensor.datatype, shape, read_array)
         has_batch = len(shape) != len(tensor.shape) - 1
         return prompt if has_batch else dataclasses.replace(prompt, array=prompt.array[None])
 
@@ -239,47 +215,16 @@ def add_generators(models: Sequence[ServedModel]) -> None:
             model.generator = Generator(facts, model, encoder if facts.takes_encoder else None)
 
 
-class AnswerChannel:
-    """Sends one answer.
-
-    Attributes:
-        is_started: whether a part of the answer was sent.
-        has_events: whether that part is an event.
-    """
-
-    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._scope = scope
-        self._receive = receive
-        self._send = send
-        self.is_started = False
-        self.has_events = False
-
-    async def send_json(self, answer: Any, status_code: int = 200) -> None:
-        """Send the whole answer as JSON.
-
-        answer: plain data, or the JSON as bytes.
-        """
-        self.is_started = True
-        response = (
-            Response(answer, status_code, media_type="application/json")
-            if isinstance(answer, bytes)
-            else JSONResponse(answer, status_code)
-        )
-        await response(self._scope, self._receive, self._send)
-
-    async def send_event(self, event: Any) -> None:
-        """Send an event; the first one after the head of the answer."""
-        if not self.is_started:
-            self.is_started = self.has_events = True
-            headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
-        data = event.encode() if isinstance(event, str) else msgspec.json.encode(event)
-        await self._send(_body(b"data: " + data + b"\n\n", more=True))
-
-    async def end_events(self) -> None:
-        """End an answer of events."""
-        await self._send(_body(b"", more=False))
-
-
-def _body(content: bytes, *, more: bool) -> Message:
-    return {"type": "http.response.body", "body": content, "more_body": more}
+async def read_request(
+    generator: Generator, prompts: Mapping[str, str | Raw | InferenceTensor], parameters: Mapping[str, Any]
+) -> tuple[GenerationRequest, GenerateParameters]:
+    """Read a request of the generate extension, whose one prompt is a text or an input of the model."""
+    fields: GenerateParameters = convert_fields(parameters, GenerateParameters)
+    expected_names = [*([TEXT_INPUT] if generator.reads_text else ()), generator.prompt_name]
+    if len(prompts) != 1 or not prompts.keys() <= set(expected_names):
+        message = f"expected one prompt, {' or '.join(expected_names)}, found {', '.join(prompts) or 'none'}"
+        raise RequestError(RequestStatus.BAD_REQUEST, message)
+    [prompt] = prompts.values()
+    array = await generator.read_prompt(prompt)
+    request = GenerationRequest(prompt=array, settings=fields.settings(), stop_strings=fields.stop_strings())
+    return request, fields

@@ -5,27 +5,25 @@ Source: https://github.com/triton-inference-server/server/blob/main/docs/user_gu
 
 import asyncio
 import struct
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from typing import Any, Final
 
 from tritonclient.grpc import service_pb2 as pb
 
 from stagepack_serving.server.errors import RequestError, RequestStatus
-from stagepack_serving.server.generation.generator import generator_of
-from stagepack_serving.server.generation.openai_requests import TEXT_INPUT, read_request
+from stagepack_serving.server.generation.generator import generator_of, read_request
+from stagepack_serving.server.generation.openai_requests import TEXT_INPUT
 from stagepack_serving.server.grpc_messages import (
     ParsedInference,
     decode_input,
     decode_parameters,
-    outline_request,
     typed_bytes,
 )
 from stagepack_serving.server.limits import MAX_TEXT_BYTES
 from stagepack_serving.server.parameters import InferenceTensor, shorten_deadline, timeout_parameter
 from stagepack_serving.server.rest_large_request import beside_loop
 from stagepack_serving.server.served_model import ServedModel
-from stagepack_serving.server.served_models import ServedModels
 
 # A call of the decoder has this input; a prompt has not.
 _CALL_INPUT: Final = "cache_position"
@@ -36,21 +34,7 @@ _LENGTH: Final = struct.Struct("<I")
 
 def asks_for_generation(model: ServedModel, inference: ParsedInference) -> bool:
     """Return whether a request has a prompt, and not the inputs of one call of the model."""
-    return _has_prompt(model, (tensor.name for tensor in inference.message.inputs))
-
-
-def check_text_size(models: ServedModels, content: bytes) -> None:
-    """Refuse a large request for a text before it is parsed: its parser holds the interpreter for 10 ms per megabyte of typed contents."""
-    if len(content) <= MAX_TEXT_BYTES:
-        return
-    outline = outline_request(content)
-    try:
-        model = models.find(outline.model_name, outline.version)
-    except RequestError:
-        return  # it is refused, and counted, when it is parsed
-    if _has_prompt(model, outline.input_names):
-        message = f"expected a request for a text of at most {MAX_TEXT_BYTES} bytes, found {len(content)}"
-        raise RequestError(RequestStatus.TOO_LARGE, message)
+    return model.generator is not None and _CALL_INPUT not in {tensor.name for tensor in inference.message.inputs}
 
 
 async def generate_responses(
@@ -62,6 +46,9 @@ async def generate_responses(
     streams: bool,
 ) -> None:
     """Answer a request that has a prompt."""
+    if inference.byte_count > MAX_TEXT_BYTES:
+        expected = f"expected a request for a text of at most {MAX_TEXT_BYTES} bytes"
+        raise RequestError(RequestStatus.TOO_LARGE, f"{expected}, found {inference.byte_count}")
     generator, message = generator_of(model), inference.message
     parameters = decode_parameters(message.parameters)
     shorten_deadline(deadline, timeout_parameter(parameters))
@@ -89,10 +76,6 @@ async def generate_responses(
         response = pb.ModelInferResponse(model_name=model.name, model_version=model.version, id=message.id)
         response.parameters[_FINAL_RESPONSE].bool_param = True
         await send(response.SerializeToString())
-
-
-def _has_prompt(model: ServedModel, input_names: Iterable[str]) -> bool:
-    return model.generator is not None and _CALL_INPUT not in input_names
 
 
 def _encode_part(model: ServedModel, request_id: str, text: str | None, tokens: list[int]) -> Any:

@@ -1,11 +1,7 @@
-"""Requests of OpenAI's API for completions, chat completions and embeddings.
+"""The fields of requests for texts: of OpenAI's API, and of Triton's generate extension over HTTP and gRPC.
 
 Source: https://platform.openai.com/docs/api-reference. Fields that change nothing of the answer are ignored, which the log says; fields
 that would, and that this server does not support, are refused.
-
-- How tokens are chosen, as requests say it.
-
-- Prompts and parameters of Triton's generate extension, over HTTP and gRPC.
 """
 
 import logging
@@ -18,8 +14,6 @@ from msgspec import Meta, Raw, Struct
 from stagepack.format.limits import Int64
 from stagepack.format.rules import JSON_ERRORS
 from stagepack_serving.server.errors import RequestError, RequestStatus
-from stagepack_serving.server.generation.generator import GenerationRequest, Generator
-from stagepack_serving.server.parameters import InferenceTensor
 from stagepack_serving.server.rest_large_request import decode_field, decode_fields, split_fields
 
 _StopString = Annotated[str, Meta(min_length=1, max_length=1000)]
@@ -76,16 +70,8 @@ TEXT_INPUT: Final = "text_input"
 class SamplingFields(Struct, kw_only=True, forbid_unknown_fields=True):
     """The fields that say how tokens are chosen. Those that are absent are as the bundle has them.
 
-    Attributes:
-        max_tokens: the largest number of new tokens.
-        temperature: 0 takes the likeliest token; more draws tokens.
-        top_p: draw among the likeliest tokens that have this probability together.
-        top_k: draw among so many tokens; 0 is all.
-        min_p: draw among tokens of this probability in relation to the likeliest one.
-        repetition_penalty: more than 1 makes tokens of the text less likely.
-        do_sample: whether tokens are drawn; absent, they are if a temperature, `top_p`, `top_k` or `min_p` says so.
-        seed: the seed of the generator that draws.
-        stop: strings that end the text; they are not part of it.
+    A temperature of 0 takes the likeliest token. Without `do_sample`, tokens are drawn if a temperature, `top_p`, `top_k` or `min_p` says
+    so. Strings that end the text are not part of it.
     """
 
     max_tokens: _TokenCount | None = None
@@ -139,13 +125,7 @@ class StreamOptions(Struct, kw_only=True):
 
 
 class OpenAIFields(SamplingFields, kw_only=True, forbid_unknown_fields=True):
-    """Fields that both kinds of requests have.
-
-    Attributes:
-        model: the name of the model.
-        stream: send each part of the text when it is generated.
-        stream_options: options of such an answer.
-    """
+    """Fields that both kinds of requests have."""
 
     model: str
     stream: bool = False
@@ -158,11 +138,7 @@ class OpenAIFields(SamplingFields, kw_only=True, forbid_unknown_fields=True):
 
 
 class CompletionFields(OpenAIFields, kw_only=True, forbid_unknown_fields=True):
-    """A request for the continuation of a text.
-
-    Attributes:
-        prompt: a string or tokens, also as the only item of a list.
-    """
+    """A request for the continuation of a text: a string or tokens, also as the only item of a list."""
 
     prompt: Raw
 
@@ -180,7 +156,7 @@ class CompletionFields(OpenAIFields, kw_only=True, forbid_unknown_fields=True):
         return prompts[0]
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings of a generation; see `SamplingFields.settings`."""
+        """Return the settings of a generation."""
         return {"max_new_tokens": _COMPLETION_TOKENS} | super().settings()
 
 
@@ -203,15 +179,10 @@ class _MessageHead(Struct):
 
 
 class ChatFields(OpenAIFields, kw_only=True, forbid_unknown_fields=True):
-    """A request for the next message of a conversation.
-
-    Attributes:
-        messages: the messages, whose fields are those that the chat template knows.
-        max_completion_tokens: the newer name of `max_tokens`.
-    """
+    """A request for the next message of a conversation. The fields of messages are those that the chat template knows."""
 
     messages: Raw
-    max_completion_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+    max_completion_tokens: _TokenCount | None = None  # the newer name of `max_tokens`
 
     def template_messages(self) -> list[dict[str, Any]]:
         """Return the messages as templates expect them: each content is one string."""
@@ -220,25 +191,20 @@ class ChatFields(OpenAIFields, kw_only=True, forbid_unknown_fields=True):
         return [message | {"content": head.text()} for head, message in zip(heads, messages, strict=True)]
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings of a generation; see `SamplingFields.settings`."""
+        """Return the settings of a generation."""
         renamed = {} if self.max_completion_tokens is None else {"max_new_tokens": self.max_completion_tokens}
         return super().settings() | renamed
 
 
 class EmbeddingFields(Struct, kw_only=True, forbid_unknown_fields=True):
-    """A request for embeddings.
+    """A request for embeddings of a text or its tokens, or of a list of either.
 
-    Attributes:
-        model: the name of the model.
-        input: a text or its tokens, or a list of either.
-        dimensions: the size to which embeddings are cut.
-        encoding_format: numbers, or the bytes of float32 numbers in base64.
-        prompt_name: the prompt of the model that is put before texts; not in OpenAI's API.
+    In base64, embeddings are the bytes of float32 numbers. The name of the prompt that is put before texts is not in OpenAI's API.
     """
 
     model: str
     input: Raw
-    dimensions: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+    dimensions: _TokenCount | None = None
     encoding_format: Literal["float", "base64"] = "float"
     prompt_name: str | None = None
 
@@ -274,36 +240,18 @@ def decode_openai_request(body: bytearray, fields_type: type[OpenAIFields | Embe
 
 
 class GenerateParameters(SamplingFields, kw_only=True, forbid_unknown_fields=True):
-    """The parameters of a request.
+    """The parameters of a request of the generate extension.
 
-    Attributes:
-        max_new_tokens: another name for `max_tokens`.
-        stream: what clients of Triton send; ignored, since the path and the protocol say whether the answer is a stream.
-        timeout: how long the client waits, in microseconds.
-        triton_enable_empty_final_response: what clients of Triton send over gRPC to be told of the end by a response of its own.
+    Clients of Triton send `stream`, which is ignored, since the path and the protocol say whether the answer is a stream; and over gRPC
+    `triton_enable_empty_final_response`, to be told of the end by a response of its own.
     """
 
-    max_new_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+    max_new_tokens: _TokenCount | None = None  # another name for `max_tokens`
     stream: bool = False
-    timeout: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
+    timeout: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0  # in microseconds
     triton_enable_empty_final_response: bool = False
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings of a generation; see `SamplingFields.settings`."""
+        """Return the settings of a generation."""
         renamed = {} if self.max_new_tokens is None else {"max_new_tokens": self.max_new_tokens}
         return super().settings() | renamed
-
-
-async def read_request(
-    generator: Generator, prompts: Mapping[str, str | Raw | InferenceTensor], parameters: Mapping[str, Any]
-) -> tuple[GenerationRequest, GenerateParameters]:
-    """Read a request."""
-    fields: GenerateParameters = convert_fields(parameters, GenerateParameters)
-    expected_names = [*([TEXT_INPUT] if generator.reads_text else ()), generator.prompt_name]
-    if len(prompts) != 1 or not prompts.keys() <= set(expected_names):
-        message = f"expected one prompt, {' or '.join(expected_names)}, found {', '.join(prompts) or 'none'}"
-        raise RequestError(RequestStatus.BAD_REQUEST, message)
-    [prompt] = prompts.values()
-    array = await generator.read_prompt(prompt)
-    request = GenerationRequest(prompt=array, settings=fields.settings(), stop_strings=fields.stop_strings())
-    return request, fields

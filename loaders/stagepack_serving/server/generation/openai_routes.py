@@ -1,28 +1,23 @@
 """Routes of OpenAI's API: ``/v1/models``, ``/v1/completions``, ``/v1/chat/completions`` and ``/v1/embeddings``.
 
 Source: https://platform.openai.com/docs/api-reference.
-
-- Answers of OpenAI's API: completions, chat completions, and the events of both. Source: https://platform.openai.com/docs/api-reference.
 """
 
 import asyncio
 import functools
 import time
 import uuid
-from abc import ABC, abstractmethod
-from collections.abc import Callable
-from contextlib import aclosing
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import BaseRoute, Route
-from starlette.types import Receive, Scope, Send
 
 from stagepack_loaders.elements import Array
-from stagepack_serving.server.errors import RequestError, RequestStatus, refusal_fields
+from stagepack_serving.server.errors import RequestError, RequestStatus
 from stagepack_serving.server.generation.embedder import embedder_of, embedding_answer
-from stagepack_serving.server.generation.generator import AnswerChannel, GenerationRequest, Generator, generator_of
+from stagepack_serving.server.generation.generator import GenerationRequest, Generator, generator_of
 from stagepack_serving.server.generation.openai_requests import (
     ChatFields,
     CompletionFields,
@@ -30,119 +25,59 @@ from stagepack_serving.server.generation.openai_requests import (
     OpenAIFields,
     decode_openai_request,
 )
+from stagepack_serving.server.generation.text_route import AnswerChannel, TextRoute
+from stagepack_serving.server.model_registry import ModelRegistry, RequestScope
+from stagepack_serving.server.openapi import Endpoint
 from stagepack_serving.server.parameters import shorten_deadline
-from stagepack_serving.server.rest_inference import unless_disconnected
 from stagepack_serving.server.rest_large_request import beside_loop
 from stagepack_serving.server.rest_request import decode_text_request
 from stagepack_serving.server.served_model import ServedModel
-from stagepack_serving.server.served_models import ServedModels
 
 # The last event of a stream.
 _DONE = "[DONE]"
 
 
-class OpenAIAnswer(ABC):
-    """The answer to one request, whole or in events."""
+class _TextAnswer:
+    """The answer to a request for a completion or for a chat, whole or in events."""
 
-    def __init__(self, model_name: str, *, includes_usage: bool) -> None:
-        self._includes_usage = includes_usage
+    def __init__(self, fields: OpenAIFields) -> None:
+        self._is_chat = isinstance(fields, ChatFields)
+        self._includes_usage = fields.includes_usage
+        self._has_role = False
+        id_prefix = "chatcmpl" if self._is_chat else "cmpl"
         self._heading = {
-            "id": f"{self.id_prefix}-{uuid.uuid4().hex}",
+            "id": f"{id_prefix}-{uuid.uuid4().hex}",
             "created": int(time.time()),
-            "model": model_name,
+            "model": fields.model,
         }
 
-    @property
-    @abstractmethod
-    def id_prefix(self) -> str:
-        """How the ids of such answers begin."""
-
-    @abstractmethod
     def whole(self, text: str, finish_reason: str, usage: dict[str, int]) -> dict[str, Any]:
-        """Return the whole answer.
+        """Return the whole answer."""
+        if self._is_chat:
+            message = {"role": "assistant", "content": text, "refusal": None}
+            return self._with_choice("chat.completion", {"message": message}, finish_reason) | {"usage": usage}
+        return self._with_choice("text_completion", {"text": text}, finish_reason) | {"usage": usage}
 
-        Args:
-            text: the text.
-            finish_reason: why it ends.
-            usage: the numbers of tokens.
-
-        Returns:
-            The fields.
-        """
-
-    @abstractmethod
     def part(self, text: str, finish_reason: str | None) -> dict[str, Any]:
-        """Return an event.
-
-        Args:
-            text: a part of the text.
-            finish_reason: why the text ends with it; None if it goes on.
-
-        Returns:
-            The fields.
-        """
+        """Return an event with a part of the text. The first one of a chat has the role of the message."""
+        if not self._is_chat:
+            return self._with_choice("text_completion", {"text": text}, finish_reason)
+        role = {} if self._has_role else {"role": "assistant"}
+        self._has_role = True
+        return self._with_choice("chat.completion.chunk", {"delta": role | {"content": text}}, finish_reason)
 
     def usage_event(self, usage: dict[str, int]) -> dict[str, Any]:
-        """Return the event after the last part of the text.
-
-        Args:
-            usage: the numbers of tokens.
-
-        Returns:
-            The fields.
-        """
+        """Return the event after the last part of the text."""
         return self.part("", None) | {"choices": [], "usage": usage}
 
-    def _event(self, object_name: str, choice: dict[str, Any], finish_reason: str | None) -> dict[str, Any]:
-        """An event with a choice."""
+    def _with_choice(self, object_name: str, choice: dict[str, Any], finish_reason: str | None) -> dict[str, Any]:
         usage = {"usage": None} if self._includes_usage else {}
         choices = [{"index": 0, **choice, "logprobs": None, "finish_reason": finish_reason}]
         return {**self._heading, "object": object_name, "choices": choices} | usage
 
 
-class CompletionAnswer(OpenAIAnswer):
-    """A completion."""
-
-    id_prefix = "cmpl"
-
-    def whole(self, text: str, finish_reason: str, usage: dict[str, int]) -> dict[str, Any]:
-        """See `OpenAIAnswer`."""
-        return self._event("text_completion", {"text": text}, finish_reason) | {"usage": usage}
-
-    def part(self, text: str, finish_reason: str | None) -> dict[str, Any]:
-        """See `OpenAIAnswer`."""
-        return self._event("text_completion", {"text": text}, finish_reason)
-
-
-class ChatAnswer(OpenAIAnswer):
-    """A chat completion."""
-
-    id_prefix = "chatcmpl"
-
-    def __init__(self, model_name: str, *, includes_usage: bool) -> None:
-        super().__init__(model_name, includes_usage=includes_usage)
-        self._has_role = False
-
-    def whole(self, text: str, finish_reason: str, usage: dict[str, int]) -> dict[str, Any]:
-        """See `OpenAIAnswer`."""
-        message = {"role": "assistant", "content": text, "refusal": None}
-        return self._event("chat.completion", {"message": message}, finish_reason) | {"usage": usage}
-
-    def part(self, text: str, finish_reason: str | None) -> dict[str, Any]:
-        """See `OpenAIAnswer`. The first event has the role of the message."""
-        role = {} if self._has_role else {"role": "assistant"}
-        self._has_role = True
-        return self._event("chat.completion.chunk", {"delta": role | {"content": text}}, finish_reason)
-
-
-def usage_counts(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
-    """Return the numbers of tokens of a request."""
-    total = prompt_tokens + completion_tokens
-    return {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": total}
-
-
-def openai_routes(models: ServedModels) -> list[BaseRoute]:
-    """Return the routes."""
+def openai_endpoints(models: ModelRegistry) -> list[Endpoint]:
+    """Return the paths of the API."""
 
     async def list_models(_: Request) -> Response:
         return JSONResponse({"object": "list", "data": [_model_fields(model) for model in _text_models(models)]})
@@ -154,63 +89,49 @@ def openai_routes(models: ServedModels) -> list[BaseRoute]:
                 return JSONResponse(_model_fields(model))
         raise RequestError(RequestStatus.NOT_FOUND, f"the model {model_name!r} does not exist")
 
+    routes: list[tuple[str, str, type[OpenAIRoute], type[OpenAIFields | EmbeddingFields]]] = [
+        ("completions", "The text after a prompt, whole or as server-sent events", CompletionRoute, CompletionFields),
+        (
+            "chat/completions",
+            "The answer of a conversation, whole or as server-sent events",
+            CompletionRoute,
+            ChatFields,
+        ),
+        ("embeddings", "Embeddings of texts or tokens", EmbeddingRoute, EmbeddingFields),
+    ]
+    answer = dict[str, Any]
     return [
-        Route("/v1/models", list_models),
-        Route("/v1/models/{model}", show_model),
-        Route("/v1/completions", TextRoute(models, CompletionFields, CompletionAnswer), methods=["POST"]),
-        Route("/v1/chat/completions", TextRoute(models, ChatFields, ChatAnswer), methods=["POST"]),
-        Route("/v1/embeddings", EmbeddingRoute(models, EmbeddingFields), methods=["POST"]),
+        Endpoint("/v1/models", "Models that write or embed texts", list_models, answer),
+        Endpoint("/v1/models/{model}", "A model that writes or embeds texts", show_model, answer),
+        *(
+            Endpoint(f"/v1/{path}", f"{result}: OpenAI's API", route_type(models, fields_type), answer, fields_type)
+            for path, result, route_type, fields_type in routes
+        ),
     ]
 
 
-class OpenAIRoute(ABC):
-    """An ASGI application whose errors have OpenAI's form."""
+class OpenAIRoute(TextRoute):
+    """An ASGI application that reads requests of the API, which name their model in the body."""
 
-    def __init__(self, models: ServedModels, fields_type: type[OpenAIFields | EmbeddingFields]) -> None:
-        self._models = models
+    def __init__(self, models: ModelRegistry, fields_type: type[OpenAIFields | EmbeddingFields]) -> None:
+        super().__init__(models)
         self._fields_type = fields_type
 
-    @abstractmethod
-    async def _answer(self, model: ServedModel, fields: Any, channel: AnswerChannel, deadline: asyncio.Timeout) -> Any:
-        """Run the model on a request; return the answer, or None if it was sent as events."""
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request.
-
-        Args:
-            scope: the ASGI scope.
-            receive: the ASGI channel of the request.
-            send: the ASGI channel of the answer.
-
-        Raises:
-            RequestError: the request is refused, and no part of an answer was sent.
-        """
-        start_time, channel = time.monotonic(), AnswerChannel(scope, receive, send)
-        deadline_seconds = self._models.limits.deadline
-        try:
-            fields = await self._read_fields(Request(scope, receive))
-            async with self._models.request_scope(fields.model, "", "openai") as request_scope:
-                shorten_deadline(request_scope.deadline, start_time + deadline_seconds - time.monotonic())
-                with request_scope.reserve_place({}) as model:
-                    answering = self._answer(model, fields, channel, request_scope.deadline)
-                    answer = await unless_disconnected(answering, receive)
-                    if answer is not None:
-                        await request_scope.begin_answer()
-                        await channel.send_json(answer)
-        except RequestError as error:
-            if channel.has_events:
-                await channel.send_event(refusal_fields(scope["path"], str(error), error.status.http_code))
-                await channel.end_events()
-            elif not channel.is_started:
-                raise
+    @asynccontextmanager
+    async def _begin(self, request: Request) -> AsyncIterator[tuple[RequestScope, Any]]:
+        end_time = time.monotonic() + self._models.limits.deadline
+        fields = await self._read_fields(request)
+        async with self._models.request_scope(fields.model, "", "openai") as request_scope:
+            shorten_deadline(request_scope.deadline, end_time - time.monotonic())
+            yield request_scope, fields
 
     async def _read_fields(self, request: Request) -> Any:
         """The fields of a request; one that is refused is counted here, since its model is not known."""
         limits = self._models.limits
+        decode = functools.partial(decode_openai_request, fields_type=self._fields_type)
         try:
             try:
                 async with asyncio.timeout(limits.deadline):
-                    decode = functools.partial(decode_openai_request, fields_type=self._fields_type)
                     return await decode_text_request(request, limits.max_request_bytes, decode)
             except TimeoutError:
                 raise RequestError(RequestStatus.TOO_LATE, "the request was not complete before the deadline") from None
@@ -219,21 +140,15 @@ class OpenAIRoute(ABC):
             raise
 
 
-class TextRoute(OpenAIRoute):
+class CompletionRoute(OpenAIRoute):
     """Generates texts."""
-
-    def __init__(
-        self, models: ServedModels, fields_type: type[OpenAIFields], answer_type: Callable[..., OpenAIAnswer]
-    ) -> None:
-        super().__init__(models, fields_type)
-        self._answer_type = answer_type
 
     async def _answer(self, model: ServedModel, fields: Any, channel: AnswerChannel, deadline: asyncio.Timeout) -> Any:
         generator = generator_of(model)
         prompt = await _read_prompt(generator, fields)
         settings = (generator.chat_settings(prompt) if isinstance(fields, ChatFields) else {}) | fields.settings()
         request = GenerationRequest(prompt=prompt, settings=settings, stop_strings=fields.stop_strings())
-        answer = self._answer_type(fields.model, includes_usage=fields.includes_usage)
+        answer = _TextAnswer(fields)
         text, token_count, finish_reason = "", 0, ""
         async with aclosing(generator.generate(request)) as parts:
             async for part in parts:
@@ -243,7 +158,8 @@ class TextRoute(OpenAIRoute):
                     text += part.text
                 elif part.text or part.finish_reason or token_count == 1:
                     await channel.send_event(answer.part(part.text, part.finish_reason))
-        usage = usage_counts(prompt.size, token_count)
+        usage = {"prompt_tokens": prompt.size, "completion_tokens": token_count}
+        usage["total_tokens"] = sum(usage.values())
         if not fields.stream:
             return answer.whole(text, finish_reason, usage)
         if fields.includes_usage:
@@ -251,6 +167,15 @@ class TextRoute(OpenAIRoute):
         await channel.send_event(_DONE)
         await channel.end_events()
         return None
+
+
+class EmbeddingRoute(OpenAIRoute):
+    """Embeds texts."""
+
+    async def _answer(self, model: ServedModel, fields: Any, channel: AnswerChannel, deadline: asyncio.Timeout) -> Any:
+        sentences = await beside_loop(len(memoryview(fields.input)), fields.sentences)
+        embeddings = await embedder_of(model).embed(sentences, fields, deadline)
+        return await beside_loop(embeddings.vectors.nbytes, embedding_answer, fields, embeddings)
 
 
 async def _read_prompt(generator: Generator, fields: Any) -> Array:
@@ -266,16 +191,7 @@ async def _read_prompt(generator: Generator, fields: Any) -> Array:
     return await generator.read_prompt(prompt)
 
 
-class EmbeddingRoute(OpenAIRoute):
-    """Embeds texts."""
-
-    async def _answer(self, model: ServedModel, fields: Any, channel: AnswerChannel, deadline: asyncio.Timeout) -> Any:
-        sentences = await beside_loop(len(memoryview(fields.input)), fields.sentences)
-        embeddings = await embedder_of(model).embed(sentences, fields, deadline)
-        return await beside_loop(embeddings.vectors.nbytes, embedding_answer, fields, embeddings)
-
-
-def _text_models(models: ServedModels) -> list[ServedModel]:
+def _text_models(models: ModelRegistry) -> list[ServedModel]:
     """The models that generate or embed texts."""
     newest_by_name = {model.name: model for model in models.serving}
     return [

@@ -1,7 +1,4 @@
-"""The text of tokens that arrive one by one, and the strings that end it.
-
-- The tokenizer and the chat template that a bundle carries as assets.
-"""
+"""Texts as tokens that arrive one by one, and the tokenizer and chat template that a bundle carries as assets."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -31,7 +28,7 @@ class TextStream:
 
     A part ends where later tokens cannot change it: not inside of a UTF-8 character, and not inside of a run of byte tokens. Only the
     tokens since the previous such place are decoded again, after those of the previous part, since a decoder treats the first token of
-    a text in its own way.
+    a text in its own way. `tokenizers.decoders.DecodeStream` raises for tokens after an incomplete run of bytes, and drops them at the end.
     """
 
     def __init__(self, tokenizer: Tokenizer, special_tokens: frozenset[int]) -> None:
@@ -41,10 +38,7 @@ class TextStream:
         self._new_tokens: list[int] = []
 
     def add(self, token: int) -> str:
-        """Add a token.
-
-        The result is the text that is complete with it; empty if there is none.
-        """
+        """Add a token; return the text that is complete with it, which may be empty."""
         token_text = self._tokenizer.id_to_token(token)
         if token_text is None or token in self._special_tokens:
             return ""
@@ -69,11 +63,7 @@ class TextStream:
 
 
 class StopStrings:
-    """Looks for strings that end a text, in parts as they arrive. A part is held back while it may begin one of them.
-
-    Attributes:
-        is_found: whether one of the strings was found; the text has ended before it.
-    """
+    """Looks for strings that end a text, in parts as they arrive. A part is held back while it may begin one of them."""
 
     def __init__(self, stop_strings: Sequence[str]) -> None:
         self._stop_strings = stop_strings
@@ -104,11 +94,7 @@ def _overlap(text: str, stop_string: str) -> int:
 
 
 class TextFormat:
-    """Texts as tokens, and conversations as texts.
-
-    Attributes:
-        chat_template: the chat template; None if the bundle has none.
-    """
+    """Texts as tokens, and conversations as texts if the bundle has a chat template."""
 
     def __init__(self, tokenizer: Tokenizer, chat_template: ChatTemplate | None) -> None:
         self._tokenizer = tokenizer
@@ -117,10 +103,7 @@ class TextFormat:
         self.chat_template = chat_template
 
     def encode(self, text: str, *, adds_special_tokens: bool) -> list[int]:
-        """Convert a text to tokens.
-
-        adds_special_tokens: add the tokens that begin and end a text for this model; a filled in chat template has them already.
-        """
+        """Convert a text to tokens. A filled in chat template has the special tokens that begin and end a text already."""
         try:
             with tokenizer_errors("the text"):
                 # Of a batch, since `encode` stops all threads of Python until it ends: 4 s for 4 MB of text.
@@ -136,10 +119,7 @@ class TextFormat:
 
 
 def read_text_format(bundle: Bundle) -> TextFormat | None:
-    """Read the tokenizer and the chat template of a bundle.
-
-    The result is the tokenizer and the template; None if the bundle has no tokenizer.
-    """
+    """Read the tokenizer and the chat template of a bundle; None if it has no tokenizer."""
     try:
         tokenizer = read_tokenizer(bundle)
     except InputError as error:

@@ -1,0 +1,88 @@
+"""Answers with texts over HTTP: one JSON object, or server-sent events.
+
+Source: https://html.spec.whatwg.org/multipage/server-sent-events.html.
+"""
+
+import asyncio
+from abc import ABC, abstractmethod
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from stagepack_serving.server.errors import RequestError, refusal_fields
+from stagepack_serving.server.model_registry import ModelRegistry, RequestScope
+from stagepack_serving.server.rest_request import unless_disconnected
+from stagepack_serving.server.served_model import ServedModel
+
+
+class AnswerChannel:
+    """Sends one answer.
+
+    Attributes:
+        is_started: whether a part of the answer was sent.
+        has_events: whether that part is an event.
+    """
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._scope = scope
+        self._receive = receive
+        self._send = send
+        self.is_started = False
+        self.has_events = False
+
+    async def send_json(self, answer: Any) -> None:
+        """Send the whole answer: plain data, or JSON as bytes."""
+        self.is_started = True
+        is_json = isinstance(answer, bytes)
+        response = Response(answer, media_type="application/json") if is_json else JSONResponse(answer)
+        await response(self._scope, self._receive, self._send)
+
+    async def send_event(self, event: Any) -> None:
+        """Send an event; the first one after the head of the answer."""
+        if not self.is_started:
+            self.is_started = self.has_events = True
+            headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        data = event.encode() if isinstance(event, str) else msgspec.json.encode(event)
+        await self._send({"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True})
+
+    async def end_events(self) -> None:
+        """End an answer of events."""
+        await self._send({"type": "http.response.body", "body": b""})
+
+
+class TextRoute(ABC):
+    """An ASGI application that answers requests for texts; an error after the first event is an event."""
+
+    def __init__(self, models: ModelRegistry) -> None:
+        self._models = models
+
+    @abstractmethod
+    def _begin(self, request: Request) -> AbstractAsyncContextManager[tuple[RequestScope, Any]]:
+        """Read a request: its scope, which lasts as long as the context, and its fields."""
+
+    @abstractmethod
+    async def _answer(self, model: ServedModel, fields: Any, channel: AnswerChannel, deadline: asyncio.Timeout) -> Any:
+        """Run the model on a request; return the answer, or None if it was sent as events."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        channel = AnswerChannel(scope, receive, send)
+        try:
+            async with self._begin(Request(scope, receive)) as (request_scope, fields):
+                with request_scope.reserve_place({}) as model:
+                    answering = self._answer(model, fields, channel, request_scope.deadline)
+                    answer = await unless_disconnected(answering, receive)
+                    if answer is not None:
+                        await request_scope.begin_answer()
+                        await channel.send_json(answer)
+        except RequestError as error:
+            if channel.has_events:
+                await channel.send_event(refusal_fields(scope["path"], str(error), error.status.http_code))
+                await channel.end_events()
+            elif not channel.is_started:
+                raise

@@ -1,0 +1,239 @@
+"""The models that a server has loaded, by name and version, and the requests to them."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from prometheus_client.registry import Collector
+
+from stagepack_serving.server.errors import RequestError, RequestStatus
+from stagepack_serving.server.limits import ServerLimits
+from stagepack_serving.server.metrics import Metrics, version_metrics
+from stagepack_serving.server.parameters import boolean_parameter
+
+if TYPE_CHECKING:
+    from stagepack_serving.server.served_model import ServedModel
+
+# A record for each inference at its end, with the fields protocol, model, version, status and seconds.
+ACCESS_LOGGER: Final = logging.getLogger("stagepack.access")
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class LoadedBundle:
+    """A version of a model, or of several models if the bundle has several entry points."""
+
+    version: int
+    digest: str
+    models: Sequence["ServedModel"]
+    end_processes: Callable[[], None]
+
+    def close(self, seconds: float) -> bool:
+        """Finish the queued calls and end the threads, for which it waits so many seconds; then end the processes."""
+        end_time = time.monotonic() + seconds
+        is_closed = all([model.close(max(0.0, end_time - time.monotonic())) for model in self.models])
+        if is_closed:
+            self.end_processes()
+        return is_closed
+
+
+class ModelRegistry(Collector):
+    """The loaded models of a server. All methods are called in the thread of its event loop. An empty version is the newest one.
+
+    Attributes:
+        limits: the limits of the server.
+        metrics: the metrics of the server.
+        is_stopping: whether the server is told to stop.
+        has_failed: whether the server stops because a model has ended.
+        stopping: set when the server stops to accept requests.
+    """
+
+    def __init__(self, limits: ServerLimits, metrics: Metrics) -> None:
+        # The versions of each model, the newest last. Those that retire only finish requests and sequences which they have begun.
+        self._versions: dict[str, list[ServedModel]] = {}
+        self._retiring: set[ServedModel] = set()
+        self.limits = limits
+        self.metrics = metrics
+        self.is_stopping = False
+        self.has_failed = False
+        self.stopping = asyncio.Event()
+        self._deadlines: set[asyncio.Timeout] = set()
+        metrics.registry.register(self)
+
+    def __iter__(self) -> Iterator["ServedModel"]:
+        """All loaded versions of all models."""
+        return (model for versions in list(self._versions.values()) for model in versions)
+
+    def collect(self) -> Iterator[Any]:
+        """Yield the metrics of the loaded versions: asked at each scrape, they hold no version that is closed."""
+        yield from version_metrics(self)
+
+    @property
+    def serving(self) -> list["ServedModel"]:
+        """The versions that take requests."""
+        return [model for model in self if model not in self._retiring]
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether load balancers should send requests: the server is not told to stop, and all models answer."""
+        return not self.is_stopping and not any(model.unavailable_reason() for model in self.serving)
+
+    def is_model_ready(self, model_name: str, version: str = "") -> bool:
+        """Return whether a model answers requests."""
+        return not self.find(model_name, version).unavailable_reason() and not self.is_stopping
+
+    def serve(self, models: Sequence["ServedModel"]) -> None:
+        """Send requests to new versions."""
+        for model in models:
+            model.on_sequence_start = partial(self._end_sequence_elsewhere, model)
+            versions = [*self._versions.get(model.name, ()), model]
+            self._versions[model.name] = sorted(versions, key=lambda served: int(served.version))
+
+    def retire(self, models: Sequence["ServedModel"]) -> None:
+        """Send no new requests and sequences to versions."""
+        self._retiring.update(models)
+
+    def remove(self, models: Sequence["ServedModel"]) -> None:
+        """Forget versions that have finished."""
+        self._retiring.difference_update(models)
+        for model in models:
+            versions = self._versions[model.name]
+            versions.remove(model)
+            if model.version not in [other.version for other in versions]:
+                self.metrics.remove_version(model.name, model.version)
+
+    def find(self, model_name: str, version: str) -> "ServedModel":
+        """Return a version of a model that takes requests."""
+        versions = [model for model in self._versions_of(model_name) if model not in self._retiring]
+        for model in reversed(versions):
+            if version in ("", model.version):
+                return model
+        loaded_versions = ", ".join(model.version for model in versions)
+        reason = (
+            f"version {version!r} is not loaded: there is {loaded_versions}" if versions else "the model is not loaded"
+        )
+        raise RequestError(RequestStatus.NOT_FOUND, f"{model_name}: {reason}")
+
+    def choose(self, model_name: str, version: str, parameters: Mapping[str, Any]) -> "ServedModel":
+        """Return the version that runs a request: the one that has its sequence, or else the one that it asks for.
+
+        When it starts a sequence there, an older one of the same id ends on every version.
+        """
+        sequence_id = parameters.get("sequence_id")
+        for model in self._versions_of(model_name):
+            if version in ("", model.version) and model.has_sequence(sequence_id):
+                return self.find(model_name, version) if boolean_parameter(parameters, "sequence_start") else model
+        return self.find(model_name, version)
+
+    def metadata(self, model_name: str, version: str) -> dict[str, Any]:
+        """Return the metadata of a version as the protocol defines it."""
+        model = self.find(model_name, version)
+        return model.metadata([other.version for other in self.serving if other.name == model_name])
+
+    def statistics(self, model_name: str, version: str) -> dict[str, Any]:
+        """Return what loaded versions have done, as Triton's statistics extension defines it; those of all models for an empty name."""
+        if model_name:
+            self._check_version(model_name, version)
+        return {
+            "model_stats": [
+                {"name": model.name, "version": model.version, **model.statistics.fields()}
+                for model in self
+                if model_name in ("", model.name) and version in ("", model.version)
+            ]
+        }
+
+    @contextlib.asynccontextmanager
+    async def request_scope(self, model_name: str, version: str, protocol: str) -> AsyncIterator["RequestScope"]:
+        """Bound a request in time and count it; the context lasts from its head to the end of its answer."""
+        start_time, status, scope = time.monotonic(), RequestStatus.HUNG_UP.name, None
+        deadline = asyncio.timeout(self.limits.deadline)
+        self._deadlines.add(deadline)
+        try:
+            self._versions_of(model_name)
+            scope = RequestScope(registry=self, model_name=model_name, version=version, deadline=deadline)
+            self._check_version(model_name, version)
+            try:
+                async with deadline:
+                    yield scope
+            except TimeoutError:
+                raise RequestError(RequestStatus.TOO_LATE, f"{model_name}: no answer before the deadline") from None
+            status = "OK"
+        except RequestError as error:
+            status = error.status.name
+            raise
+        except Exception:
+            status = "BUG"
+            raise
+        finally:
+            self._deadlines.discard(deadline)
+            self._record_answer(scope, protocol, status, time.monotonic() - start_time)
+
+    def expire_requests(self) -> None:
+        """Set the deadline of all requests in progress to now."""
+        for deadline in self._deadlines:
+            # Raised for a request that is over.
+            with contextlib.suppress(RuntimeError):
+                deadline.reschedule(0)
+
+    def _versions_of(self, model_name: str) -> list["ServedModel"]:
+        versions = self._versions.get(model_name)
+        if versions is None:
+            served_names = ", ".join(dict.fromkeys(model.name for model in self.serving)) or "none"
+            raise RequestError(RequestStatus.NOT_FOUND, f"unknown model {model_name!r}: this server has {served_names}")
+        return versions
+
+    def _check_version(self, model_name: str, version: str) -> None:
+        """Check that a request may name a version: it takes requests, or has begun sequences that it still finishes."""
+        if not any(version in ("", model.version) for model in self._versions_of(model_name)):
+            self.find(model_name, version)
+
+    def _end_sequence_elsewhere(self, holder: "ServedModel", sequence_id: int | str) -> None:
+        """End a sequence that has started again in another version."""
+        for model in self._versions[holder.name]:
+            if model is not holder:
+                model.end_sequence(sequence_id)
+
+    def _record_answer(self, scope: "RequestScope | None", protocol: str, status: str, seconds: float) -> None:
+        """Count an answer in the metrics and in the statistics of its version, and write its line of the access log."""
+        model = None if scope is None else scope.model
+        model_name = "" if scope is None else scope.model_name
+        version = "" if model is None else model.version
+        if model is not None:
+            model.statistics.count_answer(seconds, is_success=status == "OK")
+        self.metrics.count_answer(model_name, version, protocol, status, seconds)
+        fields = {"protocol": protocol, "model": model_name, "version": version, "status": status, "seconds": seconds}
+        values = (protocol, model_name or "-", version or "-", status, 1e3 * seconds)
+        ACCESS_LOGGER.info("%s %s %s %s %.1f ms", *values, extra=fields)
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class RequestScope:
+    """A request, whose model is known before its body is read, and its version after that.
+
+    Attributes:
+        version: the version that the request names; may be empty.
+        deadline: when its answer must begin; the body may shorten it.
+        model: the version that runs it, once it is chosen.
+    """
+
+    registry: ModelRegistry
+    model_name: str
+    version: str
+    deadline: asyncio.Timeout
+    model: "ServedModel | None" = None
+
+    async def begin_answer(self) -> None:
+        """Give the answer its time to be sent. Call it before the first byte, as what ends after that is cut off and has no error."""
+        await asyncio.sleep(0)  # raises the cancellation of a deadline that has passed
+        self.deadline.reschedule(asyncio.get_running_loop().time() + self.registry.limits.deadline)
+
+    @contextlib.contextmanager
+    def reserve_place(self, parameters: Mapping[str, Any]) -> Iterator["ServedModel"]:
+        """Choose the version that runs the request, which is not closed while the context lasts: it has a pending request."""
+        self.model = self.registry.choose(self.model_name, self.version, parameters)
+        with self.model.reserve_place():
+            yield self.model
