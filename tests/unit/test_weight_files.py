@@ -1,4 +1,4 @@
-"""Weights on the CPU: mapped by default, copied on request. `test_files_in_use` changes files that are mapped."""
+"""Weights on the CPU: mapped by default, copied on request. `tests/serve/test_served_bundles.py` changes files that are mapped."""
 
 import shutil
 import subprocess

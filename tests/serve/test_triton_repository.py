@@ -1,9 +1,9 @@
-"""`stagepack triton`: the model repository that it writes, and a real `tritonserver` that loads it."""
+"""`stagepack triton`: the model repository that it writes, what it replaces there, and a real `tritonserver` that loads it."""
 
 import errno
 import itertools
 import os
-import subprocess
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,24 +12,36 @@ import numpy
 import onnxruntime
 import pytest
 import torch
+from click.testing import CliRunner
 from google.protobuf import text_format
 from torch.export import Dim
 from tritonclient.grpc.model_config_pb2 import DataType, ModelConfig, ModelInstanceGroup
 
 import stagepack
+from stagepack.cli import main
 from stagepack.errors import DeviceError, InputError, OperatorError, OutputExistsError, WriteError
 from stagepack.format.output_file import exchange_paths
 from stagepack_serving.triton import repository
 from stagepack_serving.triton.options import RepositoryOptions
 from stagepack_serving.triton.repository import write_repository
-from tests.serve.servers import STAGEPACK, Client, triton_server, why_no_triton
+from tests.serve.servers import Client, triton_server, why_no_triton
 
 MEMORY = "/dev/shm"  # noqa: S108 - another file system than that of temporary files
 pytestmark = pytest.mark.xdist_group("serve")
 
 
-def write(bundle: Path, out: Any, **options: Any) -> Any:
-    return write_repository(stagepack.open(bundle), out, RepositoryOptions(**({"model_name": "m"} | options)))
+def write(bundle: Path, out: Path, model_name: str = "m", *, overwrite: bool = False, **options: Any) -> list[str]:
+    repository_options = RepositoryOptions(model_name=model_name, **options)
+    return write_repository(stagepack.open(bundle), out, repository_options, overwrite=overwrite)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def write_config(folder: Path, config_text: str) -> None:
+    folder.mkdir()
+    (folder / "config.pbtxt").write_text(config_text, errors="surrogateescape")
 
 
 def config(folder: Path) -> ModelConfig:
@@ -75,24 +87,19 @@ def test_no_links_to_another_file_system(bundles: Mapping[str, Path], tmp_path: 
 
 
 def test_other_models_of_the_repository_stay(bundles: Mapping[str, Path], tmp_path: Path) -> None:
-    write(bundles["half"], tmp_path, model_name="one")
-    write(bundles["half"], tmp_path, model_name="two")
+    write(bundles["half"], tmp_path, "one")
+    write(bundles["half"], tmp_path, "two")
     with pytest.raises(OutputExistsError, match="one: exists already"):
-        write(bundles["half"], tmp_path, model_name="one")
-    model_names = write_repository(
-        stagepack.open(bundles["half"]), tmp_path, RepositoryOptions(model_name="one"), overwrite=True
-    )
+        write(bundles["half"], tmp_path, "one")
+    model_names = write(bundles["half"], tmp_path, "one", overwrite=True)
     two = {"two_stage_0", "two_stage_1", "two"}
     assert set(os.listdir(tmp_path)) == {*model_names, *two}
-    write(bundles["skips"], tmp_path, model_name="three")
-    write_repository(stagepack.open(bundles["half"]), tmp_path, RepositoryOptions(model_name="three"), overwrite=True)
+    write(bundles["skips"], tmp_path, "three")
+    write(bundles["half"], tmp_path, "three", overwrite=True)
     assert set(os.listdir(tmp_path)) == {*model_names, *two, "three_stage_0", "three_stage_1", "three"}
-    (tmp_path / "four").mkdir()
-    (tmp_path / "four" / "config.pbtxt").write_text('name: "four"')
+    write_config(tmp_path / "four", 'name: "four"')
     with pytest.raises(OutputExistsError, match="not written by stagepack"):
-        write_repository(
-            stagepack.open(bundles["half"]), tmp_path, RepositoryOptions(model_name="four"), overwrite=True
-        )
+        write(bundles["half"], tmp_path, "four", overwrite=True)
 
 
 @pytest.mark.parametrize(
@@ -104,8 +111,8 @@ def test_what_cannot_be_renamed_leaves_all_as_it_was(
     """Five models make room for three: one of the renames fails, which are eight, or two where folders can be exchanged."""
     if not can_exchange:
         monkeypatch.setattr(repository, "exchange_paths", lambda *_: False)
-    write(bundles["skips"], tmp_path, model_name="one")
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    write(bundles["skips"], tmp_path, "one")
+    before = contents(tmp_path)
     rename, rename_count = Path.rename, itertools.count(1)
 
     def failing_rename(source: Any, target: Any) -> Any:
@@ -115,13 +122,12 @@ def test_what_cannot_be_renamed_leaves_all_as_it_was(
 
     monkeypatch.setattr(Path, "rename", failing_rename)
     with pytest.raises(WriteError, match="busy"):
-        write_repository(stagepack.open(bundles["half"]), tmp_path, RepositoryOptions(model_name="one"), overwrite=True)
-    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+        write(bundles["half"], tmp_path, "one", overwrite=True)
+    assert contents(tmp_path) == before
 
 
 def test_a_writer_that_is_killed_leaves_each_model_old_or_new(bundles: Mapping[str, Path], tmp_path: Path) -> None:
-    bundle, options = stagepack.open(bundles["half"]), RepositoryOptions(model_name="one")
-    model_names = write_repository(bundle, tmp_path, options)
+    model_names = write(bundles["half"], tmp_path, "one")
     for model_name in model_names:
         with (tmp_path / model_name / "config.pbtxt").open("a") as file:
             file.write("# old\n")
@@ -134,12 +140,12 @@ def test_a_writer_that_is_killed_leaves_each_model_old_or_new(bundles: Mapping[s
 
     if not (process_id := os.fork()):
         repository.exchange_paths = exchange_once  # type: ignore[attr-defined]
-        write_repository(bundle, tmp_path, options, overwrite=True)
+        write(bundles["half"], tmp_path, "one", overwrite=True)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(process_id, 0)[1]) == 9
     are_old = [(tmp_path / name / "config.pbtxt").read_text().endswith("# old\n") for name in model_names]
     assert are_old == [False, True, True]
-    write_repository(bundle, tmp_path, options, overwrite=True)
+    write(bundles["half"], tmp_path, "one", overwrite=True)
     assert sorted(os.listdir(tmp_path)) == sorted(model_names)
 
 
@@ -200,36 +206,18 @@ def test_tritons_onnxruntime_backend_finds_what_it_needs(
     assert numpy.allclose(values[tensor_name], expected.numpy(), atol=1e-5)
 
 
-@pytest.fixture
-def needs_triton() -> None:
-    if reason := why_no_triton():
-        pytest.skip(reason)
-
-
-@pytest.mark.usefixtures("needs_triton")
+@pytest.mark.skipif(why_no_triton() != "", reason=why_no_triton())
 def test_a_bundle_with_onnx_in_triton(bundles: Mapping[str, Path], pipes: Mapping[str, Any], tmp_path: Path) -> None:
-    command = [
-        STAGEPACK,
-        "triton",
-        str(bundles["skips"]),
-        "-o",
-        str(tmp_path / "repository"),
-        "--runtime",
-        "onnxruntime",
-        "--backend",
-        "python",
-    ]
-    completed = subprocess.run(command, check=True, capture_output=True, text=True)
-    assert "batches of up to 32" in completed.stdout
-    write(bundles["singles"], tmp_path / "repository", model_name="singles")
+    options = ("--runtime", "onnxruntime", "--backend", "python")
+    printed = CliRunner().invoke(main, ["triton", str(bundles["skips"]), "-o", str(tmp_path / "repository"), *options])
+    assert "batches of up to 32" in printed.stdout
+    write(bundles["singles"], tmp_path / "repository", "singles")
     (tmp_path / "triton").mkdir()
-    with triton_server(tmp_path / "repository", tmp_path / "triton") as server:
-        client = Client("grpc", server)
-        inputs = {"x": numpy.ones((3, 8), "float32"), "weight": numpy.ones((3, 1), "float32")}
+    inputs = {"x": numpy.ones((3, 8), "float32"), "weight": numpy.ones((3, 1), "float32")}
+    single_inputs = {"x": numpy.ones((3, 4), "float32"), "weight": numpy.arange(3, dtype="float32")}
+    with triton_server(tmp_path / "repository", tmp_path / "triton") as server, Client("grpc", server) as client:
         answer = client.ask("skips", inputs)
-        single_inputs = {"x": numpy.ones((3, 4), "float32"), "weight": numpy.arange(3, dtype="float32")}
         single = client.ask("singles", single_inputs)
-        client.close()
     with torch.no_grad():
         expected = pipes["skips"](torch.from_numpy(inputs["x"]), weight=torch.from_numpy(inputs["weight"]))
         singles = pipes["singles"](
@@ -241,7 +229,7 @@ def test_a_bundle_with_onnx_in_triton(bundles: Mapping[str, Path], pipes: Mappin
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("needs_triton")
+@pytest.mark.skipif(why_no_triton() != "", reason=why_no_triton())
 @pytest.mark.parametrize("change", ["dims", "weights"])
 def test_triton_refuses_what_was_changed(bundles: Mapping[str, Path], tmp_path: Path, change: Any) -> None:
     write(bundles["half"], tmp_path / "repository", copy=True)
@@ -252,37 +240,29 @@ def test_triton_refuses_what_was_changed(bundles: Mapping[str, Path], tmp_path: 
         path = tmp_path / "repository" / "m_stage_1" / "1" / "stage-1.safetensors"
         path.write_bytes(path.read_bytes()[:-1] + b"\x07")
     (tmp_path / "triton").mkdir()
-    with (
-        pytest.raises(AssertionError, match="m_stage_1") as caught,
-        triton_server(tmp_path / "repository", tmp_path / "triton"),
-    ):
-        pass
-    assert "tritonserver ended" in str(caught.value)
+    with pytest.raises(AssertionError, match=r"(?s)tritonserver ended.*m_stage_1"):
+        triton_server(tmp_path / "repository", tmp_path / "triton").__enter__()
 
 
-def test_the_command(bundles: Mapping[str, Path], tmp_path: Path) -> None:
-    for arguments, says in (
-        ([bundles["together"]], "no batching: aten.mean.dim computes one result from several rows"),
-        ([bundles["counting"]], "the model keeps state between calls"),
-        ([bundles["singles"]], "weight has no dimension besides the batch dimension"),
-        ([bundles["half"], "--max-batch", "1"], "no batching"),
-        ([bundles["half"], "--name", "other", "--no-check"], "batches of up to 32"),
-    ):
-        completed = subprocess.run(
-            [STAGEPACK, "triton", *arguments, "-o", tmp_path], capture_output=True, text=True, check=True
-        )
-        assert says in completed.stdout
-    for arguments, status in (
-        ([bundles["half"]], 1),
-        ([bundles["half"], "--name", "../up"], 1),
-        ([bundles["half"], "--name", "x", "--backend", "onnxruntime"], 2),
-        ([tmp_path / "nothing"], 1),
-    ):
-        completed = subprocess.run(
-            [STAGEPACK, "triton", *arguments, "-o", tmp_path], capture_output=True, text=True, check=False
-        )
-        assert completed.returncode == status, arguments
-        assert completed.stderr
+@pytest.mark.parametrize(
+    ("bundle_name", "options", "status", "says"),
+    [
+        ("together", [], 0, "no batching: aten.mean.dim computes one result from several rows"),
+        ("counting", [], 0, "the model keeps state between calls"),
+        ("singles", [], 0, "weight has no dimension besides the batch dimension"),
+        ("half", ["--max-batch", "1"], 0, "no batching"),
+        ("half", ["--name", "other", "--no-check"], 0, "batches of up to 32"),
+        ("half", ["--name", "../up"], 1, "'../up'"),
+        ("half", ["--name", "x", "--backend", "onnxruntime"], 2, "--backend"),
+        ("nothing", [], 1, "nothing"),
+    ],
+)
+def test_the_command(
+    bundles: Mapping[str, Path], tmp_path: Path, bundle_name: str, options: list[str], status: int, says: str
+) -> None:
+    path = bundles.get(bundle_name, tmp_path / "nothing")
+    result = CliRunner().invoke(main, ["triton", str(path), "-o", str(tmp_path / "repository"), *options])
+    assert (result.exit_code, says in (result.stderr if status else result.stdout)) == (status, True), result.output
 
 
 class SumsIfShort(torch.nn.Module):
@@ -310,3 +290,111 @@ def test_guard_that_no_model_of_the_repository_checks_is_refused(tmp_path: Path)
         OperatorError, match=r"captured for .* < 9, which Triton's onnxruntime backend does not support"
     ):
         write(whole.path, tmp_path / "other", runtime="onnxruntime", backend="onnxruntime")
+
+
+USER_ENSEMBLE = """
+name: "mine"
+platform: "ensemble"
+field_of_a_newer_triton: 1
+ensemble_scheduling { step { model_name: "net_stage_0" model_version: -1 } }
+"""
+
+
+def refuses_to_replace(bundle: Path, models: Path, says: str, model_name: str = "net") -> None:
+    """A refused call changes nothing."""
+    before = contents(models)
+    with pytest.raises(OutputExistsError, match=says):
+        write(bundle, models, model_name, overwrite=True)
+    assert contents(models) == before
+
+
+def test_ensembles_with_names_like_parts_stay(bundles: Mapping[str, Path], tmp_path: Path) -> None:
+    for model_name in ("net", "net_stage_7", "net_results"):
+        write(bundles["half"], tmp_path, model_name)
+    before = {path: content for path, content in contents(tmp_path).items() if path.startswith("net_stage_7")}
+    write(bundles["half"], tmp_path, "net", overwrite=True)
+    after = contents(tmp_path)
+    assert {path: content for path, content in after.items() if path.startswith("net_stage_7")} == before
+    assert "net_results/config.pbtxt" in after
+
+
+def test_an_ensemble_with_the_name_of_a_new_part_is_refused(bundles: Mapping[str, Path], tmp_path: Path) -> None:
+    write(bundles["half"], tmp_path, "net", overwrite=True)
+    write(bundles["half"], tmp_path, "net_results", overwrite=True)
+    says = "net_results: expected the ensemble net or a part of it, found an ens"
+    refuses_to_replace(bundles["skips"], tmp_path, says)
+    shutil.rmtree(tmp_path / "net_results")
+    write(bundles["skips"], tmp_path, "net", overwrite=True)
+    refuses_to_replace(bundles["half"], tmp_path, "net_stage_1: expected .*found a part of an", "net_stage_1")
+
+
+def test_a_model_that_another_ensemble_uses_is_refused(bundles: Mapping[str, Path], tmp_path: Path) -> None:
+    write(bundles["half"], tmp_path, "net", overwrite=True)
+    write_config(tmp_path / "mine", USER_ENSEMBLE)
+    refuses_to_replace(bundles["half"], tmp_path, "net_stage_0: .* found that mine uses it too: .*or remove mine first")
+
+
+def test_steps_of_other_names_stay(bundles: Mapping[str, Path], tmp_path: Path) -> None:
+    """A configuration that its user has changed names models that are no parts of it, and a folder above the repository."""
+    for model_name in ("net", "two"):
+        write(bundles["half"], tmp_path / "repository", model_name)
+    config_path = tmp_path / "repository" / "net" / "config.pbtxt"
+    config_path.write_text(config_path.read_text().replace("net_stage_1", "two_stage_1"))
+    write_config(tmp_path / "net_stage_1", "")
+    config_path.write_text(config_path.read_text().replace("net_stage_0", "../net_stage_1"))
+    before = contents(tmp_path)
+    write(bundles["half"], tmp_path / "repository", "net", overwrite=True)
+    assert contents(tmp_path).keys() == before.keys()
+
+
+@pytest.mark.parametrize(
+    "added_file", ["net/labels.txt", "net_stage_0/2/mine.bin", "net_stage_1/1/labels.json", "net/a link"]
+)
+def test_files_of_the_user_are_not_deleted(bundles: Mapping[str, Path], tmp_path: Path, added_file: str) -> None:
+    write(bundles["half"], tmp_path, "net")
+    folder_name, _, path_in_folder = added_file.partition("/")
+    (tmp_path / added_file).parent.mkdir(exist_ok=True)
+    if path_in_folder == "a link":
+        (tmp_path / added_file).symlink_to(tmp_path / "net" / "1")
+    else:
+        (tmp_path / added_file).write_text("precious")
+    says = f"{folder_name}: expected only files that stagepack writes, found {path_in_folder}, .*: move it out"
+    refuses_to_replace(bundles["half"], tmp_path, says)
+
+
+@pytest.mark.parametrize("backend", ["python", "onnxruntime"])
+def test_all_that_is_written_is_replaced(bundles: Mapping[str, Path], tmp_path: Path, backend: str) -> None:
+    """Also parts that the new ensemble lacks, and what the Python of a server writes into a model."""
+    write(bundles["skips"], tmp_path, "net", runtime="onnxruntime", backend=backend)
+    for model_code in list(tmp_path.glob("*/1/model.py")):
+        (model_code.parent / "__pycache__").mkdir()
+        (model_code.parent / "__pycache__" / "model.cpython-312.pyc").touch()
+    assert (tmp_path / "net_results").is_dir()
+    assert write(bundles["half"], tmp_path, "net", overwrite=True) == ["net_stage_0", "net_stage_1", "net"]
+    assert sorted(os.listdir(tmp_path)) == ["net", "net_stage_0", "net_stage_1"]
+
+
+def test_parts_that_a_killed_writer_left_are_replaced(bundles: Mapping[str, Path], tmp_path: Path) -> None:
+    write(bundles["half"], tmp_path, "net", overwrite=True)
+    shutil.rmtree(tmp_path / "net")
+    with pytest.raises(OutputExistsError, match="net_stage_1: exists already"):
+        write(bundles["half"], tmp_path, "net")
+    assert write(bundles["half"], tmp_path, "net", overwrite=True) == ["net_stage_0", "net_stage_1", "net"]
+
+
+@pytest.mark.parametrize("config_text", ["name: {", "name: '\udcff'"])
+def test_a_configuration_that_cannot_be_read_is_refused(
+    bundles: Mapping[str, Path], tmp_path: Path, config_text: str
+) -> None:
+    write(bundles["half"], tmp_path, "net", overwrite=True)
+    write_config(tmp_path / "mine", config_text)
+    refuses_to_replace(bundles["half"], tmp_path, "mine/config.pbtxt: expected a configuration of Triton")
+
+
+def test_a_repository_that_cannot_be_read_is_refused(bundles: Mapping[str, Path], tmp_path: Path) -> None:
+    write(bundles["half"], tmp_path, "net", overwrite=True)
+    config_path = tmp_path / "net" / "config.pbtxt"
+    config_path.unlink()
+    config_path.symlink_to("/proc/self/mem")
+    with pytest.raises(WriteError, match="Input/output error"):
+        write(bundles["half"], tmp_path, "net", overwrite=True)
