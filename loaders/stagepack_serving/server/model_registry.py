@@ -4,16 +4,18 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from stagepack_serving.server.errors import RequestError, RequestStatus
 from stagepack_serving.server.limits import ServerLimits
-from stagepack_serving.server.metrics import Metrics, version_metrics
+from stagepack_serving.server.metrics import BY_VERSION, Metrics
 from stagepack_serving.server.parameters import boolean_parameter
 
 if TYPE_CHECKING:
@@ -68,9 +70,9 @@ class ModelRegistry(Collector):
         """All loaded versions of all models."""
         return (model for versions in list(self._versions.values()) for model in versions)
 
-    def collect(self) -> Iterator[Any]:
+    def collect(self) -> Iterator[Metric]:
         """Yield the metrics of the loaded versions: asked at each scrape, they hold no version that is closed."""
-        yield from version_metrics(self)
+        yield from _version_metrics(self)
 
     @property
     def serving(self) -> list["ServedModel"]:
@@ -237,3 +239,49 @@ class RequestScope:
         self.model = self.registry.choose(self.model_name, self.version, parameters)
         with self.model.reserve_place():
             yield self.model
+
+
+def _version_metrics(models: Iterable["ServedModel"]) -> Iterator[Metric]:
+    """What loaded versions are and hold, and what the processes of their stages report with their heartbeats.
+
+    While a version is replaced by another one of the same number, both are counted together.
+    """
+    pending, sequences, weights, runs, busy, sent, queue = (Counter[tuple[str, ...]]() for _ in range(7))
+    digests: dict[tuple[str, ...], int] = {}
+    for model in models:
+        labels = (model.name, model.version)
+        pending[labels] += model.pending_requests
+        sequences[labels] += model.sequence_count
+        weights[labels] += model.weight_bytes
+        digests[(*labels, model.bundle.digest)] = 1
+        for rank, status in model.process_statuses().items():
+            sent[(*labels, str(rank))] += status.sent_bytes
+            queue[(*labels, str(rank))] += status.pending_requests
+            for stage in status.stages:
+                runs[(*labels, str(stage.stage))] += stage.runs
+                busy[(*labels, str(stage.stage))] += stage.busy_seconds
+    yield _fill(GaugeMetricFamily, "pending_requests", "Requests that are not answered yet.", "", pending)
+    yield _fill(GaugeMetricFamily, "sequences", "Sequences whose state is kept.", "", sequences)
+    yield _fill(GaugeMetricFamily, "weight_bytes", "Bytes of the weights of a loaded version.", "", weights)
+    yield _fill(
+        GaugeMetricFamily, "model_info", "1 for the digest of the bundle of a loaded version.", "digest", digests
+    )
+    yield _fill(CounterMetricFamily, "stage_runs", "Runs of a stage.", "stage", runs)
+    yield _fill(CounterMetricFamily, "stage_busy_seconds", "Time that a stage has run.", "stage", busy)
+    yield _fill(CounterMetricFamily, "process_sent_bytes", "Bytes sent to other processes.", "process", sent)
+    yield _fill(GaugeMetricFamily, "process_queue", "Requests that wait for a process.", "process", queue)
+
+
+def _fill(
+    family_type: type[GaugeMetricFamily] | type[CounterMetricFamily],
+    topic: str,
+    help_text: str,
+    further_label: str,
+    values: Mapping[tuple[str, ...], float],
+) -> Metric:
+    """A metric by version, and by one further label if it has a name."""
+    label_names = (*BY_VERSION, further_label) if further_label else BY_VERSION
+    family = family_type(f"stagepack_{topic}", help_text, labels=label_names)
+    for labels, value in values.items():
+        family.add_metric(labels, value)
+    return family
