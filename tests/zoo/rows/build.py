@@ -1,6 +1,7 @@
-"""What the rows are built of: a module made of a function, and the decorator that makes a case of a builder."""
+"""What the rows are built of: a module made of a function, and the decorators that make a case of it, or of a builder."""
 
-from collections.abc import Callable, Collection
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -42,25 +43,44 @@ def given(*args: Any, dynamic: tuple[Any, ...] | None = None) -> Inputs:
     return Inputs(args=args or (torch.randn(2, 4),), dynamic_shapes=None if dynamic is None else (dynamic,))
 
 
-def rows(cases: list[Case], group: str) -> Callable[..., Callable[[Build], Build]]:
-    """A decorator that appends a case to a list: named after the builder, for a row of the group."""
+class Rows:
+    """Decorators that append a case to a list, for a row of a group; the case is named after the function."""
 
-    def row(
-        words: str, *, operators: str = "", types: Collection[type | str] = (), oldest_torch: str = ""
-    ) -> Callable[[Build], Build]:
+    def __init__(self, cases: list[Case], group: str) -> None:
+        self._cases = cases
+        self._group = group
+
+    def __call__(self, words: str, **options: Any) -> Callable[[Build], Build]:
+        """A case of a builder."""
+
         def register(build: Build) -> Build:
-            name = f"{group}-{build.__name__.replace('_', '-')}"
-            case = Case(
-                name=name,
-                row=f"{group}: {words}",
-                build=build,
-                operators=operators,
-                types=types,
-                oldest_torch=oldest_torch,
-            )
-            cases.append(case)
+            name = f"{self._group}-{build.__name__.replace('_', '-')}"
+            self._cases.append(Case(name=name, row=f"{self._group}: {words}", build=build, **options))
             return build
 
         return register
 
-    return row
+    def of(
+        self,
+        words: str,
+        layers: str,
+        args: Callable[[], tuple[Any, ...]] = lambda: (),
+        *,
+        held: Callable[[], dict[str, Any]] = dict,
+        dynamic: tuple[Any, ...] | None = None,
+        frozen: bool = False,
+        evaluates: bool = False,
+        **options: Any,
+    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """A case of a `Lambda` of the function, with a square layer for each letter, and what else it holds."""
+
+        def register(function: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(function)
+            def build() -> Model:
+                model = Lambda(function, **linears(layers), **held()).train(not evaluates)
+                return model.requires_grad_(False) if frozen else model, given(*args(), dynamic=dynamic)
+
+            self(words, **options)(build)
+            return function
+
+        return register

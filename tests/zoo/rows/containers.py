@@ -9,13 +9,13 @@ from torch.export import Dim
 
 from stagepack.capture.inputs import Inputs
 from tests.zoo.case import Case
-from tests.zoo.rows.build import Lambda, Model, given, linear, linears, rows
+from tests.zoo.rows.build import Lambda, Model, Rows, given, linear, linears
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM
 
 CASES: list[Case] = []
-row = rows(CASES, "containers")
+row = Rows(CASES, "containers")
 
 
 class Pair(NamedTuple):
@@ -87,13 +87,10 @@ def dicts_of_other_kinds() -> Model:
     return Lambda(run, **linears("abc")), given(ordered, defaults)
 
 
-@row("lists")
-def lists_of_lists() -> Model:
-    def run(self: Any, many: list[Any]) -> list[Any]:
-        x = self.a(many[0]) + many[1][0] + many[1][1][0]
-        return [[x, [self.b(x)], ()], [self.c(x)], collections.deque([x, x * 2])]
-
-    return Lambda(run, **linears("abc")), given([torch.randn(2, 4), [torch.randn(4), [torch.randn(4)]], []])
+@row.of("lists", "abc", lambda: ([torch.randn(2, 4), [torch.randn(4), [torch.randn(4)]], []],))
+def lists_of_lists(self: Any, many: list[Any]) -> list[Any]:
+    x = self.a(many[0]) + many[1][0] + many[1][1][0]
+    return [[x, [self.b(x)], ()], [self.c(x)], collections.deque([x, x * 2])]
 
 
 @row("lists")
@@ -111,24 +108,22 @@ def any_number_of_arguments() -> Model:
     return Sum(), Inputs(args=(torch.randn(2, 4), torch.randn(2, 4), torch.randn(2, 4)), kwargs=kwargs)
 
 
-@row("dataclasses", types=[Point, Answer])
-def dataclasses_in_dataclasses() -> Model:
-    def run(self: Any, given: Answer) -> Answer:
-        x = self.a(given.point.x) + given.score
-        y = self.b(x)
-        return Answer(Point(x, y), self.c(y).sum())
+@row.of(
+    "dataclasses",
+    "abc",
+    lambda: (Answer(Point(torch.randn(2, 4), torch.randn(2)), torch.randn(4)),),
+    types=[Point, Answer],
+)
+def dataclasses_in_dataclasses(self: Any, given: Answer) -> Answer:
+    x = self.a(given.point.x) + given.score
+    y = self.b(x)
+    return Answer(Point(x, y), self.c(y).sum())
 
-    answer = Answer(Point(torch.randn(2, 4), torch.randn(2)), torch.randn(4))
-    return Lambda(run, **linears("abc")), given(answer)
 
-
-@row("namedtuples")
-def named_results_of_torch() -> Model:
-    def run(self: Any, x: torch.Tensor) -> Any:
-        y = self.b(self.a(x))
-        return torch.max(y, dim=1), torch.topk(self.c(y), 2)
-
-    return Lambda(run, **linears("abc")), given()
+@row.of("namedtuples", "abc")
+def named_results_of_torch(self: Any, x: torch.Tensor) -> Any:
+    y = self.b(self.a(x))
+    return torch.max(y, dim=1), torch.topk(self.c(y), 2)
 
 
 def _sizes(**more: Any) -> dict[str, Any]:

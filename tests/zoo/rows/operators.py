@@ -10,10 +10,10 @@ from torch.export import Dim
 
 from stagepack.capture.inputs import Inputs
 from tests.zoo.case import Case
-from tests.zoo.rows.build import Lambda, Model, given, linear, linears, rows
+from tests.zoo.rows.build import Lambda, Model, Rows, given, linear, linears
 
 CASES: list[Case] = []
-row = rows(CASES, "operators")
+row = Rows(CASES, "operators")
 _CUSTOM = 'custom operators by `allow_ops=["mylib"]`'
 _RANDOM = "random operators"
 _DEVICE = "factory calls with a device"
@@ -113,36 +113,26 @@ def custom_operator_that_writes_an_activation() -> Model:
     return Lambda(run, **linears("abcd")).requires_grad_(False), given()
 
 
-@row(_RANDOM)
-def dropout_that_draws() -> Model:
-    def run(self: Any, x: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.dropout(self.b(self.a(x)), 0.5) + torch.rand(4)
-
-    return Lambda(run, **linears("ab")), given()
+@row.of(_RANDOM, "ab")
+def dropout_that_draws(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.dropout(self.b(self.a(x)), 0.5) + torch.rand(4)
 
 
-@row(_RANDOM)
-def draws_of_every_kind() -> Model:
-    def run(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        x = self.a(x) + torch.randn_like(x)
-        x = self.b(x) * torch.bernoulli(torch.full((4,), 0.5)) + torch.normal(0.0, torch.ones(4))
-        x = self.c(x) + torch.randint(0, 9, (4,)) + torch.empty(4).uniform_()
-        order = torch.randperm(4)
-        return self.d(x)[:, order], order, torch.multinomial(x.softmax(-1), 2)
-
-    return Lambda(run, **linears("abcd")), given()
+@row.of(_RANDOM, "abcd")
+def draws_of_every_kind(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    x = self.a(x) + torch.randn_like(x)
+    x = self.b(x) * torch.bernoulli(torch.full((4,), 0.5)) + torch.normal(0.0, torch.ones(4))
+    x = self.c(x) + torch.randint(0, 9, (4,)) + torch.empty(4).uniform_()
+    order = torch.randperm(4)
+    return self.d(x)[:, order], order, torch.multinomial(x.softmax(-1), 2)
 
 
-@row(_RANDOM)
-def draws_in_two_branches() -> Model:
+@row.of(_RANDOM, "abcd")
+def draws_in_two_branches(self: Any, x: torch.Tensor) -> torch.Tensor:
     """The branches need nothing of each other, but draw from one stream of random numbers, in this order."""
-
-    def run(self: Any, x: torch.Tensor) -> torch.Tensor:
-        left = torch.nn.functional.dropout(self.b(torch.nn.functional.dropout(self.a(x), 0.5)), 0.5)
-        right = torch.nn.functional.dropout(self.d(self.c(x) + torch.rand(4)), 0.5)
-        return left @ right.t()
-
-    return Lambda(run, **linears("abcd")), given()
+    left = torch.nn.functional.dropout(self.b(torch.nn.functional.dropout(self.a(x), 0.5)), 0.5)
+    right = torch.nn.functional.dropout(self.d(self.c(x) + torch.rand(4)), 0.5)
+    return left @ right.t()
 
 
 @row(_RANDOM)
@@ -151,79 +141,69 @@ def layers_with_dropout_in_train_mode() -> Model:
     return torch.nn.TransformerEncoder(layer, 3, enable_nested_tensor=False).train(), given(torch.randn(2, 5, 8))
 
 
-@row(_RANDOM)
-def one_draw_used_in_every_layer() -> Model:
+@row.of(_RANDOM, "abcd")
+def one_draw_used_in_every_layer(self: Any, x: torch.Tensor) -> torch.Tensor:
     """Cheap to make, but it must be made once."""
-
-    def run(self: Any, x: torch.Tensor) -> torch.Tensor:
-        noise = torch.rand(4)
-        mask = noise > 0.5
-        for layer in (self.a, self.b, self.c, self.d):
-            x = layer(x) * mask
-        return x
-
-    return Lambda(run, **linears("abcd")), given()
+    noise = torch.rand(4)
+    mask = noise > 0.5
+    for layer in (self.a, self.b, self.c, self.d):
+        x = layer(x) * mask
+    return x
 
 
-@row(_DEVICE)
-def factories_with_a_device() -> Model:
-    def run(self: Any, x: torch.Tensor) -> torch.Tensor:
-        zeros = torch.zeros(x.shape[0], 4, device=x.device)
-        x = self.a(x) + torch.arange(4, device=x.device) + torch.ones(4, device="cpu")
-        x = self.b(x) + torch.full((4,), 0.5, dtype=x.dtype, device=x.device) + torch.eye(4)[0]
-        return self.c(torch.where(x > 0, x, zeros)) + torch.tensor([1.0, 2.0, 3.0, 4.0], device=x.device)
-
-    return Lambda(run, **linears("abc")), given(torch.randn(2, 4), dynamic=({0: Dim("batch", min=2, max=64)},))
+@row.of(_DEVICE, "abc", lambda: (torch.randn(2, 4),), dynamic=({0: Dim("batch", min=2, max=64)},))
+def factories_with_a_device(self: Any, x: torch.Tensor) -> torch.Tensor:
+    zeros = torch.zeros(x.shape[0], 4, device=x.device)
+    x = self.a(x) + torch.arange(4, device=x.device) + torch.ones(4, device="cpu")
+    x = self.b(x) + torch.full((4,), 0.5, dtype=x.dtype, device=x.device) + torch.eye(4)[0]
+    return self.c(torch.where(x > 0, x, zeros)) + torch.tensor([1.0, 2.0, 3.0, 4.0], device=x.device)
 
 
-@row(_DEVICE)
-def moves_to_a_device() -> Model:
-    def run(self: Any, x: torch.Tensor) -> torch.Tensor:
-        x = self.a(x).to("cpu")
-        x = self.b(x).to(x.device, torch.float64)
-        return self.c(x.cpu().float()).to(self.a.weight.device)
-
-    return Lambda(run, **linears("abc")), given()
+@row.of(_DEVICE, "abc")
+def moves_to_a_device(self: Any, x: torch.Tensor) -> torch.Tensor:
+    x = self.a(x).to("cpu")
+    x = self.b(x).to(x.device, torch.float64)
+    return self.c(x.cpu().float()).to(self.a.weight.device)
 
 
-@row(_DEVICE)
-def text_arguments() -> Model:
-    def run(self: Any, x: torch.Tensor) -> torch.Tensor:
-        y = torch.nn.functional.gelu(self.a(x), approximate="tanh")
-        y = torch.einsum("bi,ij->bj", self.b(y), self.a.weight) + math.inf * 0.0
-        return y + torch.full((4,), -math.inf).exp()
-
-    return Lambda(run, **linears("ab")), given()
+@row.of(_DEVICE, "ab")
+def text_arguments(self: Any, x: torch.Tensor) -> torch.Tensor:
+    y = torch.nn.functional.gelu(self.a(x), approximate="tanh")
+    y = torch.einsum("bi,ij->bj", self.b(y), self.a.weight) + math.inf * 0.0
+    return y + torch.full((4,), -math.inf).exp()
 
 
-@row(_DEVICE)
-def optional_tensors_in_a_list() -> Model:
+@row.of(
+    _DEVICE,
+    "abcd",
+    lambda: (torch.randn(2, 4), torch.tensor([0, 2])),
+    held=lambda: {"table": torch.zeros(4)},
+    frozen=True,
+)
+def optional_tensors_in_a_list(self: Any, x: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Indexing passes a list of tensors and None, by reading and by writing."""
-
-    def run(self: Any, x: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        y = self.a(x)
-        picked = self.b(y)[:, index]
-        z = self.c(y)
-        z[:, index] = picked + 1
-        self.table[index] = z[0, index]
-        return self.d(z), picked, x[None, :, index, ...], self.table
-
-    held = {"table": torch.zeros(4)}
-    return Lambda(run, **linears("abcd"), **held).requires_grad_(False), given(torch.randn(2, 4), torch.tensor([0, 2]))
+    y = self.a(x)
+    picked = self.b(y)[:, index]
+    z = self.c(y)
+    z[:, index] = picked + 1
+    self.table[index] = z[0, index]
+    return self.d(z), picked, x[None, :, index, ...], self.table
 
 
 # torch 2.11 states a wrong shape for the hidden state of an LSTM with several layers.
-@row(_DEVICE, oldest_torch="2.13")
-def recurrent_layers() -> Model:
+@row.of(
+    _DEVICE,
+    "ab",
+    lambda: (torch.randn(2, 5, 4),),
+    held=lambda: {"long": torch.nn.LSTM(4, 4, num_layers=2, batch_first=True), "short": torch.nn.GRU(4, 4)},
+    evaluates=True,
+    oldest_torch="2.13",
+)
+def recurrent_layers(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Operators that take lists of weights."""
-
-    def run(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        y, (hidden, cell) = self.long(x)
-        z, last = self.short(self.a(y))
-        return self.b(z), hidden, cell, last
-
-    held = {"long": torch.nn.LSTM(4, 4, num_layers=2, batch_first=True), "short": torch.nn.GRU(4, 4)}
-    return Lambda(run, **linears("ab"), **held).eval(), given(torch.randn(2, 5, 4))
+    y, (hidden, cell) = self.long(x)
+    z, last = self.short(self.a(y))
+    return self.b(z), hidden, cell, last
 
 
 def _quantized(config: Callable[[ModuleType], Any]) -> torch.nn.Sequential:

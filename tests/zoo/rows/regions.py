@@ -7,161 +7,125 @@ from torch import Tensor
 
 from stagepack.capture.inputs import Inputs
 from tests.zoo.case import Case
-from tests.zoo.rows.build import Lambda, Model, given, linear, linears, rows
+from tests.zoo.rows.build import Lambda, Model, Rows, given, linear, linears
 
 CASES: list[Case] = []
-row = rows(CASES, "regions")
+row = Rows(CASES, "regions")
 _NESTED = "autocast and no_grad around any number of layers, nested, with the cut in the middle"
 _WHOLE = "where the whole model is one region"
 
 
-@row(_NESTED)
-def regions() -> Model:
-    def run(self: Any, x: Tensor) -> tuple[Tensor, ...]:
+@row.of(_NESTED, "abcd")
+def regions(self: Any, x: Tensor) -> tuple[Tensor, ...]:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = self.b(self.a(x))
+        with torch.autocast("cpu", enabled=False):
+            y = self.c(y.float())
+        y = self.d(y)
+    with torch.no_grad():
+        z = self.a(self.b(x))
+    return y, z, self.c(z)
+
+
+@row.of(_NESTED, "abcdefg")
+def no_grad_in_autocast_in_no_grad(self: Any, x: Tensor) -> tuple[Tensor, ...]:
+    x = self.a(x)
+    with torch.no_grad():
+        y = self.b(x)
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            y = self.b(self.a(x))
-            with torch.autocast("cpu", enabled=False):
-                y = self.c(y.float())
-            y = self.d(y)
-        with torch.no_grad():
-            z = self.a(self.b(x))
-        return y, z, self.c(z)
-
-    return Lambda(run, **linears("abcd")), given()
+            y = self.c(y)
+            with torch.enable_grad():
+                z = self.d(y)
+            y = self.e(y)
+        w = self.f(y.float())
+    return self.g(w), z, y
 
 
-@row(_NESTED)
-def no_grad_in_autocast_in_no_grad() -> Model:
-    def run(self: Any, x: Tensor) -> tuple[Tensor, ...]:
-        x = self.a(x)
-        with torch.no_grad():
-            y = self.b(x)
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                y = self.c(y)
-                with torch.enable_grad():
-                    z = self.d(y)
-                y = self.e(y)
-            w = self.f(y.float())
-        return self.g(w), z, y
-
-    return Lambda(run, **linears("abcdefg")), given()
-
-
-@row(_NESTED)
-def grad_enabled_inside_no_grad() -> Model:
-    def run(self: Any, x: Tensor) -> tuple[Tensor, ...]:
-        with torch.no_grad():
-            y = self.a(x)
-            torch.set_grad_enabled(True)
-            z = self.b(y)
-            torch.set_grad_enabled(False)
-            y = self.c(z)
-        return y, z, self.d(y)
-
-    return Lambda(run, **linears("abcd")), given()
-
-
-@row(_NESTED)
-def around_many_layers() -> Model:
-    def run(self: Any, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            for layer in (self.a, self.b, self.c, self.d, self.e, self.f):
-                x = layer(x).relu() + x
-        return x
-
-    return Lambda(run, **linears("abcdef")), given()
-
-
-@row(_NESTED)
-def a_weight_used_in_and_out_of_autocast() -> Model:
-    def run(self: Any, x: Tensor) -> tuple[Tensor, ...]:
+@row.of(_NESTED, "abcd")
+def grad_enabled_inside_no_grad(self: Any, x: Tensor) -> tuple[Tensor, ...]:
+    with torch.no_grad():
         y = self.a(x)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            z = self.a(self.b(y)) @ self.a.weight
-        with torch.autocast("cpu", dtype=torch.float16):
-            w = self.b(self.a(x))
-        return self.b(y), z, w
-
-    return Lambda(run, **linears("ab")), given()
+        torch.set_grad_enabled(True)
+        z = self.b(y)
+        torch.set_grad_enabled(False)
+        y = self.c(z)
+    return y, z, self.d(y)
 
 
-@row(_NESTED)
-def buffer_written_in_regions() -> Model:
-    def run(self: Any, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            y = self.a(x)
-            with torch.no_grad():
-                self.mean.lerp_(y.float().mean(0), 0.5)
-            y = self.b(y)
-        return self.c(y.float()) + self.mean
-
-    return Lambda(run, **linears("abc"), mean=torch.zeros(4)), given()
+@row.of(_NESTED, "abcdef")
+def around_many_layers(self: Any, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for layer in (self.a, self.b, self.c, self.d, self.e, self.f):
+            x = layer(x).relu() + x
+    return x
 
 
-@row(_WHOLE)
-def all_in_autocast() -> Model:
-    def run(self: Any, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return self.d(self.c(self.b(self.a(x)).relu())).softmax(-1)
+@row.of(_NESTED, "ab")
+def a_weight_used_in_and_out_of_autocast(self: Any, x: Tensor) -> tuple[Tensor, ...]:
+    y = self.a(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        z = self.a(self.b(y)) @ self.a.weight
+    with torch.autocast("cpu", dtype=torch.float16):
+        w = self.b(self.a(x))
+    return self.b(y), z, w
 
-    return Lambda(run, **linears("abcd")), given()
 
-
-@row(_WHOLE)
-def all_in_no_grad() -> Model:
-    def run(self: Any, x: Tensor) -> tuple[Tensor, ...]:
+@row.of(_NESTED, "abc", held=lambda: {"mean": torch.zeros(4)})
+def buffer_written_in_regions(self: Any, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = self.a(x)
         with torch.no_grad():
-            y = self.c(self.b(self.a(x)))
-            return y, self.d(y)
-
-    return Lambda(run, **linears("abcd")), given()
-
-
-@row(_WHOLE)
-def all_in_nested_regions() -> Model:
-    def run(self: Any, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
-            y = self.b(self.a(x))
-            with torch.autocast("cpu", enabled=False):
-                y = self.c(y.float())
-            return self.d(y)
-
-    return Lambda(run, **linears("abcd")), given()
+            self.mean.lerp_(y.float().mean(0), 0.5)
+        y = self.b(y)
+    return self.c(y.float()) + self.mean
 
 
-@row(_WHOLE)
-def all_in_inference_mode() -> Model:
-    def run(self: Any, x: Tensor) -> Tensor:
-        with torch.inference_mode():
-            return self.d(self.c(self.b(self.a(x))))
-
-    return Lambda(run, **linears("abcd")), given()
+@row.of(_WHOLE, "abcd")
+def all_in_autocast(self: Any, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return self.d(self.c(self.b(self.a(x)).relu())).softmax(-1)
 
 
-@row("`cond`")
-def cond() -> Model:
-    def run(self: Any, x: Tensor) -> Tensor:
-        y = torch.cond(x.sum() > 0, lambda x: self.b(x).sin(), lambda x: self.c(x).cos(), (self.a(x),))
+@row.of(_WHOLE, "abcd")
+def all_in_no_grad(self: Any, x: Tensor) -> tuple[Tensor, ...]:
+    with torch.no_grad():
+        y = self.c(self.b(self.a(x)))
+        return y, self.d(y)
+
+
+@row.of(_WHOLE, "abcd")
+def all_in_nested_regions(self: Any, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
+        y = self.b(self.a(x))
+        with torch.autocast("cpu", enabled=False):
+            y = self.c(y.float())
         return self.d(y)
 
-    return Lambda(run, **linears("abcd")), given(torch.ones(2, 4))
+
+@row.of(_WHOLE, "abcd")
+def all_in_inference_mode(self: Any, x: Tensor) -> Tensor:
+    with torch.inference_mode():
+        return self.d(self.c(self.b(self.a(x))))
 
 
-@row("`cond`")
-def nested_cond() -> Model:
-    def run(self: Any, x: Tensor) -> tuple[Tensor, ...]:
-        def positive(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-            inner = torch.cond(y.sum() > 0, lambda y: self.b(y), lambda y: self.c(y) - y, (y,))
-            return inner + x, x.clone()
+@row.of("`cond`", "abcd", lambda: (torch.ones(2, 4),))
+def cond(self: Any, x: Tensor) -> Tensor:
+    y = torch.cond(x.sum() > 0, lambda x: self.b(x).sin(), lambda x: self.c(x).cos(), (self.a(x),))
+    return self.d(y)
 
-        def negative(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-            return self.d(x) * y, y.clone()
 
-        y = self.a(x)
-        left, right = torch.cond(x.sum() > 0, positive, negative, (x, y))
-        return self.e(left), right
+@row.of("`cond`", "abcde", lambda: (torch.ones(2, 4),))
+def nested_cond(self: Any, x: Tensor) -> tuple[Tensor, ...]:
+    def positive(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        inner = torch.cond(y.sum() > 0, lambda y: self.b(y), lambda y: self.c(y) - y, (y,))
+        return inner + x, x.clone()
 
-    return Lambda(run, **linears("abcde")), given(torch.ones(2, 4))
+    def negative(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return self.d(x) * y, y.clone()
+
+    y = self.a(x)
+    left, right = torch.cond(x.sum() > 0, positive, negative, (x, y))
+    return self.e(left), right
 
 
 @row("`cond`")
@@ -173,26 +137,20 @@ def cond_on_a_size() -> Model:
     return Lambda(run, **linears("abcd")), given(torch.randn(3, 4), dynamic=({0: rows},))
 
 
-@row("`while_loop`")
-def while_loop() -> Model:
-    def run(self: Any, x: Tensor) -> Tensor:
-        def step(i: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-            return i + 1, self.b(y).relu()
+@row.of("`while_loop`", "abc", frozen=True)
+def while_loop(self: Any, x: Tensor) -> Tensor:
+    def step(i: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return i + 1, self.b(y).relu()
 
-        _, y = torch.while_loop(lambda i, _: i < 3, step, (torch.tensor(0), self.a(x)))
-        return self.c(y)
-
-    return Lambda(run, **linears("abc")).requires_grad_(False), given()
+    _, y = torch.while_loop(lambda i, _: i < 3, step, (torch.tensor(0), self.a(x)))
+    return self.c(y)
 
 
-@row("`while_loop`")
-def branches_and_loops() -> Model:
-    def run(self: Any, x: Tensor) -> Tensor:
-        y = torch.cond(x.sum() > 0, lambda x: self.a(x).sin(), lambda x: self.b(x).cos(), (x,))
-        _, y = torch.while_loop(lambda i, y: i < 3, lambda i, y: (i + 1, y * 2), (torch.tensor(0), y))
-        return self.c(y)
-
-    return Lambda(run, **linears("abc")), given()
+@row.of("`while_loop`", "abc")
+def branches_and_loops(self: Any, x: Tensor) -> Tensor:
+    y = torch.cond(x.sum() > 0, lambda x: self.a(x).sin(), lambda x: self.b(x).cos(), (x,))
+    _, y = torch.while_loop(lambda i, y: i < 3, lambda i, y: (i + 1, y * 2), (torch.tensor(0), y))
+    return self.c(y)
 
 
 @row("`scan`")
@@ -232,25 +190,18 @@ def map_over_rows() -> Model:
     return Lambda(run, **linears("abc"), shift=torch.randn(4)), given(torch.randn(5, 4))
 
 
-@row("`map`")
-def vmap() -> Model:
-    def run(self: Any, x: Tensor) -> Tensor:
-        y = torch.vmap(lambda row, weight: row @ weight, in_dims=(0, None))(self.a(x), self.b.weight)
-        return self.c(self.b(y))
-
-    return Lambda(run, **linears("abc")), given(torch.randn(3, 2, 4))
+@row.of("`map`", "abc", lambda: (torch.randn(3, 2, 4),))
+def vmap(self: Any, x: Tensor) -> Tensor:
+    y = torch.vmap(lambda row, weight: row @ weight, in_dims=(0, None))(self.a(x), self.b.weight)
+    return self.c(self.b(y))
 
 
-@row("`cond`")
-def cond_that_draws() -> Model:
+@row.of("`cond`", "abc", lambda: (torch.ones(2, 4),), frozen=True)
+def cond_that_draws(self: Any, x: Tensor) -> Tensor:
     """Random numbers are drawn inside the branch, between those of the layers around it."""
-
-    def run(self: Any, x: Tensor) -> Tensor:
-        y = self.a(x) + torch.rand(4)
-        y = torch.cond(x.sum() > 0, lambda y: y * torch.rand_like(y), lambda y: y.clone(), (self.b(y),))
-        return self.c(y) + torch.rand(4)
-
-    return Lambda(run, **linears("abc")).requires_grad_(False), given(torch.ones(2, 4))
+    y = self.a(x) + torch.rand(4)
+    y = torch.cond(x.sum() > 0, lambda y: y * torch.rand_like(y), lambda y: y.clone(), (self.b(y),))
+    return self.c(y) + torch.rand(4)
 
 
 def _nested_compile_regions(**more: Tensor) -> Model:
@@ -341,42 +292,31 @@ def flex_attention() -> Model:
     return Lambda(run, **layers, slope=torch.randn(2)).requires_grad_(False), given(torch.randn(2, 16, 32))
 
 
-@row("weights inside subgraphs")
-def tied_weights_inside_branches() -> Model:
+@row.of("weights inside subgraphs", "abcd")
+def tied_weights_inside_branches(self: Any, x: Tensor) -> Tensor:
     """The weight of the branches is that of layers outside, and all branches share another."""
-
-    def run(self: Any, x: Tensor) -> Tensor:
-        for layer in (self.a, self.b, self.c):
-            pick = layer(x)
-            x = torch.cond(pick.sum() > 0, lambda x: self.d(x) @ self.a.weight, lambda x: x @ self.c.weight, (pick,))
-        return x
-
-    return Lambda(run, **linears("abcd")), given()
+    for layer in (self.a, self.b, self.c):
+        pick = layer(x)
+        x = torch.cond(pick.sum() > 0, lambda x: self.d(x) @ self.a.weight, lambda x: x @ self.c.weight, (pick,))
+    return x
 
 
-@row("weights inside subgraphs")
-def written_weight_inside_a_branch() -> Model:
+@row.of("weights inside subgraphs", "abcd", held=lambda: {"scale": torch.ones(4)})
+def written_weight_inside_a_branch(self: Any, x: Tensor) -> Tensor:
     """The branch reads a buffer that the layers around it write."""
-
-    def run(self: Any, x: Tensor) -> Tensor:
-        y = self.a(x)
-        self.scale.add_(1)
-        y = torch.cond(y.sum() > 0, lambda y: y * self.scale, lambda y: y - self.scale, (self.b(y),))
-        y = self.c(y)
-        self.scale.mul_(0.5)
-        return self.d(y)
-
-    return Lambda(run, **linears("abcd"), scale=torch.ones(4)), given()
+    y = self.a(x)
+    self.scale.add_(1)
+    y = torch.cond(y.sum() > 0, lambda y: y * self.scale, lambda y: y - self.scale, (self.b(y),))
+    y = self.c(y)
+    self.scale.mul_(0.5)
+    return self.d(y)
 
 
-@row("weights inside subgraphs")
-def regions_inside_a_branch() -> Model:
-    def run(self: Any, x: Tensor) -> Tensor:
-        def positive(x: Tensor) -> Tensor:
-            with torch.no_grad():
-                return self.b(x).relu()
+@row.of("weights inside subgraphs", "abcd", lambda: (torch.ones(2, 4),), frozen=True)
+def regions_inside_a_branch(self: Any, x: Tensor) -> Tensor:
+    def positive(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            return self.b(x).relu()
 
-        y = torch.cond(x.sum() > 0, positive, lambda x: self.c(x).sin(), (self.a(x),))
-        return self.d(y)
-
-    return Lambda(run, **linears("abcd")).requires_grad_(False), given(torch.ones(2, 4))
+    y = torch.cond(x.sum() > 0, positive, lambda x: self.c(x).sin(), (self.a(x),))
+    return self.d(y)

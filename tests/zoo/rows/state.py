@@ -6,52 +6,43 @@ from typing import Any
 import torch
 
 from tests.zoo.case import Case
-from tests.zoo.rows.build import Lambda, Model, given, linear, linears, rows
+from tests.zoo.rows.build import Lambda, Model, Rows, given, linear, linears
 
 CASES: list[Case] = []
-row = rows(CASES, "state")
+row = Rows(CASES, "state")
 _NORM = "BatchNorm in train mode"
 _CACHE = "key-value caches by `index_copy_`"
 _EARLY = "a buffer read early and written late"
 _ZEROS = "buffers that are all zeros cost no bytes in the file"
 
 
-@row(_NORM)
-def batch_norm_that_trains() -> Model:
-    def run(self: Any, x: torch.Tensor) -> torch.Tensor:
-        return self.second(self.b(self.first(self.a(x)).relu()))
+@row.of(
+    _NORM,
+    "ab",
+    lambda: (torch.randn(5, 4),),
+    held=lambda: {"first": torch.nn.BatchNorm1d(4), "second": torch.nn.BatchNorm1d(4)},
+)
+def batch_norm_that_trains(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return self.second(self.b(self.first(self.a(x)).relu()))
 
-    norms = {"first": torch.nn.BatchNorm1d(4), "second": torch.nn.BatchNorm1d(4)}
-    return Lambda(run, **linears("ab"), **norms).train(), given(torch.randn(5, 4))
 
-
-@row(_NORM)
-def batch_norm_that_trains_twice_a_call() -> Model:
+@row.of(_NORM, "abc", lambda: (torch.randn(5, 4),), held=lambda: {"norm": torch.nn.BatchNorm1d(4)})
+def batch_norm_that_trains_twice_a_call(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """One layer, called in two stages: its statistics are written twice."""
-
-    def run(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        y = self.norm(self.b(self.norm(self.a(x)))) + self.c(x)
-        return y, self.norm.running_mean, self.norm.num_batches_tracked
-
-    return Lambda(run, **linears("abc"), norm=torch.nn.BatchNorm1d(4)).train(), given(torch.randn(5, 4))
+    y = self.norm(self.b(self.norm(self.a(x)))) + self.c(x)
+    return y, self.norm.running_mean, self.norm.num_batches_tracked
 
 
-@row(_NORM)
-def statistics_read_after_training() -> Model:
-    def run(self: Any, x: torch.Tensor) -> torch.Tensor:
-        y = self.b(self.norm(self.a(x)))
-        return self.c(y) + self.norm.running_mean / self.norm.running_var
-
-    return Lambda(run, **linears("abc"), norm=torch.nn.BatchNorm1d(4)).train(), given(torch.randn(5, 4))
+@row.of(_NORM, "abc", lambda: (torch.randn(5, 4),), held=lambda: {"norm": torch.nn.BatchNorm1d(4)})
+def statistics_read_after_training(self: Any, x: torch.Tensor) -> torch.Tensor:
+    y = self.b(self.norm(self.a(x)))
+    return self.c(y) + self.norm.running_mean / self.norm.running_var
 
 
-@row(_NORM)
-def statistics_read_before_training() -> Model:
-    def run(self: Any, x: torch.Tensor) -> torch.Tensor:
-        y = self.b(self.a(x) - self.norm.running_mean)
-        return self.c(self.norm(y))
-
-    return Lambda(run, **linears("abc"), norm=torch.nn.BatchNorm1d(4)).train(), given(torch.randn(5, 4))
+@row.of(_NORM, "abc", lambda: (torch.randn(5, 4),), held=lambda: {"norm": torch.nn.BatchNorm1d(4)})
+def statistics_read_before_training(self: Any, x: torch.Tensor) -> torch.Tensor:
+    y = self.b(self.a(x) - self.norm.running_mean)
+    return self.c(self.norm(y))
 
 
 @row(_NORM)
@@ -91,41 +82,30 @@ def counter_in_the_last_layer() -> Model:
     return _counting(2)
 
 
-@row("counters")
-def counter_written_and_never_read() -> Model:
-    def run(self: Any, x: torch.Tensor) -> torch.Tensor:
-        y = self.a(x)
-        self.calls += 1
-        return self.c(self.b(y))
-
-    return Lambda(run, **linears("abc"), calls=torch.tensor(0)), given()
+@row.of("counters", "abc", held=lambda: {"calls": torch.tensor(0)})
+def counter_written_and_never_read(self: Any, x: torch.Tensor) -> torch.Tensor:
+    y = self.a(x)
+    self.calls += 1
+    return self.c(self.b(y))
 
 
-@row("counters")
-def counter_returned() -> Model:
+@row.of("counters", "abc", held=lambda: {"count": torch.zeros(3)})
+def counter_returned(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The result is the buffer itself, and a view of it: the next call changes both."""
-
-    def run(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        y = self.b(self.a(x))
-        self.count.add_(1)
-        return self.c(y), self.count, self.count[1:]
-
-    return Lambda(run, **linears("abc"), count=torch.zeros(3)), given()
+    y = self.b(self.a(x))
+    self.count.add_(1)
+    return self.c(y), self.count, self.count[1:]
 
 
-@row("counters")
-def position_from_a_counter() -> Model:
+@row.of("counters", "abcd", held=lambda: {"count": torch.tensor(0)})
+def position_from_a_counter(self: Any, x: torch.Tensor) -> torch.Tensor:
     """What every layer uses is cheap to make, but only before the counter is written."""
-
-    def run(self: Any, x: torch.Tensor) -> torch.Tensor:
-        position = torch.arange(4) + self.count
-        x = self.a(x) + position
-        self.count.add_(2)
-        for layer in (self.b, self.c, self.d):
-            x = layer(x) + position.cos()
-        return x
-
-    return Lambda(run, **linears("abcd"), count=torch.tensor(0)), given()
+    position = torch.arange(4) + self.count
+    x = self.a(x) + position
+    self.count.add_(2)
+    for layer in (self.b, self.c, self.d):
+        x = layer(x) + position.cos()
+    return x
 
 
 class CachedLayer(torch.nn.Module):
@@ -169,13 +149,10 @@ class CachedDecoder(CachedLayers):
         return x
 
 
-@row(_CACHE)
-def cache_by_index_copy() -> Model:
-    def run(self: Any, x: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-        self.cache.index_copy_(0, position, self.a(x))
-        return self.b(self.cache).sum(0)
-
-    return Lambda(run, **linears("ab"), cache=torch.zeros(6, 4)), given(torch.randn(1, 4), torch.tensor([2]))
+@row.of(_CACHE, "ab", lambda: (torch.randn(1, 4), torch.tensor([2])), held=lambda: {"cache": torch.zeros(6, 4)})
+def cache_by_index_copy(self: Any, x: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+    self.cache.index_copy_(0, position, self.a(x))
+    return self.b(self.cache).sum(0)
 
 
 @row(_CACHE)
@@ -194,130 +171,94 @@ def caches_and_a_counted_position() -> Model:
     return CachedDecoder(), given(torch.randn(1, 4))
 
 
-@row(_CACHE)
-def cache_that_rolls() -> Model:
-    def run(self: Any, x: torch.Tensor) -> torch.Tensor:
-        y = self.a(x)
-        self.window.copy_(torch.cat([self.window[1:], y]))
-        return self.c(self.b(self.window)).sum(0)
-
-    return Lambda(run, **linears("abc"), window=torch.zeros(5, 4)), given(torch.randn(1, 4))
+@row.of(_CACHE, "abc", lambda: (torch.randn(1, 4),), held=lambda: {"window": torch.zeros(5, 4)})
+def cache_that_rolls(self: Any, x: torch.Tensor) -> torch.Tensor:
+    y = self.a(x)
+    self.window.copy_(torch.cat([self.window[1:], y]))
+    return self.c(self.b(self.window)).sum(0)
 
 
-@row(_EARLY)
-def read_early_and_written_late() -> Model:
-    def run(self: Any, x: torch.Tensor) -> torch.Tensor:
-        y = self.b(self.a(x) + self.last)
-        z = self.d(self.c(y))
-        self.last.copy_(z.mean(0))
-        return z
-
-    return Lambda(run, **linears("abcd"), last=torch.zeros(4)), given()
+@row.of(_EARLY, "abcd", held=lambda: {"last": torch.zeros(4)})
+def read_early_and_written_late(self: Any, x: torch.Tensor) -> torch.Tensor:
+    y = self.b(self.a(x) + self.last)
+    z = self.d(self.c(y))
+    self.last.copy_(z.mean(0))
+    return z
 
 
-@row(_EARLY)
-def two_read_early_and_written_late() -> Model:
+@row.of(_EARLY, "abcd", held=lambda: {"first": torch.zeros(4), "second": torch.ones(4)})
+def two_read_early_and_written_late(self: Any, x: torch.Tensor) -> torch.Tensor:
     """Recurrent states that go from call to call, one inside the other's reach."""
-
-    def run(self: Any, x: torch.Tensor) -> torch.Tensor:
-        y = self.a(x) + self.first
-        z = self.b(y) + self.second
-        self.second.copy_(z.sum(0))
-        out = self.c(z)
-        self.first.copy_(out.sum(0))
-        return self.d(out)
-
-    return Lambda(run, **linears("abcd"), first=torch.zeros(4), second=torch.ones(4)), given()
+    y = self.a(x) + self.first
+    z = self.b(y) + self.second
+    self.second.copy_(z.sum(0))
+    out = self.c(z)
+    self.first.copy_(out.sum(0))
+    return self.d(out)
 
 
-@row(_EARLY)
-def read_everywhere_and_written_late() -> Model:
-    def run(self: Any, x: torch.Tensor) -> torch.Tensor:
-        for layer in (self.a, self.b, self.c):
-            x = layer(x) + self.mean
-        self.mean.lerp_(x.mean(0), 0.1)
-        return self.d(x)
-
-    return Lambda(run, **linears("abcd"), mean=torch.zeros(4)), given()
+@row.of(_EARLY, "abcd", held=lambda: {"mean": torch.zeros(4)})
+def read_everywhere_and_written_late(self: Any, x: torch.Tensor) -> torch.Tensor:
+    for layer in (self.a, self.b, self.c):
+        x = layer(x) + self.mean
+    self.mean.lerp_(x.mean(0), 0.1)
+    return self.d(x)
 
 
-@row(_EARLY)
-def written_early_and_read_late() -> Model:
-    def run(self: Any, x: torch.Tensor) -> torch.Tensor:
-        self.last.copy_(x.sum(0))
-        return self.d(self.c(self.b(self.a(x)))) + self.last
-
-    return Lambda(run, **linears("abcd"), last=torch.zeros(4)), given()
+@row.of(_EARLY, "abcd", held=lambda: {"last": torch.zeros(4)})
+def written_early_and_read_late(self: Any, x: torch.Tensor) -> torch.Tensor:
+    self.last.copy_(x.sum(0))
+    return self.d(self.c(self.b(self.a(x)))) + self.last
 
 
-@row(_EARLY)
-def written_twice() -> Model:
-    def run(self: Any, x: torch.Tensor) -> torch.Tensor:
-        x = self.a(x)
-        self.sum.add_(x.sum(0))
-        x = self.c(self.b(x))
-        self.sum.mul_(0.5)
-        return self.d(x) + self.sum
-
-    return Lambda(run, **linears("abcd"), sum=torch.ones(4)), given()
+@row.of(_EARLY, "abcd", held=lambda: {"sum": torch.ones(4)})
+def written_twice(self: Any, x: torch.Tensor) -> torch.Tensor:
+    x = self.a(x)
+    self.sum.add_(x.sum(0))
+    x = self.c(self.b(x))
+    self.sum.mul_(0.5)
+    return self.d(x) + self.sum
 
 
-@row(_EARLY)
-def two_buffers_swapped() -> Model:
-    def run(self: Any, x: torch.Tensor) -> torch.Tensor:
-        y = self.a(x) + self.left
-        kept = self.left.clone()
-        self.left.copy_(self.right)
-        self.right.copy_(kept)
-        return self.c(self.b(y)) * self.right
-
-    return Lambda(run, **linears("abc"), left=torch.zeros(4), right=torch.ones(4)), given()
+@row.of(_EARLY, "abc", held=lambda: {"left": torch.zeros(4), "right": torch.ones(4)})
+def two_buffers_swapped(self: Any, x: torch.Tensor) -> torch.Tensor:
+    y = self.a(x) + self.left
+    kept = self.left.clone()
+    self.left.copy_(self.right)
+    self.right.copy_(kept)
+    return self.c(self.b(y)) * self.right
 
 
-@row(_EARLY)
-def view_read_early_and_whole_written_late() -> Model:
+@row.of(_EARLY, "abc", held=lambda: {"table": torch.zeros(3, 4)})
+def view_read_early_and_whole_written_late(self: Any, x: torch.Tensor) -> torch.Tensor:
     """A view taken before the write shows what was written."""
-
-    def run(self: Any, x: torch.Tensor) -> torch.Tensor:
-        tail = self.table[1:]
-        y = self.b(self.a(x))
-        self.table.add_(y.sum(0))
-        return self.c(y) + tail.sum(0)
-
-    return Lambda(run, **linears("abc"), table=torch.zeros(3, 4)), given()
+    tail = self.table[1:]
+    y = self.b(self.a(x))
+    self.table.add_(y.sum(0))
+    return self.c(y) + tail.sum(0)
 
 
-@row(_EARLY)
-def several_buffers_written_at_once() -> Model:
-    def run(self: Any, x: torch.Tensor) -> torch.Tensor:
-        y = self.a(x) * self.left
-        torch._foreach_add_([self.left, self.right], 1.0)
-        return self.c(self.b(y)) * self.right
-
-    return Lambda(run, **linears("abc"), left=torch.ones(4), right=torch.zeros(4)), given()
+@row.of(_EARLY, "abc", held=lambda: {"left": torch.ones(4), "right": torch.zeros(4)})
+def several_buffers_written_at_once(self: Any, x: torch.Tensor) -> torch.Tensor:
+    y = self.a(x) * self.left
+    torch._foreach_add_([self.left, self.right], 1.0)
+    return self.c(self.b(y)) * self.right
 
 
-@row(_EARLY)
-def written_as_out() -> Model:
-    def run(self: Any, x: torch.Tensor) -> torch.Tensor:
-        y = self.b(self.a(x) + self.last[0])
-        torch.mul(y, 2, out=self.last)
-        return self.c(y)
-
-    return Lambda(run, **linears("abc"), last=torch.zeros(2, 4)).requires_grad_(False), given()
+@row.of(_EARLY, "abc", held=lambda: {"last": torch.zeros(2, 4)}, frozen=True)
+def written_as_out(self: Any, x: torch.Tensor) -> torch.Tensor:
+    y = self.b(self.a(x) + self.last[0])
+    torch.mul(y, 2, out=self.last)
+    return self.c(y)
 
 
-@row(_EARLY)
-def constant_of_the_code_written() -> Model:
+@row.of(_EARLY, "abc")
+def constant_of_the_code_written(self: Any, x: torch.Tensor) -> torch.Tensor:
     """A tensor that the code makes from numbers is new in every call."""
-
-    def run(self: Any, x: torch.Tensor) -> torch.Tensor:
-        table = torch.tensor([1.0, 2.0, 3.0, 4.0])
-        y = self.a(x) * table
-        table.add_(1)
-        return self.c(self.b(y)) * table
-
-    return Lambda(run, **linears("abc")), given()
+    table = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    y = self.a(x) * table
+    table.add_(1)
+    return self.c(self.b(y)) * table
 
 
 @row(_EARLY)
@@ -346,14 +287,11 @@ def tensor_that_is_no_buffer_written() -> Model:
     return model, given()
 
 
-@row(_EARLY)
-def parameter_written_through_a_view() -> Model:
-    def run(self: Any, x: torch.Tensor) -> torch.Tensor:
-        y = self.b(self.a(x))
-        self.c.weight.detach()[1:3].mul_(0.5)
-        return self.d(self.c(y)) @ self.c.weight
-
-    return Lambda(run, **linears("abcd")), given()
+@row.of(_EARLY, "abcd")
+def parameter_written_through_a_view(self: Any, x: torch.Tensor) -> torch.Tensor:
+    y = self.b(self.a(x))
+    self.c.weight.detach()[1:3].mul_(0.5)
+    return self.d(self.c(y)) @ self.c.weight
 
 
 @row(_ZEROS)
@@ -370,16 +308,12 @@ def zeros() -> Model:
     return Lambda(run, **linears("ab"), **held), given()
 
 
-@row("`pipe.reset_state()`")
-def state_that_starts_with_numbers() -> Model:
-    def run(self: Any, x: torch.Tensor) -> torch.Tensor:
-        self.speed.mul_(0.9).add_(self.a(x).sum(0))
-        x = self.b(x) + self.speed
-        self.place.add_(self.speed)
-        return self.c(x) + self.place
-
-    held = {"speed": torch.randn(4), "place": torch.randn(4)}
-    return Lambda(run, **linears("abc"), **held), given()
+@row.of("`pipe.reset_state()`", "abc", held=lambda: {"speed": torch.randn(4), "place": torch.randn(4)})
+def state_that_starts_with_numbers(self: Any, x: torch.Tensor) -> torch.Tensor:
+    self.speed.mul_(0.9).add_(self.a(x).sum(0))
+    x = self.b(x) + self.speed
+    self.place.add_(self.speed)
+    return self.c(x) + self.place
 
 
 _STATIC = "A static-cache decoder of transformers, cut in three, gives the same 32 greedy tokens as transformers does"

@@ -5,30 +5,24 @@ from typing import Any
 import torch
 
 from tests.zoo.case import Case
-from tests.zoo.rows.build import Lambda, Model, given, linears, rows
+from tests.zoo.rows.build import Lambda, Model, Rows, given
 
 CASES: list[Case] = []
-row = rows(CASES, "values")
+row = Rows(CASES, "values")
 
 
-@row("skip connections over several stages")
-def skip_over_stages() -> Model:
-    def run(self: Any, x: torch.Tensor) -> torch.Tensor:
-        first = self.a(x)
-        return self.d(self.c(self.b(first).relu()).relu()) + first + x
-
-    return Lambda(run, **linears("abcd")), given()
+@row.of("skip connections over several stages", "abcd")
+def skip_over_stages(self: Any, x: torch.Tensor) -> torch.Tensor:
+    first = self.a(x)
+    return self.d(self.c(self.b(first).relu()).relu()) + first + x
 
 
-@row("skip connections over several stages")
-def dense_connections() -> Model:
-    def run(self: Any, x: torch.Tensor) -> torch.Tensor:
-        found = [x]
-        for layer in (self.a, self.b, self.c, self.d, self.e):
-            found.append(layer(torch.stack(found).sum(0)).relu())
-        return torch.cat(found, dim=1)
-
-    return Lambda(run, **linears("abcde")), given()
+@row.of("skip connections over several stages", "abcde")
+def dense_connections(self: Any, x: torch.Tensor) -> torch.Tensor:
+    found = [x]
+    for layer in (self.a, self.b, self.c, self.d, self.e):
+        found.append(layer(torch.stack(found).sum(0)).relu())
+    return torch.cat(found, dim=1)
 
 
 class UNet(torch.nn.Module):
@@ -73,30 +67,21 @@ def u_net() -> Model:
     return UNet().eval(), given(torch.randn(2, 3, 32, 32))
 
 
-@row("an input used only late")
-def input_used_late() -> Model:
-    def run(self: Any, x: torch.Tensor, late: torch.Tensor) -> torch.Tensor:
-        return self.d(self.c(self.b(self.a(x)))) + late
-
-    return Lambda(run, **linears("abcd")), given(torch.randn(2, 4), torch.randn(4))
+@row.of("an input used only late", "abcd", lambda: (torch.randn(2, 4), torch.randn(4)))
+def input_used_late(self: Any, x: torch.Tensor, late: torch.Tensor) -> torch.Tensor:
+    return self.d(self.c(self.b(self.a(x)))) + late
 
 
-@row("an output made early")
-def output_made_early() -> Model:
-    def run(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        early = self.a(x)
-        second = self.b(early)
-        return self.d(self.c(second)), early, second.t()
-
-    return Lambda(run, **linears("abcd")), given()
+@row.of("an output made early", "abcd")
+def output_made_early(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    early = self.a(x)
+    second = self.b(early)
+    return self.d(self.c(second)), early, second.t()
 
 
-@row("an output that is an input")
-def output_is_input() -> Model:
-    def run(self: Any, x: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return other, self.b(self.a(x)), x, x.t(), other
-
-    return Lambda(run, **linears("ab")), given(torch.randn(2, 4), torch.randn(3))
+@row.of("an output that is an input", "ab", lambda: (torch.randn(2, 4), torch.randn(3)))
+def output_is_input(self: Any, x: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return other, self.b(self.a(x)), x, x.t(), other
 
 
 @row("an output that is an input")
@@ -104,71 +89,54 @@ def identity() -> Model:
     return Lambda(lambda _, x: x), given()
 
 
-@row("an output that is an input")
-def output_is_weight() -> Model:
-    def run(self: Any, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"x": self.b(self.a(x)), "weight": self.a.weight, "buffer": self.table}
-
-    return Lambda(run, **linears("ab"), table=torch.arange(4)), given()
+@row.of("an output that is an input", "ab", held=lambda: {"table": torch.arange(4)})
+def output_is_weight(self: Any, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {"x": self.b(self.a(x)), "weight": self.a.weight, "buffer": self.table}
 
 
-@row("one tensor returned twice")
-def returned_twice() -> Model:
-    def run(self: Any, x: torch.Tensor) -> tuple[Any, ...]:
-        y = self.b(self.a(x))
-        z = self.c(y)
-        return y, z, {"again": z, "first": [y, y]}, z
-
-    return Lambda(run, **linears("abc")), given()
+@row.of("one tensor returned twice", "abc")
+def returned_twice(self: Any, x: torch.Tensor) -> tuple[Any, ...]:
+    y = self.b(self.a(x))
+    z = self.c(y)
+    return y, z, {"again": z, "first": [y, y]}, z
 
 
-@row("constant, `None` and integer outputs")
-def constants_beside_values() -> Model:
-    def run(self: Any, x: torch.Tensor, late: torch.Tensor, unused: torch.Tensor) -> tuple[Any, ...]:
-        early = self.a(x)
-        out = self.c(self.b(early)) + late
-        return early, out, out, late, 7, None, "text", 2.5
-
-    return Lambda(run, **linears("abc")), given(torch.randn(2, 4), torch.randn(4), torch.randn(3))
+@row.of("constant, `None` and integer outputs", "abc", lambda: (torch.randn(2, 4), torch.randn(4), torch.randn(3)))
+def constants_beside_values(self: Any, x: torch.Tensor, late: torch.Tensor, unused: torch.Tensor) -> tuple[Any, ...]:
+    early = self.a(x)
+    out = self.c(self.b(early)) + late
+    return early, out, out, late, 7, None, "text", 2.5
 
 
-@row("constant, `None` and integer outputs")
-def odd_constants() -> Model:
-    def run(self: Any, x: torch.Tensor) -> Any:
-        y = self.b(self.a(x))
-        return {"none": None, "yes": True, "size": x.shape[1], "inf": -float("inf"), "empty": [(), {}], "zero": -0.0}, y
-
-    return Lambda(run, **linears("ab")), given()
+@row.of("constant, `None` and integer outputs", "ab")
+def odd_constants(self: Any, x: torch.Tensor) -> Any:
+    y = self.b(self.a(x))
+    return {"none": None, "yes": True, "size": x.shape[1], "inf": -float("inf"), "empty": [(), {}], "zero": -0.0}, y
 
 
-@row("unused inputs and weights")
-def unused() -> Model:
-    def run(self: Any, before: torch.Tensor, x: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
-        return self.c(self.a(x))
-
-    held = {"first": torch.randn(3), "last": torch.nn.Parameter(torch.randn(2, 2)), "flag": torch.tensor(True)}
-    return Lambda(run, **linears("abcd"), **held), given(torch.randn(3), torch.randn(2, 4), torch.ones(1))
-
-
-@row("unused inputs and weights")
-def unused_results() -> Model:
-    def run(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        top, _, rest = self.a(x).split([1, 1, 2], dim=1)
-        values, indices = self.b(x).max(dim=1)
-        self.d(x)
-        return torch.cat(torch.chunk(self.c(x), 2, dim=1)[::-1], dim=1), top, rest, values, indices
-
-    return Lambda(run, **linears("abcd")), given()
+@row.of(
+    "unused inputs and weights",
+    "abcd",
+    lambda: (torch.randn(3), torch.randn(2, 4), torch.ones(1)),
+    held=lambda: {"first": torch.randn(3), "last": torch.nn.Parameter(torch.randn(2, 2)), "flag": torch.tensor(True)},
+)
+def unused(self: Any, before: torch.Tensor, x: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+    return self.c(self.a(x))
 
 
-@row("an output made early")
-def two_towers() -> Model:
-    def run(self: Any, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        left, right = self.a(x), self.b(y)
-        left, right = self.c(left).relu(), self.d(right).tanh()
-        return left @ right.t(), left, right
+@row.of("unused inputs and weights", "abcd")
+def unused_results(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    top, _, rest = self.a(x).split([1, 1, 2], dim=1)
+    values, indices = self.b(x).max(dim=1)
+    self.d(x)
+    return torch.cat(torch.chunk(self.c(x), 2, dim=1)[::-1], dim=1), top, rest, values, indices
 
-    return Lambda(run, **linears("abcd")), given(torch.randn(2, 4), torch.randn(3, 4))
+
+@row.of("an output made early", "abcd", lambda: (torch.randn(2, 4), torch.randn(3, 4)))
+def two_towers(self: Any, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    left, right = self.a(x), self.b(y)
+    left, right = self.c(left).relu(), self.d(right).tanh()
+    return left @ right.t(), left, right
 
 
 @row("one tensor returned twice")
@@ -179,34 +147,24 @@ def memory_formats() -> Model:
     return convolutions, given(channels_last)
 
 
-@row("skip connections over several stages")
-def strided_values_cross() -> Model:
-    def run(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        turned, wide = self.a(x).t(), self.b(x).sum().expand(4, 4)
-        y = self.c(x)[:, ::2]
-        return self.d(turned.t() + wide[:2]), turned, wide, y
-
-    return Lambda(run, **linears("abcd")), given()
+@row.of("skip connections over several stages", "abcd")
+def strided_values_cross(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    turned, wide = self.a(x).t(), self.b(x).sum().expand(4, 4)
+    y = self.c(x)[:, ::2]
+    return self.d(turned.t() + wide[:2]), turned, wide, y
 
 
-@row("skip connections over several stages")
-def lazy_conjugates_cross() -> Model:
-    def run(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        y = torch.complex(self.a(x), self.b(x)).conj()
-        negative = y.imag
-        return self.c(negative), y, negative, y * 2
-
-    return Lambda(run, **linears("abc")), given()
+@row.of("skip connections over several stages", "abc")
+def lazy_conjugates_cross(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    y = torch.complex(self.a(x), self.b(x)).conj()
+    negative = y.imag
+    return self.c(negative), y, negative, y * 2
 
 
-@row("unused inputs and weights")
-def nothing_of_the_input() -> Model:
+@row.of("unused inputs and weights", "abc", held=lambda: {"start": torch.randn(2, 4)})
+def nothing_of_the_input(self: Any, x: torch.Tensor) -> torch.Tensor:
     """All inputs are unused: the result is made of weights."""
-
-    def run(self: Any, x: torch.Tensor) -> torch.Tensor:
-        return self.b(self.a(self.start)) @ self.c.weight
-
-    return Lambda(run, **linears("abc"), start=torch.randn(2, 4)), given()
+    return self.b(self.a(self.start)) @ self.c.weight
 
 
 @row("unused inputs and weights")

@@ -5,10 +5,10 @@ from typing import Any
 import torch
 
 from tests.zoo.case import Case
-from tests.zoo.rows.build import Lambda, Model, given, linear, linears, rows
+from tests.zoo.rows.build import Lambda, Model, Rows, given, linear, linears
 
 CASES: list[Case] = []
-row = rows(CASES, "weights")
+row = Rows(CASES, "weights")
 
 
 @row("tied embeddings at both ends")
@@ -34,22 +34,18 @@ def tied_and_renormed() -> Model:
     return Lambda(run, embed=embed, **linears("ab"), head=head), given(torch.randint(0, 16, (2, 3)))
 
 
-@row("one submodule called three times")
-def module_called_three_times() -> Model:
-    def run(self: Any, x: torch.Tensor) -> torch.Tensor:
-        return self.a(self.b(self.a(self.b(self.a(x)))))
-
-    return Lambda(run, **linears("ab")), given()
+@row.of("one submodule called three times", "ab")
+def module_called_three_times(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return self.a(self.b(self.a(self.b(self.a(x)))))
 
 
-@row("one submodule under two names")
-def module_under_two_names() -> Model:
-    shared = torch.nn.Sequential(linear(), torch.nn.LayerNorm(4))
-
-    def run(self: Any, x: torch.Tensor) -> torch.Tensor:
-        return self.last(self.b(self.first(self.a(x))))
-
-    return Lambda(run, first=shared, **linears("ab"), last=shared), given()
+@row.of(
+    "one submodule under two names",
+    "ab",
+    held=lambda: dict.fromkeys(("first", "last"), torch.nn.Sequential(linear(), torch.nn.LayerNorm(4))),
+)
+def module_under_two_names(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return self.last(self.b(self.first(self.a(x))))
 
 
 _VIEWS = "transposed, expanded and overlapping views of one storage (aliasing is there again after loading)"
@@ -155,83 +151,84 @@ def more_dtypes() -> Model:
     return _of_dtypes(_MORE_DTYPES)
 
 
-@row("fp16, bf16, fp8, int8, bool, complex")
-def half_precision_layers() -> Model:
-    def run(self: Any, x: torch.Tensor) -> torch.Tensor:
-        y = self.b(self.a(x.bfloat16()).half())
-        return self.c((y * self.scale.to(y.dtype) + self.small).float())
+@row.of(
+    "fp16, bf16, fp8, int8, bool, complex",
+    "",
+    held=lambda: {
+        "a": linear().bfloat16(),
+        "b": linear().half(),
+        "c": linear(),
+        "scale": torch.ones(4).to(torch.float8_e5m2),
+        "small": torch.arange(4, dtype=torch.int8),
+    },
+)
+def half_precision_layers(self: Any, x: torch.Tensor) -> torch.Tensor:
+    y = self.b(self.a(x.bfloat16()).half())
+    return self.c((y * self.scale.to(y.dtype) + self.small).float())
 
-    layers = {"a": linear().bfloat16(), "b": linear().half(), "c": linear()}
-    held = {"scale": torch.ones(4).to(torch.float8_e5m2), "small": torch.arange(4, dtype=torch.int8)}
-    return Lambda(run, **layers, **held), given()
 
-
-@row("0-dim and empty tensors")
-def scalars_and_empty_tensors() -> Model:
-    def run(self: Any, x: torch.Tensor, factor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        y = self.a(x) * self.scalar + self.empty.sum()
-        z = self.b(y)
-        return self.c(z) * factor, z[:, 4:], y.sum(), torch.cat([self.empty, z]), self.nothing
-
-    held = {"scalar": torch.nn.Parameter(torch.tensor(2.0)), "empty": torch.zeros(0, 4), "nothing": torch.zeros(3, 0)}
-    return Lambda(run, **linears("abc"), **held), given(torch.randn(2, 4), torch.tensor(0.5))
+@row.of(
+    "0-dim and empty tensors",
+    "abc",
+    lambda: (torch.randn(2, 4), torch.tensor(0.5)),
+    held=lambda: {
+        "scalar": torch.nn.Parameter(torch.tensor(2.0)),
+        "empty": torch.zeros(0, 4),
+        "nothing": torch.zeros(3, 0),
+    },
+)
+def scalars_and_empty_tensors(self: Any, x: torch.Tensor, factor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    y = self.a(x) * self.scalar + self.empty.sum()
+    z = self.b(y)
+    return self.c(z) * factor, z[:, 4:], y.sum(), torch.cat([self.empty, z]), self.nothing
 
 
 _SEVERAL = "A weight used in several stages"
 
 
-@row(_SEVERAL)
-def weight_used_in_every_layer() -> Model:
-    def run(self: Any, x: torch.Tensor) -> torch.Tensor:
-        for layer in (self.a, self.b, self.c, self.d):
-            x = layer(x) @ self.turn * self.scale
-        return x
-
-    held = {"turn": torch.nn.Parameter(torch.randn(4, 4)), "scale": torch.randn(4)}
-    return Lambda(run, **linears("abcd"), **held), given()
+@row.of(_SEVERAL, "abcd", held=lambda: {"turn": torch.nn.Parameter(torch.randn(4, 4)), "scale": torch.randn(4)})
+def weight_used_in_every_layer(self: Any, x: torch.Tensor) -> torch.Tensor:
+    for layer in (self.a, self.b, self.c, self.d):
+        x = layer(x) @ self.turn * self.scale
+    return x
 
 
-@row(_SEVERAL)
-def written_weight_used_in_every_layer() -> Model:
-    def run(self: Any, x: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            self.scale.mul_(1.5)
-        for layer in (self.a, self.b, self.c):
-            x = layer(x) * self.scale
-        return x
-
-    return Lambda(run, **linears("abc"), scale=torch.nn.Parameter(torch.randn(4))), given()
+@row.of(_SEVERAL, "abc", held=lambda: {"scale": torch.nn.Parameter(torch.randn(4))})
+def written_weight_used_in_every_layer(self: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        self.scale.mul_(1.5)
+    for layer in (self.a, self.b, self.c):
+        x = layer(x) * self.scale
+    return x
 
 
-@row(_SEVERAL)
-def written_between_uses() -> Model:
-    def run(self: Any, x: torch.Tensor) -> torch.Tensor:
-        x = self.a(x) * self.scale
-        self.scale.add_(1)
-        x = self.b(x) * self.scale
-        self.scale.mul_(2)
-        return self.c(x) * self.scale
-
-    return Lambda(run, **linears("abc"), scale=torch.randn(4)), given()
+@row.of(_SEVERAL, "abc", held=lambda: {"scale": torch.randn(4)})
+def written_between_uses(self: Any, x: torch.Tensor) -> torch.Tensor:
+    x = self.a(x) * self.scale
+    self.scale.add_(1)
+    x = self.b(x) * self.scale
+    self.scale.mul_(2)
+    return self.c(x) * self.scale
 
 
-@row("one submodule under two names")
-def awkward_names() -> Model:
+@row.of(
+    "one submodule under two names",
+    "",
+    held=lambda: {
+        "forward_": linear(),
+        "run": linear(),
+        "device": torch.randn(4),
+        "w0": torch.randn(4),
+        "stages": torch.nn.Parameter(torch.randn(4)),
+    },
+)
+def awkward_names(self: Any, x: torch.Tensor) -> torch.Tensor:
     """Names that a stage's own attributes have."""
-
-    def run(self: Any, x: torch.Tensor) -> torch.Tensor:
-        return self.run(self.forward_(x) + self.device) * self.w0 + self.stages
-
-    held = {"device": torch.randn(4), "w0": torch.randn(4), "stages": torch.nn.Parameter(torch.randn(4))}
-    return Lambda(run, forward_=linear(), run=linear(), **held), given()
+    return self.run(self.forward_(x) + self.device) * self.w0 + self.stages
 
 
-@row("A weight used in several stages")
-def equal_numbers_in_two_weights() -> Model:
+@row.of("A weight used in several stages", "ab", held=lambda: {"written": torch.ones(4), "kept": torch.ones(4)})
+def equal_numbers_in_two_weights(self: Any, x: torch.Tensor) -> torch.Tensor:
     """Two buffers with equal numbers, of which one is written: they must not become one."""
-
-    def run(self: Any, x: torch.Tensor) -> torch.Tensor:
-        self.written.add_(1)
-        return self.b(self.a(x) * self.written) * self.kept
-
-    return Lambda(run, **linears("ab"), written=torch.ones(4), kept=torch.ones(4)), given()
+    self.written.add_(1)
+    return self.b(self.a(x) * self.written) * self.kept
