@@ -12,10 +12,9 @@ import torch
 
 from stagepack import self_check
 from stagepack.bundle_builder import BundleBuilder, EntryPointContent
-from stagepack.capture.explicit_signature import wrapped_model
-from stagepack.capture.hugging_face import NotIdenticalError, are_identical, only_parameters
-from stagepack.capture.module_inputs import dimension_names, size_requests
-from stagepack.capture.pretrained_model import is_transformers_model, model_files
+from stagepack.capture.hugging_face import NotIdenticalError, only_parameters
+from stagepack.capture.model_runs import are_identical
+from stagepack.capture.pretrained_model import model_files
 from stagepack.capture.programs import Capture
 from stagepack.capture.source import FORWARD
 from stagepack.errors import CaptureError, ExportWarning, warn_caller
@@ -163,16 +162,7 @@ def plan_capture(capture: Capture, cut_options: CutOptions) -> tuple[Partition, 
 
 
 def _linearize(capture: Capture) -> LinearizedProgram:
-    program = linearize_program(
-        capture.program,
-        dimension_names(capture),
-        None if capture.model is None else capture.model.forward,
-        smallest_sizes={symbol_name: request.smallest for symbol_name, request in size_requests(capture).items()},
-        traced_calls=capture.calls,
-        # from_pretrained of transformers expects every persistent buffer in the files.
-        store_zeros=capture.model is not None and is_transformers_model(wrapped_model(capture.model)),
-        data_of=capture.data,
-    )
+    program = linearize_program(capture)
     if capture.model is not None:
         return with_tried_sizes(capture, program)
     # An exported program has the inputs that it was traced with, or others that the caller passes.

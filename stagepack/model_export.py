@@ -9,13 +9,13 @@ from torch.export import ExportedProgram
 
 from stagepack.bundle_assets import exported_assets, read_assets
 from stagepack.capture.entry_points import capture_entry_points, capture_modules, pipeline_module
-from stagepack.capture.example_arguments import StatedInputs, stated_inputs
 from stagepack.capture.example_inputs import example_inputs as made_example_inputs
 from stagepack.capture.generation import generating_model
 from stagepack.capture.inputs import Inputs, on_device_of
 from stagepack.capture.pretrained_model import load_pretrained, model_files
 from stagepack.capture.programs import Capture
 from stagepack.capture.source import FORWARD, capture_source, capture_with_checkpoint, pretrained_inputs
+from stagepack.capture.stated_inputs import StatedInputs, stated_inputs
 from stagepack.errors import ExportWarning, OptionError, warn_caller
 from stagepack.exporter import ExportOptions, export_captures
 from stagepack.format.manifest import Plan

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
     from torch.export import ExportedProgram
 
-    from stagepack.capture.example_arguments import StatedInputs
+    from stagepack.capture.stated_inputs import StatedInputs
 
 
 def plan_model(

@@ -12,8 +12,7 @@ import torch
 from stagepack import errors
 from stagepack.capture.asked_properties import OtherInputs, Property, other_inputs
 from stagepack.capture.checkpoint import map_tensor
-from stagepack.capture.fake_call import run_model_twice
-from stagepack.capture.hugging_face import are_identical
+from stagepack.capture.model_runs import are_identical, run_model_twice
 from stagepack.capture.program_run import diverging_module
 from stagepack.capture.programs import Capture
 from stagepack.capture.torch_messages import suppress_warnings

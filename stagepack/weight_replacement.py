@@ -13,20 +13,20 @@ from typing import Any, Final
 
 import msgspec
 
-from stagepack.capture.adapters import read_adapter
 from stagepack.capture.checkpoint import CheckpointTensor, DataNeededError, DeferredTensors, read_checkpoint
+from stagepack.capture.model_folders import is_model_folder, read_adapter
+from stagepack.capture.module_checkpoint import name_problems, shown, tensors_by_weight_name
 from stagepack.capture.pretrained_model import load_pretrained, model_files
 from stagepack.capture.sentence_pipeline import SETTINGS_FILE
 from stagepack.capture.source import FORWARD
-from stagepack.capture.source_path import is_model_folder
-from stagepack.capture.weight_names import name_problems, shown, tensors_by_weight_name
 from stagepack.errors import CaptureError
 from stagepack.format.graph import Graph, Weight
 from stagepack.format.reader import Bundle
 from stagepack.format.rules import MODEL_CONFIG_NAME
 from stagepack.format.writer import Pieces, TensorSource
 from stagepack.linearize.example import tensor_source
-from stagepack.linearize.weight_table import dtype_name, is_all_zeros, tensor_bytes
+from stagepack.linearize.program_tensors import dtype_name
+from stagepack.linearize.weight_table import is_all_zeros, tensor_bytes
 from stagepack.opening import errors_name_bundle, opened
 from stagepack.stored_bundle import StoredEntryPoint, begin_rewriting, read_entry_points
 

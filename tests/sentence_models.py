@@ -7,7 +7,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from stagepack.capture.transformers_package import import_transformers, torchao_on_demand
+from stagepack.capture.imports import import_transformers, torchao_on_demand
 
 WORDS = [
     "how",

@@ -16,7 +16,7 @@ import stagepack
 from stagepack.capture.checkpoint import DataNeededError, DeferredTensors, checkpoint_file_tensors, read_checkpoint
 from stagepack.capture.hugging_face import capture_pretrained
 from stagepack.capture.inputs import Inputs
-from stagepack.capture.weight_names import tensors_by_weight_name
+from stagepack.capture.module_checkpoint import tensors_by_weight_name
 from stagepack.errors import CaptureError, OptionError
 from stagepack.exporter import export_capture
 from stagepack.format.file_writing import write_pieces

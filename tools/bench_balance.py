@@ -20,6 +20,8 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from stagepack.capture.inputs import Inputs
+from stagepack.capture.programs import capture_program
 from stagepack.format.graph import Graph
 from stagepack.graph.analysis import GraphAnalysis
 from stagepack.graph.assembly import canonical_graph
@@ -120,7 +122,7 @@ def _graph(built_model: Model) -> tuple[CostedGraph, list[str]]:
     model, model_inputs, layers = built_model
     if "pixel_values" in model_inputs:
         model_inputs["pixel_values"] = model_inputs["pixel_values"].to(model.dtype)
-    linear = linearize_program(torch.export.export(model, (), model_inputs), {}, None)
+    linear = linearize_program(capture_program(torch.export.export(model, (), model_inputs), Inputs()))
     graph = canonical_graph(linear.graph)
     costs = graph_costs(graph, {weight_name: spec.nbytes for weight_name, (spec, _) in linear.weights.stored.items()})
     return CostedGraph(analysis=GraphAnalysis(graph), costs=costs), layers

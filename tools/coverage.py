@@ -108,7 +108,7 @@ def ours(case: Case) -> Cells:
     return (
         RIGHT,
         other,
-        *_folded(canonical_graph(linearize_program(capture.program, {}, None, traced_calls=capture.calls).graph)),
+        *_folded(canonical_graph(linearize_program(capture).graph)),
     )
 
 

@@ -5,8 +5,8 @@ import sys
 import torch
 
 import stagepack
+from stagepack.capture.imports import import_transformers
 from stagepack.capture.sentence_pipeline import import_sentence_transformers
-from stagepack.capture.transformers_package import import_transformers
 
 SENTENCES = [
     "A cat sits on the mat.",

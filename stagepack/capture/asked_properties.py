@@ -59,23 +59,15 @@ _MAX_CHANGED_ALONE: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """The first call of a model that asks for a property.
-
-    Attributes:
-        function: the name of the function that it calls.
-        location: the line that calls it, see `stagepack.capture.torch_messages`; empty if it is not known.
-    """
+    """The first call of a model that asks for a property."""
 
     function: str
+    # The line that calls it, see `stagepack.capture.torch_messages`; empty if it is not known.
     location: str
 
 
 class AskedProperties:
-    """The properties that a model asks its tensors for while it is traced.
-
-    Attributes:
-        questions: the first question for each property.
-    """
+    """The properties that a model asks its tensors for while it is traced."""
 
     def __init__(self) -> None:
         self.questions: dict[Property, Question] = {}
@@ -106,18 +98,15 @@ def _is_between(code: CodeType) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class OtherInputs:
-    """How tensors get another property than those of the example have.
+    """How tensors get another property than those of the example have."""
 
-    Attributes:
-        description: where or what the tensors are then, such as ``in column-major memory``.
-        change: returns a tensor that is so, with the same elements; or the tensor itself if no other is.
-        context: returns the context in which the model is called.
-        position: the number of the only tensor that changes; None for all.
-    """
-
+    # Where or what the tensors are then, such as ``in column-major memory``.
     description: str
+    # Returns a tensor that is so, with the same elements; or the tensor itself if no other is.
     change: Callable[[torch.Tensor], torch.Tensor]
+    # Returns the context in which the model is called.
     context: Callable[[], contextlib.AbstractContextManager[Any]] = torch.no_grad
+    # The number of the only tensor that changes; None for all.
     position: int | None = None
 
     def of(self, inputs: Inputs) -> Inputs:

@@ -52,18 +52,13 @@ _IDENTITIES = (torch.ops.aten.alias.default, torch.ops.aten.detach.default)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointTensor:
-    """A tensor of a checkpoint, of which nothing is read yet.
-
-    Attributes:
-        dtype: its dtype.
-        shape: its shape.
-        read: returns its data, which may be a file mapped for reading only: do not write to it.
-        location: the bytes of a file that it consists of, if it does, in the order of its dimensions.
-    """
+    """A tensor of a checkpoint, of which nothing is read yet."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
+    # Returns its data, which may be a file mapped for reading only: do not write to it.
     read: Callable[[], torch.Tensor]
+    # The bytes of a file that it consists of, if it does, in the order of its dimensions.
     location: FileRange | None = None
 
 

@@ -8,16 +8,17 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.export import Dim
 
-from stagepack.capture.diagnosis import advised_capture
-from stagepack.capture.explicit_signature import take_parts
 from stagepack.capture.hugging_face import capture_transformers
-from stagepack.capture.inputs import Inputs, with_tensors
-from stagepack.capture.module_inputs import automatic_shapes, record_module_inputs
+from stagepack.capture.inputs import Inputs, inputs_by_parameter, with_tensors
+from stagepack.capture.model_runs import preserve_module, run_model, take_parts
 from stagepack.capture.pretrained_model import is_transformers_model
 from stagepack.capture.programs import Capture, capture_module
+from stagepack.capture.torch_messages import advised_capture
 from stagepack.errors import CaptureError, OptionError
 from stagepack.format.rules import is_identifier
+from stagepack.torch_internals import tree_map, tree_map_tensors
 
 
 def capture_entry_points(model: torch.nn.Module, inputs: Mapping[str, Inputs]) -> dict[str, Capture]:
@@ -151,3 +152,42 @@ def _module_of(model: torch.nn.Module, function: Callable[..., Any]) -> torch.nn
 
     module.forward = call_function
     return module
+
+
+def record_module_inputs(model: torch.nn.Module, inputs: Inputs) -> dict[str, Inputs]:
+    """Run a model on its example, and return the inputs of the first call of each module, by its path."""
+    calls: dict[str, Inputs] = {}
+
+    def record(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if path not in calls:
+            copied_args, copied_kwargs = tree_map_tensors(lambda tensor: tensor.detach().clone(), (args, kwargs))
+            calls[path] = Inputs(args=copied_args, kwargs=copied_kwargs)
+
+    with preserve_module(model):
+        handles = [
+            module.register_forward_pre_hook(
+                lambda _, args, kwargs, path=path: record(path, args, kwargs), with_kwargs=True
+            )
+            for path, module in model.named_modules()
+            if not isinstance(module, torch.jit.ScriptModule)  # it takes no hooks
+        ]
+        try:
+            run_model(model, inputs, seed=0)
+        finally:
+            for handle in handles:
+                handle.remove()
+    return calls
+
+
+def automatic_shapes(forward: Callable[..., Any], inputs: Inputs) -> dict[str, Any]:
+    """Return ``Dim.AUTO`` for all dimensions of all inputs of a module that torch may find dynamic."""
+
+    def automatic_dims(leaf: Any) -> dict[int, Any] | None:
+        # torch fixes sizes of 0 and 1 in any case; where the caller asks for them by name, that is worth a warning.
+        return (
+            {axis: Dim.AUTO for axis, size in enumerate(leaf.shape) if size > 1}
+            if isinstance(leaf, torch.Tensor)
+            else None
+        )
+
+    return {name: tree_map(automatic_dims, value) for name, value in inputs_by_parameter(forward, inputs).items()}

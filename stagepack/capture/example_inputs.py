@@ -21,13 +21,12 @@ from stagepack.capture.example_tensors import (
     several_images_example,
     token_example,
 )
-from stagepack.capture.fake_call import call_with_shapes
 from stagepack.capture.inputs import Inputs, on_device_of, required_parameters
+from stagepack.capture.model_runs import call_with_shapes
 from stagepack.capture.pretrained_model import load_pretrained
 from stagepack.capture.processed_examples import family_processor, folder_processor, processed_examples
 from stagepack.capture.sentence_pipeline import SentencePipeline
-from stagepack.capture.starting_file import starting_file
-from stagepack.errors import CaptureError
+from stagepack.errors import STARTING_FILE_MARK, CaptureError
 
 # The names of the dimensions that count tokens.
 _SEQUENCES: Final = ("sequence", "decoded")
@@ -38,28 +37,22 @@ _INPUTS_OF_KIND: Final = {
     "audio": ("input_features", "input_values", "audio_input_features", "audio_values", "audio_mel"),
     "time": ("past_values",),
 }
-
 _TEXT_INPUTS: Final = ("input_ids", "attention_mask", "decoder_input_ids")
 # Of an encoder of images, they are patches; models of other kinds call so what another model computes.
 _PATCHES: Final = "hidden_states"
 # The name of the number of images or sounds, where it may be another than that of texts.
 _OWN_NUMBER: Final = {"image": "images", "video": "videos", "audio": "sounds"}
-
 _Examples = dict[str, ExampleTensor]
 
 
 @dataclass(frozen=True, slots=True)
 class ModelExample:
-    """Example inputs that were made for a model.
-
-    Attributes:
-        inputs: the inputs.
-        error: why the model does not take them; None if it does, or that is not known.
-        left_out: kinds of inputs of the model that they do not have.
-    """
+    """Example inputs that were made for a model."""
 
     inputs: Inputs
+    # Why the model does not take them; None if it does, or that is not known.
     error: str | None = None
+    # Kinds of inputs of the model that they do not have.
     left_out: tuple[str, ...] = ()
 
 
@@ -302,3 +295,38 @@ def _with_own_number(model: Any, kind: str, inputs: Inputs, samples: _Examples) 
     for input_name in samples:
         dynamic_shapes[input_name] = {axis: sample_count for axis in samples[input_name].dims}
     return replace(inputs, dynamic_shapes=dynamic_shapes)
+
+
+def starting_file(model: Any, inputs: Inputs) -> str:
+    """Return the end of an error message: what to pass, and after an empty line the content of the file to start from."""
+    parameters = inspect.signature(model.forward).parameters
+    main = getattr(model, "main_input_name", ())
+    needed = ([main] if isinstance(main, str) else list(main)) + required_parameters(model.forward)
+    named = dict.fromkeys(input_name for input_name in needed if input_name in parameters) | dict(inputs.kwargs)
+    other_names = [
+        input_name
+        for input_name, parameter in parameters.items()
+        if input_name not in named and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    ]
+    lines = [
+        "import torch",
+        "",
+        "",
+        "def inputs():",
+        f"    # {type(model).__name__} also takes {', '.join(other_names)}." if other_names else "",
+        "    return {",
+        *(f"        {input_name!r}: {_expression(value)}" for input_name, value in named.items()),
+        "    }",
+    ]
+    file_text = "\n".join(line for index, line in enumerate(lines) if line or index < 3)
+    return f": write its inputs into a file such as inputs.py, and {STARTING_FILE_MARK}{file_text}"
+
+
+def _expression(value: Any) -> str:
+    if value is None:
+        return "torch.zeros(2, 8),  # its shape and dtype are not known"
+    if not isinstance(value, torch.Tensor):
+        return f"{value!r},"
+    shape = ", ".join(map(str, value.shape))
+    function = "rand" if value.is_floating_point() else "ones"
+    return f"torch.{function}({shape}, dtype={value.dtype}),"

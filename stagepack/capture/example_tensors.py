@@ -16,9 +16,8 @@ import torch
 from torch.export import Dim
 
 from stagepack.capture.checkpoint import DataNeededError
-from stagepack.capture.fake_call import FakeCall, call_with_shapes
 from stagepack.capture.inputs import Inputs, device_of, on_device_of
-from stagepack.capture.module_state import preserve_module
+from stagepack.capture.model_runs import FakeCall, call_with_shapes, preserve_module
 from stagepack.capture.torch_messages import suppress_warnings
 from stagepack.torch_internals import FakeTensor, tree_leaves
 
@@ -44,12 +43,7 @@ _NO_DATA: Final = "data is not allocated yet"
 
 @dataclass(frozen=True, slots=True)
 class ExampleTensor:
-    """An example of one input.
-
-    Attributes:
-        tensor: the example.
-        dims: the dimensions that may change.
-    """
+    """An example of one input."""
 
     tensor: torch.Tensor
     dims: dict[int, Dim] = field(default_factory=dict)
@@ -57,15 +51,10 @@ class ExampleTensor:
 
 @dataclass(frozen=True, slots=True)
 class ExampleSizes:
-    """The dynamic sizes that the inputs of one example share.
-
-    Attributes:
-        batch: the number of samples.
-        longest: the most tokens of a sample.
-        sequence: the number of tokens.
-    """
+    """The dynamic sizes that the inputs of one example share."""
 
     batch: Dim
+    # The most tokens of a sample.
     longest: int
     sequence: Dim
 

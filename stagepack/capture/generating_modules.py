@@ -10,7 +10,7 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
-from stagepack.capture.explicit_signature import take_parts
+from stagepack.capture.model_runs import take_parts
 from stagepack.errors import UnsupportedError
 
 

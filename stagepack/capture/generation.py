@@ -20,17 +20,12 @@ _ENCODER_LENGTH: Final = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratingModel:
-    """A module that generates.
-
-    Attributes:
-        module: the module.
-        inputs: example inputs of its ``forward``; None for a module with an encoder.
-        entry_points: example inputs of its methods ``encode`` and ``decode``; empty for a module without an encoder.
-        files: files for the bundle by name.
-    """
+    """A module that generates."""
 
     module: torch.nn.Module
+    # Example inputs of its ``forward``; None for a module with an encoder.
     inputs: Inputs | None
+    # Example inputs of its methods ``encode`` and ``decode``; empty for a module without an encoder.
     entry_points: dict[str, Inputs]
     files: dict[str, bytes]
 

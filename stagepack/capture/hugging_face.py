@@ -9,29 +9,30 @@ from typing import Any
 import torch
 
 from stagepack.capture.checkpoint import DataNeededError, DeferredTensors
-from stagepack.capture.diagnosis import advised_capture
-from stagepack.capture.example_inputs import model_examples, smallest_inputs, with_auto_dims, with_longer_sequences
-from stagepack.capture.fake_call import call_with_shapes, run_model
+from stagepack.capture.example_inputs import (
+    model_examples,
+    smallest_inputs,
+    starting_file,
+    with_auto_dims,
+    with_longer_sequences,
+)
 from stagepack.capture.inputs import Inputs
+from stagepack.capture.model_runs import are_identical, call_with_shapes, run_model
 from stagepack.capture.pretrained_model import is_transformers_model, load_pretrained
 from stagepack.capture.programs import PATCHED_EXPORT, Capture, capture_module, capture_patched
 from stagepack.capture.sentence_pipeline import SentencePipeline
-from stagepack.capture.starting_file import starting_file
+from stagepack.capture.torch_messages import advised_capture
 from stagepack.errors import CaptureError, ExportWarning, warn_caller
-from stagepack.torch_internals import register_transformers_caches, tree_leaves
-
-
-class NotIdenticalError(Exception):
-    """The captured program does not answer bit for bit as the model does."""
-
-
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_WIDE = {float: torch.float64, complex: torch.complex128}
+from stagepack.torch_internals import register_transformers_caches
 
 _EXPORTERS: dict[str, Callable[[Any, Inputs], Capture]] = {
     "torch.export.export": capture_module,
     PATCHED_EXPORT: capture_patched,
 }
+
+
+class NotIdenticalError(Exception):
+    """The captured program does not answer bit for bit as the model does."""
 
 
 def capture_pretrained(
@@ -96,18 +97,14 @@ def _capture_first(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Candidate:
-    """Inputs to capture a model with.
-
-    Attributes:
-        inputs: the inputs.
-        further_inputs: those with the smallest sizes, if these are known.
-        left_out: kinds of inputs that the model has and these are without.
-        is_made: whether they were made for the model, and are not those of the caller.
-    """
+    """Inputs to capture a model with."""
 
     inputs: Inputs
+    # Those with the smallest sizes, if these are known.
     further_inputs: tuple[Inputs, ...] = ()
+    # Kinds of inputs that the model has and these are without.
     left_out: tuple[str, ...] = ()
+    # Whether they were made for the model, and are not those of the caller.
     is_made: bool = True
 
     def warn(self, source: str, reasons: Sequence[str]) -> None:
@@ -184,36 +181,3 @@ def answers_alike(model: torch.nn.Module, module: torch.nn.Module, inputs: Input
 def only_parameters(inputs: Inputs, captured: Inputs) -> Inputs:
     """Return inputs without the parameters that a capture does not take, such as those that are constants in it."""
     return replace(inputs, kwargs={name: value for name, value in inputs.kwargs.items() if name in captured.kwargs})
-
-
-def are_identical(answer: Any, other_answer: Any) -> bool:
-    """Whether two answers, of a model and of its captured program, have the same bits; every NaN equals every other."""
-    leaves, other_leaves = tree_leaves(answer), tree_leaves(other_answer)
-    return len(leaves) == len(other_leaves) and all(map(_is_identical, leaves, other_leaves))
-
-
-def _is_identical(first: Any, second: Any) -> bool:
-    """Whether two leaves of answers are equal bit for bit, except that every NaN equals every other."""
-    if type(first) in (float, complex) and type(first) is type(second):
-        return _is_identical(
-            torch.tensor(first, dtype=_WIDE[type(first)]), torch.tensor(second, dtype=_WIDE[type(first)])
-        )
-    if not (isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor)):
-        return type(first) is type(second) and bool(first == second)
-    if first.dtype != second.dtype or first.shape != second.shape:
-        return False
-    if not (first.is_floating_point() or first.is_complex()):
-        return torch.equal(first, second)
-    real_tensor, other_real_tensor = map(_as_real, (first, second))
-    integers = _INTEGERS[real_tensor.itemsize]
-    are_nan = _is_nan(real_tensor) & _is_nan(other_real_tensor)
-    return bool(((real_tensor.view(integers) == other_real_tensor.view(integers)) | are_nan).all())
-
-
-def _as_real(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
-
-def _is_nan(real_tensor: torch.Tensor) -> torch.Tensor:
-    return real_tensor.to(torch.float32).isnan() if real_tensor.itemsize == 1 else real_tensor.isnan()

@@ -14,17 +14,16 @@ from typing import Any
 
 import torch
 
-from stagepack.capture.adapters import CONFIGURATION_NAME, Adapter, merge_adapter, read_adapter
 from stagepack.capture.checkpoint import CheckpointTensor, DataNeededError, DeferredTensors, checkpoint_file_tensors
+from stagepack.capture.imports import import_transformers, quiet_libraries
+from stagepack.capture.model_folders import CONFIGURATION_NAME, Adapter, check_model_path, merge_adapter, read_adapter
 from stagepack.capture.sentence_pipeline import (
     SentencePipeline,
     import_sentence_transformers,
     is_sentence_pipeline,
     load_sentence_transformer,
 )
-from stagepack.capture.source_path import check_model_path
 from stagepack.capture.torch_messages import format_torch_error
-from stagepack.capture.transformers_package import import_transformers, quiet_libraries
 from stagepack.errors import CaptureError, OptionError
 from stagepack.format.rules import MODEL_CONFIG_NAME
 from stagepack.format.weights import ALIGNMENT

@@ -1,6 +1,6 @@
 """Run a captured program node by node: for its answer, and to find the module where it parts from its model."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -9,51 +9,62 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 from torch.nn.modules.module import register_module_forward_hook
 
-from stagepack.capture.fake_call import run_model
 from stagepack.capture.inputs import Inputs
+from stagepack.capture.model_runs import run_model
 from stagepack.errors import CaptureError
 from stagepack.torch_internals import tree_leaves
 
 # How far values of a model and of its program may be from each other before a module counts as the first that differs.
 _RTOL, _ATOL = 1e-3, 1e-4
+MakeInterpreter = Callable[[fx.GraphModule], fx.Interpreter]
+
+
+def run_nodes(
+    program: ExportedProgram,
+    values: Sequence[Any],
+    weights: Mapping[str, torch.Tensor],
+    make_interpreter: MakeInterpreter = fx.Interpreter,
+) -> list[Any]:
+    """Run the nodes of a captured program one by one, on the values of its inputs in order; return the leaves of its answer.
+
+    ``program.module()`` of torch checks the sizes of inputs, and writes Python code, which is not valid where a module or an argument is
+    named ``class``. Tensors that are not among the weights are those of the program.
+    """
+    remaining = iter(values)
+    arguments = [_argument(program, spec, remaining, weights) for spec in program.graph_signature.input_specs]
+    results = make_interpreter(program.graph_module).run(*arguments, enable_io_processing=False)
+    specs = program.graph_signature.output_specs
+    return [result for result, spec in zip(results, specs, strict=True) if spec.kind == OutputKind.USER_OUTPUT]
+
+
+def _argument(program: ExportedProgram, spec: Any, values: Iterator[Any], weights: Mapping[str, torch.Tensor]) -> Any:
+    if spec.kind == InputKind.TOKEN:
+        return torch.empty(0)
+    if spec.kind == InputKind.USER_INPUT:
+        return spec.arg.value if isinstance(spec.arg, ConstantArgument) else next(values)
+    for tensors in (weights, program.state_dict, program.constants):
+        if spec.target in tensors:
+            return tensors[spec.target]
+    raise CaptureError(f"the captured program has no tensor for its input {spec.target!r}")
 
 
 class InterpretedProgram(torch.nn.Module):
-    """Runs the nodes of a captured program one by one, on the values of its inputs in order; it returns the leaves of its answer.
+    """Runs a captured program as `run_nodes` does."""
 
-    ``program.module()`` of torch writes Python code, which is not valid where a module or an argument is named ``class``.
-    """
-
-    def __init__(self, program: ExportedProgram, weights: Mapping[str, torch.Tensor] | None = None) -> None:
+    def __init__(
+        self,
+        program: ExportedProgram,
+        weights: Mapping[str, torch.Tensor] | None = None,
+        make_interpreter: MakeInterpreter = fx.Interpreter,
+    ) -> None:
         super().__init__()
         self._program = (program,)  # not as an attribute: it holds graph modules
         self._weights = dict(weights or {})
+        self._make_interpreter = make_interpreter
 
     def forward(self, *values: Any) -> list[Any]:
         """Run the program."""
-        return self.run(fx.Interpreter, values)
-
-    def run(self, interpreter_class: type[fx.Interpreter], values: Sequence[Any]) -> list[Any]:
-        """Run the program by an interpreter of a class derived from `torch.fx.Interpreter`."""
-        (program,) = self._program
-        remaining = iter(values)
-        arguments = [self._argument(program, spec, remaining) for spec in program.graph_signature.input_specs]
-        results = interpreter_class(program.graph_module).run(*arguments, enable_io_processing=False)
-        return [
-            result
-            for result, spec in zip(results, program.graph_signature.output_specs, strict=True)
-            if spec.kind == OutputKind.USER_OUTPUT
-        ]
-
-    def _argument(self, program: ExportedProgram, spec: Any, values: Any) -> Any:
-        if spec.kind == InputKind.TOKEN:
-            return torch.empty(0)
-        if spec.kind == InputKind.USER_INPUT:
-            return spec.arg.value if isinstance(spec.arg, ConstantArgument) else next(values)
-        for tensors in (self._weights, program.state_dict, program.constants):
-            if spec.target in tensors:
-                return tensors[spec.target]
-        raise CaptureError(f"the captured program has no tensor for its input {spec.target!r}")
+        return run_nodes(*self._program, values, self._weights, self._make_interpreter)
 
 
 class _ModuleCall(NamedTuple):
@@ -88,12 +99,8 @@ def diverging_module(
         **dict(model.named_parameters(remove_duplicate=False)),
         **dict(model.named_buffers(remove_duplicate=False)),
     }
-
-    class Run(InterpretedProgram):
-        def forward(self, *arguments: Any) -> list[Any]:
-            return self.run(Comparison, arguments)
-
-    run_model(Run(program, weights), Inputs(args=tuple(values)), seed=seed, written=weights.values())
+    run = InterpretedProgram(program, weights, Comparison)
+    run_model(run, Inputs(args=tuple(values)), seed=seed, written=weights.values())
     first = next(iter(differing.values()), None)
     return "" if first is None else f"{first.path or 'the model itself'} ({first.type})"
 

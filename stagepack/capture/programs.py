@@ -1,13 +1,11 @@
-"""A module, an exported program or its file -> a `Capture`, which holds a ``torch.export.ExportedProgram``.
-
-- Capture a model of transformers by transformers' own exporter, which patches code that ``torch.export`` cannot trace.
-"""
+"""A module, an exported program or its file -> a `Capture`, which holds a ``torch.export.ExportedProgram``."""
 
 import contextlib
 import functools
 import inspect
 import logging
 import os
+import re
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
@@ -15,28 +13,27 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
-from torch.export import ExportedProgram
+from torch.export import Dim, ExportedProgram
 
 from stagepack.capture.asked_properties import Property, Question
 from stagepack.capture.checkpoint import DeferredTensors
-from stagepack.capture.explicit_signature import explicit_signature, wrapped_model
+from stagepack.capture.imports import register_model_outputs
 from stagepack.capture.inputs import (
     Inputs,
     complete_dynamic_shapes,
     device_of,
+    inputs_by_parameter,
     required_parameters,
     unknown_inputs,
     with_tensors,
 )
-from stagepack.capture.module_state import preserve_module
-from stagepack.capture.narrowed_ranges import equal_from_the_start, is_range_violation, narrowed_dynamic_shapes
-from stagepack.capture.result_records import captured_results
+from stagepack.capture.model_runs import preserve_module, wrapped_model
 from stagepack.capture.torch_messages import format_torch_error, hold_log_records, suppress_stderr, with_location
-from stagepack.capture.tracing import CustomFunction, TracedCalls, TracedModes, traced_as_meant
-from stagepack.capture.transformers_package import register_model_outputs
+from stagepack.capture.trace_records import CustomFunction, TracedCalls, TracedModes, captured_results
+from stagepack.capture.traced_code import traced_as_meant
 from stagepack.errors import CaptureError
 from stagepack.format.file_writing import FileRange
-from stagepack.torch_internals import export_by_transformers
+from stagepack.torch_internals import assert_in_trace, export_by_transformers, tree_leaves, tree_map
 
 # Whether modules are captured by the compiler's front end, which traces the code of a model instead of running it.
 _IS_STRICT: ContextVar[bool] = ContextVar("is_strict", default=False)
@@ -45,35 +42,32 @@ _PROVES_FEW_GUARDS: Final = str(torch.__version__).startswith("2.11.")
 # What is said of a module of TorchScript.
 SCRIPTED: Final = "is TorchScript, which torch.export does not trace: export the torch.nn.Module that it was made of"
 PATCHED_EXPORT = "transformers.exporters.DynamoExporter"
+# A line at the end of an error of torch, such as "batch = Dim('batch', min=2, max=63)"; others are "batch = 2" and "rows = 2*batch".
+_SUGGESTION: Final = re.compile(r"(?P<name>\w+) = Dim\('(?P=name)'(?:, min=(?P<min>\d+))?(?:, max=(?P<max>\d+))?\)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capture:
-    """A captured model.
-
-    Attributes:
-        program: the exported program.
-        inputs: the example that it was captured with.
-        model: the module that was captured, if there is one.
-        method: the function that captured it, for messages.
-        calls: the calls of its modules, as far as they were recorded.
-        functions: the functions with a backward of their own that it calls, as far as they were recorded.
-        questions: the first question of its code for each property of its inputs that torch fixes, likewise.
-        deferred: where the data of the model's weights is, if the weights have none in memory.
-        further_inputs: other inputs for which the program must answer as the model does, such as the smallest ones.
-        capture_loaded: captures the same model with its weights in memory, if they have none. It is called where the program answers
-            otherwise than the model, which is not known before there is data.
-    """
+    """A captured model."""
 
     program: ExportedProgram
+    # The example that it was captured with.
     inputs: Inputs
+    # The module that was captured, if there is one.
     model: torch.nn.Module | None = None
+    # The function that captured it, for messages.
     method: str = "torch.export.export"
     calls: TracedCalls = field(default_factory=TracedCalls)
+    # The functions with a backward of their own that it calls, as far as they were recorded.
     functions: tuple[CustomFunction, ...] = ()
+    # The first question of its code for each property of its inputs that torch fixes, likewise.
     questions: Mapping[Property, Question] = field(default_factory=dict)
+    # Where the data of the model's weights is, if the weights have none in memory.
     deferred: DeferredTensors | None = None
+    # Other inputs for which the program must answer as the model does, such as the smallest ones.
     further_inputs: tuple[Inputs, ...] = ()
+    # Captures the same model with its weights in memory, if they have none. It is called where the program answers otherwise than the
+    # model, which is not known before there is data.
     capture_loaded: "Callable[[], Capture] | None" = None
 
     @property
@@ -278,3 +272,105 @@ def capture_patched(model: Any, inputs: Inputs) -> Capture:
         raise CaptureError(with_location(format_torch_error(error), error)) from error
     capture_inputs = Inputs(kwargs=tensor_inputs, dynamic_shapes=dynamic_shapes)
     return Capture(program=program, inputs=capture_inputs, model=model, method=PATCHED_EXPORT, **recorded)
+
+
+@contextlib.contextmanager
+def explicit_signature(model: torch.nn.Module, inputs: Inputs) -> Iterator[None]:
+    """Give a model, within the ``with`` block, a ``forward`` that names all inputs; one that names them already is left as it is."""
+    forward = model.forward
+    signature = inspect.signature(forward)
+    named = _named_parameters(signature, inputs)
+    if named is None:
+        yield
+        return
+
+    @functools.wraps(forward)
+    def call_forward(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    call_forward.__signature__ = signature.replace(parameters=named)  # type: ignore[attr-defined]
+    is_own = "forward" in vars(model)
+    model.forward = call_forward
+    try:
+        yield
+    finally:
+        del model.forward
+        if is_own:
+            model.forward = forward
+
+
+def _named_parameters(signature: inspect.Signature, inputs: Inputs) -> list[inspect.Parameter] | None:
+    """The parameters with a name for each input that ``**kwargs`` takes; None if it takes none."""
+    further_names = [name for name in inputs.kwargs if name not in signature.parameters]
+    parameters = list(signature.parameters.values())
+    if not further_names or not parameters or parameters[-1].kind != inspect.Parameter.VAR_KEYWORD:
+        return None
+    return [*parameters[:-1], *(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in further_names)]
+
+
+def is_range_violation(error: BaseException) -> bool:
+    """Whether an error of ``torch.export.export`` is about the declared ranges of sizes."""
+    return "Constraints violated" in str(error)
+
+
+def narrowed_dynamic_shapes(error: BaseException, dynamic_shapes: Any) -> Any:
+    """Return the dynamic shapes with the ranges that torch suggests in an error."""
+    _, _, text = str(error).partition("Suggested fixes:")
+    lines = text.strip().partition("\n\n")[0].splitlines()
+    suggestions = [_SUGGESTION.fullmatch(line.strip()) for line in lines]
+    ranges = {found["name"]: found for found in suggestions if found is not None}
+    declared = {leaf.__name__: leaf for leaf in tree_leaves(dynamic_shapes) if isinstance(leaf, Dim)}
+    # A dimension that is derived from another, such as 2*batch, would have to be derived again.
+    is_derived = any(hasattr(dim, "root") for dim in declared.values())
+    if not ranges or len(ranges) < len(lines) or not ranges.keys() <= declared.keys() or is_derived:
+        return None
+    narrowed = {name: _narrowed(declared[name], found) for name, found in ranges.items()}
+    if None in narrowed.values():
+        return None
+    return tree_map(lambda leaf: narrowed.get(leaf.__name__, leaf) if isinstance(leaf, Dim) else leaf, dynamic_shapes)
+
+
+def _narrowed(dim: Dim, found: re.Match[str]) -> Dim | None:
+    """A ``Dim`` with the part of its range that torch suggests; None for a part with less than two sizes, such as 0 to -2."""
+    smallest = max(dim.min, int(found["min"] or 0))
+    largest = min(dim.max, int(found["max"] or dim.max))
+    return Dim(dim.__name__, min=smallest, max=largest) if smallest < largest else None
+
+
+@contextlib.contextmanager
+def equal_from_the_start(model: torch.nn.Module, dynamic_shapes: Any) -> Iterator[None]:
+    """Compare, at each call of a model within the ``with`` block, the sizes of its inputs that share a ``Dim``."""
+
+    def compare(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        first_sizes: dict[str, Any] = {}
+        for name, size in _declared_sizes(module.forward, Inputs(args=args, kwargs=kwargs), dynamic_shapes):
+            assert_in_trace(first_sizes.setdefault(name, size) == size)
+
+    handle = model.register_forward_pre_hook(compare, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _declared_sizes(forward: Callable[..., Any], inputs: Inputs, dynamic_shapes: Any) -> Iterator[tuple[str, Any]]:
+    """The sizes with a ``Dim``, by its name."""
+    if isinstance(dynamic_shapes, Mapping):
+        yield from _sizes(inputs_by_parameter(forward, inputs), dynamic_shapes)
+    else:
+        yield from _sizes([*inputs.args, *inputs.kwargs.values()], dynamic_shapes)
+
+
+def _sizes(value: Any, shapes: Any) -> Iterator[tuple[str, Any]]:
+    if shapes is None:
+        return
+    if isinstance(value, torch.Tensor):
+        for position, dim in shapes.items() if isinstance(shapes, Mapping) else enumerate(shapes):
+            if isinstance(dim, Dim) and not hasattr(dim, "root"):
+                yield dim.__name__, value.shape[position]
+    elif isinstance(value, Mapping) and isinstance(shapes, Mapping):
+        for key, item in value.items():
+            yield from _sizes(item, shapes.get(key))
+    elif isinstance(value, list | tuple) and isinstance(shapes, list | tuple):
+        for item, item_shapes in zip(value, shapes, strict=False):
+            yield from _sizes(item, item_shapes)

@@ -1,7 +1,4 @@
-"""Any model that `stagepack.export` accepts -> a captured model.
-
-- The SOURCE argument of the command line -> a captured model.
-"""
+"""Any model that `stagepack.export` accepts, or that the SOURCE argument of the command line names -> a captured model."""
 
 import os
 import zipfile
@@ -13,22 +10,17 @@ import torch
 from torch.export import ExportedProgram
 
 from stagepack.capture.checkpoint import DeferredTensors
-from stagepack.capture.diagnosis import advised_capture
-from stagepack.capture.entry_points import (
-    capture_entry_points,
-    capture_modules,
-    function_modules,
-    pipeline_module,
-)
-from stagepack.capture.example_arguments import ExampleArguments, ExampleInputs, to_inputs
+from stagepack.capture.entry_points import capture_entry_points, capture_modules, function_modules, pipeline_module
 from stagepack.capture.example_inputs import example_inputs
 from stagepack.capture.hugging_face import capture_around_transformers, capture_pretrained, capture_transformers
+from stagepack.capture.imports import call_user_function
 from stagepack.capture.inputs import Inputs, on_device_of
 from stagepack.capture.module_checkpoint import make_with_checkpoint
 from stagepack.capture.pretrained_model import is_transformers_model, load_pretrained
 from stagepack.capture.programs import SCRIPTED, Capture, capture_module, capture_program, load_program
 from stagepack.capture.sentence_pipeline import is_sentence_transformer, sentence_pipeline
-from stagepack.capture.user_modules import call_user_function
+from stagepack.capture.stated_inputs import ExampleArguments, ExampleInputs, to_inputs
+from stagepack.capture.torch_messages import advised_capture
 from stagepack.errors import CaptureError, OptionError
 from stagepack.torch_internals import uncompiled_module
 
@@ -98,20 +90,15 @@ def capture_source_argument(
         return capture_modules(model, model_inputs, modules)
     if not _is_factory(source):
         return _capture_saved(source, example, weights, dtype)
-    inputs = example.inputs()
-    _refuse_dtype(source, dtype)
     if weights is not None:
-        if isinstance(inputs, dict):
+        _refuse_dtype(source, dtype)
+        stated = example.inputs()
+        if isinstance(stated, dict):
             raise CaptureError(f"{weights}: weights of a checkpoint are for a model with one entry point")
-        return {FORWARD: capture_with_checkpoint(lambda: _call_factory(source), inputs, weights, example)}
-    model, factory_inputs = _call_factory(source)
-    inputs = _completed(example, model, inputs or factory_inputs or Inputs())
+        return {FORWARD: capture_with_checkpoint(lambda: _call_factory(source), stated, weights, example)}
+    model, inputs = _loaded_with_inputs(source, example, dtype)
     if isinstance(inputs, dict):
-        if not isinstance(model, torch.nn.Module):
-            raise CaptureError(
-                f"{source}: expected a torch.nn.Module for several entry points, found an ExportedProgram"
-            )
-        return capture_entry_points(model, inputs)
+        return capture_entry_points(_module_of_functions(source, model), inputs)
     return {FORWARD: capture_source(model, inputs)}
 
 
@@ -147,9 +134,14 @@ def load_functions(source: str, example: ExampleArguments) -> dict[str, tuple[An
     model, inputs = _loaded_with_inputs(source, example, None)
     if not isinstance(inputs, dict):
         return {FORWARD: (model, inputs)}
+    functions = function_modules(_module_of_functions(source, model), inputs)
+    return {name: (module, of_path) for name, (_, module, of_path) in functions.items()}
+
+
+def _module_of_functions(source: str, model: Any) -> torch.nn.Module:
     if not isinstance(model, torch.nn.Module):
         raise CaptureError(f"{source}: expected a torch.nn.Module for several entry points, found an ExportedProgram")
-    return {name: (module, of_path) for name, (_, module, of_path) in function_modules(model, inputs).items()}
+    return model
 
 
 def _loaded_with_inputs(source: str, example: ExampleArguments, dtype: str | None) -> tuple[Any, ExampleInputs]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from stagepack.capture.source_path import check_source_path
+from stagepack.capture.model_folders import check_source_path
 from stagepack.cli.command import subcommand
 from stagepack.cli.example_flags import example_flags
 from stagepack.cli.failures import shown_warnings
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from stagepack.capture.diagnosis import CaptureAttempt, FailingModule
-    from stagepack.capture.example_arguments import ExampleArguments
     from stagepack.capture.inputs import Inputs
     from stagepack.capture.programs import Capture
+    from stagepack.capture.stated_inputs import ExampleArguments
 
 _SHOWN_CHARACTERS = 220
 
@@ -118,15 +118,9 @@ def _diagnose(
     """Try the ways to capture a module or to write a program, and then its modules."""
     from torch.export import ExportedProgram  # noqa: PLC0415 - slow to import
 
-    from stagepack.capture.diagnosis import (  # noqa: PLC0415 - the same
-        DRAFT,
-        WRITE,
-        capture_advice,
-        find_failing_modules,
-        try_export,
-        try_program,
-    )
+    from stagepack.capture.diagnosis import DRAFT, WRITE, find_failing_modules, try_export, try_program  # noqa: PLC0415 - the same
     from stagepack.capture.programs import capture_program  # noqa: PLC0415 - the same
+    from stagepack.capture.torch_messages import capture_advice  # noqa: PLC0415 - the same
 
     diagnosis = _Diagnosis()
     captures: list[Capture] = []

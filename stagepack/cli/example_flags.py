@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from stagepack.capture.example_arguments import ExampleArguments
+    from stagepack.capture.stated_inputs import ExampleArguments
 
 _OPTIONS = (
     click.option(
@@ -47,7 +47,7 @@ def example_flags(function: Callable[..., Any]) -> Callable[..., Any]:
             raise click.UsageError("--inputs and --input cannot be used together")
 
         def make_example() -> "ExampleArguments":
-            from stagepack.capture.example_arguments import ExampleArguments  # noqa: PLC0415 - torch, see above
+            from stagepack.capture.stated_inputs import ExampleArguments  # noqa: PLC0415 - torch, see above
 
             return ExampleArguments(function=function_name, texts=texts, dynamic=dynamic)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from stagepack.bundle_assets import exported_assets, read_assets
-from stagepack.capture.source_path import check_source_path
+from stagepack.capture.model_folders import check_source_path
 from stagepack.cli.bundle_facts import bundle_facts, each_entry_point, print_written
 from stagepack.cli.command import subcommand
 from stagepack.cli.cut_option_flags import cut_option_flags
@@ -26,7 +26,7 @@ from stagepack.format.reader import Bundle, bundle_permissions
 from stagepack.format.writer import check_output_path
 
 if TYPE_CHECKING:
-    from stagepack.capture.example_arguments import ExampleArguments
+    from stagepack.capture.stated_inputs import ExampleArguments
     from stagepack.partition.cut_options import CutOptions
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from stagepack.capture.source_path import check_source_path
+from stagepack.capture.model_folders import check_source_path
 from stagepack.cli.bundle_facts import assumption_lines, cost_facts, cut_facts
 from stagepack.cli.command import subcommand
 from stagepack.cli.cut_option_flags import cut_option_flags
@@ -38,7 +38,7 @@ from stagepack.format.tree import value_names
 from stagepack.partition.operator_costs import estimated_operators
 
 if TYPE_CHECKING:
-    from stagepack.capture.example_arguments import ExampleArguments
+    from stagepack.capture.stated_inputs import ExampleArguments
     from stagepack.partition.cut_options import CutOptions
     from stagepack.partition.partitioner import Partition
 

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from stagepack.capture.imports import import_user_module
 from stagepack.capture.torch_messages import describe_error
-from stagepack.capture.user_modules import import_user_module
 from stagepack.cli.failures import Failure
 from stagepack.cli.output import count_of, print_line, progress
 from stagepack.cli.path_options import PathType, folder_name, remember_trusted_files

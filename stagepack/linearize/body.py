@@ -11,7 +11,7 @@ import torch
 from torch.fx import GraphModule
 from torch.fx import Node as FxNode
 
-from stagepack.capture.tracing import lost_grad_mode
+from stagepack.capture.trace_records import lost_grad_mode
 from stagepack.errors import UnsupportedError
 from stagepack.format.graph import (
     Argument,
@@ -30,9 +30,14 @@ from stagepack.format.graph import (
 from stagepack.format.operators import is_denied_operator, needed_permission, operator_namespace
 from stagepack.format.traversal import child_arguments, subgraph_indices
 from stagepack.format.tree import UNUSED_VALUE
-from stagepack.linearize.contexts import context_module_position, opened_context, opens_context
-from stagepack.linearize.operators import Tables, observed_aliases
-from stagepack.linearize.weight_table import (
+from stagepack.linearize.operators import (
+    Tables,
+    context_module_position,
+    observed_aliases,
+    opened_context,
+    opens_context,
+)
+from stagepack.linearize.program_tensors import (
     constant_argument,
     dtype_name,
     held_tensors,
@@ -101,22 +106,16 @@ def with_operands(
 
 
 class BodyBuilder:
-    """Builds the nodes of one graph module. The nodes of the graph modules that run in a context of their own are among them.
-
-    Attributes:
-        tables: the tables of the whole program.
-        inputs: the inputs of the graph.
-        nodes: the nodes in execution order.
-        sources: the fx node that each of the nodes was made of.
-        arguments: the values of the fx nodes.
-        result: the result of the graph module.
-    """
+    """Builds the nodes of one graph module. The nodes of the graph modules that run in a context of their own are among them."""
 
     def __init__(self, tables: Tables, module: GraphModule, *, is_subgraph: bool = False) -> None:
         self.tables = tables
         self.inputs: list[Value] = []
+        # The nodes in execution order.
         self.nodes: list[Node] = []
+        # The fx node that each of the nodes was made of.
         self.sources: list[FxNode] = []
+        # The values of the fx nodes.
         self.arguments: dict[FxNode, BoundArgument] = {}
         self.result: Argument = None
         self._module = module

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from msgspec.structs import replace
 
-from stagepack.capture.fake_call import run_model
 from stagepack.capture.inputs import Inputs
+from stagepack.capture.model_runs import run_model
 from stagepack.capture.program_run import InterpretedProgram
 from stagepack.capture.programs import Capture
 from stagepack.errors import CaptureError, InputError
@@ -18,7 +18,8 @@ from stagepack.format.tree import ValueLeaf, flatten_tree, tree_leaves
 from stagepack.format.weights import TensorSpec
 from stagepack.format.writer import TensorSource
 from stagepack.linearize.program import LinearizedProgram
-from stagepack.linearize.weight_table import dtype_name, tensor_bytes
+from stagepack.linearize.program_tensors import dtype_name
+from stagepack.linearize.weight_table import tensor_bytes
 
 # Random models run under this seed, here and in every self-check.
 EXAMPLE_SEED = 0

@@ -9,7 +9,6 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 
 import sympy
-from torch.export import ExportedProgram
 
 from stagepack.errors import UnsupportedError
 from stagepack.format import limits
@@ -17,9 +16,8 @@ from stagepack.format.contract import determined_symbols
 from stagepack.format.graph import Value
 from stagepack.format.shapes import Dim, Expr, Guard, Symbol, guard_holds, symbol_names
 from stagepack.linearize.conditions import integer_condition
-from stagepack.linearize.guard_texts import conditions_of_texts
 from stagepack.linearize.symbols import SymbolTable
-from stagepack.torch_internals import symbolic_functions, traced_conditions
+from stagepack.torch_internals import symbolic_functions
 
 # The relation, and whether its sides are exchanged.
 _RELATIONS: Mapping[type, tuple[str, bool]] = {
@@ -33,7 +31,6 @@ _RELATIONS: Mapping[type, tuple[str, bool]] = {
 # Sizes of one symbol for which a condition is tried, and intervals of them that one guard has.
 _MAX_TRIED_SIZES = 10_000
 _MAX_INTERVALS = 64
-
 # Why a bundle cannot keep a condition, and what to do.
 _OTHER_THAN_SIZES = (
     "it checks the sizes of inputs, and not their strides or anything else: pass contiguous tensors of their own as the example, or "
@@ -44,12 +41,6 @@ _MANY_SIZES = (
     f"it has no such arithmetic, and lists the sizes of a dimension with at most {_MAX_TRIED_SIZES:,} of them, in at most {_MAX_INTERVALS} "
     "intervals: declare a smaller range, such as Dim.AUTO(min=2, max=64), or make the dimension static"
 )
-
-
-def program_conditions(program: ExportedProgram) -> tuple[sympy.Basic, ...]:
-    """Return the conditions on sizes that a program was traced for, over torch's symbols of its inputs."""
-    conditions = traced_conditions(program)
-    return tuple(conditions_of_texts(program) if conditions is None else conditions)
 
 
 def program_guards(

@@ -1,74 +1,127 @@
-"""Shapes that a program states wrongly at some of its sizes, such as that of ``x[:, -n:]`` where n is 0: they get symbols of their own."""
+"""What a captured program makes of the shapes that its graph states, node by node, at sizes other than those of its example.
+
+Shapes that it states wrongly at some of them, such as that of ``x[:, -n:]`` where n is 0, get symbols of their own.
+"""
 
 import itertools
-from collections.abc import Iterator, Sequence
-from typing import Final
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
+import torch
 from msgspec.structs import replace
+from torch.fx import GraphModule, Interpreter
+from torch.fx import Node as FxNode
 
+from stagepack.argument_guards import guarded_operator
+from stagepack.capture.program_run import run_nodes
 from stagepack.format.graph import Graph, Node, Value
-from stagepack.format.shapes import Dim, Guard, Symbol, evaluate_dim, guard_holds, size_in_range
-from stagepack.linearize.size_trial import Observed, Point, SizeTrial, Verdict
+from stagepack.format.shapes import Dim, Symbol, evaluate_dim
+from stagepack.linearize.operators import context_module_position, opens_context
+from stagepack.linearize.program import LinearizedProgram
+from stagepack.torch_internals import OperatorOverload
 
-# How many nodes run without data in all, about a fifth of a millisecond each.
-_MAX_NODES: Final = 2_000
-# The largest size that is tried without data, and that where operators are traced step by step, such as recurrent layers.
-_LARGEST_SIZE, _LARGEST_STEPS = 2**31, 64
-_STEPWISE: Final = ("aten.lstm", "aten.gru", "aten.rnn_", "higher_order.")
-# How far below the upper end a size is looked for that satisfies all guards.
-_MAX_STEPS_DOWN: Final = 64
-
+# The size of each symbol of the inputs, by name.
+Point = Mapping[str, int]
 # A dimension of a value, by its name and its axis; the axis is None for a symbolic integer.
 _ValueAxis = tuple[str, int | None]
+# The sizes that a run found other than the graph states them.
+Observed = dict[_ValueAxis, int]
+# In the place of the result of a node that cannot run on tensors without data, or that uses such a result.
+_UNKNOWN: Final = object()
 
 
-def observations(trial: SizeTrial, graph: Graph, guards: Sequence[Guard]) -> list[Observed]:
-    """Return what runs at sizes that a program admits have found other than its graph states."""
-    symbols = {symbol.name: symbol for symbol in graph.symbols}
-
-    def is_admitted(point: Point) -> bool:
-        in_range = all(size_in_range(symbols[symbol_name], size) for symbol_name, size in point.items())
-        return in_range and all(guard_holds(guard, point) for guard in guards)
-
-    tried = [
-        (point, outcome.observed)
-        for point, outcome in trial.outcomes
-        if outcome.verdict is Verdict.EQUAL and is_admitted(point)
-    ]
-    known_points = [point for point, _ in tried]
-    ranges = [symbols[symbol.name] for symbol in trial.symbols]
-    ends = _ends(trial.example, ranges, guards, is_stepwise=_is_stepwise(graph))
-    points = [point for point in ends if is_admitted(point) and point not in known_points]
-    affordable_points = points[: max(1, _MAX_NODES // max(len(graph.nodes), 1))]
-    return [*(observed for _, observed in tried), *map(trial.shapes_at, affordable_points)]
+class UnsafeArgumentsError(Exception):
+    """An operator would end the process with its arguments."""
 
 
-def _is_stepwise(graph: Graph) -> bool:
-    return any(op.name.startswith(_STEPWISE) for op in graph.ops)
+class RankError(Exception):
+    """A value has another number of dimensions than the graph states, such as the result of ``squeeze`` at size 1."""
 
 
-def _ends(example: Point, symbols: Sequence[Symbol], guards: Sequence[Guard], *, is_stepwise: bool) -> Iterator[Point]:
-    """The ends of the ranges: all upper ones, all lower ones, then each alone."""
-    if not symbols:
-        return
-    limit = _LARGEST_STEPS if is_stepwise else _LARGEST_SIZE
-    lower = {symbol.name: symbol.min or 0 for symbol in symbols}
-    upper = {symbol.name: _largest(symbol, example, guards, limit) for symbol in symbols}
-    yield upper
-    yield lower
-    if len(symbols) > 1:
-        for ends in (lower, upper):
-            yield from ({**example, symbol_name: size} for symbol_name, size in ends.items())
+class ObservedRun:
+    """A run of a program at some sizes. `observed` has the sizes that were found other than the graph states them.
+
+    Nodes that fail are left out if `skips_failing`, and those that use what these return: on tensors without data, some need data.
+    """
+
+    def __init__(self, program: LinearizedProgram, point: Point, *, skips_failing: bool = False) -> None:
+        self.observed: Observed = {}
+        self.skips_failing = skips_failing
+        self._program = program
+        self._point = point
+        self._node_positions = {source: position for position, source in enumerate(program.sources)}
+
+    def run(self, weights: Mapping[str, torch.Tensor], values: Sequence[Any]) -> list[Any]:
+        """Run the program, without its guards on the sizes of inputs; return the leaves of its answer."""
+        return run_nodes(self._program.exported, values, weights, lambda module: _ObservingInterpreter(module, self))
+
+    def observe(self, source: FxNode, result: Any) -> None:
+        """Compare what a node returned with the shapes that the graph states; sizes that depend on data are left out."""
+        position = self._node_positions.get(source)
+        if position is None:
+            return
+        node = self._program.graph.nodes[position]
+        for value, item in zip(node.outputs, result if node.unpack else [result], strict=False):
+            if value is not None:
+                self._observe_value(value, item)
+
+    def _observe_value(self, value: Value, item: Any) -> None:
+        for axis, dim, size in _stated_sizes(value, item):
+            try:
+                if evaluate_dim(dim, self._point) != size:
+                    self.observed[value.name, axis] = size
+            except (KeyError, ArithmeticError):
+                continue
 
 
-def _largest(symbol: Symbol, example: Point, guards: Sequence[Guard], limit: int) -> int:
-    """The largest size of a symbol, alone, for which all guards hold; that of the example if none is near the end."""
-    known_size = example[symbol.name]
-    # Without an upper end, a prime number that no code is likely to name.
-    end = max(min(symbol.max if symbol.max is not None else 1_009, limit), known_size)
-    sizes = range(end, max(end - _MAX_STEPS_DOWN, known_size), -1)
-    fits = (size for size in sizes if all(guard_holds(guard, {**example, symbol.name: size}) for guard in guards))
-    return next(fits, known_size)
+def _stated_sizes(value: Value, item: Any) -> list[tuple[int | None, Dim, int]]:
+    """The axis, the dimension as the graph states it, and the size of each dimension of a value."""
+    if not isinstance(item, torch.Tensor):
+        return [(None, value.expr, item)] if type(item) is int and value.expr is not None else []
+    if item.ndim != len(value.shape):
+        raise RankError(f"a value has another number of dimensions: {item.ndim}, and {len(value.shape)} in the example")
+    return [(axis, dim, size) for axis, (dim, size) in enumerate(zip(value.shape, item.shape, strict=True))]
+
+
+class _ObservingInterpreter(Interpreter):
+    """Runs a graph module, and those that it calls under another grad mode or autocast."""
+
+    def __init__(self, module: GraphModule, observer: ObservedRun) -> None:
+        super().__init__(module)
+        self._observer = observer
+
+    def run_node(self, n: FxNode) -> Any:
+        if n.op != "call_function":
+            return super().run_node(n)
+        skips_failing = self._observer.skips_failing
+        if skips_failing and any(self.env[used] is _UNKNOWN for used in n.all_input_nodes):
+            return _UNKNOWN
+        try:
+            result = self._run_in_context(n) if opens_context(n) else super().run_node(n)
+            if result is not _UNKNOWN:
+                self._observer.observe(n, result)
+        except Exception:
+            if not skips_failing:
+                raise
+            return _UNKNOWN
+        return result
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # Checks may look at data, which tensors that may be left out do not have.
+        is_checked = isinstance(target, OperatorOverload) and not self._observer.skips_failing
+        if not is_checked or guarded_operator(target) is target:
+            return super().call_function(target, args, kwargs)
+        try:
+            return guarded_operator(target)(*args, **kwargs)
+        except ValueError as error:
+            raise UnsafeArgumentsError(f"{target}: {error}") from error
+
+    def _run_in_context(self, node: FxNode) -> Any:
+        args, kwargs = self.fetch_args_kwargs_from_env(node)
+        position = context_module_position(node)
+        called = _ObservingInterpreter(args[position], self._observer)
+        args = (*args[:position], lambda *inputs: called.run(*inputs), *args[position + 1 :])
+        return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
 def with_observed_shapes(graph: Graph, observed: Sequence[Observed]) -> Graph:

@@ -7,7 +7,7 @@ list, and get the context as a property. Results of operators that return severa
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -26,7 +26,10 @@ from torch.export.graph_signature import (
 from torch.fx import GraphModule
 from torch.fx import Node as FxNode
 
-from stagepack.capture.tracing import CallBoundary, TracedCall, TracedCalls, call_boundaries
+from stagepack.capture.model_runs import wrapped_model
+from stagepack.capture.pretrained_model import is_transformers_model
+from stagepack.capture.programs import Capture
+from stagepack.capture.trace_records import CallBoundary, TracedCall, TracedCalls, call_boundaries
 from stagepack.errors import UnsupportedError, first_line
 from stagepack.format.graph import Argument, Graph, ModuleCall, Scope, ValueArg
 from stagepack.format.shapes import Dim, Guard
@@ -34,18 +37,14 @@ from stagepack.format.traversal import child_arguments, split_call_path
 from stagepack.format.tree import UNUSED_VALUE, Signature
 from stagepack.graph.analysis import GraphAnalysis
 from stagepack.linearize.body import BodyBuilder, BoundArgument
-from stagepack.linearize.guards import program_conditions, program_guards
+from stagepack.linearize.conditions import program_conditions
+from stagepack.linearize.declared_sizes import dimension_names, size_requests
+from stagepack.linearize.guards import program_guards
 from stagepack.linearize.operators import Tables, module_stack, with_node_location
+from stagepack.linearize.program_tensors import constant_argument, inner_constants, program_device, program_tensors
 from stagepack.linearize.signature import Leaf, call_signature, program_signature
 from stagepack.linearize.symbols import SymbolTable, TracedSymbol
-from stagepack.linearize.weight_table import (
-    WeightTable,
-    constant_argument,
-    inner_constants,
-    program_device,
-    program_tensors,
-    weight_table,
-)
+from stagepack.linearize.weight_table import WeightTable, weight_table
 from stagepack.torch_internals import asserted_conditions, is_vmap_boundary
 
 # Calls with more leaves get no signature: a cache of all layers is an argument of each of them.
@@ -114,28 +113,21 @@ class _CallSignatures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearizedProgram:
-    """A captured program as data.
-
-    Attributes:
-        graph: the whole model.
-        signature: how the model is called.
-        guards: the conditions on its dynamic sizes.
-        weights: the weights of the model, and the tensors to store.
-        split_positions: the positions of the nodes before which ``split_here`` was called.
-        device: the type of the device that the program was captured on.
-        exported: the program.
-        sources: the fx node that each node of the graph was made of.
-        traced_symbols: what torch has for each symbol of the graph, by name.
-    """
+    """A captured program as data."""
 
     graph: Graph
     signature: Signature
+    # The conditions on its dynamic sizes.
     guards: tuple[Guard, ...]
     weights: WeightTable
+    # The positions of the nodes before which ``split_here`` was called.
     split_positions: tuple[int, ...]
+    # The type of the device that the program was captured on.
     device: str
     exported: ExportedProgram
+    # The fx node that each node of the graph was made of.
     sources: tuple[FxNode, ...]
+    # What torch has for each symbol of the graph, by name.
     traced_symbols: Mapping[str, TracedSymbol]
 
     def with_constant_prefix(self, prefix: str) -> "LinearizedProgram":
@@ -152,25 +144,16 @@ class LinearizedProgram:
         )
 
 
-def linearize_program(
-    program: ExportedProgram,
-    dim_names: Mapping[str, str],
-    forward: Callable[..., Any] | None,
-    *,
-    smallest_sizes: Mapping[str, int] | None = None,
-    traced_calls: TracedCalls | None = None,
-    store_zeros: bool = False,
-    data_of: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
-) -> LinearizedProgram:
-    """Turn a captured program into data.
-
-    forward: the call of the original model, for the order and the defaults of its parameters; None if there is no model.
-    """
-    conditions = program_conditions(program)
-    program = _without_vmap(program)
+def linearize_program(capture: Capture) -> LinearizedProgram:
+    """Turn a captured program into data."""
+    conditions = program_conditions(capture.program)
+    program = _without_vmap(capture.program)
     tensors = program_tensors(program)
-    weights = weight_table(tensors, store_zeros=store_zeros, data_of=data_of)
-    symbols = SymbolTable(program, dim_names, smallest_sizes)
+    # from_pretrained of transformers expects every persistent buffer in the files.
+    store_zeros = capture.model is not None and is_transformers_model(wrapped_model(capture.model))
+    weights = weight_table(tensors, store_zeros=store_zeros, data_of=capture.data)
+    smallest_sizes = {symbol_name: request.smallest for symbol_name, request in size_requests(capture).items()}
+    symbols = SymbolTable(program, dimension_names(capture), smallest_sizes)
     tables = Tables(symbols, program_device(program, tensors), weights.values, inner_constants(program))
     body = BodyBuilder(tables, program.graph_module)
     input_leaves = _bind_inputs(program, body)
@@ -180,8 +163,8 @@ def linearize_program(
         raise UnsupportedError(with_node_location(str(error), tables.current_node)) from None
     result_leaves = _result_leaves(program, body)
     return LinearizedProgram(
-        graph=_graph(body, weights, result_leaves, traced_calls or TracedCalls()),
-        signature=program_signature(program, input_leaves, result_leaves, forward),
+        graph=_graph(body, weights, result_leaves, capture.calls),
+        signature=program_signature(program, input_leaves, result_leaves, capture.model),
         guards=program_guards(
             (*conditions, *program_conditions(program)), asserted_conditions(program), symbols, body.inputs
         ),

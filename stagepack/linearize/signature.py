@@ -1,23 +1,19 @@
 """How a model or one of its modules is called -> `Signature`.
 
 - Container specs of torch (pytree) -> trees of the format.
-- Symbolic sizes of torch (sympy) -> symbols and dimensions of the format.
-- Grad mode and autocast in a captured program -> contexts of nodes. ``torch.export`` puts the nodes under ``torch.no_grad`` or
-  ``torch.autocast`` into a graph module of their own, which one node calls.
 """
 
 import collections
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, cast, get_args
 
 import torch
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument
 
-from stagepack.capture.result_records import CapturedRecord
-from stagepack.capture.tracing import TracedCall
+from stagepack.capture.trace_records import CapturedRecord, TracedCall
 from stagepack.errors import UnsupportedError
 from stagepack.format.codec import is_plain
 from stagepack.format.tree import (
@@ -160,12 +156,9 @@ def _dict_items(keys: Sequence[Any], items: Sequence[Tree], location: str) -> tu
 
 
 def program_signature(
-    program: ExportedProgram, inputs: Sequence[Leaf], results: Sequence[Leaf], forward: Callable[..., Any] | None
+    program: ExportedProgram, inputs: Sequence[Leaf], results: Sequence[Leaf], model: torch.nn.Module | None
 ) -> Signature:
-    """Return the signature of a program: the parameters that the example passes, and those with a plain default.
-
-    forward: the call of the original model, for the order and the defaults of its parameters; None if there is no model.
-    """
+    """Return the signature of a program: the parameters that the example passes, and those of its model with a plain default."""
     leaves = iter(inputs)
     args_spec, kwargs_spec = tree_children(program.call_spec.in_spec)
     args = [container_tree(spec, leaves, "an input") for spec in tree_children(args_spec)]
@@ -174,8 +167,8 @@ def program_signature(
         for parameter_name, spec in _named_children(kwargs_spec)
     }
     parameters = _captured_parameters(program, args, kwargs)
-    if forward is not None:
-        parameters = _declared_parameters(inspect.signature(forward).parameters, args, kwargs)
+    if model is not None:
+        parameters = _declared_parameters(inspect.signature(model.forward).parameters, args, kwargs)
     result = container_tree(program.call_spec.out_spec, iter(results), "the result")
     return Signature(parameters=tuple(parameters), result=result)
 

@@ -14,13 +14,9 @@ from typing import Any, Final
 import torch
 from torch.export.graph_signature import ConstantArgument, InputKind
 from torch.func import functional_call
-from torch.fx import Node as FxNode
 
-from stagepack.capture.fake_call import run_model
-from stagepack.capture.hugging_face import are_identical
 from stagepack.capture.inputs import Inputs
-from stagepack.capture.module_inputs import DeclaredDimension
-from stagepack.capture.module_state import preserve_module
+from stagepack.capture.model_runs import are_identical, preserve_module, run_model
 from stagepack.capture.programs import Capture
 from stagepack.capture.torch_messages import describe_error, suppress_warnings
 from stagepack.errors import CaptureError
@@ -29,9 +25,10 @@ from stagepack.format.graph import Value
 from stagepack.format.operators import unsafe_operators
 from stagepack.format.shapes import Dim, Symbol, evaluate_dim, format_guard, guard_holds, symbol_names
 from stagepack.graph.analysis import GraphAnalysis
+from stagepack.linearize.declared_sizes import DeclaredDimension
 from stagepack.linearize.example import EXAMPLE_SEED
+from stagepack.linearize.observed_shapes import Observed, ObservedRun, Point, RankError, UnsafeArgumentsError
 from stagepack.linearize.program import LinearizedProgram
-from stagepack.linearize.program_run import UnsafeArgumentsError, run_program
 from stagepack.torch_internals import (
     FakeTensor,
     FakeTensorMode,
@@ -45,17 +42,10 @@ from stagepack.torch_internals import (
 # take about the same time. The count does not depend on the machine, so that the same export gives the same bytes.
 _MAX_WORK: Final = 1e11
 _WORK_OF_BYTE, _WORK_OF_NODE = 4, 200_000
-
 # How many bytes of weights that are in files are read for trials.
 _MAX_READ_BYTES: Final = 2**30
-
 # How many points are looked at for one that all guards admit, and how far from the example.
 _MAX_POINTS, _MAX_DISTANCE = 1_024, 32
-
-# The size of each symbol of the inputs, by name.
-Point = Mapping[str, int]
-# The sizes that a run found other than the graph states them: of a dimension of a value, or (with None) of a symbolic integer.
-Observed = dict[tuple[str, int | None], int]
 
 
 class Verdict(enum.Enum):
@@ -72,21 +62,13 @@ class Verdict(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a trial found.
-
-    Attributes:
-        verdict: whether the program answers as the model does.
-        reason: why it is not `EQUAL`, as the end of a sentence.
-        observed: the sizes that differ from those that the graph states.
-    """
+    """What a trial found."""
 
     verdict: Verdict
+    # Why it is not `EQUAL`, as the end of a sentence.
     reason: str = ""
+    # The sizes that differ from those that the graph states.
     observed: Observed = field(default_factory=dict)
-
-
-class _RankError(Exception):
-    """A value has another number of dimensions than the graph states, such as the result of ``squeeze`` at size 1."""
 
 
 class _ModelWithData(torch.nn.Module):
@@ -110,7 +92,6 @@ class SizeTrial:
         self._program = program
         self._exported = program.exported
         self._values = list(_input_values(program))
-        self._node_positions = {source: position for position, source in enumerate(program.sources)}
         self._outcomes: dict[tuple[tuple[str, int], ...], Outcome] = {}
         self._fake_weights: tuple[FakeTensorMode, dict[str, torch.Tensor]] | None = None
         # nll_loss_backward reads past the end of its inputs where a target is out of range.
@@ -159,22 +140,19 @@ class SizeTrial:
         return self._outcomes[key]
 
     def shapes_at(self, point: Point) -> Observed:
-        """Run the program on tensors without data; return the sizes that differ from those that the graph states.
-
-        Nodes that need data, and those that use what these return, are left out.
-        """
-        observed: Observed = {}
+        """Run the program on tensors without data, as far as nodes need none; return the sizes that differ from the stated ones."""
+        run = ObservedRun(self._program, point, skips_failing=True)
         if self._leaves is None or self._refused_by(point):
-            return observed
+            return run.observed
         mode, weights = self._weights_without_data()
         # torch logs what its functions for tensors without data raise.
         with suppress_log_records(FakeTensor.__module__), suppress_warnings(), mode, torch.no_grad():
-            leaves = [
-                leaf if value is None else _leaf_without_data(leaf, self._sizes(value, point))
-                for leaf, value in zip(self._leaves, self._values, strict=True)
-            ]
-            run_program(self._exported, weights, leaves, record=self._recorder(point, observed), skip_failing=True)
-        return observed
+            leaves = zip(self._leaves, self._values, strict=True)
+            run.run(
+                weights,
+                [_without_data(leaf, self._sizes(value, point)) for leaf, value in leaves if value is not None],
+            )
+        return run.observed
 
     def _program_tensors(self) -> dict[str, Any]:
         return {**self._exported.state_dict, **self._exported.constants}
@@ -233,17 +211,17 @@ class SizeTrial:
             ]
         except (ArithmeticError, RuntimeError) as error:
             return Outcome(Verdict.UNKNOWN, f"there is no input of these sizes: {describe_error(error)}")
-        observed: Observed = {}
+        run = ObservedRun(self._program, point)
         results, program_error = [], None
         # The program runs first: its operators are checked before they run, those of the model are not.
         try:
-            results = self._run(leaves, point, observed)
+            results = self._run(leaves, run)
         except UnsafeArgumentsError as error:
             return Outcome(Verdict.BOTH_FAIL, f"the model might end the process: {describe_error(error)}")
         except Exception as error:  # noqa: BLE001 - operators raise errors of any kind
             program_error = error
         failure, answer = self._answer(leaves)
-        if isinstance(program_error, _RankError):
+        if isinstance(program_error, RankError):
             return Outcome(Verdict.DIFFERS, str(program_error).partition("\n")[0])
         if program_error is not None and (failure or self._capture.model is None):
             return Outcome(Verdict.BOTH_FAIL, failure or f"the program fails: {describe_error(program_error)}")
@@ -252,12 +230,12 @@ class SizeTrial:
         if failure:
             return Outcome(Verdict.MODEL_FAILS, failure)
         if self._capture.model is None or are_identical(answer, results):
-            return Outcome(Verdict.EQUAL, observed=observed)
+            return Outcome(Verdict.EQUAL, observed=run.observed)
         if point == self.example or self.at(self.example).verdict is Verdict.EQUAL:
             return Outcome(Verdict.DIFFERS, "its captured program answers otherwise")
         # The program rounds otherwise than the model at all sizes.
         verdict = Verdict.EQUAL if _are_close(tree_leaves(answer), results) else Verdict.UNKNOWN
-        return Outcome(verdict, "its captured program answers otherwise, as at the example", observed)
+        return Outcome(verdict, "its captured program answers otherwise, as at the example", run.observed)
 
     def _answer(self, leaves: list[Any]) -> tuple[str, Any]:
         """Why the model fails, empty if it does not; and its answer."""
@@ -270,26 +248,13 @@ class SizeTrial:
         except CaptureError as error:
             return f"the model fails: {describe_error(error.__cause__ or error)}", None
 
-    def _run(self, leaves: Sequence[Any], point: Point, observed: Observed) -> list[Any]:
-        copies = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    def _run(self, leaves: Sequence[Any], run: ObservedRun) -> list[Any]:
+        inputs = [leaf for leaf, value in zip(leaves, self._values, strict=True) if value is not None]
+        copies = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in inputs]
         with preserve_module(torch.nn.Module(), self._written), torch.no_grad():
             torch.manual_seed(EXAMPLE_SEED)
-            results = run_program(self._exported, self._weights, copies, record=self._recorder(point, observed))
+            results = run.run(self._weights, copies)
             return [result.clone() if isinstance(result, torch.Tensor) else result for result in results]
-
-    def _recorder(self, point: Point, observed: Observed) -> Any:
-        nodes = self._program.graph.nodes
-
-        def record(source: FxNode, result: Any) -> None:
-            position = self._node_positions.get(source)
-            if position is None:
-                return
-            results = result if nodes[position].unpack else [result]
-            for value, item in zip(nodes[position].outputs, results, strict=False):
-                if value is not None:
-                    observed.update(_differences(value, item, point))
-
-        return record
 
     def _refused_by(self, point: Point) -> str:
         """The first guard that does not hold; empty if all do."""
@@ -356,7 +321,7 @@ def _resized(leaf: Any, sizes: Sequence[int], *, clears_integers: bool) -> Any:
     return tensor.clone()
 
 
-def _leaf_without_data(leaf: Any, sizes: Sequence[int]) -> Any:
+def _without_data(leaf: Any, sizes: Sequence[int]) -> Any:
     if isinstance(leaf, torch.Tensor):
         return torch.empty(tuple(sizes), dtype=leaf.dtype, device=leaf.device)
     return sizes[0] if type(leaf) is int and sizes else leaf
@@ -366,27 +331,6 @@ def _is_integer_tensor(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and not (
         leaf.is_floating_point() or leaf.is_complex() or leaf.dtype is torch.bool
     )
-
-
-def _differences(value: Value, item: Any, point: Point) -> Observed:
-    """The sizes of a value that are not those that the graph states; those that depend on data are left out."""
-    stated: list[tuple[int | None, Dim, int]] = []
-    if isinstance(item, torch.Tensor):
-        if item.ndim != len(value.shape):
-            raise _RankError(
-                f"a value has another number of dimensions: {item.ndim}, and {len(value.shape)} in the example"
-            )
-        stated = [(axis, dim, size) for axis, (dim, size) in enumerate(zip(value.shape, item.shape, strict=True))]
-    elif type(item) is int and value.expr is not None:
-        stated = [(None, value.expr, item)]
-    differences: Observed = {}
-    for axis, dim, size in stated:
-        try:
-            if evaluate_dim(dim, point) != size:
-                differences[value.name, axis] = size
-        except (KeyError, ArithmeticError):
-            continue
-    return differences
 
 
 def _are_close(answer: Sequence[Any], results: Sequence[Any]) -> bool:

@@ -40,10 +40,11 @@ class SymbolTable:
     """The symbols of one program. A symbol has the name of the caller's ``Dim``, else ``s0``, ``s1`` ... by first use."""
 
     def __init__(
-        self, program: ExportedProgram, dim_names: Mapping[str, str], smallest_sizes: Mapping[str, int] | None = None
+        self, program: ExportedProgram, dim_names: Mapping[str, str], smallest_sizes: Mapping[str, int]
     ) -> None:
-        self._smallest_sizes = smallest_sizes or {}
-        self._traced_symbols: dict[str, TracedSymbol] = {}
+        self._smallest_sizes = smallest_sizes
+        # What torch has for each symbol that was used so far, by its name here.
+        self.traced_symbols: dict[str, TracedSymbol] = {}
         self._ranges = program.range_constraints
         self._dim_names = dim_names
         self._example_values = example_symbol_values(program)
@@ -55,11 +56,6 @@ class SymbolTable:
     def symbols(self) -> tuple[Symbol, ...]:
         """The symbols that were used so far, in the order of their first use."""
         return tuple(self._symbols.values())
-
-    @property
-    def traced_symbols(self) -> Mapping[str, "TracedSymbol"]:
-        """What torch has for each symbol that was used so far, by its name here."""
-        return self._traced_symbols
 
     def symbol(self, variable: sympy.Symbol) -> Symbol | None:
         """Return the symbol for one of torch's, if it was used so far."""
@@ -100,7 +96,7 @@ class SymbolTable:
             )
             example = self._example_value(expression, lower, upper)
             symbol_name = self._unique_name(expression)
-            self._traced_symbols[symbol_name] = TracedSymbol(str(expression), traced_min)
+            self.traced_symbols[symbol_name] = TracedSymbol(str(expression), traced_min)
             self._symbols[expression] = Symbol(name=symbol_name, min=lower, max=upper, example=example)
         return self._symbols[expression].name
 

@@ -2,42 +2,31 @@
 
 Tensors that share storage stay shared: equal views (tied weights) become one weight with several names; different views become one
 stored tensor, the base, and weights that are views of it.
-
-- Which stored tensor each of the tensors on one storage is a view of.
-- Where the elements of a tensor are in memory, and their bytes.
-- Constant arguments of operators -> arguments of the format.
-- The parameters, buffers and constants of a captured program, and the device that they are on.
-- Give the weights of a model their data from the weight files of its own bundle, so that it can run.
 """
-
-# Long because which tensors are one weight depends on storages, memory, constants and filled models together.
 
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import torch
-from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind, InputSpec
-from torch.fx import GraphModule
 
 from stagepack.capture.checkpoint import map_tensor
 from stagepack.capture.programs import Capture
 from stagepack.errors import UnsupportedError
 from stagepack.format.codec import is_plain
 from stagepack.format.dtypes import ITEM_SIZE
-from stagepack.format.graph import Argument, ComplexArg, DtypeArg, LayoutArg, MemoryFormatArg, Weight
+from stagepack.format.graph import Weight
 from stagepack.format.rules import is_tensor_name
 from stagepack.format.weights import StoredTensor, TensorSpec
-from stagepack.torch_internals import FakeTensor, storage_identity, weight_tensors, wrapped_attributes
+from stagepack.linearize.program_tensors import WeightKind, dtype_name
+from stagepack.torch_internals import FakeTensor, storage_identity, weight_tensors
 
-WeightKind = Literal["parameter", "buffer", "non_persistent_buffer", "constant"]
 # The file and the position of each stored tensor, by stored name.
 TensorLocations = Mapping[str, tuple[Path, StoredTensor]]
 
@@ -86,23 +75,13 @@ def offset_in_base(tensor: torch.Tensor, base: torch.Tensor) -> int:
     return distance // tensor.element_size()
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype in the format: ``float32``."""
-    return str(dtype).removeprefix("torch.")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseTensor:
-    """A tensor that is stored, and that other tensors are views of.
-
-    Attributes:
-        name: its name.
-        tensor: the tensor.
-        member: a tensor of the model on the same storage; it may be `tensor`.
-    """
+    """A tensor that is stored, and that other tensors are views of."""
 
     name: str
     tensor: torch.Tensor
+    # A tensor of the model on the same storage; it may be `tensor`.
     member: torch.Tensor
 
 
@@ -161,18 +140,15 @@ class StoredTensorSource(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class WeightTable:
-    """The weights of a model.
+    """The weights of a model."""
 
-    Attributes:
-        weights: the entries, in the order of the model.
-        values: the name of the value that stands for a weight, by each of its fully qualified names.
-        stored: the tensors to write, by stored name.
-        tensors: the tensors of the model by fully qualified name; they are not copied.
-    """
-
+    # The entries, in the order of the model.
     weights: tuple[Weight, ...]
+    # The name of the value that stands for a weight, by each of its fully qualified names.
     values: Mapping[str, str]
+    # The tensors to write, by stored name.
     stored: Mapping[str, StoredTensorSource]
+    # The tensors of the model by fully qualified name; they are not copied.
     tensors: Mapping[str, torch.Tensor]
 
     def of_values(self, value_names: Collection[str]) -> "WeightTable":
@@ -333,120 +309,6 @@ def _not_plain(tensor: torch.Tensor) -> str | None:
     if tensor.layout != torch.strided:
         return f"layout {tensor.layout}"
     return "lazy conjugate or negative bit" if tensor.is_conj() or tensor.is_neg() else None
-
-
-def constant_argument(constant: object, location: str) -> Argument:
-    """Return a constant as data.
-
-    constant: a number, text, bool or None, or a dtype, layout or memory format of torch.
-    """
-    if is_plain(constant):
-        return constant  # type: ignore[return-value]
-    match constant:
-        case complex():
-            return ComplexArg(constant.real, constant.imag)
-        case torch.dtype():
-            return DtypeArg(dtype_name(constant))
-        case torch.layout():
-            return LayoutArg(str(constant).removeprefix("torch."))
-        case torch.memory_format():
-            return MemoryFormatArg(str(constant).removeprefix("torch."))
-    description = repr(constant) if isinstance(constant, int | str) else f"a {type(constant).__name__}"
-    raise UnsupportedError(f"{location} is {description}, which a bundle cannot hold")
-
-
-def program_tensors(program: ExportedProgram) -> dict[str, tuple[WeightKind, torch.Tensor]]:
-    """Return the parameters, buffers and constants of a program.
-
-    The result is the tensors with their kind by fully qualified name, in the order of the model. In the place of a tensor of a subclass
-        that wraps others, such as a quantized weight, are the tensors that it wraps.
-    """
-    tensors: dict[str, tuple[WeightKind, torch.Tensor]] = {}
-    used_names = {node.name for node in program.graph.nodes if node.op == "placeholder" and node.users}
-    for spec in program.graph_signature.input_specs:
-        kind = _weight_kind(spec)
-        if kind is not None:
-            weight_name = str(spec.target)
-            tensor = (
-                program.state_dict[weight_name]
-                if kind in ("parameter", "buffer")
-                else _constant_tensor(program, weight_name)
-            )
-            if kind == "non_persistent_buffer" and spec.arg.name not in used_names and tensor.layout != torch.strided:
-                continue  # for code outside of the forward, such as whisper's sparse `alignment_heads`
-            tensors |= {plain_name: (kind, plain) for plain_name, plain in unwrapped_tensors(weight_name, tensor)}
-    return tensors | {name: ("constant", tensor) for name, tensor in inner_constants(program).items()}
-
-
-def inner_constants(program: ExportedProgram) -> dict[str, torch.Tensor]:
-    """Return the tensors that graph modules inside a program hold, such as constants in the branches of ``torch.cond``.
-
-    torch lifts the constants of the program itself, and names them ``lifted_tensor_0`` and so on. These get the next names.
-    """
-    taken_names = {*program.constants, *program.state_dict}
-    free_names = (f"lifted_tensor_{number}" for number in itertools.count())
-    distinct = {id(tensor): tensor for tensor in held_tensors(program.graph_module)}
-    names = (name for name in free_names if name not in taken_names)
-    return dict(zip(names, distinct.values(), strict=False))
-
-
-def held_tensors(module: GraphModule) -> Iterator[torch.Tensor]:
-    """Yield the tensors that the nodes of a graph module read as attributes, and those of the graph modules that it calls."""
-    for node in module.graph.nodes:
-        if node.op == "get_attr":
-            attribute = module_attribute(module, str(node.target))
-            if isinstance(attribute, torch.Tensor):
-                yield attribute
-            elif isinstance(attribute, GraphModule):
-                yield from held_tensors(attribute)
-
-
-def module_attribute(module: torch.nn.Module, path: str) -> object:
-    """Return the attribute of a module at a path, which may lead through modules inside it; None if there is none."""
-    attribute: object = module
-    for name in path.split("."):
-        attribute = getattr(attribute, name, None)
-    return attribute
-
-
-def program_device(program: ExportedProgram, tensors: dict[str, tuple[WeightKind, torch.Tensor]]) -> str:
-    """Return the type of the device that a program was captured on: that of its first tensor, else of its first input, else ``cpu``."""
-    input_values = [node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"]
-    candidates = (*(tensor for _, tensor in tensors.values()), *input_values)
-    return next((tensor.device.type for tensor in candidates if isinstance(tensor, torch.Tensor)), "cpu")
-
-
-def unwrapped_tensors(weight_name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors that a weight consists of, with their names: itself, or for a tensor subclass those that it wraps."""
-    attributes = wrapped_attributes(tensor)
-    if not attributes:
-        yield weight_name, tensor
-    for attribute in attributes:
-        yield from unwrapped_tensors(wrapped_tensor_name(weight_name, attribute), getattr(tensor, attribute))
-
-
-def wrapped_tensor_name(weight_name: str, attribute: str) -> str:
-    """Return the name of the tensor that an attribute of a weight of a tensor subclass holds."""
-    return f"{weight_name}.{attribute}"
-
-
-def _weight_kind(spec: InputSpec) -> WeightKind | None:
-    match spec.kind:
-        case InputKind.PARAMETER:
-            return "parameter"
-        case InputKind.BUFFER:
-            return "buffer" if spec.persistent else "non_persistent_buffer"
-        case InputKind.CONSTANT_TENSOR:
-            return "constant"
-        case _:
-            return None
-
-
-def _constant_tensor(program: ExportedProgram, weight_name: str) -> torch.Tensor:
-    constant = program.constants[weight_name]
-    if not isinstance(constant, torch.Tensor):
-        raise UnsupportedError(f"the constant {weight_name} is a {type(constant).__name__}, which a bundle cannot hold")
-    return constant
 
 
 def fill_modules(

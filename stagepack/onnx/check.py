@@ -74,28 +74,19 @@ class StageCheck:
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """A tensor that a stage returns or writes.
-
-    Attributes:
-        title: what it is, for messages.
-        value: the tensor.
-        edge_name: the edge of an output; None of what is written.
-    """
+    """A tensor that a stage returns or writes."""
 
     title: str
     value: torch.Tensor
+    # The edge of an output; None of what is written.
     edge_name: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """A call of the model in torch, stage by stage.
+    """A call of the model in torch, stage by stage."""
 
-    Attributes:
-        sizes: the sizes of the symbols; None for those of the example.
-        values: the values that later stages use, by edge name.
-    """
-
+    # The sizes of the symbols; None for those of the example.
     sizes: Sizes | None
     values: dict[str, Any]
 
@@ -139,19 +130,14 @@ def check_stages(
 
 @dataclass(slots=True)
 class _CheckedStage:
-    """A stage that is checked, call after call.
-
-    Attributes:
-        torch_stage: the stage in torch.
-        onnx_stage: the stage in ONNX Runtime; None if there is nothing to check, or no more.
-        check: the result so far.
-    """
+    """A stage that is checked, call after call."""
 
     bundle: Bundle
     stage_number: int
     allow_ops: Collection[str]
     tolerance: Tolerance | None
     torch_stage: Any = field(init=False)
+    # The stage in ONNX Runtime; None if there is nothing to check, or no more.
     onnx_stage: Any = field(init=False, default=None)
     check: StageCheck = field(init=False, default_factory=StageCheck)
 

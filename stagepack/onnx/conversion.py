@@ -24,7 +24,7 @@ from onnxscript.optimizer import optimize_ir
 from torch.export import Dim, ExportedProgram
 from torch.fx import GraphModule
 
-from stagepack.capture.tracing import sequences_of_any_length
+from stagepack.capture.traced_code import sequences_of_any_length
 from stagepack.format.aliasing import alias_classes
 from stagepack.format.folded_graph import trivially_folded
 from stagepack.format.graph import Graph, Value, Weight
@@ -203,14 +203,10 @@ def _cast_output(model: ir.Model, output: ir.Value, dtype: str) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OnnxFiles:
-    """The content of the files of an ONNX model.
-
-    Attributes:
-        model: the ONNX file.
-        tensors: the tensors that are in no weight file of the stage, with their bytes.
-    """
+    """The content of the files of an ONNX model."""
 
     model: bytes
+    # The tensors that are in no weight file of the stage, with their bytes.
     tensors: Mapping[TensorSpec, bytes]
 
     def read(self, tensor_name: str) -> list[bytes]:

@@ -45,14 +45,10 @@ def call_count(elements: int, call_bytes: int = 0) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """An answer to a call, as far as it is compared.
-
-    Attributes:
-        type: its dtype and its shape.
-        elements: its elements as numbers of float64, in one dimension: all, or blocks of neighbours.
-    """
+    """An answer to a call, as far as it is compared."""
 
     type: str
+    # Its elements as numbers of float64, in one dimension: all, or blocks of neighbours.
     elements: torch.Tensor
 
     @classmethod

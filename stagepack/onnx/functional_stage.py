@@ -56,12 +56,7 @@ _DTYPE_NAMES = {element_type: dtype_name for dtype_name, element_type in ELEMENT
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageWrites:
-    """The values whose memory a stage writes.
-
-    Attributes:
-        state: the values of weights.
-        inputs: the inputs of the stage.
-    """
+    """The values whose memory a stage writes."""
 
     state: Sequence[str]
     inputs: Sequence[str]
@@ -246,20 +241,14 @@ def _gemm(op: Any, x: ir.Value, w: ir.Value, *bias: ir.Value) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePlace:
-    """Where a stage is in its bundle.
-
-    Attributes:
-        stage_number: the number of the stage.
-        stage_count: the number of stages of the bundle.
-        edges: the edges of the bundle by name.
-        stored_tensors: the weight file of each stored tensor that the stage uses, and where it is in the file.
-        own_weight_file: the name of the weight file for tensors that are in no other weight file.
-    """
+    """Where a stage is in its bundle."""
 
     stage_number: int
     stage_count: int
     edges: Mapping[str, Edge]
+    # The weight file of each stored tensor that the stage uses, and where it is in the file.
     stored_tensors: Mapping[str, tuple[Path, StoredTensor]]
+    # The name of the weight file for tensors that are in no other weight file.
     own_weight_file: str
 
 

@@ -9,9 +9,10 @@ import torch
 from torch.export import Dim
 
 import stagepack
-from stagepack.capture.diagnosis import capture_advice, find_failing_modules, try_export
+from stagepack.capture.diagnosis import find_failing_modules, try_export
 from stagepack.capture.inputs import Inputs
 from stagepack.capture.programs import capture_module
+from stagepack.capture.torch_messages import capture_advice
 from stagepack.errors import CaptureError
 
 LENGTH = Dim("length", min=1, max=100)

@@ -10,9 +10,8 @@ from PIL import Image
 from torch.export import Dim
 
 import stagepack
-from stagepack.capture.example_arguments import stated_inputs
-from stagepack.capture.input_texts import image_tensor, parse_inputs, with_dynamic_sizes
 from stagepack.capture.inputs import Inputs
+from stagepack.capture.stated_inputs import image_tensor, parse_inputs, stated_inputs, with_dynamic_sizes
 from stagepack.errors import InputError, OptionError
 from tests.hostile.attack import command_fails, run
 

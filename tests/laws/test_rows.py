@@ -9,6 +9,8 @@ import torch
 from torch.export import Dim
 from torch.nn import functional
 
+from stagepack.capture.inputs import Inputs
+from stagepack.capture.programs import capture_program
 from stagepack.format.graph import Graph
 from stagepack.format.tree import value_names
 from stagepack.graph.rows.analysis import mixed_rows
@@ -42,7 +44,7 @@ class Captured:
             model, (example,), dynamic_shapes=({dim: Dim("rows", min=2, max=64)},), strict=False
         )
         program = program.run_decompositions() if decompose else program
-        linearized = linearize_program(program, {}, None)
+        linearized = linearize_program(capture_program(program, Inputs()))
         self.graph: Graph = linearized.graph
         self.results = list(value_names(linearized.signature.result))
         self.run = program.module()

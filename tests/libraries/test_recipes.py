@@ -7,7 +7,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 import stagepack
-from stagepack.capture.user_modules import call_user_function
+from stagepack.capture.imports import call_user_function
 from tools.docs.page import ROOT, read_blocks
 
 BLOCKS = {

@@ -52,7 +52,7 @@ def test_values_may_have_any_identifier_as_name() -> None:
 
 
 def test_texts_hang_on_the_module_and_are_not_in_the_code() -> None:
-    graph = linearize_program(cases.named("operators-text-arguments")[0].capture().program, {}, None).graph
+    graph = linearize_program(cases.named("operators-text-arguments")[0].capture()).graph
     module = build_graph_module(trivially_folded(graph), graph, resolve_operators(graph.ops, (), ""), CPU)
     assert "tanh" not in module.code.replace("aten.tanh", "")
     assert {"tanh", "bi,ij->bj"} <= {value for value in vars(module).values() if isinstance(value, str)}

@@ -15,7 +15,7 @@ from safetensors import safe_open
 
 import stagepack
 from stagepack.capture.inputs import Inputs
-from stagepack.capture.programs import capture_module
+from stagepack.capture.programs import capture_module, capture_program
 from stagepack.errors import CaptureError, DigestError, InputError, UnsupportedError
 from stagepack.exporter import export_capture
 from stagepack.format.codec import encode_graph, encode_manifest, read_graph
@@ -273,7 +273,7 @@ def test_devices_named_by_the_author_stay(tmp_path: Path) -> None:
 
     with torch.device("meta"):
         program = torch.export.export(ToCpu(), (torch.empty(3),))
-    file = read_graph(encode_graph(trivially_folded(linearize_program(program, {}, None).graph)), "")
+    file = read_graph(encode_graph(trivially_folded(linearize_program(capture_program(program, Inputs())).graph)), "")
     graph = file.graph
     module = build_graph_module(*file, resolve_operators(graph.ops, (), ""), torch.device("cpu"))
     devices = [node.kwargs["device"].type for node in module.graph.nodes if "device" in node.kwargs]
@@ -295,6 +295,6 @@ def test_capture_names_dimensions_by_the_callers_names() -> None:
     assert bundle_capture.inputs.dynamic_shapes
     batch = torch.export.Dim("rows", min=2, max=9)
     capture = capture_module(torch.nn.Linear(4, 4), Inputs(args=(torch.randn(3, 4),), dynamic_shapes=({0: batch},)))
-    from stagepack.capture.module_inputs import dimension_names
+    from stagepack.linearize.declared_sizes import dimension_names
 
     assert list(dimension_names(capture).values()) == ["rows"]

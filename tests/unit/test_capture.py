@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import stagepack
-from stagepack.capture.hugging_face import are_identical
+from stagepack.capture.model_runs import are_identical
 from stagepack.errors import CaptureError, OptionError
 from stagepack.torch_internals import uncompiled_module
 

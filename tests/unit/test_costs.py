@@ -28,8 +28,7 @@ from stagepack.partition.operator_costs import (
 
 
 def graph_of(model: nn.Module, *args: Any) -> Graph:
-    capture = capture_source(model, Inputs(args=args))
-    return linearize_program(capture.program, {}, None).graph
+    return linearize_program(capture_source(model, Inputs(args=args))).graph
 
 
 def flops_of(model: nn.Module, *args: Any) -> int:

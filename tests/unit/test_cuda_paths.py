@@ -10,6 +10,8 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 import stagepack
+from stagepack.capture.inputs import Inputs
+from stagepack.capture.programs import capture_program
 from stagepack.errors import DeviceError, DigestError, StageFailedError, StageLostError
 from stagepack.exporter import export_capture
 from stagepack.format.dtypes import SCALAR_DTYPES
@@ -111,7 +113,7 @@ def test_a_program_of_a_gpu_keeps_the_devices_that_it_names() -> None:
 
     with FakeTensorMode(), torch.device("cuda:0"):
         program = torch.export.export(Moves(), (torch.empty(2, 4),))
-    linearized = linearize_program(program, {}, None)
+    linearized = linearize_program(capture_program(program, Inputs()))
     devices = {
         leaf.name
         for node in linearized.graph.nodes

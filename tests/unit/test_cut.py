@@ -336,7 +336,7 @@ def test_what_cannot_be_meant_is_refused(options: dict[str, Any], message: str) 
 def test_an_activation_is_bound_until_its_last_write() -> None:
     from stagepack.linearize import linearize_program
 
-    graph = linearize_program(named("aliasing-activation-written-in-place")[0].capture().program, {}, None).graph
+    graph = linearize_program(named("aliasing-activation-written-in-place")[0].capture()).graph
     analysis = GraphAnalysis(graph)
     (group,) = analysis.colocation_groups
     op_names = [graph.ops[graph.nodes[node_number].op].name for node_number in group.nodes]

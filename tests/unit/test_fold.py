@@ -366,7 +366,7 @@ class Looped(torch.nn.Module):
 
 def test_a_python_loop_over_functions() -> None:
     capture = capture_module(Looped(6), Inputs(args=(torch.randn(2, 4),)))
-    graph = canonical_graph(linearize_program(capture.program, {}, None).graph)
+    graph = canonical_graph(linearize_program(capture).graph)
     assert sizes(graph) == [(7, 6)]
     assert unfold_graph(fold_graph(graph)) == graph
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import stagepack
-from stagepack.capture.module_state import preserve_module
+from stagepack.capture.model_runs import preserve_module
 from stagepack.errors import CaptureError
 
 

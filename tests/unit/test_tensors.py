@@ -19,7 +19,8 @@ from stagepack.format.graph import Graph
 from stagepack.format.rules import PADDING_PREFIX
 from stagepack.format.validate.graph import check_graph
 from stagepack.format.weights import ALIGNMENT, read_weight_header, weight_file_header
-from stagepack.linearize.weight_table import WeightKind, tensor_bytes, weight_table
+from stagepack.linearize.program_tensors import WeightKind
+from stagepack.linearize.weight_table import tensor_bytes, weight_table
 from stagepack_loaders.torch.weights import WeightCache
 
 CPU = torch.device("cpu")

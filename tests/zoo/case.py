@@ -13,7 +13,7 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from stagepack.capture.inputs import Inputs
-from stagepack.capture.module_state import preserve_module
+from stagepack.capture.model_runs import preserve_module
 from stagepack.capture.programs import Capture
 from stagepack.capture.source import capture_source
 

@@ -1,74 +1,26 @@
-"""The inputs that modules of a model get when the model runs its example.
+"""What the caller said about dynamic dimensions: their names, and which sizes they may have."""
 
-- What the caller said about dynamic dimensions: their names, and which sizes they may have.
-"""
-
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.export import Dim
 
-from stagepack.capture.fake_call import run_model
-from stagepack.capture.inputs import Inputs, complete_dynamic_shapes, inputs_by_parameter
-from stagepack.capture.module_state import preserve_module
+from stagepack.capture.inputs import complete_dynamic_shapes, inputs_by_parameter
 from stagepack.capture.programs import Capture
-from stagepack.torch_internals import DimHint, symbolic_expression, tree_leaves, tree_map, tree_map_tensors
-
-
-def record_module_inputs(model: torch.nn.Module, inputs: Inputs) -> dict[str, Inputs]:
-    """Run a model on its example, and return the inputs of the first call of each module, by its path."""
-    calls: dict[str, Inputs] = {}
-
-    def record(path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if path not in calls:
-            copied_args, copied_kwargs = tree_map_tensors(lambda tensor: tensor.detach().clone(), (args, kwargs))
-            calls[path] = Inputs(args=copied_args, kwargs=copied_kwargs)
-
-    with preserve_module(model):
-        handles = [
-            module.register_forward_pre_hook(
-                lambda _, args, kwargs, path=path: record(path, args, kwargs), with_kwargs=True
-            )
-            for path, module in model.named_modules()
-            if not isinstance(module, torch.jit.ScriptModule)  # it takes no hooks
-        ]
-        try:
-            run_model(model, inputs, seed=0)
-        finally:
-            for handle in handles:
-                handle.remove()
-    return calls
-
-
-def automatic_shapes(forward: Callable[..., Any], inputs: Inputs) -> dict[str, Any]:
-    """Return ``Dim.AUTO`` for all dimensions of all inputs of a module that torch may find dynamic."""
-
-    def automatic_dims(leaf: Any) -> dict[int, Any] | None:
-        # torch fixes sizes of 0 and 1 in any case; where the caller asks for them by name, that is worth a warning.
-        return (
-            {axis: Dim.AUTO for axis, size in enumerate(leaf.shape) if size > 1}
-            if isinstance(leaf, torch.Tensor)
-            else None
-        )
-
-    return {name: tree_map(automatic_dims, value) for name, value in inputs_by_parameter(forward, inputs).items()}
+from stagepack.torch_internals import DimHint, symbolic_expression, tree_leaves
 
 
 @dataclass(frozen=True, slots=True)
 class DeclaredDimension:
-    """A size of an input that the caller said something about.
+    """A size of an input that the caller said something about."""
 
-    Attributes:
-        leaf: the number of the input among the leaves of all arguments.
-        axis: the dimension of the tensor; None where the input is an integer.
-        dim: what the caller passed for it in `dynamic_shapes`.
-        size: the size in the captured program.
-    """
-
+    # The number of the input among the leaves of all arguments.
     leaf: int
+    # The dimension of the tensor; None where the input is an integer.
     axis: int | None
+    # What the caller passed for it in `dynamic_shapes`.
     dim: Any
     size: "int | torch.SymInt"
 
@@ -121,18 +73,15 @@ def dimension_names(capture: Capture) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class SizeRequest:
-    """What a caller asked for of a symbol.
+    """What a caller asked for of a symbol."""
 
-    Attributes:
-        smallest: the smallest size that may be tried.
-        largest: the largest size that was asked for; None for any.
-        is_explicit: whether the caller has said which sizes there may be.
-        dimension: where the caller did so; None for a program without its model, of which only its own ranges are known.
-    """
-
+    # The smallest size that may be tried.
     smallest: int
+    # The largest size that was asked for; None for any.
     largest: int | None
+    # Whether the caller has said which sizes there may be.
     is_explicit: bool
+    # Where the caller did so; None for a program without its model, of which only its own ranges are known.
     dimension: DeclaredDimension | None = None
 
 

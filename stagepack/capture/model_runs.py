@@ -1,26 +1,171 @@
-"""Keep a module as it was while code of its author runs: its attributes, its buffers and the random state of torch.
+"""Run a model on its example, and leave it as it was: its attributes, its buffers and the random state of torch.
 
 Only changed parts are written back. A container of another class than the built-in ones may refuse its own methods, such as ``update`` of
 the configuration of a diffusers model, so containers are read and written by the methods of the built-in class that they derive from.
 """
 
 import contextlib
+import copy
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 
+from stagepack.capture.inputs import Inputs, on_device_of
+from stagepack.capture.torch_messages import format_torch_error, suppress_warnings, with_location
+from stagepack.capture.trace_records import with_records
 from stagepack.errors import CaptureError
-from stagepack.torch_internals import storage_identity
+from stagepack.torch_internals import (
+    NO_DATA_ERRORS,
+    computing_shapes,
+    storage_identity,
+    suppress_log_records,
+    tensor_without_data,
+    tree_leaves,
+    tree_map_tensors,
+)
 
+# It reports each operator that refuses its arguments.
+_LOGGER = "torch._subclasses.fake_tensor"
+_OF_EVERY_MODULE: Final = frozenset(vars(torch.nn.Module()))
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_WIDE = {float: torch.float64, complex: torch.complex128}
 # The classes that a container may derive from, the most derived first.
 _DICT_CLASSES = (OrderedDict, dict)
 _SEQUENCE_CLASSES = (list, deque)
-
 # A part of a module's state: its kind for the error message, and the function that restores it.
 _SavedState = tuple[str, Callable[[], None]]
+# No attribute of a model has this name: one of its modules may be called `model`.
+_ATTRIBUTE = "(model)"
+
+
+@dataclass(frozen=True, slots=True)
+class FakeCall:
+    """What a call with shapes alone has told."""
+
+    result: Any = None
+    # Why the call failed; None if it did not, or the model asked for data, so that nothing is known.
+    error: str | None = None
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether the model is known to take the inputs."""
+        return self.error is None and self.result is not None
+
+
+def call_with_shapes(model: torch.nn.Module, function: Callable[..., Any], kwargs: Mapping[str, Any]) -> FakeCall:
+    """Call a function of a model with shapes alone. The model is unchanged afterwards."""
+    with (
+        preserve_module(model),
+        suppress_warnings(),
+        suppress_log_records(_LOGGER),
+        torch.no_grad(),
+        computing_shapes(model) as mode,
+    ):
+        try:
+            kwargs_on_device = on_device_of(model, Inputs(kwargs=kwargs)).kwargs
+            fake_kwargs = tree_map_tensors(partial(tensor_without_data, mode), kwargs_on_device)
+            return FakeCall(result=function(**fake_kwargs))
+        except NO_DATA_ERRORS:
+            return FakeCall()
+        except Exception as error:  # noqa: BLE001 - the code of the model may raise anything
+            return FakeCall(error=with_location(format_torch_error(error), error))
+
+
+def run_model(
+    model: torch.nn.Module,
+    inputs: Inputs,
+    *,
+    seed: int,
+    written: Iterable[torch.Tensor] = (),
+    changed: list[str] | None = None,
+) -> Any:
+    """Call a model on copies of its inputs, without gradients, and restore the model afterwards."""
+    with preserve_module(model, written):
+        before = None if changed is None else _attributes(model)
+        result = _call(model, inputs, seed)
+        if changed is not None and before is not None:
+            after = _attributes(model)
+            changed += [path for path in after if path not in before or not _is_same(before[path], after[path])]
+        return result
+
+
+def run_model_twice(model: torch.nn.Module, inputs: Inputs, *, seed: int) -> tuple[Any, Any]:
+    """Call a model twice as `run_model` does; it is restored after the second call."""
+    with preserve_module(model):
+        return _call(model, inputs, seed), _call(model, inputs, seed)
+
+
+def _call(model: torch.nn.Module, inputs: Inputs, seed: int) -> Any:
+    args, kwargs = _detached_copy((tuple(inputs.args), dict(inputs.kwargs)))
+    with torch.no_grad():
+        torch.manual_seed(seed)
+        try:
+            result = model(*args, **kwargs)
+        except Exception as error:
+            message = f"{type(model).__name__} fails on its example inputs: {format_torch_error(error)}"
+            raise CaptureError(with_location(message, error)) from error
+        return _detached_copy(with_records(result))
+
+
+def _detached_copy(values: Any) -> Any:
+    """Copy nested containers with their tensors, which lose their autograd history."""
+    return copy.deepcopy(tree_map_tensors(torch.Tensor.detach, values))
+
+
+def _attributes(model: torch.nn.Module) -> dict[str, tuple[Any, ...]]:
+    """The attributes of all modules, by path, with what is in lists and dicts, but for those of every module."""
+    attributes = {}
+    for module_path, module in model.named_modules():
+        for attribute_name, value in vars(module).items():
+            if attribute_name not in _OF_EVERY_MODULE:
+                attributes[f"{module_path}.{attribute_name}".removeprefix(".")] = (value, *container_content(value))
+    return attributes
+
+
+def _is_same(values: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
+    """Whether all are the same objects, or equal numbers and texts."""
+    return len(values) == len(others) and all(
+        value is other
+        or (type(value) is type(other) and isinstance(value, bool | int | float | str) and value == other)
+        for value, other in zip(values, others, strict=True)
+    )
+
+
+def are_identical(answer: Any, other_answer: Any) -> bool:
+    """Whether two answers, of a model and of its captured program, have the same bits; every NaN equals every other."""
+    leaves, other_leaves = tree_leaves(answer), tree_leaves(other_answer)
+    return len(leaves) == len(other_leaves) and all(map(_is_identical, leaves, other_leaves))
+
+
+def _is_identical(first: Any, second: Any) -> bool:
+    """Whether two leaves of answers are equal bit for bit, except that every NaN equals every other."""
+    if type(first) in (float, complex) and type(first) is type(second):
+        return _is_identical(
+            torch.tensor(first, dtype=_WIDE[type(first)]), torch.tensor(second, dtype=_WIDE[type(first)])
+        )
+    if not (isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor)):
+        return type(first) is type(second) and bool(first == second)
+    if first.dtype != second.dtype or first.shape != second.shape:
+        return False
+    if not (first.is_floating_point() or first.is_complex()):
+        return torch.equal(first, second)
+    real_tensor, other_real_tensor = map(_as_real, (first, second))
+    integers = _INTEGERS[real_tensor.itemsize]
+    are_nan = _is_nan(real_tensor) & _is_nan(other_real_tensor)
+    return bool(((real_tensor.view(integers) == other_real_tensor.view(integers)) | are_nan).all())
+
+
+def _as_real(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _is_nan(real_tensor: torch.Tensor) -> torch.Tensor:
+    return real_tensor.to(torch.float32).isnan() if real_tensor.itemsize == 1 else real_tensor.isnan()
 
 
 @contextlib.contextmanager
@@ -199,3 +344,31 @@ def _save_random_state() -> Iterator[_SavedState]:
     if torch.cuda.is_initialized():
         cuda_states = torch.cuda.get_rng_state_all()
         yield "the random state of CUDA devices", partial(torch.cuda.set_rng_state_all, cuda_states)
+
+
+def take_parts(
+    wrapper: torch.nn.Module, model: torch.nn.Module, further_modules: Mapping[str, torch.nn.Module] | None = None
+) -> None:
+    """Give a module that calls a model all parameters, buffers and modules of the model, by their names in the model.
+
+    further_modules: modules of the wrapper, by name. One whose name a part of the model has gets ``_`` at the end of it.
+    """
+    # The dicts themselves: torch.export replaces parameters in them while it runs the wrapper.
+    for attribute in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+        wrapper.__dict__[attribute] = model.__dict__[attribute]
+    wrapper.__dict__["training"] = model.training
+    # The attributes that the model assigns are its own, which `preserve_module` finds here.
+    wrapper.__dict__[_ATTRIBUTE] = (model,)
+    if further_modules is not None:
+        wrapper.__dict__["_modules"] = dict(model.__dict__["_modules"])
+        for module_name, module in further_modules.items():
+            while hasattr(model, module_name):
+                module_name += "_"
+            wrapper.__dict__["_modules"][module_name] = module
+
+
+def wrapped_model(module: torch.nn.Module) -> torch.nn.Module:
+    """Return the model that a module calls if `take_parts` made it, else the module itself."""
+    while _ATTRIBUTE in vars(module):
+        (module,) = vars(module)[_ATTRIBUTE]
+    return module

@@ -1,53 +1,35 @@
-"""What ``torch.export`` traces wrongly, traced as it is meant, and what its traces drop, recorded.
+"""What ``torch.export`` traces wrongly, traced as it is meant.
 
-- The grad mode of each node, and calls of ``torch.autograd.Function``, recorded while ``torch.export`` traces a model. The trace drops
-  both in part: a change of the grad mode inside ``torch.autocast`` is lost, and so is the ``backward`` of a function.
-- The arguments and the result of each call of a module, recorded while ``torch.export`` traces a model. The trace itself drops them.
-  torch's ``preserve_module_call_signature`` writes them into the graph, but fails on a module that is called twice in different ways.
-  Here each node of the trace gets a mark whenever its value is an argument or a part of the result of a module.
-- Recurrent layers in a capture: one operator each, for sequences of any length. ``torch.export`` keeps a recurrent layer as one operator,
-  but finds the shapes of its results by a loop over the steps of the example's sequence, which fixes the length. Here they are found from
-  the shapes of the arguments.
+- Recurrent layers: one operator each, for sequences of any length. ``torch.export`` keeps a recurrent layer as one operator, but finds the
+  shapes of its results by a loop over the steps of the example's sequence, which fixes the length. Here they are found from the shapes of
+  the arguments.
 - Sequences that a model makes of a size, such as ``torch.linspace(0, 1, steps=x.shape[1])``, for any size. The schemas of these operators
   say that the length is a number, where those of others say that it is a size: so torch makes a number of a size that may change, which
   fixes it. A call with a size is the same operator.
 """
 
-# Long because each cure of a trace has the same two sides: what is replaced while torch traces, and what is put back.
-
 import builtins
 import contextlib
-import inspect
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final
 from unittest import mock
 
 import torch
-from torch.fx import Node as FxNode
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from stagepack.capture.asked_properties import AskedProperties
-from stagepack.capture.module_state import model_packages
-from stagepack.format.traversal import split_call_path
+from stagepack.capture.model_runs import model_packages
 from stagepack.torch_internals import (
-    EXPORT_ROOT,
     FakeTensor,
     OperatorOverload,
-    TreeSpec,
-    changed_grad_mode,
     example_size,
     operator_schema,
     recorded_call,
     shape_decompositions,
-    traced_module_calls,
-    traced_node,
-    traced_nodes,
-    tree_flatten,
     without_recording,
 )
 
@@ -72,12 +54,6 @@ _MAX_POOL: Final = (torch.max_pool1d, torch.nn.functional.max_pool1d)
 _ROW_MAJOR: Final = frozenset({"contiguous", "embedding", "layer_norm", "linear", "one_hot"})
 # How many of its arguments decide the layout of a result, where not all do: not the mask.
 _DECIDING: Final = {"scaled_dot_product_attention": 3}
-_GRAD_MODE_KEY = "stagepack_grad_mode"  # of a node's `meta`
-# A call of a module: the path of the module, and the text behind ``@`` of a call that is not its first.
-CallKey = tuple[str, str]
-# Where a value crosses the boundary of a module call: the number of the call, the direction, and the number of the leaf.
-CallBoundary = tuple[int, Literal["argument", "result"], int]
-_BOUNDARIES_KEY = "stagepack_calls"  # of a node's `meta`
 
 
 def sequence_of_any_length(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
@@ -151,23 +127,19 @@ def _shapes_from_arguments(operator: OperatorOverload) -> Iterator[None]:
 
 def _kernel_for_fake_tensors(kernel: Callable[..., Any]) -> Callable[..., Any]:
     def run(input: torch.Tensor, hidden: Any, *args: Any) -> Any:
-        return _fake_results(input, hidden, *args) if isinstance(input, FakeTensor) else kernel(input, hidden, *args)
+        if not isinstance(input, FakeTensor):
+            return kernel(input, hidden, *args)
+        # The last arguments of all recurrent layers.
+        *_, bidirectional, batch_first = args
+        return _fake_results(input, hidden, bidirectional=bidirectional, batch_first=batch_first)
 
     return run
 
 
 def _fake_results(
-    input: torch.Tensor,
-    hidden: Any,
-    params: Any,
-    has_biases: bool,
-    num_layers: int,
-    dropout: float,
-    train: bool,
-    bidirectional: bool,
-    batch_first: bool,
+    input: torch.Tensor, hidden: Any, *, bidirectional: bool, batch_first: bool
 ) -> tuple[torch.Tensor, ...]:
-    """Results of the right shapes and strides. The parameters are those of the operators.
+    """Results of the right shapes and strides.
 
     `input` is ``[steps, batch, features]``, or ``[batch, steps, features]`` with `batch_first`; `hidden` is ``[layers * directions,
     batch, width]``, of an LSTM the list of the hidden and the cell states.
@@ -336,179 +308,3 @@ def _equal_chunks(input: torch.Tensor, chunks: int, dim: int = 0) -> tuple[torch
     if isinstance(size, int) or not isinstance(chunks, int) or not statically_known_true(size % chunks == 0):
         return None
     return torch.split(input, [size // chunks] * chunks, dim)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CustomFunction:
-    """A ``torch.autograd.Function`` that a model calls, and its module.
-
-    Attributes:
-        class_name: the name of its class.
-        module_path: the path of the module that calls it first.
-    """
-
-    class_name: str
-    module_path: str
-
-
-class TracedModes:
-    """Grad modes and functions with a backward of their own in a trace."""
-
-    def __init__(self) -> None:
-        self._module_of_function: dict[str, str] = {}
-        self._first_mode: dict[int, bool] = {}
-        self._mode = True  # outside of functions
-
-    @property
-    def functions(self) -> tuple[CustomFunction, ...]:
-        """The functions whose results may need gradients, each once."""
-        return tuple(
-            CustomFunction(class_name=class_name, module_path=module_path)
-            for class_name, module_path in self._module_of_function.items()
-        )
-
-    @contextlib.contextmanager
-    def recorded(self) -> Iterator[None]:
-        """Record in all traces of torch within the ``with`` block."""
-        with traced_nodes(self._record):
-            yield
-
-    def _record(self, tracer: Any, node: FxNode) -> None:
-        if node.op == "placeholder":
-            self._mode = self._first_mode[id(tracer)] = torch.is_grad_enabled()
-        calls = [] if torch.is_grad_enabled() else list(_function_calls())
-        if not calls:
-            new_mode = changed_grad_mode(node)
-            self._mode = torch.is_grad_enabled() if new_mode is None else new_mode
-        # A function runs its forward without gradients: its nodes have the mode around it.
-        node.meta[_GRAD_MODE_KEY] = (self._mode, self._first_mode.get(id(tracer), self._mode))
-        for function_class, args in calls:
-            is_own = function_class.__module__.partition(".")[0] != "torch"  # unlike that of activation checkpointing
-            if is_own and any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args):
-                paths = [path for path, _ in node.meta.get("nn_module_stack", {}).values()]
-                module_path = (paths or [""])[-1].removeprefix(EXPORT_ROOT).lstrip(".")
-                self._module_of_function.setdefault(function_class.__qualname__, module_path)
-
-
-def _function_calls() -> Iterator[tuple[type, tuple[Any, ...]]]:
-    """The functions that run, and their arguments. They are in the stack, however the model came by their ``apply``."""
-    code = torch.autograd.Function.apply.__code__
-    frame = inspect.currentframe()
-    while frame is not None:
-        if frame.f_code is code:
-            yield frame.f_locals["cls"], frame.f_locals["args"]
-        frame = frame.f_back
-
-
-def lost_grad_mode(node: FxNode, captured_mode: bool | None) -> bool | None:
-    """Return the grad mode that a node ran in, or None if the captured program has it.
-
-    captured_mode: the grad mode that the program runs it in; None for that of the caller.
-    """
-    mode, first_mode = node.meta.get(_GRAD_MODE_KEY, (None, None))
-    expected_mode = first_mode if captured_mode is None else captured_mode
-    return None if mode == expected_mode else mode
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TracedCall:
-    """One call of a module.
-
-    Attributes:
-        parameters: the parameters of the module's ``forward``.
-        arguments: the leaves of the arguments, by position and by name.
-        arguments_spec: the containers of the arguments.
-        results: the leaves of the result.
-        results_spec: the containers of the result.
-    """
-
-    parameters: Mapping[str, inspect.Parameter]
-    arguments: list[Any]
-    arguments_spec: TreeSpec
-    results: list[Any]
-    results_spec: TreeSpec
-
-
-class TracedCalls:
-    """The calls of modules in a trace.
-
-    Attributes:
-        numbered_calls: each call with its number in `CallBoundary`. If a call is traced several times, the last trace counts.
-    """
-
-    def __init__(self) -> None:
-        self.numbered_calls: dict[CallKey, tuple[int, TracedCall]] = {}
-        self._call_count = 0
-
-    @contextlib.contextmanager
-    def recorded(self) -> Iterator[None]:
-        """Record the calls of modules in all traces of torch within the ``with`` block."""
-        with traced_module_calls(self._record):
-            yield
-
-    def _record(
-        self,
-        tracer: Any,
-        module: torch.nn.Module,
-        forward: Any,
-        args: Any,
-        kwargs: Any,
-        trace_call: Callable[..., Any],
-    ) -> Any:
-        call_number = self._call_count
-        self._call_count += 1
-        arguments, arguments_spec = _flatten((args, kwargs))
-        _mark_nodes(tracer, arguments, call_number, "argument")
-        module_paths: list[str] = []
-
-        def forward_with_path(*forward_args: Any, **forward_kwargs: Any) -> Any:
-            module_paths.extend(tracer.module_stack)
-            return forward(*forward_args, **forward_kwargs)
-
-        depth = len(tracer.module_stack)
-        try:
-            result = trace_call(tracer, module, forward_with_path, args, kwargs)
-        except BaseException:
-            # Code of the model may catch the error, and go on; torch leaves the module on the stack.
-            while len(tracer.module_stack) > depth:
-                tracer.module_stack.popitem()
-            raise
-        results, results_spec = _flatten(result)
-        _mark_nodes(tracer, results, call_number, "result")
-        if module_paths:
-            call = TracedCall(
-                parameters=inspect.signature(module.forward).parameters,
-                arguments=arguments,
-                arguments_spec=arguments_spec,
-                results=results,
-                results_spec=results_spec,
-            )
-            self.numbered_calls[_call_key(module_paths[-1])] = (call_number, call)
-        return result
-
-
-def call_boundaries(node: torch.fx.Node) -> list[CallBoundary]:
-    """The boundaries of module calls that the value of a node crosses."""
-    return list(node.meta.get(_BOUNDARIES_KEY, ()))
-
-
-def _flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
-    """Flatten arguments or results. A container that its library registered, and cannot take apart while it is traced, is a leaf."""
-    try:
-        return tree_flatten(tree)
-    except (TypeError, ValueError, RecursionError):
-        return tree_flatten(tree, lambda value: type(value) not in (tuple, list, dict))
-
-
-def _call_key(call_path: str) -> CallKey:
-    module_path, occurrence = split_call_path(call_path)
-    return module_path.removeprefix(EXPORT_ROOT).removeprefix("."), occurrence
-
-
-def _mark_nodes(tracer: Any, leaves: list[Any], call_number: int, direction: str) -> None:
-    for leaf_number, leaf in enumerate(leaves):
-        if isinstance(leaf, torch.Tensor):
-            node = traced_node(tracer, leaf)
-            if node is not None:
-                boundaries = node.meta.setdefault(_BOUNDARIES_KEY, [])
-                boundaries.append((call_number, direction, leaf_number))

@@ -1,6 +1,6 @@
-"""Example inputs as text, such as ``x=float32[batch=2..512,64]``, and as files of arrays and images.
+"""What a caller states about example inputs, in any of its forms -> `Inputs`.
 
-Grammar::
+Inputs as text have this grammar; a text may also name a file of arrays or an image::
 
     INPUT = [NAME "="] "@" FILE | NAME "=" (TENSOR | NUMBER | "true" | "false" | "none")
     TENSOR = DTYPE "[" [SIZE {"," SIZE}] "]"
@@ -13,7 +13,7 @@ its arrays. DYNAMIC makes a size of an input dynamic, or an input that is a whol
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
@@ -24,12 +24,16 @@ from safetensors.torch import load_file
 from torch.export import Dim
 
 from stagepack.capture.example_tensors import random_tensor
+from stagepack.capture.imports import call_user_function
 from stagepack.capture.inputs import Inputs, inputs_by_parameter
-from stagepack.errors import MissingPackageError, OptionError
+from stagepack.errors import CaptureError, MissingPackageError, OptionError
 
+# Of one call of the model, or of functions of it by their paths.
+ExampleInputs = Inputs | dict[str, Inputs]
+# What `stagepack.export` takes as its inputs.
+StatedInputs = Inputs | str | Sequence[str] | Mapping[str, Any]
 # Makes the example inputs of a model, of which an image becomes one.
 MakeInputs = Callable[[], Inputs]
-
 _INPUT: Final = re.compile(r"(?:(?P<name>[^\W\d]\w*)\s*=\s*)?(?P<value>.+)", re.DOTALL)
 _TENSOR: Final = re.compile(r"(?P<dtype>\w+)\s*\[(?P<sizes>[^\]]*)\]")
 _DIMENSION: Final = re.compile(r"(?P<symbol>[^\W\d]\w*)(?:\s*=\s*(?P<min>\d+)\s*\.\.\s*(?P<max>\d+)?)?")
@@ -42,6 +46,70 @@ _DTYPES: Final = {"bool": torch.bool} | {
 }
 _IMAGE_SUFFIXES: Final = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 _MOST_ELEMENTS: Final = 2**31
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExampleArguments:
+    """What the options of the command line say about example inputs."""
+
+    # ``file.py:function`` or ``package.module:function``. The function takes no arguments and returns `Inputs`, a tuple of inputs by
+    # position, or a dict of inputs by name; or a dict of `Inputs` by paths of functions, see `capture_entry_points`.
+    function: str | None = None
+    # The inputs as text, see `parse_inputs`.
+    texts: tuple[str, ...] = ()
+    dynamic: tuple[str, ...] = ()
+
+    def inputs(self, make_inputs: MakeInputs | None = None) -> ExampleInputs | None:
+        """Return the inputs that are stated, or None; sizes of `dynamic` are not yet dynamic."""
+        if self.function is not None and self.texts:
+            raise OptionError("the inputs are stated twice: pass --inputs FILE.py:FUNCTION or --input, not both")
+        if self.function is not None:
+            return to_inputs(call_user_function(self.function), self.function)
+        return parse_inputs(self.texts, make_inputs) if self.texts else None
+
+    def complete(self, inputs: ExampleInputs, forward: Callable[..., Any]) -> ExampleInputs:
+        """Return inputs with the sizes of `dynamic`."""
+        if not self.dynamic:
+            return inputs
+        if isinstance(inputs, dict):
+            raise OptionError("dynamic: of several entry points, each states its own sizes in stagepack.Inputs")
+        return with_dynamic_sizes(inputs, self.dynamic, forward)
+
+
+def stated_inputs(stated: StatedInputs, make_inputs: MakeInputs | None = None) -> Inputs:
+    """Return the inputs that a caller states in Python."""
+    if isinstance(stated, Inputs):
+        return stated
+    if isinstance(stated, Mapping):
+        texts = {input_name: input_text for input_name, input_text in stated.items() if isinstance(input_text, str)}
+        parsed = parse_inputs(f"{input_name}={input_text}" for input_name, input_text in texts.items())
+        return replace(
+            parsed, kwargs={input_name: parsed.kwargs.get(input_name, value) for input_name, value in stated.items()}
+        )
+    texts_in_order = [stated] if isinstance(stated, str) else stated
+    if not isinstance(texts_in_order, list | tuple) or not all(
+        isinstance(input_text, str) for input_text in texts_in_order
+    ):
+        raise OptionError(
+            "inputs: expected stagepack.Inputs, a dict by name, or texts such as 'x=float32[batch=2..512,64]', found "
+            f"{type(stated).__name__}: pass a tuple of inputs by position as args"
+        )
+    return parse_inputs(texts_in_order, make_inputs)
+
+
+def to_inputs(returned: object, reference: str) -> ExampleInputs:
+    """Convert the result of a user's function to inputs."""
+    if isinstance(returned, Inputs):
+        return returned
+    if isinstance(returned, dict) and returned and all(isinstance(value, Inputs) for value in returned.values()):
+        return returned
+    if isinstance(returned, dict):
+        return Inputs(kwargs=returned)
+    if isinstance(returned, tuple):
+        return Inputs(args=returned)
+    raise CaptureError(
+        f"{reference}: expected stagepack.Inputs, a tuple or a dict of example inputs, found {type(returned).__name__}"
+    )
 
 
 @dataclass(slots=True)

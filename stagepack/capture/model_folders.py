@@ -1,0 +1,175 @@
+"""Folders and hub names of models, checked before anything slow is imported, and adapters of PEFT, such as LoRA.
+
+PEFT, and torch with it, is imported when an adapter is merged into its base model, not before.
+"""
+
+import importlib
+import json
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from stagepack.errors import CaptureError, MissingPackageError
+from stagepack.extras import explain_missing_packages
+from stagepack.format.file_checks import near_path_hint
+from stagepack.format.rules import MANIFEST_NAME, MODEL_CONFIG_NAME
+
+# What sentence-transformers runs one after the other.
+MODULES_FILE: Final = "modules.json"
+# What diffusers reads first.
+PIPELINE_FILE: Final = "model_index.json"
+# A hub name may have a dot in it, such as Qwen2.5-0.5B, but not these.
+_FILE_SUFFIXES = frozenset(
+    (".bin", ".ckpt", ".gguf", ".h5", ".json", ".onnx", ".pt", ".pt2", ".pth", ".py", ".safetensors", ".stagepack")
+)
+CONFIGURATION_NAME: Final = "adapter_config.json"
+# Tasks whose model has a head that the checkpoint of the base model may not have.
+_CLASS_OF_TASK: Final = {
+    "FEATURE_EXTRACTION": "AutoModel",
+    "QUESTION_ANS": "AutoModelForQuestionAnswering",
+    "SEQ_CLS": "AutoModelForSequenceClassification",
+    "TOKEN_CLS": "AutoModelForTokenClassification",
+}
+
+
+def is_model_folder(folder: str | os.PathLike[str]) -> bool:
+    """Whether a folder has what `load_pretrained` begins with: a configuration of transformers, or modules of sentence-transformers."""
+    return any(os.path.isfile(os.path.join(folder, name)) for name in (MODEL_CONFIG_NAME, MODULES_FILE))
+
+
+def model_file(source: str, file_name: str) -> str | None:
+    """Return the path of a file of a model's folder, or of a hub name, which is downloaded; None if there is none."""
+    if os.path.exists(source):
+        path = os.path.join(source, file_name)
+        return path if os.path.isfile(path) else None
+    if _looks_like_path(source):
+        return None
+    with explain_missing_packages("hf"):
+        hub: Any = importlib.import_module("huggingface_hub")
+    try:
+        downloaded: str = hub.hf_hub_download(source, file_name)
+    except (OSError, ValueError, hub.errors.EntryNotFoundError):
+        return None  # that there is no such model is said when it is loaded
+    return downloaded
+
+
+def check_source_path(source: str) -> None:
+    """Refuse the path of a model that does not exist, before torch is imported."""
+    if os.path.exists(source):
+        return
+    file_name, separator, _ = source.rpartition(":")
+    if not separator:
+        check_model_path(source)
+    elif file_name.endswith(".py") and not os.path.isfile(file_name):
+        raise CaptureError(f"{file_name}: no such file{near_path_hint(file_name)}")
+
+
+def check_model_path(source: str) -> None:
+    """Refuse paths, for which transformers would ask the hub."""
+    if os.path.isdir(source):
+        if not is_model_folder(source):
+            if os.path.isfile(os.path.join(source, MANIFEST_NAME)):
+                raise CaptureError(
+                    f"{source}: expected a model, found a bundle: cut it again by 'stagepack recut' (in Python stagepack.recut)"
+                )
+            if os.path.isfile(os.path.join(source, PIPELINE_FILE)):
+                raise CaptureError(
+                    f"{source}: is a pipeline of diffusers: write a function that returns DiffusionPipeline.from_pretrained({source!r}) "
+                    "and the inputs of its models, such as {'unet': stagepack.Inputs(...)}, and pass FILE.py:FUNCTION"
+                )
+            raise CaptureError(f"{source}: expected a Hugging Face folder with a config.json")
+    elif source.endswith(".py"):
+        raise CaptureError(
+            f"{source}: expected FILE.py:FUNCTION, found no function: name the function that makes the model, such as {source}:make"
+        )
+    elif os.path.exists(source):
+        raise CaptureError(f"{source}: expected a Hugging Face folder, found a file")
+    elif _looks_like_path(source):
+        raise CaptureError(
+            f"{source}: no such file or folder; expected a folder, a hub name, a .pt2 file or FILE.py:FUNCTION{near_path_hint(source)}"
+        )
+
+
+def _looks_like_path(source: str) -> bool:
+    """Whether a source cannot be a hub name, which is ``NAME`` or ``OWNER/NAME``, or is the name of a file."""
+    return (
+        source.startswith((".", "/", "~"))
+        or source.endswith(("/", "\\"))
+        or source.count("/") > 1
+        or os.path.splitext(source)[1].lower() in _FILE_SUFFIXES
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapter:
+    """An adapter, of which only the configuration is read."""
+
+    source: str
+    base_model: str
+    # The class of transformers that loads the base model; None for the one that the configuration of the base model names.
+    class_name: str | None
+    # The names of modules whose weights the adapter has as a whole.
+    saved_modules: frozenset[str]
+
+
+def read_adapter(source: str) -> Adapter | None:
+    """Return the adapter of a folder or a hub name; None if there is none."""
+    path = model_file(source, CONFIGURATION_NAME)
+    if path is None:
+        return None
+    try:
+        fields: Mapping[str, Any] = json.loads(Path(path).read_bytes())
+        base_model = fields.get("base_model_name_or_path")
+        class_name = (fields.get("auto_mapping") or {}).get("base_model_class")
+        saved_modules = frozenset(fields.get("modules_to_save") or ())
+    except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
+        raise CaptureError(f"{path}: expected the configuration of an adapter of PEFT: {error}") from error
+    if not isinstance(base_model, str) or not base_model:
+        raise CaptureError(
+            f"{path}: expected the base model of the adapter in base_model_name_or_path, found none: add it"
+        )
+    return Adapter(
+        source=source,
+        base_model=base_model,
+        class_name=class_name or _CLASS_OF_TASK.get(str(fields.get("task_type"))),
+        saved_modules=saved_modules,
+    )
+
+
+def merge_adapter(adapter: Adapter, load_base_model: Callable[[], Any]) -> Any:
+    """Merge an adapter into its base model, as ``merge_and_unload`` of PEFT does."""
+    try:
+        peft: Any = importlib.import_module("peft")
+    except ModuleNotFoundError as error:
+        message = f"{adapter.source}: is an adapter of PEFT, which is not installed: pip install peft installs it"
+        raise MissingPackageError(message, name=error.name, path=error.path) from error
+    base_model = load_base_model()
+    try:
+        with warnings.catch_warnings():
+            # PEFT calls what transformers has deprecated, and warns of tensors that do not fit, which are refused below.
+            warnings.simplefilter("ignore")
+            adapted = peft.PeftModel.from_pretrained(base_model, adapter.source)
+            load_result = adapted.load_adapter(adapter.source, adapted.active_adapter)
+            merged = None if adapted.active_peft_config.is_prompt_learning else adapted.merge_and_unload()
+    except Exception as error:
+        [reason] = str(error).splitlines()[:1] or [type(error).__name__]
+        raise CaptureError(f"{adapter.source}: PEFT cannot merge it into {adapter.base_model}: {reason}") from error
+    if merged is None:
+        raise CaptureError(
+            f"{adapter.source}: an adapter of kind {adapted.peft_type.value} has no weights to merge: load it, and pass the PeftModel "
+            "and its inputs to stagepack.export"
+        )
+    if unfit := [*load_result.unexpected_keys, *load_result.missing_keys]:
+        more = f", and {len(unfit) - 1} more" if len(unfit) > 1 else ""
+        raise CaptureError(
+            f"{adapter.source}: does not fit {adapter.base_model}: {unfit[0]} is in one of them alone{more}: correct "
+            f"base_model_name_or_path in its {CONFIGURATION_NAME}"
+        )
+    for parameter in merged.parameters():
+        # PEFT has frozen them; a stage of the bundle can be trained.
+        if parameter.is_floating_point():
+            parameter.requires_grad_(True)
+    return merged
