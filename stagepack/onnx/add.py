@@ -15,7 +15,8 @@ from stagepack.format.output_file import TemporaryFolder
 from stagepack.format.reader import Bundle
 from stagepack.format.writer import BundleWriter, check_output_path
 from stagepack.onnx.check import StageCheck, check_stages
-from stagepack.onnx.conversion import OnnxFiles, convert_stage, model_file, own_weight_file
+from stagepack.onnx.conversion import convert_stage, model_file, own_weight_file
+from stagepack.onnx.stage_model import OnnxFiles
 from stagepack.opening import errors_name_bundle, opened_folder
 from stagepack.torch_internals import onnx_functions_read_once, signs_of_zeros_kept
 from stagepack_loaders.comparison import Tolerance

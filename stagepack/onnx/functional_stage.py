@@ -1,34 +1,29 @@
-"""A stage as a module that returns what it writes, as ONNX needs it.
+"""A stage as a module that returns what it writes, as ONNX needs it, captured with dynamic sizes.
 
 - A stage computed in float64: the answers against which the rounding of lower precisions is measured.
-- Linear layers that use their weights as the weight files store them. torch's exporter transposes the weight of each linear layer. A
-  runtime transposes such an initializer when it loads the model, and keeps the copy; ``Gemm`` takes the weight as it is stored.
-- Initializers of an ONNX model that point into the weight files of a bundle.
-- Where a stage is in its bundle, and how its ONNX model says so.
 """
 
-import importlib.metadata
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import onnx_ir as ir
 import torch
-from onnxscript import rewriter
+from torch.export import Dim, ExportedProgram
 from torch.fx import GraphModule
 from torch.fx.node import map_aggregate
 
 from stagepack.format.aliasing import alias_classes
-from stagepack.format.dtypes import ITEM_SIZE
 from stagepack.format.folded_graph import trivially_folded
-from stagepack.format.graph import Graph, Weight
-from stagepack.format.manifest import VERSION, Edge
-from stagepack.format.onnx import ELEMENT_TYPES
+from stagepack.format.graph import Graph, Value
 from stagepack.format.reader import Bundle
-from stagepack.format.weights import StoredTensor, TensorSpec, tensor_layout
+from stagepack.format.shapes import Expr, Symbol, evaluate_dim
 from stagepack.onnx.replacements import call_replaced
+from stagepack.torch_internals import (
+    OperatorOverload,
+    batch_norm_decompositions,
+    operator_schema,
+)
 from stagepack_loaders.torch.arrays import TORCH_ARRAYS
 from stagepack_loaders.torch.build import build_graph_module
 from stagepack_loaders.torch.operators import resolve_operators
@@ -44,14 +39,6 @@ _WIDE_DTYPES = {
     torch.complex32: torch.complex128,
     torch.complex64: torch.complex128,
 }
-_FLOATS = {ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16, ir.DataType.BFLOAT16}
-# The first version of ONNX in which a node names its pipeline stage.
-_IR_VERSION = 11
-_MODULE_KEY = "pkg.stagepack.module"
-# Bytes of a tensor that may be in the ONNX file itself.
-_MAX_INLINE_BYTES = 1024
-_INTEGERS = {ir.DataType.INT32, ir.DataType.INT64}
-_DTYPE_NAMES = {element_type: dtype_name for dtype_name, element_type in ELEMENT_TYPES.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,159 +172,68 @@ def _widened(value: Any) -> Any:
     return value.to(_wide_dtype(value.dtype)) if isinstance(value, torch.Tensor) else value
 
 
-class _Linear(rewriter.RewriteRuleClassBase):
-    """``MatMul(x, Transpose(w))`` -> ``Gemm(x, w, transB=1)``, with `x` reshaped to a matrix, and the result reshaped back."""
-
-    def pattern(self, op: Any, x: ir.Value, w: ir.Value) -> Any:
-        return op.MatMul(x, op.Transpose(w, perm=[1, 0]))
-
-    def check(self, context: Any, w: ir.Value, **_: Any) -> bool:  # type: ignore[override]
-        return _is_stored_matrix(w)
-
-    def rewrite(self, op: Any, x: ir.Value, w: ir.Value) -> Any:
-        return _gemm(op, x, w)
-
-
-class _LinearWithBias(_Linear):
-    """The same, with a bias that is added."""
-
-    def pattern(self, op: Any, x: ir.Value, w: ir.Value, b: ir.Value) -> Any:  # type: ignore[override]
-        return op.Add(op.MatMul(x, op.Transpose(w, perm=[1, 0])), b)
-
-    def check(self, context: Any, w: ir.Value, b: ir.Value, **_: Any) -> bool:  # type: ignore[override]
-        return _is_stored_matrix(w) and b.is_initializer() and w.shape is not None and b.shape == w.shape[:1]
-
-    def rewrite(self, op: Any, x: ir.Value, w: ir.Value, b: ir.Value) -> Any:  # type: ignore[override]
-        return _gemm(op, x, w, b)
-
-
-def use_stored_weights(model: ir.Model) -> None:
-    """Replace the products of a model with transposed initializers."""
-    # One rule after the other: a product comes before the addition of the bias.
-    for rule in (_LinearWithBias, _Linear):
-        rewriter.RewritePass([rule.rule()])(model)  # type: ignore[no-untyped-call]
+def trace_stage(
+    module: GraphModule,
+    graph: Graph,
+    targets: Sequence[Callable[..., Any]],
+    tensors: Mapping[str, torch.Tensor],
+    writes: StageWrites,
+) -> ExportedProgram:
+    """Capture a stage as a `FunctionalStage`, with the sizes that may change."""
+    sizes = _traced_sizes(graph.symbols)
+    examples = [_example_input(value, sizes) for value in graph.inputs]
+    examples += [(tensors[value_name].detach().clone(), None) for value_name in writes.state]
+    dynamic_shapes = (None, tuple(dynamic for _, dynamic in examples)) if examples else (None,)
+    with torch.no_grad():
+        program = torch.export.export(
+            FunctionalStage(module, graph, tensors, writes),
+            (torch.zeros(()), *(example for example, _ in examples)),
+            dynamic_shapes=dynamic_shapes,
+            strict=False,
+            # The loader checks the sizes, not the graph.
+            prefer_deferred_runtime_asserts_over_guards=True,
+        )
+    decompositions = _decompositions(graph, targets)
+    return program.run_decompositions(decompositions) if decompositions else program
 
 
-def _is_stored_matrix(value: ir.Value) -> bool:
-    """Whether a value is an initializer that Gemm takes in every runtime."""
-    return (
-        value.is_initializer()
-        and value.dtype in _FLOATS
-        and value.shape is not None
-        and len(value.shape) == 2
-        and 0 not in value.shape
+def _decompositions(graph: Graph, targets: Sequence[Callable[..., Any]]) -> dict[Any, Any]:
+    """Decompositions of operators for which torch's ONNX exporter loses what they write, or that their results are views."""
+    if not alias_classes(graph).writers:
+        return {}
+    norms = {torch.ops.aten.batch_norm.default, torch.ops.aten.instance_norm.default}.intersection(targets)
+    silent_views = {
+        target for op, target in zip(graph.ops, targets, strict=True) if op.aliases and _has_silent_schema(target)
+    }
+    decompositions: dict[Any, Any] = batch_norm_decompositions() if norms else {}
+    if norms or silent_views:
+        defaults = torch.export.default_decompositions()
+        decompositions |= {target: defaults[target] for target in norms | silent_views if target in defaults}
+    return decompositions
+
+
+def _has_silent_schema(target: Callable[..., Any]) -> bool:
+    """Whether the schema of an operator does not say what its results alias."""
+    return isinstance(target, OperatorOverload) and not any(
+        parameter.alias_info for parameter in operator_schema(target).arguments
     )
 
 
-def _gemm(op: Any, x: ir.Value, w: ir.Value, *bias: ir.Value) -> Any:
-    if x.shape is not None and len(x.shape) == 2:
-        return op.Gemm(x, w, *bias, transB=1)
-    assert w.shape is not None
-    out_features, in_features = w.shape.numpy()
-    rows = op.Reshape(x, op.Constant(value_ints=[-1, in_features]))
-    shape = op.Concat(op.Shape(x, start=0, end=-1), op.Constant(value_ints=[out_features]), axis=0)
-    return op.Reshape(op.Gemm(rows, w, *bias, transB=1), shape, allowzero=1)
+def _traced_sizes(symbols: Sequence[Symbol]) -> dict[str, int]:
+    """A size for each symbol: that of the example if it is at least 2, since torch takes 0 and 1 for constants."""
+    sizes = {}
+    for symbol in symbols:
+        size = symbol.example if symbol.example is not None and symbol.example > 1 else max(symbol.min or 0, 2)
+        sizes[symbol.name] = size if symbol.max is None else min(size, symbol.max)
+    return sizes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StagePlace:
-    """Where a stage is in its bundle."""
-
-    stage_number: int
-    stage_count: int
-    edges: Mapping[str, Edge]
-    # The weight file of each stored tensor that the stage uses, and where it is in the file.
-    stored_tensors: Mapping[str, tuple[Path, StoredTensor]]
-    # The name of the weight file for tensors that are in no other weight file.
-    own_weight_file: str
-
-
-def describe_place(model: ir.Model, stage_place: StagePlace, module_paths: Mapping[ir.Node, str]) -> None:
-    """Write into a model which stage it is, and into its nodes which stage and which module they belong to."""
-    model.ir_version = _IR_VERSION
-    model.producer_name, model.producer_version = "stagepack", importlib.metadata.version("stagepack")
-    # onnx.compose refuses to merge models whose metadata differ, so what differs between stages is metadata of the graph.
-    model.metadata_props["pkg.stagepack.format_version"] = VERSION
-    model.metadata_props["pkg.stagepack.stages"] = str(stage_place.stage_count)
-    model.graph.name = f"stage_{stage_place.stage_number}"
-    model.graph.metadata_props["pkg.stagepack.stage"] = str(stage_place.stage_number)
-    configuration = model.add_device_configuration("stagepack", num_devices=stage_place.stage_count)
-    stage_configuration = ir.NodeDeviceConfiguration(configuration, pipeline_stage=stage_place.stage_number)
-    for node in model.graph.all_nodes():
-        node.device_configurations = (stage_configuration,)
-        if module_paths.get(node):
-            node.metadata_props[_MODULE_KEY] = module_paths[node]
-
-
-def move_weights_out(
-    model: ir.Model, weights: Mapping[str, Weight], stage_place: StagePlace
-) -> dict[TensorSpec, bytes]:
-    """Let the initializers of a model point into weight files, apart from small ones.
-
-    The result is the tensors that are in no weight file yet, with their bytes, in the order of the stage's own weight file.
-    """
-    new_tensors: dict[TensorSpec, bytes] = {}
-    new_values = []
-    for value in list(model.graph.initializers.values()):
-        tensor = value.const_value
-        assert tensor is not None
-        assert value.name is not None
-        weight = weights.get(value.name)
-        start = None if weight is None else _start_in_file(weight, tensor, stage_place.stored_tensors)
-        if weight is not None and weight.zeros and tensor.nbytes > _MAX_INLINE_BYTES:
-            _compute_zeros(model, value)
-        elif weight is not None and start is not None:
-            weight_file = stage_place.stored_tensors[weight.stored][0].name
-            value.const_value = _external_tensor(tensor, weight_file, start)
-        elif tensor.nbytes > _MAX_INLINE_BYTES:
-            shape = tuple(tensor.shape.numpy())
-            spec = TensorSpec(name=value.name, dtype=_DTYPE_NAMES[tensor.dtype], shape=shape)
-            new_tensors[spec] = tensor.tobytes()
-            new_values.append(value)
-    for value, stored in zip(new_values, tensor_layout(new_tensors), strict=True):
-        assert value.const_value is not None
-        value.const_value = _external_tensor(value.const_value, stage_place.own_weight_file, stored.start)
-    return new_tensors
-
-
-def _start_in_file(
-    weight: Weight, tensor: ir.TensorProtocol, stored_tensors: Mapping[str, tuple[Path, StoredTensor]]
-) -> int | None:
-    """The first byte of a weight in its file; None if the initializer cannot point there."""
-    # Runtimes read sizes and indices from small integers, and only from those in the ONNX file.
-    is_small_integer = tensor.dtype in _INTEGERS and tensor.nbytes <= _MAX_INLINE_BYTES
-    if weight.zeros or tensor.nbytes == 0 or is_small_integer:
-        return None
-    start = stored_tensors[weight.stored][1].start
-    if weight.base is None:
-        return start
-    contiguous_strides = [math.prod(weight.shape[index + 1 :]) for index in range(len(weight.shape))]
-    is_contiguous = all(
-        size == 1 or stride == contiguous_stride
-        for size, stride, contiguous_stride in zip(weight.shape, weight.strides or (), contiguous_strides, strict=True)
-    )
-    return start + weight.offset * ITEM_SIZE[weight.dtype] if is_contiguous else None
-
-
-def _external_tensor(tensor: ir.TensorProtocol, weight_file: str, start: int) -> ir.ExternalTensor:
-    shape = ir.Shape(tensor.shape.numpy())
-    return ir.ExternalTensor(weight_file, start, tensor.nbytes, tensor.dtype, shape=shape, name=tensor.name or "")
-
-
-def _compute_zeros(model: ir.Model, value: ir.Value) -> None:
-    """Replace an initializer of all zeros, which is in no file, by a node that computes it."""
-    tensor, value_name = value.const_value, value.name
-    assert tensor is not None
-    assert value_name is not None
-    sizes = ir.tensor(list(tensor.shape.numpy()), dtype=ir.DataType.INT64, name=f"{value_name}/shape")
-    sizes_value = ir.Value(name=sizes.name, const_value=sizes)
-    zero = ir.tensor([0], dtype=tensor.dtype)
-    node = ir.node("ConstantOfShape", [sizes_value], {"value": zero})
-    del model.graph.initializers[value_name]
-    ir.convenience.replace_all_uses_with(value, node.outputs[0], replace_graph_outputs=True)
-    node.outputs[0].name, node.outputs[0].dtype = value_name, tensor.dtype
-    model.graph.initializers.add(sizes_value)
-    if len(model.graph):
-        model.graph.insert_before(model.graph[0], node)
-    else:
-        model.graph.append(node)
+def _example_input(value: Value, sizes: Mapping[str, int]) -> tuple[Any, Any]:
+    """An input to trace with, and its dynamic dimensions."""
+    if value.dtype == "symint":
+        return (2 if value.expr is None else evaluate_dim(value.expr, sizes)), Dim.DYNAMIC
+    if value.dtype in PASSED_AS_TENSORS:
+        return torch.ones((), dtype=PASSED_AS_TENSORS[value.dtype]), None
+    shape = [evaluate_dim(dim, sizes) for dim in value.shape]
+    dynamic_dims = {index: Dim.DYNAMIC for index, dim in enumerate(value.shape) if isinstance(dim, str | Expr)}
+    return torch.zeros(shape, dtype=getattr(torch, value.dtype)), dynamic_dims
