@@ -1,11 +1,7 @@
 """Checkpoints on disk -> their tensors, each of which is read when it is needed.
 
-A checkpoint is a ``.safetensors`` file, a ``.bin`` or ``.pt`` file of ``torch.save``, an index of sharded files or the folder that has
-one, or a folder of ``torch.distributed.checkpoint``.
-
-- Tensors without data that know how their data is computed from a checkpoint. A model is loaded with them as with any others: what its
-  loading code does with them, such as a change of dtype or the stacking of the experts of a layer, is recorded, and done with real data
-  when one tensor is written. So no more than one tensor is in memory.
+A model is loaded with tensors without data. What its loading code does with them, such as the stacking of the experts of a layer, is
+recorded, and done with real data when one tensor is written: so no more than one tensor is in memory.
 """
 
 import json
@@ -65,8 +61,7 @@ class CheckpointTensor:
 def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, CheckpointTensor]:
     """Describe the tensors of a checkpoint. Their data is not read.
 
-    Files of ``torch.save`` are opened with ``weights_only=True``. The ``.metadata`` of a folder of ``torch.distributed.checkpoint`` is
-    read with pickle by torch, so such a folder can run code: do not pass one that you do not trust.
+    torch reads the ``.metadata`` of a folder of ``torch.distributed.checkpoint`` with pickle: do not pass one that you do not trust.
     """
     location = Path(path)
     if location.is_dir():
@@ -151,10 +146,7 @@ def _safetensors_tensors(path: Path) -> dict[str, CheckpointTensor]:
 def map_tensor(
     path: Path, start: int, dtype: torch.dtype, shape: tuple[int, ...], version: FileVersion | None = None
 ) -> torch.Tensor:
-    """Map a tensor of a file for reading only. Its pages belong to the page cache, and are released with the tensor.
-
-    version: the file must still be this one; None if nobody else writes it.
-    """
+    """Map a tensor of a file for reading only. The file must still be `version`; None if nobody else writes it."""
     element_count = torch.Size(shape).numel()
     if element_count == 0:
         return torch.empty(shape, dtype=dtype)
@@ -272,9 +264,9 @@ class DataNeededError(Exception):
 
 
 class DeferredTensors(TorchDispatchMode):
-    """Deferred tensors. What happens to them in a ``with`` statement over this object is recorded.
+    """Deferred tensors, which are fake tensors of torch on the CPU. A function that needs their data, such as ``torch.equal``, gets it.
 
-    A deferred tensor is a fake tensor of torch on the CPU. A function that needs its data, such as ``torch.equal``, gets it.
+    What happens to them in a ``with`` statement over this object is recorded.
     """
 
     def __init__(self) -> None:

@@ -85,10 +85,7 @@ def try_program(capture: Capture, write: Callable[[Capture], object]) -> Iterato
 
 
 def find_failing_modules(model: torch.nn.Module, inputs: Inputs) -> list[FailingModule]:
-    """Return the innermost modules that cannot be captured on their own, with the inputs that they get from the example.
-
-    At most 60 modules are tried, and sizes are those of the example.
-    """
+    """The innermost modules, of 60 at most, that cannot be captured on their own, with the inputs that they get from the example."""
     inputs = with_tensors(inputs)
     if isinstance(model, torch.jit.ScriptModule):
         return []

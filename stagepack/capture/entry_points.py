@@ -22,12 +22,10 @@ from stagepack.torch_internals import tree_map, tree_map_tensors
 
 
 def capture_entry_points(model: torch.nn.Module, inputs: Mapping[str, Inputs]) -> dict[str, Capture]:
-    """Capture functions of a module. The module is unchanged afterwards.
+    """Capture functions of a module, with the inputs of each by its path; return them by their names, the paths with ``_`` for each dot.
 
-    inputs: the example inputs of each function, by its path in the module: a method (``"encode"``), a module (``"text_model"``, which is
-        called), or a method of a module (``"vae.decode"``).
-    The result is the captured programs, by the name of the entry point: the path, with ``_`` in the place of each dot. Weights have the
-        names of `model` in all of them.
+    A path is a method (``"encode"``), a module (``"text_model"``, which is called), or a method of a module (``"vae.decode"``). Weights
+    have the names of `model` in all of them.
     """
     if not isinstance(inputs, Mapping):
         raise OptionError(

@@ -192,10 +192,10 @@ def _inputs_of(examples: Mapping[str, ExampleTensor], parameters: Mapping[str, A
 def _sample_examples(
     model: Any, parameters: Mapping[str, Any], folder: str | None, kinds: Sequence[str], sizes: ExampleSizes
 ) -> Iterator[_Examples]:
-    """Yield what the inputs besides text may be.
+    """Yield what the inputs besides text may be; of each, what the model needs, and then all that describes it, such as masks.
 
-    They are what the processor of the folder makes; what the configuration says, also with several images a sample; what the processor of
-    the family makes. Of each of them, what the model needs comes first, and then all that describes it, such as masks.
+    The processor of the folder makes them, the configuration states them, also several images a sample, or the family's processor makes
+    them.
     """
     required = required_parameters(model.forward)
 

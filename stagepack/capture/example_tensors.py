@@ -1,8 +1,6 @@
 """Example tensors for the parameters of models of transformers, made by the configuration of the model.
 
 Shape suffixes: b batch, s sequence, c channels, h height, w width.
-
-- Tokens that stand for images or sounds in the texts of a model of transformers.
 """
 
 import contextlib
@@ -78,10 +76,7 @@ def _longest_sequence(config: Any) -> int:
 
 
 def token_example(config: Any, sizes: ExampleSizes, placeholders: Sequence[int] = ()) -> ExampleTensor:
-    """Return token ids.
-
-    placeholders: the tokens at the beginning of each text that stand for images or sounds, of which none may be left out.
-    """
+    """Return token ids. Each text begins with the `placeholders`, which stand for images or sounds."""
     tokens_bs = _token_ids(config, 2, _TOKEN_COUNT)
     if not placeholders:
         return ExampleTensor(tokens_bs, {0: sizes.batch, 1: sizes.sequence})

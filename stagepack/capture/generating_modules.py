@@ -34,10 +34,7 @@ class BufferLayer(CacheLayerMixin):
         return self.module.keys, self.module.values  # type: ignore[return-value]
 
     def begin_call(self, positions: torch.Tensor, earlier_tokens: Any) -> None:
-        """Say what a call of the model writes.
-
-        positions: the slots that its tokens take, [length].
-        """
+        """State the slots that the tokens of a call take, [length]."""
         self._positions = positions
         self._earlier_tokens = earlier_tokens
 

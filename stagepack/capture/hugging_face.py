@@ -38,14 +38,12 @@ class NotIdenticalError(Exception):
 def capture_pretrained(
     source: str, inputs: Inputs, *, deferred: bool = True, dtype: str | torch.dtype | None = None
 ) -> Capture:
-    """Capture a model by its folder or hub name.
+    """Capture a model by its folder or hub name. `Capture.method` says by which exporter.
 
-    Plain ``torch.export.export`` is tried first. If it fails, or its program does not answer bit for bit as the model does, transformers'
-    own exporter is tried. `Capture.method` is the one that worked.
+    transformers' own exporter is tried if the program of ``torch.export.export`` does not answer bit for bit as the model does.
 
-    inputs: the example inputs. Without any, an example with dynamic batch and sequence is made for the kind of model; if neither exporter
-        can keep both dynamic, torch decides which sizes are.
-    deferred: do not load the weights, as far as that is possible. The program is then compared with the model when the example is recorded.
+    inputs: without any, an example with dynamic batch and sequence is made; if neither exporter can keep both, torch decides.
+    deferred: do not load the weights, where possible. The program is then compared with the model when the example is recorded.
     """
     deferred_tensors = DeferredTensors() if deferred else None
     try:

@@ -24,10 +24,9 @@ _HUB_LOGGER = "huggingface_hub"
 
 
 def call_user_function(reference: str) -> Any:
-    """Call a function of a user without arguments, and return its result.
+    """Call a function of a user without arguments: ``file.py:function`` or ``package.module:function``.
 
-    reference: ``file.py:function`` or ``package.module:function``. Modules are found in the current folder too, those next to the file as
-        well.
+    Modules are found in the current folder too, those next to the file as well.
     """
     module_reference, _, function_name = reference.rpartition(":")
     if not module_reference:

@@ -140,10 +140,7 @@ def inputs_by_parameter(forward: Callable[..., Any], inputs: Inputs) -> dict[str
 
 
 def complete_dynamic_shapes(forward: Callable[..., Any], inputs: Inputs) -> Any:
-    """The dynamic shapes as ``torch.export`` requires them.
-
-    Parameters that are left out have None. The shapes of what ``*args`` takes are a tuple, as these inputs are one for torch.
-    """
+    """The dynamic shapes as ``torch.export`` requires them: None for parameters left out, a tuple for what ``*args`` takes."""
     shapes = inputs.dynamic_shapes
     if shapes is None:
         return None

@@ -1,7 +1,4 @@
-"""Folders and hub names of models, checked before anything slow is imported, and adapters of PEFT, such as LoRA.
-
-PEFT, and torch with it, is imported when an adapter is merged into its base model, not before.
-"""
+"""Folders and hub names of models, checked before anything slow is imported, and adapters of PEFT, such as LoRA."""
 
 import importlib
 import json

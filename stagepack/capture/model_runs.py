@@ -1,7 +1,7 @@
 """Run a model on its example, and leave it as it was: its attributes, its buffers and the random state of torch.
 
-Only changed parts are written back. A container of another class than the built-in ones may refuse its own methods, such as ``update`` of
-the configuration of a diffusers model, so containers are read and written by the methods of the built-in class that they derive from.
+A container of another class than the built-in ones may refuse its own methods, such as ``update`` of the configuration of a diffusers
+model, so containers are read and written by the methods of the built-in class that they derive from.
 """
 
 import contextlib
@@ -170,12 +170,11 @@ def _is_nan(real_tensor: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def preserve_module(model: torch.nn.Module, written: Iterable[torch.Tensor] = ()) -> Iterator[None]:
-    """Restore a module after the ``with`` block, whether the block succeeds or fails.
+    """Restore a module after the ``with`` block, whether the block succeeds or fails. Nothing is written that did not change.
 
-    Covered are the attributes of the module and its submodules, and of modules in other attributes; the dicts, lists, deques and sets
-    that these attributes hold, nested ones included; the attributes of the objects that they hold, if the classes of these come from the
-    packages of the model's classes; the content of the buffers, of the tensors in all these places and of the tensors `written`, but not
-    of other parameters; and the state of torch's random number generators. Nothing is written that did not change.
+    Covered are the attributes of the module, its submodules, and modules in other attributes; the containers that these hold, nested ones
+    included; the attributes of the objects that they hold, if their classes come from the packages of the model's classes; the content of
+    buffers, of tensors in all these places and of those `written`, but not of other parameters; and the state of torch's random numbers.
     """
     attribute_tensors: list[torch.Tensor] = []
     saved_states = [
@@ -351,7 +350,7 @@ def take_parts(
 ) -> None:
     """Give a module that calls a model all parameters, buffers and modules of the model, by their names in the model.
 
-    further_modules: modules of the wrapper, by name. One whose name a part of the model has gets ``_`` at the end of it.
+    One of the wrapper's `further_modules` whose name a part of the model has gets ``_`` at the end of it.
     """
     # The dicts themselves: torch.export replaces parameters in them while it runs the wrapper.
     for attribute in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):

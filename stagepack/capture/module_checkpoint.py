@@ -49,10 +49,9 @@ def _parameters_without_data(deferred: DeferredTensors) -> Iterator[list["weakre
 class _ConstructionMode(TorchDispatchMode):
     """Bounds the memory of a constructor whose parameters lose their data, and keeps the random numbers that it draws.
 
-    Large empty tensors have memory of their own, which the operating system gets back with each of them. From the heap, small
-    objects made between them would keep it.
-
-    The random numbers of tensors without data are drawn, too: those drawn after them must be what they are with data.
+    Large empty tensors have memory of their own, which the operating system gets back with each of them: on the heap, small objects made
+    between them would keep it. The random numbers of tensors without data are drawn, too, so that those after them are what they are with
+    data.
     """
 
     def __init__(self) -> None:
@@ -97,10 +96,9 @@ def _mapped_empty(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
 def make_with_checkpoint(
     make_model: Callable[[], Made], module_of: Callable[[Made], torch.nn.Module], path: str | os.PathLike[str]
 ) -> tuple[Made, DeferredTensors | None]:
-    """Make a module with the weights of a checkpoint.
+    """Make a module with the weights of a checkpoint; also return where its parameters are deferred, None if they are in memory.
 
-    make_model: makes the module. Where it needs the data of its parameters, it is called a second time, with data.
-    The result is the result of `make_model`, and where its parameters are deferred; None if they are in memory.
+    Where `make_model` needs the data of its parameters, it is called a second time, with data.
     """
     tensors = read_checkpoint(path)
     deferred = DeferredTensors()
@@ -181,8 +179,8 @@ def tensors_by_weight_name(
 ) -> Mapping[str, _Tensor]:
     """Return the tensors of a checkpoint by the names that they have in a model.
 
-    A checkpoint may have more than the model, such as ``{"model": ..., "optimizer": ...}``: the tensors of the model are returned, without
-    the prefix that their names have. The model may be in a wrapper, so that all its names have a prefix: the tensors get it.
+    A checkpoint may have more than the model, such as ``{"model": ..., "optimizer": ...}``, or the model may be in a wrapper: the prefix
+    that all names of one have is removed or added.
     """
     if not weights or _has_all(tensors, weights):
         return tensors

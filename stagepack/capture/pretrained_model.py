@@ -1,7 +1,4 @@
-"""Models of transformers: load one by its folder or hub name, recognize one, and write its configuration files.
-
-transformers is imported when a model is loaded, not before.
-"""
+"""Models of transformers: load one by its folder or hub name, recognize one, and write its configuration files."""
 
 import contextlib
 import json
@@ -58,9 +55,8 @@ def load_pretrained(
 ) -> Any:
     """Load the model of a folder or a hub name in evaluation mode, by the class that its configuration names.
 
-    dtype: the dtype that its weights are converted to; None for that of the checkpoint.
-    deferred: where the model's weights are deferred; None to load them. Buffers that no checkpoint has have the values that transformers
-        computes for them.
+    dtype: what its weights are converted to; None for that of the checkpoint.
+    deferred: where its weights are deferred; None to load them. Buffers that no checkpoint has are computed by transformers.
     """
     dtype_option = {} if dtype is None else {"dtype": parse_dtype(dtype)}
     # An adapter in a pipeline belongs to its encoder, which sentence-transformers loads.
@@ -208,8 +204,7 @@ def _loading_failure(source: str, error: Exception) -> str:
 def _align_weights(model: torch.nn.Module) -> None:
     """Move weights whose address is no multiple of 64 bytes, as in a mapped file, to memory where it is.
 
-    Some kernels add in another order on such memory (seen: a matrix times one row on the CPU), so the model would differ from
-    every loaded bundle in the last bit.
+    Some kernels add in another order on such memory (seen: a matrix times one row on the CPU): every loaded bundle would differ in a bit.
     """
     aligned: dict[int, torch.Tensor] = {}
     for tensor in (*model.parameters(), *model.buffers()):

@@ -1,7 +1,7 @@
 """What the processors of a model of transformers make of images and sounds: the names and the shapes of the inputs of the model.
 
-A processor is read from the folder of the model, or is the one of its family with the sizes that the model's configuration states. Only
-its shapes and whole numbers are used: pixels depend on the library that scales images.
+A processor is read from the folder of the model, or is the one of its family with the sizes that the model's configuration states. Only its
+shapes and whole numbers are used: pixels depend on the library that scales images.
 """
 
 import contextlib
@@ -19,11 +19,7 @@ from stagepack.capture.imports import import_transformers, quiet_libraries
 from stagepack.capture.torch_messages import suppress_warnings
 
 _FOLDER_FILES: Final = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
-_AUTO_CLASSES: Final = {
-    "image": "AutoImageProcessor",
-    "video": "AutoVideoProcessor",
-    "audio": "AutoFeatureExtractor",
-}
+_AUTO_CLASSES: Final = {"image": "AutoImageProcessor", "video": "AutoVideoProcessor", "audio": "AutoFeatureExtractor"}
 _FAMILIES: Final = {
     "image": ("image_processing_auto", "IMAGE_PROCESSOR_MAPPING"),
     "video": ("video_processing_auto", "VIDEO_PROCESSOR_MAPPING"),
@@ -97,11 +93,9 @@ def _owning_classes(config_class: type) -> Iterator[type]:
 def processed_examples(
     processor: Any, kind: str, model: Any, sizes: ExampleSizes, parameters: Mapping[str, Any]
 ) -> dict[str, ExampleTensor]:
-    """Return what a processor makes of two samples; or of one, if it packs samples, such as the patches of all images, into one dimension.
+    """Return what a processor makes of two samples, under the names of the model's inputs; nothing if it fails.
 
-    processor: the processor, or None.
-    The result is the examples that the model takes, under its own names; nothing if the processor fails. Those of packed samples have no
-        dynamic dimensions.
+    If it packs samples, such as the patches of all images, into one dimension, it gets one, and no dimension is dynamic.
     """
     if processor is None:
         return {}

@@ -253,7 +253,7 @@ def load_program(path: str | os.PathLike[str]) -> ExportedProgram:
 def capture_patched(model: Any, inputs: Inputs) -> Capture:
     """Capture a model by transformers' exporter.
 
-    The exporter removes constants such as ``use_cache=False`` from the signature, so they are no inputs of the capture either.
+    It removes constants such as ``use_cache=False`` from the signature, so they are no inputs of the capture either.
     """
     inputs = with_tensors(inputs)
     input_of_parameter = {**inspect.signature(model.forward).bind_partial(*inputs.args).arguments, **inputs.kwargs}

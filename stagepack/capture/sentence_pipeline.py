@@ -48,10 +48,9 @@ def is_sentence_transformer(model: object) -> bool:
 
 
 class SentencePipeline(torch.nn.Module):
-    """The modules of a ``SentenceTransformer``, called with the tensors that it makes of texts, in evaluation mode.
+    """The modules of a ``SentenceTransformer``, under their names there, called with the tensors that it makes of texts.
 
-    The children have their names in that model, so that paths and weights have them too. The result is a dict with the embeddings alone,
-    ``{"sentence_embedding": [batch, dimension]}``.
+    The result is a dict with the embeddings alone, ``{"sentence_embedding": [batch, dimension]}``.
     """
 
     def __init__(self, model: Any, modules: Mapping[str, torch.nn.Module]) -> None:
@@ -92,11 +91,8 @@ class SentencePipeline(torch.nn.Module):
         prompt_length: torch.Tensor | None = None,
         **further: Any,
     ) -> dict[str, torch.Tensor]:
-        """Compute the embeddings of texts.
+        """Compute the embeddings of texts, of tensors ``[batch, sequence]``; `attention_mask` is 0 for padding.
 
-        input_ids: the tokens, [batch, sequence].
-        attention_mask: 1 for tokens and 0 for padding, [batch, sequence].
-        token_type_ids: what the tokenizer says of each token, [batch, sequence], for models that take it.
         prompt_length: the number of tokens of each text that belong to a prompt, [batch], for models that leave them out of the mean.
         """
         tensors = {

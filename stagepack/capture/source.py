@@ -78,10 +78,9 @@ def capture_source_argument(
     dtype: str | None = None,
     modules: Sequence[str] = (),
 ) -> dict[str, Capture]:
-    """Capture the model that the command line names.
+    """Capture ``file.py:factory``, ``package.module:factory``, a ``.pt2`` file, or a Hugging Face folder or hub name.
 
-    source: ``file.py:factory``, ``package.module:factory``, a ``.pt2`` file, or a Hugging Face folder or hub name. A factory takes no
-        arguments and returns a module, or a module and its `Inputs`.
+    A factory takes no arguments and returns a module, or a module and its `Inputs`.
     """
     if modules:
         if weights is not None:
@@ -215,10 +214,7 @@ def capture_with_checkpoint(
     weights: str | os.PathLike[str],
     example: ExampleArguments = NO_EXAMPLE,
 ) -> Capture:
-    """Capture a module that a function makes, with weights that stay in a checkpoint as far as possible.
-
-    make_model: returns the module, and its example inputs or None.
-    """
+    """Capture a module, which a function makes with its inputs or None, whose weights stay in a checkpoint as far as possible."""
 
     def module_of(made: tuple[Any, ExampleInputs | None]) -> torch.nn.Module:
         if not isinstance(made[0], torch.nn.Module):

@@ -160,8 +160,8 @@ class _Described:
 def parse_inputs(input_texts: str | Iterable[str], make_inputs: MakeInputs | None = None) -> Inputs:
     """Return the example inputs that texts describe, by their names.
 
-    make_inputs: makes the example inputs of a model of images; an image without a name takes the place of one of them. With a name it
-        becomes numbers from 0 to 1 of shape ``[1, 3, height, width]``.
+    make_inputs: makes the inputs of a model of images, one of which an image without a name replaces. One with a name is ``[1, 3, height,
+        width]`` of numbers from 0 to 1.
     """
     symbols = _Symbols()
     described: dict[str, Any] = {}

@@ -174,13 +174,9 @@ def with_location(message: str, error: BaseException) -> str:
 
 
 def error_location(error: BaseException) -> str:
-    """Return file, line and function of the innermost frame of an error that is not of Python, torch or stagepack.
+    """Return file, line and function of the innermost frame of an error, or of its causes, that is not of Python, torch or stagepack.
 
-    If the error itself has no such frame, its causes are searched.
-
-    The result is such as ``"net.py, line 7, in forward"``, with the file relative to the current folder. Of code of a library, its package
-        and the line itself, too: ``"timm 1.0.31, timm/layers/mlp.py, line 45, in forward: x = self.fc1(x)"``. Empty if there is no such
-        frame.
+    Such as ``"net.py, line 7, in forward"``; of a library ``"timm 1.0.31, timm/layers/mlp.py, line 45, in forward: x = self.fc1(x)"``.
     """
     seen_ids: set[int] = set()
     cause: BaseException | None = error

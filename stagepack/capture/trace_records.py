@@ -1,12 +1,10 @@
 """What the traces of ``torch.export`` drop, recorded while it traces a model.
 
-- The grad mode of each node, and calls of ``torch.autograd.Function``: a change of the grad mode inside ``torch.autocast`` is lost, and so
-  is the ``backward`` of a function.
-- The arguments and the result of each call of a module. torch's ``preserve_module_call_signature`` writes them into the graph, but fails on
-  a module that is called twice in different ways. Here each node of the trace gets a mark whenever its value is an argument or a part of
-  the result of a module.
-- Results of the user's own dataclasses, which torch refuses unless they are registered. A registration lasts as long as the process and can
-  be made once, by the user, so none is made here: a result has a `CapturedRecord` in the place of each such object.
+- A change of the grad mode inside ``torch.autocast``, and the ``backward`` of a ``torch.autograd.Function``.
+- The arguments and the result of each call of a module, by a mark on the nodes of the trace: torch's ``preserve_module_call_signature``
+  fails on a module that is called twice in different ways.
+- Results of the user's own dataclasses, which torch refuses unless they are registered, which lasts as long as the process and can be done
+  once, by the user: a result has a `CapturedRecord` in the place of each.
 """
 
 import contextlib
@@ -100,10 +98,7 @@ def _function_calls() -> Iterator[tuple[type, tuple[Any, ...]]]:
 
 
 def lost_grad_mode(node: FxNode, captured_mode: bool | None) -> bool | None:
-    """Return the grad mode that a node ran in, or None if the captured program has it.
-
-    captured_mode: the grad mode that the program runs it in; None for that of the caller.
-    """
+    """The grad mode that a node ran in, or None if the program runs it in that, which is `captured_mode`, or for None the caller's."""
     mode, first_mode = node.meta.get(_GRAD_MODE_KEY, (None, None))
     expected_mode = first_mode if captured_mode is None else captured_mode
     return None if mode == expected_mode else mode
@@ -135,13 +130,7 @@ class TracedCalls:
             yield
 
     def _record(
-        self,
-        tracer: Any,
-        module: torch.nn.Module,
-        forward: Any,
-        args: Any,
-        kwargs: Any,
-        trace_call: Callable[..., Any],
+        self, tracer: Any, module: torch.nn.Module, forward: Any, args: Any, kwargs: Any, trace_call: Callable[..., Any]
     ) -> Any:
         call_number = self._call_count
         self._call_count += 1

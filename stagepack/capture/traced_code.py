@@ -1,11 +1,9 @@
 """What ``torch.export`` traces wrongly, traced as it is meant.
 
-- Recurrent layers: one operator each, for sequences of any length. ``torch.export`` keeps a recurrent layer as one operator, but finds the
-  shapes of its results by a loop over the steps of the example's sequence, which fixes the length. Here they are found from the shapes of
-  the arguments.
-- Sequences that a model makes of a size, such as ``torch.linspace(0, 1, steps=x.shape[1])``, for any size. The schemas of these operators
-  say that the length is a number, where those of others say that it is a size: so torch makes a number of a size that may change, which
-  fixes it. A call with a size is the same operator.
+- Recurrent layers are one operator each, but torch finds the shapes of their results by a loop over the steps of the example, which fixes
+  the length. Here they are found from the shapes of the arguments.
+- Sequences that a model makes of a size, such as ``torch.linspace(0, 1, steps=x.shape[1])``: schemas say that the length is a number and no
+  size, so torch makes a number of it, which fixes it. A call with a size is the same operator.
 """
 
 import builtins
@@ -141,8 +139,8 @@ def _fake_results(
 ) -> tuple[torch.Tensor, ...]:
     """Results of the right shapes and strides.
 
-    `input` is ``[steps, batch, features]``, or ``[batch, steps, features]`` with `batch_first`; `hidden` is ``[layers * directions,
-    batch, width]``, of an LSTM the list of the hidden and the cell states.
+    `input` is ``[steps, batch, features]``, or ``[batch, steps, features]`` with `batch_first`; `hidden` is ``[layers * directions, batch,
+    width]``, of an LSTM the list of the hidden and the cell states.
     """
     states = (hidden,) if isinstance(hidden, torch.Tensor) else tuple(hidden)
     steps, batch = (input.shape[1], input.shape[0]) if batch_first else (input.shape[0], input.shape[1])
@@ -302,7 +300,7 @@ def _without_indices(
 def _equal_chunks(input: torch.Tensor, chunks: int, dim: int = 0) -> tuple[torch.Tensor, ...] | None:
     """The chunks of a dimension that is a multiple of their number; None for others.
 
-    torch rounds the size of a chunk up, and counts the chunks by a division that it cannot prove, so that it fixes the dimension.
+    torch counts chunks by a division that it cannot prove, so that it fixes the dimension.
     """
     size = input.shape[dim]
     if isinstance(size, int) or not isinstance(chunks, int) or not statically_known_true(size % chunks == 0):

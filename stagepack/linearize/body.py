@@ -1,7 +1,4 @@
-"""The nodes of a graph module of torch -> nodes of the format.
-
-- Which arguments of a higher-order operator are its subgraphs, and which one lists the operands that it passes to them.
-"""
+"""The nodes of a graph module of torch -> nodes of the format."""
 
 import operator
 from collections.abc import Iterator, Mapping, Sequence
@@ -68,8 +65,7 @@ BoundArgument = Argument | list[Argument]
 def subgraph_operands(node: FxNode) -> Iterator[tuple[int | None, list[FxNode]]]:
     """Yield the subgraphs of a call of a higher-order operator that get the same operands.
 
-    It yields the position of the argument that lists the operands, None if all further arguments are operands; and the nodes of the
-        subgraphs.
+    With the position of the argument that lists the operands, or None if all further arguments are operands.
     """
     if not isinstance(node.target, HigherOrderOperator):
         return

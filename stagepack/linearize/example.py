@@ -53,10 +53,7 @@ def example_inputs(capture: Capture, program: LinearizedProgram) -> dict[str, to
 
 
 def run_example(
-    capture: Capture,
-    program: LinearizedProgram,
-    written: Iterable[torch.Tensor] = (),
-    changed: list[str] | None = None,
+    capture: Capture, program: LinearizedProgram, written: Iterable[torch.Tensor] = (), changed: list[str] | None = None
 ) -> dict[str, torch.Tensor]:
     """Run the original model once on its example. The model and its inputs stay as they are."""
     result_tree = program.signature.result

@@ -48,8 +48,7 @@ def program_guards(
 ) -> tuple[Guard, ...]:
     """Return conditions as guards, except those that the ranges of symbols imply.
 
-    asserted: conditions that its nodes assert. Those that a guard can be are guards too, which are checked before a stage runs, in every
-        runtime.
+    Those that nodes assert are guards too, where they can be, which every runtime checks before a stage runs.
     """
     builder = _GuardBuilder(symbols, inputs)
     parts = itertools.chain.from_iterable(map(sympy.And.make_args, map(integer_condition, conditions)))

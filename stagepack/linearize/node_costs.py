@@ -11,12 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from stagepack.format.graph import Cost
 from stagepack.partition.flop_formulas import FLOP_FORMULAS, REPEATED_READS, OperatorCall, TensorShape, estimated_flops
 from stagepack.partition.operator_costs import TORCH_COUNTED_OPERATORS, cost_source, operator_base_name
-from stagepack.torch_internals import (
-    OperatorOverload,
-    example_size,
-    has_flop_formula,
-    operator_schema,
-)
+from stagepack.torch_internals import OperatorOverload, example_size, has_flop_formula, operator_schema
 
 # Operators that read, of their first argument, only as much as they return.
 _GATHERS = frozenset({"aten.embedding", "aten.gather", "aten.index", "aten.index_select", "aten.take"})
@@ -35,10 +30,9 @@ class CostModel:
     def node_cost(
         self, node: FxNode, operator_name: str, weight_nodes: Collection[FxNode], body_costs: Sequence[Cost] = ()
     ) -> Cost:
-        """Return the cost of one call of a node.
+        """Return the cost of one call of a node, of whose subgraphs the nodes have `body_costs`.
 
-        body_costs: the costs of the nodes of its subgraphs; each subgraph is executed once, or once for each step of a loop whose number of
-            steps a shape tells.
+        Each subgraph is executed once, or once for each step of a loop whose number of steps a shape tells.
         """
         own_cost = self._own_cost(node, operator_name, weight_nodes)
         step_count = _step_count(node, operator_name)
@@ -65,11 +59,7 @@ class CostModel:
         return Cost(flops=self._flops(node, operator_name, weight_nodes, returned), bytes=bytes_moved)
 
     def _flops(
-        self,
-        node: FxNode,
-        operator_name: str,
-        weight_nodes: Collection[FxNode],
-        returned: Sequence[torch.Tensor],
+        self, node: FxNode, operator_name: str, weight_nodes: Collection[FxNode], returned: Sequence[torch.Tensor]
     ) -> int:
         base_name = operator_base_name(operator_name)
         if base_name in FLOP_FORMULAS:

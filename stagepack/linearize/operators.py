@@ -1,9 +1,6 @@
-"""Operators of torch -> rows of the op table: their names, what they write, and what their results alias.
+"""Operators of torch -> rows of the op table: their names, what they write, and what their results alias; and the contexts of nodes.
 
-- Grad mode and autocast in a captured program -> contexts of nodes. ``torch.export`` puts the nodes under ``torch.no_grad`` or
-  ``torch.autocast`` into a graph module of their own, which one node calls.
-- The tables of a graph while it is built: operators, scopes, contexts, subgraphs.
-- The module and the line of a user's code that a node of a captured program came from, for errors about the node.
+``torch.export`` puts the nodes under ``torch.no_grad`` or ``torch.autocast`` into a graph module of their own, which one node calls.
 """
 
 import builtins

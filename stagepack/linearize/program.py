@@ -1,9 +1,7 @@
-"""`torch.export.ExportedProgram` -> `Graph`.
+"""`torch.export.ExportedProgram` -> `Graph`, with the calls of modules.
 
-Two things change, and nothing else. Nodes that run under another grad mode or autocast move from graph modules of their own into the
-list, and get the context as a property. Results of operators that return several get names in the place of ``getitem`` nodes.
-
-- The calls of modules in a captured program: the nodes that each one made, its arguments and its result.
+Two things change, and nothing else. Nodes that run under another grad mode or autocast move from graph modules of their own into the list,
+and get the context as a property. Results of operators that return several get names in the place of ``getitem`` nodes.
 """
 
 import dataclasses

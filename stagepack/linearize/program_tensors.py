@@ -23,10 +23,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def constant_argument(constant: object, location: str) -> Argument:
-    """Return a constant as data.
-
-    constant: a number, text, bool or None, or a dtype, layout or memory format of torch.
-    """
+    """Return a number, text, bool or None, or a dtype, layout or memory format of torch, as data."""
     if is_plain(constant):
         return constant  # type: ignore[return-value]
     match constant:
@@ -43,10 +40,9 @@ def constant_argument(constant: object, location: str) -> Argument:
 
 
 def program_tensors(program: ExportedProgram) -> dict[str, tuple[WeightKind, torch.Tensor]]:
-    """Return the parameters, buffers and constants of a program.
+    """Return the parameters, buffers and constants of a program with their kind, in the order of the model.
 
-    The result is the tensors with their kind by fully qualified name, in the order of the model. In the place of a tensor of a subclass
-        that wraps others, such as a quantized weight, are the tensors that it wraps.
+    In the place of a tensor of a subclass that wraps others, such as a quantized weight, are the tensors that it wraps.
     """
     tensors: dict[str, tuple[WeightKind, torch.Tensor]] = {}
     used_names = {node.name for node in program.graph.nodes if node.op == "placeholder" and node.users}

@@ -1,7 +1,4 @@
-"""How a model or one of its modules is called -> `Signature`.
-
-- Container specs of torch (pytree) -> trees of the format.
-"""
+"""How a model or one of its modules is called -> `Signature`, with the container specs of torch (pytree) as trees of the format."""
 
 import collections
 import inspect
@@ -30,12 +27,7 @@ from stagepack.format.tree import (
     is_field_name,
     type_name,
 )
-from stagepack.torch_internals import (
-    TRANSFORMERS_IMPLIED_KINDS,
-    TRANSFORMERS_KIND,
-    TreeSpec,
-    tree_children,
-)
+from stagepack.torch_internals import TRANSFORMERS_IMPLIED_KINDS, TRANSFORMERS_KIND, TreeSpec, tree_children
 
 # A leaf is the name of a value, or a constant.
 Leaf = str | ConstantArgument

@@ -149,8 +149,7 @@ class SizeTrial:
         with suppress_log_records(FakeTensor.__module__), suppress_warnings(), mode, torch.no_grad():
             leaves = zip(self._leaves, self._values, strict=True)
             run.run(
-                weights,
-                [_without_data(leaf, self._sizes(value, point)) for leaf, value in leaves if value is not None],
+                weights, [_without_data(leaf, self._sizes(value, point)) for leaf, value in leaves if value is not None]
             )
         return run.observed
 

@@ -10,12 +10,7 @@ from torch.export import ExportedProgram
 from stagepack.format import limits
 from stagepack.format.rules import is_identifier
 from stagepack.format.shapes import Dim, Expr, Symbol
-from stagepack.torch_internals import (
-    example_symbol_values,
-    symbolic_expression,
-    symbolic_functions,
-    symbolic_sizes,
-)
+from stagepack.torch_internals import example_symbol_values, symbolic_expression, symbolic_functions, symbolic_sizes
 
 _Value = TypeVar("_Value")
 _OPERATIONS: Mapping[type, str] = {

@@ -1,8 +1,8 @@
 """The sizes that a bundle admits, decided by trials at the ends of their ranges.
 
-Three things come of it. A range that torch began at 2, or raised, is widened to the smaller sizes that the caller allows and that the
-program answers as the model does. A range that the caller declared is narrowed where the program answers otherwise. A shape that the
-program states wrongly for the ends of a range gets a symbol of its own, as a size that depends on data has.
+A range that torch began at 2, or raised, is widened to the smaller sizes that the caller allows and that the program answers as the model
+does. A range that the caller declared is narrowed where the program answers otherwise. A shape that the program states wrongly for the ends
+of a range gets a symbol of its own, as a size that depends on data has.
 """
 
 import dataclasses
@@ -43,8 +43,7 @@ _MAX_STEPS_DOWN: Final = 64
 def with_tried_sizes(capture: Capture, program: LinearizedProgram) -> LinearizedProgram:
     """Return a program with the ranges and the shapes that trials have shown to be right.
 
-    The model and its program run at a few sizes and are left as they were. A model with weights that are not in memory, or whose trials
-    would be too much work, is not run.
+    A model with weights that are not in memory, or whose trials would be too much work, is not run.
     """
     trial = SizeTrial(capture, program)
     _warn_of_fixed_sizes(trial, declared_dimensions(capture))

@@ -86,11 +86,7 @@ class BaseTensor:
 
 
 def base_tensors(tensors: Mapping[str, torch.Tensor], taken_names: Container[str]) -> dict[str, BaseTensor | None]:
-    """Find the stored tensor that each tensor is a view of.
-
-    taken_names: the names that a new stored tensor must not have.
-    The result is for each tensor its base, which may be the tensor itself; None for a tensor that is dense and shares no memory.
-    """
+    """Find the stored tensor that each tensor is a view of, maybe itself; None for one that is dense and shares no memory."""
     groups: dict[tuple[object, ...], dict[str, torch.Tensor]] = {}
     for tensor_name, tensor in tensors.items():
         # Tensors without elements share nothing.
@@ -204,8 +200,7 @@ def weight_table(
 ) -> WeightTable:
     """Describe the tensors of a model.
 
-    store_zeros: store persistent buffers of all zeros, too. Without it, as for other buffers and constants, their entry says that they are
-        zeros, and no file has bytes of them.
+    store_zeros: store persistent buffers of all zeros, too. Else, as of other buffers and constants, no file has bytes of them.
     """
     for tensor_name, (_, tensor) in tensors.items():
         _require_storable(tensor_name, tensor)
@@ -318,10 +313,9 @@ def fill_modules(
     locations: TensorLocations,
     written_names: Collection[str],
 ) -> None:
-    """Give modules whose weights are deferred the data of their weights.
+    """Give modules whose weights are deferred the data of their weights, mapped from files for reading only.
 
-    The weights are mapped from files for reading only, so they take no memory of the process. Their addresses are aligned as in every
-    loaded bundle, so that kernels give the same bits.
+    Their addresses are aligned as in every loaded bundle, so that kernels give the same bits.
     """
     fake_tensors = weights.tensors
     entries = {id(fake_tensors[weight_name]): weight for weight in weights.weights for weight_name in weight.names}

@@ -131,10 +131,7 @@ def _write_bundle(
     *,
     replaced_digest: str | None = None,
 ) -> None:
-    """Write a bundle with the ONNX models of these stages and no others.
-
-    replaced_digest: the digest of the bundle at `out`, which is replaced; None if there must be none.
-    """
+    """Write a bundle with the ONNX models of these stages and no others, in the place of the bundle of a digest, if any."""
     replaced_files = {file_name for stage in bundle.stages for file_name in stage.onnx_files}
     stages = [msgspec.structs.replace(stage, onnx=None) for stage in bundle.stages]
     with BundleWriter(out, overwrite=replaced_digest is not None) as writer:

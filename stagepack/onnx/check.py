@@ -75,14 +75,11 @@ class _Call:
 def check_stages(
     bundle: Bundle, allow_ops: Collection[str], tolerance: Tolerance | None = None
 ) -> Iterator[StageCheck]:
-    """Run the model stage by stage in torch, and each stage with an ONNX model in ONNX Runtime too.
+    """Run each stage in torch, and in ONNX Runtime too if it has an ONNX model, on the example and at other sizes.
 
-    It is run on the example, and at other sizes that the bundle allows. A difference is allowed within the tolerance of
-    `stagepack_loaders.comparison`. An output beyond it is allowed too if the largest difference is at most 8 times that of torch's own
-    answer from the stage in float64, and at most the relative tolerance of the largest value. Of a stage that draws random numbers, the
-    distributions of the answers are compared.
-
-    It yields the result for each stage, in order.
+    A difference is allowed within the tolerance of `stagepack_loaders.comparison`. An output beyond it is allowed too if the largest
+    difference is at most 8 times that of torch's own answer from the stage in float64, and at most the relative tolerance of the largest
+    value. Of a stage that draws random numbers, the distributions of the answers are compared.
     """
     if bundle.example is None:
         yield from [StageCheck(reason="the bundle has no example")] * len(bundle.stages)

@@ -46,11 +46,9 @@ _RELATIONS = {
 
 
 def explain_failure(graph: Graph, program: ExportedProgram | None, error: BaseException) -> str:
-    """Return the reason why a stage could not be converted.
+    """Return why a stage could not be converted: the operators without an ONNX form, each with the modules that call it.
 
-    program: the captured stage; None if the capture failed.
-    The result is the operators without an ONNX form, each with the paths of the modules that call it; if there are none, the first cause of
-        the exception.
+    If there are none, or the capture failed, so that there is no program, it is the first cause of the exception.
     """
     unsupported = [] if program is None else _unsupported_calls(graph, program)
     if unsupported:

@@ -11,15 +11,7 @@ from stagepack_loaders.comparison import Tolerance
 
 # Operators of ONNX that draw random numbers; `Dropout` is in a model only where it does.
 RANDOM_OPERATORS: Final = frozenset(
-    {
-        "Bernoulli",
-        "Dropout",
-        "Multinomial",
-        "RandomNormal",
-        "RandomNormalLike",
-        "RandomUniform",
-        "RandomUniformLike",
-    }
+    {"Bernoulli", "Dropout", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"}
 )
 # How many standard errors two means may be apart. Of Student's distribution with the 126 degrees of freedom of 64 calls in each runtime,
 # 1e-17 is beyond.
@@ -34,10 +26,7 @@ _BLOCKS, _CALLS_OF_LARGE = 64, 16
 
 
 def call_count(elements: int, call_bytes: int = 0) -> int:
-    """Return how many calls in each runtime a comparison takes.
-
-    call_bytes: the bytes of all values of a call, of which the answer may be a mean.
-    """
+    """Return how many calls in each runtime a comparison takes: the answer may be a mean of all values of a call."""
     if elements > _MAX_ELEMENTS or call_bytes > _MAX_CALL_BYTES:
         return _CALLS_OF_LARGE
     return min(max(_MIN_DRAWS // max(elements, 1), _MIN_CALLS), _MAX_CALLS)
@@ -63,11 +52,7 @@ class Draw:
 
 
 def compare_draws(first: Sequence[Draw], second: Sequence[Draw], tolerance: Tolerance | None) -> str:
-    """Compare the answers of several calls in one runtime with those in another: means and spreads, of each element and of all.
-
-    second: the answers in torch.
-    The result is how the distributions differ; empty if they do not.
-    """
+    """Say how the answers of several calls in a runtime differ from those in torch, by means and spreads; empty if they do not."""
     onnx_types, torch_types = ({draw.type for draw in draws} for draws in (first, second))
     if onnx_types != torch_types:
         return f"its answers are {', '.join(sorted(onnx_types))}, and {', '.join(sorted(torch_types))} in torch"

@@ -1,7 +1,4 @@
-"""A stage as a module that returns what it writes, as ONNX needs it, captured with dynamic sizes.
-
-- A stage computed in float64: the answers against which the rounding of lower precisions is measured.
-"""
+"""A stage as a module that returns what it writes, as ONNX needs it, captured with dynamic sizes; also computed in float64."""
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -19,11 +16,7 @@ from stagepack.format.graph import Graph, Value
 from stagepack.format.reader import Bundle
 from stagepack.format.shapes import Expr, Symbol, evaluate_dim
 from stagepack.onnx.replacements import call_replaced
-from stagepack.torch_internals import (
-    OperatorOverload,
-    batch_norm_decompositions,
-    operator_schema,
-)
+from stagepack.torch_internals import OperatorOverload, batch_norm_decompositions, operator_schema
 from stagepack_loaders.torch.arrays import TORCH_ARRAYS
 from stagepack_loaders.torch.build import build_graph_module
 from stagepack_loaders.torch.operators import resolve_operators
@@ -61,9 +54,8 @@ def stage_writes(graph: Graph) -> StageWrites:
 class FunctionalStage(torch.nn.Module):
     """A stage that returns what it writes instead of writing it.
 
-    Its arguments are a tensor that is not used, the inputs of the stage, and the content of the weights that the stage writes. Its
-    results are the outputs of the stage, the next content of these weights, and the content of the inputs that the stage writes. The
-    unused tensor is for torch, which cannot trace a module without tensor arguments.
+    Its arguments are a tensor that is not used, since torch cannot trace a module without any, the inputs, and the content of the weights
+    that the stage writes. Its results are the outputs, the next content of these weights, and that of the inputs that the stage writes.
     """
 
     def __init__(
@@ -111,11 +103,7 @@ class _StageInterpreter(torch.fx.Interpreter):
 def float64_answers(
     bundle: Bundle, stage_number: int, inputs: Sequence[Any], allow_ops: Collection[str]
 ) -> dict[str, torch.Tensor]:
-    """Run a stage in float64, also where its graph names a lower precision.
-
-    The result is the outputs by the names of their edges; nothing if the stage cannot run in float64, for example because an operator has
-        no kernel for it.
-    """
+    """Run a stage in float64, also where its graph names a lower precision; return its outputs, or nothing if it cannot run so."""
     graph = bundle.graph(stage_number)
     module = build_graph_module(
         trivially_folded(graph), graph, resolve_operators(graph.ops, allow_ops, bundle.stages[stage_number].graph), _CPU

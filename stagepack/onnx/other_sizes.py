@@ -32,8 +32,7 @@ Sizes = dict[str, int]
 def sizes_to_check(bundle: Bundle) -> list[Sizes]:
     """Return other sizes of the symbols of a bundle than those of the example: ends of ranges, primes, 1, and 0 where it is allowed.
 
-    All of them satisfy the ranges and the conditions of the bundle, and make values that are not many times larger than those of the
-    example.
+    All of them satisfy the conditions of the bundle, and make values that are not many times larger than those of the example.
     """
     symbols = [symbol for symbol in bundle.entry_point.symbols if symbol.example is not None]
     example = {symbol.name: symbol.example for symbol in symbols if symbol.example is not None}
@@ -55,13 +54,10 @@ def sizes_to_check(bundle: Bundle) -> list[Sizes]:
 
 
 def inputs_at(bundle: Bundle, example_inputs: Mapping[str, Any], sizes: Sizes) -> list[dict[str, Any]]:
-    """Return inputs of other sizes, made of those of the example.
+    """Return inputs of other sizes, made of those of the example: the choices that fit the contract of the bundle, by edge name.
 
-    Tensors are cut, or their values repeated; repeated values that are no integers are a little smaller, so that they differ. Integers
-    may be positions in a dimension that is smaller now, so that there is a second choice, in which they are below all sizes.
-
-    The result is the choices that fit the contract of the bundle, by edge name; none if the values of the example have no elements to
-        repeat, a dimension does not follow from the sizes, or an operator may end the process at other sizes.
+    Tensors are cut, or their values repeated; repeated values that are no integers are a little smaller, so that they differ. Integers may
+    be positions in a dimension that is smaller now, so that there is a second choice, in which they are below all sizes.
     """
     # max_pool2d_with_indices_backward writes past the end of its result where an index is out of range.
     if unsafe_operators(bundle.graph(stage_number) for stage_number in range(len(bundle.stages))):

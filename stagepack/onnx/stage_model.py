@@ -1,9 +1,7 @@
 """A model of torch's ONNX exporter -> the ONNX model of a stage as bundles have it (SPEC section 10).
 
-- Names of its values: edges at the boundary, weights as in the original model, all others unique to the stage.
-- Linear layers that use their weights as the weight files store them. torch's exporter transposes the weight of each linear layer. A
-  runtime transposes such an initializer when it loads the model, and keeps the copy; ``Gemm`` takes the weight as it is stored.
-- Initializers that point into the weight files of a bundle.
+Linear layers use their weights as the weight files store them. torch's exporter transposes the weight of each, which a runtime does again
+when it loads the model, and keeps the copy; ``Gemm`` takes the weight as it is stored.
 """
 
 import ast
@@ -61,10 +59,7 @@ class StagePlace:
 
 
 def name_values(model: ir.Model, graph: Graph, writes: StageWrites, stage_number: int) -> None:
-    """Rename all values and nodes of a model.
-
-    Stages can then be merged, for example by ``onnx.compose``, apart from inputs and weights that several stages use.
-    """
+    """Rename all values and nodes of a model, so that stages can be merged, for example by ``onnx.compose``."""
     weight_names = {weight.value: weight.names[0] for weight in graph.weights}
     state_names = [weight_names[value_name] for value_name in writes.state]
     input_names = [
@@ -179,10 +174,7 @@ def finish_model(model: ir.Model, graph: Graph, writes: StageWrites, stage_place
 
 
 def _optimize(model: ir.Model, weights: Mapping[str, Weight]) -> None:
-    """Optimize a model as torch's exporter would, without changing its weights, which stay those of the weight files.
-
-    Functions are inlined; torch makes them of branches and subgraphs.
-    """
+    """Optimize a model as torch's exporter would, with its functions inlined, without changing its weights: they are in weight files."""
     initializers = model.graph.initializers.values()
     weight_tensors = {value: value.const_value for value in initializers if value.name in weights}
     # The optimizer cannot fold a tensor that it does not know.
@@ -300,10 +292,7 @@ def describe_place(model: ir.Model, stage_place: StagePlace, module_paths: Mappi
 def move_weights_out(
     model: ir.Model, weights: Mapping[str, Weight], stage_place: StagePlace
 ) -> dict[TensorSpec, bytes]:
-    """Let the initializers of a model point into weight files, apart from small ones.
-
-    The result is the tensors that are in no weight file yet, with their bytes, in the order of the stage's own weight file.
-    """
+    """Let the initializers of a model point into weight files, apart from small ones; return those in no weight file yet, in order."""
     new_tensors: dict[TensorSpec, bytes] = {}
     new_values = []
     for value in list(model.graph.initializers.values()):

@@ -1,8 +1,7 @@
 """The stage of each node, from a plan, from split positions, or from names of modules. No value flows to an earlier stage.
 
-- The order of the nodes in which a model is cut into consecutive stages: execution order, except that written state is touched late. Some
-  models set all their counters, or the lengths of all their caches, before the first layer. State that is written must stay in one stage,
-  so in execution order no cut could separate the layers.
+Nodes are cut in execution order, except that written state is touched late: some models set all their counters, or the lengths of all their
+caches, before the first layer. State that is written must stay in one stage, so no cut could separate the layers.
 """
 
 import bisect

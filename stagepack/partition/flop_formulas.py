@@ -69,11 +69,10 @@ FlopFormula = Callable[[OperatorCall], int]
 
 
 def estimated_flops(call: OperatorCall) -> int:
-    """Estimate the operations of an operator that no formula is known for.
+    """Estimate the operations of an operator that no formula is known for: one for each element that it returns.
 
-    One operation for each element that the operator returns; and where it takes weights that are matrices, as a layer does, one product of
-    each weight with each row of the largest activation. Of a weight with three dimensions, such as the matrices of several experts, each
-    row meets one matrix.
+    Where it takes weights that are matrices, as a layer does, also one product of each with each row of the largest activation. Of a weight
+    with three dimensions, such as the matrices of several experts, each row meets one matrix.
     """
     returned = sum(result.elements for result in call.results if result.is_multiplied)
     multiplied = [tensor for tensor in call.tensors() if tensor.is_multiplied]

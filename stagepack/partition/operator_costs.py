@@ -1,8 +1,7 @@
 """Where the recorded cost of a node comes from, told by the name of its operator alone.
 
-No operator is free unless it moves no data. An operator that is in none of the tables and has no formula has an estimated cost. An
-operator has its namespace and name here, without overload and without the underscore of those that write in place: ``aten.add`` for
-``aten.add_.Tensor``.
+No operator is free unless it moves no data. Operators have their namespace and name here, without overload and without the underscore of
+those that write in place: ``aten.add`` for ``aten.add_.Tensor``.
 """
 
 from collections import Counter

@@ -1,8 +1,7 @@
 """A graph and cut options -> the stages as graphs with the edges between them, and the plan of the cut.
 
-A value goes straight from the stage that defines it to every stage that uses it. Names of values do not change, and each stage records
-the positions of its nodes in the whole model, so that joining gives the graph back:
-``join_stages(cut_graph(canonical_graph(g), ...)) == canonical_graph(g)``.
+A value goes straight from the stage that defines it to every stage that uses it. Each stage records the positions of its nodes in the whole
+model, so that joining gives the graph back: ``join_stages(cut_graph(canonical_graph(g), ...)) == canonical_graph(g)``.
 """
 
 import bisect
@@ -100,8 +99,7 @@ def _value_of(weight: Weight) -> Value:
 def _stage_weights(analysis: GraphAnalysis, stages: Sequence[StageNodes]) -> list[list[Weight]]:
     """The weights of each stage, in the order of their first use.
 
-    A weight that no node uses goes to the first stage that uses its bytes by another weight, else a weight of its module, or of the
-    nearest enclosing module.
+    One that no node uses goes to the first stage that uses its bytes, else a weight of its module, or of the nearest enclosing module.
     """
     weights = {weight.value: weight for weight in analysis.graph.weights}
     stage_weights: list[list[Weight]] = []
@@ -187,11 +185,7 @@ def _edge(value: Value, producer: int | None, consumers: Sequence[int]) -> Edge:
 
 
 def plan_for_assignment(
-    costed: CostedGraph,
-    assignment: StageAssignment,
-    *,
-    memory: Sequence[int] = (),
-    speeds: Sequence[float] = (),
+    costed: CostedGraph, assignment: StageAssignment, *, memory: Sequence[int] = (), speeds: Sequence[float] = ()
 ) -> Plan:
     """Estimate the costs of a cut, stage by stage. Without `memory` there are no limits, without `speeds` all are equal."""
     working_bytes = activation_bytes(costed.analysis, costed.costs, execution_order(costed.graph))

@@ -100,10 +100,7 @@ class Profile(Struct, frozen=True, kw_only=True):
 
 
 def model_digest(graph: Graph) -> str:
-    """Return a digest of what the times of a model are for: its nodes with their operators, modules and shapes.
-
-    Models that differ in the values of their weights alone have one digest, as have all cuts of a model.
-    """
+    """Return a digest of what the times of a model are for: its nodes with their operators, modules and shapes, in any cut."""
     nodes = [
         (
             graph.ops[node.op].name,

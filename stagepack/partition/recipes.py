@@ -200,10 +200,7 @@ class CostedGraph:
 
 
 def activation_bytes(analysis: GraphAnalysis, costs: GraphCosts, order: NodeOrder) -> list[int]:
-    """Compute the memory of the values that are alive while each node runs.
-
-    Values that may share memory count once, with the largest of them; weights do not count.
-    """
+    """Compute the memory of the values, no weights, that are alive while each node runs; of those that may share memory, the largest."""
     graph, representative = analysis.graph, analysis.alias_classes.representative
     births = [(0, value.name) for value in graph.inputs]
     last_uses: dict[str, int] = {}

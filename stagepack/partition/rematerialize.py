@@ -1,10 +1,10 @@
 """Compute values again in the stages that use them, where that is cheaper than to send them.
 
-A copy of a node is the node itself, in a second stage: joining the stages finds it at one position of the whole model and keeps
-it once. A size is read off a tensor that the stage has anyway, where there is one; such a node is no copy of any other.
+A copy of a node is the node itself, in a second stage: joining the stages finds it at one position of the whole model and keeps it once. A
+size is read off a tensor that the stage has anyway, where there is one; such a node is no copy of any other.
 
-What is computed again elsewhere may leave the stage that it was assigned to, but it empties no stage, and takes no parameter along, nor
-any weight of a module that the caller has put into the stage by its name.
+What is computed again elsewhere may leave the stage that it was assigned to, but it empties no stage, and takes no parameter along, nor any
+weight of a module that the caller has put into the stage by its name.
 """
 
 from collections import Counter, defaultdict
@@ -52,10 +52,7 @@ def ops_with_sym_size(graph: Graph) -> tuple[Op, ...]:
 
 
 def rematerialize_values(costed: CostedGraph, assignment: StageAssignment) -> list[StageNodes]:
-    """Find the nodes of each stage: those assigned to it, and copies of those that define values which it would else receive.
-
-    Nodes whose values only other stages use, which compute them again, are left out.
-    """
+    """Find the nodes of each stage: those assigned to it, and copies of those that define values which it would else receive."""
     assigned: list[list[int]] = [[] for _ in range(assignment.stage_count)]
     for node_number, stage_number in enumerate(assignment.stage_of):
         assigned[stage_number].append(node_number)

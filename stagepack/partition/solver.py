@@ -91,10 +91,9 @@ def split_sequence(
     *,
     longest_time: float | None = None,
 ) -> list[int] | None:
-    """Find the split whose slowest part is fastest: the items in front of which the sequence is split. No part is empty.
+    """Find the items in front of which a sequence is split so that the slowest part is fastest; None if no split fits into the memory.
 
-    The sequence has at least ``len(speeds) - 1`` split positions. Splits with a part that takes longer than `longest_time` may be ignored.
-    The result is None when no split fits into the memory, or when `longest_time` excludes all.
+    It has at least ``len(speeds) - 1`` split positions. Splits with a part that takes longer than `longest_time` may be ignored.
     """
     fastest = max(speeds) * _ROUNDING
     cost = _time_function(speeds, memory_limits)
@@ -262,10 +261,9 @@ def balance_stages(
 ) -> list[int]:
     """Choose where to cut a model into consecutive stages.
 
-    Of all cuts that split no colocation group, the one whose slowest stage is fastest; the time of a stage is that of its nodes on
-    a device of its speed, and of receiving its inputs. Repeats are not cut when the slowest stage is at most a twentieth slower for
-    it. When there are fewer positions to cut at than requested, the last stages are empty, and their positions are the end of the graph; an
-    `ExportWarning` says so. Without `memory` there are no limits, without `speeds` all are equal.
+    Of all cuts that split no colocation group, the one whose slowest stage is fastest; the time of a stage is that of its nodes on a device
+    of its speed, and of receiving its inputs. Repeats are not cut when the slowest stage is at most a twentieth slower for it. When there
+    are fewer positions to cut at than requested, the last stages are empty, and an `ExportWarning` says so.
     """
     if stage_count < 1:
         raise CutError(f"stages: expected at least 1, found {stage_count}")
@@ -298,7 +296,7 @@ def _warn_of_empty_stages(stage_count: int, filled_count: int, node_count: int) 
     warn_caller(
         ExportWarning(
             f"stages: {stage_count} were asked for, and the last {stage_count - filled_count} are empty: {reason}: "
-            f"{max(filled_count, 1)} would be enough",
+            f"{max(filled_count, 1)} would be enough"
         )
     )
 

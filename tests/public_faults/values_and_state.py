@@ -27,12 +27,7 @@ class Generator(torch.nn.Module):
         return torch.cat(parts, 1)
 
 
-@report(
-    "pytorch/pytorch/issues/119180",
-    "a number given by keyword is lost",
-    values(2, 2, 2),
-    kwargs={"bias": 3.0},
-)
+@report("pytorch/pytorch/issues/119180", "a number given by keyword is lost", values(2, 2, 2), kwargs={"bias": 3.0})
 class NumberByKeyword(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -190,5 +190,5 @@ CASES = [
                 fixed(lambda: (torch.randn(1, 4, 2, 8, 8),)),
             ),
         },
-    ),
+    )
 ]

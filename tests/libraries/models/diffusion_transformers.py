@@ -337,5 +337,5 @@ CASES = [
             "hidream-of-all-experts": (_hidream, fixed(_latents_and_texts)),
             "lumina2-of-full-captions": (_lumina2_of_full_captions, lambda: Inputs(kwargs=_captions())),
         },
-    ),
+    )
 ]

@@ -126,21 +126,11 @@ CASES = [
             ),
             "nfnet": (_timm("nf_regnet_b0"), _MIDDLE),
             "maxvit": (
-                _timm(
-                    "maxvit_rmlp_pico_rw_256",
-                    img_size=64,
-                    embed_dim=(32, 32, 64, 64),
-                    depths=(1, 1, 1, 1),
-                ),
+                _timm("maxvit_rmlp_pico_rw_256", img_size=64, embed_dim=(32, 32, 64, 64), depths=(1, 1, 1, 1)),
                 _MIDDLE,
             ),
             "coatnet": (
-                _timm(
-                    "coatnet_nano_rw_224",
-                    img_size=64,
-                    embed_dim=(32, 32, 64, 64),
-                    depths=(1, 1, 1, 1),
-                ),
+                _timm("coatnet_nano_rw_224", img_size=64, embed_dim=(32, 32, 64, 64), depths=(1, 1, 1, 1)),
                 _MIDDLE,
             ),
             "regnet": (_timm("regnetx_002"), _MIDDLE),
@@ -156,12 +146,7 @@ CASES = [
                 _MIDDLE,
             ),
             "sequencer-of-lstms": (
-                _timm(
-                    "sequencer2d_s",
-                    img_size=56,
-                    layers=(1, 1, 1, 1),
-                    embed_dims=(16, 32, 32, 32),
-                ),
+                _timm("sequencer2d_s", img_size=56, layers=(1, 1, 1, 1), embed_dims=(16, 32, 32, 32)),
                 batch_of((3, 56, 56)),
             ),
             "mobilevit": (_timm("mobilevitv2_050"), _MIDDLE),
@@ -173,10 +158,7 @@ CASES = [
             "resnet": (_vision("resnet18"), _MIDDLE),
             "mobilenet-v3": (_vision("mobilenet_v3_small"), _MIDDLE),
             "shufflenet": (_vision("shufflenet_v2_x0_5"), _MIDDLE),
-            "densenet": (
-                _vision("DenseNet", growth_rate=8, block_config=(2, 2, 2), num_init_features=16),
-                _MIDDLE,
-            ),
+            "densenet": (_vision("DenseNet", growth_rate=8, block_config=(2, 2, 2), num_init_features=16), _MIDDLE),
             "vit": (
                 _vision(
                     "VisionTransformer",
@@ -252,27 +234,15 @@ CASES = [
             ),
             "detection-fcos": (_detector("fcos_resnet50_fpn", **_SIZES, score_thresh=0.0), fixed(_one_picture)),
             "detection-faster-rcnn": (
-                _detector(
-                    "fasterrcnn_mobilenet_v3_large_320_fpn",
-                    **_SIZES,
-                    box_score_thresh=0.0,
-                ),
+                _detector("fasterrcnn_mobilenet_v3_large_320_fpn", **_SIZES, box_score_thresh=0.0),
                 fixed(_one_picture),
             ),
             "detection-keypoint-rcnn": (
-                _detector(
-                    "keypointrcnn_resnet50_fpn",
-                    **_SIZES,
-                    box_score_thresh=0.0,
-                ),
+                _detector("keypointrcnn_resnet50_fpn", **_SIZES, box_score_thresh=0.0),
                 fixed(_one_picture),
             ),
             "detection-mask-rcnn": (
-                _detector(
-                    "maskrcnn_resnet50_fpn",
-                    **_SIZES,
-                    box_score_thresh=0.0,
-                ),
+                _detector("maskrcnn_resnet50_fpn", **_SIZES, box_score_thresh=0.0),
                 fixed(_one_picture),
             ),
         },
