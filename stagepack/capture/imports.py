@@ -33,7 +33,8 @@ def call_user_function(reference: str) -> Any:
         raise CaptureError(f"{reference}: expected FILE.py:FUNCTION or package.module:FUNCTION, found no function")
     try:
         with torchao_on_demand():
-            module = _import(module_reference)
+            is_file = module_reference.endswith(".py")
+            module = import_user_file(Path(module_reference)) if is_file else import_user_module(module_reference)
     except (Exception, SystemExit) as error:
         raise CaptureError(f"{module_reference}: cannot be imported: {describe_error(error)}") from error
     function = getattr(module, function_name, None)
@@ -47,10 +48,6 @@ def call_user_function(reference: str) -> Any:
             return function()
     except (Exception, SystemExit) as error:
         raise CaptureError(f"{reference}: raised {describe_error(error)}") from error
-
-
-def _import(reference: str) -> ModuleType:
-    return import_user_file(Path(reference)) if reference.endswith(".py") else import_user_module(reference)
 
 
 def import_user_module(module_name: str) -> ModuleType:

@@ -134,8 +134,9 @@ class _Symbols:
             raise OptionError(
                 f"{input_text}: expected a range of two sizes or more for {symbol}, found {smallest} to {largest}"
             )
-        dim, known_dim = Dim(symbol, min=smallest, max=largest), self.dims.get(symbol)
-        if known_dim is not None and (known_dim.min, known_dim.max) not in ((dim.min, dim.max), _any_size()):
+        dim, any_dim = Dim(symbol, min=smallest, max=largest), Dim(symbol)
+        known_dim = self.dims.get(symbol, any_dim)
+        if (known_dim.min, known_dim.max) not in ((dim.min, dim.max), (any_dim.min, any_dim.max)):
             raise OptionError(
                 f"{input_text}: {symbol} has another range elsewhere: state it once, and then its name alone"
             )
@@ -251,11 +252,6 @@ def with_dynamic_sizes(inputs: Inputs, input_texts: Iterable[str], forward: Call
             of_axis = of_name if isinstance(of_name, Mapping) else dict(enumerate(of_name))
             dynamic_shapes[input_name] = {**of_axis, int(axis): dim}
     return replace(inputs, dynamic_shapes=dynamic_shapes)
-
-
-def _any_size() -> tuple[Any, Any]:
-    dim = Dim("any")
-    return dim.min, dim.max
 
 
 def _parse(input_text: str, symbols: _Symbols) -> dict[str, Any]:

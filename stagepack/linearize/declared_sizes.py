@@ -1,6 +1,6 @@
 """What the caller said about dynamic dimensions: their names, and which sizes they may have."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,13 +123,10 @@ def _dims_of_leaves(value: Any, shape_spec: Any) -> Iterator[Mapping[int | None,
         for key, child in value.items():
             yield from _dims_of_leaves(child, shape_spec.get(key))
     elif isinstance(shape_spec, list | tuple):  # of a list, a tuple or an object: one entry for each child
-        for child, child_spec in zip(_children(value), shape_spec, strict=True):
+        children = value if isinstance(value, list | tuple) else tree_leaves(value)
+        for child, child_spec in zip(children, shape_spec, strict=True):
             yield from _dims_of_leaves(child, child_spec)
     elif type(value) is int and shape_spec is not None:
         yield {None: shape_spec}
     else:
         yield from ({} for _ in tree_leaves(value))
-
-
-def _children(value: Any) -> Iterable[Any]:
-    return value if isinstance(value, list | tuple) else tree_leaves(value)

@@ -195,10 +195,11 @@ class SizeTrial:
             )
         outcome = Outcome(Verdict.UNKNOWN)
         # An index of the example may be out of range at other sizes: zero is in the range of all but the empty ones.
+        has_integers = any(map(_is_integer_tensor, self._leaves or ()))
         for clears_integers in (False, True):
             with suppress_warnings():
                 outcome = self._compare_answers(point, clears_integers=clears_integers)
-            if outcome.verdict not in (Verdict.MODEL_FAILS, Verdict.BOTH_FAIL) or not self._has_integers:
+            if outcome.verdict not in (Verdict.MODEL_FAILS, Verdict.BOTH_FAIL) or not has_integers:
                 break
         return outcome
 
@@ -262,10 +263,6 @@ class SizeTrial:
     def _work(self, point: Point) -> float:
         scale = math.prod(max(size, 1) / max(self.example[symbol_name], 1) for symbol_name, size in point.items())
         return 2 * (scale * self._example_work + _WORK_OF_NODE * len(self._program.graph.nodes))
-
-    @property
-    def _has_integers(self) -> bool:
-        return any(map(_is_integer_tensor, self._leaves or ()))
 
     def _sizes(self, value: Value, point: Point) -> list[int]:
         dims = [value.expr] if value.expr is not None else value.shape

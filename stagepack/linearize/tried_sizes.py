@@ -142,7 +142,8 @@ class _Ranges:
         outcome = self._trial.at(self._trial.nearest({symbol_name: size}))
         if outcome.verdict in _REFUSED:
             # It may need the same size of others, as `gather` does of its index, or an attention mask of the texts of a batch.
-            joint_sizes = {other: self._joint_size(other, size) for other in example if other in self._requests}
+            joint_names = [joint_name for joint_name in example if joint_name in self._requests]
+            joint_sizes = {joint_name: max(size, self._requests[joint_name].smallest) for joint_name in joint_names}
             outcome = self._trial.at(self._trial.nearest(joint_sizes))
         if outcome.verdict is not Verdict.EQUAL:
             return outcome
@@ -157,10 +158,6 @@ class _Ranges:
             if outcome.verdict is not Verdict.EQUAL and outcome.verdict not in _REFUSED:
                 return outcome
         return None
-
-    def _joint_size(self, symbol_name: str, size: int) -> int:
-        """A size for a symbol beside others of that size."""
-        return max(size, self._requests[symbol_name].smallest)
 
     def _try_smallest_together(self) -> None:
         """Leave out the smallest size of a symbol if the program answers otherwise where all have their smallest ones."""
@@ -233,14 +230,11 @@ def _observations(trial: SizeTrial, graph: Graph, guards: Sequence[Guard]) -> li
     ]
     known_points = [point for point, _ in tried]
     ranges = [symbols[symbol.name] for symbol in trial.symbols]
-    ends = _ends(trial.example, ranges, guards, is_stepwise=_is_stepwise(graph))
+    is_stepwise = any(op.name.startswith(_STEPWISE) for op in graph.ops)
+    ends = _ends(trial.example, ranges, guards, is_stepwise=is_stepwise)
     points = [point for point in ends if is_admitted(point) and point not in known_points]
     affordable_points = points[: max(1, _MAX_NODES // max(len(graph.nodes), 1))]
     return [*(observed for _, observed in tried), *map(trial.shapes_at, affordable_points)]
-
-
-def _is_stepwise(graph: Graph) -> bool:
-    return any(op.name.startswith(_STEPWISE) for op in graph.ops)
 
 
 def _ends(example: Point, symbols: Sequence[Symbol], guards: Sequence[Guard], *, is_stepwise: bool) -> Iterator[Point]:

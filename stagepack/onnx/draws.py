@@ -48,7 +48,8 @@ class Draw:
             length = _MAX_ELEMENTS // _BLOCKS
             starts = torch.linspace(0, elements.numel() - length, _BLOCKS, dtype=torch.float64).long()
             elements = elements[(starts[:, None] + torch.arange(length)).flatten()]
-        return cls(f"{_dtype_name(answer)}{list(answer.shape)}", elements.to(torch.float64))
+        dtype_name = str(answer.dtype).removeprefix("torch.")
+        return cls(f"{dtype_name}{list(answer.shape)}", elements.to(torch.float64))
 
 
 def compare_draws(first: Sequence[Draw], second: Sequence[Draw], tolerance: Tolerance | None) -> str:
@@ -87,7 +88,3 @@ def _largest_difference(first: torch.Tensor, second: torch.Tensor, rtol: float, 
     excess = difference - (_MAX_STANDARD_ERRORS * standard_error + atol + rtol * second.mean(0).abs())
     index = int(excess.argmax())
     return index if float(excess[index]) > 0 and math.isfinite(float(excess[index])) else None
-
-
-def _dtype_name(answer: torch.Tensor) -> str:
-    return str(answer.dtype).removeprefix("torch.")
