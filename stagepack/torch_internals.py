@@ -271,8 +271,8 @@ def traced_conditions(program: ExportedProgram) -> "list[sympy.Basic] | None":
 
     torch records each over the symbols of its time, of which it replaces some afterwards, such as one of two equal sizes.
 
-    The result is the conditions; a symbol for something else than a size of an input has torch's expression for it as its name, such as
-        ``L['x'].stride()[0]``. None for a program that was read from a file, which has only the texts of its conditions.
+    A symbol for something else than a size of an input has torch's expression for it as its name, such as ``L['x'].stride()[0]``. None for
+    a program that was read from a file, which has only the texts of its conditions.
     """
     size = next(symbolic_sizes(program.graph.nodes), None)
     if size is None:
@@ -372,11 +372,9 @@ def is_automatic(dim: object) -> bool:
 # Containers. torch.export describes the call of a model by specs of torch.utils._pytree, which has no public name.
 
 TreeSpec = _pytree.TreeSpec
-
-
-def tree_flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], TreeSpec]:
-    """Return the leaves of nested containers, and the containers without the leaves; also what `is_leaf` says is a leaf."""
-    return _pytree.tree_flatten(tree, is_leaf)
+tree_flatten = _pytree.tree_flatten
+tree_leaves = _pytree.tree_leaves
+tree_map = _pytree.tree_map
 
 
 def call_leaves(program: ExportedProgram, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any] | None:
@@ -395,19 +393,9 @@ def call_of_leaves(program: ExportedProgram, leaves: list[Any]) -> tuple[tuple[A
     return args, kwargs
 
 
-def tree_leaves(tree: Any) -> list[Any]:
-    """Return the leaves of nested containers."""
-    return _pytree.tree_leaves(tree)
-
-
 def tree_map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
     """Return the same containers with the results of a function in the place of the tensors."""
     return _pytree.tree_map_only(torch.Tensor, function, tree)
-
-
-def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
-    """Return the same containers with the results of a function in the place of all leaves."""
-    return _pytree.tree_map(function, tree)
 
 
 def is_registered(container_type: type) -> bool:
@@ -448,9 +436,8 @@ def export_by_transformers(model: torch.nn.Module, inputs: Mapping[str, Any], dy
     exporter_module = transformers_exporter()
     exporter = exporter_module.DynamoExporter()
     config = exporter_module.DynamoConfig(dynamic=dynamic_shapes is not None, dynamic_shapes=dynamic_shapes)
-    if not hasattr(
-        exporter, "export_program"
-    ):  # transformers 5.17: `export` returns the program, and records gradients
+    # transformers 5.17: `export` returns the program, and records gradients.
+    if not hasattr(exporter, "export_program"):
         with torch.no_grad():
             return cast("ExportedProgram", exporter.export(model, inputs, config))
     return cast("ExportedProgram", exporter.export_program(model, inputs, config)[0])
@@ -469,10 +456,9 @@ def register_transformers_caches(model: torch.nn.Module) -> None:
 def replaced_checkpoint_tensors(read_files: Callable[[list[str], Any], dict[str, torch.Tensor]]) -> Iterator[None]:
     """Let ``from_pretrained`` of transformers load other tensors than those of the checkpoint files, by all of its own code.
 
-    It takes the tensors of a state dict only from callers that have no folder; and it converts tensors in threads, which modes of torch
-    do not see, unless an environment variable says otherwise.
-
-    read_files: returns the tensors by their names in the files. It takes the paths of the files, and the quantizer of the model, or None.
+    `read_files` returns them by their names, of the paths of the files, and the quantizer of the model or None. transformers takes the
+    tensors of a state dict only from callers that have no folder; and it converts tensors in threads, which modes of torch do not see,
+    unless an environment variable says otherwise.
     """
     model_class = importlib.import_module("transformers").PreTrainedModel
     load_tensors = model_class._load_pretrained_model
@@ -536,8 +522,8 @@ ModuleCallHook = Callable[..., Any]
 def traced_module_calls(hook: ModuleCallHook) -> Iterator[None]:
     """Call a hook for each call of a module in what ``torch.export`` traces inside this context.
 
-    hook: takes the tracer, the module, its ``forward``, the args, the kwargs, and the function that traces the call with the first five; it
-        returns what that function returns. ``tracer.module_stack`` has the paths of the modules around.
+    The function that traces the call takes the other arguments of the hook, which returns what it returns. ``tracer.module_stack`` has the
+    paths of the modules around.
     """
     tracer_class = proxy_tensor._ModuleStackTracer
     trace_call = tracer_class.call_module
@@ -626,8 +612,8 @@ def operators_without_onnx_form(program: ExportedProgram) -> Iterator[tuple[str,
 def compile_to_package(program: ExportedProgram, package_path: str, temporary_folder: str) -> None:
     """Compile a program with AOTInductor into a package file; the only way to it is private.
 
-    temporary_folder: a folder for the temporary files of torch and of the compiler that it starts, which stay there when this process is
-        killed. Meanwhile it is the folder of temporary files of the whole process, as `tempfile` and ``TMPDIR`` have it.
+    Files of torch and of the compiler that it starts stay in the temporary folder when this process is killed. Meanwhile it is that of the
+    whole process, as `tempfile` and ``TMPDIR`` have it.
     """
     from torch._inductor import aoti_compile_and_package  # noqa: PLC0415 - takes a second
     from torch._inductor.runtime.cache_dir_utils import cache_dir  # noqa: PLC0415
@@ -701,13 +687,10 @@ def draft_export_failures(
 
 
 def gloo_process_group(store: "Store", rank: int, size: int, timeout: timedelta, host_name: str | None) -> Any:
-    """Return a gloo process group that is not the default group of ``torch.distributed``.
+    """Return a gloo process group on the interface of a host name or address; None for that of the name of this host.
 
-    ``torch.distributed.new_group`` needs a default group, of which a process has only one. Only the options, which choose the network
-    interface, are private.
-
-    host_name: the name or address whose interface is used; None for that of the name of this host.
-    The result is an object with ``send(tensors, rank, tag)`` and ``recv(tensors, rank, tag)``, which return a ``torch.distributed.Work``.
+    It is not the default group of ``torch.distributed``, of which a process has only one, and which ``new_group`` needs. Only the options,
+    which choose the network interface, are private. It has ``send(tensors, rank, tag)`` and ``recv(tensors, rank, tag)``.
     """
     from torch.distributed.distributed_c10d import ProcessGroupGloo  # noqa: PLC0415 - only distributed pipelines use it
 
@@ -733,6 +716,5 @@ def recorded_call(
     return tracked
 
 
-def without_recording() -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which calls of operators are not recorded in the trace."""
-    return proxy_tensor.disable_proxy_modes_tracing()
+# A context in which calls of operators are not recorded in the trace.
+without_recording = proxy_tensor.disable_proxy_modes_tracing
