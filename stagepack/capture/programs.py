@@ -343,8 +343,12 @@ def equal_from_the_start(model: torch.nn.Module, dynamic_shapes: Any) -> Iterato
 
     def compare(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         first_sizes: dict[str, Any] = {}
-        for name, size in _declared_sizes(module.forward, Inputs(args=args, kwargs=kwargs), dynamic_shapes):
-            assert_in_trace(first_sizes.setdefault(name, size) == size)
+        inputs = Inputs(args=args, kwargs=kwargs, dynamic_shapes=dynamic_shapes)
+        for leaf, dims in declared_dims(module.forward, inputs):
+            for axis, dim in dims.items():
+                if axis is not None and isinstance(dim, Dim) and not hasattr(dim, "root"):
+                    size = leaf.shape[axis]
+                    assert_in_trace(first_sizes.setdefault(dim.__name__, size) == size)
 
     handle = model.register_forward_pre_hook(compare, with_kwargs=True)
     try:
@@ -353,24 +357,26 @@ def equal_from_the_start(model: torch.nn.Module, dynamic_shapes: Any) -> Iterato
         handle.remove()
 
 
-def _declared_sizes(forward: Callable[..., Any], inputs: Inputs, dynamic_shapes: Any) -> Iterator[tuple[str, Any]]:
-    """The sizes with a ``Dim``, by its name."""
-    if isinstance(dynamic_shapes, Mapping):
-        yield from _sizes(inputs_by_parameter(forward, inputs), dynamic_shapes)
-    else:
-        yield from _sizes([*inputs.args, *inputs.kwargs.values()], dynamic_shapes)
+def declared_dims(forward: Callable[..., Any], inputs: Inputs) -> Iterator[tuple[Any, Mapping[int | None, Any]]]:
+    """Yield each leaf of the inputs of a model with its dynamic dimensions by axis; that of an integer has none."""
+    dynamic_shapes, input_of_parameter = complete_dynamic_shapes(forward, inputs), inputs_by_parameter(forward, inputs)
+    if not isinstance(dynamic_shapes, Mapping):
+        dynamic_shapes = dict(zip(input_of_parameter, dynamic_shapes or (), strict=False))
+    for parameter, value in input_of_parameter.items():
+        yield from _dims_of_leaves(value, dynamic_shapes.get(parameter))
 
 
-def _sizes(value: Any, shapes: Any) -> Iterator[tuple[str, Any]]:
-    if shapes is None:
-        return
+def _dims_of_leaves(value: Any, shape_spec: Any) -> Iterator[tuple[Any, Mapping[int | None, Any]]]:
     if isinstance(value, torch.Tensor):
-        for position, dim in shapes.items() if isinstance(shapes, Mapping) else enumerate(shapes):
-            if isinstance(dim, Dim) and not hasattr(dim, "root"):
-                yield dim.__name__, value.shape[position]
-    elif isinstance(value, Mapping) and isinstance(shapes, Mapping):
-        for key, item in value.items():
-            yield from _sizes(item, shapes.get(key))
-    elif isinstance(value, list | tuple) and isinstance(shapes, list | tuple):
-        for item, item_shapes in zip(value, shapes, strict=False):
-            yield from _sizes(item, item_shapes)
+        yield value, dict(enumerate(shape_spec)) if isinstance(shape_spec, list | tuple) else shape_spec or {}
+    elif isinstance(value, Mapping) and isinstance(shape_spec, Mapping):
+        for key, child in value.items():
+            yield from _dims_of_leaves(child, shape_spec.get(key))
+    elif isinstance(shape_spec, list | tuple):  # of a list, a tuple or an object: one entry for each child
+        children = value if isinstance(value, list | tuple) else tree_leaves(value)
+        for child, child_spec in zip(children, shape_spec, strict=True):
+            yield from _dims_of_leaves(child, child_spec)
+    elif type(value) is int and shape_spec is not None:
+        yield value, {None: shape_spec}
+    else:
+        yield from ((leaf, {}) for leaf in tree_leaves(value))

@@ -1,15 +1,13 @@
 """What the caller said about dynamic dimensions: their names, and which sizes they may have."""
 
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.export import Dim
 
-from stagepack.capture.inputs import complete_dynamic_shapes, inputs_by_parameter
-from stagepack.capture.programs import Capture
-from stagepack.torch_internals import DimHint, symbolic_expression, tree_leaves
+from stagepack.capture.programs import Capture, declared_dims
+from stagepack.torch_internals import DimHint, symbolic_expression
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,15 +40,7 @@ def declared_dimensions(capture: Capture) -> list[DeclaredDimension]:
     """Return the sizes in the dynamic shapes of a capture, in the order of its inputs."""
     if not capture.inputs.dynamic_shapes or capture.model is None:
         return []
-    dynamic_shapes = complete_dynamic_shapes(capture.model.forward, capture.inputs)
-    input_of_parameter = inputs_by_parameter(capture.model.forward, capture.inputs)
-    if not isinstance(dynamic_shapes, Mapping):
-        dynamic_shapes = dict(zip(input_of_parameter, dynamic_shapes, strict=False))
-    leaf_dims = [
-        dims
-        for parameter, example in input_of_parameter.items()
-        for dims in _dims_of_leaves(example, dynamic_shapes.get(parameter))
-    ]
+    leaf_dims = [dims for _, dims in declared_dims(capture.model.forward, capture.inputs)]
     placeholders = [node for node in capture.program.graph.nodes if node.op == "placeholder"]
     # The inputs follow the weights.
     values = [placeholder.meta.get("val") for placeholder in placeholders[-len(leaf_dims) :]]
@@ -113,20 +103,3 @@ def _request(declared: DeclaredDimension) -> SizeRequest | None:
         hint = declared.dim
         return SizeRequest(hint.min or 0, hint.max, is_explicit=hint.min is not None, dimension=declared)
     return None
-
-
-def _dims_of_leaves(value: Any, shape_spec: Any) -> Iterator[Mapping[int | None, Any]]:
-    """Yield the dynamic dimensions of each leaf of an input, from left to right, by axis; that of an integer has none."""
-    if isinstance(value, torch.Tensor):
-        yield dict(enumerate(shape_spec)) if isinstance(shape_spec, list | tuple) else shape_spec or {}
-    elif isinstance(value, Mapping) and isinstance(shape_spec, Mapping):
-        for key, child in value.items():
-            yield from _dims_of_leaves(child, shape_spec.get(key))
-    elif isinstance(shape_spec, list | tuple):  # of a list, a tuple or an object: one entry for each child
-        children = value if isinstance(value, list | tuple) else tree_leaves(value)
-        for child, child_spec in zip(children, shape_spec, strict=True):
-            yield from _dims_of_leaves(child, child_spec)
-    elif type(value) is int and shape_spec is not None:
-        yield {None: shape_spec}
-    else:
-        yield from ({} for _ in tree_leaves(value))
