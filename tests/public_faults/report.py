@@ -79,6 +79,29 @@ def report(
     return register
 
 
+def report_of(
+    address: str, fault: str, *args: Any, holds: Callable[[], dict[str, Any]] = dict, **options: Any
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a ``forward`` as that of the model of a report, with the modules, parameters and buffers that the model holds."""
+
+    def register(forward: Callable[..., Any]) -> Callable[..., Any]:
+        model_class = type(forward.__name__, (torch.nn.Module,), {"forward": forward})
+
+        def build() -> torch.nn.Module:
+            model: torch.nn.Module = model_class()
+            for name, value in holds().items():
+                if isinstance(value, torch.nn.Parameter | torch.nn.Module):
+                    setattr(model, name, value)
+                else:
+                    model.register_buffer(name, value)
+            return model
+
+        report(address, fault, *args, **options)(build)
+        return forward
+
+    return register
+
+
 def values(*shape: int, seed: int = 0) -> torch.Tensor:
     """Random values, always the same."""
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
