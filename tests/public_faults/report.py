@@ -8,6 +8,7 @@ import torch
 from torch.export import Dim
 
 from stagepack.capture.inputs import Inputs
+from tests.modules import module_of
 
 AUTO = Dim.AUTO
 ROWS = Dim("rows", min=1, max=64)
@@ -85,18 +86,7 @@ def report_of(
     """Register a ``forward`` as that of the model of a report, with the modules, parameters and buffers that the model holds."""
 
     def register(forward: Callable[..., Any]) -> Callable[..., Any]:
-        model_class = type(forward.__name__, (torch.nn.Module,), {"forward": forward})
-
-        def build() -> torch.nn.Module:
-            model: torch.nn.Module = model_class()
-            for name, value in holds().items():
-                if isinstance(value, torch.nn.Parameter | torch.nn.Module):
-                    setattr(model, name, value)
-                else:
-                    model.register_buffer(name, value)
-            return model
-
-        report(address, fault, *args, **options)(build)
+        report(address, fault, *args, **options)(lambda: module_of(forward, **holds()))
         return forward
 
     return register

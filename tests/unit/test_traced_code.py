@@ -1,5 +1,6 @@
 """Code that `torch.export` alone stops at, or fixes to the sizes of the example."""
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch.export import Dim
 
 import stagepack
 from stagepack.errors import ExportWarning
+from tests.modules import module_of
 
 BATCH = Dim("batch", min=1, max=64)
 LENGTH = Dim("length", min=2, max=100)
@@ -62,41 +64,45 @@ def test_recurrent_layers_take_sequences_of_any_length(layer: nn.Module, tmp_pat
     assert all(kernel.__module__ == "torch._decomp.decompositions" for kernel in kernels.values())
 
 
-class ReadsData(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        table = x.new_zeros(x.shape[0], 4)
-        table.data[:, 1:].copy_(x[:, 1:])
-        return table.cos() + x.data
+def reads_data(_: Any, x: torch.Tensor) -> torch.Tensor:
+    table = x.new_zeros(x.shape[0], 4)
+    table.data[:, 1:].copy_(x[:, 1:])
+    return table.cos() + x.data
 
 
-def test_data_of_a_tensor_is_part_of_the_trace(tmp_path: Path) -> None:
-    inputs = stagepack.Inputs(args=(torch.randn(2, 4),), dynamic_shapes=({0: BATCH},))
-    assert_right(ReadsData(), inputs, (torch.randn(5, 4),), tmp_path)
+def doubles_and_halves(_: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    first, second = torch.cat([x, y]).sin().chunk(2)
+    return first * second
 
 
-class Pairs(nn.Module):
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        first, second = torch.cat([x, y]).sin().chunk(2)
-        return first * second
+def counts(_: Any, x: torch.Tensor) -> torch.Tensor:
+    return x + torch.arange(len(x)).expand(4, len(x)).T
 
 
-def test_a_batch_that_is_doubled_and_halved_keeps_any_size(tmp_path: Path) -> None:
-    inputs = stagepack.Inputs(args=(torch.randn(2, 4), torch.randn(2, 4)), dynamic_shapes=({0: BATCH}, {0: BATCH}))
-    assert_right(Pairs(), inputs, (torch.randn(5, 4), torch.randn(5, 4)), tmp_path)
+def catches(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """Calls its modules with arguments that some do not take, as speechbrain does."""
+    for block in self.blocks:
+        try:
+            x = block(x, lengths=None)
+        except TypeError:
+            x = block(x)
+    return x
 
 
-class Counts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("unused", torch.eye(2).to_sparse(), persistent=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.arange(len(x)).expand(4, len(x)).T
-
-
-def test_the_length_of_a_tensor_may_change_and_sparse_buffers_may_be_unused(tmp_path: Path) -> None:
-    inputs = stagepack.Inputs(args=(torch.randn(2, 4),), dynamic_shapes=({0: BATCH},))
-    assert_right(Counts(), inputs, (torch.randn(5, 4),), tmp_path)
+@pytest.mark.parametrize(
+    "model",
+    [
+        module_of(reads_data),
+        module_of(doubles_and_halves),
+        module_of(counts, unused=nn.Buffer(torch.eye(2).to_sparse(), persistent=False)),
+        module_of(catches, blocks=nn.ModuleList([nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)])),
+    ],
+    ids=["data-of-a-tensor", "doubled-and-halved-batch", "length-of-a-tensor", "error-that-the-model-catches"],
+)
+def test_a_model_keeps_any_number_of_rows(model: nn.Module, tmp_path: Path) -> None:
+    count = len(inspect.signature(model.forward).parameters)
+    args, others = (tuple(torch.randn(rows, 4) for _ in range(count)) for rows in (2, 5))
+    assert_right(model, stagepack.Inputs(args=args, dynamic_shapes=({0: BATCH},) * count), others, tmp_path)
     assert "len" not in globals()
 
 
@@ -129,27 +135,6 @@ def test_inputs_that_the_signature_does_not_name_have_dynamic_sizes(tmp_path: Pa
     inputs = stagepack.Inputs(args=(torch.randn(2, 4),), kwargs=kwargs, dynamic_shapes={"args": ({0: BATCH},)})
     assert_right(model, inputs, (torch.randn(7, 4),), tmp_path)
     assert "forward" not in vars(model)
-
-
-class Tries(nn.Module):
-    """Calls its modules with arguments that some do not take, as speechbrain does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            try:
-                x = block(x, lengths=None)
-            except TypeError:
-                x = block(x)
-        return x
-
-
-def test_an_error_that_the_model_catches_ends_no_trace(tmp_path: Path) -> None:
-    inputs = stagepack.Inputs(args=(torch.randn(2, 4),), dynamic_shapes=({0: BATCH},))
-    assert_right(Tries(), inputs, (torch.randn(5, 4),), tmp_path)
 
 
 class ForGpus(nn.Module):
