@@ -31,13 +31,9 @@ MakeInputs = Callable[[], Inputs]
 
 @dataclass(frozen=True, kw_only=True)
 class LibraryCase(Case):
-    """A model that a library makes.
+    """A model that a library makes."""
 
-    Attributes:
-        libraries: the modules that must be importable.
-    """
-
-    libraries: Collection[str]
+    libraries: Collection[str]  # the modules that must be importable
 
     @property
     def missing(self) -> list[str]:

@@ -19,27 +19,20 @@ REPORTS: list["Report"] = []
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """One report.
+    """One report."""
 
-    Attributes:
-        address: where it was reported.
-        fault: what went wrong there.
-        build: makes the model.
-        example: the inputs that the model is exported with.
-        calls: further calls, which the bundle must answer as the model does, or refuse where `refused` says so.
-        refused: what the refusal of the export says; empty for a model that is answered.
-        allow_ops: operators that the bundle needs and that are allowed by name only.
-        runs_in_onnx: whether its answers are compared in ONNX Runtime, too.
-    """
-
-    address: str
-    fault: str
+    address: str  # where it was reported
+    fault: str  # what went wrong there
     build: Callable[[], torch.nn.Module]
     example: Inputs
-    calls: tuple[tuple[Any, ...], ...]
-    refused: str
-    allow_ops: tuple[str, ...]
-    runs_in_onnx: bool
+    # Further calls, which the bundle must answer as the model does, or refuse where `refused` says so.
+    calls: tuple[tuple[Any, ...], ...] = ()
+    # What the refusal of the export says; empty for a model that is answered.
+    refused: str = ""
+    # Operators that the bundle needs and that are allowed by name only.
+    allow_ops: tuple[str, ...] = ()
+    # Whether its answers are compared in ONNX Runtime, too.
+    onnx: bool = True
 
     @property
     def name(self) -> str:
@@ -49,32 +42,14 @@ class Report:
 
 
 def report(
-    address: str,
-    fault: str,
-    *args: Any,
-    dims: Any = None,
-    kwargs: Mapping[str, Any] | None = None,
-    calls: tuple[tuple[Any, ...], ...] = (),
-    refused: str = "",
-    allow_ops: tuple[str, ...] = (),
-    onnx: bool = True,
+    address: str, fault: str, *args: Any, dims: Any = None, kwargs: Mapping[str, Any] | None = None, **options: Any
 ) -> Callable[[Callable[[], torch.nn.Module]], Callable[[], torch.nn.Module]]:
     """Register a module class, or a function that makes a module, as the model of a report."""
 
     def register(build: Callable[[], torch.nn.Module]) -> Callable[[], torch.nn.Module]:
         example = Inputs(args=args, kwargs=dict(kwargs or {}), dynamic_shapes=dims)
-        REPORTS.append(
-            Report(
-                address=f"https://github.com/{address}",
-                fault=fault,
-                build=build,
-                example=example,
-                calls=calls,
-                refused=refused,
-                allow_ops=allow_ops,
-                runs_in_onnx=onnx,
-            )
-        )
+        address_in_full = f"https://github.com/{address}"
+        REPORTS.append(Report(address=address_in_full, fault=fault, build=build, example=example, **options))
         return build
 
     return register

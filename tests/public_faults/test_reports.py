@@ -99,7 +99,7 @@ def test_reported_model_is_answered_in_torch(report: Report, tmp_path: Path) -> 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::stagepack.errors.ExportWarning")
-@pytest.mark.parametrize("report", [report for report in ANSWERED if report.runs_in_onnx], ids=name_of)
+@pytest.mark.parametrize("report", [report for report in ANSWERED if report.onnx], ids=name_of)
 def test_reported_model_is_answered_in_onnx_runtime_or_stays_in_torch(report: Report, tmp_path: Path) -> None:
     bundle = export(report, tmp_path)
     torch_only = stagepack.add_onnx(bundle).torch_only

@@ -1,7 +1,7 @@
 """Stages as they are in processes of their own: what one hands to another is copied, and no memory is shared."""
 
 import copy
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -17,29 +17,16 @@ class Apart:
 
     def __init__(self, stage: TorchStage, copied: Sequence[bool]) -> None:
         """`copied` says which inputs come from other stages."""
-        self.runtime, self.device = stage.runtime, stage.device
         self._stage = stage
         self._copied = copied
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stage, name)
 
     def run(self, values: list[Any]) -> tuple[Any, ...]:
         return self._stage.run(
             [_copy(value) if copied else value for value, copied in zip(values, self._copied, strict=True)]
         )
-
-    def reset_state(self) -> None:
-        self._stage.reset_state()
-
-    def fresh_state(self) -> Any:
-        return self._stage.fresh_state()
-
-    def swap_state(self, state: Any) -> Any:
-        return self._stage.swap_state(state)
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        return self._stage.state_dict()
-
-    def parameters(self) -> Iterator[torch.Tensor]:
-        return self._stage.parameters()
 
 
 def load_apart(
@@ -47,7 +34,7 @@ def load_apart(
 ) -> Pipeline:
     """Load each stage of a bundle on its own."""
     given = {edge.name for edge in bundle.entry_point.edges if edge.producer is None}
-    stages = [
+    stages: list[Any] = [
         Apart(
             load_stage(bundle, number, modules=modules, types=types, allow_ops=allow_ops),
             [name not in given for name in entry.inputs],

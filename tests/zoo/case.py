@@ -22,22 +22,17 @@ Build = Callable[[], tuple[torch.nn.Module, Inputs]]
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A model to export.
-
-    Attributes:
-        name: unique in the zoo.
-        row: what it stands for: a row of `docs/coverage.md`.
-        build: makes the model with its example inputs, always with the same random weights.
-        operators: the module that registers the custom operators it uses; their namespace is its package.
-        types: classes that its results are built of, those of transformers by name, ``module:class``.
-        oldest_torch: the oldest version of torch that captures it as it is; empty for all that are supported.
-    """
+    """A model to export."""
 
     name: str
-    row: str
+    row: str  # of `docs/coverage.md`
+    # Makes the model with its example inputs, always with the same random weights.
     build: Build
+    # The module that registers the custom operators it uses; their namespace is its package.
     operators: str = ""
+    # Classes that its results are built of, those of transformers by name, ``module:class``.
     types: Collection[type | str] = field(default=())
+    # The oldest version of torch that captures it as it is; empty for all that are supported.
     oldest_torch: str = ""
 
     @property

@@ -29,15 +29,10 @@ RIGHT, DRAWS = "right", "draws random numbers"
 
 
 class Found(NamedTuple):
-    """What became of a model cut in three.
+    """What became of a model cut in three."""
 
-    Attributes:
-        answer: ``right``, or what is wrong with it.
-        torch_only: why stages ran in torch, by their number.
-    """
-
-    answer: str
-    torch_only: dict[int, str]
+    answer: str  # `RIGHT`, or what is wrong with it
+    torch_only: dict[int, str]  # why stages ran in torch, by their number
 
 
 def whole(capture: Capture, folder: Path) -> str:
