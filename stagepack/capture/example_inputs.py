@@ -1,7 +1,7 @@
 """Example inputs for models of transformers, by the names of their inputs, their processor and their configuration."""
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -71,39 +71,9 @@ def example_inputs(model: Any, folder: str | None = None) -> Inputs:
 
 def model_examples(model: Any, folder: str | None = None) -> list[ModelExample]:
     """Make examples for a model of transformers, the best first."""
-    made = _made_examples(model, folder)
+    is_pipeline = isinstance(model, SentencePipeline)
+    made = [ModelExample(model.example())] if is_pipeline else _ExampleMaker(model, folder).examples()
     return [replace(example, inputs=on_device_of(model, example.inputs)) for example in made]
-
-
-def _made_examples(model: Any, folder: str | None) -> list[ModelExample]:
-    if isinstance(model, SentencePipeline):
-        return [ModelExample(model.example())]
-    parameters = inspect.signature(model.forward).parameters
-    kinds = _kinds(model, parameters)
-    if not kinds and _takes_text(model, parameters):
-        return [ModelExample(_text_inputs(model, parameters))]
-    sizes = ExampleSizes.of(model.config)
-    examples: list[ModelExample] = []
-    for samples in _sample_examples(model, parameters, folder, kinds, sizes) if kinds else ():
-        example = _tried(model, parameters, kinds, samples, sizes)
-        if example is not None:
-            examples.append(example)
-            if example.error is None:
-                break
-    with_text_alone = []
-    if _takes_text(model, parameters) and _main_inputs(model) == ("input_ids",):
-        text_inputs = _text_inputs(model, parameters)
-        if call_with_shapes(model, model, text_inputs.kwargs).succeeded:
-            with_text_alone = [ModelExample(text_inputs, left_out=kinds)]
-    if not examples and with_text_alone:
-        return with_text_alone
-    if not examples:
-        input_names = ", ".join(dict.fromkeys((*_main_inputs(model), *required_parameters(model.forward))))
-        raise CaptureError(
-            f"{type(model).__name__} takes {input_names}, for which no example is known{starting_file(model, Inputs())}"
-        )
-    # The last is the one that the model takes, or else has the most of its processor.
-    return [examples[-1], *with_text_alone]
 
 
 def with_longer_sequences(inputs: Inputs) -> Inputs:
@@ -138,137 +108,185 @@ def with_auto_dims(inputs: Inputs) -> Inputs:
     return replace(inputs, dynamic_shapes=auto_shapes)
 
 
-def _main_inputs(model: Any) -> tuple[str, ...]:
-    input_name = model.main_input_name
-    return (input_name,) if isinstance(input_name, str) else tuple(input_name)
+class _ExampleMaker:
+    """Makes examples for one model."""
 
+    def __init__(self, model: Any, folder: str | None) -> None:
+        self._model = model
+        self._folder = folder
+        self._parameters = inspect.signature(model.forward).parameters
+        self._required = required_parameters(model.forward)
+        main = model.main_input_name
+        self._main_inputs = (main,) if isinstance(main, str) else tuple(main)
+        self._takes_text = "input_ids" in self._parameters and (
+            "text" in input_kinds(model) or "input_ids" in self._main_inputs
+        )
+        self._kinds = self._kinds_besides_text()
+        self._sizes = ExampleSizes.of(model.config)
 
-def _takes_text(model: Any, parameters: Mapping[str, Any]) -> bool:
-    return "input_ids" in parameters and ("text" in input_kinds(model) or "input_ids" in _main_inputs(model))
+    def examples(self) -> list[ModelExample]:
+        """The examples, the best first."""
+        if not self._kinds and self._takes_text:
+            return [ModelExample(self._text_inputs())]
+        examples: list[ModelExample] = []
+        for samples in self._sample_examples() if self._kinds else ():
+            example = self._tried(samples)
+            if example is not None:
+                examples.append(example)
+                if example.error is None:
+                    break
+        with_text_alone = []
+        if self._takes_text and self._main_inputs == ("input_ids",):
+            text_inputs = self._text_inputs()
+            if call_with_shapes(self._model, self._model, text_inputs.kwargs).succeeded:
+                with_text_alone = [ModelExample(text_inputs, left_out=self._kinds)]
+        if not examples and with_text_alone:
+            return with_text_alone
+        if not examples:
+            input_names = ", ".join(dict.fromkeys((*self._main_inputs, *self._required)))
+            advice = starting_file(self._model, Inputs())
+            raise CaptureError(
+                f"{type(self._model).__name__} takes {input_names}, for which no example is known{advice}"
+            )
+        # The last is the one that the model takes, or else has the most of its processor.
+        return [examples[-1], *with_text_alone]
 
+    def _kinds_besides_text(self) -> tuple[str, ...]:
+        """Of images and videos, a model gets images, unless it takes videos alone."""
+        needed = {*self._main_inputs, *self._required}
+        declared = {
+            kind
+            for kind, input_names in _INPUTS_OF_KIND.items()
+            if kind in input_kinds(self._model) and any(input_name in self._parameters for input_name in input_names)
+        }
+        # A model of images and one of videos may call its input pixel_values.
+        implied = {
+            kind for kind, input_names in _INPUTS_OF_KIND.items() if (needed - {_PATCHES}).intersection(input_names)
+        }
+        kinds = dict.fromkeys(
+            kind for kind in _INPUTS_OF_KIND if kind in declared or (kind in implied and kind != "video")
+        )
+        if "pixel_values_videos" in needed:
+            kinds["video"] = None
+        if "video" in kinds and "image" in kinds:
+            del kinds["video" if "pixel_values_videos" not in needed else "image"]
+        return tuple(kinds)
 
-def _kinds(model: Any, parameters: Mapping[str, Any]) -> tuple[str, ...]:
-    """The kinds of inputs besides text. Of images and videos, a model gets images, unless it takes videos alone."""
-    needed = {*_main_inputs(model), *required_parameters(model.forward)}
-    declared = {
-        kind
-        for kind, input_names in _INPUTS_OF_KIND.items()
-        if kind in input_kinds(model) and any(input_name in parameters for input_name in input_names)
-    }
-    # A model of images and one of videos may call its input pixel_values.
-    implied = {kind for kind, input_names in _INPUTS_OF_KIND.items() if (needed - {_PATCHES}).intersection(input_names)}
-    kinds = dict.fromkeys(kind for kind in _INPUTS_OF_KIND if kind in declared or (kind in implied and kind != "video"))
-    if "pixel_values_videos" in needed:
-        kinds["video"] = None
-    if "video" in kinds and "image" in kinds:
-        del kinds["video" if "pixel_values_videos" not in needed else "image"]
-    return tuple(kinds)
+    def _text_inputs(self) -> Inputs:
+        config = self._model.config
+        tokens = token_example(config, self._sizes)
+        examples = {"input_ids": tokens}
+        if config.is_encoder_decoder and "decoder_input_ids" in self._parameters:
+            examples["decoder_input_ids"] = decoder_example(config, self._sizes)
+        elif "attention_mask" in self._parameters:
+            examples["attention_mask"] = _mask_of(tokens)
+        return self._inputs_of(examples)
 
+    def _inputs_of(self, examples: Mapping[str, ExampleTensor]) -> Inputs:
+        constants = {"use_cache": False} if "use_cache" in self._parameters else {}
+        kwargs = {input_name: example.tensor for input_name, example in examples.items()}
+        dynamic_shapes = {input_name: example.dims for input_name, example in examples.items()}
+        return Inputs(kwargs={**kwargs, **constants}, dynamic_shapes=dynamic_shapes)
 
-def _text_inputs(model: Any, parameters: Mapping[str, Any]) -> Inputs:
-    sizes = ExampleSizes.of(model.config)
-    tokens = token_example(model.config, sizes)
-    examples = {"input_ids": tokens}
-    if model.config.is_encoder_decoder and "decoder_input_ids" in parameters:
-        examples["decoder_input_ids"] = decoder_example(model.config, sizes)
-    elif "attention_mask" in parameters:
-        examples["attention_mask"] = _mask_of(tokens)
-    return _inputs_of(examples, parameters)
+    def _sample_examples(self) -> Iterator[_Examples]:
+        """Yield what the inputs besides text may be; of each, what the model needs, and then all that describes it, such as masks.
+
+        The processor of the folder makes them, the configuration states them, also several images a sample, or the family's processor
+        makes them.
+        """
+        sources = [self._of_folder, self._configured, self._of_family]
+        if "image" in self._kinds:
+            sources.insert(2, self._of_several_images)
+        for source in sources:
+            of_kinds = [source(kind) for kind in self._kinds]
+            if not all(of_kinds):
+                continue
+            examples = {input_name: example for of_kind in of_kinds for input_name, example in of_kind.items()}
+            main = [
+                next((input_name for input_name in _INPUTS_OF_KIND[kind] if input_name in examples), "")
+                for kind in self._kinds
+            ]
+            input_names = {*main, *self._main_inputs, *self._required}
+            needed = {input_name: example for input_name, example in examples.items() if input_name in input_names}
+            yield needed
+            if needed != examples:
+                yield examples
+
+    def _of_folder(self, kind: str) -> _Examples:
+        processor = folder_processor(kind, self._folder)
+        return processed_examples(processor, kind, self._model, self._sizes, self._parameters)
+
+    def _of_family(self, kind: str) -> _Examples:
+        processor = family_processor(kind, self._model.config)
+        return processed_examples(processor, kind, self._model, self._sizes, self._parameters)
+
+    def _configured(self, kind: str) -> _Examples:
+        input_names = dict.fromkeys((*_INPUTS_OF_KIND[kind], *self._required))
+        candidates = (
+            (input_name, configured_example(self._model, input_name, self._sizes))
+            for input_name in input_names
+            if input_name in self._parameters
+        )
+        return {input_name: example for input_name, example in candidates if example is not None}
+
+    def _of_several_images(self, kind: str) -> _Examples:
+        if kind != "image" or "pixel_values" not in self._parameters:
+            return self._configured(kind)
+        return self._configured(kind) | {"pixel_values": several_images_example(self._model, self._sizes)}
+
+    def _tried(self, samples: _Examples) -> ModelExample | None:
+        """Inputs with text where the model takes it, and whether the model takes them; None if a needed input is missing."""
+        # Of models that read a text twice, such as one with a Q-Former, which has a tokenizer of its own.
+        further_texts = [
+            input_name
+            for input_name in self._required
+            if input_name.endswith("_input_ids") and input_name not in (*samples, *_TEXT_INPUTS)
+        ]
+        if not {*self._required} <= {*samples, *_TEXT_INPUTS, *further_texts}:
+            return None
+        model, config = self._model, self._model.config
+        examples, placeholders = dict(samples), []
+        text_count = 2 if all(sample.dims for sample in samples.values()) else 1
+        if self._takes_text:
+            tensors = {input_name: sample.tensor for input_name, sample in samples.items()}
+            placeholders = placeholder_tokens(model, tensors, text_count)
+            tokens = token_example(config, self._sizes, placeholders)
+            further = {"attention_mask": _mask_of(tokens), "mm_token_type_ids": _kinds_of(tokens, len(placeholders))}
+            examples |= {"input_ids": tokens} | {
+                input_name: example for input_name, example in further.items() if input_name in self._parameters
+            }
+        if config.is_encoder_decoder and "decoder_input_ids" in self._parameters:
+            examples["decoder_input_ids"] = decoder_example(config, self._sizes)
+        examples |= {input_name: token_example(config, self._sizes) for input_name in further_texts}
+        if text_count == 1:
+            examples |= {
+                input_name: _first_row(examples[input_name]) for input_name in examples if input_name not in samples
+            }
+        inputs = self._inputs_of(
+            {input_name: examples[input_name] for input_name in self._parameters if input_name in examples}
+        )
+        call = call_with_shapes(model, model, inputs.kwargs)
+        if call.succeeded and "input_ids" in examples and not placeholders and len(self._kinds) == 1:
+            inputs = self._with_own_number(inputs, samples)
+        return ModelExample(inputs, None if asks_for_data(call) else call.error)
+
+    def _with_own_number(self, inputs: Inputs, samples: _Examples) -> Inputs:
+        """Let there be another number of images or sounds than of texts, if the model takes them, as CLIP does."""
+        fewer = {
+            input_name: tensor[:1] if input_name in samples and 0 in samples[input_name].dims else tensor
+            for input_name, tensor in inputs.kwargs.items()
+        }
+        if not call_with_shapes(self._model, self._model, fewer).succeeded:
+            return inputs
+        dynamic_shapes = dict(inputs.dynamic_shapes)
+        sample_count = Dim(_OWN_NUMBER[self._kinds[0]], min=1, max=LARGEST_BATCH)
+        for input_name in samples:
+            dynamic_shapes[input_name] = {axis: sample_count for axis in samples[input_name].dims}
+        return replace(inputs, dynamic_shapes=dynamic_shapes)
 
 
 def _mask_of(tokens: ExampleTensor) -> ExampleTensor:
     return ExampleTensor(torch.ones_like(tokens.tensor), tokens.dims)
-
-
-def _inputs_of(examples: Mapping[str, ExampleTensor], parameters: Mapping[str, Any]) -> Inputs:
-    constants = {"use_cache": False} if "use_cache" in parameters else {}
-    kwargs = {input_name: example.tensor for input_name, example in examples.items()}
-    return Inputs(
-        kwargs={**kwargs, **constants},
-        dynamic_shapes={input_name: example.dims for input_name, example in examples.items()},
-    )
-
-
-def _sample_examples(
-    model: Any, parameters: Mapping[str, Any], folder: str | None, kinds: Sequence[str], sizes: ExampleSizes
-) -> Iterator[_Examples]:
-    """Yield what the inputs besides text may be; of each, what the model needs, and then all that describes it, such as masks.
-
-    The processor of the folder makes them, the configuration states them, also several images a sample, or the family's processor makes
-    them.
-    """
-    required = required_parameters(model.forward)
-
-    def configured(kind: str) -> _Examples:
-        input_names = (
-            input_name for input_name in dict.fromkeys((*_INPUTS_OF_KIND[kind], *required)) if input_name in parameters
-        )
-        candidates = ((input_name, configured_example(model, input_name, sizes)) for input_name in input_names)
-        return {input_name: example for input_name, example in candidates if example is not None}
-
-    def several_images(kind: str) -> _Examples:
-        if kind != "image" or "pixel_values" not in parameters:
-            return configured(kind)
-        return configured(kind) | {"pixel_values": several_images_example(model, sizes)}
-
-    for source in (
-        lambda kind: processed_examples(folder_processor(kind, folder), kind, model, sizes, parameters),
-        configured,
-        *((several_images,) if "image" in kinds else ()),
-        lambda kind: processed_examples(family_processor(kind, model.config), kind, model, sizes, parameters),
-    ):
-        of_kinds = [source(kind) for kind in kinds]
-        if not all(of_kinds):
-            continue
-        examples = {input_name: example for of_kind in of_kinds for input_name, example in of_kind.items()}
-        main = [
-            next((input_name for input_name in _INPUTS_OF_KIND[kind] if input_name in examples), "") for kind in kinds
-        ]
-        input_names = {*main, *_main_inputs(model), *required}
-        needed = {input_name: example for input_name, example in examples.items() if input_name in input_names}
-        yield needed
-        if needed != examples:
-            yield examples
-
-
-def _tried(
-    model: Any, parameters: Mapping[str, Any], kinds: Sequence[str], samples: _Examples, sizes: ExampleSizes
-) -> ModelExample | None:
-    """Inputs with text where the model takes it, and whether the model takes them; None if a needed input is missing."""
-    # Of models that read a text twice, such as one with a Q-Former, which has a tokenizer of its own.
-    further_texts = [
-        input_name
-        for input_name in required_parameters(model.forward)
-        if input_name.endswith("_input_ids") and input_name not in (*samples, *_TEXT_INPUTS)
-    ]
-    if not {*required_parameters(model.forward)} <= {*samples, *_TEXT_INPUTS, *further_texts}:
-        return None
-    config = model.config
-    examples, placeholders = dict(samples), []
-    text_count = 2 if all(sample.dims for sample in samples.values()) else 1
-    if _takes_text(model, parameters):
-        placeholders = placeholder_tokens(
-            model, {input_name: sample.tensor for input_name, sample in samples.items()}, text_count
-        )
-        tokens = token_example(config, sizes, placeholders)
-        further = {"attention_mask": _mask_of(tokens), "mm_token_type_ids": _kinds_of(tokens, len(placeholders))}
-        examples |= {"input_ids": tokens} | {
-            input_name: example for input_name, example in further.items() if input_name in parameters
-        }
-    if config.is_encoder_decoder and "decoder_input_ids" in parameters:
-        examples["decoder_input_ids"] = decoder_example(config, sizes)
-    examples |= {input_name: token_example(config, sizes) for input_name in further_texts}
-    if text_count == 1:
-        examples |= {
-            input_name: _first_row(examples[input_name]) for input_name in examples if input_name not in samples
-        }
-    inputs = _inputs_of(
-        {input_name: examples[input_name] for input_name in parameters if input_name in examples}, parameters
-    )
-    call = call_with_shapes(model, model, inputs.kwargs)
-    if call.succeeded and "input_ids" in examples and not placeholders and len(kinds) == 1:
-        inputs = _with_own_number(model, kinds[0], inputs, samples)
-    return ModelExample(inputs, None if asks_for_data(call) else call.error)
 
 
 def _first_row(example: ExampleTensor) -> ExampleTensor:
@@ -280,21 +298,6 @@ def _kinds_of(tokens: ExampleTensor, placeholder_count: int) -> ExampleTensor:
     kinds_bs = torch.zeros_like(tokens.tensor)
     kinds_bs[:, :placeholder_count] = 1
     return ExampleTensor(kinds_bs, tokens.dims)
-
-
-def _with_own_number(model: Any, kind: str, inputs: Inputs, samples: _Examples) -> Inputs:
-    """Let there be another number of images or sounds than of texts, if the model takes them, as CLIP does."""
-    fewer = {
-        input_name: tensor[:1] if input_name in samples and 0 in samples[input_name].dims else tensor
-        for input_name, tensor in inputs.kwargs.items()
-    }
-    if not call_with_shapes(model, model, fewer).succeeded:
-        return inputs
-    dynamic_shapes = dict(inputs.dynamic_shapes)
-    sample_count = Dim(_OWN_NUMBER[kind], min=1, max=LARGEST_BATCH)
-    for input_name in samples:
-        dynamic_shapes[input_name] = {axis: sample_count for axis in samples[input_name].dims}
-    return replace(inputs, dynamic_shapes=dynamic_shapes)
 
 
 def starting_file(model: Any, inputs: Inputs) -> str:
