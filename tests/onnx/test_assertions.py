@@ -11,6 +11,8 @@ from torch.export import Dim
 import stagepack
 from stagepack.errors import InputError
 
+EXAMPLE: dict[str, Any] = {"args": (torch.ones(4), torch.tensor(3)), "dynamic_shapes": ({0: Dim.AUTO}, None)}
+
 
 class Computes(torch.nn.Module):
     """A module of one function."""
@@ -43,26 +45,20 @@ def positive(x: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("function", [first_rows, few_marked_rows, positive])
 def test_stage_whose_assertion_may_fail_stays_in_torch(tmp_path: Path, function: Callable[..., torch.Tensor]) -> None:
-    args, dynamic_shapes = (torch.ones(4), torch.tensor(3)), ({0: Dim.AUTO}, None)
-    bundle = stagepack.export(Computes(function), args, dynamic_shapes=dynamic_shapes, out=tmp_path / "x", stages=1)
+    bundle = stagepack.export(Computes(function), **EXAMPLE, out=tmp_path / "x", stages=1)
     added = stagepack.add_onnx(bundle)
     assert "no ONNX form of aten._assert" in added.torch_only[0]
 
 
 @pytest.mark.parametrize("function", [lambda x, _: x[x > 0.5], lambda x, _: x.repeat_interleave(2)])
 def test_stage_whose_assertions_always_hold_is_converted(tmp_path: Path, function: Callable[..., torch.Tensor]) -> None:
-    args, dynamic_shapes = (torch.ones(4), torch.tensor(3)), ({0: Dim.AUTO}, None)
-    bundle = stagepack.export(Computes(function), args, dynamic_shapes=dynamic_shapes, out=tmp_path / "x", stages=1)
+    bundle = stagepack.export(Computes(function), **EXAMPLE, out=tmp_path / "x", stages=1)
     assert not stagepack.add_onnx(bundle).torch_only
 
 
 def test_asserted_condition_on_sizes_is_a_guard_in_every_runtime(tmp_path: Path) -> None:
-    program = torch.export.export(
-        Computes(lambda x, _: x * 2 if x.shape[0] % 3 == 1 else x),
-        (torch.ones(4), torch.tensor(3)),
-        dynamic_shapes=({0: Dim.AUTO}, None),
-        prefer_deferred_runtime_asserts_over_guards=True,
-    )
+    model = Computes(lambda x, _: x * 2 if x.shape[0] % 3 == 1 else x)
+    program = torch.export.export(model, **EXAMPLE, prefer_deferred_runtime_asserts_over_guards=True)
     added = stagepack.add_onnx(stagepack.export(program, out=tmp_path / "x", stages=1))
     assert not added.torch_only
     for runtime in ("torch", "onnxruntime"):

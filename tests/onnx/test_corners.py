@@ -15,10 +15,10 @@ import torch
 import stagepack
 from stagepack.errors import InputError
 from stagepack.format.reader import Bundle
-from stagepack.onnx import add_onnx
 from stagepack_loaders.comparison import compare_arrays
 from stagepack_loaders.numpy_interpreter import NUMPY_ARRAYS
 from stagepack_loaders.torch.arrays import TORCH_ARRAYS
+from tests.onnx.converted import in_onnxruntime
 
 
 class Corners(torch.nn.Module):
@@ -42,11 +42,8 @@ class Corners(torch.nn.Module):
 
 def test_results_may_be_weights_inputs_zeros_and_integers(tmp_path: Path) -> None:
     net, args = Corners(), (torch.randn(2, 3), torch.arange(8).reshape(2, 4))
-    bundle = stagepack.export(net, args, out=tmp_path / "m.stagepack", stages=2)
-    added = stagepack.add_onnx(bundle)
-    assert added.torch_only == {}
-    pipe = stagepack.load(added.bundle, runtime="onnxruntime")
-    found, wanted = pipe(*(one.numpy() for one in args)), net(*args)
+    found = in_onnxruntime(net, args, tmp_path, stages=2)(*(one.numpy() for one in args))
+    wanted = net(*args)
     assert all(numpy.array_equal(mine, theirs.numpy()) for mine, theirs in zip(found, wanted, strict=True))
     assert [array.dtype.name for array in found] == [str(one.dtype).removeprefix("torch.") for one in wanted]
 
@@ -61,9 +58,7 @@ class Writes(torch.nn.Module):
 
 @pytest.mark.parametrize("as_torch", [True, False])
 def test_what_is_written_into_an_input_is_there_after_the_call(as_torch: bool, tmp_path: Path) -> None:
-    args = (torch.ones(2, 3), torch.ones(2, 3))
-    bundle = stagepack.export(Writes(), args, out=tmp_path / "m.stagepack", onnx=True)
-    pipe = stagepack.load(bundle, runtime="onnxruntime")
+    pipe = in_onnxruntime(Writes(), (torch.ones(2, 3), torch.ones(2, 3)), tmp_path)
 
     def given(tensor: torch.Tensor) -> Any:
         return tensor if as_torch else tensor.numpy()
@@ -144,11 +139,11 @@ def test_a_recurrent_layer_takes_sequences_of_any_length_or_stays_in_torch(
 def test_names_do_not_meet(tmp_path: Path) -> None:
     x = torch.randn(2, 3)
     net = Named()
-    bundle = stagepack.export(net, (x,), out=tmp_path / "m.stagepack", onnx=True)
-    initializers = onnx.load(bundle.path / "stage-0.onnx", load_external_data=False).graph.initializer
+    pipe = in_onnxruntime(net, (x,), tmp_path)
+    initializers = onnx.load(tmp_path / "m.stagepack" / "stage-0.onnx", load_external_data=False).graph.initializer
     assert {tensor.name for tensor in initializers} == set(net.state_dict())
     with torch.no_grad():
-        assert numpy.allclose(stagepack.load(bundle, runtime="onnxruntime")(x.numpy()), net(x).numpy(), atol=1e-5)
+        assert numpy.allclose(pipe(x.numpy()), net(x).numpy(), atol=1e-5)
 
 
 class Attends(torch.nn.Module):
@@ -165,10 +160,10 @@ def test_a_row_that_sees_nothing_is_zero_as_in_torch(kind: str, tmp_path: Path) 
     def given(mask: torch.Tensor) -> torch.Tensor:
         return mask if kind == "bool" else torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)
 
-    bundle = stagepack.export(Attends(), (x, given(mask)), out=tmp_path / "m.stagepack", onnx=True)
+    pipe = in_onnxruntime(Attends(), (x, given(mask)), tmp_path)
     mask[..., 1, :] = False
     mask[..., 2, 0] = False
-    found = stagepack.load(bundle, runtime="onnxruntime")(x.numpy(), given(mask).numpy())
+    found = pipe(x.numpy(), given(mask).numpy())
     assert numpy.allclose(found, Attends()(x, given(mask)).numpy(), atol=1e-5)
     assert not found[:, :, 1].any()
 
@@ -251,10 +246,7 @@ class SignedZeros(torch.nn.Module):
 
 def test_zeros_of_both_signs_stay_apart(tmp_path: Path) -> None:
     x = torch.tensor([[1.0, -2.0], [3.0, -4.0]])
-    bundle = stagepack.export(SignedZeros(), (x,), out=tmp_path / "b.stagepack")
-    assert not add_onnx(bundle).torch_only
-    answer = stagepack.load(tmp_path / "b.stagepack", runtime="onnxruntime")(x)
-    assert all(map(torch.equal, answer, SignedZeros()(x)))
+    assert all(map(torch.equal, in_onnxruntime(SignedZeros(), (x,), tmp_path)(x), SignedZeros()(x)))
 
 
 @pytest.mark.parametrize("expected", [math.inf, -math.inf])
@@ -275,7 +267,7 @@ class Strided(torch.nn.Module):
 
 def test_stage_that_depends_on_the_layout_of_its_inputs_stays_in_torch(tmp_path: Path) -> None:
     x = torch.arange(12.0).reshape(3, 4)
-    added = add_onnx(stagepack.export(Strided(), (x,), out=tmp_path / "m.stagepack"))
+    added = stagepack.add_onnx(stagepack.export(Strided(), (x,), out=tmp_path / "m.stagepack"))
     assert "row-major memory" in added.torch_only[0]
     transposed = x.t().contiguous().t()
     assert torch.equal(stagepack.load(added.bundle)(transposed), Strided()(transposed))

@@ -10,6 +10,7 @@ from torch.nn import functional
 
 import stagepack
 from stagepack.onnx.draws import Draw, call_count, compare_draws
+from tests.onnx.converted import in_onnxruntime
 
 
 class Chosen(torch.nn.Module):
@@ -22,10 +23,8 @@ class Chosen(torch.nn.Module):
 def test_no_number_is_chosen_twice_without_replacement(tmp_path: Any) -> None:
     example = torch.tensor([[0.1, 0.2, 0.3, 0.4]]).repeat(4, 1)
     rows = Dim("rows", min=0, max=5000)
-    bundle = stagepack.export(Chosen(), (example,), out=tmp_path / "m.stagepack", dynamic_shapes=({0: rows},))
-    added = stagepack.add_onnx(bundle)
-    assert added.torch_only == {}
-    chosen = stagepack.load(added.bundle, runtime="onnxruntime")(example[:1].repeat(5000, 1))
+    pipe = in_onnxruntime(Chosen(), (example,), tmp_path, dynamic_shapes=({0: rows},))
+    chosen = pipe(example[:1].repeat(5000, 1))
     assert bool((chosen.sort(1).values.diff(dim=1) > 0).all())
     # The first number has its own chance.
     assert abs(float((chosen[:, 0] == 3).double().mean()) - 0.4) < 0.05

@@ -17,6 +17,7 @@ from stagepack.format.reader import Bundle
 from stagepack.format.shapes import evaluate_dim
 from stagepack.onnx import AddedOnnx
 from stagepack.onnx.other_sizes import inputs_at, sizes_to_check
+from tests.onnx.converted import in_onnxruntime
 
 
 class LargestOf(nn.Module):
@@ -171,12 +172,10 @@ def test_the_answers_are_those_of_torch_at_every_size(added: AddedOnnx, rows: in
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
-def test_the_smallest_integer_divided_by_minus_one_ends_no_process(dtype: torch.dtype, tmp_path_factory: Any) -> None:
-    path = tmp_path_factory.mktemp("divided") / "m.stagepack"
-    bundle = stagepack.export(Quotients(), (torch.arange(1, 4).to(dtype),) * 2, out=path, onnx=True)
+def test_the_smallest_integer_divided_by_minus_one_ends_no_process(dtype: torch.dtype, tmp_path: Path) -> None:
+    pipe = in_onnxruntime(Quotients(), (torch.arange(1, 4).to(dtype),) * 2, tmp_path)
     smallest, minus_one = torch.full((3,), torch.iinfo(dtype).min, dtype=dtype), torch.full((3,), -1, dtype=dtype)
-    found = stagepack.load(bundle, runtime="onnxruntime")(smallest, minus_one)
-    wanted = stagepack.load(bundle)(smallest, minus_one)
+    found, wanted = (run(smallest, minus_one) for run in (pipe, stagepack.load(tmp_path / "m.stagepack")))
     assert all(torch.equal(mine, other) for mine, other in zip(found, wanted, strict=True))
 
 
@@ -205,13 +204,8 @@ class Enlarged(nn.Module):
 def test_a_transposed_convolution_without_an_image_ends_no_process(tmp_path: Path) -> None:
     """In 3D, ONNX Runtime ends by SIGSEGV."""
     model, depths = Enlarged().eval(), {2: Dim("depth", min=0, max=9)}
-    bundle = stagepack.export(
-        model, (torch.rand(1, 2, 4, 3, 3),), out=tmp_path / "m.stagepack", dynamic_shapes=(depths,)
-    )
-    added = stagepack.add_onnx(bundle)
-    assert added.torch_only == {}
-    for runtime in ("torch", "onnxruntime"):
-        pipe = stagepack.load(added.bundle, runtime=runtime)
+    in_onnx = in_onnxruntime(model, (torch.rand(1, 2, 4, 3, 3),), tmp_path, dynamic_shapes=(depths,))
+    for pipe in (in_onnx, stagepack.load(tmp_path / "m.stagepack")):
         with pytest.raises(StageFailedError):
             pipe(torch.rand(1, 2, 0, 3, 3))
         image = torch.rand(1, 2, 5, 3, 3)
@@ -251,10 +245,7 @@ class Doubled(nn.Module):
 
 def test_an_input_without_rows_can_be_written(tmp_path: Path) -> None:
     rows = {0: Dim("rows", min=0, max=9)}
-    bundle = stagepack.export(Doubled(), (torch.rand(3, 4, 2),), out=tmp_path / "m.stagepack", dynamic_shapes=(rows,))
-    added = stagepack.add_onnx(bundle)
-    assert added.torch_only == {}
-    pipe = stagepack.load(added.bundle, runtime="onnxruntime")
+    pipe = in_onnxruntime(Doubled(), (torch.rand(3, 4, 2),), tmp_path, dynamic_shapes=(rows,))
     assert pipe(torch.rand(0, 4, 2)) == 0
     ones = torch.ones(2, 4, 2)
     assert pipe(ones) == 32
