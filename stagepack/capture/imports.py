@@ -4,14 +4,13 @@ import contextlib
 import difflib
 import importlib
 import importlib.util
-import logging
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from stagepack.capture.torch_messages import describe_error
+from stagepack.capture.torch_messages import describe_error, only_errors_logged
 from stagepack.errors import CaptureError
 from stagepack.extras import explain_missing_packages
 
@@ -92,24 +91,9 @@ def register_model_outputs() -> None:
             importlib.import_module("transformers.modeling_outputs")
 
 
-@contextlib.contextmanager
-def quiet_libraries() -> Iterator[None]:
+def quiet_libraries() -> contextlib.AbstractContextManager[None]:
     """Drop warnings that libraries of transformers log, which are for their own developers or repeat an error."""
-    with _quiet(*_TORCHAO_LOGGERS, _HUB_LOGGER):
-        yield
-
-
-@contextlib.contextmanager
-def _quiet(*logger_names: str) -> Iterator[None]:
-    loggers = [logging.getLogger(logger_name) for logger_name in logger_names]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+    return only_errors_logged(*_TORCHAO_LOGGERS, _HUB_LOGGER)
 
 
 @contextlib.contextmanager
@@ -118,7 +102,7 @@ def torchao_on_demand() -> Iterator[None]:
 
     What torchao logs when code in the ``with`` block imports it all the same is dropped.
     """
-    with _quiet(*_TORCHAO_LOGGERS):
+    with only_errors_logged(*_TORCHAO_LOGGERS):
         if _TORCHAO_MODULE in sys.modules:
             yield
         else:

@@ -143,6 +143,20 @@ def suppress_warnings() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def only_errors_logged(*logger_names: str) -> Iterator[None]:
+    """Drop warnings that loggers of libraries report."""
+    loggers = [logging.getLogger(logger_name) for logger_name in logger_names]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+@contextlib.contextmanager
 def hold_log_records(logger_name: str) -> Iterator[list[logging.LogRecord]]:
     """Delay what a logger reports, and drop it on failure; the records are in the list that the ``with`` statement binds."""
     logger = logging.getLogger(logger_name)

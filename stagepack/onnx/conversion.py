@@ -1,13 +1,12 @@
 """A stage of a bundle -> the files of its ONNX model, or why it has no ONNX form."""
 
-import logging
 import warnings
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 
 import torch
 from torch.export import ExportedProgram
 
+from stagepack.capture.torch_messages import only_errors_logged
 from stagepack.capture.traced_code import sequences_of_any_length
 from stagepack.format import limits
 from stagepack.format.folded_graph import trivially_folded
@@ -102,7 +101,12 @@ def convert_stage(bundle: Bundle, stage_number: int, allow_ops: Collection[str])
         own_weight_file=own_weight_file(bundle.stages[stage_number]),
     )
     program = None
-    with _exporter_silenced(), sequences_of_any_length(_LAYERS_IN_ONNX):
+    # Warnings of torch's exporter and its libraries are for their own developers.
+    with (
+        only_errors_logged(*_EXPORTER_LOGGERS),
+        warnings.catch_warnings(action="ignore"),
+        sequences_of_any_length(_LAYERS_IN_ONNX),
+    ):
         try:
             program = trace_stage(module, graph, targets, tensors, writes)
             converted = torch.onnx.export(program, dynamo=True, optimize=False, verbose=False)
@@ -137,22 +141,6 @@ def _inexpressible(bundle: Bundle, stage_number: int, graph: Graph, writes: Stag
     if any(op.name.startswith("aten.as_strided") for op in graph.ops):
         return "aten.as_strided selects elements by their places in memory, and ONNX Runtime gets all inputs in row-major memory"
     return lost_assertion(graph, bundle.entry_point.guards)
-
-
-@contextmanager
-def _exporter_silenced() -> Iterator[None]:
-    """Suppress warnings of torch's exporter and its libraries, which are for their own developers."""
-    loggers = [logging.getLogger(logger_name) for logger_name in _EXPORTER_LOGGERS]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
 
 
 def lost_assertion(graph: Graph, guards: Collection[Guard]) -> str | None:
