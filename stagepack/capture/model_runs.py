@@ -35,7 +35,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _WIDE = {float: torch.float64, complex: torch.complex128}
 # The classes that a container may derive from, the most derived first.
 _DICT_CLASSES = (OrderedDict, dict)
-_SEQUENCE_CLASSES = (list, deque)
+_ITEM_CLASSES = (list, deque, set)
 # A part of a module's state: its kind for the error message, and the function that restores it.
 _SavedState = tuple[str, Callable[[], None]]
 # No attribute of a model has this name: one of its modules may be called `model`.
@@ -216,13 +216,11 @@ def _save_containers(model: torch.nn.Module, tensors: list[torch.Tensor]) -> Ite
                 dict_content = _dict_content(container)
                 pending.extend(dict_content.values())
                 yield "attributes", partial(_restore_dict, container, dict_content)
-            case list() | deque():
-                items = list(_base_class(container, _SEQUENCE_CLASSES).__iter__(container))
-                pending.extend(items)
-                yield "a list", partial(_restore_sequence, container, items)
-            case set():
-                members = frozenset(set.__iter__(container))
-                yield "a set", partial(_restore_set, container, members)
+            case list() | deque() | set():
+                items = _items(container)
+                if not isinstance(container, set):
+                    pending.extend(items)
+                yield "a set" if isinstance(container, set) else "a list", partial(_restore_items, container, items)
             case torch.Tensor():
                 tensors.append(container)
             case tuple():
@@ -252,10 +250,8 @@ def container_content(value: Any) -> tuple[Any, ...]:
         case dict():
             content = _dict_content(value)
             return (*content, *content.values())
-        case list() | deque():
-            return tuple(_base_class(value, _SEQUENCE_CLASSES).__iter__(value))
-        case set():
-            return tuple(set.__iter__(value))
+        case list() | deque() | set():
+            return tuple(_items(value))
         case _:
             return ()
 
@@ -271,6 +267,10 @@ def _dict_content(container: dict[Any, Any]) -> dict[Any, Any]:
     return {key: dict.__getitem__(container, key) for key in keys}
 
 
+def _items(container: Any) -> list[Any]:
+    return list(_base_class(container, _ITEM_CLASSES).__iter__(container))
+
+
 def _restore_dict(container: dict[Any, Any], content: dict[Any, Any]) -> None:
     now = _dict_content(container)
     if _are_same(now, content) and _are_same(now.values(), content.values()):
@@ -281,17 +281,11 @@ def _restore_dict(container: dict[Any, Any], content: dict[Any, Any]) -> None:
         dict_class.__setitem__(container, key, value)
 
 
-def _restore_sequence(container: Any, items: list[Any]) -> None:
-    sequence_class = _base_class(container, _SEQUENCE_CLASSES)
-    if not _are_same(list(sequence_class.__iter__(container)), items):
-        sequence_class.clear(container)
-        sequence_class.extend(container, items)
-
-
-def _restore_set(container: set[Any], members: frozenset[Any]) -> None:
-    if not set.__eq__(container, members):
-        set.clear(container)
-        set.update(container, members)
+def _restore_items(container: Any, items: list[Any]) -> None:
+    if not _are_same(_items(container), items):
+        item_class = _base_class(container, _ITEM_CLASSES)
+        item_class.clear(container)
+        (item_class.update if item_class is set else item_class.extend)(container, items)
 
 
 def _are_same(items: Any, other_items: Any) -> bool:
