@@ -1,14 +1,18 @@
 """Bundles for these tests, and the same pipeline in one process and in several."""
 
 import contextlib
+import copy
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils import _pytree as pytree
 
 import stagepack
+from stagepack.capture.inputs import Inputs
 from stagepack.exporter import export_capture
 from stagepack.format.reader import Bundle
 from stagepack.partition.cut_options import CutOptions
@@ -108,16 +112,28 @@ def process_ids(pipeline: DistributedPipeline) -> dict[int, int]:
     return {facts.rank: facts.process_id for facts in pipeline.stage_facts}
 
 
-def check_case(case: Case, folder: Path, *, processes: int) -> None:
-    """Check that a model of the zoo answers in processes as in one, bit for bit, at changing sizes."""
+def check_case(case: Case, folder: Path, processes: int, growths: Sequence[int | None]) -> None:
+    """Check that a model of the zoo answers requests in flight at once, of sizes that have grown so, as one process does, bit for bit."""
     capture = case.capture()
     bundle = export_capture(capture, out=folder / "m.stagepack", cut_options=CutOptions(stages=processes))
-    other = other_size(capture.program, capture.inputs)
-    calls = [capture.inputs, other, capture.inputs, other]
-    expected = answers(stagepack.load(bundle, types=case.classes(), allow_ops=namespaces(bundle)), calls)
-    imports = [case.operators] if case.operators else []
-    with in_processes(bundle, types=case.classes(), imports=imports) as pipeline:
-        assert_equal(answers(pipeline, calls), expected)
+    calls = [
+        capture.inputs if growth is None else other_size(capture.program, capture.inputs, growth) for growth in growths
+    ]
+    check_in_flight(bundle, calls, types=case.classes(), imports=[case.operators] if case.operators else [])
+
+
+def check_in_flight(bundle: Bundle, calls: Sequence[Inputs], **options: Any) -> None:
+    """Check that requests which are in flight at once get the answers of one process, which gets them one after the other."""
+    calls = [copy.deepcopy(call) for call in calls]
+    one = stagepack.load(bundle, types=options.get("types", ()), allow_ops=namespaces(bundle))
+    expected = answers(one, calls)
+    with in_processes(bundle, in_flight=len(calls), **options) as pipeline:
+        futures = [pipeline.submit(*call.args, **call.kwargs) for call in calls]
+        found = [
+            pytree.tree_leaves((future.result(), tuple(call.args), dict(call.kwargs)))
+            for future, call in zip(futures, calls, strict=True)
+        ]
+    assert_equal(found, expected)
 
 
 def assert_gone(process_numbers: dict[int, int]) -> None:

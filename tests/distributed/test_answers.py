@@ -15,47 +15,10 @@ import torch
 import stagepack
 from stagepack.errors import InputError, OptionError
 from stagepack.format.reader import Bundle
-from tests.distributed.bundles import check_case, in_processes, process_ids
-from tests.distributed.waiting_operator import Waiting
+from tests.distributed.bundles import in_processes, process_ids
+from tests.distributed.operators import Waiting
 from tests.roundtrip.test_shared_inputs import WritesFirst
 from tests.waiting import wait_until
-from tests.zoo.case import Case
-from tests.zoo.cases import CASES, named
-from tests.zoo.test_zoo import name_of
-
-# One of each kind; `make test-zoo` runs all.
-QUICK = named(
-    "aliasing-inputs-written",
-    "decoders-llama-tied",
-    "encoder-decoders-t5",
-    "operators-custom-operators",
-    "shapes-nonzero",
-    "shapes-sizes-from-data",
-    "state-static-cache-decoder",
-    "values-strided-values-cross",
-    "values-u-net",
-    "weights-scalars-and-empty-tensors",
-)
-# Their random operators draw from generators of their own in each process.
-DRAWING = {
-    "operators-dropout-that-draws",
-    "operators-draws-of-every-kind",
-    "operators-draws-in-two-branches",
-    "operators-layers-with-dropout-in-train-mode",
-    "operators-one-draw-used-in-every-layer",
-    "regions-cond-that-draws",
-}
-
-
-@pytest.mark.parametrize(
-    ("case", "processes"),
-    [
-        pytest.param(case, 2 + number % 3, marks=() if case in QUICK else pytest.mark.slow, id=name_of(case))
-        for number, case in enumerate(case for case in CASES if case.name not in DRAWING)
-    ],
-)
-def test_processes_answer_as_one(case: Case, processes: int, tmp_path: Path) -> None:
-    check_case(case, tmp_path, processes=processes)
 
 
 def test_sixteen_requests_of_changing_sizes_are_in_flight(layers: Bundle) -> None:
@@ -184,23 +147,6 @@ def test_wrong_inputs_are_refused_before_they_are_sent(layers: Bundle) -> None:
         assert pipeline(torch.arange(3)).shape == (3, 16)
 
 
-def test_a_script_starts_and_ends_its_processes(layers: Bundle, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import sys, torch, stagepack\n"
-        "with stagepack.load(sys.argv[1], processes=True) as pipeline:\n"
-        "    print(*(facts.process_id for facts in pipeline.stage_facts))\n"
-        "    assert torch.equal(pipeline(torch.arange(4)), stagepack.load(sys.argv[1])(torch.arange(4)))\n"
-    )
-    program = [sys.executable, str(script), str(layers.path)]
-    finished = subprocess.run(program, capture_output=True, text=True, timeout=100, check=False)
-    assert finished.returncode == 0, finished.stderr
-    assert finished.stderr == ""
-    numbers = list(map(int, finished.stdout.split()))
-    assert len(set(numbers)) == 3
-    assert not any(Path(f"/proc/{number}").exists() for number in numbers)
-
-
 def test_each_process_opens_its_own_files_alone(layers: Bundle) -> None:
     with in_processes(layers) as pipeline:
         for facts in pipeline.stage_facts:
@@ -209,31 +155,6 @@ def test_each_process_opens_its_own_files_alone(layers: Bundle) -> None:
             maps = Path(f"/proc/{process_ids(pipeline)[facts.rank]}/maps").read_text()
             mapped = {Path(line.split()[-1]).name for line in maps.splitlines() if str(layers.path) in line}
             assert mapped <= set(facts.files)
-
-
-@pytest.mark.parametrize(
-    ("processes", "options", "error", "message"),
-    [
-        (4, {}, OptionError, "expected 1 to 3 processes for 3 stages, found 4"),
-        (0, {}, OptionError, "expected 1 to 3 processes for 3 stages, found 0"),
-        (-1, {}, OptionError, "expected 1 to 3 processes for 3 stages, found -1"),
-        (True, {"compile": True, "compiled": "x"}, OptionError, "compile and compiled"),
-        (True, {"runtime": "x"}, OptionError, "expected the runtime"),
-    ],
-)
-def test_wrong_options_are_refused(
-    processes: int, options: dict[str, object], error: type[Exception], message: str, layers: Bundle
-) -> None:
-    with pytest.raises(error, match=message):
-        stagepack.load(layers, processes=processes, **options)  # type: ignore[call-overload]
-
-
-def test_connect_needs_a_launcher(layers: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
-    from stagepack.distributed import connect
-
-    monkeypatch.delenv("RANK", raising=False)
-    with pytest.raises(OptionError, match="expected the environment of torchrun"):
-        connect(layers)
 
 
 def run_torchrun(processes: int, *arguments: str) -> "subprocess.CompletedProcess[str]":

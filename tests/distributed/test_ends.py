@@ -23,7 +23,7 @@ from stagepack.errors import GroupError, NotABundleError, OptionError, StageLost
 from stagepack.format.reader import Bundle
 from stagepack_loaders.pipeline_sequence import PipelineSequence
 from tests.distributed.bundles import assert_gone, in_processes, process_ids
-from tests.distributed.waiting_operator import Waiting
+from tests.distributed.operators import Waiting
 from tests.waiting import wait_until
 
 IDS = torch.arange(6)
@@ -47,20 +47,30 @@ def is_running(process_id: int) -> bool:
     return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("last_line", "status"), [("", 0), ("sys.exit(3)", 3), ("raise ValueError", 1)])
-def test_a_script_that_does_not_close_ends_with_its_own_status(layers: Bundle, last_line: str, status: int) -> None:
+@pytest.mark.parametrize(
+    ("last_line", "status"),
+    [
+        ("pipeline.close()", 0),
+        pytest.param("", 0, marks=pytest.mark.slow),
+        pytest.param("sys.exit(3)", 3, marks=pytest.mark.slow),
+        pytest.param("raise ValueError", 1, marks=pytest.mark.slow),
+    ],
+)
+def test_a_script_ends_with_its_own_status_and_its_processes(layers: Bundle, last_line: str, status: int) -> None:
     script = [
         "import sys, torch, stagepack",
-        "pipeline = stagepack.load(sys.argv[1], processes=2)",
+        "pipeline = stagepack.load(sys.argv[1], processes=True)",
         "print(*(facts.process_id for facts in pipeline.stage_facts), flush=True)",
-        "pipeline(torch.arange(4))",
+        "assert torch.equal(pipeline(torch.arange(4)), stagepack.load(sys.argv[1])(torch.arange(4)))",
         last_line,
     ]
     finished = run_script(script, str(layers.path))
     assert finished.returncode == status, finished.stderr
     assert "terminate called" not in finished.stderr
-    assert not any(is_running(int(number)) for number in finished.stdout.split())
+    assert status or finished.stderr == ""
+    numbers = finished.stdout.split()
+    assert len(set(numbers)) == 3
+    assert not any(is_running(int(number)) for number in numbers)
 
 
 def test_a_fork_has_results_of_its_own_and_leaves_the_pipeline_to_its_parent(layers: Bundle) -> None:
@@ -341,23 +351,14 @@ def test_a_sequence_that_is_closed_during_a_call_ends_after_it() -> None:
     assert events == ["call", "end"]
 
 
-def test_a_process_without_memory_for_its_stages_is_named(layers: Bundle) -> None:
-    message = r"process \d, which runs stage \d, cannot begin: RuntimeError: not enough memory"
-    with pytest.raises(GroupError, match=message), in_processes(layers, imports=["tests.distributed.no_memory"]):
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [
+        ("tests.distributed.no_memory", "RuntimeError: not enough memory"),
+        ("no_such_module", "ModuleNotFoundError: .*no_such"),
+    ],
+)
+def test_a_process_that_cannot_begin_is_named(layers: Bundle, module: str, reason: str) -> None:
+    message = rf"process \d, which runs stage \d, cannot begin: {reason}"
+    with pytest.raises(GroupError, match=message), in_processes(layers, imports=[module]):
         pass
-
-
-def test_a_module_that_cannot_be_imported_is_named(layers: Bundle) -> None:
-    message = r"process \d, which runs stage \d, cannot begin: ModuleNotFoundError: .*no_such"
-    with pytest.raises(GroupError, match=message), in_processes(layers, imports=["no_such_module"]):
-        pass
-
-
-def test_a_closed_pipeline_says_so(layers: Bundle) -> None:
-    with in_processes(layers) as pipeline:
-        numbers = process_ids(pipeline)
-        assert "ready" in repr(pipeline)
-    pipeline.close()
-    with pytest.raises(StageLostError, match="the pipeline is closed"):
-        pipeline(IDS)
-    assert_gone(numbers)

@@ -22,8 +22,7 @@ from stagepack_loaders.distributed.pipeline import DistributedPipeline
 from stagepack_loaders.distributed.stage_process import DEVICE_LOST_STATUS, ProcessDescription
 from tests.distributed.bundles import assert_gone, has_restarts, in_processes, process_ids
 from tests.distributed.forked_processes import ForkedProcesses
-from tests.distributed.losing_operator import Losing
-from tests.distributed.waiting_operator import Waiting
+from tests.distributed.operators import Losing, Waiting
 from tests.waiting import wait_until
 
 IDS = torch.arange(6)
@@ -241,11 +240,14 @@ def test_a_stage_that_hangs_is_found(tmp_path: Path) -> None:
 
 def test_closing_answers_what_is_in_flight(layers: Bundle) -> None:
     with in_processes(layers, in_flight=32) as pipeline:
+        numbers = process_ids(pipeline)
+        assert "ready" in repr(pipeline)
         answers = [pipeline.submit(IDS) for _ in range(32)]
     expected = stagepack.load(layers)(IDS)
     assert all(torch.equal(answer.result(timeout=0), expected) for answer in answers)
     with pytest.raises(StageLostError, match="the pipeline is closed"):
         pipeline(IDS)
+    assert_gone(numbers)
     pipeline.close()
 
 

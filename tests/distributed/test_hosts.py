@@ -164,20 +164,13 @@ def test_hosts_with_their_own_files_answer_as_one_process(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("places", [(0, 1, 2), (0, 0, 1)], ids=["on three hosts", "two on one host"])
 def test_a_host_whose_name_is_a_loopback_address_there(
-    hosts: list[NetworkHost], layers: Bundle, script: Script
+    places: Sequence[int], hosts: list[NetworkHost], layers: Bundle, script: Script
 ) -> None:
-    addresses = [hosts[0].name, hosts[0].address, hosts[0].address]  # the name is 127.0.1.1 on this host
-    with launched(hosts, [script.command(layers)] * 3, master_addresses=addresses) as processes:
-        assert [status for status, _ in wait(processes)] == [0, 0, 0]
-        script.check_answers(layers)
-
-
-@pytest.mark.slow
-def test_two_processes_on_one_host_of_two(hosts: list[NetworkHost], layers: Bundle, script: Script) -> None:
-    places = [hosts[0], hosts[0], hosts[1]]
-    addresses = [hosts[0].name, hosts[0].name, hosts[0].address]
-    with launched(places, [script.command(layers)] * 3, master_addresses=addresses) as processes:
+    addresses = [hosts[0].address if place else hosts[0].name for place in places]  # the name is 127.0.1.1 on this host
+    commands = [script.command(layers)] * 3
+    with launched([hosts[place] for place in places], commands, master_addresses=addresses) as processes:
         assert [status for status, _ in wait(processes)] == [0, 0, 0]
         script.check_answers(layers)
 

@@ -1,28 +1,22 @@
 """Models of every kind, with 16 requests of changing sizes in flight, answer as in one process: values, containers and strides."""
 
-import copy
-from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils import _pytree as pytree
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from transformers.integrations.executorch import TorchExportableModuleWithStaticCache
 
 import stagepack
 from stagepack.capture.inputs import Inputs
 from stagepack.distributed import PipelineSequence
-from stagepack.exporter import export_capture
-from stagepack.format.reader import Bundle
-from stagepack.partition.cut_options import CutOptions
-from tests.distributed.bundles import in_processes
+from tests.distributed.bundles import check_case, check_in_flight, in_processes
 from tests.zoo.architectures.encoders import minilm_encoder_folder
-from tests.zoo.case import Case, answers, assert_equal, other_size
-from tests.zoo.cases import named
-from tests.zoo.test_zoo import name_of, namespaces
+from tests.zoo.case import Case
+from tests.zoo.cases import CASES, named
+from tests.zoo.test_zoo import name_of
 
 REQUESTS = 16
 NEW_TOKENS = 24
@@ -40,6 +34,41 @@ MODELS = named(
 IN_CI = ("values-u-net", 3)
 
 
+# One of each kind; `make test-zoo` runs all.
+QUICK = named(
+    "aliasing-inputs-written",
+    "decoders-llama-tied",
+    "encoder-decoders-t5",
+    "operators-custom-operators",
+    "shapes-nonzero",
+    "shapes-sizes-from-data",
+    "state-static-cache-decoder",
+    "values-strided-values-cross",
+    "values-u-net",
+    "weights-scalars-and-empty-tensors",
+)
+# Their random operators draw from generators of their own in each process.
+DRAWING = {
+    "operators-dropout-that-draws",
+    "operators-draws-of-every-kind",
+    "operators-draws-in-two-branches",
+    "operators-layers-with-dropout-in-train-mode",
+    "operators-one-draw-used-in-every-layer",
+    "regions-cond-that-draws",
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "processes"),
+    [
+        pytest.param(case, 2 + number % 3, marks=() if case in QUICK else pytest.mark.slow, id=name_of(case))
+        for number, case in enumerate(case for case in CASES if case.name not in DRAWING)
+    ],
+)
+def test_processes_answer_as_one(case: Case, processes: int, tmp_path: Path) -> None:
+    check_case(case, tmp_path, processes, [None, 3, None, 3])
+
+
 @pytest.mark.parametrize(
     ("case", "processes"),
     [
@@ -54,13 +83,8 @@ IN_CI = ("values-u-net", 3)
     ],
 )
 def test_requests_in_flight(case: Case, processes: int, tmp_path: Path) -> None:
-    capture = case.capture()
-    bundle = export_capture(capture, out=tmp_path / "m.stagepack", cut_options=CutOptions(stages=processes))
-    calls = [
-        other_size(capture.program, capture.inputs, growth=number % 5) if number % 3 else capture.inputs
-        for number in range(REQUESTS)
-    ]
-    check_in_flight(bundle, calls, [case.operators] if case.operators else [])
+    growths = [number % 5 if number % 3 else None for number in range(REQUESTS)]
+    check_case(case, tmp_path, processes, growths)
 
 
 @pytest.mark.slow
@@ -72,20 +96,7 @@ def test_published_weights(processes: int, tmp_path: Path) -> None:
     for number in range(REQUESTS):
         ids = torch.randint(1, 3000, (1 + number % 3, 4 + 29 * number % 50), generator=generator)
         calls.append(Inputs(kwargs={"input_ids": ids, "attention_mask": torch.ones_like(ids)}))
-    check_in_flight(bundle, calls, [])
-
-
-def check_in_flight(bundle: Bundle, calls: Sequence[Inputs], imports: Sequence[str]) -> None:
-    """Check that requests which are in flight at once get the answers of one process, which gets them one after the other."""
-    calls = [copy.deepcopy(call) for call in calls]
-    expected = answers(stagepack.load(bundle, allow_ops=namespaces(bundle)), calls)
-    with in_processes(bundle, imports=imports, in_flight=REQUESTS) as pipeline:
-        futures = [pipeline.submit(*call.args, **call.kwargs) for call in calls]
-        found = [
-            pytree.tree_leaves((future.result(), tuple(call.args), dict(call.kwargs)))
-            for future, call in zip(futures, calls, strict=True)
-        ]
-    assert_equal(found, expected)
+    check_in_flight(bundle, calls)
 
 
 @pytest.mark.slow

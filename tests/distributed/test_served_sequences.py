@@ -36,17 +36,19 @@ def sequence_counts(pipeline: DistributedPipeline) -> set[int]:
     return {-1 if status.pending_requests else status.sequences for status in statuses}
 
 
+async def infer(model: ServedModel, *, start: bool = False, end: bool = False) -> list[numpy.ndarray]:
+    tensor = InferenceTensor(name="x", datatype="FP32", array=numpy.ones(4, "float32"))
+    parameters = {"sequence_id": 1, "sequence_start": start, "sequence_end": end}
+    async with asyncio.timeout(60) as deadline:
+        outputs = await model.infer(
+            InferenceRequest(inputs=[tensor], output_names=None, parameters=parameters), deadline
+        )
+    return [output.array for output in outputs]
+
+
 async def ask(model: ServedModel, *, start: bool = False, end: bool = False) -> float:
     """The number of calls so far of the sequence, as the model answers it."""
-    tensor = InferenceTensor(name="x", datatype="FP32", array=numpy.ones(4, "float32"))
-    request = InferenceRequest(
-        inputs=[tensor],
-        output_names=None,
-        parameters={"sequence_id": 1, "sequence_start": start, "sequence_end": end},
-    )
-    async with asyncio.timeout(60) as deadline:
-        outputs = await model.infer(request, deadline)
-    return float(outputs[-1].array[0])
+    return float((await infer(model, start=start, end=end))[-1][0])
 
 
 async def start_again(model: ServedModel) -> None:
@@ -110,24 +112,13 @@ def test_answers_of_a_stage_of_the_front_are_not_written_by_the_next_request(
 ) -> None:
     bundle = stagepack.export(Total(), (torch.ones(4),), out=tmp_path / "total.stagepack", stages=1)
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    for variable, text in {
-        "RANK": "0",
-        "WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }.items():
+        port = str(listener.getsockname()[1])
+    launched = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    for variable, text in launched.items():
         monkeypatch.setenv(variable, text)
 
     async def ask_often(model: ServedModel) -> list[numpy.ndarray]:
-        arrays = []
-        for number in range(5):
-            tensor = InferenceTensor(name="x", datatype="FP32", array=numpy.ones(4, "float32"))
-            parameters = {"sequence_id": 1, "sequence_start": number == 0}
-            request = InferenceRequest(inputs=[tensor], output_names=None, parameters=parameters)
-            async with asyncio.timeout(60) as deadline:
-                arrays.append((await model.infer(request, deadline))[0].array)
-        return arrays
+        return [(await infer(model, start=number == 0))[0] for number in range(5)]
 
     pipeline = stagepack.distributed.connect(bundle)
     assert pipeline is not None

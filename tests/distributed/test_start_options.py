@@ -15,6 +15,11 @@ from stagepack_loaders.call_limits import Limits
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
+        ({"processes": 4}, OptionError, "expected 1 to 3 processes for 3 stages, found 4"),
+        ({"processes": 0}, OptionError, "expected 1 to 3 processes for 3 stages, found 0"),
+        ({"processes": -1}, OptionError, "expected 1 to 3 processes for 3 stages, found -1"),
+        ({"compile": True, "compiled": "x"}, OptionError, "compile and compiled"),
+        ({"runtime": "x"}, OptionError, "expected the runtime"),
         ({"processes": "2"}, OptionError, "processes: expected True or a number"),
         ({"in_flight": 0}, OptionError, "in_flight: expected a number of at least 1, found 0"),
         ({"in_flight": "a"}, OptionError, "in_flight"),
@@ -52,4 +57,10 @@ def test_a_launcher_that_sets_no_numbers_is_named(
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, text if name == variable else value)
     with pytest.raises(OptionError, match=rf"variable {variable}.*expected an integer from \d+ to \d+, found '{text}'"):
+        connect(layers)
+
+
+def test_connect_needs_a_launcher(layers: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(OptionError, match="expected the environment of torchrun"):
         connect(layers)

@@ -1,7 +1,6 @@
 """What goes from process to process: tensors of every dtype and layout, memory that is used again, words of another program."""
 
-# Long because its tests share two groups of gloo, and connections between them.
-
+import contextlib
 import os
 import socket
 import struct
@@ -43,7 +42,7 @@ ROWS = Symbol(name="rows", min=0, max=2**20)
 FOUND = Symbol(name="found", min=0, max=8)  # depends on data
 SYMBOLS = (ROWS, FOUND)
 COMPLEX_OR_FLOAT = (torch.complex64, torch.complex128, torch.float64, torch.float32, torch.float16, torch.bfloat16)
-Connect = Callable[[Sequence[Edge]], "Connection"]
+Connect = Callable[..., "Connection"]
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool)
 
 
@@ -60,18 +59,45 @@ def groups() -> tuple[ProcessGroup, ProcessGroup]:
     return first, found[0]
 
 
-@pytest.fixture(params=["gloo", "link"])
-def connect(request: Any, groups: tuple[ProcessGroup, ProcessGroup]) -> Iterator[Connect]:
-    """Connects routes, between machines or on one."""
+@contextlib.contextmanager
+def connecting(groups: tuple[ProcessGroup, ProcessGroup], *, is_local: bool) -> Iterator[Connect]:
+    """Connect routes; close them at the end."""
     connections: list[Connection] = []
 
-    def connect_route(edges: Sequence[Edge]) -> Connection:
-        connections.append(Connection(groups, edges, is_local=request.param == "link"))
+    def connect_route(edges: Sequence[Edge] = ()) -> Connection:
+        connections.append(Connection(groups, edges or [edge_of("x", "float32", ["rows"])], is_local=is_local))
         return connections[-1]
 
     yield connect_route
     for connection in connections:
-        connection.close()
+        for end in connection.sockets:
+            end.close()
+
+
+@pytest.fixture(params=[False, True], ids=["gloo", "link"])
+def connect(request: pytest.FixtureRequest, groups: tuple[ProcessGroup, ProcessGroup]) -> Iterator[Connect]:
+    """Connects routes, between machines or on one."""
+    with connecting(groups, is_local=request.param) as connect_route:
+        yield connect_route
+
+
+@pytest.fixture
+def link(groups: tuple[ProcessGroup, ProcessGroup]) -> Iterator[Connect]:
+    """Connects routes on one machine."""
+    with connecting(groups, is_local=True) as connect_route:
+        yield connect_route
+
+
+@contextlib.contextmanager
+def waiting(function: Callable[[], None], seconds: float) -> Iterator[None]:
+    """Assert that a call waits until the context has ended."""
+    thread = threading.Thread(target=function)
+    thread.start()
+    thread.join(seconds)
+    assert thread.is_alive()
+    yield
+    thread.join(5)
+    assert not thread.is_alive()
 
 
 def edge_of(name: str, dtype: str, shape: Sequence[Any]) -> Edge:
@@ -102,10 +128,6 @@ class Connection:
     def send(self, message: ControlMessage, packed_values: PackedValues) -> list[Transfer]:
         return self.senders.send(self.route, message, packed_values)
 
-    def close(self) -> None:
-        for end in self.sockets:
-            end.close()
-
     def send_words(self, words: Sequence[int]) -> None:
         """Send the words of another program."""
         memory = torch.frombuffer(bytearray(struct.pack(f"<{len(words)}q", *words)), dtype=torch.uint8)
@@ -129,6 +151,15 @@ class Connection:
         received = self.receivers.values(layout, copies=copies)
         wait_for(transfers)
         return received
+
+    def pass_x(self, x: torch.Tensor, *, copies: bool = False) -> torch.Tensor:
+        received: torch.Tensor = self.pass_on({"x": x}, len(x), copies=copies)["x"]
+        return received
+
+    def send_x(self, x: torch.Tensor) -> None:
+        message = self.message(len(x))
+        layout = self.layouts.find(message.size_words).of_route[self.route]
+        self.send(message, pack_values(layout, {"x": x}, SYMBOLS, copies=False))
 
 
 def wait_for(transfers: Sequence[Transfer]) -> None:
@@ -197,7 +228,7 @@ def test_sizes_that_depend_on_data(connect: Connect) -> None:
 
 
 def test_a_failed_request_and_a_command_keep_the_order(connect: Connect) -> None:
-    connection = connect([edge_of("x", "float32", ["rows"])])
+    connection = connect()
     for rows in (5, 100_000):
         message = connection.message(rows).failed()
         layout = connection.layouts.find(message.size_words)
@@ -210,7 +241,7 @@ def test_a_failed_request_and_a_command_keep_the_order(connect: Connect) -> None
         transfers += connection.send(seed, pack_command(SYMBOLS))
         assert connection.receivers.next_message() == seed
         wait_for(transfers)
-        assert_same(connection.pass_on({"x": torch.ones(rows)}, rows)["x"], torch.ones(rows))
+        assert_same(connection.pass_x(torch.ones(rows)), torch.ones(rows))
 
 
 @pytest.mark.parametrize(
@@ -223,7 +254,7 @@ def test_a_failed_request_and_a_command_keep_the_order(connect: Connect) -> None
     ],
 )
 def test_words_of_another_program_are_refused(connect: Connect, words: tuple[int, ...], error: str) -> None:
-    connection = connect([edge_of("x", "float32", ["rows"])])
+    connection = connect()
     connection.send_words(words)
 
     def receive() -> None:
@@ -280,143 +311,109 @@ def count_blocks() -> int:
     return Path("/proc/self/maps").read_text().count("memfd:stagepack")
 
 
-def test_results_that_a_caller_keeps_do_not_change_and_keep_few_blocks_and_no_files(
-    groups: tuple[ProcessGroup, ProcessGroup],
-) -> None:
-    connection = Connection(groups, [edge_of("x", "float32", ["rows"])], is_local=True)
+def test_results_that_a_caller_keeps_do_not_change_and_keep_few_blocks_and_no_files(link: Connect) -> None:
+    connection = link()
     rows, block_count, file_count = 70_000, count_blocks(), len(os.listdir("/proc/self/fd"))
-    kept = [connection.pass_on({"x": torch.full((rows,), float(number))}, rows)["x"] for number in range(200)]
+    kept = [connection.pass_x(torch.full((rows,), float(number))) for number in range(200)]
     assert all(bool((tensor == number).all()) for number, tensor in enumerate(kept))
     assert len(os.listdir("/proc/self/fd")) <= file_count
     assert count_blocks() - block_count <= 2 * 34  # both ends are in this process
     del kept
-    addresses = {connection.pass_on({"x": torch.ones(rows)}, rows)["x"].data_ptr() for _ in range(50)}
+    addresses = {connection.pass_x(torch.ones(rows)).data_ptr() for _ in range(50)}
     assert len(addresses) <= 34
-    connection.close()
 
 
-def test_copies_leave_the_shared_memory_to_the_sender(groups: tuple[ProcessGroup, ProcessGroup]) -> None:
-    connection = Connection(groups, [edge_of("x", "float32", ["rows"])], is_local=True)
+def test_copies_leave_the_shared_memory_to_the_sender(link: Connect) -> None:
+    connection = link()
     (receiver,) = connection.links.receivers.values()
     x = torch.arange(70_000.0)
     for copies, used_count in ((True, 1), (False, 2)):
-        kept = connection.pass_on({"x": x}, 70_000, copies=copies)
-        connection.pass_on({"x": x + 1}, 70_000, copies=True)
+        kept = connection.pass_x(x, copies=copies)
+        connection.pass_x(x + 1, copies=True)
         assert receiver.blocks.used_count == used_count  # that of the last message is in use until the next one
-        assert torch.equal(kept["x"], x)
-    connection.close()
+        assert torch.equal(kept, x)
 
 
-def test_large_memory_is_given_back_with_the_next_small_message(groups: tuple[ProcessGroup, ProcessGroup]) -> None:
+def test_large_memory_is_given_back_with_the_next_small_message(link: Connect) -> None:
     columns = LARGEST_KEPT_BYTES // 2**22 + 1
-    connection = Connection(groups, [edge_of("x", "float32", ["rows", columns])], is_local=True)
+    connection = link([edge_of("x", "float32", ["rows", columns])])
     first_count = count_blocks()
-    connection.pass_on({"x": torch.ones(2**20, columns)}, 2**20)
+    connection.pass_x(torch.ones(2**20, columns))
     assert count_blocks() == first_count + 2  # both ends are in this process
     for _ in range(2):
-        connection.pass_on({"x": torch.ones(1, columns)}, 1)
+        connection.pass_x(torch.ones(1, columns))
     assert count_blocks() == first_count
-    connection.close()
 
 
-def test_the_smallest_memory_that_is_large_enough_is_used_again(groups: tuple[ProcessGroup, ProcessGroup]) -> None:
-    connection = Connection(groups, [edge_of("x", "float32", ["rows"])], is_local=True)
+def test_the_smallest_memory_that_is_large_enough_is_used_again(link: Connect) -> None:
+    connection = link()
 
     def address(rows: int) -> int:
-        connection.pass_on({"x": torch.ones(1)}, 1)  # memory is returned with the next message
-        return connection.pass_on({"x": torch.ones(rows)}, rows)["x"].data_ptr()
+        connection.pass_x(torch.ones(1))  # memory is returned with the next message
+        return connection.pass_x(torch.ones(rows)).data_ptr()
 
-    kept = [connection.pass_on({"x": torch.ones(rows)}, rows)["x"] for rows in (2**18, 2**16, 2**20)]
+    kept = [connection.pass_x(torch.ones(rows)) for rows in (2**18, 2**16, 2**20)]
     expected = {rows: tensor.data_ptr() for rows, tensor in zip((2**18, 2**16, 2**20), kept, strict=True)}
     del kept
     assert [address(rows) for rows in (2**16, 2**15, 2**17, 2**19)] == [
         expected[rows] for rows in (2**16, 2**16, 2**18, 2**20)
     ]
-    connection.close()
 
 
-def test_memory_of_earlier_sizes_makes_room_for_that_of_later_ones(groups: tuple[ProcessGroup, ProcessGroup]) -> None:
+def test_memory_of_earlier_sizes_makes_room_for_that_of_later_ones(link: Connect) -> None:
     columns = LARGEST_KEPT_BYTES // 2**22
-    connection = Connection(groups, [edge_of("x", "float32", ["rows", columns])], is_local=True)
+    connection = link([edge_of("x", "float32", ["rows", columns])])
     first_count = count_blocks()
 
     def address(rows: int) -> int:
-        connection.pass_on({"x": torch.ones(1, columns)}, 1)
-        return connection.pass_on({"x": torch.ones(rows, columns)}, rows)["x"].data_ptr()
+        connection.pass_x(torch.ones(1, columns))
+        return connection.pass_x(torch.ones(rows, columns)).data_ptr()
 
     rows = 2**18  # four of these blocks are as much as is kept
-    kept = [connection.pass_on({"x": torch.ones(rows, columns)}, rows)["x"] for _ in range(4)]
+    kept = [connection.pass_x(torch.ones(rows, columns)) for _ in range(4)]
     del kept
     addresses = {address(rows + 1) for _ in range(6)}
     assert len(addresses) <= 2
     assert count_blocks() <= first_count + 2 * 5  # both ends are in this process
-    connection.close()
 
 
-def test_a_sender_waits_for_a_receiver_that_takes_nothing(groups: tuple[ProcessGroup, ProcessGroup]) -> None:
-    connection = Connection(groups, [edge_of("x", "float32", ["rows"])], is_local=True)
-    rows = 70_000
-    layout = connection.layouts.find(encode_sizes({"rows": rows}, SYMBOLS))
+def test_a_sender_waits_for_a_receiver_that_takes_nothing(link: Connect) -> None:
+    connection, rows = link(), 70_000
 
     def send_all() -> None:
         for number in range(100):
-            values = {"x": torch.full((rows,), float(number))}
-            packed_values = pack_values(layout.of_route[connection.route], values, SYMBOLS, copies=False)
-            connection.send(connection.message(rows), packed_values)
+            connection.send_x(torch.full((rows,), float(number)))
 
-    thread = threading.Thread(target=send_all)
-    thread.start()
-    thread.join(1)
-    assert thread.is_alive()
-    for number in range(100):
-        assert connection.receivers.next_message() is not None
-        assert bool((connection.receivers.values(layout)["x"] == number).all())
-    thread.join(5)
-    assert not thread.is_alive()
-    connection.close()
+    layout = connection.layouts.find(encode_sizes({"rows": rows}, SYMBOLS))
+    with waiting(send_all, 1):
+        for number in range(100):
+            assert connection.receivers.next_message() is not None
+            assert bool((connection.receivers.values(layout)["x"] == number).all())
 
 
-def test_a_sender_waits_until_all_but_some_large_messages_are_taken(
-    groups: tuple[ProcessGroup, ProcessGroup],
-) -> None:
-    connection = Connection(groups, [edge_of("x", "float32", ["rows"])], is_local=True)
+def test_a_sender_waits_until_all_but_some_large_messages_are_taken(link: Connect) -> None:
+    connection = link()
     for rows in (70_000, 1, 70_000, 1, 70_000):
-        message = connection.message(rows)
-        layout = connection.layouts.find(message.size_words).of_route[connection.route]
-        connection.send(message, pack_values(layout, {"x": torch.ones(rows)}, SYMBOLS, copies=False))
+        connection.send_x(torch.ones(rows))
     connection.senders.limit_untaken(3)
-    thread = threading.Thread(target=connection.senders.limit_untaken, args=(2,))
-    thread.start()
-    thread.join(0.2)
-    assert thread.is_alive()
-    for _ in range(2):  # the first one is acknowledged when the second one is expected
-        connection.receivers.next_message()
-    thread.join(5)
-    assert not thread.is_alive()
-    connection.close()
+    with waiting(lambda: connection.senders.limit_untaken(2), 0.2):
+        for _ in range(2):  # the first one is acknowledged when the second one is expected
+            connection.receivers.next_message()
 
 
-def test_a_sender_that_finishes_waits_until_the_last_message_is_taken(
-    groups: tuple[ProcessGroup, ProcessGroup],
-) -> None:
-    connection = Connection(groups, [edge_of("x", "float32", ["rows"])], is_local=True)
+def test_a_sender_that_finishes_waits_until_the_last_message_is_taken(link: Connect) -> None:
+    connection = link()
     for number in range(3):  # returns blocks that nobody takes back
-        connection.pass_on({"x": torch.full((70_000,), float(number))}, 70_000)
+        connection.pass_x(torch.full((70_000,), float(number)))
     connection.number += 1
     last_message = ControlMessage(kind=ControlKind.CLOSE, number=connection.number)
     connection.send(last_message, pack_command(SYMBOLS))
-    thread = threading.Thread(target=connection.senders.finish)
-    thread.start()
-    thread.join(0.2)
-    assert thread.is_alive()
-    assert connection.receivers.next_message() == last_message
-    thread.join(5)
-    assert not thread.is_alive()
-    connection.close()
+    with waiting(connection.senders.finish, 0.2):
+        assert connection.receivers.next_message() == last_message
 
 
-def test_memory_smaller_than_it_is_said_to_be_is_refused(groups: tuple[ProcessGroup, ProcessGroup]) -> None:
-    connection = Connection(groups, [edge_of("x", "float32", ["rows"])], is_local=True)
+def test_memory_smaller_than_it_is_said_to_be_is_refused(link: Connect) -> None:
+    connection = link()
     descriptor = os.memfd_create("small")
     rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [descriptor]))
     connection.sockets[0].sendmsg([struct.pack("<4q", 1, 4096, 4096, 0), bytes(64)], [rights])
@@ -426,4 +423,3 @@ def test_memory_smaller_than_it_is_said_to_be_is_refused(groups: tuple[ProcessGr
     connection.sockets[0].sendmsg([struct.pack("<4q", 7, 4096, 0, 0), bytes(64)])
     with pytest.raises(ConnectionLostError, match="7"):
         connection.receivers.next_message()
-    connection.close()

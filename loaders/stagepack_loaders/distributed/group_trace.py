@@ -15,17 +15,11 @@ _SPANS_PER_REPORT = 4000
 
 
 class SpanReport(Struct, frozen=True, kw_only=True, tag="spans"):
-    """Some spans of a process.
-
-    Attributes:
-        spans: the spans.
-        dropped: how many spans the process has dropped.
-        is_last: whether no report of this trace follows.
-    """
+    """Some spans of a process, and how many it has dropped."""
 
     spans: tuple[Span, ...]
     dropped: int
-    is_last: bool
+    is_last: bool  # of this trace
 
 
 def report_spans(recorder: SpanRecorder) -> Iterator[SpanReport]:
@@ -43,8 +37,7 @@ def report_spans(recorder: SpanRecorder) -> Iterator[SpanReport]:
 class GroupTrace:
     """The trace of all processes, at the front. One is on at a time. Its methods may be called from any thread.
 
-    Attributes:
-        spans: records what the front does.
+    `spans` records what the front does.
     """
 
     def __init__(self, ranks: Collection[int], send_command: Callable[[ControlKind], int]) -> None:

@@ -33,41 +33,26 @@ Report = TypeVar("Report", bound=Struct)
 
 
 class Identity(Struct, frozen=True, kw_only=True):
-    """What a process is.
-
-    Attributes:
-        host: the name of its machine.
-        process_id: its number there.
-        digest: the digest of the manifest that it has opened.
-        stagepack: its version of stagepack.
-        torch: its version of torch.
-        machine: its `machine_id`.
-        listener: the name of its `LinkListener`; empty if it has none.
-        address: the address of its machine that it has chosen; None to leave the choice to gloo.
-    """
+    """What a process is: where it runs, the manifest that it has opened, its versions, and how others reach it."""
 
     host: str
     process_id: int
     digest: str
     stagepack: str
     torch: str
-    machine: str
-    listener: str
-    address: str | None
+    machine: str  # of `machine_id`
+    listener: str  # the name of its `LinkListener`; empty if it has none
+    address: str | None  # None to leave the choice to gloo
 
 
 class StageFacts(Struct, frozen=True, kw_only=True):
     """A loaded stage.
 
     Attributes:
-        stage: its number.
         rank: the number of its process in the group.
         host: the name of the machine of its process.
         process_id: the number of its process there.
-        runtime: the name of its runtime.
-        device: its device.
-        files: the names of the files that were read for it.
-        bytes_read: their bytes.
+        files: the names of the files that were read for it, of `bytes_read` bytes.
         seconds: how long reading its weights took.
         written_inputs: the inputs of the model whose memory it writes.
     """

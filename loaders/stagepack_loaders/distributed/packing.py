@@ -89,10 +89,7 @@ def pack_values(
     copies: bool,
     head: MessageHead | None = None,
 ) -> PackedValues:
-    """Return the head and bodies with the values of a route.
-
-    head: memory for the head, of the size that the layout says; None for new memory.
-    """
+    """Return the head and bodies with the values of a route. `head` has the size that the layout says; None for new memory."""
     if head is None:
         head = MessageHead(layout.head_bytes)
     bodies: list[torch.Tensor] = []

@@ -107,21 +107,13 @@ class StageCounts(Struct, frozen=True, kw_only=True):
 
 
 class ProcessStatus(Struct, frozen=True, kw_only=True, tag="status"):
-    """A heartbeat.
-
-    Attributes:
-        stages: the counts of its stages.
-        last_number: the number of the last request that it has run.
-        pending_requests: the number of requests that it has not run yet. The front knows it.
-        sequences: the number of sequences whose state it keeps.
-        sent_bytes: the bytes that it has sent to other processes.
-    """
+    """A heartbeat of a process, with what it has done."""
 
     stages: tuple[StageCounts, ...] = ()
-    last_number: int = 0
-    pending_requests: int = 0
-    sequences: int = 0
-    sent_bytes: int = 0
+    last_number: int = 0  # of the requests that it has run
+    pending_requests: int = 0  # which it has not run yet; the front knows it
+    sequences: int = 0  # whose state it keeps
+    sent_bytes: int = 0  # to other processes
 
 
 class RequestError(Struct, frozen=True, kw_only=True, tag="error"):

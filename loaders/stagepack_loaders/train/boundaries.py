@@ -25,30 +25,19 @@ _ATTENTION_PROBABILITY = "dropout_p"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageBoundary:
-    """What one stage takes, returns and writes. Edges are in the order of the manifest.
-
-    Attributes:
-        model_inputs: the inputs of the model that it uses.
-        received: the values that come from the stage before it; `is_linked` if there is one.
-        sent: the values that it passes to the next stage, and `links_next` if there is one; else the results of the model.
-        differentiable: the values that may need gradients.
-        written_inputs: the inputs whose memory it writes.
-        state_outputs: the outputs that share the memory of weights that it writes.
-        writes_buffers: it writes buffers, and no parameters.
-        draws: it draws from a random generator.
-    """
+    """What one stage takes, returns and writes. Edges are in the order of the manifest."""
 
     entry: Stage
-    model_inputs: tuple[Edge, ...]
-    received: tuple[Edge, ...]
-    sent: tuple[Edge, ...]
-    is_linked: bool
-    links_next: bool
-    differentiable: frozenset[str]
-    written_inputs: frozenset[str]
-    state_outputs: frozenset[str]
-    writes_buffers: bool
-    draws: bool
+    model_inputs: tuple[Edge, ...]  # that it uses
+    received: tuple[Edge, ...]  # from the stage before it
+    sent: tuple[Edge, ...]  # to the next stage, or the results of the model
+    is_linked: bool  # there is a stage before it
+    links_next: bool  # there is a stage after it
+    differentiable: frozenset[str]  # of all values, those that may need gradients
+    written_inputs: frozenset[str]  # whose memory it writes
+    state_outputs: frozenset[str]  # which share the memory of weights that it writes
+    writes_buffers: bool  # and no parameters
+    draws: bool  # from a random generator
 
 
 def find_boundaries(bundle: Bundle, *, adapts: bool = False) -> tuple[StageBoundary, ...]:

@@ -62,10 +62,7 @@ class _Microbatch(NamedTuple):
 class LossCombination:
     """Compares the loss of each two microbatches in a row with that of both together.
 
-    The results of one microbatch are kept meanwhile, and not those of all, which may need much memory.
-
-    Attributes:
-        deviation: what was found in this step.
+    The results of one microbatch are kept meanwhile, and not those of all, which may need much memory. `deviation` is of this step.
     """
 
     def __init__(
@@ -180,12 +177,7 @@ def check_deviation(deviation: Deviation) -> None:
 
 
 class MicrobatchLoss:
-    """The share of each microbatch in the loss of a batch.
-
-    Attributes:
-        losses: the shares of this step, so far.
-        combination: whether the loss of the batch is what the shares add up to.
-    """
+    """The share of each microbatch in the loss of a batch. `losses` are those of this step, so far."""
 
     def __init__(self, result: Tree, edges: Mapping[str, Edge], options: TrainingOptions) -> None:
         self._result = result
@@ -259,10 +251,7 @@ class LossExchange:
         self._works: list[torch.distributed.Work | None] = []
 
     def begin(self, fingerprint: int) -> None:
-        """Receive the loss of the next step as soon as it is sent.
-
-        fingerprint: the checksum of the batch, which must be the same in all processes.
-        """
+        """Receive the loss of the next step as soon as it is sent. The fingerprint of the batch must be the same in all processes."""
         self._wait()  # for what the last step has sent
         self._fingerprint = fingerprint
         if self._rank != self._last_rank:

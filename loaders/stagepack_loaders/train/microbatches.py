@@ -21,17 +21,13 @@ from stagepack.graph.rows.analysis import find_rows
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchDimensions:
-    """Where tensors have the batch: the dimension of each input and result that has it, by name.
+    """Where tensors have the batch: the dimension of each input and result that has it, by name."""
 
-    Attributes:
-        size: the size of a microbatch: a symbol, or a number in a bundle whose batch is fixed.
-        meeting: which operator lets rows meet nevertheless; None if none does.
-    """
-
+    # Of a microbatch: a symbol, or a number in a bundle whose batch is fixed.
     size: Dim = 1
     inputs: Mapping[str, int] = field(default_factory=dict)
     results: Mapping[str, int] = field(default_factory=dict)
-    meeting: str | None = None
+    meeting: str | None = None  # the operator that lets rows meet nevertheless
 
     @property
     def target_dimensions(self) -> tuple[int, ...]:
@@ -40,10 +36,7 @@ class BatchDimensions:
 
 
 def find_batch_dimensions(bundle: Bundle, batch_dim: int | str | None, microbatches: int) -> BatchDimensions:
-    """Determine which dimension is the batch.
-
-    batch_dim: the name of the dimension, or its number in the first input; None for one along which the model keeps rows apart.
-    """
+    """Determine which dimension is the batch: the one that the caller names, or one along which the model keeps rows apart."""
     entry_point = bundle.entry_point
     inputs = [edge for edge in entry_point.inputs if _is_tensor(edge)]
     if batch_dim is None and microbatches == 1:
@@ -168,18 +161,12 @@ def _is_tensor(edge: Edge) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallInputs:
-    """The inputs of a call, for a schedule that cuts the first dimension of every tensor.
-
-    Attributes:
-        values: the inputs by name, tensors with a new first dimension, of the microbatches.
-        replicated: those that are the same for each microbatch.
-        sizes: the sizes of the symbols in each microbatch.
-    """
+    """The inputs of a call by name, for a schedule that cuts the first dimension of every tensor, which is that of the microbatches."""
 
     values: Mapping[str, Any]
-    replicated: frozenset[str]
+    replicated: frozenset[str]  # those that are the same for each microbatch
     batch_size: int
-    sizes: Mapping[str, int]
+    sizes: Mapping[str, int]  # of the symbols in each microbatch
 
 
 def cut_inputs(

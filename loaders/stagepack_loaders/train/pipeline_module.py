@@ -109,10 +109,7 @@ class RandomNumbers:
 
 
 def random_numbers_of_stage(device: torch.device, stage_number: int, random_stages: Sequence[int]) -> RandomNumbers:
-    """Return the generators of a stage. Their state passes from the first stage that draws numbers to the last one.
-
-    random_stages: the stages that draw random numbers, ascending.
-    """
+    """Return the generators of a stage. Their state passes from the first one of `random_stages`, which draw numbers, to the last one."""
     first, last = (random_stages[0], random_stages[-1]) if random_stages else (stage_number, stage_number)
     return RandomNumbers(
         device,

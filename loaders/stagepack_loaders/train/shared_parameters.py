@@ -3,7 +3,7 @@
 - Data parallel training: several pipelines with the same stages work on batches of their own, and average their gradients.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,33 +17,18 @@ from stagepack.format.reader import Bundle
 
 _TAG, _FLAG_TAG = 1, 3  # of gradients, and of flags; the schedules use 0, losses 2
 _PIPELINE, _REPLICAS = "pp", "dp"
+# Of parameters, by index, in each other process.
+_Flags = dict[int, dict[int, bool]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SharedParameter:
-    """A parameter of which several processes have a copy.
-
-    Attributes:
-        name: its first name in the model.
-        ranks: the processes that have a copy, ascending, as numbers in the group of the pipeline.
-    """
-
-    name: str
-    ranks: tuple[int, ...]
-
-
-def find_shared_parameters(bundle: Bundle, rank_of_stage: Sequence[int]) -> tuple[SharedParameter, ...]:
-    """Return the trainable parameters that stages of several processes use, in the order of their names."""
+def find_shared_parameters(bundle: Bundle, rank_of_stage: Sequence[int]) -> dict[str, tuple[int, ...]]:
+    """Return the processes that have each trainable parameter of several, ascending, by its first name; in the order of the names."""
     ranks_of_parameter: dict[str, set[int]] = {}
     for stage_number, rank in enumerate(rank_of_stage):
         for weight in bundle.graph_file(stage_number, module_calls=False).graph.weights:
             if weight.trainable:
                 ranks_of_parameter.setdefault(weight.names[0], set()).add(rank)
-    return tuple(
-        SharedParameter(name=name, ranks=tuple(sorted(ranks)))
-        for name, ranks in sorted(ranks_of_parameter.items())
-        if len(ranks) > 1
-    )
+    return {name: tuple(sorted(ranks)) for name, ranks in sorted(ranks_of_parameter.items()) if len(ranks) > 1}
 
 
 class GradientSums:
@@ -51,25 +36,24 @@ class GradientSums:
 
     def __init__(
         self,
-        shared_parameters: Sequence[SharedParameter],
+        ranks_of_parameter: Mapping[str, tuple[int, ...]],
         parameters: Mapping[str, torch.nn.Parameter],
         group: ProcessGroup | None,
     ) -> None:
         self._group = group
         self._rank = torch.distributed.get_rank(group)
-        own_parameters = [parameter for parameter in shared_parameters if self._rank in parameter.ranks]
-        self._names = [parameter.name for parameter in own_parameters]
-        self._shared = [(parameters[parameter.name], parameter.ranks) for parameter in own_parameters]
+        self._names = [name for name, ranks in ranks_of_parameter.items() if self._rank in ranks]
+        self._shared = [(parameters[name], ranks_of_parameter[name]) for name in self._names]
         self._other_ranks = sorted({rank for _, ranks in self._shared for rank in ranks} - {self._rank})
         self._earlier_gradients: list[torch.Tensor | None] = []
-        self._requires_gradient = _Flags({})
+        self._await_requires_gradient: Callable[[], _Flags] = dict
 
     def begin(self) -> None:
         """Set aside gradients of earlier steps, which are sums already."""
         self._earlier_gradients = [parameter.grad for parameter, _ in self._shared]
         for parameter, _ in self._shared:
             parameter.grad = None
-        self._requires_gradient = self._exchange_flags([parameter.requires_grad for parameter, _ in self._shared])
+        self._await_requires_gradient = self._exchange_flags([parameter.requires_grad for parameter, _ in self._shared])
 
     def finish(self) -> None:
         """Sum the gradients of a step, and add those of earlier steps.
@@ -78,7 +62,7 @@ class GradientSums:
         """
         self._check_frozen()
         own_flags = [parameter.grad is not None for parameter, _ in self._shared]
-        exchanged_flags = self._exchange_flags(own_flags)
+        await_flags = self._exchange_flags(own_flags)
         transfers: list[torch.distributed.P2POp] = []
         gradients_by_rank: list[dict[int, torch.Tensor]] = []
         for parameter, ranks in self._shared:
@@ -97,7 +81,7 @@ class GradientSums:
         if transfers:
             for work in torch.distributed.batch_isend_irecv(transfers):
                 work.wait()
-        has_gradient = exchanged_flags.wait() | {self._rank: dict(enumerate(own_flags))}
+        has_gradient = await_flags() | {self._rank: dict(enumerate(own_flags))}
         for index, (parameter, ranks) in enumerate(self._shared):
             # In one order in all processes, so that the copies stay equal. Where no process has a gradient there is none.
             addends = [gradients_by_rank[index][rank] for rank in ranks if has_gradient[rank][index]]
@@ -106,23 +90,32 @@ class GradientSums:
                 addends.append(earlier_gradient)
             parameter.grad = sum(addends[1:], start=addends[0]) if addends else None
 
-    def _exchange_flags(self, own_flags: Sequence[bool]) -> "_Flags":
-        """Send a flag for each parameter to the other processes that have it, and begin to receive theirs."""
-        pending = {}
+    def _exchange_flags(self, own_flags: Sequence[bool]) -> "Callable[[], _Flags]":
+        """Send a flag for each parameter to the other processes that have it; the result waits for theirs."""
+        pending = []
         for rank in self._other_ranks:
             common = [index for index, (_, ranks) in enumerate(self._shared) if rank in ranks]
             sent = torch.tensor([own_flags[index] for index in common], dtype=torch.uint8)
             received = torch.empty_like(sent)
-            works = [
+            works: list[Any] = [
                 torch.distributed.irecv(received, group=self._group, group_src=rank, tag=_FLAG_TAG),
                 torch.distributed.isend(sent, group=self._group, group_dst=rank, tag=_FLAG_TAG),
             ]
-            pending[rank] = (common, sent, received, works)
-        return _Flags(pending)
+            pending.append((rank, common, sent, received, works))
+
+        def await_flags() -> _Flags:
+            flags = {}
+            for rank, common, _, received, works in pending:
+                for work in works:
+                    work.wait()
+                flags[rank] = dict(zip(common, map(bool, received.tolist()), strict=True))
+            return flags
+
+        return await_flags
 
     def _check_frozen(self) -> None:
         """Compare with the other processes which parameters are frozen: they would wait for each other, and their copies differ."""
-        for rank, flags in self._requires_gradient.wait().items():
+        for rank, flags in self._await_requires_gradient().items():
             for index, is_trained in flags.items():
                 if is_trained != self._shared[index][0].requires_grad:
                     states = {True: "requires gradients", False: "is frozen"}
@@ -135,45 +128,19 @@ class GradientSums:
         return torch.distributed.P2POp(function, gradient, group=self._group, group_peer=rank, tag=_TAG)
 
 
-class _Flags:
-    """Flags of shared parameters on their way between processes."""
-
-    def __init__(self, pending: Mapping[int, tuple[list[int], torch.Tensor, torch.Tensor, list[Any]]]) -> None:
-        self._pending = pending
-
-    def wait(self) -> dict[int, dict[int, bool]]:
-        """The flags of each other process, by the indices of parameters."""
-        for _, _, _, works in self._pending.values():
-            for work in works:
-                if work is not None:
-                    work.wait()
-        return {
-            rank: dict(zip(common, map(bool, received.tolist()), strict=True))
-            for rank, (common, _, received, _) in self._pending.items()
-        }
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingGroups:
-    """The groups that a process trains in; None for the group of all processes.
+    """The groups that a process trains in; None for the group of all processes."""
 
-    Attributes:
-        pipeline: the processes among which the stages are divided.
-        replicas: the processes that have the same stages.
-        whole: the processes of all pipelines.
-        replica_count: the number of pipelines.
-        replica: the number of the pipeline of this process.
-    """
-
-    pipeline: ProcessGroup | None
-    replicas: ProcessGroup | None = None
-    whole: ProcessGroup | None
-    replica_count: int = 1
-    replica: int = 0
+    pipeline: ProcessGroup | None  # among which the stages are divided
+    replicas: ProcessGroup | None = None  # which have the same stages
+    whole: ProcessGroup | None  # of all pipelines
+    replica_count: int = 1  # of pipelines
+    replica: int = 0  # the number of that of this process
 
     @property
     def all_groups(self) -> tuple[ProcessGroup | None, ...]:
-        """All of them."""
+        """The groups that there are."""
         return (self.pipeline, self.whole) if self.replica_count == 1 else (self.pipeline, self.replicas, self.whole)
 
 

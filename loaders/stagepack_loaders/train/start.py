@@ -1,7 +1,7 @@
 """Load the stages of one process for training."""
 
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from typing import Any, get_args
 
 import torch
@@ -15,10 +15,8 @@ from stagepack.format.reader import Bundle
 from stagepack.format.writer import check_output_path
 from stagepack.opening import errors_name_bundle
 from stagepack_loaders.base import PrepareOptions, Verify
-from stagepack_loaders.distributed.launch_environment import (
-    has_launcher,
-    launched_size,
-)
+from stagepack_loaders.distributed.launch_environment import has_launcher, launched_size
+from stagepack_loaders.distributed.routes import stages_of_rank
 from stagepack_loaders.preparation import finish_prepared, open_for_loading, prepare_placed
 from stagepack_loaders.torch.stage import TorchStage
 from stagepack_loaders.train.boundaries import evaluation_scopes
@@ -115,12 +113,7 @@ def train(
     opened_bundle = open_for_loading(bundle, verify)
     if out is not None:
         check_output_path(out, overwrite=overwrite)
-    if schedule not in SCHEDULES:
-        raise OptionError(f"schedule: expected one of {', '.join(map(repr, SCHEDULES))}, found {schedule!r}")
-    if recompute is not None and splits_backward(schedule):
-        raise OptionError(
-            f"recompute: the schedule {schedule!r} splits the backward pass, and would compute all values twice again: choose another one"
-        )
+    _check_words(schedule, recompute, loss_reduction)
     known_processes = KnownProcesses(hosts={}, stages={})
     if not torch.distributed.is_initialized():
         if has_launcher():
@@ -130,23 +123,21 @@ def train(
         raise OptionError("mesh excludes group: the dimension 'pp' of the mesh is the group of the pipeline")
     groups = TrainingGroups(pipeline=group, whole=group) if mesh is None else groups_of_mesh(mesh)
     _check_backends(groups)
-    process_count, rank = (
-        torch.distributed.get_world_size(groups.pipeline),
-        torch.distributed.get_rank(groups.pipeline),
-    )
+    process_count = torch.distributed.get_world_size(groups.pipeline)
     rank_of_stage = place_stages_for(schedule, len(opened_bundle.stages), process_count)
     check_microbatches(schedule, microbatches, len(opened_bundle.stages), process_count)
-    own_stages = [number for number, stage_rank in enumerate(rank_of_stage) if stage_rank == rank]
+    own_stages = stages_of_rank(rank_of_stage, torch.distributed.get_rank(groups.pipeline))
     dimensions = find_batch_dimensions(opened_bundle, batch_dim, microbatches)
-    if loss_reduction not in (None, *get_args(Reduction)):
-        raise OptionError(f"loss_reduction: expected 'mean', 'sum' or None, found {loss_reduction!r}")
     if not torch.distributed.get_rank(groups.whole):
         for warning in _find_warnings(opened_bundle, dimensions):
             warn_caller(warning)
     if groups.replica_count == 1:
         known_processes.expect_stages(rank_of_stage)
-    # Before weights are read, so that a process that is lost meanwhile is noticed.
-    watch = _watch_processes(opened_bundle, own_stages, groups, known_processes, silence_seconds)
+    watch = None
+    if torch.distributed.get_world_size(groups.whole) > 1:
+        # Before weights are read, so that a process that is lost meanwhile is noticed.
+        members = meet_processes(opened_bundle, own_stages, groups.whole, known_processes)
+        watch = ProcessWatch(members, groups.all_groups, silence_seconds=silence_seconds)
     options = PrepareOptions(
         allow_ops=allow_ops, dense_inputs=True, autocast=True, copy=True, modules=modules, types=types
     )
@@ -183,6 +174,17 @@ def train(
     return training
 
 
+def _check_words(schedule: str, recompute: Recompute, loss_reduction: Reduction | None) -> None:
+    if schedule not in SCHEDULES:
+        raise OptionError(f"schedule: expected one of {', '.join(map(repr, SCHEDULES))}, found {schedule!r}")
+    if recompute is not None and splits_backward(schedule):
+        raise OptionError(
+            f"recompute: the schedule {schedule!r} splits the backward pass, and would compute all values twice again: choose another one"
+        )
+    if loss_reduction not in (None, *get_args(Reduction)):
+        raise OptionError(f"loss_reduction: expected 'mean', 'sum' or None, found {loss_reduction!r}")
+
+
 def _find_warnings(bundle: Bundle, dimensions: BatchDimensions) -> Iterator[Warning]:
     scopes = evaluation_scopes(bundle)
     if scopes:
@@ -194,23 +196,6 @@ def _find_warnings(bundle: Bundle, dimensions: BatchDimensions) -> Iterator[Warn
         yield MicrobatchWarning(
             f"the gradients are those of each microbatch, and not of the whole batch: {dimensions.meeting}"
         )
-
-
-def _watch_processes(
-    bundle: Bundle,
-    own_stages: Sequence[int],
-    groups: TrainingGroups,
-    known_processes: KnownProcesses,
-    silence_seconds: float,
-) -> ProcessWatch | None:
-    """Meet the other processes, and notice from now on when one is gone; None without others."""
-    if torch.distributed.get_world_size(groups.whole) == 1:
-        return None
-    return ProcessWatch(
-        meet_processes(bundle, own_stages, groups.whole, known_processes),
-        groups.all_groups,
-        silence_seconds=silence_seconds,
-    )
 
 
 def _check_torch() -> None:

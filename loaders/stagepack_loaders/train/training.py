@@ -56,11 +56,6 @@ def module_of(
     return root
 
 
-def optimizer_state(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the state of an optimizer by the names of its parameters. Parameters without a state get one."""
-    return dict(get_optimizer_state_dict(module, optimizer, options=_OPTIONS))
-
-
 def check_state(state: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
     """Check that a checkpoint has all entries, and each tensor in its shape."""
     for entry, expected_values in expected.items():
@@ -81,11 +76,6 @@ def _check_tensor(found: Any, expected: torch.Tensor, location: str) -> None:
         raise InputError(
             f"{location}: expected a tensor of shape {list(expected.shape)} in the checkpoint, found {found_text}"
         )
-
-
-def load_optimizer_state(module: torch.nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Set the state of an optimizer to that of `optimizer_state`."""
-    set_optimizer_state_dict(module, optimizer, state, options=_OPTIONS)
 
 
 class Training:
@@ -115,6 +105,7 @@ class Training:
         self.rank = torch.distributed.get_rank(groups.whole)
         self.process_count = torch.distributed.get_world_size(groups.whole)
         self.group = groups.whole
+        self._options = options
         self._groups = groups
         self.steps = 0
         self._checked_batches = 0
@@ -122,8 +113,6 @@ class Training:
         self._entry_point = bundle.entry_point
         boundaries = find_boundaries(bundle, adapts=options.modules)
         self._own_inputs = {edge.name for number in stages for edge in boundaries[number].model_inputs}
-        self._microbatches = options.microbatches
-        self._seed = options.seed
         self._loss_exchange = LossExchange(options.rank_of_stage[-1], groups.pipeline)
         self._is_last = len(bundle.stages) - 1 in stages
         random_stages = [number for number, boundary in enumerate(boundaries) if boundary.draws]
@@ -137,7 +126,6 @@ class Training:
             )
             for number, stage in stages.items()
         }
-        self._dimensions = options.dimensions
         results = {edge.name: edge for edge in boundaries[-1].sent}
         self._loss = MicrobatchLoss(self._entry_point.signature.result, results, options)
         self._schedules = ScheduleCache(options, self._modules, boundaries, self._loss, groups.pipeline)
@@ -157,9 +145,7 @@ class Training:
         }
         shared_parameters = find_shared_parameters(bundle, options.rank_of_stage)
         pipeline_rank = torch.distributed.get_rank(groups.pipeline)
-        self._counted_elsewhere = {
-            parameter.name for parameter in shared_parameters if parameter.ranks[0] != pipeline_rank
-        }
+        self._counted_elsewhere = {name for name, ranks in shared_parameters.items() if ranks[0] != pipeline_rank}
         self._gradient_sums = GradientSums(shared_parameters, dict(self.named_parameters()), groups.pipeline)
         self._watch = watch
 
@@ -207,7 +193,7 @@ class Training:
         """
         state: dict[str, Any] = {"model": dict(self._named_weights()), "steps": torch.tensor(self.steps)}
         if optimizer is not None:
-            state["optimizer"] = optimizer_state(self.module, optimizer)
+            state["optimizer"] = dict(get_optimizer_state_dict(self.module, optimizer, options=_OPTIONS))
         return state
 
     def load_state_dict(self, state: Mapping[str, Any], optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -227,7 +213,7 @@ class Training:
                 weight.copy_(state["model"][weight_name])
         self.steps = int(state["steps"])
         if optimizer is not None:
-            load_optimizer_state(self.module, optimizer, state["optimizer"])
+            set_optimizer_state_dict(self.module, optimizer, state["optimizer"], options=_OPTIONS)
 
     def clip_gradients(self, max_norm: float) -> torch.Tensor:
         """Scale all gradients so that their norm over all processes is at most some number; see `torch.nn.utils.clip_grad_norm_`.
@@ -319,7 +305,7 @@ class Training:
         if not torch.is_grad_enabled():
             raise OptionError("gradients are off: call step outside of torch.no_grad and torch.inference_mode")
         arguments = bind_call(self._entry_point.signature, args, kwargs)
-        call = cut_inputs(self._entry_point, arguments, self._dimensions, self._microbatches)
+        call = cut_inputs(self._entry_point, arguments, self._options.dimensions, self._options.microbatches)
         self._loss.begin(target, call.batch_size)
         self._check_frozen_parameters()
         with self.guarded():
@@ -351,16 +337,16 @@ class Training:
 
     def _run(self, call: CallInputs) -> torch.Tensor:
         """Run the microbatches forward and backward; return their mean loss."""
-        schedule = self._schedules.find(call.sizes)
+        schedule, microbatches = self._schedules.find(call.sizes), self._options.microbatches
         batch_number = self.steps * self._groups.replica_count + self._groups.replica
         for module in self._modules.values():
-            module.begin(self._seed + batch_number * self._microbatches)
+            module.begin(self._options.seed + batch_number * microbatches)
         self._gradient_sums.begin()
         self._loss_exchange.begin(fingerprint_of(call, with_content=self._checked_batches < _CHECKED_BATCHES))
         self._checked_batches += 1
         own_inputs = {input_name: value for input_name, value in call.values.items() if input_name in self._own_inputs}
         if self._is_last:
-            schedule.step(target=torch.arange(self._microbatches), return_outputs=False, **own_inputs)
+            schedule.step(target=torch.arange(microbatches), return_outputs=False, **own_inputs)
         else:
             schedule.step(return_outputs=False, **own_inputs)
         mean_loss = self._loss_exchange.finish(self._loss.losses, self._loss.combination.deviation)
