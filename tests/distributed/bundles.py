@@ -3,6 +3,8 @@
 import contextlib
 import copy
 import os
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -105,6 +107,23 @@ def in_processes(
     group_launcher = launcher(bundle, options, imports=imports)
     with DistributedPipeline(bundle, group_launcher, types, max_restarts) as pipeline:
         yield pipeline
+
+
+def tree_environment() -> dict[str, str]:
+    """The environment, with this tree for Python."""
+    return os.environ | {"PYTHONPATH": os.pathsep.join(folder for folder in sys.path if folder)}
+
+
+def run_python(*arguments: str, seconds: float = 100.0) -> "subprocess.CompletedProcess[str]":
+    """Run a program in Python, with this tree."""
+    return subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        check=False,
+        env=tree_environment(),
+    )
 
 
 def process_ids(pipeline: DistributedPipeline) -> dict[int, int]:

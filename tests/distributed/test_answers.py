@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import sys
 import time
 from concurrent.futures import Future
 from pathlib import Path
@@ -15,7 +14,7 @@ import torch
 import stagepack
 from stagepack.errors import InputError, OptionError
 from stagepack.format.reader import Bundle
-from tests.distributed.bundles import in_processes, process_ids
+from tests.distributed.bundles import in_processes, process_ids, run_python
 from tests.distributed.operators import Waiting
 from tests.roundtrip.test_shared_inputs import WritesFirst
 from tests.waiting import wait_until
@@ -81,7 +80,9 @@ def test_what_is_written_into_arrays_is_what_one_process_writes(tmp_path: Path, 
         array.flags.writeable = is_writeable
     expected = stagepack.load(bundle)(inputs[0])
     with in_processes(bundle) as pipeline:
-        assert numpy.array_equal(pipeline(inputs[1]), expected)
+        result = pipeline(inputs[1])
+    assert isinstance(result, numpy.ndarray)
+    assert numpy.array_equal(result, expected)
     assert numpy.array_equal(inputs[0], inputs[1])
     assert (inputs[0] == 1).all() == is_writeable
 
@@ -90,12 +91,6 @@ def test_fewer_processes_than_stages_share_them(layers: Bundle) -> None:
     with in_processes(layers, 2) as pipeline:
         assert sorted({facts.rank for facts in pipeline.stage_facts}) == [1, 2]
         assert torch.equal(pipeline(torch.arange(3)), stagepack.load(layers)(torch.arange(3)))
-
-
-def test_numpy_arrays_are_answered_with_numpy_arrays(layers: Bundle) -> None:
-    with in_processes(layers) as pipeline:
-        result = pipeline(torch.arange(3).numpy())
-    assert torch.equal(torch.from_numpy(result), stagepack.load(layers)(torch.arange(3)))
 
 
 def test_each_sequence_has_state_of_its_own(counting: Bundle) -> None:
@@ -140,13 +135,6 @@ def test_batches_whose_rows_depend_on_each_other_are_not_cut(counting: Bundle) -
         stagepack.load(counting, processes=True, microbatch_size=2)
 
 
-def test_wrong_inputs_are_refused_before_they_are_sent(layers: Bundle) -> None:
-    with in_processes(layers) as pipeline:
-        with pytest.raises(InputError, match="ids: expected dtype int64"):
-            pipeline(torch.ones(3))
-        assert pipeline(torch.arange(3)).shape == (3, 16)
-
-
 def test_each_process_opens_its_own_files_alone(layers: Bundle) -> None:
     with in_processes(layers) as pipeline:
         for facts in pipeline.stage_facts:
@@ -158,11 +146,7 @@ def test_each_process_opens_its_own_files_alone(layers: Bundle) -> None:
 
 
 def run_torchrun(processes: int, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(folder for folder in sys.path if folder)}
-    return subprocess.run(
-        [*program, *arguments], capture_output=True, text=True, timeout=100, check=False, env=environment
-    )
+    return run_python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), *arguments)
 
 
 def test_torchrun_runs_the_command_over_processes(layers: Bundle) -> None:

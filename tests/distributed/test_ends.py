@@ -6,7 +6,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -22,7 +21,7 @@ import stagepack
 from stagepack.errors import GroupError, NotABundleError, OptionError, StageLostError
 from stagepack.format.reader import Bundle
 from stagepack_loaders.pipeline_sequence import PipelineSequence
-from tests.distributed.bundles import assert_gone, in_processes, process_ids
+from tests.distributed.bundles import assert_gone, in_processes, process_ids, run_python
 from tests.distributed.operators import Waiting
 from tests.waiting import wait_until
 
@@ -36,9 +35,7 @@ def waiting(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
 
 
 def run_script(lines: Sequence[str], *arguments: str) -> "subprocess.CompletedProcess[str]":
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(folder for folder in sys.path if folder)}
-    program = [sys.executable, "-c", "\n".join(lines), *arguments]
-    return subprocess.run(program, capture_output=True, text=True, timeout=100, check=False, env=environment)
+    return run_python("-c", "\n".join(lines), *arguments)
 
 
 def is_running(process_id: int) -> bool:

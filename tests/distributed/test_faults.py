@@ -251,9 +251,11 @@ def test_closing_answers_what_is_in_flight(layers: Bundle) -> None:
     pipeline.close()
 
 
-def test_an_input_that_cannot_be_sent_fails_its_call_alone(layers: Bundle) -> None:
+def test_an_input_that_does_not_fit_or_cannot_be_sent_fails_its_call_alone(layers: Bundle) -> None:
     expected = stagepack.load(layers)(IDS)
     with in_processes(layers) as pipeline:
+        with pytest.raises(InputError, match="ids: expected dtype int64"):
+            pipeline(torch.ones(3))
         with pytest.raises(InputError, match=r"expected a dense tensor with data, found torch\.sparse_coo"):
             pipeline(IDS.to_sparse())
         assert torch.equal(pipeline(IDS), expected)

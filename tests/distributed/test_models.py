@@ -32,9 +32,7 @@ MODELS = named(
     "weights-tied-at-both-ends",
 )
 IN_CI = ("values-u-net", 3)
-
-
-# One of each kind; `make test-zoo` runs all.
+# Of 4 requests: one of each kind; `make test-zoo` runs all.
 QUICK = named(
     "aliasing-inputs-written",
     "decoders-llama-tied",
@@ -56,34 +54,19 @@ DRAWING = {
     "operators-one-draw-used-in-every-layer",
     "regions-cond-that-draws",
 }
+RUNS = [(case, 2 + number % 3, 4) for number, case in enumerate(case for case in CASES if case.name not in DRAWING)]
+RUNS += [(case, processes, REQUESTS) for case in MODELS for processes in (2, 3, 4)]
 
 
-@pytest.mark.parametrize(
-    ("case", "processes"),
-    [
-        pytest.param(case, 2 + number % 3, marks=() if case in QUICK else pytest.mark.slow, id=name_of(case))
-        for number, case in enumerate(case for case in CASES if case.name not in DRAWING)
-    ],
-)
-def test_processes_answer_as_one(case: Case, processes: int, tmp_path: Path) -> None:
-    check_case(case, tmp_path, processes, [None, 3, None, 3])
+def run_param(case: Case, processes: int, requests: int) -> Any:
+    is_quick = case in QUICK if requests < REQUESTS else (case.name, processes) == IN_CI
+    marks = () if is_quick else pytest.mark.slow
+    return pytest.param(case, processes, requests, marks=marks, id=f"{name_of(case)}-{processes}-{requests}")
 
 
-@pytest.mark.parametrize(
-    ("case", "processes"),
-    [
-        pytest.param(
-            case,
-            processes,
-            marks=() if (case.name, processes) == IN_CI else pytest.mark.slow,
-            id=f"{name_of(case)}-{processes}",
-        )
-        for case in MODELS
-        for processes in (2, 3, 4)
-    ],
-)
-def test_requests_in_flight(case: Case, processes: int, tmp_path: Path) -> None:
-    growths = [number % 5 if number % 3 else None for number in range(REQUESTS)]
+@pytest.mark.parametrize(("case", "processes", "requests"), [run_param(*run) for run in RUNS])
+def test_requests_in_flight(case: Case, processes: int, requests: int, tmp_path: Path) -> None:
+    growths = [None, 3, None, 3] if requests == 4 else [n % 5 if n % 3 else None for n in range(requests)]
     check_case(case, tmp_path, processes, growths)
 
 

@@ -3,8 +3,6 @@
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ import torch
 import stagepack
 from stagepack.errors import DigestError, GroupError, OptionError, StageLostError
 from stagepack.format.reader import Bundle
-from tests.distributed.bundles import process_ids
+from tests.distributed.bundles import process_ids, run_python, tree_environment
 from tests.remote.http_server import HttpServer
 from tests.waiting import wait_until
 
@@ -30,7 +28,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Ray on this machine alone, with room for four actors."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("STAGEPACK_CACHE", str(tmp_path_factory.mktemp("ray") / "cache"))
-        patch.setenv("PYTHONPATH", os.pathsep.join(folder for folder in sys.path if folder))
+        patch.setenv("PYTHONPATH", tree_environment()["PYTHONPATH"])
         ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
         try:
             yield
@@ -120,9 +118,7 @@ def test_actors_end_with_the_process_that_launched_them(layers: Bundle) -> None:
         "os.kill(os.getpid(), 9)\n"
     )
     address = ray.get_runtime_context().gcs_address
-    finished = subprocess.run(
-        [sys.executable, "-c", script, str(layers.path), address], capture_output=True, text=True, check=False
-    )
+    finished = run_python("-c", script, str(layers.path), address)
     assert finished.returncode == -signal.SIGKILL, finished.stderr
     wait_until_gone(list(map(int, finished.stdout.split())))
 

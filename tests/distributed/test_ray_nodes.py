@@ -1,11 +1,9 @@
 """Ray actors on other nodes than the front: the processes listen at the addresses of their nodes, and survive the loss of a node."""
 
-import subprocess
-import sys
-
 import pytest
 
 from stagepack.format.reader import Bundle
+from tests.distributed.bundles import run_python
 
 pytest.importorskip("ray", reason="Ray is not installed: pip install '.[ray]'")
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
@@ -45,9 +43,7 @@ cluster.shutdown()
 
 
 def test_actors_of_another_node_and_its_loss(layers: Bundle) -> None:
-    finished = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(layers.path)], capture_output=True, text=True, check=False, timeout=200
-    )
+    finished = run_python("-c", SCRIPT, str(layers.path), seconds=200)
     assert finished.returncode == 0, finished.stderr
     lost_text, equal_text = finished.stdout.splitlines()[-2:]
     assert "is lost: its actor died" in lost_text

@@ -21,6 +21,7 @@ import torch
 import stagepack
 from stagepack.format.reader import Bundle
 from stagepack_loaders.run_trace import read_trace
+from tests.distributed.bundles import tree_environment
 from tests.hostile.attack import run
 from tests.serve.servers import Server, http_client, stagepack_server
 from tests.waiting import wait_until
@@ -185,8 +186,9 @@ def torchrun_server(bundle: Bundle, *options: str) -> Iterator[tuple["subprocess
     """`serve` under torchrun, and its HTTP port."""
     program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", *options]
     command = [*program, "-m", "stagepack", "serve", str(bundle.path), "--http-port", "0", "--grpc-port", "0", "--json"]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(folder for folder in sys.path if folder)}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env=tree_environment(), start_new_session=True
+    )
     assert process.stdout is not None
     try:
         yield process, read_port(process)
