@@ -14,13 +14,13 @@ import time
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 import torch
 
 from stagepack.format.shapes import Symbol
 from stagepack_loaders.distributed.packing import MessageHead
+from stagepack_loaders.distributed.process_group import machine_id
 from stagepack_loaders.distributed.routes import ConnectionLostError, Route, aligned, head_capacity
 from stagepack_loaders.distributed.shared_blocks import ReadBlocks, UnusedBytes, WrittenBlocks
 
@@ -224,17 +224,6 @@ class LocalLinks:
 
     def _all(self) -> Sequence[LinkSender | LinkReceiver]:
         return [*self.senders.values(), *self.receivers.values()]
-
-
-def machine_id() -> str:
-    """Return what is alike in processes that can share memory by sockets: machine, network namespace and user; empty if none can."""
-    try:
-        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        network = os.readlink("/proc/self/ns/net")
-        os.close(os.memfd_create("stagepack"))
-    except (OSError, AttributeError):  # no Linux, or forbidden
-        return ""
-    return f"{boot_id} {network} {os.getuid()}"
 
 
 class LinkListener:

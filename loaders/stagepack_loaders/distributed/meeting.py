@@ -18,8 +18,7 @@ from torch.distributed.distributed_c10d import Store
 
 from stagepack.errors import GroupError, StageLostError, first_line
 from stagepack.format.reader import Bundle
-from stagepack_loaders.distributed.local_links import machine_id
-from stagepack_loaders.distributed.process_group import ProcessGroup, host_name
+from stagepack_loaders.distributed.process_group import ProcessGroup, host_name, machine_id
 from stagepack_loaders.distributed.routes import ConnectionLostError
 from stagepack_loaders.distributed.status import ErrorReport, lost_error, rebuild_error, report_error
 

@@ -4,12 +4,14 @@ An application may have a process group of its own, and several pipelines; none 
 """
 
 import contextlib
+import os
 import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -194,3 +196,14 @@ def _connect(store: Store, rank: int, size: int, address: str | None) -> Any:
 def host_name() -> str:
     """The name of this machine, for messages."""
     return socket.gethostname()
+
+
+def machine_id() -> str:
+    """Return what is alike in processes that can share memory by sockets: machine, network namespace and user; empty if none can."""
+    try:
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        network = os.readlink("/proc/self/ns/net")
+        os.close(os.memfd_create("stagepack"))
+    except (OSError, AttributeError):  # no Linux, or forbidden
+        return ""
+    return f"{boot_id} {network} {os.getuid()}"
