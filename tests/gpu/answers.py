@@ -30,16 +30,12 @@ def calls_on(calls: list[Inputs], device: torch.device) -> list[Inputs]:
 
 def draws_random_numbers(bundle: Bundle) -> bool:
     """Whether the answers depend on the random generator, which differs between devices."""
-    return any(op.random for number in range(len(bundle.stages)) for op in bundle.graph(number).ops)
+    return any(op.random for graph in bundle.graphs() for op in graph.ops)
 
 
 def has_autocast(bundle: Bundle) -> bool:
     """Whether operators run in an autocast region, whose device torch does not change when it moves a program."""
-    return any(
-        context.autocast is not None
-        for number in range(len(bundle.stages))
-        for context in bundle.graph(number).contexts
-    )
+    return any(context.autocast is not None for graph in bundle.graphs() for context in graph.contexts)
 
 
 def assert_close(found: Any, expected: Any, tolerance: float | None = None) -> None:

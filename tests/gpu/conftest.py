@@ -1,6 +1,7 @@
 """The device of these tests. They are skipped where it is not there, and never count as passed."""
 
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -38,10 +39,15 @@ def turns(device: torch.device) -> list[str]:
     return ["cpu", "cpu:0" if device.type == "cpu" else str(device)]
 
 
+@pytest.fixture
+def module_as_command(monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
+    """What runs the command of this checkout, which need not be installed."""
+    pytest.importorskip("grpc", reason="the server needs the packages of the extra serve", exc_type=ImportError)
+    monkeypatch.setattr("tests.serve.servers.STAGEPACK", "stagepack")
+    return sys.executable, "-m"
+
+
 @pytest.fixture(autouse=True)
-def _plain_float32() -> Iterator[None]:
+def _plain_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compute convolutions in float32, as the CPU does, and not in TF32. Matrix products do by default."""
-    was_allowed = torch.backends.cudnn.allow_tf32
-    torch.backends.cudnn.allow_tf32 = False
-    yield
-    torch.backends.cudnn.allow_tf32 = was_allowed
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)

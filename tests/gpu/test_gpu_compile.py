@@ -2,21 +2,23 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 
 import stagepack
-from stagepack.cli import main
 from stagepack.errors import CompiledError
 from stagepack.format.reader import Bundle
 from stagepack_loaders.base import Compile
 from stagepack_loaders.torch.compilation import compile_ahead
 from tests.gpu.answers import assert_close
+from tests.gpu.test_gpu_commands import run
 from tests.unit.test_compile import Stack, inputs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("compiled")]
+
+SHAPE = "float32[batch=1..64,length=2..64,8]"
 
 
 @pytest.fixture(scope="module")
@@ -24,12 +26,14 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> tuple[Stack, Bundle]:
     """The model, and its bundle of two stages with four blocks each."""
     torch.manual_seed(0)
     model = Stack().eval()
-    batch, length = torch.export.Dim("batch", min=1, max=64), torch.export.Dim("length", min=2, max=64)
     out = tmp_path_factory.mktemp("stack") / "stack.stagepack"
-    shapes = {"x": {0: batch, 1: length}}
-    return model, stagepack.export(
-        model, (torch.randn(2, 3, 8),), out=out, split_at=["blocks.4"], dynamic_shapes=shapes
-    )
+    return model, stagepack.export(model, inputs=f"x={SHAPE}", out=out, split_at=["blocks.4"])
+
+
+def check_answers(pipeline: Any, model: torch.nn.Module, device: torch.device) -> None:
+    model = model.to(device)
+    for x in inputs():
+        assert_close(pipeline(x.to(device)), model(x.to(device)))
 
 
 @torch.no_grad()
@@ -38,36 +42,23 @@ def test_stages_are_compiled_at_the_first_call(
     stack: tuple[Stack, Bundle], mode: Compile, device: torch.device
 ) -> None:
     torch.compiler.reset()
-    pipeline = stagepack.load(stack[1], [str(device)], compile=mode)
-    model = stack[0].to(device)
-    for x in inputs()[:2]:
-        assert_close(pipeline(x.to(device)), model(x.to(device)))
+    check_answers(stagepack.load(stack[1], [str(device)], compile=mode), stack[0], device)
 
 
 @torch.no_grad()
 def test_the_command_compiles_for_the_device(stack: tuple[Stack, Bundle], device: torch.device, tmp_path: Path) -> None:
     model, bundle = stack
     out = str(tmp_path / "compiled")
-    done = CliRunner().invoke(
-        main, ["compile", str(bundle.path), "-o", out, "--device", str(device)], catch_exceptions=False
-    )
-    assert done.exit_code == 0
-    assert "1 of 1 units" in done.output
+    assert "1 of 1 units" in run("compile", bundle.path, "-o", out, "--device", device)
     target = json.loads((tmp_path / "compiled" / "compiled.json").read_text())["target"]
     assert target["device"] == device.type
-    pipeline, model = stagepack.load(bundle, [str(device)], compiled=out), model.to(device)
-    for x in inputs():
-        assert_close(pipeline(x.to(device)), model(x.to(device)))
+    check_answers(stagepack.load(bundle, [str(device)], compiled=out), model, device)
     if device.type == "cuda":
         assert target["arch"] == "sm_{}{}".format(*torch.cuda.get_device_capability(device))
         with pytest.raises(CompiledError, match="was compiled for cuda"):
             stagepack.load(bundle, ["cpu"], compiled=out)
-    loaded = CliRunner().invoke(
-        main,
-        ["load", str(bundle.path), "--device", str(device), "--compiled", out, "--json"],
-        catch_exceptions=False,
-    )
-    assert json.loads(loaded.output)["difference"] < 1e-3
+    loaded = json.loads(run("load", bundle.path, "--device", device, "--compiled", out, "--json"))
+    assert loaded["difference"] < 1e-3
 
 
 class GroupedAttention(torch.nn.Module):
@@ -96,11 +87,7 @@ def test_grouped_query_attention_is_compiled_ahead(device: torch.device, tmp_pat
     """torch 2.11 refuses the ranges of such sizes unless their guards become assertions."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(GroupedAttention() for _ in range(3))).eval()
-    shapes = {"input": {0: torch.export.Dim("batch", min=1, max=64), 1: torch.export.Dim("length", min=2, max=64)}}
-    bundle = stagepack.export(model, (torch.randn(2, 3, 8),), out=tmp_path / "b.stagepack", dynamic_shapes=shapes)
+    bundle = stagepack.export(model, inputs=f"input={SHAPE}", out=tmp_path / "b.stagepack")
     units = compile_ahead(bundle, tmp_path / "compiled", device)
     assert [unit.reason for unit in units] == [""]
-    pipeline = stagepack.load(bundle, [str(device)], compiled=tmp_path / "compiled")
-    model = model.to(device)
-    for x in inputs():
-        assert_close(pipeline(x.to(device)), model(x.to(device)))
+    check_answers(stagepack.load(bundle, [str(device)], compiled=tmp_path / "compiled"), model, device)

@@ -55,17 +55,15 @@ def test_an_index_out_of_range_is_a_typed_error(device: torch.device, tmp_path: 
     command = [sys.executable, "-c", OUT_OF_RANGE, str(bundle.path), str(device)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.stdout, done.stderr[-2000:]
-    lost = ["answer", "StageLostError", "StageLostError"]
-    assert json.loads(done.stdout.splitlines()[-1]) == (
-        lost if device.type == "cuda" else ["answer", "InputError", "answer"]
-    )
+    on_cuda, on_cpu = ["answer", "StageLostError", "StageLostError"], ["answer", "InputError", "answer"]
+    assert json.loads(done.stdout.splitlines()[-1]) == (on_cuda if device.type == "cuda" else on_cpu)
 
 
 @torch.no_grad()
 def test_a_call_without_memory_fails_and_later_ones_do_not(device: torch.device, tmp_path: Path) -> None:
-    rows = torch.export.Dim("rows", min=1)
     model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 16)).eval()
-    bundle = stagepack.export(model, (torch.randn(2, 16),), out=tmp_path / "m", stages=2, dynamic_shapes=({0: rows},))
+    rows = {0: torch.export.Dim("rows", min=1)}
+    bundle = stagepack.export(model, (torch.randn(2, 16),), out=tmp_path / "m", stages=2, dynamic_shapes=(rows,))
     pipeline = stagepack.load(bundle, [str(device)])
     x = torch.randn(2, 16, device=device)
     expected = pipeline(x)

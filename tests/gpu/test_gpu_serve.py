@@ -1,7 +1,6 @@
 """`stagepack serve --device`: answers of batches, and a server whose GPU is lost."""
 
 import json
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,27 +18,20 @@ from tests.serve import servers
 pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("serve")]
 
 
-@pytest.fixture(autouse=True)
-def _module_as_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run the package of this checkout, which need not be installed."""
-    monkeypatch.setattr(servers, "STAGEPACK", "stagepack")
-
-
 def request(value: list[Any], datatype: str, shape: list[int], name: str) -> str:
     return json.dumps({"inputs": [{"name": name, "datatype": datatype, "shape": shape, "data": value}]})
 
 
 @torch.no_grad()
-def test_requests_are_answered_in_batches(device: torch.device, tmp_path: Path) -> None:
+def test_requests_are_answered_in_batches(
+    device: torch.device, tmp_path: Path, module_as_command: tuple[str, str]
+) -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4)).eval()
-    rows = torch.export.Dim("rows", min=1, max=64)
-    bundle = stagepack.export(
-        model, (torch.randn(2, 16),), out=tmp_path / "net.stagepack", stages=2, dynamic_shapes=({0: rows},)
-    )
+    bundle = stagepack.export(model, inputs="input=float32[rows=1..64,16]", out=tmp_path / "net.stagepack", stages=2)
     batches = [torch.randn(1 + number % 3, 16) for number in range(12)]
     options = ("--device", str(device), "--max-batch", "8", "--max-delay-ms", "50")
-    with servers.stagepack_server([bundle.path], *options, prefix=(sys.executable, "-m")) as server:
+    with servers.stagepack_server([bundle.path], *options, prefix=module_as_command) as server:
         assert server.facts["models"][0]["devices"] == [str(device)]
 
         def ask(x: torch.Tensor) -> torch.Tensor:
@@ -54,12 +46,13 @@ def test_requests_are_answered_in_batches(device: torch.device, tmp_path: Path) 
         assert server.stop() == 0
 
 
-def test_a_server_whose_device_is_lost_ends(device: torch.device, tmp_path: Path) -> None:
+def test_a_server_whose_device_is_lost_ends(
+    device: torch.device, tmp_path: Path, module_as_command: tuple[str, str]
+) -> None:
     """On the CPU an index out of range fails its own request only."""
     bundle = stagepack.export(Lookup(), (torch.tensor([1]),), out=tmp_path / "net.stagepack", split_at=["last"])
-    with servers.stagepack_server(
-        [bundle.path], "--device", str(device), "--linger-s", "0", prefix=(sys.executable, "-m")
-    ) as server:
+    options = ("--device", str(device), "--linger-s", "0")
+    with servers.stagepack_server([bundle.path], *options, prefix=module_as_command) as server:
         statuses = [
             servers.post(server.http, "/v2/models/net/infer", request([index], "INT64", [1], bundle.edges[0].name))[0]
             for index in (3, 99)

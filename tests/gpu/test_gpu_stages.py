@@ -1,6 +1,5 @@
 """Loaded stages on a GPU: weights by every way, state, sequences, modules, other devices later, quantized weights."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +7,11 @@ import pytest
 import torch
 
 import stagepack
+from stagepack.capture.inputs import Inputs
 from stagepack.errors import DigestError
 from stagepack.format.reader import Bundle
 from stagepack_loaders.torch.stage import TorchStage
-from tests.gpu.answers import assert_close, calls_on, inputs_on
+from tests.gpu.answers import assert_close, inputs_on
 from tests.zoo.case import Case, answers, assert_equal
 from tests.zoo.cases import named
 from tests.zoo.test_zoo import name_of, namespaces
@@ -64,6 +64,8 @@ def test_weights_arrive_by_every_way(
     for _ in range(3):
         assert torch.equal(pipeline(x), model(x))
     found = pipeline.state_dict()
+    # A weight that is tied stays one, where all weights are on the device.
+    assert "device_memory" in options or found["layers.0.weight"].data_ptr() == found["layers.5.weight"].data_ptr()
     for weight_name, weight in on_cpu.state_dict().items():
         if weight_name != "count":
             assert torch.equal(found[weight_name].cpu(), weight)
@@ -84,13 +86,6 @@ def test_a_changed_byte_is_found_on_the_way_to_the_device(
     path.write_bytes(content)
     with pytest.raises(DigestError, match=r"stage-0\.safetensors"):
         stagepack.load(bundle.path, [str(device)])
-
-
-@torch.no_grad()
-def test_weights_that_are_one_stay_one(tower: tuple[Bundle, torch.Tensor], device: torch.device) -> None:
-    pipeline = stagepack.load(tower[0], [str(device)])
-    state = pipeline.state_dict()
-    assert state["layers.0.weight"].data_ptr() == state["layers.5.weight"].data_ptr()
 
 
 @torch.no_grad()
@@ -141,9 +136,9 @@ def test_a_stage_runs_by_its_modules(case: Case, device: torch.device, tmp_path:
         )
         for modules in (False, True)
     ]
-    calls = calls_on([capture.inputs] * 2, device)
-    arguments = [leaf for leaf in torch.utils._pytree.tree_leaves((calls[0].args, calls[0].kwargs)) if leaf is not None]
-    given = [type(calls[0])(args=tuple(arguments))] * 2
+    inputs = inputs_on(capture.inputs, device)
+    leaves = torch.utils._pytree.tree_leaves((inputs.args, inputs.kwargs))
+    given = [Inputs(args=tuple(leaf for leaf in leaves if leaf is not None))] * 2
     assert_equal(answers(loaded[1], given), answers(loaded[0], given))
 
 
@@ -159,16 +154,30 @@ def test_a_module_of_a_stage_is_called_on_its_own(device: torch.device, tmp_path
     assert torch.equal(stage(x)[0], model(x))
 
 
-def _quantize(config: Callable[[Any], Any], device: torch.device) -> torch.nn.Module:
+@pytest.mark.parametrize(
+    ("config", "settings", "capability"),
+    [
+        ("Int8WeightOnlyConfig", {}, None),
+        ("Float8WeightOnlyConfig", {}, None),
+        ("Int4WeightOnlyConfig", {"group_size": 128, "int4_packing_format": "tile_packed_to_4d"}, (0, 0)),
+        ("Float8DynamicActivationFloat8WeightConfig", {}, (8, 9)),
+    ],
+)
+def test_quantized_weights(
+    config: str,
+    settings: dict[str, Any],
+    capability: tuple[int, int] | None,
+    device: torch.device,
+    tmp_path: Path,
+) -> None:
+    """Some need CUDA, or products of float8, which a GPU of compute capability 8.9 or newer has."""
     quantization = pytest.importorskip("torchao.quantization", exc_type=ImportError)
+    if capability and (device.type != "cuda" or torch.cuda.get_device_capability(device) < capability):
+        pytest.skip(f"needs CUDA and the compute capability {capability}, found {device}")
     torch.manual_seed(0)
     layers = [torch.nn.Linear(256, 256, bias=False, dtype=torch.bfloat16) for _ in range(3)]
     model = torch.nn.Sequential(*layers).eval().requires_grad_(False).to(device)
-    quantization.quantize_(model, config(quantization))
-    return model
-
-
-def _compare_quantized(model: torch.nn.Module, device: torch.device, tmp_path: Path) -> None:
+    quantization.quantize_(model, getattr(quantization, config)(**settings))
     x = torch.randn(16, 256, dtype=torch.bfloat16, device=device)
     with torch.no_grad():
         expected = model(x)
@@ -176,27 +185,6 @@ def _compare_quantized(model: torch.nn.Module, device: torch.device, tmp_path: P
         bundle = stagepack.export(model, (x,), out=tmp_path / "m", stages=2, allow_ops=operators_of_torchao)
         found = stagepack.load(bundle, [str(device)], allow_ops=operators_of_torchao)(x)
     assert torch.equal(found, expected)
-
-
-def test_weights_of_int8(device: torch.device, tmp_path: Path) -> None:
-    _compare_quantized(_quantize(lambda ao: ao.Int8WeightOnlyConfig(), device), device, tmp_path)
-
-
-def test_weights_of_float8(device: torch.device, tmp_path: Path) -> None:
-    _compare_quantized(_quantize(lambda ao: ao.Float8WeightOnlyConfig(), device), device, tmp_path)
-
-
-def test_weights_of_int4(cuda: torch.device, tmp_path: Path) -> None:
-    def config(ao: Any) -> Any:
-        return ao.Int4WeightOnlyConfig(group_size=128, int4_packing_format="tile_packed_to_4d")
-
-    _compare_quantized(_quantize(config, cuda), cuda, tmp_path)
-
-
-def test_products_of_float8(cuda: torch.device, tmp_path: Path) -> None:
-    if torch.cuda.get_device_capability(cuda) < (8, 9):
-        pytest.skip("needs a GPU with float8 products, of compute capability 8.9 or newer")
-    _compare_quantized(_quantize(lambda ao: ao.Float8DynamicActivationFloat8WeightConfig(), cuda), cuda, tmp_path)
 
 
 @pytest.mark.parametrize("case", named("shapes-attention-by-hand", "shapes-nonzero"), ids=name_of)

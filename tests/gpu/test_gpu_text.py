@@ -1,7 +1,6 @@
 """Generation and embeddings with stages on a GPU: the tokens of transformers, texts, and `stagepack serve`."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -87,24 +86,20 @@ def test_texts_are_those_of_the_cpu(device: torch.device, tmp_path: Path) -> Non
         assert pipeline.generate(text, max_new_tokens=12) == on_cpu.generate(text, max_new_tokens=12)
 
 
-def test_a_server_writes_the_texts_of_the_pipeline(device: torch.device, tmp_path: Path) -> None:
-    pytest.importorskip("grpc", reason="the server needs the packages of the extra serve", exc_type=ImportError)
+def test_a_server_writes_the_texts_of_the_pipeline(
+    device: torch.device, tmp_path: Path, module_as_command: tuple[str, str]
+) -> None:
     from tests.serve import servers
 
     path = export_decoder(tmp_path)
     expected = stagepack.load(path).generate("Hello", max_new_tokens=12)
-    command = (sys.executable, "-m")
-    servers.STAGEPACK, installed = "stagepack", servers.STAGEPACK
-    try:
-        with servers.stagepack_server([path], "--device", str(device), prefix=command) as server:
-            for _ in range(2):
-                body = json.dumps({"model": "writer", "prompt": "Hello", "max_tokens": 12, "temperature": 0})
-                status, answer, _ = servers.post(server.http, "/v1/completions", body)
-                assert status == 200, answer
-                assert "Hello" + answer["choices"][0]["text"] == expected
-            assert server.stop() == 0
-    finally:
-        servers.STAGEPACK = installed
+    with servers.stagepack_server([path], "--device", str(device), prefix=module_as_command) as server:
+        for _ in range(2):
+            body = json.dumps({"model": "writer", "prompt": "Hello", "max_tokens": 12, "temperature": 0})
+            status, answer, _ = servers.post(server.http, "/v1/completions", body)
+            assert status == 200, answer
+            assert "Hello" + answer["choices"][0]["text"] == expected
+        assert server.stop() == 0
 
 
 def test_sentences_are_encoded(device: torch.device, tmp_path: Path) -> None:

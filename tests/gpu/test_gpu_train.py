@@ -1,6 +1,7 @@
 """Training with stages on a GPU: a plain loop, and `stagepack.train` in one process."""
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +22,21 @@ def batch_on(number: int, device: torch.device) -> Any:
     return torch.utils._pytree.tree_map(lambda tensor: tensor.to(device), TIED.batch(number, MICROBATCHES))
 
 
-def trained_losses(model: Any, device: torch.device) -> list[float]:
-    """The losses of some steps of a module or a pipeline, which are trained."""
-    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
-    for number in range(STEPS):
-        args, target = batch_on(number, device)
+def trained_losses(
+    model: Any, device: torch.device, step: Callable[[Any, Any], torch.Tensor] | None = None
+) -> list[float]:
+    """The losses of some steps of what has these parameters, by `step`, or by calling it as a module."""
+
+    def step_of_module(args: Any, target: Any) -> torch.Tensor:
         loss = TIED.loss(model(*args), target)
         loss.backward()
+        return loss.detach()
+
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+    for number in range(STEPS):
+        losses.append(float((step or step_of_module)(*batch_on(number, device))))
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(float(loss.detach()))
     return losses
 
 
@@ -53,20 +59,14 @@ def test_one_process_trains_all_stages(device: torch.device, tmp_path: Path) -> 
         schedule="looped-bfs",
         device=device,
     )
-    optimizer, losses = torch.optim.AdamW(training.parameters(), lr=1e-2), []
     model = TIED.new().to(device)
-    expected_losses = trained_losses(model, device)
     try:
-        for number in range(STEPS):
-            args, target = batch_on(number, device)
-            losses.append(float(training.step(*args, target=target)))
-            optimizer.step()
-            optimizer.zero_grad()
+        losses = trained_losses(training, device, lambda args, target: training.step(*args, target=target))
         saved = stagepack.save(training, out=tmp_path / "trained")
     finally:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
-    assert losses == pytest.approx(expected_losses, rel=1e-6)
+    assert losses == pytest.approx(trained_losses(model, device), rel=1e-6)
     args, _ = batch_on(STEPS, device)
     with torch.no_grad():
         assert_close(stagepack.load(saved, [str(device)])(*args), model(*args))
