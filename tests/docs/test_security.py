@@ -5,8 +5,8 @@ import re
 from functools import cache
 from pathlib import Path
 
-from tools.docs.error_page import specified_rules
 from tools.docs.page import ROOT
+from tools.docs.references import specified_rules
 
 _TEST_PATTERN = re.compile(r"`([^`]+\.py)::(\w+)`")
 

@@ -12,9 +12,8 @@ from stagepack import errors
 from stagepack.cli import main
 from tests.conformance.vectors import all_rules
 from tools.docs.benchmark_page import RESULTS_FOLDER, SECTION_TITLES, benchmark_tables
-from tools.docs.error_page import error_reference, rule_reference, specified_rules
-from tools.docs.option_page import command_reference, option_reference
 from tools.docs.page import ROOT, documented_pages
+from tools.docs.references import command_reference, error_reference, option_reference, rule_reference, specified_rules
 
 LINK_PATTERN = re.compile(r"\[[^\[\]]*\]\(([^()\s#]+)[^()\s]*\)")
 FENCE_PATTERN = re.compile(r"^( *)```.*?^\1```", re.MULTILINE | re.DOTALL)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.benchmark_results import format_cell
-from tools.docs.folded_block import folded_block
+from tools.docs.markdown import folded_block, table_lines
 
 RESULTS_FOLDER = Path(__file__).parents[2] / "docs" / "benchmarks"
 SECTION_TITLES = {
@@ -65,14 +65,9 @@ def describe_run(run_record: dict[str, Any]) -> Iterator[str]:
         yield ""
         yield f"**{result_table['title']}**"
         yield ""
-        yield f"| {' | '.join(result_table['columns'])} |"
-        yield (
-            "|"
-            + "|".join("---" if column_index == 0 else "--:" for column_index in range(len(result_table["columns"])))
-            + "|"
-        )
-        for table_row in result_table["rows"]:
-            yield f"| {' | '.join(map(format_cell, table_row))} |"
+        first_column, *further_columns = result_table["columns"]
+        columns = [first_column, *(f"#{column}" for column in further_columns)]
+        yield from table_lines(columns, (map(format_cell, row) for row in result_table["rows"]))
         if table_note := result_table.get("note"):
             yield ""
             yield table_note

@@ -11,9 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tools.docs.benchmark_page import benchmark_tables
-from tools.docs.coverage_figures import coverage_figures
-from tools.docs.error_page import error_reference, rule_reference
-from tools.docs.option_page import command_reference, option_reference
+from tools.docs.references import command_reference, coverage_figures, error_reference, option_reference, rule_reference
 from tools.docs.source_tree import contract_list, source_tree
 
 ROOT = Path(__file__).parents[2]

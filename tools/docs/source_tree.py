@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tools.docs.folded_block import folded_block
+from tools.docs.markdown import folded_block, table
 
 ROOT = Path(__file__).parents[2]
 PACKAGE_PATHS = ("stagepack", "loaders/stagepack_loaders", "loaders/stagepack_serving")
@@ -24,44 +24,30 @@ def source_tree() -> str:
     """A foldable table for each package."""
     page_parts = []
     for package_path in PACKAGE_PATHS:
-        for package_folder in (
-            ROOT / package_path,
-            *sorted(path.parent for path in (ROOT / package_path).glob("*/__init__.py")),
-        ):
-            package_summary = _docstring_summary(package_folder / "__init__.py")
-            table_rows = "\n".join(
-                f"| `{module_name}` | {module_summary} |"
-                for module_name, module_summary in _module_summaries(package_folder)
-            )
-            module_table = f"| module | content |\n|---|---|\n{table_rows}" if table_rows else "No other modules."
-            page_parts.append(
-                folded_block(
-                    f"{package_folder.relative_to(ROOT)}: {package_summary.replace('`', '').removeprefix('stagepack: ')}",
-                    module_table,
-                )
-            )
-    table_rows = "\n".join(
-        f"| `{module_name}/` | {module_summary} |" for module_name, module_summary in OTHER_FOLDERS.items()
-    )
-    return "\n\n".join([*page_parts, f"| other folder | content |\n|---|---|\n{table_rows}"])
+        subpackages = sorted(path.parent for path in (ROOT / package_path).glob("*/__init__.py"))
+        for folder in (ROOT / package_path, *subpackages):
+            summary = _docstring_summary(folder / "__init__.py").replace("`", "").removeprefix("stagepack: ")
+            rows = [(f"`{name}`", module_summary) for name, module_summary in _module_summaries(folder)]
+            content = table(("module", "content"), rows) if rows else "No other modules."
+            page_parts.append(folded_block(f"{folder.relative_to(ROOT)}: {summary}", content))
+    other_rows = [(f"`{name}/`", summary) for name, summary in OTHER_FOLDERS.items()]
+    return "\n\n".join([*page_parts, table(("other folder", "content"), other_rows)])
 
 
 def _module_summaries(package_folder: Path) -> Iterator[tuple[str, str]]:
-    """The modules of a package and of the packages below its first level."""
+    """The modules of a package, and those below it that are in no package of the first level."""
+    is_top_package = package_folder.name in {Path(package_path).name for package_path in PACKAGE_PATHS}
     for module_path in sorted(package_folder.rglob("*.py")):
-        relative_path = module_path.relative_to(package_folder)
-        is_of_subpackage = (
-            len(relative_path.parts) > 1 and (package_folder / relative_path.parts[0] / "__init__.py").exists()
-        )
-        is_top_package = package_folder.name in {Path(package_path).name for package_path in PACKAGE_PATHS}
-        if module_path.name != "__init__.py" and not (is_top_package and is_of_subpackage):
-            yield str(relative_path), _docstring_summary(module_path).replace("|", "\\|")
+        path = module_path.relative_to(package_folder)
+        is_of_subpackage = len(path.parts) > 1 and (package_folder / path.parts[0] / "__init__.py").exists()
+        if path.name != "__init__.py" and not (is_top_package and is_of_subpackage):
+            yield str(path), _docstring_summary(module_path).replace("|", "\\|")
 
 
 def _docstring_summary(module_path: Path) -> str:
     """The first line of a module's docstring."""
-    docstring_text = ast.get_docstring(ast.parse(module_path.read_text())) or ""
-    return " ".join(docstring_text.split("\n\n")[0].split()).replace("``", "`")
+    docstring = ast.get_docstring(ast.parse(module_path.read_text())) or ""
+    return " ".join(docstring.split("\n\n")[0].split()).replace("``", "`")
 
 
 def import_contracts() -> list[dict[str, Any]]:
