@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tools.docs.failures import find_unwanted_failure
-from tools.docs.normalize import is_same_output
+from tools.docs.compared_outputs import check_output, find_unwanted_failure, is_same_output
 from tools.docs.page import ROOT, Block, changes_the_tree, documented_pages, read_blocks, stated_outputs
-from tools.docs.session import Session, check_output, copy_tree
+from tools.docs.session import Session, copy_tree
 
 BLOCKS_OF_PAGE = {str(page): read_blocks(ROOT / page) for page in documented_pages()}
 # What the outputs in the pages were written with. Another torch makes other graphs, so that only errors count there.

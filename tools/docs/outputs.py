@@ -1,7 +1,7 @@
 """Run the blocks of pages and write what they print into the pages: ``python -m tools.docs.outputs [--slow] [PAGE ...]``.
 
 Outputs that differ only in times, digests and the like stay as they are. A page stays as it is, and the exit status is 1, when one of its
-blocks fails in a way that the page does not state (see `tools/docs/failures.py`).
+blocks fails in a way that the page does not state (see `tools/docs/compared_outputs.py`).
 """
 
 import argparse
@@ -11,8 +11,7 @@ import tempfile
 import textwrap
 from pathlib import Path
 
-from tools.docs.failures import find_unwanted_failure
-from tools.docs.normalize import has_same_digests, is_same_output, without_times
+from tools.docs.compared_outputs import find_unwanted_failure, has_same_digests, is_same_output, without_times
 from tools.docs.page import ROOT, Block, changes_the_tree, documented_pages, read_blocks, read_commands, stated_outputs
 from tools.docs.session import Session, copy_tree
 

@@ -12,7 +12,7 @@
 A line ``<!-- not run: REASON -->`` above a block says that tests do not run it. When the reason begins with "slow",
 `tools/docs/outputs.py --slow` runs it. A line ``<!-- needs: MODULES -->`` says the same where one of these modules, separated by
 commas, is not installed: `make test-libraries` runs the block. A line ``<!-- fails: REASON -->`` above a block says that a failure in
-its output is wanted; see `tools/docs/failures.py`.
+its output is wanted; see `tools/docs/compared_outputs.py`.
 """
 
 import importlib.util

@@ -18,7 +18,6 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
@@ -27,7 +26,7 @@ from typing import Any
 
 import yaml
 
-from tools.docs.page import ROOT, Block, read_commands, stated_outputs
+from tools.docs.page import ROOT, Block, read_commands
 from tools.fork_server import FORK_SERVER, ForkedProcess, command_with_log
 
 _SHELL_CHARACTERS = set("|&;<>$`*?(){}\n")  # what a shell does something with
@@ -273,18 +272,3 @@ def _free_ports(count: int) -> list[int]:
     for free_socket in free_sockets:
         free_socket.close()
     return free_ports
-
-
-def check_output(
-    block: Block, next_block: Block | None, actual_outputs: list[str], is_same: Callable[[str, str], bool]
-) -> str:
-    """What is wrong with the outputs of a block; empty when they are what the page states."""
-    wrong_outputs = [
-        (stated_output, actual_output)
-        for stated_output, actual_output in zip(stated_outputs(block, next_block), actual_outputs, strict=True)
-        if not is_same(stated_output, actual_output)
-    ]
-    return "\n".join(
-        f"the page states:\n{stated_output}\nthe run printed:\n{actual_output}"
-        for stated_output, actual_output in wrong_outputs
-    )

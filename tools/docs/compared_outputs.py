@@ -1,7 +1,19 @@
-"""Outputs of commands without what differs from run to run: times, digests, paths, versions, rounding errors."""
+"""Outputs of a page and of its run: what differs from run to run, whether they are the same, and failures that the page does not want.
+
+A page states a failure that it wants: ``[exit status N]`` below the output of the command, or a line ``<!-- fails: REASON -->`` above
+the block, for a traceback, failed tests, or a status that the block does not state yet. An internal error is never wanted.
+"""
 
 import re
+from collections.abc import Callable
 
+from tools.docs.page import Block, stated_outputs
+
+_INTERNAL_ERROR = "internal error:"
+_TRACEBACK = "Traceback (most recent call last)"
+_PYTEST_PATTERN = re.compile(r"^(?:=+ )?(?:\d+ \w+, )*\d+ (?:failed|errors?)\b.*", re.MULTILINE)
+_STATUS_PATTERN = re.compile(r"^\[exit status -?\d+\]$", re.MULTILINE)
+# What differs from run to run: times, digests, paths, versions, rounding errors.
 _VARYING_PATTERNS = [
     (re.compile(r"\b[0-9a-f]{16,64}\b"), "DIGEST"),
     (re.compile(r"(?<![\w.])(?:\d[\d,]*(?:\.\d+)?|…) ?(?:s|ms|µs)\b(?: \(\d+:\d\d:\d\d\))?"), "TIME"),
@@ -57,3 +69,36 @@ def has_same_digests(stated_output: str, actual_output: str) -> bool:
     """Whether two outputs have the same digests."""
     digests, _ = _VARYING_PATTERNS[0]
     return digests.findall(stated_output) == digests.findall(actual_output)
+
+
+def find_unwanted_failure(block: Block, stated_output: str, actual_output: str) -> str:
+    """Find a failure that the page does not want; the result describes it, and is empty without one.
+
+    stated_output: the output of a command, or of Python code, in the page.
+    actual_output: the output of its run, or again that in the page.
+    """
+    if _INTERNAL_ERROR in actual_output:
+        return "an internal error"
+    if block.fails or block.not_run:
+        return ""
+    if _TRACEBACK in actual_output:
+        return "a traceback"
+    if failed_tests := _PYTEST_PATTERN.search(actual_output):
+        return f"failed tests: {failed_tests[0]}"
+    exit_status = _STATUS_PATTERN.search(actual_output)
+    return exit_status[0] if exit_status and exit_status[0] not in stated_output else ""
+
+
+def check_output(
+    block: Block, next_block: Block | None, actual_outputs: list[str], is_same: Callable[[str, str], bool]
+) -> str:
+    """What is wrong with the outputs of a block; empty when they are what the page states."""
+    wrong_outputs = [
+        (stated_output, actual_output)
+        for stated_output, actual_output in zip(stated_outputs(block, next_block), actual_outputs, strict=True)
+        if not is_same(stated_output, actual_output)
+    ]
+    return "\n".join(
+        f"the page states:\n{stated_output}\nthe run printed:\n{actual_output}"
+        for stated_output, actual_output in wrong_outputs
+    )
