@@ -1,14 +1,9 @@
 """Compile the stages of a bundle: at the first call, or ahead of time into a folder.
 
-- Compile stages with ``torch.compile``, which works at the first call.
-- Compile the units of a bundle ahead of time with AOTInductor, into a folder.
-- A folder of native code, compiled ahead of time from the units of a bundle. The folder is no bundle and is in none: ``compiled.json``
-  names the bundle that it was compiled from and what the code runs on, and each distinct unit is a file. Weights are passed at each call,
-  so one file serves all calls of a region.
-- What is compiled as one: a region that a stage calls several times, or a whole stage.
+What is compiled as one is a *unit*: a region that a stage calls several times, or a whole stage. Ahead of time, AOTInductor compiles the
+units of a bundle into a folder, which is no bundle and is in none: ``compiled.json`` names the bundle that it was compiled from and what
+the code runs on, and each distinct unit is a file. Weights are passed at each call, so one file serves all calls of a region.
 """
-
-# Long because what is compiled, for which target, into which folder is compared in one place when it is loaded.
 
 import hashlib
 import json
@@ -20,12 +15,12 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import GraphModule
 
-from stagepack.errors import CompiledError, OptionError, OutputExistsError, WriteError
+from stagepack.errors import CompiledError, OptionError, OutputExistsError, WriteError, first_line
 from stagepack.format.chunks import sha256_of_file
 from stagepack.format.graph import Graph, Value, Weight
 from stagepack.format.output_file import TemporaryFolder
@@ -41,18 +36,11 @@ from stagepack_loaders.torch.torch_attributes import torch_attribute
 
 LIST_NAME = "compiled.json"
 _ALIGNMENT = 16  # bytes, which vectorized code relies on
-# Called with one line that says which unit is compiled next.
-Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class CompilationUnit:
-    """A region of a stage, or the whole stage.
-
-    Attributes:
-        stage_module: the module of the stage.
-        region_name: the name of the region's module in it; empty for the whole stage.
-    """
+    """A region of a stage, by the name of its module in that of the stage; or the whole stage, with an empty name."""
 
     stage_module: GraphModule
     region_name: str
@@ -77,28 +65,21 @@ def compilation_units(stage_module: GraphModule, graph: Graph) -> list[Compilati
 
 def content_key(module: GraphModule) -> tuple[Any, ...]:
     """Return a key that is equal for modules that compute the same: their code, and the strings and modules that it uses."""
-    attribute_names = dict.fromkeys(
+    used_names = dict.fromkeys(
         str(node.target) for node in module.graph.nodes if node.op in ("get_attr", "call_module")
     )
-    attributes = {attribute_name: getattr(module, attribute_name) for attribute_name in attribute_names}
-    return (
-        module.code,
-        *(
-            (attribute_name, content_key(attribute) if isinstance(attribute, GraphModule) else attribute)
-            for attribute_name, attribute in attributes.items()
-        ),
-    )
+    attributes = {attribute_name: getattr(module, attribute_name) for attribute_name in used_names}
+    keys = [content_key(value) if isinstance(value, GraphModule) else value for value in attributes.values()]
+    return (module.code, *zip(attributes, keys, strict=True))
 
 
-def replace_units(
-    stage_module: GraphModule, replacements: Mapping[CompilationUnit, torch.nn.Module]
-) -> torch.nn.Module:
+def replace_units(stage: GraphModule, replacements: Mapping[CompilationUnit, torch.nn.Module]) -> torch.nn.Module:
     """Replace units of a stage by other modules; return the module of the stage, or that which replaces the whole stage."""
     for unit, module in replacements.items():
         if not unit.region_name:
             return module
-        setattr(stage_module, unit.region_name, module)
-    return stage_module
+        setattr(stage, unit.region_name, module)
+    return stage
 
 
 class TorchCompiler:
@@ -108,23 +89,22 @@ class TorchCompiler:
         if mode not in (False, True, "regions", "whole"):
             raise OptionError(f"compile: expected False, True, 'regions' or 'whole', found {mode!r}")
         self._mode = mode
-        self._compiled: dict[tuple[Any, ...], Any] = {}
+        self._compiled: dict[tuple[Any, ...], torch.nn.Module] = {}
 
-    def compile_stage(self, stage_module: GraphModule, graph: Graph) -> torch.nn.Module:
+    def compile_stage(self, stage: PreparedTorchStage) -> torch.nn.Module:
         """Return the module of a stage that runs compiled."""
+        stage_module, graph = stage.code.graph_module, stage.code.graph
         if not self._mode:
             return stage_module
-        is_whole = self._mode == "whole"
-        units = [CompilationUnit(stage_module, "")] if is_whole else compilation_units(stage_module, graph)
-        is_dynamic = bool(graph.symbols)
-        return replace_units(stage_module, {unit: self._compile(unit, is_dynamic=is_dynamic) for unit in units})
+        whole = CompilationUnit(stage_module, "")
+        units = [whole] if self._mode == "whole" else compilation_units(stage_module, graph)
+        return replace_units(stage_module, {unit: self._compile(unit, bool(graph.symbols)) for unit in units})
 
-    def _compile(self, unit: CompilationUnit, *, is_dynamic: bool) -> torch.nn.Module:
+    def _compile(self, unit: CompilationUnit, is_dynamic: bool) -> torch.nn.Module:
         key = (content_key(unit.module), is_dynamic)
         if key not in self._compiled:
-            self._compiled[key] = torch.compile(unit.module, dynamic=is_dynamic)
-        compiled: torch.nn.Module = self._compiled[key]
-        return compiled
+            self._compiled[key] = torch.compile(unit.module, dynamic=is_dynamic)  # type: ignore[assignment]
+        return self._compiled[key]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +125,6 @@ class Target:
         return cls(device=device.type, arch=arch, torch_version=str(torch.__version__))
 
     def __str__(self) -> str:
-        """Return the target as a message names it."""
         return f"{self.device} ({self.arch}) with torch {self.torch_version}"
 
 
@@ -155,9 +134,6 @@ class CompiledUnit:
 
     Attributes:
         locations: the units that are equal: the stage number, and the name of the region's module, empty for the whole stage.
-        file_name: the name of the file; empty if there is none.
-        sha256: the digest of the file, in hexadecimal.
-        reason: why there is no file.
     """
 
     locations: tuple[tuple[int, str], ...]
@@ -168,27 +144,28 @@ class CompiledUnit:
 
 def encode_list(bundle: Bundle, device: torch.device, units: Sequence[CompiledUnit]) -> str:
     """Return the content of ``compiled.json``. Law: `decode_list` of it returns the identity of the bundle, the target and the units."""
-    content_entries = [
+    parts = [
         {"places": unit.locations, "file": unit.file_name, "sha256": unit.sha256, "reason": unit.reason}
         for unit in units
     ]
-    header = {"format": "stagepack-compiled", "bundle": bundle.identity, "target": asdict(Target.of(device))}
-    return json.dumps({**header, "parts": content_entries}, indent=1) + "\n"
+    target = asdict(Target.of(device))
+    content = {"format": "stagepack-compiled", "bundle": bundle.identity, "target": target, "parts": parts}
+    return json.dumps(content, indent=1) + "\n"
 
 
 def decode_list(content: str) -> tuple[str, Target, list[CompiledUnit]]:
     """Return the identity of the bundle, the target and the units of a ``compiled.json``."""
-    content_entries = json.loads(content)
+    fields = json.loads(content)
     units = [
         CompiledUnit(
-            locations=tuple((stage_number, region_name) for stage_number, region_name in unit_entry["places"]),
-            file_name=unit_entry["file"],
-            sha256=unit_entry["sha256"],
-            reason=unit_entry["reason"],
+            locations=tuple((stage_number, region_name) for stage_number, region_name in part["places"]),
+            file_name=part["file"],
+            sha256=part["sha256"],
+            reason=part["reason"],
         )
-        for unit_entry in content_entries["parts"]
+        for part in fields["parts"]
     ]
-    return content_entries["bundle"], Target(**content_entries["target"]), units
+    return fields["bundle"], Target(**fields["target"]), units
 
 
 class CompiledFolder:
@@ -214,21 +191,20 @@ class CompiledFolder:
         self._units = {location: unit for unit in units for location in unit.locations}
         self._packages: dict[tuple[str, torch.device], Any] = {}
 
-    def load_stage(
-        self, stage_number: int, stage_module: GraphModule, graph: Graph, device: torch.device
-    ) -> torch.nn.Module:
+    def load_stage(self, stage: PreparedTorchStage) -> torch.nn.Module:
         """Return the module of a stage that runs the native code of its units."""
-        target = Target.of(device)
+        target, code = Target.of(stage.weights.device), stage.code
         if target != self._target:
             raise CompiledError(
                 f"{self._path} was compiled for {self._target}, and this machine is {target}: compile the bundle here"
             )
         replacements = {}
-        for unit in compilation_units(stage_module, graph):
-            compiled = self._units.get((stage_number, unit.region_name))
+        for unit in compilation_units(code.graph_module, code.graph):
+            compiled = self._units.get((code.stage_number, unit.region_name))
             if compiled is not None and compiled.file_name:
-                replacements[unit] = CompiledModule(self._load(compiled, device), unit.module.meta[INPUT_TYPES])
-        return replace_units(stage_module, replacements)
+                native_code = self._load(compiled, stage.weights.device)
+                replacements[unit] = CompiledModule(native_code, unit.module.meta[INPUT_TYPES])
+        return replace_units(code.graph_module, replacements)
 
     def _load(self, unit: CompiledUnit, device: torch.device) -> Any:
         key = (unit.file_name, device)
@@ -261,74 +237,12 @@ class CompiledModule(torch.nn.Module):
         return tuple(self._run(input_tensors))
 
 
-# A unit with its stage number and the symbols of its graph.
-_Occurrence = tuple[int, CompilationUnit, Sequence[Symbol]]
+class _Occurrence(NamedTuple):
+    """A unit of a stage, with the symbols of its graph."""
 
-
-def compile_to_folder(
-    bundle: Bundle,
-    stages: Mapping[int, tuple[GraphModule, Graph]],
-    device: torch.device,
-    out: str | os.PathLike[str],
-    progress: Progress,
-) -> list[CompiledUnit]:
-    """Compile each distinct unit of the stages of a bundle into a folder.
-
-    The folder is written under a temporary name and renamed when it is complete. While a unit is compiled, this process and those that it
-    starts have their temporary files in a folder inside of it.
-
-    out: the folder to write; it must not exist.
-    """
-    path = Path(os.path.abspath(out))
-    if path.exists():
-        raise OutputExistsError(f"{path} exists: choose another name, or remove it")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = TemporaryFolder(path)
-    except OSError as error:
-        raise WriteError(f"{path}: cannot be created: {error.strerror or error}: choose another folder") from None
-    with temporary:
-        try:
-            units = [
-                _compile_occurrences(key, unit_occurrences, device, temporary.path, progress)
-                for key, unit_occurrences in _distinct_units(stages).items()
-            ]
-            (temporary.path / LIST_NAME).write_text(encode_list(bundle, device, units))
-            temporary.path.rename(path)
-        except OSError as error:
-            raise WriteError(f"{path}: {error.strerror or error}") from None
-    return units
-
-
-def _distinct_units(
-    stages: Mapping[int, tuple[GraphModule, Graph]],
-) -> dict[tuple[Any, ...], list[_Occurrence]]:
-    """All units of stages; equal ones together."""
-    distinct: dict[tuple[Any, ...], list[_Occurrence]] = {}
-    for stage_number, (stage_module, graph) in stages.items():
-        for unit in compilation_units(stage_module, graph):
-            distinct.setdefault(content_key(unit.module), []).append((stage_number, unit, graph.symbols))
-    return distinct
-
-
-def _compile_occurrences(
-    key: tuple[Any, ...],
-    unit_occurrences: Sequence[_Occurrence],
-    device: torch.device,
-    folder: Path,
-    progress: Progress,
-) -> CompiledUnit:
-    """Compile equal units into one file."""
-    stage_number, first_unit, symbols = unit_occurrences[0]
-    progress(f"compile {first_unit.region_name or 'stage'} of stage {stage_number}")
-    file_name = f"{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}.pt2"
-    failure_reason = _compile_module(first_unit.module, symbols, device, folder / file_name)
-    return CompiledUnit(
-        locations=tuple((occurrence_stage, unit.region_name) for occurrence_stage, unit, _ in unit_occurrences),
-        file_name="" if failure_reason else file_name,
-        sha256="" if failure_reason else sha256_of_file(folder / file_name),
-        reason=failure_reason,
-    )
+    stage_number: int
+    unit: CompilationUnit
+    symbols: Sequence[Symbol]
 
 
 def _compile_module(module: GraphModule, symbols: Sequence[Symbol], device: torch.device, path: Path) -> str:
@@ -351,19 +265,15 @@ def _compile_module(module: GraphModule, symbols: Sequence[Symbol], device: torc
             written_inputs = program.run_decompositions({}).graph_signature.user_inputs_to_mutate
             if written_inputs:
                 return f"it writes {next(iter(written_inputs.values()))}"
-            if any(not isinstance(result, torch.Tensor) for result in _example_results(program)):
+            [output] = program.graph.find_nodes(op="output")
+            results = [node.meta.get("val") if isinstance(node, torch.fx.Node) else node for node in output.args[0]]
+            if any(not isinstance(result, torch.Tensor) for result in results):
                 return "it returns numbers"
             with tempfile.TemporaryDirectory(dir=path.parent) as temporary_folder:
                 compile_to_package(program, str(path), temporary_folder)
         except Exception as error:  # noqa: BLE001 - the compilers of torch raise errors of any class
-            message = str(error).strip()
-            return f"{type(error).__name__}: {message.splitlines()[0][:200] if message else ''}"
+            return f"{type(error).__name__}: {first_line(str(error).strip())[:200]}"
     return ""
-
-
-def _example_results(program: torch.export.ExportedProgram) -> Collection[Any]:
-    output = next(node for node in reversed(program.graph.nodes) if node.op == "output")
-    return [node.meta.get("val") if isinstance(node, torch.fx.Node) else node for node in output.args[0]]
 
 
 def _example_size(symbol: Symbol) -> int:
@@ -398,19 +308,13 @@ def compile_stages(
     compiled: str | os.PathLike[str] | None,
 ) -> dict[int, PreparedTorchStage]:
     """Return stages that run compiled; see `stagepack_loaders.base.Runtime.compile_stages`."""
-    if compile and compiled is not None:
-        raise OptionError("compile and compiled exclude each other: pass one of them")
-    torch_compiler = TorchCompiler(compile)
-    compiled_folder = None if compiled is None else CompiledFolder(compiled, bundle)
-    ready_stages = {}
-    for stage_number, stage in stages.items():
-        graph_module, graph = stage.code.graph_module, stage.code.graph
-        if compiled_folder is None:
-            module = torch_compiler.compile_stage(graph_module, graph)
-        else:
-            module = compiled_folder.load_stage(stage_number, graph_module, graph, stage.weights.device)
-        ready_stages[stage_number] = replace(stage, code=replace(stage.code, compiled_module=module))
-    return ready_stages
+    compile_stage = (
+        TorchCompiler(compile).compile_stage if compiled is None else CompiledFolder(compiled, bundle).load_stage
+    )
+    return {
+        stage_number: replace(stage, code=replace(stage.code, compiled_module=compile_stage(stage)))
+        for stage_number, stage in stages.items()
+    }
 
 
 @errors_name_bundle
@@ -446,11 +350,51 @@ def compile_ahead(
         >>> compile_ahead("m.stagepack", "m.compiled", "cuda")
         >>> pipeline = stagepack.load("m.stagepack", ["cuda"], compiled="m.compiled")
     """
-    opened_bundle = opened(bundle)
-    target_device = parse_device(device)
+    opened_bundle, target_device = opened(bundle), parse_device(device)
     placement = dict.fromkeys(range(len(opened_bundle.stages)), target_device)
-    prepared_stages = prepare_stages(opened_bundle, placement, PrepareOptions(allow_ops=allow_ops))
-    stages = {
-        stage_number: (stage.code.graph_module, stage.code.graph) for stage_number, stage in prepared_stages.items()
-    }
-    return compile_to_folder(opened_bundle, stages, target_device, out, progress)
+    distinct: dict[tuple[Any, ...], list[_Occurrence]] = {}
+    for stage_number, stage in prepare_stages(opened_bundle, placement, PrepareOptions(allow_ops=allow_ops)).items():
+        graph = stage.code.graph
+        for unit in compilation_units(stage.code.graph_module, graph):
+            occurrence = _Occurrence(stage_number, unit, graph.symbols)
+            distinct.setdefault(content_key(unit.module), []).append(occurrence)
+    return _compile_to_folder(opened_bundle, distinct, target_device, Path(os.path.abspath(out)), progress)
+
+
+def _compile_to_folder(
+    bundle: Bundle,
+    distinct_units: Mapping[tuple[Any, ...], Sequence[_Occurrence]],
+    device: torch.device,
+    path: Path,
+    progress: Callable[[str], None],
+) -> list[CompiledUnit]:
+    """Compile distinct units, each with a line of progress, into a folder that has a temporary name until it is complete.
+
+    While a unit is compiled, this process and those that it starts have their temporary files in a folder inside of it.
+    """
+    if path.exists():
+        raise OutputExistsError(f"{path} exists: choose another name, or remove it")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = TemporaryFolder(path)
+    except OSError as error:
+        raise WriteError(f"{path}: cannot be created: {error.strerror or error}: choose another folder") from None
+    units = []
+    with temporary:
+        try:
+            for key, occurrences in distinct_units.items():
+                first = occurrences[0]
+                progress(f"compile {first.unit.region_name or 'stage'} of stage {first.stage_number}")
+                file_name = f"{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}.pt2"
+                file_path = temporary.path / file_name
+                locations = tuple((occurrence.stage_number, occurrence.unit.region_name) for occurrence in occurrences)
+                if failure_reason := _compile_module(first.unit.module, first.symbols, device, file_path):
+                    units.append(CompiledUnit(locations=locations, reason=failure_reason))
+                else:
+                    digest = sha256_of_file(file_path)
+                    units.append(CompiledUnit(locations=locations, file_name=file_name, sha256=digest))
+            (temporary.path / LIST_NAME).write_text(encode_list(bundle, device, units))
+            temporary.path.rename(path)
+        except OSError as error:
+            raise WriteError(f"{path}: {error.strerror or error}") from None
+    return units

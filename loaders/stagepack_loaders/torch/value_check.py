@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from stagepack.errors import DeviceError, FormatError, OperatorError, Problem
+from stagepack.errors import DeviceError, FormatError, OperatorError, Problem, first_line
 from stagepack.format.aliasing import AliasClasses, alias_classes, may_write
 from stagepack.format.graph import (
     Argument,
@@ -392,7 +392,9 @@ class _GraphCheck:
             args = [values.argument(argument) for argument in node.args]
             kwargs = {parameter_name: values.argument(argument) for parameter_name, argument in node.kwargs}
         except RuntimeError as error:
-            return CallResult(reason=f"there is no tensor of the shape of a value that it takes: {_first_line(error)}")
+            return CallResult(
+                reason=f"there is no tensor of the shape of a value that it takes: {_described_error(error)}"
+            )
         if isinstance(overload, OperatorOverload):
             if reason := _misplaced_argument(node, overload):
                 return CallResult(reason=reason)
@@ -413,7 +415,7 @@ class _GraphCheck:
         except Exception as error:  # noqa: BLE001 - operators raise errors of any kind
             if _needs_data(overload, error):
                 return UNKNOWN_RESULT
-            return CallResult(reason=f"the operator refuses its arguments: {_first_line(error)}")
+            return CallResult(reason=f"the operator refuses its arguments: {_described_error(error)}")
         reshaped = tuple(index for index, value_name in enumerate(input_names(node)) if values.is_reshaped(value_name))
         shared = values.shared_memory(returned, input_names(node))
         if isinstance(returned, list | tuple):
@@ -519,6 +521,5 @@ def _needs_data(overload: object, error: Exception) -> bool:
     )
 
 
-def _first_line(error: Exception) -> str:
-    lines = str(error).splitlines()
-    return f"{type(error).__name__}: {lines[0][:300] if lines else ''}"
+def _described_error(error: Exception) -> str:
+    return f"{type(error).__name__}: {first_line(error)[:300]}"
