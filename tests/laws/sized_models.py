@@ -72,6 +72,23 @@ def _batch(function: Callable[..., Any], *shape: int, **modules: nn.Module) -> S
     return Function(function, **modules), (torch.randn(3, *shape),), ({0: "AUTO"},)
 
 
+def _rows(function: Callable[..., Any], size: int = 0, **modules: nn.Module) -> SizedModel:
+    """A function of rows of 4 numbers, with a layer ``a`` of a size, or other modules."""
+    return Function(function, **(modules or {"a": nn.Linear(4, size)})), (torch.randn(3, 4),), ({0: "AUTO"},)
+
+
+def _tokens(function: Callable[..., Any], size: int = 0, **modules: nn.Module) -> SizedModel:
+    """A function of a batch of sequences of 8 numbers, with a layer ``a`` of a size, or other modules."""
+    model = Function(function, **(modules or {"a": nn.Linear(8, size)}))
+    return model, (torch.randn(3, 4, 8),), ({0: "AUTO", 1: "AUTO"},)
+
+
+def _images(function: Callable[..., Any], *further_axes: int, **modules: nn.Module) -> SizedModel:
+    """A function of a batch of images, whose height and perhaps width may change."""
+    axes = dict.fromkeys((0, 2, *further_axes), "AUTO")
+    return Function(function, **modules), (torch.randn(2, 3, 9, 10),), (axes,)
+
+
 def sized_models() -> Mapping[str, SizedModel]:
     """Return the models by name, seeded."""
     torch.manual_seed(0)
@@ -81,41 +98,23 @@ def sized_models() -> Mapping[str, SizedModel]:
     ids = torch.randint(0, 7, (3, 5))
     models: dict[str, SizedModel] = {
         "linear": _batch(lambda m, x: m.l1(torch.relu(m.l0(x))), 4, **_linears(4, 8, 2)),
-        "conv2d": (
-            Function(lambda m, x: m.b(torch.relu(m.a(x))), a=nn.Conv2d(3, 4, 3), b=nn.Conv2d(4, 2, 1)),
-            (image,),
-            ({0: "AUTO", 2: "AUTO", 3: "AUTO"},),
-        ),
-        "conv2d-padded": (
-            Function(lambda m, x: m.b(m.a(x)), a=nn.Conv2d(3, 4, 3, padding=1, stride=2), b=nn.Conv2d(4, 2, 1)),
-            (image,),
-            ({0: "AUTO", 2: "AUTO"},),
+        "conv2d": _images(lambda m, x: m.b(torch.relu(m.a(x))), 3, a=nn.Conv2d(3, 4, 3), b=nn.Conv2d(4, 2, 1)),
+        "conv2d-padded": _images(
+            lambda m, x: m.b(m.a(x)), a=nn.Conv2d(3, 4, 3, padding=1, stride=2), b=nn.Conv2d(4, 2, 1)
         ),
         "conv1d-same": (
             Function(lambda m, x: m.a(x), a=nn.Conv1d(4, 2, 3, padding="same")),
             (x348,),
             ({0: "AUTO", 2: "AUTO"},),
         ),
-        "conv-transpose": (
-            Function(lambda m, x: m.a(x), a=nn.ConvTranspose2d(3, 2, 2, stride=2)),
-            (image,),
-            ({0: "AUTO", 2: "AUTO"},),
-        ),
+        "conv-transpose": _images(lambda m, x: m.a(x), a=nn.ConvTranspose2d(3, 2, 2, stride=2)),
         "max-pool": _batch(lambda m, x: functional.max_pool2d(m.a(x), 2), 3, 8, 8, a=nn.Conv2d(3, 4, 1)),
-        "avg-pool-ceil": (
-            Function(lambda m, x: functional.avg_pool2d(m.a(x), 2, ceil_mode=True), a=nn.Conv2d(3, 4, 1)),
-            (image,),
-            ({0: "AUTO", 2: "AUTO"},),
-        ),
-        "adaptive-pool": (
-            Function(lambda m, x: m.a(functional.adaptive_avg_pool2d(x, 1).flatten(1)), a=nn.Linear(3, 2)),
-            (image,),
-            ({0: "AUTO", 2: "AUTO"},),
-        ),
+        "avg-pool-ceil": _images(lambda m, x: functional.avg_pool2d(m.a(x), 2, ceil_mode=True), a=nn.Conv2d(3, 4, 1)),
+        "adaptive-pool": _images(lambda m, x: m.a(functional.adaptive_avg_pool2d(x, 1).flatten(1)), a=nn.Linear(3, 2)),
         "batch-norm": _batch(lambda m, x: m.b(m.a(x)), 4, a=nn.BatchNorm1d(4), b=nn.Linear(4, 2)),
-        "layer-norm": (Function(lambda m, x: m.b(m.a(x)), a=nn.LayerNorm(8), b=nn.Linear(8, 2)), (x348,), (both,)),
+        "layer-norm": _tokens(lambda m, x: m.b(m.a(x)), a=nn.LayerNorm(8), b=nn.Linear(8, 2)),
         "group-norm": _batch(lambda m, x: m.a(x), 4, 5, a=nn.GroupNorm(2, 4)),
-        "rms-norm": (Function(lambda m, x: m.a(x), a=nn.RMSNorm(8)), (x348,), (both,)),
+        "rms-norm": _tokens(lambda m, x: m.a(x), a=nn.RMSNorm(8)),
         "attention": (Attention(), (x348,), (both,)),
         "scaled-dot": (
             Function(
@@ -157,44 +156,24 @@ def sized_models() -> Mapping[str, SizedModel]:
             (auto, auto),
         ),
         "index": (Function(lambda m, x, i: m.a(x)[i], a=nn.Linear(4, 5)), (x34, torch.tensor([0, 2])), (auto, auto)),
-        "cumsum": (Function(lambda m, x: m.a(x).cumsum(0), a=nn.Linear(4, 5)), (x34,), (auto,)),
-        "flatten": (Function(lambda m, x: m.a(x).flatten(), a=nn.Linear(8, 2)), (x348,), (both,)),
-        "reshape-merge": (Function(lambda m, x: m.a(x).reshape(-1, 2), a=nn.Linear(8, 2)), (x348,), (both,)),
-        "reshape-split": (
-            Function(lambda m, x: m.a(x).reshape(x.shape[0], x.shape[1], 2, -1), a=nn.Linear(8, 4)),
-            (x348,),
-            (both,),
-        ),
-        "view-transposed": (
-            Function(lambda m, x: m.a(x).transpose(0, 1).reshape(x.shape[1], -1), a=nn.Linear(8, 2)),
-            (x348,),
-            (both,),
-        ),
-        "unflatten": (Function(lambda m, x: m.a(x).unflatten(1, (2, 2)), a=nn.Linear(4, 4)), (x34,), (auto,)),
+        "cumsum": _rows(lambda m, x: m.a(x).cumsum(0), 5),
+        "flatten": _tokens(lambda m, x: m.a(x).flatten(), 2),
+        "reshape-merge": _tokens(lambda m, x: m.a(x).reshape(-1, 2), 2),
+        "reshape-split": _tokens(lambda m, x: m.a(x).reshape(x.shape[0], x.shape[1], 2, -1), 4),
+        "view-transposed": _tokens(lambda m, x: m.a(x).transpose(0, 1).reshape(x.shape[1], -1), 2),
+        "unflatten": _rows(lambda m, x: m.a(x).unflatten(1, (2, 2)), 4),
         "cat": (
             Function(lambda m, x, y: torch.cat([m.a(x), m.a(y)]), a=nn.Linear(4, 2)),
             (x34, torch.randn(5, 4)),
             (auto, auto),
         ),
-        "stack": (Function(lambda m, x: torch.stack([m.a(x), m.a(x) * 2], 1), a=nn.Linear(4, 2)), (x34,), (auto,)),
-        "split": (Function(lambda m, x: m.a(x).split(2, 1), a=nn.Linear(4, 4)), (x34,), (auto,)),
-        "chunk": (Function(lambda m, x: m.a(x).chunk(2, -1), a=nn.Linear(4, 4)), (x34,), (auto,)),
-        "unfold": (Function(lambda m, x: m.a(x).unfold(1, 2, 1), a=nn.Linear(4, 6)), (x34,), (auto,)),
-        "im2col": (
-            Function(lambda m, x: m.a(functional.unfold(x, 2).mT), a=nn.Linear(12, 3)),
-            (image,),
-            ({0: "AUTO", 2: "AUTO"},),
-        ),
-        "einsum": (
-            Function(lambda m, x: torch.einsum("bij,bkj->bik", m.a(x), m.a(x)), a=nn.Linear(8, 4)),
-            (x348,),
-            (both,),
-        ),
-        "interpolate": (
-            Function(lambda m, x: functional.interpolate(m.a(x), scale_factor=2), a=nn.Conv2d(3, 2, 1)),
-            (image,),
-            ({0: "AUTO", 2: "AUTO"},),
-        ),
+        "stack": _rows(lambda m, x: torch.stack([m.a(x), m.a(x) * 2], 1), 2),
+        "split": _rows(lambda m, x: m.a(x).split(2, 1), 4),
+        "chunk": _rows(lambda m, x: m.a(x).chunk(2, -1), 4),
+        "unfold": _rows(lambda m, x: m.a(x).unfold(1, 2, 1), 6),
+        "im2col": _images(lambda m, x: m.a(functional.unfold(x, 2).mT), a=nn.Linear(12, 3)),
+        "einsum": _tokens(lambda m, x: torch.einsum("bij,bkj->bik", m.a(x), m.a(x)), 4),
+        "interpolate": _images(lambda m, x: functional.interpolate(m.a(x), scale_factor=2), a=nn.Conv2d(3, 2, 1)),
         "interpolate-half": (
             Function(
                 lambda m, x: functional.interpolate(m.a(x), scale_factor=0.5, mode="bilinear"), a=nn.Conv2d(3, 2, 1)
@@ -202,68 +181,56 @@ def sized_models() -> Mapping[str, SizedModel]:
             (image,),
             ({0: "AUTO"},),
         ),
-        "softmax": (Function(lambda m, x: m.a(x).softmax(0), a=nn.Linear(4, 2)), (x34,), (auto,)),
-        "topk": (Function(lambda m, x: tuple(m.a(x).topk(2, 1)), a=nn.Linear(4, 5)), (x34,), (auto,)),
-        "sort": (Function(lambda m, x: tuple(m.a(x).sort(0)), a=nn.Linear(4, 2)), (x34,), (auto,)),
-        "where": (Function(lambda m, x: torch.where(m.a(x) > 0, m.a(x), x), a=nn.Linear(4, 4)), (x34,), (auto,)),
-        "pad": (Function(lambda m, x: functional.pad(m.a(x), (1, 2, 1, 0)), a=nn.Linear(4, 4)), (x34,), (auto,)),
+        "softmax": _rows(lambda m, x: m.a(x).softmax(0), 2),
+        "topk": _rows(lambda m, x: tuple(m.a(x).topk(2, 1)), 5),
+        "sort": _rows(lambda m, x: tuple(m.a(x).sort(0)), 2),
+        "where": _rows(lambda m, x: torch.where(m.a(x) > 0, m.a(x), x), 4),
+        "pad": _rows(lambda m, x: functional.pad(m.a(x), (1, 2, 1, 0)), 4),
         "pad-reflect": (
             Function(lambda m, x: functional.pad(m.a(x), (1, 1), mode="reflect"), a=nn.Linear(8, 4)),
             (x348,),
             (auto,),
         ),
-        "masked-fill": (Function(lambda m, x: m.a(x).masked_fill(x > 0, 0.0), a=nn.Linear(4, 4)), (x34,), (auto,)),
-        "masked-select": (Function(lambda m, x: m.a(x)[m.a(x) > 0], a=nn.Linear(4, 4)), (x34,), (auto,)),
-        "matmul-broadcast": (Function(lambda m, x: m.a(x) @ torch.ones(1, 4, 3), a=nn.Linear(8, 4)), (x348,), (both,)),
-        "bmm": (Function(lambda m, x: torch.bmm(m.a(x), m.a(x).mT), a=nn.Linear(8, 4)), (x348,), (both,)),
-        "sum-rows": (Function(lambda m, x: m.a(x).sum(0), a=nn.Linear(4, 4)), (x34,), (auto,)),
-        "mean-all": (Function(lambda m, x: m.a(x).mean(), a=nn.Linear(4, 4)), (x34,), (auto,)),
-        "max-rows": (Function(lambda m, x: m.a(x).amax(0), a=nn.Linear(4, 4)), (x34,), (auto,)),
-        "std": (Function(lambda m, x: m.a(x).std(1), a=nn.Linear(4, 4)), (x34,), (auto,)),
-        "argmax": (Function(lambda m, x: m.a(x).argmax(-1), a=nn.Linear(4, 4)), (x34,), (auto,)),
+        "masked-fill": _rows(lambda m, x: m.a(x).masked_fill(x > 0, 0.0), 4),
+        "masked-select": _rows(lambda m, x: m.a(x)[m.a(x) > 0], 4),
+        "matmul-broadcast": _tokens(lambda m, x: m.a(x) @ torch.ones(1, 4, 3), 4),
+        "bmm": _tokens(lambda m, x: torch.bmm(m.a(x), m.a(x).mT), 4),
+        "sum-rows": _rows(lambda m, x: m.a(x).sum(0), 4),
+        "mean-all": _rows(lambda m, x: m.a(x).mean(), 4),
+        "max-rows": _rows(lambda m, x: m.a(x).amax(0), 4),
+        "std": _rows(lambda m, x: m.a(x).std(1), 4),
+        "argmax": _rows(lambda m, x: m.a(x).argmax(-1), 4),
         "broadcast-rows": (
             Function(lambda m, x, y: m.a(x) + m.a(y).unsqueeze(1), a=nn.Linear(4, 2)),
             (x34, torch.randn(5, 4)),
             (auto, auto),
         ),
-        "expand": (Function(lambda m, x: m.a(x).unsqueeze(0).expand(2, -1, -1), a=nn.Linear(4, 2)), (x34,), (auto,)),
-        "repeat": (Function(lambda m, x: m.a(x).repeat(2, 3), a=nn.Linear(4, 2)), (x34,), (auto,)),
-        "repeat-interleave": (
-            Function(lambda m, x: m.a(x).repeat_interleave(2, 0), a=nn.Linear(4, 2)),
-            (x34,),
-            (auto,),
-        ),
-        "roll": (Function(lambda m, x: m.a(x).roll(1, 0), a=nn.Linear(4, 2)), (x34,), (auto,)),
-        "flip": (Function(lambda m, x: m.a(x).flip(0), a=nn.Linear(4, 2)), (x34,), (auto,)),
-        "arange": (
-            Function(lambda m, x: m.a(x) + torch.arange(x.shape[0]).unsqueeze(1), a=nn.Linear(4, 2)),
-            (x34,),
-            (auto,),
-        ),
+        "expand": _rows(lambda m, x: m.a(x).unsqueeze(0).expand(2, -1, -1), 2),
+        "repeat": _rows(lambda m, x: m.a(x).repeat(2, 3), 2),
+        "repeat-interleave": _rows(lambda m, x: m.a(x).repeat_interleave(2, 0), 2),
+        "roll": _rows(lambda m, x: m.a(x).roll(1, 0), 2),
+        "flip": _rows(lambda m, x: m.a(x).flip(0), 2),
+        "arange": _rows(lambda m, x: m.a(x) + torch.arange(x.shape[0]).unsqueeze(1), 2),
         "positions": (
             Function(lambda m, x: m.b(m.a(x) + m.a.weight[: x.shape[1]]), a=nn.Embedding(7, 4), b=nn.Linear(4, 2)),
             (ids,),
             (both,),
         ),
-        "tril": (Function(lambda m, x: (m.a(x) @ m.a(x).T).tril(), a=nn.Linear(4, 2)), (x34,), (auto,)),
-        "squeeze": (Function(lambda m, x: m.a(x).unsqueeze(1).squeeze(1), a=nn.Linear(4, 2)), (x34,), (auto,)),
+        "tril": _rows(lambda m, x: (m.a(x) @ m.a(x).T).tril(), 2),
+        "squeeze": _rows(lambda m, x: m.a(x).unsqueeze(1).squeeze(1), 2),
         "last-row": (Function(lambda m, x: m.a(x)[:, -1], a=nn.Linear(8, 2)), (x348,), (auto,)),
         "from-second": (Function(lambda m, x: m.a(x)[1:], a=nn.Linear(4, 2)), (torch.randn(5, 4),), (auto,)),
         "half": (Function(lambda m, x: m.a(x)[: x.shape[0] // 2], a=nn.Linear(4, 2)), (torch.randn(6, 4),), (auto,)),
-        "pixel-shuffle": (
-            Function(lambda m, x: functional.pixel_shuffle(m.a(x), 2), a=nn.Conv2d(3, 4, 1)),
-            (image,),
-            ({0: "AUTO", 2: "AUTO"},),
-        ),
-        "cosine": (Function(lambda m, x: functional.cosine_similarity(m.a(x), x), a=nn.Linear(4, 4)), (x34,), (auto,)),
+        "pixel-shuffle": _images(lambda m, x: functional.pixel_shuffle(m.a(x), 2), a=nn.Conv2d(3, 4, 1)),
+        "cosine": _rows(lambda m, x: functional.cosine_similarity(m.a(x), x), 4),
         "cdist": (
             Function(lambda m, x, y: torch.cdist(m.a(x), m.a(y)), a=nn.Linear(4, 3)),
             (x34, torch.randn(5, 4)),
             (auto, auto),
         ),
         "one-hot": (Function(lambda m, x: m.a(functional.one_hot(x, 7).float()), a=nn.Linear(7, 2)), (ids,), (both,)),
-        "glu": (Function(lambda m, x: functional.glu(m.a(x)), a=nn.Linear(4, 4)), (x34,), (auto,)),
-        "bilinear": (Function(lambda m, x: m.a(x, x), a=nn.Bilinear(4, 4, 2)), (x34,), (auto,)),
+        "glu": _rows(lambda m, x: functional.glu(m.a(x)), 4),
+        "bilinear": _rows(lambda m, x: m.a(x, x), a=nn.Bilinear(4, 4, 2)),
         "grid-sample": (
             Function(
                 lambda m, x: functional.grid_sample(m.a(x), x.permute(0, 2, 3, 1)[..., :2], align_corners=False),
@@ -272,36 +239,17 @@ def sized_models() -> Mapping[str, SizedModel]:
             (image,),
             (auto,),
         ),
-        "contiguous": (
-            Function(lambda m, x: m.a(x).transpose(0, 1).contiguous().view(-1), a=nn.Linear(8, 2)),
-            (x348,),
-            (both,),
+        "contiguous": _tokens(lambda m, x: m.a(x).transpose(0, 1).contiguous().view(-1), 2),
+        "in-place-view": _rows(
+            lambda m, x: m.b(m.a(x).T.reshape(2, -1).add_(1).T), a=nn.Linear(4, 2), b=nn.Linear(2, 2)
         ),
-        "in-place-view": (
-            Function(lambda m, x: m.b(m.a(x).T.reshape(2, -1).add_(1).T), a=nn.Linear(4, 2), b=nn.Linear(2, 2)),
-            (x34,),
-            (auto,),
-        ),
-        "dropout-train": (
-            Function(lambda m, x: functional.dropout(m.a(x), 0.5, training=True), a=nn.Linear(4, 2)),
-            (x34,),
-            (auto,),
-        ),
+        "dropout-train": _rows(lambda m, x: functional.dropout(m.a(x), 0.5, training=True), 2),
         "counter": (Counter(), (x34,), (auto,)),
-        "branch-on-one": (
-            Function(lambda m, x: m.a(x) * 2 if x.shape[0] == 1 else m.a(x), a=nn.Linear(4, 2)),
-            (x34,),
-            (auto,),
-        ),
-        "squeeze-all": (Function(lambda m, x: m.a(x).squeeze(), a=nn.Linear(4, 2)), (x34,), (auto,)),
-        "nonzero": (Function(lambda m, x: m.a(x).nonzero(), a=nn.Linear(4, 2)), (x34,), (auto,)),
-        "channel-shuffle": (
-            Function(
-                lambda m, x: m.a(x).view(x.shape[0], 2, 2, *x.shape[2:]).transpose(1, 2).flatten(1, 2),
-                a=nn.Conv2d(3, 4, 1),
-            ),
-            (image,),
-            ({0: "AUTO", 2: "AUTO"},),
+        "branch-on-one": _rows(lambda m, x: m.a(x) * 2 if x.shape[0] == 1 else m.a(x), 2),
+        "squeeze-all": _rows(lambda m, x: m.a(x).squeeze(), 2),
+        "nonzero": _rows(lambda m, x: m.a(x).nonzero(), 2),
+        "channel-shuffle": _images(
+            lambda m, x: m.a(x).view(x.shape[0], 2, 2, *x.shape[2:]).transpose(1, 2).flatten(1, 2), a=nn.Conv2d(3, 4, 1)
         ),
     }
     return {name: (model.eval(), args, dims) for name, (model, args, dims) in models.items()}

@@ -15,6 +15,7 @@ from stagepack.format.graph import Graph
 from stagepack.format.tree import value_names
 from stagepack.graph.rows.analysis import mixed_rows
 from stagepack.linearize import linearize_program
+from tests.laws.function_model import Calls
 
 Function = Callable[[torch.Tensor], Any]
 
@@ -23,23 +24,12 @@ TABLE = torch.linspace(-1, 1, 64 * 6).reshape(64, 6)
 KERNEL = torch.linspace(-1, 1, 81).reshape(3, 3, 3, 3)
 
 
-class Applied(torch.nn.Module):
-    """Applies a function, or a module that it owns."""
-
-    def __init__(self, function: Function) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.function(x)
-
-
 class Captured:
     """A function captured with a dynamic number of rows in one dimension."""
 
     def __init__(self, function: Function, example: torch.Tensor, dim: int, *, decompose: bool = False) -> None:
         self.example, self.dim = example, dim
-        model = Applied(function).eval()
+        model = Calls(function).eval()
         program = torch.export.export(
             model, (example,), dynamic_shapes=({dim: Dim("rows", min=2, max=64)},), strict=False
         )

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 import stagepack
 from stagepack.errors import InputError, UnsupportedError
+from tests.laws.function_model import Calls
 
 X = torch.arange(12.0).reshape(3, 4) / 7 - 0.5
 SQUARE = X[:, :3] @ X[:, :3].T + torch.eye(3)
@@ -110,19 +111,8 @@ pytree.register_pytree_node(
 )
 
 
-class Model(torch.nn.Module):
-    """A model of a function."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, *args: Any) -> Any:
-        return self.function(*args)
-
-
 def exported(function: Callable[..., Any], args: tuple[Any, ...], folder: Path) -> stagepack.Bundle:
-    bundle = stagepack.export(Model(function), args, out=folder / "b.stagepack")
+    bundle = stagepack.export(Calls(function), args, out=folder / "b.stagepack")
     bundle.verify()
     return bundle
 
@@ -242,9 +232,9 @@ def test_unregistered_dataclasses_give_their_fields(tmp_path: Path) -> None:
 
 def test_sizes_of_a_result_in_a_dataclass_are_dynamic(tmp_path: Path) -> None:
     bundle = stagepack.export(
-        Model(lambda x: Pair(x * 2, x.sum(0))),
+        Calls(lambda x: Pair(x * 2, x.sum(0))),
         (X,),
-        dynamic_shapes={"args": ({0: torch.export.Dim.AUTO},)},
+        dynamic_shapes={"inputs": ({0: torch.export.Dim.AUTO},)},
         out=tmp_path / "b.stagepack",
     )
     pipe = stagepack.load(bundle)

@@ -11,6 +11,7 @@ import torch
 import stagepack
 from stagepack.errors import OperatorError
 from stagepack_loaders.numpy_interpreter import Operators, refuse_unsupported, run_nodes
+from tests.laws.function_model import Calls
 
 X = torch.arange(6.0).reshape(2, 3)
 
@@ -27,17 +28,6 @@ class Written(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.total.add_(x.sum(0))
         return x + self.total
-
-
-class Called(torch.nn.Module):
-    """Calls a function."""
-
-    def __init__(self, function: Callable[[torch.Tensor], Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.function(x)
 
 
 def autocast(x: torch.Tensor) -> torch.Tensor:
@@ -67,10 +57,10 @@ class AnyOperator(dict[str, Callable[..., Any]]):
     ("module", "says"),
     [
         (Written(), "does not write buffers"),
-        (Called(branches), "does not run subgraphs"),
-        (Called(autocast), "does not run nodes in a grad mode or autocast"),
-        (Called(lambda x: x.to(torch.float64) + 1), "does not run .* with a DtypeArg"),
-        (Called(lambda x: x.split(1)[0]), r"does not run aten\.split\.Tensor, which returns several values"),
+        (Calls(branches), "does not run subgraphs"),
+        (Calls(autocast), "does not run nodes in a grad mode or autocast"),
+        (Calls(lambda x: x.to(torch.float64) + 1), "does not run .* with a DtypeArg"),
+        (Calls(lambda x: x.split(1)[0]), r"does not run aten\.split\.Tensor, which returns several values"),
     ],
 )
 def test_stages_that_it_cannot_run_are_refused(module: torch.nn.Module, says: str, tmp_path: Path) -> None:
@@ -80,7 +70,7 @@ def test_stages_that_it_cannot_run_are_refused(module: torch.nn.Module, says: st
 
 
 def test_keyword_arguments_are_passed_or_refused(tmp_path: Path) -> None:
-    bundle = bundle_of(Called(lambda x: torch.add(x, x, alpha=3)), tmp_path)
+    bundle = bundle_of(Calls(lambda x: torch.add(x, x, alpha=3)), tmp_path)
     graph = bundle.graph(0)
     without_alpha: Operators = {"aten.add.Tensor": lambda self, other: self + other}
     with_alpha: Operators = {"aten.add.Tensor": lambda self, other, alpha=1: self + alpha * other}
@@ -92,7 +82,7 @@ def test_keyword_arguments_are_passed_or_refused(tmp_path: Path) -> None:
 
 
 def test_lists_are_passed_and_results_have_the_stated_dtypes(tmp_path: Path) -> None:
-    bundle = bundle_of(Called(lambda x: torch.cat([x, x]) / 2), tmp_path)
+    bundle = bundle_of(Calls(lambda x: torch.cat([x, x]) / 2), tmp_path)
     graph = bundle.graph(0)
     operators: Operators = {
         "aten.cat.default": lambda tensors, dim=0: numpy.concatenate(tensors, dim),

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import stagepack
-from stagepack.errors import CompiledError, DeviceError, OptionError
+from stagepack.errors import DeviceError, OptionError
 from stagepack_loaders.registry import runtime_names
 from stagepack_loaders.torch.compilation import compile_ahead
 
@@ -59,8 +59,3 @@ def test_a_device_that_does_not_exist_is_named_before_anything_is_compiled(tmp_p
     with pytest.raises(DeviceError, match="device 'nothing'"):
         compile_ahead(TOWER, tmp_path / "out", "nothing")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_folder_that_holds_no_code_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CompiledError, match="expected a folder that stagepack compile wrote"):
-        stagepack.load(TOWER, compiled=tmp_path)

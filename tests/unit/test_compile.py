@@ -146,10 +146,6 @@ def test_code_of_something_else_is_refused(stack: tuple[Stack, Bundle], compiled
         stagepack.load(bundle, compiled=tmp_path)
     with pytest.raises(OutputExistsError, match="exists"):
         compile_ahead(bundle, compiled)
-    with pytest.raises(ValueError, match="exclude each other"):
-        stagepack.load(bundle, compiled=compiled, compile=True)
-    with pytest.raises(ValueError, match="expected False, True, 'regions' or 'whole', found 'all'"):
-        stagepack.load(bundle, compile="all")  # type: ignore[call-overload]
 
 
 @pytest.mark.parametrize(
@@ -175,8 +171,7 @@ def test_damaged_code_is_refused(stack: tuple[Stack, Bundle], compiled: Path, tm
     shutil.copytree(compiled, changed)
     [file] = changed.glob("*.pt2")
     file.write_bytes(file.read_bytes() + b"x")
-    with pytest.raises(CompiledError, match="is missing or was changed"):
-        stagepack.load(stack[1], compiled=changed)
-    file.unlink()
-    with pytest.raises(CompiledError, match="is missing or was changed"):
-        stagepack.load(stack[1], compiled=changed)
+    for damage in (lambda: None, file.unlink):
+        damage()
+        with pytest.raises(CompiledError, match="is missing or was changed"):
+            stagepack.load(stack[1], compiled=changed)

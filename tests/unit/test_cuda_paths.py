@@ -75,14 +75,11 @@ def _run_fake(bundle: Bundle, placement: list[torch.device]) -> None:
     for number, device in enumerate(placement):
         code = build_code(bundle, number, read_parts(bundle, number, options), device, options)
         entry = bundle.stages[number]
-        weights = [
-            torch.empty(weight.shape, dtype=torch_attribute(weight.dtype, torch.dtype), device=device)
-            if weight.strides is None
-            else torch.empty_strided(
-                weight.shape, weight.strides, dtype=torch_attribute(weight.dtype, torch.dtype), device=device
-            )
-            for weight in code.graph.weights
-        ]
+        weights = []
+        for weight in code.graph.weights:
+            strides = torch.empty(weight.shape, device="meta").stride() if weight.strides is None else weight.strides
+            dtype = torch_attribute(weight.dtype, torch.dtype)
+            weights.append(torch.empty_strided(weight.shape, strides, dtype=dtype, device=device))
         inputs = [move_input(values[edge_name], device) for edge_name in entry.inputs]
         outputs = code.graph_module(*inputs, *weights)
         output_contract(code.graph).check(inputs, outputs)
