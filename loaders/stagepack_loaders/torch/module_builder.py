@@ -1,13 +1,12 @@
-"""Build a module of a graph that runs by calls of the model's modules.
+"""Build a module of a graph that runs by calls of the model's modules, as a stage does that is loaded with ``modules=True``.
 
-- A call of a module of the model inside a stage. A stage that is loaded with ``modules=True`` runs as the model did: by calls of its
-  modules. Each call takes values of the graph and returns values of the graph; between them are the arguments and results of Python, as
-  they were when the model was captured.
-- The modules of the original model that a stage calls: each can be called on its own, and be replaced.
+Each call takes values of the graph and returns values of the graph; between them are the arguments and results of Python, as they were
+when the model was captured. Each module can be called on its own, and be replaced.
 """
 
 # Long because modules, their calls and what a call has are built from one tree of paths.
 
+import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -47,25 +46,19 @@ _BODIES = "stagepack.bodies"
 
 @dataclass(slots=True, eq=False)
 class ModuleCallBody:
-    """One call of a module in a stage.
+    """One call of a module in a stage. Values are given by their names.
 
     Attributes:
-        call: its entry in the graph.
         outer: the call that makes it; None if the stage does.
         module_path: the path of the module that runs it.
-        signature: the arguments and the result of the call.
-        inputs: the names of the values that it is passed by `outer` or the stage.
-        required: those of them without which it cannot run.
-        outputs: the names of the values that it makes and that are used after it.
-        forwarded: the names of inputs and weights that it returns unchanged and that are used after it.
-        weights: the names of those that it uses itself or returns, not in modules inside it.
-        value_types: all values of the stage, by name.
-        stage_graph: the graph of the stage.
+        inputs: what it is passed by `outer` or the stage.
+        required: the inputs without which it cannot run.
+        outputs: what it makes and is used after it.
+        forwarded: inputs and weights that it returns unchanged and that are used after it.
+        weights: those that it uses itself or returns, not in modules inside it.
         classes: classes to build arguments and results of.
-        graph_module: the module that computes the outputs from the inputs and then the weights.
-        slots: the slots of the weights.
+        graph_module: computes the outputs from the inputs and then the weights.
         module: the module at `module_path`, as it was loaded.
-        stage: the stage.
     """
 
     call: ModuleCall
@@ -220,17 +213,6 @@ def call_module(body: ModuleCallBody, *values: Any) -> tuple[Any, ...]:
     return tuple(outputs[value_name] for value_name in body.outputs)
 
 
-def build_with_modules(
-    graph: Graph,
-    node_numbers: Sequence[int],
-    operators: Sequence[Callable[..., Any]],
-    device: torch.device,
-    types: Collection[type],
-) -> tuple[GraphModule, list[ModuleCallBody]]:
-    """Return a module of a graph, called as that of `build.build_graph_module`, and the calls of modules that it makes."""
-    return _ModuleBuilder(graph, operators, device, types).build(node_numbers)
-
-
 class _Span(NamedTuple):
     """The nodes of a module call: from `start` to `end`, exclusive."""
 
@@ -239,7 +221,7 @@ class _Span(NamedTuple):
     call: ModuleCall
 
 
-class _ModuleBuilder:
+class ModuleBuilder:
     """Builds a graph call by call, from the outside in."""
 
     def __init__(
@@ -264,7 +246,7 @@ class _ModuleBuilder:
         self._bodies: list[ModuleCallBody] = []
 
     def build(self, node_numbers: Sequence[int]) -> tuple[GraphModule, list[ModuleCallBody]]:
-        """Return the module of the whole graph, and all calls."""
+        """Return a module of the whole graph, called as that of `build.build_graph_module`, and the calls of modules that it makes."""
         graph = self._graph
         stage_inputs = [*(value.name for value in graph.inputs), *(weight.value for weight in graph.weights)]
         steps = self._steps(0, len(graph.nodes), _complete_calls(graph, node_numbers), None)
@@ -383,20 +365,14 @@ class _ModuleBuilder:
     def _common_context(self, nodes: Sequence[Node]) -> int | None:
         """The innermost context that all nodes are in."""
         chains = [self._context_chain(context) for context in {node.context for node in nodes}]
-        common: int | None = None
-        for contexts in zip(*chains, strict=False):
-            if len(set(contexts)) > 1:
-                break
-            common = contexts[0]
-        return common
+        shared = itertools.takewhile(lambda contexts: len(set(contexts)) == 1, zip(*chains, strict=False))
+        return next(reversed([contexts[0] for contexts in shared]), None)
 
     def _context_chain(self, context: int | None) -> list[int]:
         """A context with those around it, from the outside in."""
-        chain: list[int] = []
-        while context is not None:
-            chain.insert(0, context)
-            context = self._graph.contexts[context].parent
-        return chain
+        if context is None:
+            return []
+        return [*self._context_chain(self._graph.contexts[context].parent), context]
 
 
 def _complete_calls(graph: Graph, node_numbers: Iterable[int]) -> list[_Span]:

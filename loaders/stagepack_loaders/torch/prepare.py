@@ -26,7 +26,7 @@ from stagepack.graph.region_functions import folded_functions
 from stagepack_loaders.base import PrepareOptions
 from stagepack_loaders.torch.build import StageParts, build_graph_module
 from stagepack_loaders.torch.devices import ZeroMemory, typed_memory_errors
-from stagepack_loaders.torch.module_builder import ModuleCallBody, build_with_modules
+from stagepack_loaders.torch.module_builder import ModuleBuilder, ModuleCallBody
 from stagepack_loaders.torch.operators import resolve_operators
 from stagepack_loaders.torch.stage import StageCode, TorchStage
 from stagepack_loaders.torch.stage_memory import tensor_mover
@@ -183,9 +183,8 @@ def build_code(
     try:
         module_calls: Sequence[ModuleCallBody] = ()
         if options.modules:
-            graph_module, module_calls = build_with_modules(
-                graph, stage_entry.node_numbers, operators, device, options.types
-            )
+            builder = ModuleBuilder(graph, operators, device, options.types)
+            graph_module, module_calls = builder.build(stage_entry.node_numbers)
         else:
             graph_module = build_graph_module(folded, graph, operators, device)
         return StageCode(

@@ -66,16 +66,16 @@ MOST_TENSORS: Final = 1024
 _MOST_FACTORS: Final = 256
 # Dimensions of a value (SPEC L1).
 _MOST_DIMENSIONS: Final = 64
-# How many tensors an operator may take whose work grows faster than their number.
-_ITEM_LIMITS: Final[Mapping[str, tuple[int, Callable[[_Arguments], int]]]] = {
-    "aten.cartesian_prod.default": (_MOST_DIMENSIONS, lambda arguments: len(arguments["tensors"])),
-    "aten.chain_matmul.default": (_MOST_FACTORS, lambda arguments: len(arguments["matrices"])),
-    "aten.chain_matmul.out": (_MOST_FACTORS, lambda arguments: len(arguments["matrices"])),
-    "aten.combinations.default": (_MOST_DIMENSIONS, lambda arguments: arguments["r"]),
-    "aten.linalg_multi_dot.default": (_MOST_FACTORS, lambda arguments: len(arguments["tensors"])),
-    "aten.linalg_multi_dot.out": (_MOST_FACTORS, lambda arguments: len(arguments["tensors"])),
-    "aten.meshgrid.default": (_MOST_DIMENSIONS, lambda arguments: len(arguments["tensors"])),
-    "aten.meshgrid.indexing": (_MOST_DIMENSIONS, lambda arguments: len(arguments["tensors"])),
+# How many tensors an operator may take whose work grows faster than their number, and the argument that has them or their number.
+_ITEM_LIMITS: Final[Mapping[str, tuple[int, str]]] = {
+    "aten.cartesian_prod.default": (_MOST_DIMENSIONS, "tensors"),
+    "aten.chain_matmul.default": (_MOST_FACTORS, "matrices"),
+    "aten.chain_matmul.out": (_MOST_FACTORS, "matrices"),
+    "aten.combinations.default": (_MOST_DIMENSIONS, "r"),
+    "aten.linalg_multi_dot.default": (_MOST_FACTORS, "tensors"),
+    "aten.linalg_multi_dot.out": (_MOST_FACTORS, "tensors"),
+    "aten.meshgrid.default": (_MOST_DIMENSIONS, "tensors"),
+    "aten.meshgrid.indexing": (_MOST_DIMENSIONS, "tensors"),
 }
 _MAX_PROBLEMS = 20
 _SCALAR_TYPES: Mapping[str, type] = {"symint": int, "symfloat": float, "symbool": bool}
@@ -139,16 +139,16 @@ def _work(operator_name: str, arguments: _Arguments, stated_count: int) -> MetaW
     if operator_name in _STEP_COUNTS:
         return MetaWork(is_excessive=_STEP_COUNTS[operator_name](arguments) > MOST_TENSORS)
     if operator_name in _ITEM_LIMITS:
-        limit, item_count = _ITEM_LIMITS[operator_name]
-        count = item_count(arguments)
+        limit, argument_name = _ITEM_LIMITS[operator_name]
+        items = arguments[argument_name]
+        count = items if isinstance(items, int) else len(items)
         if count > limit:
             return MetaWork(is_excessive=True, reason=f"the operator takes {count} tensors: expected at most {limit}")
     return MetaWork(is_excessive=False)
 
 
 def _row_count(arguments: _Arguments) -> int:
-    count: int = arguments["self"].size(arguments["dim"])
-    return count
+    return int(arguments["self"].size(arguments["dim"]))
 
 
 def _split_count(arguments: _Arguments) -> int:
@@ -168,14 +168,13 @@ def _section_count(arguments: _Arguments) -> int:
 
 
 def _recurrent_step_count(arguments: _Arguments) -> int:
-    step_count: int = arguments["input"].size(1 if arguments["batch_first"] else 0)
+    step_count = int(arguments["input"].size(1 if arguments["batch_first"] else 0))
     layer_count: int = arguments["num_layers"]
     return step_count * layer_count * (2 if arguments["bidirectional"] else 1)
 
 
 def _bilinear_unit_count(arguments: _Arguments) -> int:
-    unit_count: int = arguments["weight"].size(0)
-    return unit_count
+    return int(arguments["weight"].size(0))
 
 
 def _trilinear_unit_count(arguments: _Arguments) -> int:
@@ -186,8 +185,7 @@ def _trilinear_unit_count(arguments: _Arguments) -> int:
         inserted_dims = arguments[inserted_name]
         if unrolled_dim not in inserted_dims:
             own_dim = unrolled_dim - sum(dim < unrolled_dim for dim in inserted_dims)
-            size: int = arguments[tensor_name].size(own_dim)
-            unit_count = max(unit_count, size)
+            unit_count = max(unit_count, int(arguments[tensor_name].size(own_dim)))
     return unit_count
 
 
