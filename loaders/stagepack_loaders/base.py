@@ -5,8 +5,8 @@ memory of the value. So a runtime must know its own values and numpy arrays, and
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
@@ -140,24 +140,6 @@ class LoadedStage(Protocol):
 
     def parameters(self) -> Iterator[Any]:
         """Yield the parameters."""
-
-
-@contextmanager
-def stage_state(stage: LoadedStage, stage_number: int, states: MutableMapping[int, Any]) -> Iterator[None]:
-    """Run a stage with the state of a sequence inside of the context.
-
-    Args:
-        stage: the stage.
-        stage_number: its number.
-        states: the state of the sequence by stage number. A stage that has none begins with its content at loading; what calls leave is
-            kept for the next context.
-    """
-    sequence_state = states[stage_number] if stage_number in states else stage.fresh_state()
-    previous_state = stage.swap_state(sequence_state)
-    try:
-        yield
-    finally:
-        states[stage_number] = stage.swap_state(previous_state)
 
 
 class PreparedStage(Protocol):

@@ -1,41 +1,30 @@
-"""Loaded stages as one callable, in one process.
-
-- What pipelines have in common, wherever their stages run: they are called like the model and return what the model returns.
-- A loaded stage that can be called on its own, with the arrays of any runtime.
-"""
-
-# Long because the interface of pipelines, the pipeline of this process and the interface of its stages call each other.
+"""A loaded bundle as one callable: it matches a call with the signature, checks it, has an executor run it, and builds the result."""
 
 import copy
-import itertools
 import sys
-import threading
-from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from abc import ABC
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import cached_property
-from typing import Any, NoReturn, Self
+from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property, partial
+from typing import Any, Self
 
-from stagepack.errors import DeviceError, InputError, OptionError
-from stagepack.format.aliasing import written_inputs
-from stagepack.format.contract import BoundArgument, bind_call, check_values
-from stagepack.format.graph import Graph, Value
+from stagepack.errors import OptionError
+from stagepack.format.contract import bind_call, check_values
 from stagepack.format.manifest import Edge, format_inputs, format_stage_count
 from stagepack.format.reader import Bundle
-from stagepack.format.shapes import Guard, Symbol
 from stagepack.format.tree import ConstantLeaf, NonFiniteLeaf, ValueLeaf, constant_value, unflatten_tree, value_names
-from stagepack_loaders.base import ArrayOps, LoadedStage, Runtime, stage_state
+from stagepack_loaders.base import ArrayOps, LoadedStage, Runtime
 from stagepack_loaders.call_limits import ValueLimit
 from stagepack_loaders.embeddings import TextReader, encode, text_reader
-from stagepack_loaders.exchange import array_ops_of_call, check_shared_memory, to_array, to_runtime
+from stagepack_loaders.exchange import array_ops_of_call, check_shared_memory, to_array
+from stagepack_loaders.executor import CallFuture, Executor, LocalExecutor
 from stagepack_loaders.generation.generate import TokenCallback, generate
-from stagepack_loaders.numpy_interpreter import NUMPY_ARRAYS
 from stagepack_loaders.pipeline_sequence import PipelineSequence
 from stagepack_loaders.placement import device_list, place_stages
-from stagepack_loaders.registry import TORCH_RUNTIME, find_runtime
-from stagepack_loaders.run_trace import RunTrace, SpanRecorder
-from stagepack_loaders.stage_errors import typed_stage_errors
+from stagepack_loaders.registry import TORCH_RUNTIME
+from stagepack_loaders.run_trace import RunTrace
+from stagepack_loaders.stages import CallableStage as CallableStage
 
 FIXED_DTYPES = "a bundle computes in the types of the export: export with --dtype, or in Python the model in that type"
 _TRAINING = "graphs compute as the model did at the export: export it in training mode, and train with stagepack.train"
@@ -80,18 +69,22 @@ class CallablePipeline(ABC):
         bundle: the bundle, at the entry point that runs.
         entry_point: the entry point.
         limit: the largest size of values; None for no limit.
+        executor: what runs the stages.
     """
 
-    def __init__(self, bundle: Bundle, types: Collection[type] = (), limit: ValueLimit | None = None) -> None:
+    executor: Executor
+
+    def __init__(
+        self, bundle: Bundle, executor: Executor, types: Collection[type] = (), limit: ValueLimit | None = None
+    ) -> None:
         self.bundle = bundle
         self.entry_point = entry_point = bundle.entry_point
-        self._types = tuple(types)
+        self.executor = executor
         self.limit = limit
+        self._types = tuple(types)
         self._edges: dict[str, Edge] = {edge.name: edge for edge in entry_point.edges}
         self._inputs = entry_point.inputs
         self._results = tuple(dict.fromkeys(value_names(entry_point.signature.result)))
-        # Of several stages, where the order of a read and a write of the same memory is not that of the model.
-        self._written_inputs: frozenset[str] = frozenset()
 
     def __repr__(self) -> str:
         """The bundle, the stages with their devices, and the inputs."""
@@ -116,14 +109,14 @@ class CallablePipeline(ABC):
         return self._inputs
 
     @property
-    @abstractmethod
     def arrays(self) -> ArrayOps:
         """The operations on arrays of the runtime of the first stage: for reading inputs of files and requests."""
+        return self.executor.arrays
 
     @property
-    @abstractmethod
     def devices(self) -> tuple[str, ...]:
         """The device of each stage."""
+        return self.executor.devices
 
     @contextmanager
     def without_limit(self) -> Iterator[None]:
@@ -134,47 +127,50 @@ class CallablePipeline(ABC):
         finally:
             self.limit = limit
 
-    @abstractmethod
-    def run_values(self, values: dict[str, Any], sizes: Mapping[str, int]) -> None:
-        """Run all stages on values that are known to fit.
-
-        Args:
-            values: the inputs of the model by edge name. The results are added; others may be removed.
-            sizes: the sizes of the symbols that the inputs determine.
-
-        Raises:
-            InputError: a stage cannot use the values of its inputs.
-        """
-
-    @abstractmethod
     def inference(self) -> AbstractContextManager[None]:
-        """Return a context for calls that need no gradients, in all runtimes of the pipeline."""
+        """Return a context for calls that need no gradients, in all runtimes. Stages in other processes never compute them."""
+        return self.executor.inference()
 
-    @abstractmethod
     def trace(self) -> AbstractContextManager[RunTrace]:
         """Return a context in which each process records what it does for each call. At most one at a time.
+
+        Calls of other processes that are in flight at its begin are not in it. In this process, moving values to the device of a stage
+        counts as compute, converting them as transfer.
 
         Returns:
             A context whose value is the trace; the spans are there when it has ended. `stagepack_loaders.run_trace.write_trace` writes
             them as a file.
+
+        Raises:
+            OptionError: of stages in other processes, a trace is on, or this is a callback of a call.
+            StageLostError: a process is lost.
 
         Examples:
             >>> with pipeline.trace() as run_trace:
             ...     result = pipeline(*args)
             >>> write_trace(run_trace, "trace.json")
         """
+        return self.executor.trace()
 
-    @abstractmethod
     def seed(self, seed: int) -> None:
-        """Seed the random generators of all runtimes of the pipeline."""
+        """Seed the random generators of all runtimes of the pipeline, in all processes."""
+        self.executor.seed(seed)
 
-    @abstractmethod
     def reset_state(self) -> None:
         """Set all buffers that calls write, such as key-value caches and counters, to their content at loading."""
+        self.executor.reset_state()
 
-    @abstractmethod
     def sequence(self) -> PipelineSequence:
-        """Return the pipeline with state of its own, for models that keep state between calls, such as key-value caches."""
+        """Return the pipeline with state of its own, for models that keep state between calls, such as key-value caches.
+
+        In this process, sequences of several threads take turns; in others, they run at the same time, in different stages.
+        """
+        state = self.executor.begin_sequence()
+        return PipelineSequence(
+            partial(self._submit, state),
+            partial(self.executor.end_sequence, state),
+            partial(self.executor.forget_sequence, state),
+        )
 
     def generate(
         self,
@@ -246,19 +242,6 @@ class CallablePipeline(ABC):
     def _text_reader(self) -> TextReader:
         return text_reader(self.bundle)
 
-    def to(self, devices: Any) -> Self:
-        """Move the stages to other devices; only stages in this process can be moved.
-
-        Args:
-            devices: a device, or a device for each stage, in order; with fewer devices, consecutive stages share one.
-
-        Raises:
-            DeviceError: the stages run in processes of their own.
-        """
-        raise DeviceError(
-            f"cannot move to {devices}: the stages run in processes of their own: load the bundle again with devices="
-        )
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run all stages.
 
@@ -275,21 +258,35 @@ class CallablePipeline(ABC):
             ValueSizeError: a value would be larger than the limit of the pipeline.
             StageFailedError: an operator failed.
         """
-        values, sizes = self._bind_values(args, kwargs)
-        arrays = array_ops_of_call(values.values(), self.arrays)
-        self.run_values(values, sizes)
-        return self._build_result(values, arrays)
+        values, sizes, arrays = self._bind(args, kwargs)
+        return self._build_result(self.executor.run(values, sizes), arrays)
 
-    def _bind_values(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, int]]:
-        """Return the values of a call by edge name, and the sizes of the symbols that they determine."""
+    def _submit(self, state: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> "Future[Any]":
+        """Call the pipeline with the state of a sequence, without waiting for the result if the stages run in other processes."""
+        values, sizes, arrays = self._bind(args, kwargs)
+        result = CallFuture(self.executor)
+
+        def finish(answer: "Future[dict[str, Any]]") -> None:
+            try:
+                result.set_result(self._build_result(answer.result(), arrays))
+            except Exception as error:  # noqa: BLE001 - the caller gets it
+                result.set_exception(error)
+
+        self.executor.submit(values, sizes, state).add_done_callback(finish)
+        return result
+
+    def _bind(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, int], ArrayOps]:
+        """Return the values of a call by edge name, the sizes that they determine, and the operations on the arrays of the caller."""
         bound_arguments = bind_call(self.entry_point.signature, args, kwargs)
         sizes = check_values(self._inputs, bound_arguments, self.entry_point.symbols, self.entry_point.guards)
         if self.limit is not None:
             self.limit.check(sizes)
         values = {edge_name: argument.value for edge_name, argument in bound_arguments.items()}
-        if self._written_inputs:
-            check_shared_memory(values, self._written_inputs)
-        return values, sizes
+        if written_inputs := self.executor.written_inputs:
+            check_shared_memory(values, written_inputs)
+        return values, sizes, array_ops_of_call(values.values(), self.arrays)
 
     def _build_result(self, values: Mapping[str, Any], arrays: ArrayOps) -> Any:
         """Return the result of the model, in its containers, with arrays of a kind."""
@@ -312,13 +309,14 @@ class Pipeline(CallablePipeline):
         bundle: the bundle, at the entry point that runs.
         entry_point: the entry point.
         stages: the loaded stages, in order.
-        runtimes: the runtime of each stage.
 
     Examples:
         >>> pipeline = stagepack.load("m.stagepack")
         >>> result = pipeline(*args, **kwargs)
         >>> pipeline.reset_state()
     """
+
+    executor: LocalExecutor
 
     def __init__(
         self,
@@ -327,36 +325,19 @@ class Pipeline(CallablePipeline):
         types: Collection[type] = (),
         limit: ValueLimit | None = None,
     ) -> None:
-        super().__init__(bundle, types, limit)
+        super().__init__(bundle, LocalExecutor(bundle, stages), types, limit)
         self.stages = tuple(stages)
-        self.runtimes: tuple[Runtime, ...] = tuple(find_runtime(stage.runtime) for stage in stages)
-        if len(stages) > 1:  # stages of other runtimes than torch check the inputs that they write
-            graphs = [graph for stage in stages if isinstance(graph := getattr(stage, "graph", None), Graph)]
-            self._written_inputs = frozenset().union(*map(written_inputs, graphs))
-        last_uses: list[list[str]] = [[] for _ in self.entry_point.stages]
-        for edge in self.entry_point.edges:
-            if edge.consumers and edge.name not in self._results:
-                last_uses[edge.consumers[-1]].append(edge.name)
-        self._last_uses = tuple(last_uses)
-        self._request_numbers = itertools.count(1)
-        self._spans = SpanRecorder()
-        self._sequence_lock = threading.Lock()
+
+    @property
+    def runtimes(self) -> tuple[Runtime, ...]:
+        """The runtime of each stage."""
+        return tuple(stage.runtime for stage in self.executor.stages)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Pipeline":
         if any(runtime.name != TORCH_RUNTIME for runtime in self.runtimes):
             return super().__deepcopy__(memo)
         stages = [copy.deepcopy(stage, memo) for stage in self.stages]
         return Pipeline(self.bundle, stages, self._types, self.limit)
-
-    @property
-    def arrays(self) -> ArrayOps:
-        """See `CallablePipeline`."""
-        return self.runtimes[0].arrays
-
-    @property
-    def devices(self) -> tuple[str, ...]:
-        """See `CallablePipeline`."""
-        return tuple(str(stage.device) for stage in self.stages)
 
     def to(self, devices: Any = None, *, device: Any = None, dtype: Any = None) -> Self:
         """Move the stages to other devices, with their weights as they are now. Not while a call runs.
@@ -399,87 +380,6 @@ class Pipeline(CallablePipeline):
             runtime.move_stages(self.bundle, stages, {number: placement[number] for number in numbers})
         return self
 
-    def run_values(self, values: dict[str, Any], sizes: Mapping[str, int]) -> None:
-        """See `CallablePipeline`."""
-        request = next(self._request_numbers)
-        for stage_number in range(len(self.stages)):
-            self.run_stage(stage_number, values, request)
-
-    def run_stage(self, stage_number: int, values: MutableMapping[str, Any], request: int = 0) -> None:
-        """Run one stage on values that are known to fit.
-
-        Args:
-            stage_number: the stage.
-            values: the values by edge name. Those that the stage makes are added; those that no later stage uses are removed, so that
-                their memory is freed.
-            request: the number of the call, for `trace`.
-
-        Raises:
-            InputError: a value of the inputs is out of range, or the stage writes an input that cannot be written.
-            StageFailedError: an operator of the stage failed.
-        """
-        stage_entry = self.entry_point.stages[stage_number]
-        runtime = self.runtimes[stage_number]
-        with self._spans.span("transfer", request, stage_number):
-            # Converted for later stages too: they are to see what this one writes into it.
-            for edge_name in stage_entry.inputs:
-                values[edge_name] = to_runtime(values[edge_name], self._edges[edge_name], runtime)
-        stage = self.stages[stage_number]
-        with self._spans.span("compute", request, stage_number), typed_stage_errors(stage_number):
-            output_values = stage.run([values[edge_name] for edge_name in stage_entry.inputs])
-            if self._spans.is_on:
-                runtime.wait(stage.device)
-        values.update(zip(stage_entry.outputs, output_values, strict=True))
-        for edge_name in self._last_uses[stage_number]:
-            del values[edge_name]
-
-    @contextmanager
-    def trace(self) -> Iterator[RunTrace]:
-        """See `CallablePipeline`. Moving values to the device of a stage counts as compute, converting them as transfer."""
-        run_trace = RunTrace(bundle=self.bundle.identity, processes={0: "process 0"})
-        self._spans.start()
-        try:
-            yield run_trace
-        finally:
-            run_trace.spans += self._spans.stop()
-            run_trace.dropped = self._spans.dropped
-
-    @contextmanager
-    def inference(self) -> Iterator[None]:
-        """See `CallablePipeline`."""
-        with ExitStack() as contexts:
-            for runtime in dict.fromkeys(self.runtimes):
-                contexts.enter_context(runtime.inference())
-            yield
-
-    def seed(self, seed: int) -> None:
-        """See `CallablePipeline`."""
-        for runtime in dict.fromkeys(self.runtimes):
-            runtime.seed(seed)
-
-    def sequence(self) -> PipelineSequence:
-        """See `CallablePipeline`. Sequences of several threads take turns."""
-        states: dict[int, Any] = {}
-
-        def submit(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Future[Any]:
-            values, _ = self._bind_values(args, kwargs)
-            arrays = array_ops_of_call(values.values(), self.arrays)
-            request, result = next(self._request_numbers), Future[Any]()
-            with self._sequence_lock:
-                for stage_number, stage in enumerate(self.stages):
-                    has_state = bool(self.entry_point.stages[stage_number].state)
-                    with stage_state(stage, stage_number, states) if has_state else nullcontext():
-                        self.run_stage(stage_number, values, request)
-            result.set_result(self._build_result(values, arrays))
-            return result
-
-        return PipelineSequence(submit, states.clear, states.clear)
-
-    def reset_state(self) -> None:
-        """See `CallablePipeline`."""
-        for stage in self.stages:
-            stage.reset_state()
-
     def state_dict(self) -> dict[str, Any]:
         """Return the parameters and persistent buffers of all stages, by their names in the model."""
         return {weight_name: array for stage in self.stages for weight_name, array in stage.state_dict().items()}
@@ -492,89 +392,3 @@ class Pipeline(CallablePipeline):
                 if id(parameter) not in seen:
                     seen.add(id(parameter))
                     yield parameter
-
-
-def bind_inputs(inputs: Sequence[Value | Edge], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Match a call of a stage with its inputs: the value of each, by name, in the order of `inputs`."""
-    input_names = [value_type.name for value_type in inputs]
-    bound_inputs = dict(zip(input_names, args, strict=False)) | dict(kwargs)
-    if len(args) > len(input_names) or bound_inputs.keys() != set(input_names):
-        expected = ", ".join(input_names) or "(none)"
-        raise InputError(f"expected the inputs {expected}, found {len(args)} by position and {sorted(kwargs)} by name")
-    return {input_name: bound_inputs[input_name] for input_name in input_names}
-
-
-def check_inputs(
-    inputs: Sequence[Value | Edge],
-    bound_inputs: Mapping[str, Any],
-    symbols: Iterable[Symbol],
-    guards: Iterable[Guard],
-) -> None:
-    """Check the inputs of a stage against their recorded types, shapes and ranges, and those guards whose symbols they determine."""
-    arguments = {input_name: BoundArgument(input_name, value) for input_name, value in bound_inputs.items()}
-    check_values(inputs, arguments, symbols, guards)
-
-
-class CallableStage(ABC):
-    """A stage that is called with its inputs, by position or by edge name, and returns a tuple of its outputs.
-
-    Inputs are arrays of any runtime. Outputs are arrays of the kind of the first input that is one; numpy arrays, if none is.
-    Subclasses of a runtime whose stages write buffers override `reset_state`, `fresh_state` and `swap_state`.
-
-    Attributes:
-        runtime: the name of the runtime.
-        device: the device it runs on.
-        inputs: the edges that it takes, in order.
-        outputs: the edges that it makes, in order.
-    """
-
-    runtime: str
-
-    def __init__(self, bundle: Bundle, stage_number: int, device: Any) -> None:
-        edges = {edge.name: edge for edge in bundle.edges}
-        stage_entry = bundle.stages[stage_number]
-        self.device = device
-        self.inputs: list[Edge] = [edges[edge_name] for edge_name in stage_entry.inputs]
-        self.outputs: list[Edge] = [edges[edge_name] for edge_name in stage_entry.outputs]
-        self._stage_number = stage_number
-        self._symbols, self._guards = bundle.entry_point.symbols, bundle.entry_point.guards
-
-    @abstractmethod
-    def run(self, values: list[Any]) -> tuple[Any, ...]:
-        """Run the stage; see `stagepack_loaders.base.LoadedStage`."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """Check the inputs, run the stage, and convert the outputs.
-
-        Raises:
-            InputError: an input is missing, unknown, or does not fit its recorded type, shape or range; or a value of an input is out
-                of range for an operator.
-            StageFailedError: an operator failed.
-        """
-        bound_inputs = bind_inputs(self.inputs, args, kwargs)
-        check_inputs(self.inputs, bound_inputs, self._symbols, self._guards)
-        runtime = find_runtime(self.runtime)
-        values = [to_runtime(bound_inputs[edge.name], edge, runtime) for edge in self.inputs]
-        with typed_stage_errors(self._stage_number):
-            output_values = self.run(values)
-        arrays = array_ops_of_call(bound_inputs.values(), NUMPY_ARRAYS)
-        return tuple(to_array(value, edge, arrays) for value, edge in zip(output_values, self.outputs, strict=True))
-
-    def reset_state(self) -> None:  # noqa: B027 - a default
-        """See `stagepack_loaders.base.LoadedStage`. Default: nothing, for a stage that writes no buffers."""
-
-    def fresh_state(self) -> Any:
-        """See `stagepack_loaders.base.LoadedStage`. Default: None, for a stage that writes no buffers."""
-        return None
-
-    def swap_state(self, state: Any) -> Any:
-        """See `stagepack_loaders.base.LoadedStage`. Default: `state`, for a stage that writes no buffers."""
-        return state
-
-    def __reduce_ex__(self, _: Any) -> NoReturn:
-        """Refuse to be pickled or copied.
-
-        Raises:
-            TypeError: always.
-        """
-        raise TypeError("a loaded stage cannot be pickled or copied: pass on the bundle, and load the stage there")

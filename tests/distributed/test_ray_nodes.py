@@ -21,7 +21,7 @@ ids = torch.arange(6)
 expected = stagepack.load(sys.argv[1])(ids)
 with stagepack.ray.launch(sys.argv[1], 2, max_restarts=1) as pipeline:
     assert torch.equal(pipeline(ids), expected)
-    options = pipeline._processes.front._membership.options
+    options = pipeline.executor.front._membership.options
     assert not options.is_local
     assert options.address == ray.util.get_node_ip_address()
     cluster.remove_node(node)

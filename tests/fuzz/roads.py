@@ -241,22 +241,17 @@ class _Calls:
 
     def sequences(self, pipeline: Any) -> list[Answers | str]:
         """Two sequences that take turns."""
-        states: list[dict[int, Any]] = [{}, {}]
+        sequences = [pipeline.executor.begin_sequence() for _ in range(2)]
 
         def run(inputs: dict[str, Any]) -> list[Any]:
             turns = []
-            for state, copies in zip(
-                states, ({name: value.clone() for name, value in inputs.items()}, inputs), strict=True
+            for sequence, copies in zip(
+                sequences, ({name: value.clone() for name, value in inputs.items()}, inputs), strict=True
             ):
                 torch.manual_seed(7)
                 values = self._values(copies)
                 kept = dict(values)
-                for stage_number, stage in enumerate(pipeline.stages):
-                    if self.bundle.stages[stage_number].state:
-                        previous = stage.swap_state(state.pop(stage_number, None) or stage.fresh_state())
-                    pipeline.run_stage(stage_number, values)
-                    if self.bundle.stages[stage_number].state:
-                        state[stage_number] = stage.swap_state(previous)
+                values = pipeline.executor.submit(values, {}, sequence).result()
                 turns.append([torch.as_tensor(_copied({**kept, **values}[name])) for name in self.results])
             if not _are_same(*turns):
                 raise RoadsDifferError("two sequences: other answers in one of them")

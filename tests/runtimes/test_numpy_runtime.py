@@ -19,8 +19,7 @@ from stagepack_loaders import example, registry
 from stagepack_loaders.pipeline import Pipeline
 from stagepack_loaders.registry import find_runtime, register_runtime, runtime_names
 from stagepack_serving.protocol.interface import Interface
-from stagepack_serving.server.metrics import Metrics
-from stagepack_serving.server.scheduler import StageRunner
+from stagepack_serving.server.scheduler import QueuedCall, Scheduler
 from tests.runtimes.numpy_runtime.runtime import NumpyRuntime
 
 ROOT = Path(__file__).parents[2]
@@ -122,11 +121,18 @@ def test_the_server_runs_it(bundle: Path) -> None:
     for runtimes in ("numpy", ["numpy", "torch", "onnxruntime"]):
         pipeline = stagepack.load(bundle, runtime=runtimes)
         interface = Interface(opened.entry_point)
-        runner = StageRunner("m", "1", pipeline, interface, Metrics())
-        values = runner.begin({next(iter(interface.inputs)): X})
-        for stage_number in range(3):
-            runner.run_stage(stage_number, values, None)
-        (result,) = runner.finish(values, None).values()
+        scheduler = Scheduler(
+            pipeline.executor.overlapping(lambda number, seconds: None),
+            interface,
+            max_batch_size=1,
+            batching_delay=0,
+            on_start=lambda _: None,
+            on_end=lambda _: None,
+        )
+        call = QueuedCall(inputs={next(iter(interface.inputs)): X})
+        scheduler.submit(call)
+        (result,) = call.answer.result(timeout=20).values()
+        assert scheduler.close(20)
         assert numpy.allclose(result, in_torch(bundle, X), atol=1e-5)
         assert result.flags.c_contiguous
 

@@ -29,9 +29,6 @@ from stagepack_loaders.torch.prepare import build_code, read_parts
 from stagepack_loaders.torch.stage import move_input, output_contract
 from stagepack_loaders.torch.torch_attributes import torch_attribute
 from stagepack_loaders.train import default_group
-from stagepack_serving.protocol.interface import Interface
-from stagepack_serving.server.metrics import Metrics
-from stagepack_serving.server.scheduler import StageRunner
 from tests.bundle_editor import BundleEditor
 from tests.unit.simulated_cuda import DEVICE, USED_NAMES, SimulatedCuda
 from tests.zoo.case import Case
@@ -231,20 +228,19 @@ def test_a_device_that_is_lost_ends_the_server(
     """CUDA reports an index out of range when somebody waits for the device."""
     bundle, x, _ = tower
     pipeline = stagepack.load(bundle)
-    runner = StageRunner("m", "1", pipeline, Interface(bundle.entry_point), Metrics())
-    values = runner.begin({"x": x.numpy()})
-    runner.run_stage(0, values, None)
-    assert not runner.has_ended()
+    executor = pipeline.executor.overlapping(lambda number, seconds: None)
+    executor.submit({"x": x}, {}).result()
+    assert not executor.has_ended
 
     def wait(*_: object) -> None:
         raise RuntimeError(message)
 
     monkeypatch.setattr(type(pipeline.runtimes[0]), "wait", wait)
-    with pytest.raises(StageLostError, match=r"stage 1, or one before it, .*: start the process again") as caught:
-        runner.run_stage(1, values, None)
-    assert caught.value.stages == (1,)
-    assert runner.has_ended()
-    assert runner.unavailable_reason() == str(caught.value)
+    with pytest.raises(StageLostError, match=r"stage 0, or one before it, .*: start the process again") as caught:
+        executor.submit({"x": x}, {})
+    assert caught.value.stages == (0,)
+    assert executor.has_ended
+    assert str(executor.lost) == str(caught.value)
 
 
 def test_training_exchanges_tensors_of_the_host_and_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

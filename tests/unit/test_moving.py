@@ -1,6 +1,7 @@
 """`Pipeline.to`: loaded stages on other devices. The device ``meta`` stands for any other; a second CPU shows the content."""
 
 from pathlib import Path
+from typing import Any, cast
 
 import numpy
 import pytest
@@ -11,7 +12,7 @@ from stagepack.errors import DeviceError, OptionError
 from stagepack.exporter import export_capture
 from stagepack.format.reader import Bundle
 from stagepack.partition.cut_options import CutOptions
-from stagepack_loaders.pipeline import CallablePipeline
+from stagepack_loaders.distributed.pipeline import DistributedPipeline
 from stagepack_loaders.registry import find_runtime
 from stagepack_loaders.torch.prepare import move_stages
 from stagepack_loaders.torch.stage import TorchStage
@@ -105,7 +106,7 @@ def test_stages_that_cannot_be_moved_say_so(bundle: Bundle, tmp_path: Path) -> N
     with pytest.raises(DeviceError, match="ONNX Runtime does not move stages: load the bundle again with devices="):
         find_runtime("onnxruntime").move_stages(bundle, {}, {})
     with pytest.raises(DeviceError, match="cannot move to cuda:0: the stages run in processes of their own"):
-        CallablePipeline.to(pipe, "cuda:0")
+        DistributedPipeline.to(cast("Any", pipe), "cuda:0")
     assert pipe.devices == ("cpu",) * 3
 
 

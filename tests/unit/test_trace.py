@@ -74,7 +74,7 @@ def test_a_trace_ends_with_an_error(sound: Path) -> None:
     with pytest.raises(InputError), pipeline.trace() as run_trace:
         pipeline(IDS + 100)
     assert run_trace.spans[-1].kind == "compute"
-    assert not pipeline._spans.is_on
+    assert not pipeline.executor.spans.is_on
 
 
 def test_a_recorder_that_is_off_costs_next_to_nothing() -> None:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-from stagepack.format.manifest import Edge, EntryPoint
-from stagepack_loaders.base import LoadedStage, Runtime, stage_state
+from stagepack.format.manifest import EntryPoint
+from stagepack_loaders.base import Runtime
 from stagepack_loaders.distributed.membership import Membership
 from stagepack_loaders.distributed.packing import MessageHead, PackedValues, pack_command, pack_failure, pack_values
 from stagepack_loaders.distributed.process_group import SentMessages
@@ -21,10 +21,8 @@ from stagepack_loaders.distributed.routes import (
 )
 from stagepack_loaders.distributed.status import StageCounts
 from stagepack_loaders.distributed.transfers import RouteSenders
-from stagepack_loaders.exchange import to_runtime
-from stagepack_loaders.registry import find_runtime
 from stagepack_loaders.run_trace import ConsecutiveSpans, SpanRecorder
-from stagepack_loaders.stage_errors import typed_stage_errors
+from stagepack_loaders.stages import StageDriver, stage_driver
 
 # A slow process holds up those before it: what gloo sent for the request so many before has arrived before another one is run, and of each
 # link all messages with bodies but so many are taken. Messages without bodies are limited by the memory of the socket of a link.
@@ -83,23 +81,13 @@ class _ProcessStage:
     """A stage of the process, with what each request needs of it.
 
     Attributes:
-        number: its number.
-        loaded: the loaded stage.
-        runtime: what runs it.
-        inputs: its inputs.
-        outputs: the names of its outputs.
-        has_state: whether it has buffers that calls write.
+        driver: the stage.
         outgoing: the routes that bring its outputs to other processes.
         runs: how often it has run.
         busy_seconds: how long.
     """
 
-    number: int
-    loaded: LoadedStage
-    runtime: Runtime
-    inputs: tuple[Edge, ...]
-    outputs: tuple[str, ...]
-    has_state: bool
+    driver: StageDriver
     outgoing: tuple[_OutgoingRoute, ...]
     runs: int = 0
     busy_seconds: float = 0.0
@@ -132,30 +120,24 @@ class StageWorker:
         self._sent_messages = SentMessages()
         self._report_failure = report_failure
         self._sequence_states: dict[int, dict[int, Any]] = {}
-        edges = {edge.name: edge for edge in entry_point.edges}
-        self._stages = []
-        for number, loaded in membership.stages.items():
-            entry = entry_point.stages[number]
-            self._stages.append(
-                _ProcessStage(
-                    number=number,
-                    loaded=loaded,
-                    runtime=find_runtime(loaded.runtime),
-                    inputs=tuple(edges[name] for name in entry.inputs),
-                    outputs=tuple(entry.outputs),
-                    has_state=bool(entry.state),
-                    outgoing=tuple(
-                        self._outgoing_route(route, has_state=bool(entry.state)) for route in routes_of_stage[number]
-                    ),
-                )
+        drivers = [stage_driver(entry_point, number, stage) for number, stage in membership.stages.items()]
+        self._stages = [
+            _ProcessStage(
+                driver=driver,
+                outgoing=tuple(
+                    self._outgoing_route(route, has_state=driver.has_state) for route in routes_of_stage[driver.number]
+                ),
             )
+            for driver in drivers
+        ]
         self._last_stage = max(membership.stages, default=None)
 
     @property
     def stage_counts(self) -> tuple[StageCounts, ...]:
         """What the stages have done."""
         return tuple(
-            StageCounts(stage=stage.number, runs=stage.runs, busy_seconds=stage.busy_seconds) for stage in self._stages
+            StageCounts(stage=stage.driver.number, runs=stage.runs, busy_seconds=stage.busy_seconds)
+            for stage in self._stages
         )
 
     @property
@@ -194,7 +176,7 @@ class StageWorker:
             self._sequence_states.pop(command.sequence, None)
         elif command.kind == ControlKind.RESET_STATE:
             for stage in self._stages:
-                stage.loaded.reset_state()
+                stage.driver.loaded.reset_state()
         elif command.kind == ControlKind.SEED:
             for runtime in self._runtimes():
                 runtime.seed(command.seed)
@@ -208,32 +190,22 @@ class StageWorker:
         return _OutgoingRoute(route, copies_at_once, copies_values=has_state and not copies_at_once)
 
     def _runtimes(self) -> list[Runtime]:
-        return list(dict.fromkeys(stage.runtime for stage in self._stages))
+        return list(dict.fromkeys(stage.driver.runtime for stage in self._stages))
 
     def _run_stage(self, stage: _ProcessStage, request: StageRequest) -> None:
-        values, runtime = request.values, stage.runtime
-        inputs = []
-        for edge in stage.inputs:
-            values[edge.name] = value = to_runtime(values[edge.name], edge, runtime)
-            inputs.append(value)
-        self.spans.end("transfer", request.message.number, stage.number)
+        driver, number = stage.driver, request.message.number
+        inputs = driver.take_inputs(request.values)
+        self.spans.end("transfer", number, driver.number)
+        sequence = request.message.sequence
+        states = self._sequence_states.setdefault(sequence, {}) if sequence and driver.has_state else None
         start = time.perf_counter()
         try:
-            with typed_stage_errors(stage.number):
-                outputs = self._run_in_sequence(stage, inputs, request.message.sequence)
-                runtime.wait(stage.loaded.device)
+            outputs = driver.run(inputs, states, waits=True)
         finally:
-            self.spans.end("compute", request.message.number, stage.number)
+            self.spans.end("compute", number, driver.number)
         stage.busy_seconds += time.perf_counter() - start
         stage.runs += 1
-        values.update(zip(stage.outputs, outputs, strict=True))
-
-    def _run_in_sequence(self, stage: _ProcessStage, inputs: list[Any], sequence: int) -> tuple[Any, ...]:
-        """Run a stage with the state of a sequence."""
-        if not sequence or not stage.has_state:
-            return stage.loaded.run(inputs)
-        with stage_state(stage.loaded, stage.number, self._sequence_states.setdefault(sequence, {})):
-            return stage.loaded.run(inputs)
+        request.values.update(zip(driver.outputs, outputs, strict=True))
 
     def _send_values(self, stage: _ProcessStage, outgoing: _OutgoingRoute, request: StageRequest) -> None:
         """Send what a route brings: the outputs of a stage, or that the request has failed."""
@@ -249,7 +221,7 @@ class StageWorker:
         if packed_values is None:
             packed_values = pack_failure(layout)
         self._send(outgoing.route, request.message, packed_values)
-        self.spans.end("transfer", request.message.number, stage.number, packed_values.byte_count)
+        self.spans.end("transfer", request.message.number, stage.driver.number, packed_values.byte_count)
 
     def _send(self, route: Route, message: ControlMessage, packed_values: PackedValues) -> None:
         self._sent_messages.add(message.number, self._senders.send(route, message, packed_values))
@@ -257,4 +229,4 @@ class StageWorker:
     def _fail(self, stage: _ProcessStage, request: StageRequest, error: Exception) -> None:
         """Report the error of a stage. The request has failed, and the others go on."""
         request.message = request.message.failed()
-        self._report_failure(request.message.number, stage.number, error)
+        self._report_failure(request.message.number, stage.driver.number, error)

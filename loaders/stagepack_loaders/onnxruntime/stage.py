@@ -40,7 +40,7 @@ from stagepack_loaders.onnxruntime.values import (
     to_ort,
     write_input,
 )
-from stagepack_loaders.pipeline import CallableStage
+from stagepack_loaders.stages import CallableStage
 from stagepack_loaders.weight_files import WeightFile
 
 _DLPACK_CPU: Final = 1  # kDLCPU of https://dmlc.github.io/dlpack/latest/c_api.html

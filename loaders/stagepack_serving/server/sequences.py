@@ -23,15 +23,13 @@ class RequestSequence:
     """A sequence and its state.
 
     Attributes:
-        number: what the processes of the stages call it; 0 before its first run, and if the stages run in this process.
-        stage_states: the state of each stage by its number, in the form that the stage takes; absent before its first run.
+        state: what `Executor.begin_sequence` returned; None before its first run.
         turn: held by the request that runs, so that the next one starts from the state that it leaves.
         pending_requests: the number of requests that are not answered yet.
         last_use: when the last request arrived or was answered, in seconds of `time.monotonic`.
     """
 
-    number: int = 0
-    stage_states: dict[int, Any] = field(default_factory=dict)
+    state: Any = None
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     pending_requests: int = 0
     last_use: float = field(default_factory=time.monotonic)

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
@@ -12,7 +12,7 @@ from stagepack.errors import InputError, StageLostError, StagepackError
 from stagepack.format.reader import Bundle
 from stagepack_loaders.batching import batch_limit
 from stagepack_loaders.elements import Array
-from stagepack_loaders.pipeline import CallablePipeline, Pipeline
+from stagepack_loaders.pipeline import CallablePipeline
 from stagepack_serving.protocol.interface import Interface
 from stagepack_serving.server.errors import RequestError, RequestStatus
 from stagepack_serving.server.example_check import run_example
@@ -20,12 +20,9 @@ from stagepack_serving.server.limits import ServerLimits
 from stagepack_serving.server.metadata import FIRST_VERSION, model_metadata, served_model_config
 from stagepack_serving.server.metrics import Metrics
 from stagepack_serving.server.parameters import InferenceRequest, InferenceTensor, shorten_deadline, timeout_parameter
-from stagepack_serving.server.scheduler import BatchRunner, CallBatch, ProcessRunner, QueuedCall, Scheduler, StageRunner
+from stagepack_serving.server.scheduler import CallBatch, QueuedCall, Scheduler
 from stagepack_serving.server.sequences import RequestSequence, SequenceTable
 from stagepack_serving.server.statistics import VersionStatistics
-
-if TYPE_CHECKING:
-    from stagepack_loaders.distributed.pipeline import DistributedPipeline
 
 _LOG = logging.getLogger("stagepack.serve")
 
@@ -83,10 +80,15 @@ class ServedModel:
         if bundle.example is not None:
             run_example(pipeline, bundle, check=check_example)
         self.statistics = VersionStatistics(self.max_batch_size)
-        self._runner = _batch_runner(self, pipeline, metrics)
-        self._restart_count = self._runner.restart_count()
+        stage_seconds = [
+            metrics.stage_seconds.labels(name, version, str(number)) for number in range(len(bundle.stages))
+        ]
+        self._pipeline = pipeline  # its processes end with it
+        self._executor = pipeline.executor.overlapping(lambda number, seconds: stage_seconds[number].observe(seconds))
+        self._restart_count = self._executor.restart_count
         self._scheduler = Scheduler(
-            self._runner,
+            self._executor,
+            self.interface,
             max_batch_size=self.max_batch_size,
             batching_delay=limits.batching_delay,
             on_start=self._record_batch,
@@ -168,7 +170,7 @@ class ServedModel:
 
     def process_statuses(self) -> Mapping[int, Any]:
         """Return what the processes of the stages report about themselves."""
-        return self._runner.process_statuses()
+        return self._executor.process_statuses()
 
     @contextlib.asynccontextmanager
     async def reserve_sequence(self) -> AsyncIterator[RequestSequence | None]:
@@ -187,26 +189,26 @@ class ServedModel:
         """Run the model on inputs of the dtypes that it takes."""
         self._check_state(sequence)
         try:
-            self._check_sizes(inputs, {input_name: array.shape for input_name, array in inputs.items()})
+            sizes = self._check_sizes(inputs, {input_name: array.shape for input_name, array in inputs.items()})
         except InputError as error:
             raise RequestError(RequestStatus.BAD_REQUEST, f"{self.name}: {error}") from None
-        outputs = await self._run(QueuedCall(inputs=inputs, sequence=sequence))
+        outputs = await self._run(QueuedCall(inputs=inputs, sizes=sizes, sequence=sequence))
         self._check_state(sequence)
         return outputs
 
     def unavailable_reason(self) -> str:
         """Return why the model answers no requests now; empty if it does."""
-        return self._scheduler.failure or self._runner.unavailable_reason()
+        return self._scheduler.failure or str(self._executor.lost or "")
 
     def has_ended(self) -> bool:
         """Return whether the model will answer no requests any more."""
-        return bool(self._scheduler.failure) or self._runner.has_ended()
+        return bool(self._scheduler.failure) or self._executor.has_ended
 
     def _check_availability(self) -> None:
         """Forget sequences whose state is lost."""
         if reason := self.unavailable_reason():
             raise RequestError(RequestStatus.BUSY, f"{self.name}: {reason}")
-        if (restart_count := self._runner.restart_count()) != self._restart_count:
+        if (restart_count := self._executor.restart_count) != self._restart_count:
             self._restart_count = restart_count
             if self._sequences is not None:
                 self._sequences.clear()
@@ -229,24 +231,28 @@ class ServedModel:
             self.generator.close()
         if self._sequences is not None:
             self._sequences.clear()
-        return self._scheduler.close(seconds)
+        has_ended = self._scheduler.close(seconds)
+        if has_ended and self._executor is not self._pipeline.executor:
+            self._executor.close()
+        return has_ended
 
     def _build_call(self, request: InferenceRequest) -> QueuedCall:
         """Check a request, and make a call of it."""
         inputs = {tensor.name: tensor.array for tensor in request.inputs}
         try:
-            edge_shapes = self._check_request(request)
+            edge_shapes, sizes = self._check_request(request)
         except InputError as error:
             raise RequestError(RequestStatus.BAD_REQUEST, f"{self.name}: {error}") from None
         received_bytes = sum(array.nbytes for array in inputs.values())
         self._metrics.received_bytes.labels(self.name, self.version).inc(received_bytes)
         if self.max_batch_size == 1:
-            return QueuedCall(inputs=inputs)
+            return QueuedCall(inputs=inputs, sizes=sizes)
         batch_key = tuple(sorted((input_name, shape[1:]) for input_name, shape in edge_shapes.items()))
-        return QueuedCall(inputs=inputs, batch_key=batch_key, batch_size=next(iter(edge_shapes.values()))[0])
+        batch_size = next(iter(edge_shapes.values()))[0]
+        return QueuedCall(inputs=inputs, sizes=sizes, batch_key=batch_key, batch_size=batch_size)
 
-    def _check_request(self, request: InferenceRequest) -> dict[str, tuple[int, ...]]:
-        """Check a request against the interface, and return the shapes of the model's values by input name."""
+    def _check_request(self, request: InferenceRequest) -> tuple[dict[str, tuple[int, ...]], dict[str, int]]:
+        """Check a request against the interface; return the shapes of the model's values by input name, and the sizes of the symbols."""
         arrays = {tensor.name: tensor.array for tensor in request.inputs}
         if len(arrays) < len(request.inputs):
             raise InputError(f"duplicate input: {', '.join(tensor.name for tensor in request.inputs)}")
@@ -254,15 +260,16 @@ class ServedModel:
             tensor.name: self.interface.check_input(tensor.name, tensor.datatype, tensor.array.shape)
             for tensor in request.inputs
         }
-        self._check_sizes(arrays, edge_shapes)
+        sizes = self._check_sizes(arrays, edge_shapes)
         self.interface.check_outputs(request.output_names or ())
-        return edge_shapes
+        return edge_shapes, sizes
 
-    def _check_sizes(self, arrays: Mapping[str, Array], edge_shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Check the inputs of a call against the boundary contract, and its values against their limit."""
+    def _check_sizes(self, arrays: Mapping[str, Array], edge_shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+        """Check the inputs of a call against the boundary contract, and its values against their limit; return the sizes of the symbols."""
         sizes = self.interface.check_inputs(edge_shapes, self.interface.scalars(arrays))
         if self._limit is not None:
             self._limit.check(sizes)
+        return sizes
 
     async def _run(self, call: QueuedCall) -> Mapping[str, Array]:
         self._scheduler.submit(call)
@@ -284,10 +291,3 @@ class ServedModel:
         for call in batch.calls:
             queue_seconds.observe(batch.start_time - call.arrival)
         self._metrics.batch_sizes.labels(self.name, self.version).observe(sum(call.batch_size for call in batch.calls))
-
-
-def _batch_runner(model: ServedModel, pipeline: CallablePipeline, metrics: Metrics) -> BatchRunner:
-    """What runs the batches of a model: in this process, or in processes of its own."""
-    if isinstance(pipeline, Pipeline):
-        return StageRunner(model.name, model.version, pipeline, model.interface, metrics)
-    return ProcessRunner(cast("DistributedPipeline", pipeline), model.interface)

@@ -16,8 +16,7 @@ from stagepack.format.dtypes import SCALAR_DTYPES
 from stagepack.format.reader import Bundle
 from stagepack_loaders.base import PrepareOptions
 from stagepack_loaders.preparation import prepare_stage
-from stagepack_loaders.registry import find_runtime
-from stagepack_loaders.stage_errors import typed_stage_errors
+from stagepack_loaders.stages import stage_driver
 from stagepack_serving.protocol.interface import InterfaceTensor
 
 
@@ -36,20 +35,21 @@ class TritonPythonModel:
         for module_name in filter(None, parameters["imports"].split(",")):
             importlib.import_module(module_name)
         bundle = Bundle(Path(args["model_repository"]) / args["model_version"]).select(parameters["entry_point"])
-        self._stage_number = int(parameters["stage"])
-        self._runtime = find_runtime(parameters["runtime"])
-        self._arrays = self._runtime.arrays
+        stage_number = int(parameters["stage"])
         device = f"cuda:{args['model_instance_device_id']}" if args["model_instance_kind"] == "GPU" else "cpu"
         allow_ops = list(filter(None, parameters["allow_ops"].split(",")))
         # Triton passes contiguous tensors between models: strides of the capture are lost.
         options = PrepareOptions(allow_ops=allow_ops, dense_inputs=True, copy=True)
-        prepared_stage = prepare_stage(bundle, self._stage_number, device, self._runtime.name, options)
-        self._loaded_stage: Any = prepared_stage.finish(verify=True)
-        self._read_interface(bundle)
+        prepared_stage = prepare_stage(bundle, stage_number, device, parameters["runtime"], options)
+        self._stage = stage_driver(bundle.entry_point, stage_number, prepared_stage.finish(verify=True))
+        self._arrays = self._stage.runtime.arrays
+        self._symbols, self._guards = bundle.entry_point.symbols, bundle.entry_point.guards
+        self._inputs = [InterfaceTensor(name=edge.name, edge=edge) for edge in self._stage.inputs]
+        self._dtypes = {edge.name: edge.dtype for edge in bundle.edges}
         self._is_batched = config["max_batch_size"] > 0
         oldest_strategy = config.get("sequence_batching", {}).get("oldest", {})
         self._max_sequences = int(oldest_strategy.get("max_candidate_sequences", 1))
-        self._state_of_sequence: OrderedDict[Any, Any] = OrderedDict()
+        self._states_of_sequence: OrderedDict[Any, dict[int, Any]] = OrderedDict()
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
         """Answer requests. Those with equal input shapes, but for the batch dimension, run as one batch."""
@@ -72,14 +72,6 @@ class TritonPythonModel:
                 responses[position] = response
         return responses
 
-    def _read_interface(self, bundle: Bundle) -> None:
-        stage = bundle.stages[self._stage_number]
-        edges = {edge.name: edge for edge in bundle.edges}
-        self._symbols, self._guards = bundle.entry_point.symbols, bundle.entry_point.guards
-        self._inputs = [InterfaceTensor(name=edge_name, edge=edges[edge_name]) for edge_name in stage.inputs]
-        self._outputs = [InterfaceTensor(name=edge_name, edge=edges[edge_name]) for edge_name in stage.outputs]
-        self._has_state = bool(stage.state)
-
     def _read_inputs(self, request: Any) -> list[Any]:
         """The inputs of a request as the stage takes them."""
         values, arguments = [], {}
@@ -92,22 +84,23 @@ class TritonPythonModel:
                 value = self._arrays.copy(value)
             values.append(value)
             arguments[tensor.name] = BoundArgument(tensor.name, value)
-        check_values([tensor.edge for tensor in self._inputs], arguments, self._symbols, self._guards)
+        check_values(self._stage.inputs, arguments, self._symbols, self._guards)
         return values
 
     def _answer(self, group_inputs: Sequence[Sequence[Any]], first_request: Any) -> list[Any]:
         """Run the stage on the inputs of one request, or of several as one batch. Return a response to each."""
         try:
             inputs = list(group_inputs[0]) if len(group_inputs) == 1 else self._concatenate(group_inputs)
-            with self._runtime.inference():
-                values = self._run_sequence(inputs, first_request) if self._has_state else self._run_stage(inputs)
+            with self._stage.runtime.inference():
+                has_state = self._stage.has_state
+                values = self._run_sequence(inputs, first_request) if has_state else self._stage.run(inputs)
         except Exception as error:  # noqa: BLE001 - the client gets any error that the model raises
             if len(group_inputs) > 1:  # Run each request alone, so that the inputs of one do not fail the others.
                 return [response for inputs in group_inputs for response in self._answer([inputs], first_request)]
             return [_error_response(error)]
         outputs = {
-            tensor.name: self._arrays.device_elements(value, tensor.edge.dtype)
-            for tensor, value in zip(self._outputs, values, strict=True)
+            edge_name: self._arrays.device_elements(value, self._dtypes[edge_name])
+            for edge_name, value in zip(self._stage.outputs, values, strict=True)
         }
         if len(group_inputs) == 1:
             return [_output_response(outputs)]
@@ -120,28 +113,22 @@ class TritonPythonModel:
     def _concatenate(self, group_inputs: Sequence[Sequence[Any]]) -> list[Any]:
         return [self._arrays.join(arrays) for arrays in zip(*group_inputs, strict=True)]
 
-    def _run_stage(self, inputs: list[Any]) -> tuple[Any, ...]:
-        with typed_stage_errors(self._stage_number):
-            values: tuple[Any, ...] = self._loaded_stage.run(inputs)
-        return values
-
     def _run_sequence(self, inputs: list[Any], request: Any) -> tuple[Any, ...]:
         """Run the stage with the state of the request's sequence. Triton refuses requests of sequences that did not start."""
         sequence_id, flags = request.correlation_id(), request.flags()
         if flags & triton.TRITONSERVER_REQUEST_FLAG_SEQUENCE_START:
-            self._state_of_sequence[sequence_id] = self._loaded_stage.fresh_state()
-        if sequence_id not in self._state_of_sequence:
+            self._states_of_sequence[sequence_id] = {}
+        if sequence_id not in self._states_of_sequence:
             raise InputError(f"the state of the sequence {sequence_id!r} was evicted: start the sequence again")
         # Removed while it runs: a call that fails may leave the state half written.
-        previous_state = self._loaded_stage.swap_state(self._state_of_sequence.pop(sequence_id))
-        try:
-            values = self._run_stage(inputs)
-        finally:
-            sequence_state = self._loaded_stage.swap_state(previous_state)
+        states = self._states_of_sequence.pop(sequence_id)
+        values = self._stage.run(inputs, states)
         if not flags & triton.TRITONSERVER_REQUEST_FLAG_SEQUENCE_END:
-            self._state_of_sequence[sequence_id] = sequence_state
-            while len(self._state_of_sequence) > self._max_sequences:  # Triton does not tell when it evicts a sequence.
-                self._state_of_sequence.popitem(last=False)
+            self._states_of_sequence[sequence_id] = states
+            while (
+                len(self._states_of_sequence) > self._max_sequences
+            ):  # Triton does not tell when it evicts a sequence.
+                self._states_of_sequence.popitem(last=False)
         return values
 
 

@@ -1,0 +1,335 @@
+"""What runs the stages of a loaded bundle on values that are known to fit: `Executor`, and the one whose stages are in this process."""
+
+import itertools
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any
+
+from stagepack.errors import StageLostError, StagepackError, repeated_error
+from stagepack.format.aliasing import written_inputs
+from stagepack.format.graph import Graph
+from stagepack.format.reader import Bundle
+from stagepack.format.tree import value_names
+from stagepack_loaders.base import ArrayOps, LoadedStage
+from stagepack_loaders.run_trace import RunTrace, SpanRecorder
+from stagepack_loaders.stages import StageDriver, stage_driver
+
+# Called with the number of a stage that has run, and for how many seconds.
+StageObserver = Callable[[int, float], None]
+
+
+class Executor(ABC):
+    """Runs the stages of a bundle on values that fit the boundary contract, and keeps the state of sequences.
+
+    Attributes:
+        written_inputs: the inputs of the model that a stage writes into.
+        most_calls: how many calls at the same time keep all stages at work. With few, calls gather meanwhile, and become larger batches.
+        has_ended: whether no call will be answered any more.
+        restart_count: changes when the state of all sequences is lost.
+        returns_state: whether a result may be a view of the state of its sequence, which the next call writes.
+    """
+
+    written_inputs: frozenset[str] = frozenset()
+    most_calls: int = 1
+    has_ended: bool = False
+    restart_count: int = 0
+    returns_state: bool = True
+
+    @property
+    @abstractmethod
+    def arrays(self) -> ArrayOps:
+        """The operations on arrays of the runtime of the first stage."""
+
+    @property
+    @abstractmethod
+    def devices(self) -> tuple[str, ...]:
+        """The device of each stage."""
+
+    @property
+    def lost(self) -> StagepackError | None:
+        """Why no call can be answered now; None while calls can."""
+        return None
+
+    @abstractmethod
+    def submit(
+        self, values: dict[str, Any], sizes: Mapping[str, int], sequence: Any = None, *, copies_results: bool = True
+    ) -> "Future[dict[str, Any]]":
+        """Run all stages.
+
+        Args:
+            values: the inputs of the model by edge name; the executor may remove some.
+            sizes: the sizes of the symbols that the inputs determine.
+            sequence: what `begin_sequence` returned; None for the state of the stages themselves.
+            copies_results: False for a caller who soon drops the results, and does not fork: large ones may be in memory that is shared
+                with other processes, of which there is little.
+
+        Returns:
+            The values after the last stage, with all results of the model. An error is that of the future, or raised at once.
+        """
+
+    def run(self, values: dict[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
+        """Run all stages, and wait for the values; see `submit`."""
+        self.refuse_waiting()
+        return self.submit(values, sizes).result()
+
+    @abstractmethod
+    def begin_sequence(self) -> Any:
+        """Return state of its own for a sequence of calls."""
+
+    @abstractmethod
+    def end_sequence(self, sequence: Any) -> None:
+        """Free the state of a sequence, of which no call is submitted any more."""
+
+    def forget_sequence(self, sequence: Any) -> None:
+        """Free the state of a sequence that was collected. Called in any thread, which may hold any lock."""
+        self.end_sequence(sequence)
+
+    @abstractmethod
+    def reset_state(self) -> None:
+        """Set the state of the stages themselves to their content at loading."""
+
+    @abstractmethod
+    def seed(self, seed: int) -> None:
+        """Seed the random generators of all runtimes."""
+
+    @abstractmethod
+    def inference(self) -> AbstractContextManager[None]:
+        """Return a context for calls that need no gradients."""
+
+    @abstractmethod
+    def trace(self) -> AbstractContextManager[RunTrace]:
+        """Return a context in which each process records what it does for each call. At most one at a time."""
+
+    @abstractmethod
+    def overlapping(self, observe: StageObserver) -> "Executor":
+        """Return an executor whose stages on different devices work on several calls at the same time, without gradients.
+
+        observe: called for each stage that has run in this process.
+        """
+
+    def process_statuses(self) -> Mapping[int, Any]:
+        """Return what the processes of the stages report about themselves, by rank. Default: none, for stages in this process."""
+        return {}
+
+    def refuse_waiting(self) -> None:  # noqa: B027 - a default
+        """Refuse to wait for an answer in a thread that answers calls. Default: no thread does."""
+
+    def close(self) -> None:  # noqa: B027 - a default
+        """Answer the calls in flight, and end the processes or threads. Default: there are none."""
+
+
+class CallFuture(Future[Any]):
+    """The result of a call that was submitted. It cannot be cancelled: the stages work on it already."""
+
+    def __init__(self, executor: Executor) -> None:
+        super().__init__()
+        self._executor = executor
+        self.set_running_or_notify_cancel()
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Return the result of the call; see `concurrent.futures.Future`."""
+        if not self.done():
+            self._executor.refuse_waiting()
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Return the error of the call; see `concurrent.futures.Future`."""
+        if not self.done():
+            self._executor.refuse_waiting()
+        return super().exception(timeout)
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """A call on its way through the lanes."""
+
+    number: int
+    values: dict[str, Any]
+    states: dict[int, Any] | None
+    answer: "Future[dict[str, Any]]" = field(default_factory=Future)
+
+
+class LocalExecutor(Executor):
+    """Runs stages in this process, in the thread that submits a call.
+
+    With `observe`, consecutive stages on one device are a lane, and each lane but the first one has a thread of its own: while the second
+    lane runs a call, the first one runs the next.
+
+    Attributes:
+        stages: the stages, in order.
+        spans: records what they do.
+    """
+
+    def __init__(self, bundle: Bundle, stages: Sequence[LoadedStage], observe: StageObserver | None = None) -> None:
+        entry_point = bundle.entry_point
+        self.stages = tuple(stage_driver(entry_point, number, stage) for number, stage in enumerate(stages))
+        self.spans = SpanRecorder()
+        self._runtimes = tuple(dict.fromkeys(stage.runtime for stage in self.stages))
+        if len(stages) > 1:  # stages of other runtimes than torch check the inputs that they write
+            graphs = [graph for stage in stages if isinstance(graph := getattr(stage, "graph", None), Graph)]
+            self.written_inputs = frozenset().union(*map(written_inputs, graphs))
+        self._bundle = bundle
+        results = set(value_names(entry_point.signature.result))
+        self._last_uses: list[list[str]] = [[] for _ in entry_point.stages]
+        for edge in entry_point.edges:
+            if edge.consumers and edge.name not in results:
+                self._last_uses[edge.consumers[-1]].append(edge.name)
+        self._call_numbers = itertools.count(1)
+        self._lost: StageLostError | None = None
+        self._observe = observe
+        self._lanes = [list(self.stages)] if observe is None else device_lanes(self.stages)
+        self._sequence_locks = [threading.Lock() for _ in self._lanes]
+        # One in each lane, and one between two of them.
+        self.most_calls = 2 * len(self._lanes) - 1
+        self._queues: list[SimpleQueue[_Call | None]] = [SimpleQueue() for _ in self._lanes[1:]]
+        for lane_number in range(1, len(self._lanes)):
+            name = f"lane-{lane_number}"
+            threading.Thread(target=self._run_lane, args=(lane_number,), name=name, daemon=True).start()
+
+    @property
+    def arrays(self) -> ArrayOps:
+        """See `Executor`."""
+        return self.stages[0].runtime.arrays
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """See `Executor`."""
+        return tuple(str(stage.loaded.device) for stage in self.stages)
+
+    @property
+    def lost(self) -> StageLostError | None:
+        """See `Executor`: a device or a thread that is lost."""
+        return self._lost
+
+    def submit(
+        self, values: dict[str, Any], sizes: Mapping[str, int], sequence: Any = None, *, copies_results: bool = True
+    ) -> "Future[dict[str, Any]]":
+        """See `Executor`. Sequences of several threads take turns."""
+        call = _Call(next(self._call_numbers), values, sequence)
+        self._advance(call, 0)
+        return call.answer
+
+    def run(self, values: dict[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
+        """See `Executor`. Without a future, which takes as long as the smallest stage."""
+        number = next(self._call_numbers)
+        for stage in self.stages:
+            self._run_stage(stage, number, values, None)
+        return values
+
+    def begin_sequence(self) -> dict[int, Any]:
+        """See `Executor`. It is the state by stage number."""
+        return {}
+
+    def end_sequence(self, sequence: dict[int, Any]) -> None:
+        """See `Executor`."""
+        sequence.clear()
+
+    def reset_state(self) -> None:
+        """See `Executor`."""
+        for stage in self.stages:
+            stage.loaded.reset_state()
+
+    def seed(self, seed: int) -> None:
+        """See `Executor`."""
+        for runtime in self._runtimes:
+            runtime.seed(seed)
+
+    @contextmanager
+    def inference(self) -> Iterator[None]:
+        """See `Executor`."""
+        with ExitStack() as contexts:
+            for runtime in self._runtimes:
+                contexts.enter_context(runtime.inference())
+            yield
+
+    @contextmanager
+    def trace(self) -> Iterator[RunTrace]:
+        """See `Executor`. Moving values to the device of a stage counts as compute, converting them as transfer."""
+        run_trace = RunTrace(bundle=self._bundle.identity, processes={0: "process 0"})
+        self.spans.start()
+        try:
+            yield run_trace
+        finally:
+            run_trace.spans += self.spans.stop()
+            run_trace.dropped = self.spans.dropped
+
+    def overlapping(self, observe: StageObserver) -> "LocalExecutor":
+        """See `Executor`."""
+        return LocalExecutor(self._bundle, [stage.loaded for stage in self.stages], observe)
+
+    def close(self) -> None:
+        """End the threads of the lanes after the calls in flight."""
+        for queue in self._queues[:1]:
+            queue.put(None)
+
+    def _run_lane(self, lane_number: int) -> None:
+        """Run calls on a lane in a thread of its own."""
+        queue = self._queues[lane_number - 1]
+        call = None
+        try:
+            while (call := queue.get()) is not None:
+                try:
+                    self._advance(call, lane_number)
+                except Exception as error:  # noqa: BLE001 - the caller gets any error that the model raises
+                    call.answer.set_exception(error)
+                call = None  # its values are not kept until the next one comes
+        except BaseException as error:  # noqa: BLE001 - such as SystemExit; without a word, all calls would wait for ever
+            lost = StageLostError(thread_end_text(lane_number, error))
+            self._lose(lost)
+            call = call or queue.get()
+            while call is not None:
+                call.answer.set_exception(repeated_error(lost))
+                call = queue.get()
+        for next_queue in self._queues[lane_number : lane_number + 1]:
+            next_queue.put(None)
+
+    def _advance(self, call: _Call, lane_number: int) -> None:
+        """Run a call on a lane; then pass it to the next lane, or answer it."""
+        with (
+            nullcontext() if self._observe is None else self.inference(),
+            nullcontext() if call.states is None else self._sequence_locks[lane_number],
+        ):
+            for stage in self._lanes[lane_number]:
+                self._run_stage(stage, call.number, call.values, call.states)
+        if lane_number < len(self._queues):
+            self._queues[lane_number].put(call)
+        else:
+            call.answer.set_result(call.values)
+
+    def _run_stage(
+        self, stage: StageDriver, call_number: int, values: dict[str, Any], states: dict[int, Any] | None
+    ) -> None:
+        start_time = time.perf_counter()
+        with self.spans.span("transfer", call_number, stage.number):
+            inputs = stage.take_inputs(values)
+        waits = self._observe is not None or self.spans.is_on
+        try:
+            with self.spans.span("compute", call_number, stage.number):
+                outputs = stage.run(inputs, states, waits=waits)
+        except StageLostError as error:
+            self._lose(error)
+            raise
+        values.update(zip(stage.outputs, outputs, strict=True))
+        for edge_name in self._last_uses[stage.number]:  # their memory is freed
+            del values[edge_name]
+        if self._observe is not None:
+            self._observe(stage.number, time.perf_counter() - start_time)
+
+    def _lose(self, error: StageLostError) -> None:
+        self._lost, self.has_ended = repeated_error(error), True  # its traceback has the values of the call
+
+
+def device_lanes(stages: Sequence[StageDriver]) -> list[list[StageDriver]]:
+    """Group consecutive stages on one device."""
+    return [list(lane) for _, lane in itertools.groupby(stages, lambda stage: str(stage.loaded.device))]
+
+
+def thread_end_text(lane_number: int, error: BaseException) -> str:
+    """Say that the thread of a lane has ended."""
+    return f"the thread of lane {lane_number} has ended: {type(error).__name__}: {error}".removesuffix(": ")

@@ -1,0 +1,172 @@
+"""A loaded stage that runs: what drives it in a call of a pipeline, and how it is called on its own, with the arrays of any runtime."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from stagepack.errors import InputError
+from stagepack.format.contract import BoundArgument, check_values
+from stagepack.format.graph import Value
+from stagepack.format.manifest import Edge, EntryPoint
+from stagepack.format.reader import Bundle
+from stagepack.format.shapes import Guard, Symbol
+from stagepack_loaders.base import LoadedStage, Runtime
+from stagepack_loaders.exchange import array_ops_of_call, to_array, to_runtime
+from stagepack_loaders.numpy_interpreter import NUMPY_ARRAYS
+from stagepack_loaders.registry import find_runtime
+from stagepack_loaders.stage_errors import typed_stage_errors
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class StageDriver:
+    """Runs a loaded stage on values by edge name.
+
+    Attributes:
+        number: its number.
+        loaded: the loaded stage.
+        runtime: what runs it.
+        inputs: its inputs.
+        outputs: the names of its outputs.
+        has_state: whether it has buffers that calls write.
+    """
+
+    number: int
+    loaded: LoadedStage
+    runtime: Runtime
+    inputs: tuple[Edge, ...]
+    outputs: tuple[str, ...]
+    has_state: bool
+
+    def take_inputs(self, values: MutableMapping[str, Any]) -> list[Any]:
+        """Return the inputs as the runtime takes them. Later stages get the same ones: they are to see what this one writes into them."""
+        inputs = []
+        for edge in self.inputs:
+            values[edge.name] = value = to_runtime(values[edge.name], edge, self.runtime)
+            inputs.append(value)
+        return inputs
+
+    def run(
+        self, inputs: list[Any], states: MutableMapping[int, Any] | None = None, *, waits: bool = False
+    ) -> tuple[Any, ...]:
+        """Run the stage, and return its outputs in order.
+
+        states: the state of a sequence by stage number, which the call uses and leaves; a stage without one begins with its content at
+            loading. None for the state of the stage itself.
+        waits: whether to wait until the device of the stage has finished.
+        """
+        with typed_stage_errors(self.number):
+            outputs = self.loaded.run(inputs) if states is None else self._run_in_sequence(inputs, states)
+            if waits:
+                self.runtime.wait(self.loaded.device)
+        return outputs
+
+    def _run_in_sequence(self, inputs: list[Any], states: MutableMapping[int, Any]) -> tuple[Any, ...]:
+        if not self.has_state:
+            return self.loaded.run(inputs)
+        state = states[self.number] if self.number in states else self.loaded.fresh_state()
+        previous_state = self.loaded.swap_state(state)
+        try:
+            return self.loaded.run(inputs)
+        finally:
+            states[self.number] = self.loaded.swap_state(previous_state)
+
+
+def stage_driver(entry_point: EntryPoint, stage_number: int, loaded: LoadedStage) -> StageDriver:
+    """Return what runs a loaded stage of an entry point."""
+    edges = {edge.name: edge for edge in entry_point.edges}
+    stage = entry_point.stages[stage_number]
+    return StageDriver(
+        number=stage_number,
+        loaded=loaded,
+        runtime=find_runtime(loaded.runtime),
+        inputs=tuple(edges[edge_name] for edge_name in stage.inputs),
+        outputs=tuple(stage.outputs),
+        has_state=bool(stage.state),
+    )
+
+
+def bind_inputs(inputs: Sequence[Value | Edge], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Match a call of a stage with its inputs: the value of each, by name, in the order of `inputs`."""
+    input_names = [value_type.name for value_type in inputs]
+    bound_inputs = dict(zip(input_names, args, strict=False)) | dict(kwargs)
+    if len(args) > len(input_names) or bound_inputs.keys() != set(input_names):
+        expected = ", ".join(input_names) or "(none)"
+        raise InputError(f"expected the inputs {expected}, found {len(args)} by position and {sorted(kwargs)} by name")
+    return {input_name: bound_inputs[input_name] for input_name in input_names}
+
+
+def check_inputs(
+    inputs: Sequence[Value | Edge],
+    bound_inputs: Mapping[str, Any],
+    symbols: Iterable[Symbol],
+    guards: Iterable[Guard],
+) -> None:
+    """Check the inputs of a stage against their recorded types, shapes and ranges, and those guards whose symbols they determine."""
+    arguments = {input_name: BoundArgument(input_name, value) for input_name, value in bound_inputs.items()}
+    check_values(inputs, arguments, symbols, guards)
+
+
+class CallableStage(ABC):
+    """A stage that is called with its inputs, by position or by edge name, and returns a tuple of its outputs.
+
+    Inputs are arrays of any runtime. Outputs are arrays of the kind of the first input that is one; numpy arrays, if none is.
+    Subclasses of a runtime whose stages write buffers override `reset_state`, `fresh_state` and `swap_state`.
+
+    Attributes:
+        runtime: the name of the runtime.
+        device: the device it runs on.
+        inputs: the edges that it takes, in order.
+        outputs: the edges that it makes, in order.
+    """
+
+    runtime: str
+
+    def __init__(self, bundle: Bundle, stage_number: int, device: Any) -> None:
+        edges = {edge.name: edge for edge in bundle.edges}
+        stage_entry = bundle.stages[stage_number]
+        self.device = device
+        self.inputs: list[Edge] = [edges[edge_name] for edge_name in stage_entry.inputs]
+        self.outputs: list[Edge] = [edges[edge_name] for edge_name in stage_entry.outputs]
+        self._stage_number = stage_number
+        self._symbols, self._guards = bundle.entry_point.symbols, bundle.entry_point.guards
+
+    @abstractmethod
+    def run(self, values: list[Any]) -> tuple[Any, ...]:
+        """Run the stage; see `stagepack_loaders.base.LoadedStage`."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """Check the inputs, run the stage, and convert the outputs.
+
+        Raises:
+            InputError: an input is missing, unknown, or does not fit its recorded type, shape or range; or a value of an input is out
+                of range for an operator.
+            StageFailedError: an operator failed.
+        """
+        bound_inputs = bind_inputs(self.inputs, args, kwargs)
+        check_inputs(self.inputs, bound_inputs, self._symbols, self._guards)
+        runtime = find_runtime(self.runtime)
+        values = [to_runtime(bound_inputs[edge.name], edge, runtime) for edge in self.inputs]
+        with typed_stage_errors(self._stage_number):
+            output_values = self.run(values)
+        arrays = array_ops_of_call(bound_inputs.values(), NUMPY_ARRAYS)
+        return tuple(to_array(value, edge, arrays) for value, edge in zip(output_values, self.outputs, strict=True))
+
+    def reset_state(self) -> None:  # noqa: B027 - a default
+        """See `stagepack_loaders.base.LoadedStage`. Default: nothing, for a stage that writes no buffers."""
+
+    def fresh_state(self) -> Any:
+        """See `stagepack_loaders.base.LoadedStage`. Default: None, for a stage that writes no buffers."""
+        return None
+
+    def swap_state(self, state: Any) -> Any:
+        """See `stagepack_loaders.base.LoadedStage`. Default: `state`, for a stage that writes no buffers."""
+        return state
+
+    def __reduce_ex__(self, _: Any) -> NoReturn:
+        """Refuse to be pickled or copied.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError("a loaded stage cannot be pickled or copied: pass on the bundle, and load the stage there")

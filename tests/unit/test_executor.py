@@ -1,0 +1,87 @@
+"""Stages of this process that work on several calls at the same time: a lane for each device, and what happens when its thread ends."""
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+import stagepack
+from stagepack.errors import StageLostError
+from stagepack.format.reader import Bundle
+from stagepack_loaders.executor import LocalExecutor
+
+WAIT_SECONDS = 20
+
+
+class AddingStage:
+    """Adds 1, when the test lets it run; its thread ends at an input of -3."""
+
+    runtime = "torch"
+
+    def __init__(self, device: str) -> None:
+        self.device = torch.device(device)
+        self.may_run = threading.Event()
+        self.may_run.set()
+
+    def run(self, values: list[Any]) -> tuple[Any, ...]:
+        assert self.may_run.wait(WAIT_SECONDS)
+        if values[0] == -3:
+            raise SystemExit(3)
+        return (values[0] + 1,)
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(3)))
+    return stagepack.export(model, (torch.ones(2),), out=tmp_path_factory.mktemp("lanes") / "m.stagepack", stages=3)
+
+
+@pytest.fixture
+def stages() -> list[AddingStage]:
+    """Two lanes: the stages 0 and 1, and the stage 2."""
+    return [AddingStage("cpu"), AddingStage("cpu"), AddingStage("cpu:1")]
+
+
+def submit(executor: LocalExecutor, bundle: Bundle, number: float) -> Any:
+    return executor.submit({bundle.inputs[0].name: torch.tensor(number)}, {})
+
+
+def result(answer: Any, bundle: Bundle) -> float:
+    [leaf] = [edge.name for edge in bundle.edges if edge.producer == 2]
+    return float(answer.result(timeout=WAIT_SECONDS)[leaf])
+
+
+def test_a_lane_runs_the_next_call_while_another_lane_runs_the_first(bundle: Bundle, stages: list[Any]) -> None:
+    runs: list[int] = []
+    executor = LocalExecutor(bundle, stages, lambda number, seconds: runs.append(number))
+    assert executor.most_calls == 3
+    stages[2].may_run.clear()
+    answers = [submit(executor, bundle, number) for number in range(2)]
+    assert runs == [0, 1, 0, 1]
+    assert not any(answer.done() for answer in answers)
+    stages[2].may_run.set()
+    assert [result(answer, bundle) for answer in answers] == [3, 4]
+    assert runs == [0, 1, 0, 1, 2, 2]
+    executor.close()
+
+
+def test_calls_are_answered_when_the_thread_of_a_lane_has_ended(bundle: Bundle, stages: list[Any]) -> None:
+    executor = LocalExecutor(bundle, stages, lambda number, seconds: None)
+    answers = [submit(executor, bundle, number) for number in (-5, 0, 0)]
+    with pytest.raises(StageLostError, match=r"the thread of lane 1 has ended: SystemExit: 3"):
+        answers[0].result(timeout=WAIT_SECONDS)
+    answers.append(submit(executor, bundle, 0))
+    assert all(isinstance(answer.exception(timeout=WAIT_SECONDS), StageLostError) for answer in answers)
+    assert executor.has_ended
+    executor.close()
+
+
+def test_the_threads_of_lanes_end(bundle: Bundle, stages: list[Any]) -> None:
+    executor = LocalExecutor(bundle, stages, lambda number, seconds: None)
+    [lane] = [thread for thread in threading.enumerate() if thread.name == "lane-1"]
+    answer = submit(executor, bundle, 0)
+    executor.close()
+    assert result(answer, bundle) == 3
+    lane.join(WAIT_SECONDS)
+    assert not lane.is_alive()
