@@ -29,7 +29,7 @@ from stagepack_loaders.base import PrepareOptions
 from stagepack_loaders.comparison import Difference
 from stagepack_loaders.example import compare_results, run_on_inputs
 from stagepack_loaders.pipeline import Pipeline
-from stagepack_loaders.preparation import finish_pipeline, prepare_all
+from stagepack_loaders.preparation import finish_prepared, prepare_all
 from stagepack_loaders.registry import TORCH_RUNTIME
 from stagepack_loaders.torch.operators import resolve_operators
 from stagepack_loaders.torch.value_check import value_problems
@@ -142,7 +142,7 @@ class LoadedDraft:
         options = PrepareOptions(allow_ops=self._allow_ops)
         options.shared.get(WeightCache, _MappedForReading)
         prepared_stages = prepare_all(self._draft, [device], TORCH_RUNTIME, options)
-        return finish_pipeline(self._draft, prepared_stages, (), verify=False)
+        return Pipeline(self._draft, list(finish_prepared(self._draft, prepared_stages, verify=False).values()))
 
     def run(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the leaves of the answer as tensors on the CPU, as ``output.INDEX``."""

@@ -1,28 +1,20 @@
 """Load the entry points of a bundle together, so that they share weights and state."""
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+
+from msgspec import structs
 
 from stagepack.errors import EntryPointError, InputError, OptionError
 from stagepack.format.reader import Bundle
 from stagepack.format.rules import format_names
 from stagepack.opening import BundleSource, TrustedSigners, errors_name_bundle
-from stagepack_loaders.base import Compile, PrepareOptions, Verify
-from stagepack_loaders.call_limits import Limits, checked_limits, value_limit
+from stagepack_loaders.base import Compile, SharedObjects, Verify
+from stagepack_loaders.call_limits import Limits, checked_limits
 from stagepack_loaders.generation.decoders import ENCODER_NAME, generating_entry_point
+from stagepack_loaders.options import LoadOptions, device_list
 from stagepack_loaders.pipeline import Pipeline
-from stagepack_loaders.placement import device_list
-from stagepack_loaders.preparation import (
-    check_compile_options,
-    check_stream_options,
-    compile_prepared,
-    finish_pipeline,
-    open_for_loading,
-    prepare_all,
-    reading_progress,
-    runtime_of_each_stage,
-)
+from stagepack_loaders.preparation import load_pipeline, open_for_loading
 from stagepack_loaders.registry import DEFAULT_RUNTIME
 
 if TYPE_CHECKING:
@@ -156,18 +148,11 @@ def load_entry_points(
     if unknown := devices_of_name.keys() - set(names):
         expected = format_names(names)
         raise EntryPointError(f"devices: expected names among {expected}, found {format_names(sorted(unknown))}")
-    options = PrepareOptions(allow_ops=allow_ops, stream=stream, copy=copy)
-    pipelines = {}
+    options = LoadOptions(
+        runtime=runtime, allow_ops=allow_ops, verify=verify, copy=copy, compile=compile, stream=stream
+    )
+    pipelines, shared = {}, SharedObjects()
     for name in names:
-        selected = opened_bundle.select(name)
-        stage_runtimes = runtime_of_each_stage(runtime, selected)
-        limit = value_limit(selected, limits)
-        check_compile_options(stage_runtimes, compile, None)
-        check_stream_options(stage_runtimes, stream, None, compile=compile, copy=copy)
-        with reading_progress(selected, () if stream else range(len(selected.stages))) as progress:
-            if not stream:
-                options = replace(options, progress=progress, unchanged=progress)
-            prepared_stages = prepare_all(selected, device_list(devices_of_name.get(name), device), runtime, options)
-            ready_stages = compile_prepared(selected, prepared_stages, compile, None)
-            pipelines[name] = finish_pipeline(selected, ready_stages, types, verify=verify == "full", limit=limit)
+        placed = structs.replace(options, devices=device_list(devices_of_name.get(name), device))
+        pipelines[name] = load_pipeline(opened_bundle.select(name), placed, types, limits, shared)
     return EntryPointPipelines(opened_bundle, pipelines)

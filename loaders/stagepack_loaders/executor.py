@@ -149,7 +149,7 @@ class CallFuture(Future[Any]):
 class _Call:
     """A call on its way through the lanes."""
 
-    number: int
+    call_number: int
     values: dict[str, Any]
     states: dict[int, Any] | None
     answer: "Future[dict[str, Any]]" = field(default_factory=Future)
@@ -168,7 +168,7 @@ class LocalExecutor(Executor):
 
     def __init__(self, bundle: Bundle, stages: Sequence[LoadedStage], observe: StageObserver | None = None) -> None:
         entry_point = bundle.entry_point
-        self.stages = tuple(stage_driver(entry_point, number, stage) for number, stage in enumerate(stages))
+        self.stages = tuple(stage_driver(entry_point, stage_number, stage) for stage_number, stage in enumerate(stages))
         self.spans = SpanRecorder()
         self._runtimes = tuple(dict.fromkeys(stage.runtime for stage in self.stages))
         if len(stages) > 1:  # stages of other runtimes than torch check the inputs that they write
@@ -189,8 +189,8 @@ class LocalExecutor(Executor):
         self.most_calls = 2 * len(self._lanes) - 1
         self._queues: list[SimpleQueue[_Call | None]] = [SimpleQueue() for _ in self._lanes[1:]]
         for lane_number in range(1, len(self._lanes)):
-            name = f"lane-{lane_number}"
-            threading.Thread(target=self._run_lane, args=(lane_number,), name=name, daemon=True).start()
+            thread_name = f"lane-{lane_number}"
+            threading.Thread(target=self._run_lane, args=(lane_number,), name=thread_name, daemon=True).start()
 
     @property
     def arrays(self) -> ArrayOps:
@@ -217,9 +217,9 @@ class LocalExecutor(Executor):
 
     def run(self, values: dict[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
         """See `Executor`. Without a future, which takes as long as the smallest stage."""
-        number = next(self._call_numbers)
+        call_number = next(self._call_numbers)
         for stage in self.stages:
-            self._run_stage(stage, number, values, None)
+            self._run_stage(stage, call_number, values, None)
         return values
 
     def begin_sequence(self) -> dict[int, Any]:
@@ -296,7 +296,7 @@ class LocalExecutor(Executor):
             nullcontext() if call.states is None else self._sequence_locks[lane_number],
         ):
             for stage in self._lanes[lane_number]:
-                self._run_stage(stage, call.number, call.values, call.states)
+                self._run_stage(stage, call.call_number, call.values, call.states)
         if lane_number < len(self._queues):
             self._queues[lane_number].put(call)
         else:

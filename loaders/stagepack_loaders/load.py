@@ -2,25 +2,32 @@
 
 import os
 from collections.abc import Collection, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
+
+from msgspec import structs
 
 from stagepack.errors import OptionError
 from stagepack.extras import explain_missing_packages
 from stagepack.opening import BundleSource, TrustedSigners, errors_name_bundle
-from stagepack_loaders.base import Compile, PrepareOptions, Verify
+from stagepack_loaders.base import Compile, Verify
 from stagepack_loaders.call_limits import Limits, checked_limits, value_limit
-from stagepack_loaders.distributed import DEFAULT_IN_FLIGHT
 from stagepack_loaders.distributed.launch_environment import is_launched_group, launched_size
+from stagepack_loaders.options import (
+    DEFAULT_IN_FLIGHT,
+    LoadKeywords,
+    LoadOptions,
+    ProcessOptions,
+    device_list,
+    folder_name,
+    memory_bytes,
+    refuse_process_options,
+)
 from stagepack_loaders.pipeline import Pipeline
-from stagepack_loaders.placement import device_list
 from stagepack_loaders.preparation import (
-    check_compile_options,
-    check_stream_options,
+    check_load_options,
     compile_prepared,
-    finish_pipeline,
+    load_pipeline,
     open_for_loading,
-    prepare_all,
     prepare_stage,
     reading_progress,
     runtime_of_each_stage,
@@ -43,17 +50,11 @@ def load(  # type: ignore[overload-overlap] # False is an integer, too
     *,
     device: "str | torch.device | None" = ...,
     runtime: str | Sequence[str] = ...,
-    types: Collection[type] = ...,
-    allow_ops: Collection[str] = ...,
-    verify: Verify = ...,
-    require_signature: TrustedSigners | None = ...,
-    copy: bool = ...,
-    compile: Compile = ...,
-    compiled: str | os.PathLike[str] | None = ...,
     stream: bool = ...,
     device_memory: int | str | None = ...,
     limits: Limits | None = ...,
     processes: Literal[False] = ...,
+    **options: Unpack[LoadKeywords],
 ) -> Pipeline: ...
 
 
@@ -64,19 +65,13 @@ def load(
     *,
     device: "str | torch.device | None" = ...,
     runtime: str | Sequence[str] = ...,
-    types: Collection[type] = ...,
-    allow_ops: Collection[str] = ...,
-    verify: Verify = ...,
-    require_signature: TrustedSigners | None = ...,
-    copy: bool = ...,
-    compile: Compile = ...,
-    compiled: str | os.PathLike[str] | None = ...,
     limits: Limits | None = ...,
     processes: Literal[True] | int,
     imports: Sequence[str] = ...,
     max_restarts: int = ...,
     in_flight: int = ...,
     microbatch_size: int | None = ...,
+    **options: Unpack[LoadKeywords],
 ) -> "DistributedPipeline": ...
 
 
@@ -184,88 +179,62 @@ def load(
         ...     logits = pipeline(input_ids)
     """
     limits = checked_limits(limits)
-    opened_bundle = open_for_loading(bundle, verify, require_signature)
-    stage_runtimes = runtime_of_each_stage(runtime, opened_bundle)
-    runtime = [stage_runtime.name for stage_runtime in stage_runtimes]
-    check_compile_options(stage_runtimes, compile, compiled)
-    memory_bytes = check_stream_options(
-        stage_runtimes,
-        stream,
-        device_memory,
-        compile=compile,
-        compiled=compiled is not None,
+    options = LoadOptions(
+        devices=device_list(devices, device),
+        runtime=runtime,
+        allow_ops=allow_ops,
+        verify=verify,
         copy=copy,
-        processes=processes is not False,
+        compile=compile,
+        compiled=folder_name(compiled),
+        stream=stream,
+        device_memory=memory_bytes(device_memory),
     )
-    named = device_list(devices, device)
+    process_options = ProcessOptions(
+        imports=imports, max_restarts=max_restarts, in_flight=in_flight, microbatch_size=microbatch_size
+    )
+    opened_bundle = open_for_loading(bundle, verify, require_signature)
     if processes is False:
-        _refuse_process_options(
-            imports=imports,
-            max_restarts=max_restarts,
-            in_flight=in_flight != DEFAULT_IN_FLIGHT,
-            stall_seconds=limits.stall_seconds,
-            microbatch_size=microbatch_size,
+        refuse_process_options(process_options, limits)
+        return load_pipeline(opened_bundle, options, types, limits)
+    if not isinstance(processes, int):
+        raise OptionError(f"processes: expected True or a number of processes, found {processes!r}")
+    process_count = len(opened_bundle.stages) if processes is True else processes
+    return load_in_processes(opened_bundle, process_count, options, process_options, types, limits)
+
+
+@errors_name_bundle
+def load_in_processes(
+    bundle: BundleSource,
+    process_count: int,
+    options: LoadOptions,
+    process_options: ProcessOptions,
+    types: Collection[type],
+    limits: Limits,
+) -> "DistributedPipeline":
+    """Load stages into processes of their own on this machine; see `load`."""
+    opened_bundle = open_for_loading(bundle, options.verify)
+    runtimes = runtime_of_each_stage(options.runtime, opened_bundle)
+    check_load_options(runtimes, options, processes=True)
+    if is_launched_group():
+        raise OptionError(
+            f"processes: torchrun has started this process as one of {launched_size()}, each of which would start processes: call "
+            "stagepack.distributed.connect(bundle), which runs the stages in these, or start one process without torchrun"
         )
     limit = value_limit(opened_bundle, limits)
-    if processes is not False:
-        if not isinstance(processes, int):
-            raise OptionError(f"processes: expected True or a number of processes, found {processes!r}")
-        if isinstance(imports, str):
-            raise OptionError(f"imports: expected a sequence of modules, found {imports!r}")
-        if is_launched_group():
-            raise OptionError(
-                f"processes: torchrun has started this process as one of {launched_size()}, each of which would start processes: call "
-                "stagepack.distributed.connect(bundle), which runs the stages in these, or start one process without torchrun"
-            )
-        with explain_missing_packages():
-            from stagepack_loaders.distributed.membership import group_options  # noqa: PLC0415 - the same
-            from stagepack_loaders.distributed.process_launcher import (  # noqa: PLC0415 - imports torch
-                start_local_pipeline,
-            )
+    with explain_missing_packages():
+        from stagepack_loaders.distributed.membership import group_options  # noqa: PLC0415 - imports torch
+        from stagepack_loaders.distributed.process_launcher import start_local_pipeline  # noqa: PLC0415 - the same
 
-        options = group_options(
-            devices=named,
-            runtime=runtime,
-            allow_ops=allow_ops,
-            verify=verify,
-            copy=copy,
-            compile=compile,
-            compiled=compiled,
-            in_flight=in_flight,
-            limits=limits,
-        )
-        # The processes open the folder of the bundle, which must have all their files.
-        opened_bundle.fetch(
-            file_name
-            for stage_number, stage_runtime in enumerate(stage_runtimes)
-            for file_name in stage_runtime.stage_files(opened_bundle, stage_number)
-        )
-        process_count = len(opened_bundle.stages) if processes is True else processes
-        return start_local_pipeline(
-            opened_bundle,
-            process_count,
-            options,
-            types=types,
-            imports=imports,
-            max_restarts=max_restarts,
-            microbatch_size=microbatch_size,
-            limit=limit,
-        )
-    prepare_options = PrepareOptions(allow_ops=allow_ops, stream=stream, device_memory=memory_bytes, copy=copy)
-    # Stages that are streamed are ready before their bytes are read.
-    with reading_progress(opened_bundle, () if stream else range(len(opened_bundle.stages))) as progress:
-        if not stream:
-            prepare_options = replace(prepare_options, progress=progress, unchanged=progress)
-        prepared_stages = prepare_all(opened_bundle, named, runtime, prepare_options)
-        ready_stages = compile_prepared(opened_bundle, prepared_stages, compile, compiled)
-        return finish_pipeline(opened_bundle, ready_stages, types, verify=verify == "full", limit=limit)
-
-
-def _refuse_process_options(**options: Any) -> None:
-    """Refuse options that only stages in processes of their own have."""
-    for option_name, value in options.items():
-        if value:
-            raise OptionError(f"{option_name}: only stages in processes of their own have it: give processes=True")
+    # The processes open the folder of the bundle, which must have all their files.
+    opened_bundle.fetch(
+        file_name
+        for stage_number, stage_runtime in enumerate(runtimes)
+        for file_name in stage_runtime.stage_files(opened_bundle, stage_number)
+    )
+    named = structs.replace(options, runtime=[stage_runtime.name for stage_runtime in runtimes])
+    group = group_options(named, process_options, limits)
+    return start_local_pipeline(opened_bundle, process_count, group, types, limit)
 
 
 @overload
@@ -275,15 +244,9 @@ def load_stage(
     device: "str | torch.device" = ...,
     *,
     modules: bool = ...,
-    types: Collection[type] = ...,
-    allow_ops: Collection[str] = ...,
-    verify: Verify = ...,
-    require_signature: TrustedSigners | None = ...,
-    copy: bool = ...,
-    compile: Compile = ...,
-    compiled: str | os.PathLike[str] | None = ...,
     stream: bool = ...,
     device_memory: int | str | None = ...,
+    **options: Unpack[LoadKeywords],
 ) -> "TorchStage": ...
 
 
@@ -295,15 +258,9 @@ def load_stage(
     *,
     runtime: str,
     modules: bool = ...,
-    types: Collection[type] = ...,
-    allow_ops: Collection[str] = ...,
-    verify: Verify = ...,
-    require_signature: TrustedSigners | None = ...,
-    copy: bool = ...,
-    compile: Compile = ...,
-    compiled: str | os.PathLike[str] | None = ...,
     stream: bool = ...,
     device_memory: int | str | None = ...,
+    **options: Unpack[LoadKeywords],
 ) -> Any: ...
 
 
@@ -364,27 +321,22 @@ def load_stage(
         >>> stage = stagepack.load_stage("m.stagepack", 1, device="cuda:0")
         >>> (hidden,) = stage(hidden)
     """
-    opened_bundle = open_for_loading(bundle, verify, require_signature)
-    opened_bundle.stage(stage)
-    if modules and (compile or compiled is not None):
-        raise OptionError("modules excludes compile and compiled: a stage that runs by its modules is not compiled")
-    stage_runtime = choose_runtime(runtime, opened_bundle, [stage])
-    check_compile_options([stage_runtime], compile, compiled)
-    memory_bytes = check_stream_options(
-        [stage_runtime],
-        stream,
-        device_memory,
-        compile=compile,
-        compiled=compiled is not None,
+    options = LoadOptions(
+        devices=[device],
+        runtime=runtime,
+        allow_ops=allow_ops,
+        verify=verify,
         copy=copy,
+        compile=compile,
+        compiled=folder_name(compiled),
+        stream=stream,
+        device_memory=memory_bytes(device_memory),
         modules=modules,
     )
-    options = PrepareOptions(
-        allow_ops=allow_ops, modules=modules, types=types, stream=stream, device_memory=memory_bytes, copy=copy
-    )
-    with reading_progress(opened_bundle, () if stream else [stage]) as progress:
-        if not stream:
-            options = replace(options, progress=progress, unchanged=progress)
-        prepared_stages = {stage: prepare_stage(opened_bundle, stage, device, stage_runtime.name, options)}
-        ready_stages = compile_prepared(opened_bundle, prepared_stages, compile, compiled)
-        return ready_stages[stage].finish(verify=verify == "full")
+    opened_bundle = open_for_loading(bundle, verify, require_signature)
+    opened_bundle.stage(stage)
+    stage_runtime = choose_runtime(runtime, opened_bundle, [stage])
+    check_load_options([stage_runtime], options)
+    with reading_progress(opened_bundle, [stage], options, types) as prepare_options:
+        prepared_stages = {stage: prepare_stage(opened_bundle, stage, device, stage_runtime.name, prepare_options)}
+        return compile_prepared(opened_bundle, prepared_stages, options)[stage].finish(verify=verify == "full")

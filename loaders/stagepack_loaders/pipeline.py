@@ -20,8 +20,9 @@ from stagepack_loaders.embeddings import TextReader, encode, text_reader
 from stagepack_loaders.exchange import array_ops_of_call, check_shared_memory, to_array
 from stagepack_loaders.executor import CallFuture, Executor, LocalExecutor
 from stagepack_loaders.generation.generate import TokenCallback, generate
+from stagepack_loaders.options import device_list
 from stagepack_loaders.pipeline_sequence import PipelineSequence
-from stagepack_loaders.placement import device_list, place_stages
+from stagepack_loaders.placement import place_stages
 from stagepack_loaders.registry import TORCH_RUNTIME
 from stagepack_loaders.run_trace import RunTrace
 from stagepack_loaders.stages import CallableStage as CallableStage

@@ -2,9 +2,9 @@
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from stagepack.errors import DeviceError, OptionError
+from stagepack.errors import DeviceError
 from stagepack.format.graph import value_bytes
 from stagepack.format.manifest import EntryPoint
 from stagepack.format.shapes import example_sizes
@@ -12,17 +12,6 @@ from stagepack.partition.costs import REFERENCE_LINK
 from stagepack.partition.solver import CostSequence, SharedCost, split_sequence
 
 Device = TypeVar("Device")
-
-
-def device_list(devices: Any, device: Any = None) -> list[Any]:
-    """Return the devices that a caller names: one, or several, or in the way of other libraries as `device`; the CPU by default."""
-    if device is not None:
-        if devices is not None:
-            raise OptionError("device, devices: expected one of them: device is that of all stages")
-        devices = device
-    if devices is None:
-        return ["cpu"]
-    return list(devices) if isinstance(devices, Sequence) and not isinstance(devices, str) else [devices]
 
 
 def place_stages(entry_point: EntryPoint, devices: Sequence[Device]) -> list[Device]:

@@ -1,19 +1,17 @@
 """Prepare the stages of a bundle in their runtimes: everything but the weights is read and checked before a weight is."""
 
 import contextlib
-import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
 from stagepack.errors import OptionError
-from stagepack.format.chunks import ByteProgress
-from stagepack.format.dtypes import parse_byte_size
 from stagepack.format.reader import Bundle
 from stagepack.opening import BundleSource, TrustedSigners, opened
 from stagepack.terminal import byte_progress
-from stagepack_loaders.base import Compile, LoadedStage, PreparedStage, PrepareOptions, Runtime, Verify
-from stagepack_loaders.call_limits import ValueLimit
+from stagepack_loaders.base import LoadedStage, PreparedStage, PrepareOptions, Runtime, SharedObjects, Verify
+from stagepack_loaders.call_limits import Limits, value_limit
+from stagepack_loaders.options import LoadOptions
 from stagepack_loaders.pipeline import Pipeline
 from stagepack_loaders.placement import place_stages
 from stagepack_loaders.registry import choose_runtime, find_runtime, import_runtime, runtimes
@@ -46,11 +44,26 @@ def runtime_of_each_stage(runtime: str | Sequence[str], bundle: Bundle) -> list[
     return [choose_runtime(runtime_name, bundle, [number]) for number, runtime_name in enumerate(runtime)]
 
 
+def load_pipeline(
+    bundle: Bundle, options: LoadOptions, types: Collection[type], limits: Limits, shared: SharedObjects | None = None
+) -> Pipeline:
+    """Load all stages of a bundle into this process.
+
+    shared: what stages share that are loaded together, also those of several entry points.
+    """
+    runtimes = runtime_of_each_stage(options.runtime, bundle)
+    check_load_options(runtimes, options)
+    limit = value_limit(bundle, limits)
+    with reading_progress(bundle, range(len(bundle.stages)), options) as prepare_options:
+        prepare_options = replace(prepare_options, shared=shared or SharedObjects())
+        prepared_stages = prepare_all(bundle, options.devices, [runtime.name for runtime in runtimes], prepare_options)
+        ready_stages = compile_prepared(bundle, prepared_stages, options)
+        stages = finish_prepared(bundle, ready_stages, verify=options.verify == "full")
+    return Pipeline(bundle, list(stages.values()), types, limit)
+
+
 def prepare_all(
-    bundle: Bundle,
-    devices: Sequence[Any],
-    runtime: str | Sequence[str],
-    options: PrepareOptions,
+    bundle: Bundle, devices: Sequence[Any], runtime: str | Sequence[str], options: PrepareOptions
 ) -> dict[int, PreparedStage]:
     """Prepare all stages of a bundle.
 
@@ -67,7 +80,7 @@ def prepare_all(
             for stage_number, device in enumerate(stage_devices)
             if stage_runtimes[stage_number] is stage_runtime
         }
-        prepared_stages.update(_prepare_in(stage_runtime, bundle, placement, options))
+        prepared_stages.update(prepare_placed(bundle, placement, stage_runtime.name, options))
     return dict(sorted(prepared_stages.items()))
 
 
@@ -79,90 +92,85 @@ def prepare_stage(
 
 
 def prepare_placed(
-    bundle: Bundle, placement: Mapping[int, Any], runtime: str, options: PrepareOptions
+    bundle: Bundle, placement: Mapping[int, Any], runtime_name: str, options: PrepareOptions
 ) -> Mapping[int, PreparedStage]:
     """Prepare some stages of a bundle in one runtime. Those on one device will share the tensors that are one tensor in the model."""
-    return _prepare_in(find_runtime(runtime), bundle, placement, options)
-
-
-def _prepare_in(
-    runtime: Runtime, bundle: Bundle, placement: Mapping[int, Any], options: PrepareOptions
-) -> Mapping[int, PreparedStage]:
-    """Prepare stages that share a runtime."""
+    runtime = find_runtime(runtime_name)
     if options.modules and not runtime.runs_modules:
         able = " or ".join(repr(able_runtime.name) for able_runtime in runtimes() if able_runtime.runs_modules)
         raise OptionError(f"{runtime.title} has no modules: leave out modules=True, or choose runtime={able}")
-    import_runtime(runtime.name)
+    import_runtime(runtime_name)
     devices = {stage_number: runtime.parse_device(device) for stage_number, device in placement.items()}
     return runtime.prepare(bundle, devices, options)
 
 
-def check_compile_options(
-    stage_runtimes: Sequence[Runtime], compile: Compile, compiled: str | os.PathLike[str] | None
-) -> None:
-    """Check that stages can be compiled as the caller asks, before anything is read."""
-    if compile and compiled is not None:
+def check_load_options(stage_runtimes: Sequence[Runtime], options: LoadOptions, *, processes: bool = False) -> None:
+    """Check that stages can be loaded as the caller asks, before anything is read.
+
+    processes: whether the stages run in processes of their own.
+    """
+    if options.compile and options.compiled is not None:
         raise OptionError("compile and compiled exclude each other: give one of them")
-    if compile is False and compiled is None:
-        return
-    for runtime in stage_runtimes:
+    if options.modules and options.compiles:
+        raise OptionError("modules excludes compile and compiled: a stage that runs by its modules is not compiled")
+    for runtime in stage_runtimes if options.compiles else ():
         if not runtime.compiles:
             able = " or ".join(repr(able_runtime.name) for able_runtime in runtimes() if able_runtime.compiles)
             raise OptionError(
                 f"{runtime.title} does not compile stages: leave out compile and compiled, or choose runtime={able}"
             )
-
-
-def check_stream_options(
-    stage_runtimes: Sequence[Runtime], stream: bool, device_memory: int | str | None, **excluded_options: object
-) -> int | None:
-    """Check that weights of stages can arrive while the stages run, if the caller asks for that.
-
-    The result is `device_memory` in bytes.
-    """
-    if not stream and device_memory is None:
-        return None
-    option = "stream" if device_memory is None else "device_memory"
+    if not options.stream and options.device_memory is None:
+        return
+    option = "stream" if options.device_memory is None else "device_memory"
     for runtime in stage_runtimes:
         if not runtime.streams:
             able = " or ".join(repr(able_runtime.name) for able_runtime in runtimes() if able_runtime.streams)
             raise OptionError(f"{runtime.title} does not stream weights: leave out {option}, or choose runtime={able}")
-    if device_memory is not None:
-        excluded_options["stream"] = stream
-    for option_name, value in excluded_options.items():
-        if value:
+    excluded_options = {
+        "compile": options.compile,
+        "compiled": options.compiled is not None,
+        "copy": options.copy,
+        "modules": options.modules,
+        "processes": processes,
+        "stream": options.stream and option != "stream",
+    }
+    for option_name, is_given in excluded_options.items():
+        if is_given:
             raise OptionError(f"{option} excludes {option_name}: leave out one of them")
-    try:
-        return None if device_memory is None else parse_byte_size(device_memory)
-    except ValueError as error:
-        raise OptionError(f"device_memory: {error}") from None
 
 
 @contextlib.contextmanager
-def reading_progress(bundle: Bundle, stage_numbers: Iterable[int]) -> Iterator[ByteProgress]:
+def reading_progress(
+    bundle: Bundle, stage_numbers: Iterable[int], options: LoadOptions, types: Collection[type] = ()
+) -> Iterator[PrepareOptions]:
     """Show on a terminal how many bytes of the weights of some stages are read, if that takes more than a second.
 
-    It yields a function that takes the number of further bytes that were read. Several threads may call it.
+    It yields the options for preparing these stages. Stages that are streamed are ready before their bytes are read, which are not shown.
     """
-    file_names = {file_name for stage_number in stage_numbers for file_name in bundle.stages[stage_number].weights}
+    read_stages = () if options.stream else stage_numbers
+    file_names = {file_name for stage_number in read_stages for file_name in bundle.stages[stage_number].weights}
     total_bytes = sum(bundle.files[file_name].size for file_name in file_names)
     with byte_progress(f"loading {bundle.location}", total_bytes) as count_bytes:
-        yield count_bytes
+        progress = None if options.stream else count_bytes
+        yield PrepareOptions(
+            allow_ops=options.allow_ops,
+            modules=options.modules,
+            types=types,
+            stream=options.stream,
+            device_memory=options.device_memory,
+            copy=options.copy,
+            progress=progress,
+            unchanged=progress,
+        )
 
 
 def compile_prepared(
-    bundle: Bundle,
-    prepared_stages: Mapping[int, PreparedStage],
-    compile: Compile,
-    compiled: str | os.PathLike[str] | None,
+    bundle: Bundle, prepared_stages: Mapping[int, PreparedStage], options: LoadOptions
 ) -> dict[int, PreparedStage]:
     """Return stages that run compiled as the caller asks, and the same stages if nothing is asked."""
-    check_compile_options([find_runtime(stage.runtime) for stage in prepared_stages.values()], compile, compiled)
     ready_stages = dict(prepared_stages)
-    if compile is False and compiled is None:
-        return ready_stages
-    for runtime, stages in _stages_by_runtime(prepared_stages):
-        ready_stages.update(runtime.compile_stages(bundle, stages, compile, compiled))
+    for runtime, stages in _stages_by_runtime(prepared_stages) if options.compiles else ():
+        ready_stages.update(runtime.compile_stages(bundle, stages, options.compile, options.compiled))
     return ready_stages
 
 
@@ -175,21 +183,6 @@ def finish_prepared(bundle: Bundle, stages: Mapping[int, PreparedStage], *, veri
     for runtime, runtime_stages in _stages_by_runtime(stages):
         loaded_stages.update(runtime.finish_stages(bundle, runtime_stages, verify=verify))
     return dict(sorted(loaded_stages.items()))
-
-
-def finish_pipeline(
-    bundle: Bundle,
-    stages: Mapping[int, PreparedStage],
-    types: Collection[type],
-    *,
-    verify: bool,
-    limit: ValueLimit | None = None,
-) -> Pipeline:
-    """Read the weights of all stages of a bundle, and connect them.
-
-    limit: the largest size of values; None for no limit.
-    """
-    return Pipeline(bundle, list(finish_prepared(bundle, stages, verify=verify).values()), types, limit)
 
 
 def _stages_by_runtime(stages: Mapping[int, PreparedStage]) -> Iterator[tuple[Runtime, dict[int, PreparedStage]]]:

@@ -33,8 +33,8 @@ from stagepack.cli.run_options import (
 )
 from stagepack.format.output_file import check_output_file
 from stagepack.format.reader import Bundle
-from stagepack_loaders.distributed import DEFAULT_IN_FLIGHT
 from stagepack_loaders.distributed.launch_environment import is_launched_group
+from stagepack_loaders.options import DEFAULT_IN_FLIGHT, LoadOptions, ProcessOptions, memory_bytes
 from stagepack_loaders.registry import find_runtime, import_runtime
 from stagepack_loaders.window_plan import Residency
 
@@ -67,6 +67,21 @@ class _Options:
     stream: bool
     device_memory: str | None
     as_json: bool
+
+    def load_options(self, stage_runtimes: list[str]) -> LoadOptions:
+        """Return how the stages are loaded, in this process or in others."""
+        compile_mode: Any = self.compile_mode or False
+        return LoadOptions(
+            devices=self.devices,
+            runtime=stage_runtimes,
+            allow_ops=self.allow_ops,
+            verify=self.verify,
+            copy=self.copy_weights,
+            compile=compile_mode,
+            compiled=self.compiled_folder,
+            stream=self.stream,
+            device_memory=memory_bytes(self.device_memory),
+        )
 
 
 @subcommand(
@@ -229,7 +244,7 @@ def _load_stages(
     """Load the stages one after another; return facts about each, and the stages."""
     from stagepack_loaders.base import PrepareOptions  # noqa: PLC0415 - after the arguments are checked
     from stagepack_loaders.preparation import (  # noqa: PLC0415 - the same
-        check_stream_options,
+        check_load_options,
         compile_prepared,
         open_for_loading,
         prepare_all,
@@ -241,19 +256,13 @@ def _load_stages(
     unchanged_sizes: list[int] = []
     read_files: set[tuple[str, str]] = set()  # by runtime, each of which reads a file that several stages share once
     bundle = open_for_loading(bundle, options.verify)
-    memory_bytes = check_stream_options(
-        [find_runtime(runtime_name) for runtime_name in stage_runtimes],
-        stream=options.stream,
-        device_memory=options.device_memory,
-        compile=options.compile_mode,
-        compiled=options.compiled_folder,
-        copy=options.copy_weights,
-    )
+    load_options = options.load_options(stage_runtimes)
+    check_load_options([find_runtime(runtime_name) for runtime_name in stage_runtimes], load_options)
     prepare_options = PrepareOptions(
         allow_ops=options.allow_ops,
         copy=options.copy_weights,
         stream=options.stream,
-        device_memory=memory_bytes,
+        device_memory=load_options.device_memory,
         progress=count_bytes,
         unchanged=unchanged_sizes.append,
     )
@@ -264,9 +273,8 @@ def _load_stages(
         prepared_stage = prepare_stage(bundle, stage_number, options.devices[0], stage_runtimes[0], prepare_options)
         prepared = {stage_number: prepared_stage}
     timer.end("graphs")
-    compile_mode: Any = options.compile_mode or False
-    ready = compile_prepared(bundle, prepared, compile_mode, options.compiled_folder)
-    if options.compile_mode or options.compiled_folder:
+    ready = compile_prepared(bundle, prepared, load_options)
+    if load_options.compiles:
         timer.end("compile")
     for stage_number, prepared_stage in ready.items():
         start_time = time.perf_counter()
@@ -287,14 +295,8 @@ def _load_in_processes(
         pipeline = start_processes(
             bundle,
             options.processes,
-            devices=options.devices,
-            runtimes=stage_runtimes,
-            allow_ops=options.allow_ops,
-            imports=options.imports,
-            verify=options.verify,
-            copy=options.copy_weights,
-            compile_mode=options.compile_mode or False,
-            compiled_folder=options.compiled_folder,
+            options.load_options(stage_runtimes),
+            ProcessOptions(imports=options.imports),
         )
     if pipeline is None:
         return None

@@ -15,6 +15,7 @@ from stagepack.opening import open_bundle
 from stagepack_loaders.call_limits import Limits
 from stagepack_loaders.distributed.launch_environment import is_launched_group
 from stagepack_loaders.generation.decoders import generating_entry_point
+from stagepack_loaders.options import LoadOptions, ProcessOptions
 
 if TYPE_CHECKING:
     from stagepack_loaders.base import Verify
@@ -183,15 +184,16 @@ def _load_pipeline(
         pipeline = start_processes(
             bundle,
             options.processes,
-            devices=options.devices,
-            runtimes=runtimes,
-            allow_ops=options.allow_ops,
-            imports=options.imports,
-            verify=options.verify,
-            copy=options.copy_weights,
-            compiled_folder=options.compiled_folder,
-            max_restarts=options.max_restarts,
-            limits=Limits(value_bytes=options.max_value_bytes, stall_seconds=_STALLED_DEADLINES * deadline),
+            LoadOptions(
+                devices=options.devices,
+                runtime=runtimes,
+                allow_ops=options.allow_ops,
+                verify=options.verify,
+                copy=options.copy_weights,
+                compiled=options.compiled_folder,
+            ),
+            ProcessOptions(imports=options.imports, max_restarts=options.max_restarts),
+            Limits(value_bytes=options.max_value_bytes, stall_seconds=_STALLED_DEADLINES * deadline),
         )
         if pipeline is None:
             return None

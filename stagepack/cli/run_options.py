@@ -32,12 +32,12 @@ from stagepack.format.reader import Bundle
 from stagepack.opening import split_entry_point
 from stagepack_loaders.call_limits import Limits
 from stagepack_loaders.distributed.launch_environment import is_launched_group
+from stagepack_loaders.options import LoadOptions, ProcessOptions
 from stagepack_loaders.registry import DEFAULT_RUNTIME, choose_runtime, find_runtime, import_runtime, runtime_names
 from stagepack_loaders.registry import runtimes as registered_runtimes
 from stagepack_serving.server.limits import ServerLimits
 
 if TYPE_CHECKING:
-    from stagepack_loaders.base import Verify
     from stagepack_loaders.comparison import Difference
     from stagepack_loaders.distributed.pipeline import DistributedPipeline
     from stagepack_loaders.pipeline import CallablePipeline
@@ -357,16 +357,8 @@ def processes_option(function: Callable[..., Any]) -> Callable[..., Any]:
 def start_processes(
     bundle: Bundle,
     process_count: int | None,
-    *,
-    devices: Sequence[str],
-    runtimes: Sequence[str],
-    allow_ops: Sequence[str],
-    imports: Sequence[str],
-    verify: "Verify" = "full",
-    copy: bool = False,
-    compile_mode: Any = False,
-    compiled_folder: str | None = None,
-    max_restarts: int = 0,
+    options: LoadOptions,
+    processes: ProcessOptions,
     limits: Limits | None = None,
 ) -> "DistributedPipeline | None":
     """Start processes on this machine, or take those that torchrun has started.
@@ -375,37 +367,14 @@ def start_processes(
     The result is the pipeline; None in a process that torchrun started to run stages, when the pipeline is closed.
     """
     if process_count is None:
-        from stagepack_loaders.distributed.connect import connect  # noqa: PLC0415 - imports torch
+        from stagepack_loaders.distributed.connect import connect_launched  # noqa: PLC0415 - imports torch
 
-        return connect(
-            bundle,
-            tuple(devices),
-            runtime=runtimes,
-            allow_ops=allow_ops,
-            verify=verify,
-            copy=copy,
-            compile=compile_mode,
-            compiled=compiled_folder,
-            limits=limits,
-        )
+        return connect_launched(bundle, options, processes, (), limits or Limits())
     if is_launched_group():
         raise click.UsageError("torchrun has started the processes: leave out --processes")
-    from stagepack_loaders.load import load  # noqa: PLC0415 - imports torch
+    from stagepack_loaders.load import load_in_processes  # noqa: PLC0415 - imports torch
 
-    return load(
-        bundle,
-        list(devices),
-        runtime=list(runtimes),
-        allow_ops=allow_ops,
-        verify=verify,
-        copy=copy,
-        compile=compile_mode,
-        compiled=compiled_folder,
-        processes=process_count,
-        imports=imports,
-        max_restarts=max_restarts,
-        limits=limits,
-    )
+    return load_in_processes(bundle, process_count, options, processes, (), limits or Limits())
 
 
 def trace_options(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -21,6 +21,7 @@ from stagepack.partition.cut_options import CutOptions
 from stagepack_loaders.distributed.membership import GroupOptions
 from stagepack_loaders.distributed.pipeline import DistributedPipeline
 from stagepack_loaders.distributed.routes import assign_stages
+from stagepack_loaders.options import LoadOptions, ProcessOptions
 from tests.distributed.forked_processes import ForkedProcesses
 from tests.zoo.case import Case, answers, assert_equal, other_size
 from tests.zoo.test_zoo import namespaces
@@ -95,17 +96,17 @@ def in_processes(
 ) -> Iterator[DistributedPipeline]:
     """A bundle in forked processes, one for each stage by default."""
     ranks = range(1, 1 + (processes or len(bundle.stages)))
+    process_options = ProcessOptions(
+        imports=imports, max_restarts=max_restarts, in_flight=in_flight, start_seconds=start_seconds
+    )
     options = GroupOptions(
+        load=LoadOptions(allow_ops=tuple(namespaces(bundle)), runtime=runtime),
+        processes=process_options,
         rank_of_stage=assign_stages(bundle.entry_point, ranks),
-        allow_ops=tuple(namespaces(bundle)),
-        runtime=runtime,
-        in_flight=in_flight,
-        start_seconds=start_seconds,
         stall_seconds=stall_seconds,
         is_local=True,
     )
-    group_launcher = launcher(bundle, options, imports=imports)
-    with DistributedPipeline(bundle, group_launcher, types, max_restarts) as pipeline:
+    with DistributedPipeline(bundle, launcher(bundle, options), types, process_options) as pipeline:
         yield pipeline
 
 

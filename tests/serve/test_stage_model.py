@@ -26,7 +26,7 @@ class Tensor:
 
     @classmethod
     def from_dlpack(cls, name: str, elements: Any) -> "Tensor":
-        return cls(name, torch.from_dlpack(elements))
+        return cls(name, torch.utils.dlpack.from_dlpack(elements))
 
 
 class Request(SimpleNamespace):

@@ -11,9 +11,9 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from stagepack.errors import DeviceError, GroupError, OptionError, StageLostError, first_line
 from stagepack.format.reader import Bundle
+from stagepack.opening import BundleSource
 from stagepack_loaders.base import Compile, Verify
 from stagepack_loaders.call_limits import Limits, checked_limits, value_limit
-from stagepack_loaders.distributed import DEFAULT_IN_FLIGHT
 from stagepack_loaders.distributed.front import FrontProcess
 from stagepack_loaders.distributed.launch_environment import (
     has_launcher,
@@ -29,13 +29,13 @@ from stagepack_loaders.distributed.meeting import chosen_address
 from stagepack_loaders.distributed.membership import (
     GroupOptions,
     absolute_bundle,
-    check_options,
     group_options,
     join_group,
 )
 from stagepack_loaders.distributed.pipeline import DistributedPipeline
 from stagepack_loaders.distributed.routes import FRONT_RANK, ConnectionLostError, assign_stages
 from stagepack_loaders.distributed.stage_process import end_with_parent, run_stage_process
+from stagepack_loaders.options import DEFAULT_IN_FLIGHT, LoadOptions, ProcessOptions, folder_name
 from stagepack_loaders.preparation import open_for_loading
 
 _CONNECTIONS = itertools.count()
@@ -96,12 +96,28 @@ def connect(
         ...     with pipeline:
         ...         logits = pipeline(input_ids)
     """
+    options = LoadOptions(
+        devices=devices,
+        runtime=runtime,
+        allow_ops=allow_ops,
+        verify=verify,
+        copy=copy,
+        compile=compile,
+        compiled=folder_name(compiled),
+    )
+    processes = ProcessOptions(in_flight=in_flight, microbatch_size=microbatch_size, start_seconds=start_seconds)
+    return connect_launched(bundle, options, processes, types, checked_limits(limits))
+
+
+def connect_launched(
+    bundle: BundleSource, options: LoadOptions, processes: ProcessOptions, types: Collection[type], limits: Limits
+) -> DistributedPipeline | None:
+    """See `connect`."""
     if not has_launcher():
         raise OptionError(
             "expected the environment of torchrun: run torchrun --nproc-per-node 3 SCRIPT, or use stagepack.load(..., processes=True)"
         )
-    limits = checked_limits(limits)
-    opened_bundle = absolute_bundle(open_for_loading(bundle, verify))
+    opened_bundle = absolute_bundle(open_for_loading(bundle, options.verify))
     rank, size = launched_rank(), launched_size()
     try:
         rank_of_stage = assign_stages(opened_bundle.entry_point, range(size))
@@ -109,28 +125,16 @@ def connect(
         raise GroupError(
             f"expected 1 to {len(opened_bundle.stages)} processes for {len(opened_bundle.stages)} stages, found {size}"
         ) from None
-    options = group_options(
-        devices=devices,
-        runtime=runtime,
-        allow_ops=allow_ops,
-        verify=verify,
-        copy=copy,
-        compile=compile,
-        compiled=compiled,
-        in_flight=in_flight,
-        limits=limits,
-        start_seconds=start_seconds,
-    )
-    options = structs.replace(options, rank_of_stage=rank_of_stage, address=chosen_address(launched_address()))
-    check_options(options, microbatch_size=microbatch_size)
-    store = launched_store(rank, start_seconds)
+    group = group_options(options, processes, limits)
+    group = structs.replace(group, rank_of_stage=rank_of_stage, address=chosen_address(launched_address()))
+    store = launched_store(rank, processes.start_seconds)
     if rank == FRONT_RANK:
         limit = value_limit(opened_bundle, limits)
-        launcher = _TorchrunLauncher(opened_bundle, store, size, options)
-        return DistributedPipeline(opened_bundle, launcher, types, microbatch_size=microbatch_size, limit=limit)
+        launcher = _TorchrunLauncher(opened_bundle, store, size, group)
+        return DistributedPipeline(opened_bundle, launcher, types, processes, limit)
     if is_torchrun():
         end_with_parent(os.getppid())
-    run_stage_process(opened_bundle, store, rank, size, options)
+    run_stage_process(opened_bundle, store, rank, size, group)
     return None
 
 

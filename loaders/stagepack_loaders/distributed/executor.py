@@ -274,7 +274,7 @@ class ProcessExecutor(Executor):
             run_example()
             self.reset_state()
         # Each process has memory of its own for an input, also where two share theirs here.
-        self.written_inputs = frozenset(name for facts in self.stage_facts for name in facts.written_inputs)
+        self.written_inputs = frozenset().union(*(facts.written_inputs for facts in self.stage_facts))
         self._is_state_lost = self._has_state and not is_first_start
         self._has_started = True
 

@@ -116,7 +116,7 @@ class FrontProcess:
         self._membership = membership
         self._group = membership.group
         self._report_loss = report_loss
-        in_flight = membership.options.in_flight
+        in_flight = membership.options.processes.in_flight
         self._places = threading.BoundedSemaphore(in_flight)  # further requests wait
         self._sent_messages = SentMessages()
         # Held while a message is sent, so that all processes get the messages in one order. The last reference to the pipeline may go in

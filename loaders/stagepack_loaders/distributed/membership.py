@@ -6,12 +6,12 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import msgspec
-from msgspec import Struct
+from msgspec import Struct, structs
 from torch.distributed.distributed_c10d import Store
 
 from stagepack.errors import OptionError, StagepackError
@@ -19,9 +19,8 @@ from stagepack.format.aliasing import written_inputs
 from stagepack.format.chunks import ByteProgress
 from stagepack.format.reader import Bundle
 from stagepack.terminal import byte_progress
-from stagepack_loaders.base import Compile, LoadedStage, PreparedStage, PrepareOptions, Verify
+from stagepack_loaders.base import LoadedStage, PreparedStage, PrepareOptions
 from stagepack_loaders.call_limits import Limits
-from stagepack_loaders.distributed import DEFAULT_IN_FLIGHT
 from stagepack_loaders.distributed.local_links import LinkListener, LocalLinks, connect_links, find_local_routes
 from stagepack_loaders.distributed.meeting import (
     Members,
@@ -34,6 +33,7 @@ from stagepack_loaders.distributed.meeting import (
 from stagepack_loaders.distributed.process_group import LOOPBACK, ProcessGroup, host_name
 from stagepack_loaders.distributed.routes import FRONT_RANK, Route, find_routes, stages_of_rank
 from stagepack_loaders.distributed.status import ErrorReport, rebuild_error, report_error, stages_text
+from stagepack_loaders.options import LoadOptions, ProcessOptions
 from stagepack_loaders.placement import place_stages
 from stagepack_loaders.preparation import compile_prepared, open_for_loading, prepare_stage, runtime_of_each_stage
 from stagepack_loaders.registry import find_runtime
@@ -50,24 +50,18 @@ class GroupOptions(Struct, frozen=True, kw_only=True):
     """How a pipeline is distributed, alike in all its processes; see `stagepack.load`.
 
     Attributes:
+        load: how the stages are loaded.
+        processes: how the processes run.
         rank_of_stage: the process that runs each stage; empty before it is known, see `over_processes`.
-        start_seconds: how long to wait for the other processes to come.
         stall_seconds: after how long without an answer a process is taken for lost; None for never.
         is_local: all processes are on this machine, and listen on its loopback interface alone.
         address: where they are not, the address of the machine of this process, by which the others reach it; None for that of the name
             of its host. The one option that is not alike in all processes.
     """
 
+    load: LoadOptions = LoadOptions()
+    processes: ProcessOptions = ProcessOptions()
     rank_of_stage: tuple[int, ...] = ()
-    devices: tuple[str, ...] = ("cpu",)
-    runtime: str | tuple[str, ...] = "torch"
-    allow_ops: tuple[str, ...] = ()
-    verify: Verify = "full"
-    copy: bool = False
-    compile: Compile = False
-    compiled: str | None = None
-    in_flight: int = DEFAULT_IN_FLIGHT
-    start_seconds: float = 60.0
     stall_seconds: float | None = None
     is_local: bool = False
     address: str | None = None
@@ -120,49 +114,19 @@ def absolute_bundle(bundle: Bundle) -> Bundle:
     return absolute
 
 
-def group_options(
-    *,
-    devices: Iterable[object],
-    runtime: str | Iterable[str],
-    allow_ops: Iterable[str],
-    verify: Verify,
-    copy: bool,
-    compile: Compile,
-    compiled: str | os.PathLike[str] | None,
-    in_flight: int,
-    limits: Limits,
-    start_seconds: float = 60.0,
-) -> GroupOptions:
-    """Return options as callers give them; which processes there are is not known yet."""
-    return GroupOptions(
-        devices=tuple(map(str, devices)),
-        runtime=runtime if isinstance(runtime, str) else tuple(runtime),
-        allow_ops=tuple(allow_ops),
-        verify=verify,
-        copy=copy,
-        compile=compile,
-        compiled=None if compiled is None else os.path.abspath(compiled),
-        in_flight=in_flight,
-        stall_seconds=limits.stall_seconds,
-        start_seconds=start_seconds,
+def group_options(load: LoadOptions, processes: ProcessOptions, limits: Limits) -> GroupOptions:
+    """Return options as processes can read them; which processes there are is not known yet."""
+    load = structs.replace(
+        load,
+        devices=[str(device) for device in load.devices],
+        allow_ops=list(load.allow_ops),
+        compiled=None if load.compiled is None else os.path.abspath(load.compiled),
     )
-
-
-def check_options(options: GroupOptions, max_restarts: int = 0, microbatch_size: int | None = None) -> None:
-    """Check options that callers give, before a process is started."""
+    options = GroupOptions(load=load, processes=processes, stall_seconds=limits.stall_seconds)
     try:
-        msgspec.convert(msgspec.to_builtins(options), GroupOptions)
+        return msgspec.convert(msgspec.to_builtins(options), GroupOptions)
     except (msgspec.ValidationError, TypeError) as error:
         raise OptionError(str(error)) from None
-    for name, value, least in (
-        ("in_flight", options.in_flight, 1),
-        ("max_restarts", max_restarts, 0),
-        ("microbatch_size", 1 if microbatch_size is None else microbatch_size, 1),
-    ):
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise OptionError(f"{name}: expected a number of at least {least}, found {value!r}")
-    if not options.start_seconds > 0:
-        raise OptionError(f"start_seconds: expected more than 0 seconds, found {options.start_seconds!r}")
 
 
 def join_group(
@@ -171,7 +135,7 @@ def join_group(
     """Meet the other processes, load the stages of this one, and connect."""
     with contextlib.closing(LinkListener()) as listener:
         # The front gives up first, and names the processes that are missing.
-        seconds = options.start_seconds + (0.0 if rank == FRONT_RANK else _FURTHER_SECONDS)
+        seconds = options.processes.start_seconds + (0.0 if rank == FRONT_RANK else _FURTHER_SECONDS)
         identity = own_identity(bundle, listener.name, LOOPBACK if options.is_local else options.address)
         identities = exchange_reports(store, "identity", rank, size, identity, seconds=seconds, check=check)
         check_identities(identities)
@@ -220,21 +184,20 @@ def _load_stages(
     bundle: Bundle, rank: int, options: GroupOptions, progress: ByteProgress
 ) -> tuple[dict[int, LoadedStage], list[StageFacts]]:
     """Load the stages of a process; no file of others is read."""
-    runtimes = runtime_of_each_stage(options.runtime, bundle)
-    devices = place_stages(bundle.entry_point, options.devices)
-    bundle = open_for_loading(bundle, options.verify)
-    prepare_options = PrepareOptions(
-        allow_ops=options.allow_ops, copy=options.copy, progress=progress, unchanged=progress
-    )
+    load = options.load
+    runtimes = runtime_of_each_stage(load.runtime, bundle)
+    devices = place_stages(bundle.entry_point, load.devices)
+    bundle = open_for_loading(bundle, load.verify)
+    prepare_options = PrepareOptions(allow_ops=load.allow_ops, copy=load.copy, progress=progress, unchanged=progress)
     prepared_stages: dict[int, PreparedStage] = {
         number: prepare_stage(bundle, number, devices[number], runtimes[number].name, prepare_options)
         for number in stages_of_rank(options.rank_of_stage, rank)
     }
-    ready_stages = compile_prepared(bundle, prepared_stages, options.compile, options.compiled)
+    ready_stages = compile_prepared(bundle, prepared_stages, load)
     stages, facts = {}, []
     for number, prepared_stage in ready_stages.items():
         start_time = time.perf_counter()
-        stages[number] = stage = prepared_stage.finish(verify=options.verify == "full")
+        stages[number] = stage = prepared_stage.finish(verify=load.verify == "full")
         seconds = time.perf_counter() - start_time
         file_names = find_runtime(stage.runtime).stage_files(bundle, number)
         facts.append(

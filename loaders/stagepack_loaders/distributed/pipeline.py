@@ -24,6 +24,7 @@ from stagepack_loaders.call_limits import ValueLimit
 from stagepack_loaders.distributed.executor import GroupLauncher, ProcessExecutor, SubmitValues
 from stagepack_loaders.distributed.meeting import StageFacts
 from stagepack_loaders.distributed.status import ProcessStatus
+from stagepack_loaders.options import ProcessOptions
 from stagepack_loaders.pipeline import CallablePipeline
 
 
@@ -122,17 +123,17 @@ class DistributedPipeline(CallablePipeline):
         bundle: Bundle,
         launcher: GroupLauncher,
         types: Collection[type] = (),
-        max_restarts: int = 0,
-        microbatch_size: int | None = None,
+        options: ProcessOptions = ProcessOptions(),  # noqa: B008 - frozen
         limit: ValueLimit | None = None,
     ) -> None:
-        super().__init__(bundle, ProcessExecutor(bundle, launcher, max_restarts, self._run_example), types, limit)
+        executor = ProcessExecutor(bundle, launcher, options.max_restarts, self._run_example)
+        super().__init__(bundle, executor, types, limit)
         self.executor.start()
         # At the end of this process, too, whose threads must not wait for the other processes then.
         weakref.finalize(self, self.executor.end)
-        if microbatch_size is not None:
+        if options.microbatch_size is not None:
             try:
-                self.executor.divide = Microbatches(bundle, self, microbatch_size).submit
+                self.executor.divide = Microbatches(bundle, self, options.microbatch_size).submit
             except BaseException:
                 self.close()
                 raise

@@ -5,7 +5,7 @@ import os
 import subprocess
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from typing import Any, Generic, TypeVar
 
 from msgspec import structs
@@ -17,7 +17,7 @@ from stagepack_loaders.call_limits import ValueLimit
 from stagepack_loaders.distributed import stage_process
 from stagepack_loaders.distributed.front import FrontProcess
 from stagepack_loaders.distributed.meeting import find_lost_connection, find_start_error
-from stagepack_loaders.distributed.membership import GroupOptions, absolute_bundle, check_options, join_group
+from stagepack_loaders.distributed.membership import GroupOptions, absolute_bundle, join_group
 from stagepack_loaders.distributed.pipeline import DistributedPipeline
 from stagepack_loaders.distributed.process_group import host_name, open_store
 from stagepack_loaders.distributed.routes import FRONT_RANK, ConnectionLostError, assign_stages, stages_of_rank
@@ -38,10 +38,9 @@ _END_SECONDS = 5.0
 class ProcessLauncher(ABC, Generic[Handle]):
     """Starts a group of processes of which this one is the front, and runs no stages. The `GroupLauncher` of `DistributedPipeline`."""
 
-    def __init__(self, bundle: Bundle, options: GroupOptions, *, imports: Sequence[str] = ()) -> None:
+    def __init__(self, bundle: Bundle, options: GroupOptions) -> None:
         self._bundle = bundle
         self._options = options
-        self._imports = tuple(imports)
         self._size = max(options.rank_of_stage) + 1
         self._processes: dict[int, Handle] = {}
         self._hosts: dict[int, str] = {}
@@ -99,7 +98,6 @@ class ProcessLauncher(ABC, Generic[Handle]):
     def _describe(self, rank: int, store: Any) -> ProcessDescription:
         return ProcessDescription(
             bundle=f"{self._bundle.path}{self._bundle.fragment}",
-            imports=self._imports,
             rank=rank,
             size=self._size,
             host=store.host,
@@ -190,22 +188,12 @@ class LocalLauncher(ProcessLauncher["subprocess.Popen[bytes]"]):
 
 
 def start_local_pipeline(
-    bundle: Bundle,
-    process_count: int,
-    options: GroupOptions,
-    *,
-    types: Collection[type],
-    imports: Sequence[str],
-    max_restarts: int,
-    microbatch_size: int | None,
-    limit: ValueLimit | None,
+    bundle: Bundle, process_count: int, options: GroupOptions, types: Collection[type], limit: ValueLimit | None
 ) -> DistributedPipeline:
     """Start processes of stages on this machine, and return the pipeline over them; see `stagepack.load`."""
     bundle = absolute_bundle(bundle)
-    check_options(options, max_restarts, microbatch_size)
-    stage_devices = place_stages(bundle.entry_point, options.devices)
-    for runtime, device in zip(runtime_of_each_stage(options.runtime, bundle), stage_devices, strict=True):
+    stage_devices = place_stages(bundle.entry_point, options.load.devices)
+    for runtime, device in zip(runtime_of_each_stage(options.load.runtime, bundle), stage_devices, strict=True):
         runtime.parse_device(device)
     local_options = over_processes(bundle, process_count, structs.replace(options, is_local=True))
-    launcher = LocalLauncher(bundle, local_options, imports=imports)
-    return DistributedPipeline(bundle, launcher, types, max_restarts, microbatch_size, limit)
+    return DistributedPipeline(bundle, LocalLauncher(bundle, local_options), types, options.processes, limit)

@@ -10,7 +10,7 @@ from stagepack.format.graph import value_bytes
 from stagepack.format.manifest import Edge
 from stagepack.format.reader import Bundle
 from stagepack.format.shapes import example_sizes
-from stagepack_loaders.distributed import DEFAULT_IN_FLIGHT
+from stagepack_loaders.options import DEFAULT_IN_FLIGHT
 from stagepack_loaders.placement import place_stages
 
 # Measured: a process of stages has 160 MB of private memory besides its weights, one that has used CUDA about 2 GB; it keeps at most

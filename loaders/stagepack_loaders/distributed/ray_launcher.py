@@ -20,8 +20,7 @@ from stagepack.errors import GroupError, OptionError
 from stagepack.format.reader import Bundle
 from stagepack_loaders.base import Compile, Verify
 from stagepack_loaders.call_limits import Limits, checked_limits, value_limit
-from stagepack_loaders.distributed import DEFAULT_IN_FLIGHT
-from stagepack_loaders.distributed.membership import GroupOptions, absolute_bundle, check_options, group_options
+from stagepack_loaders.distributed.membership import GroupOptions, absolute_bundle, group_options
 from stagepack_loaders.distributed.pipeline import DistributedPipeline
 from stagepack_loaders.distributed.process_group import LOOPBACK, host_name, open_store
 from stagepack_loaders.distributed.process_launcher import ProcessLauncher, over_processes
@@ -33,6 +32,7 @@ from stagepack_loaders.distributed.stage_process import (
     run_process,
 )
 from stagepack_loaders.distributed.status import ProcessEnd
+from stagepack_loaders.options import DEFAULT_IN_FLIGHT, LoadOptions, ProcessOptions, folder_name
 from stagepack_loaders.placement import place_stages
 from stagepack_loaders.preparation import open_for_loading
 
@@ -76,10 +76,8 @@ class _StartedActor:
 class RayLauncher(ProcessLauncher[_StartedActor]):
     """Starts a group of Ray actors, of which this process is the front, and runs no stages."""
 
-    def __init__(
-        self, bundle: Bundle, options: GroupOptions, resources: Sequence[dict[str, float]], *, imports: Sequence[str]
-    ) -> None:
-        super().__init__(bundle, options, imports=imports)
+    def __init__(self, bundle: Bundle, options: GroupOptions, resources: Sequence[dict[str, float]]) -> None:
+        super().__init__(bundle, options)
         self._resources = resources
         self._placement: Any = None
         self._addresses: dict[int, str] = {}
@@ -99,10 +97,10 @@ class RayLauncher(ProcessLauncher[_StartedActor]):
 
     def _start_processes(self) -> Any:
         self._placement = placement = placement_group(list(self._resources), strategy="PACK")
-        if not placement.wait(self._options.start_seconds):
+        if not placement.wait(self._options.processes.start_seconds):
             raise GroupError(
                 f"expected Ray to place {len(self._resources)} actors, which need {_resources_text(self._resources)}, within "
-                f"{self._options.start_seconds:g} s; free are {_free_text()}: add nodes, or ask for less"
+                f"{self._options.processes.start_seconds:g} s; free are {_free_text()}: add nodes, or ask for less"
             )
         for rank in self._started_ranks:
             self._processes[rank] = _StartedActor(self._make_actor(rank))
@@ -129,7 +127,8 @@ class RayLauncher(ProcessLauncher[_StartedActor]):
 
     def _locate_nodes(self) -> set[str]:
         """Find out where the actors are; return the numbers of their nodes at Ray."""
-        deadline = time.monotonic() + self._options.start_seconds
+        seconds = self._options.processes.start_seconds
+        deadline = time.monotonic() + seconds
         results = {rank: started.actor.locate.remote() for rank, started in self._processes.items()}
         nodes = set()
         for rank, result in results.items():
@@ -139,7 +138,7 @@ class RayLauncher(ProcessLauncher[_StartedActor]):
                 )
             except GetTimeoutError:
                 raise GroupError(
-                    f"expected {len(results)} actors within {self._options.start_seconds:g} s, that of rank {rank} has not started"
+                    f"expected {len(results)} actors within {seconds:g} s, that of rank {rank} has not started"
                 ) from None
             except RayError as error:
                 end = _actor_end(error)
@@ -237,25 +236,29 @@ def launch(
         ...     logits = pipeline(input_ids)
     """
     limits = checked_limits(limits)
-    opened_bundle = absolute_bundle(open_for_loading(bundle, verify))
-    if opened_bundle.source is not None and opened_bundle.source.url is None:
-        raise OptionError(
-            f"{opened_bundle.location}: expected a bundle without storage_options, which actors do not get: give credentials by the "
-            "environment of each node, or copy the bundle to each node (stagepack pull)"
-        )
-    options = group_options(
+    load_options = LoadOptions(
         devices=devices,
         runtime=runtime,
         allow_ops=allow_ops,
         verify=verify,
         copy=copy,
         compile=compile,
-        compiled=compiled,
+        compiled=folder_name(compiled),
+    )
+    process_options = ProcessOptions(
+        imports=imports,
+        max_restarts=max_restarts,
         in_flight=in_flight,
-        limits=limits,
+        microbatch_size=microbatch_size,
         start_seconds=start_seconds,
     )
-    check_options(options, max_restarts, microbatch_size)
+    opened_bundle = absolute_bundle(open_for_loading(bundle, verify))
+    if opened_bundle.source is not None and opened_bundle.source.url is None:
+        raise OptionError(
+            f"{opened_bundle.location}: expected a bundle without storage_options, which actors do not get: give credentials by the "
+            "environment of each node, or copy the bundle to each node (stagepack pull)"
+        )
+    options = group_options(load_options, process_options, limits)
     process_count = len(opened_bundle.stages) if processes is None else processes
     options = over_processes(opened_bundle, process_count, options)
     if ray_client.is_connected():
@@ -269,19 +272,19 @@ def launch(
         for rank in sorted(set(options.rank_of_stage))
     ]
     limit = value_limit(opened_bundle, limits)
-    launcher = RayLauncher(opened_bundle, options, resources, imports=imports)
-    return DistributedPipeline(opened_bundle, launcher, types, max_restarts, microbatch_size, limit)
+    launcher = RayLauncher(opened_bundle, options, resources)
+    return DistributedPipeline(opened_bundle, launcher, types, process_options, limit)
 
 
 def _resources_of_process(
     bundle: Bundle, options: GroupOptions, rank: int, cpus: float, gpus: float, memory: int | None
 ) -> dict[str, float]:
     """What Ray reserves for a process, without the resources of which it needs none."""
-    stage_devices = place_stages(bundle.entry_point, options.devices)
+    stage_devices = place_stages(bundle.entry_point, options.load.devices)
     used_devices = {stage_devices[number] for number, owner in enumerate(options.rank_of_stage) if owner == rank}
     if memory is None:
         memory = estimate_memory(
-            bundle, options.rank_of_stage, rank, devices=options.devices, in_flight=options.in_flight
+            bundle, options.rank_of_stage, rank, devices=options.load.devices, in_flight=options.processes.in_flight
         ).total
     needs_gpu = any(device.partition(":")[0] != "cpu" for device in used_devices)
     resources = {"CPU": cpus, "GPU": gpus if needs_gpu else 0.0, "memory": float(memory)}

@@ -57,13 +57,11 @@ class ProcessDescription(Struct, frozen=True, kw_only=True):
 
     Attributes:
         bundle: the folder of the bundle, or its URL with its `digest`.
-        imports: the modules to import first.
         host: the address of the store of the group, which has the `port`.
         parent: the process that has started it on this machine, with which it ends; 0 if there is none.
     """
 
     bundle: str
-    imports: tuple[str, ...]
     rank: int
     size: int
     host: str
@@ -92,7 +90,7 @@ def run_process(description: ProcessDescription) -> None:
     except DistError:  # the front has gone
         sys.exit(LOST_STATUS)
     try:
-        for module_name in description.imports:
+        for module_name in description.options.processes.imports:
             importlib.import_module(module_name)
         bundle = open_bundle(description.bundle, digest=description.digest)
     except Exception as error:  # noqa: BLE001 - an imported module raises anything

@@ -1,0 +1,128 @@
+"""How a bundle is loaded, and how its processes run: the keywords of `stagepack.load`, made once, handed on whole."""
+
+import os
+from collections.abc import Collection, Sequence
+from typing import Any, Final, TypedDict
+
+from msgspec import Struct
+
+from stagepack.errors import OptionError
+from stagepack.format.dtypes import parse_byte_size
+from stagepack.opening import TrustedSigners
+from stagepack_loaders.base import Compile, Verify
+from stagepack_loaders.call_limits import Limits
+from stagepack_loaders.registry import DEFAULT_RUNTIME
+
+# The largest number of requests on their way through the stages, unless the caller names another.
+DEFAULT_IN_FLIGHT: Final = 16
+
+
+class LoadKeywords(TypedDict, total=False):
+    """The keywords that `stagepack.load` and `stagepack.load_stage` share, for their overloads."""
+
+    types: Collection[type]
+    allow_ops: Collection[str]
+    verify: Verify
+    require_signature: TrustedSigners | None
+    copy: bool
+    compile: Compile
+    compiled: str | os.PathLike[str] | None
+
+
+class LoadOptions(Struct, frozen=True, kw_only=True):
+    """How stages are loaded, in this process or in others; see `stagepack.load`.
+
+    Attributes:
+        devices: the device of each stage, in order; with fewer devices, consecutive stages share one.
+        runtime: the name of the runtime, or one for each stage.
+        allow_ops: operators that may run, though they do not by default.
+        verify: how much is compared with the digests of the manifest.
+        copy: read weights into memory of the process.
+        compile: how stages are compiled at the first call.
+        compiled: a folder with native code that is run.
+        stream: compute while weights are read; only in this process.
+        device_memory: the largest number of bytes of weights on each device; only in this process.
+        modules: run by calls of the modules of the model; only a stage alone.
+    """
+
+    devices: Sequence[Any] = ("cpu",)
+    runtime: str | Sequence[str] = DEFAULT_RUNTIME
+    allow_ops: Collection[str] = ()
+    verify: Verify = "full"
+    copy: bool = False
+    compile: Compile = False
+    compiled: str | None = None
+    stream: bool = False
+    device_memory: int | None = None
+    modules: bool = False
+
+    @property
+    def compiles(self) -> bool:
+        """Whether stages run compiled."""
+        return self.compile is not False or self.compiled is not None
+
+
+def device_list(devices: Any, device: Any = None) -> list[Any]:
+    """Return the devices that a caller names: one, or several, or in the way of other libraries as `device`; the CPU by default."""
+    if device is not None:
+        if devices is not None:
+            raise OptionError("device, devices: expected one of them: device is that of all stages")
+        devices = device
+    if devices is None:
+        return ["cpu"]
+    return list(devices) if isinstance(devices, Sequence) and not isinstance(devices, str) else [devices]
+
+
+def memory_bytes(device_memory: int | str | None) -> int | None:
+    """Return the memory for weights that a caller names, in bytes."""
+    try:
+        return None if device_memory is None else parse_byte_size(device_memory)
+    except ValueError as error:
+        raise OptionError(f"device_memory: {error}") from None
+
+
+def folder_name(compiled: str | os.PathLike[str] | None) -> str | None:
+    """Return the name of a folder that a caller names."""
+    return None if compiled is None else os.fspath(compiled)
+
+
+class ProcessOptions(Struct, frozen=True, kw_only=True):
+    """How the processes of a pipeline run; see `stagepack.load`.
+
+    Attributes:
+        imports: modules that each process imports first.
+        max_restarts: how often all processes are started again after one was lost.
+        in_flight: the largest number of requests on their way.
+        microbatch_size: the largest number of rows of a batch on its way; None to leave batches whole.
+        start_seconds: how long to wait for the processes to come.
+    """
+
+    imports: Sequence[str] = ()
+    max_restarts: int = 0
+    in_flight: int = DEFAULT_IN_FLIGHT
+    microbatch_size: int | None = None
+    start_seconds: float = 60.0
+
+    def __post_init__(self) -> None:
+        """Check what callers give, before a process is started."""
+        if isinstance(self.imports, str):
+            raise OptionError(f"imports: expected a sequence of modules, found {self.imports!r}")
+        for option_name, value, least in (
+            ("in_flight", self.in_flight, 1),
+            ("max_restarts", self.max_restarts, 0),
+            ("microbatch_size", 1 if self.microbatch_size is None else self.microbatch_size, 1),
+        ):
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise OptionError(f"{option_name}: expected a number of at least {least}, found {value!r}")
+        if not self.start_seconds > 0:
+            raise OptionError(f"start_seconds: expected more than 0 seconds, found {self.start_seconds!r}")
+
+
+def refuse_process_options(options: ProcessOptions, limits: Limits) -> None:
+    """Refuse options that only stages in processes of their own have."""
+    default = ProcessOptions()
+    changed = [field for field in options.__struct_fields__ if getattr(options, field) != getattr(default, field)]
+    if limits.stall_seconds is not None:
+        changed.append("stall_seconds")
+    if changed:
+        raise OptionError(f"{changed[0]}: only stages in processes of their own have it: give processes=True")
