@@ -41,11 +41,7 @@ def default_cache_folder() -> Path:
 
 
 class PartFile:
-    """A file that is being downloaded. One process at a time holds it; the others wait until it is complete or given up.
-
-    Attributes:
-        path: the path of the ``.part`` file.
-    """
+    """A file ``.part`` that is being downloaded. One process at a time holds it; the others wait until it is complete or given up."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -100,10 +96,7 @@ class PartFile:
         write_at(self._descriptor, content, start)
 
     def complete(self, size: int, target: Path) -> None:
-        """Give the file its final name, after its bytes are on disk.
-
-        size: the size of the file in bytes.
-        """
+        """Give the file its final name, after its bytes are on disk."""
         os.ftruncate(self._descriptor, size)
         os.fsync(self._descriptor)
         self.path.rename(target)
@@ -120,9 +113,8 @@ class Cache:
         self.folder = folder
         self._files = folder / "files"
         try:
-            folder.mkdir(
-                mode=0o755, parents=True, exist_ok=True
-            )  # of this user: it holds records of what was verified, too
+            # Others must not write there: it holds records of what was verified, too.
+            folder.mkdir(mode=0o755, parents=True, exist_ok=True)
             self._files.mkdir(exist_ok=True)
         except OSError as error:
             raise WriteError(
@@ -162,9 +154,9 @@ class Cache:
         return self.folder / "locations" / digest
 
     def use(self, digest: str, location: str) -> int | None:
-        """Note that this process uses a bundle: it is not removed from the cache before the descriptor is closed.
+        """Note that this process uses a bundle: it is not removed from the cache before the returned descriptor is closed.
 
-        The result is the descriptor; None if the bundle is not in the cache, because another process has just removed it.
+        The result is None if the bundle is not in the cache, because another process has just removed it.
         """
         folder = self.bundle_folder(digest)
         with self.errors():
@@ -261,19 +253,12 @@ def is_complete(path: Path, entry: File) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CachedBundle:
-    """A bundle in the cache.
-
-    Attributes:
-        digest: its digest.
-        location: the URL that it was opened at last.
-        byte_count: the size of its files that are there; bundles may share some.
-        used_at: when it was opened last, in seconds since the epoch.
-    """
+    """A bundle in the cache."""
 
     digest: str
-    location: str
-    byte_count: int
-    used_at: float
+    location: str  # the URL that it was opened at last
+    byte_count: int  # of its files that are there; bundles may share some
+    used_at: float  # when it was opened last, in seconds since the epoch
 
 
 def cached_bundles(cache: Cache) -> list[CachedBundle]:

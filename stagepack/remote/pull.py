@@ -8,9 +8,9 @@ import contextlib
 import os
 import shutil
 import stat
-import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Final
@@ -28,10 +28,10 @@ from stagepack.format.file_writing import synchronize
 from stagepack.format.reader import Bundle
 from stagepack.format.rules import MANIFEST_NAME, SIGNATURE_NAME, rule_error
 from stagepack.remote.cache import Cache, PartFile, cached_bundles, is_complete
-from stagepack.remote.download import Download, DownloadObserver, FileDownload, FileStream, Tries
-from stagepack.remote.hub import open_hub_store
-from stagepack.remote.hub_snapshot import HubSnapshot, find_snapshot, is_offline
-from stagepack.remote.store import FetchError, FsspecStore, HttpStore, MissingFileError, RemoteStore
+from stagepack.remote.download import Download, FileDownload, read_small
+from stagepack.remote.hub import HubSnapshot, find_snapshot, is_offline, open_hub_store
+from stagepack.remote.store import FsspecStore, HttpStore, MissingFileError, RemoteStore
+from stagepack.remote.stream import Arrivals, FileStream
 from stagepack.remote.url import HUB_SCHEME, WEB_SCHEMES, BundleUrl
 from stagepack.terminal import byte_progress
 
@@ -40,12 +40,7 @@ _BATCH_FILES: Final = 64
 
 
 class RemoteFiles:
-    """Downloads files into the folder of a bundle in the cache: a `stagepack.format.bundle_files.FileSource`.
-
-    Attributes:
-        location: the URL of the bundle, for messages.
-        url: the URL that opens it, which may have secrets; None if it needs options too.
-    """
+    """Downloads files into the folder of a bundle in the cache: a `stagepack.format.bundle_files.FileSource`."""
 
     def __init__(
         self, location: str, url: str | None, cache: Cache, folder: Path, open_store: Callable[[], RemoteStore]
@@ -60,15 +55,15 @@ class RemoteFiles:
     def _store(self) -> RemoteStore:
         return self._open_store()
 
-    def fetch(self, entries: Sequence[File], observer: DownloadObserver | None = None) -> None:
+    def fetch(self, entries: Sequence[File], arrivals: Arrivals | None = None) -> None:
         """Download the files that neither the folder nor the cache has; wait for those that other processes download."""
-        self._tell_complete(entries, observer)
+        self._tell_complete(entries, arrivals)
         while missing := [entry for entry in entries if not is_complete(self._folder / entry.name, entry)]:
             # Files of the same content come one after the other.
             distinct = list({entry.blake3: entry for entry in reversed(missing)}.values())[::-1]
             for first in range(0, len(distinct), _BATCH_FILES):
-                self._fetch_batch(distinct[first : first + _BATCH_FILES], observer)
-            self._tell_complete(entries, observer)
+                self._fetch_batch(distinct[first : first + _BATCH_FILES], arrivals)
+            self._tell_complete(entries, arrivals)
 
     def stream(self, entries: Sequence[File]) -> FileStream:
         """Begin to download files; return a handle that reads them while they arrive."""
@@ -76,19 +71,12 @@ class RemoteFiles:
 
     def read_signature(self) -> bytes | None:
         """Download the signature file; None if there is none. It may be replaced at the URL, so it is not kept in the cache."""
-        tries = Tries(f"{self.location}/{SIGNATURE_NAME}", threading.Event())
-        while True:
-            try:
-                content = self._store.read_small(SIGNATURE_NAME, limits.SIGNATURE_BYTES)
-            except MissingFileError:
-                return None
-            except FetchError as error:
-                tries.failed(error)
-            else:
-                break
+        try:
+            content = read_small(self._store, self.location, SIGNATURE_NAME, limits.SIGNATURE_BYTES)
+        except MissingFileError:
+            return None
         if len(content) > limits.SIGNATURE_BYTES:
-            message = f"expected at most {limits.SIGNATURE_BYTES} bytes, found more"
-            raise rule_error("L1", SIGNATURE_NAME, message)
+            raise rule_error("L1", SIGNATURE_NAME, f"expected at most {limits.SIGNATURE_BYTES} bytes, found more")
         return content
 
     def discard(self, entries: Sequence[File]) -> None:
@@ -97,45 +85,38 @@ class RemoteFiles:
             for entry in entries:
                 self._cache.discard(entry, self._folder)
 
-    def _fetch_batch(self, entries: Sequence[File], observer: DownloadObserver | None) -> None:
+    def _fetch_batch(self, entries: Sequence[File], arrivals: Arrivals | None) -> None:
         with contextlib.ExitStack() as locks:
             parts = self._lock_missing(entries, locks)
-            self._tell_complete(entries, observer)
+            self._tell_complete(entries, arrivals)
             if not parts:
                 return
+            on_chunk = _ignore if arrivals is None else arrivals.arrived
             downloads = [
-                FileDownload(
-                    entry=entry,
-                    part=parts[entry.blake3],
-                    on_chunk=partial(_ignore if observer is None else observer.arrived, entry),
-                )
+                FileDownload(entry=entry, part=parts[entry.blake3], on_chunk=partial(on_chunk, entry))
                 for entry in entries
                 if entry.blake3 in parts
             ]
             total_bytes = sum(download.entry.size for download in downloads)
             self._cache.check_free_bytes(total_bytes - sum(part.disk_bytes for part in parts.values()))
-            display = (
-                byte_progress(f"downloading {self.location}", total_bytes)
-                if observer is None
-                else contextlib.nullcontext(_ignore)
-            )
+            is_shown = arrivals is None
+            display = byte_progress(f"downloading {self.location}", total_bytes) if is_shown else nullcontext(_ignore)
             with display as progress, self._cache.errors():
                 download = Download(self._store, self.location, progress)
-                if observer is not None:
+                if arrivals is not None:
                     for file_download in downloads:
-                        observer.opened(file_download.entry, parts[file_download.entry.blake3].path)
-                    observer.began(download.cancel)
+                        arrivals.opened(file_download.entry, file_download.part.path)
+                    arrivals.began(download.cancel)
                 with contextlib.closing(download.run(downloads)) as completed_files:
                     for file_download in completed_files:
-                        part = parts[file_download.entry.blake3]
-                        self._cache.add(file_download.entry, self._folder, part)
-                        part.close()  # processes that wait for this file need not wait for the others
+                        self._cache.add(file_download.entry, self._folder, file_download.part)
+                        file_download.part.close()  # processes that wait for this file need not wait for the others
 
-    def _tell_complete(self, entries: Sequence[File], observer: DownloadObserver | None) -> None:
-        if observer is not None:
+    def _tell_complete(self, entries: Sequence[File], arrivals: Arrivals | None) -> None:
+        if arrivals is not None:
             for entry in entries:
                 if is_complete(self._folder / entry.name, entry):
-                    observer.completed(entry, self._folder / entry.name)
+                    arrivals.completed(entry, self._folder / entry.name)
 
     def _lock_missing(self, entries: Sequence[File], locks: contextlib.ExitStack) -> dict[str, PartFile]:
         """Lock the files that must be downloaded; return them by their digests."""
@@ -196,21 +177,21 @@ def _open_manifest(
     url: BundleUrl, cache: Cache, digest: str | None, storage_options: Mapping[str, Any] | None
 ) -> tuple[RemoteStore | None, Path]:
     """Bring the manifest of a bundle into the cache; return its store, if that was asked, and its folder in the cache."""
+    if digest is not None and _cached_bundle(cache, digest):
+        return None, cache.bundle_folder(digest)
     location = str(url)
-    store = None if digest is not None and _cached_bundle(cache, digest) else open_store(url, storage_options)
-    if store is None:
-        assert digest is not None
-        folder = cache.bundle_folder(digest)
-    else:
-        content = _read_manifest(store, location)
-        manifest = parse_manifest(content, f"{location}/{MANIFEST_NAME}")
-        if digest not in (None, manifest.sha256):
-            message = (
-                f"expected the bundle of the digest {digest}, found {manifest.sha256}: correct the digest or the URL"
-            )
-            raise rule_error("D3", f"{location}/{MANIFEST_NAME}", message)
-        folder = cache.add_manifest(manifest.sha256, content)
-    return store, folder
+    store = open_store(url, storage_options)
+    try:
+        content = read_small(store, location, MANIFEST_NAME, limits.MANIFEST_BYTES)
+    except MissingFileError as error:
+        raise NotABundleError(
+            f"{location}: not a stagepack bundle: there is no {MANIFEST_NAME}: {error} [M1]"
+        ) from None
+    manifest = parse_manifest(content, f"{location}/{MANIFEST_NAME}")
+    if digest not in (None, manifest.sha256):
+        message = f"expected the bundle of the digest {digest}, found {manifest.sha256}: correct the digest or the URL"
+        raise rule_error("D3", f"{location}/{MANIFEST_NAME}", message)
+    return store, cache.add_manifest(manifest.sha256, content)
 
 
 def open_store(url: BundleUrl, storage_options: Mapping[str, Any] | None = None) -> RemoteStore:
@@ -228,19 +209,6 @@ def _cached_bundle(cache: Cache, digest: str) -> bool:
         return Bundle(cache.bundle_folder(digest)).digest == digest
     except (NotABundleError, FormatError):
         return False
-
-
-def _read_manifest(store: RemoteStore, location: str) -> bytes:
-    tries = Tries(f"{location}/{MANIFEST_NAME}", threading.Event())
-    while True:
-        try:
-            return store.read_small(MANIFEST_NAME, limits.MANIFEST_BYTES)
-        except MissingFileError as error:
-            raise NotABundleError(
-                f"{location}: not a stagepack bundle: there is no {MANIFEST_NAME}: {error} [M1]"
-            ) from None
-        except FetchError as error:
-            tries.failed(error)
 
 
 def pull(

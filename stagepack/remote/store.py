@@ -40,38 +40,27 @@ _UNSATISFIED_PATTERN: Final = re.compile(r"bytes \*/(\d{1,19})", re.ASCII)
 
 
 class FetchError(Exception):
-    """A read failed.
+    """A read failed; another try may succeed, after the seconds that the server asks to wait, if it says so."""
 
-    Attributes:
-        temporary: another try may succeed.
-        retry_seconds: how long the server asks to wait before it, in seconds; None if it does not say.
-    """
-
-    def __init__(self, message: str, *, temporary: bool = True, retry_seconds: float | None = None) -> None:
+    def __init__(self, message: str, *, retry_seconds: float | None = None) -> None:
         super().__init__(message)
-        self.temporary = temporary
         self.retry_seconds = retry_seconds
 
 
-class MissingFileError(FetchError):
+class PermanentFetchError(FetchError):
+    """A read failed, and so would another try."""
+
+
+class MissingFileError(PermanentFetchError):
     """The store has no such file."""
 
-    def __init__(self, message: str) -> None:
-        super().__init__(message, temporary=False)
 
-
-class WrongSizeError(FetchError):
+class WrongSizeError(PermanentFetchError):
     """The file has another size than the manifest states."""
 
-    def __init__(self, message: str) -> None:
-        super().__init__(message, temporary=False)
 
-
-class RangesIgnoredError(FetchError):
+class RangesIgnoredError(PermanentFetchError):
     """The server answers a request for a range with the whole file."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(message, temporary=False)
 
 
 class RemoteStore(ABC):
@@ -87,14 +76,9 @@ class RemoteStore(ABC):
 
     @abstractmethod
     def read_range(self, file_name: str, start: int, end: int, size: int, sink: ByteSink) -> None:
-        """Read the bytes from `start` to `end`, not included, of a file of `size` bytes.
+        """Read the bytes from `start` to `end`, not included, of a file of which the manifest states `size` bytes.
 
-        Args:
-            file_name: the name of the file.
-            start: the first byte.
-            end: the byte after the last one, greater than `start`.
-            size: the size of the file that the manifest states.
-            sink: takes the bytes, also those that came before an error; never more than were asked for.
+        The sink takes the bytes, also those that came before an error; never more than were asked for.
 
         Raises:
             FetchError: fewer bytes came, or others than those asked for.
@@ -102,11 +86,7 @@ class RemoteStore(ABC):
 
     @abstractmethod
     def read_whole(self, file_name: str, size: int, sink: ByteSink) -> None:
-        """Read a file from its first byte to its last in one request.
-
-        Raises:
-            FetchError: see `read_range`.
-        """
+        """Read a file from its first byte to its last, in one request where that is possible; see `read_range`."""
 
     @abstractmethod
     def cancel(self) -> None:
@@ -131,7 +111,7 @@ class FsspecStore(RemoteStore):
             raise RemoteError(f"{scheme}://: {_reason(error)}") from None
 
     def read_small(self, file_name: str, max_bytes: int) -> bytes:
-        """Return the content of a file, or its first `max_bytes` + 1 bytes if it is larger; see `RemoteStore.read_small`."""
+        """See `RemoteStore.read_small`."""
         path = self._path(file_name)
         size: int | None = self._call(lambda: self._file_system.info(path)["size"])
         if not size:
@@ -140,7 +120,7 @@ class FsspecStore(RemoteStore):
         return content
 
     def read_range(self, file_name: str, start: int, end: int, size: int, sink: ByteSink) -> None:
-        """Read a range of a file; see `RemoteStore.read_range`."""
+        """See `RemoteStore.read_range`."""
         path = self._path(file_name)
         try:
             content: bytes = self._call(lambda: self._file_system.cat_file(path, start=start, end=end))
@@ -155,7 +135,7 @@ class FsspecStore(RemoteStore):
         sink(content)
 
     def read_whole(self, file_name: str, size: int, sink: ByteSink) -> None:
-        """Read a file from its first byte to its last; see `RemoteStore.read_whole`."""
+        """See `RemoteStore.read_whole`."""
         for start in range(0, size, _WHOLE_STEP):
             self.read_range(file_name, start, min(start + _WHOLE_STEP, size), size, sink)
 
@@ -178,7 +158,7 @@ class FsspecStore(RemoteStore):
         except FileNotFoundError as error:
             raise MissingFileError(f"there is no such file: {error}") from None
         except PermissionError as error:
-            raise FetchError(_reason(error), temporary=False) from None
+            raise PermanentFetchError(_reason(error)) from None
         except Exception as error:  # noqa: BLE001 - each file system has errors of its own
             if _lacks_credentials(error):
                 # fsspec would give the same client, without credentials, to the next call after the user has set them.
@@ -186,7 +166,7 @@ class FsspecStore(RemoteStore):
                 cure = "give credentials as the client of the store takes them"
                 if self._folder_scheme in _S3_SCHEMES:
                     cure = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or FSSPEC_S3_ANON=true for a public bucket"
-                raise FetchError(f"{_reason(error)}: {cure}", temporary=False) from None
+                raise PermanentFetchError(f"{_reason(error)}: {cure}") from None
             raise FetchError(_reason(error)) from None
 
 
@@ -221,7 +201,7 @@ class HttpStore(RemoteStore):
         self._lock = threading.Lock()
 
     def read_small(self, file_name: str, max_bytes: int) -> bytes:
-        """Return the content of a file, or its first `max_bytes` + 1 bytes if it is larger; see `RemoteStore.read_small`."""
+        """See `RemoteStore.read_small`."""
         content = bytearray()
         self._wait(
             self._read(file_name, {}, max_bytes, lambda response: self._copy_up_to(response, max_bytes, content))
@@ -229,7 +209,7 @@ class HttpStore(RemoteStore):
         return bytes(content)
 
     def read_range(self, file_name: str, start: int, end: int, size: int, sink: ByteSink) -> None:
-        """Read a range of a file; see `RemoteStore.read_range`."""
+        """See `RemoteStore.read_range`."""
 
         async def copy(response: aiohttp.ClientResponse) -> None:
             if response.status != 206 and (start, end) != (0, size):
@@ -241,7 +221,7 @@ class HttpStore(RemoteStore):
         self._wait(self._read(file_name, {"Range": f"bytes={start}-{end - 1}"}, end - start, copy))
 
     def read_whole(self, file_name: str, size: int, sink: ByteSink) -> None:
-        """Read a file in one request; see `RemoteStore.read_whole`."""
+        """See `RemoteStore.read_whole`."""
         self._wait(self._read(file_name, {}, size, lambda response: _copy(response, size, sink)))
 
     def cancel(self) -> None:
@@ -271,17 +251,15 @@ class HttpStore(RemoteStore):
             async with session.get(file_system.encode_url(url), **options) as response:
                 _check_status(response)
                 if url.startswith("https:") and response.url.scheme != "https":
-                    raise FetchError("the server redirects from https to http", temporary=False)
+                    raise PermanentFetchError("the server redirects from https to http")
                 encoding = response.headers.get("Content-Encoding", "identity")
                 if encoding not in ("", "identity"):
-                    raise FetchError(
-                        f"expected the bytes of the file, found the encoding {encoding[:40]!r}", temporary=False
-                    )
+                    raise PermanentFetchError(f"expected the bytes of the file, found the encoding {encoding[:40]!r}")
                 await copy(response)
         except TimeoutError:
             raise FetchError("the server does not answer, or too slowly") from None
         except (aiohttp.InvalidURL, aiohttp.TooManyRedirects, aiohttp.ClientSSLError) as error:
-            raise FetchError(_http_reason(error), temporary=False) from None
+            raise PermanentFetchError(_http_reason(error)) from None
         except (aiohttp.ClientError, OSError) as error:
             raise FetchError(_http_reason(error)) from None
 
@@ -301,7 +279,7 @@ class HttpStore(RemoteStore):
         try:
             future.result()
         except CancelledError:
-            raise FetchError("cancelled", temporary=False) from None
+            raise PermanentFetchError("cancelled") from None
         finally:
             future.cancel()  # if the waiting was interrupted
             with self._lock:
@@ -321,13 +299,12 @@ def _check_status(response: aiohttp.ClientResponse) -> None:
         raise WrongSizeError(f"the server has {f'a file of {match[1]} bytes' if match else 'a smaller file'}")
     if status in (401, 403):
         message += ": give the credentials that the server asks for"
-    raise FetchError(message, temporary=status in _TEMPORARY_STATUSES, retry_seconds=_retry_seconds(response))
-
-
-def _retry_seconds(response: aiohttp.ClientResponse) -> float | None:
+    if status not in _TEMPORARY_STATUSES:
+        raise PermanentFetchError(message)
+    retry_seconds = None
     with contextlib.suppress(ValueError):
-        return max(0.0, float(response.headers.get("Retry-After", "")))
-    return None
+        retry_seconds = max(0.0, float(response.headers.get("Retry-After", "")))
+    raise FetchError(message, retry_seconds=retry_seconds)
 
 
 def _check_range(response: aiohttp.ClientResponse, start: int, end: int, size: int) -> None:

@@ -116,3 +116,7 @@ class HubLocation:
     repository: str
     revision: str | None
     folder: str
+
+    def path(self, file_name: str) -> str:
+        """Return the path of one of the bundle's files in the repository."""
+        return f"{self.folder}/{file_name}" if self.folder else file_name
