@@ -47,14 +47,11 @@ _CONVERSIONS = ("aten.to.", "aten.type_as.", "aten._autocast_to_")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AliasClasses:
-    """Which values of a sequence of nodes may share memory, and which nodes write it.
+    """Which values of a sequence of nodes may share memory, and which nodes write it."""
 
-    Attributes:
-        representatives: for each value that may share memory with others, the value that represents its class.
-        writers: the numbers of the nodes that write the memory of a class, ascending, by its representative.
-    """
-
+    # For each value that may share memory with others, the value that represents its class.
     representatives: Mapping[str, str]
+    # The numbers of the nodes that write the memory of a class, ascending, by its representative.
     writers: Mapping[str, tuple[int, ...]]
 
     def representative(self, value_name: str) -> str:
@@ -68,15 +65,10 @@ class AliasClasses:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ColocationGroup:
-    """Nodes that must stay in one stage.
+    """Nodes that must stay in one stage."""
 
-    Attributes:
-        name: the buffer, parameter, input or activation that is written.
-        nodes: the numbers of the nodes, ascending; at least two.
-    """
-
-    name: str
-    nodes: tuple[int, ...]
+    name: str  # the buffer, parameter, input or activation that is written
+    nodes: tuple[int, ...]  # the numbers of the nodes, ascending; at least two
 
 
 def alias_classes(graph: Graph) -> AliasClasses:
@@ -123,10 +115,7 @@ def colocation_groups(
 
 
 def impurity_reason(graph: Graph, nodes: Sequence[Node], outputs: Iterable[str]) -> str | None:
-    """Say why a run of nodes is impure: it writes one of its inputs, or returns a view of one.
-
-    The result is the reason, or None when the run is a function of its inputs.
-    """
+    """Say why a run of nodes is impure: it writes one of its inputs, or returns a view of one. None for a function of its inputs."""
     defined: set[str] = set()
     input_labels: dict[str, str] = {}
     for node in nodes:
@@ -195,21 +184,14 @@ class _UnionFind:
 
 @dataclass(frozen=True, slots=True)
 class _OpMemory:
-    """The parameters of an operator by what happens to the memory of their arguments.
+    """The parameters of an operator by what happens to the memory of their arguments."""
 
-    Attributes:
-        viewed_by_first: result 0 may be a view of them.
-        viewed: a result may be a view of them.
-        written: they are written.
-        training: says whether the running statistics are written too; None for an operator without such a parameter.
-        converts: a result of another dtype than the argument is a copy.
-    """
-
-    viewed_by_first: frozenset[str]
-    viewed: frozenset[str]
+    viewed_by_first: frozenset[str]  # result 0 may be a view of them
+    viewed: frozenset[str]  # a result may be a view of them
     written: frozenset[str]
+    # Says whether the running statistics are written too; None for an operator without such a parameter.
     training: str | None
-    converts: bool
+    converts: bool  # a result of another dtype than the argument is a copy
 
 
 def _op_memory(op: Op) -> _OpMemory:

@@ -49,16 +49,11 @@ _TRIED_CHARACTERS = 20_000
 
 @dataclass(frozen=True, slots=True)
 class BoundArgument:
-    """The object that a caller passed for a value.
+    """The object that a caller passed for a value."""
 
-    Attributes:
-        location: the location of the object in the call, such as ``batch['input_ids']``, for messages.
-        value: the object.
-        parameter: the parameter of the model that it is passed for, if that is the object itself and no container of it.
-    """
-
-    location: str
+    location: str  # the location of the object in the call, such as ``batch['input_ids']``, for messages
     value: Any
+    # The parameter of the model that it is passed for, if that is the object itself and no container of it.
     parameter: str | None = field(default=None, compare=False)
 
 

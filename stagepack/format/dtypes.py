@@ -66,11 +66,7 @@ def stored_shape(dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def parse_byte_size(size: int | str) -> int:
-    """Parse a number of bytes: ``24GiB`` (1024 ** 3), ``24GB`` (1000 ** 3), ``500 MB``, or a plain number.
-
-    size: the number with its unit; a plain number counts bytes.
-    The result is the number of bytes, rounded down, below 2 ** 63.
-    """
+    """Parse a number of bytes below 2 ** 63: ``24GiB`` (1024 ** 3), ``24GB`` (1000 ** 3), ``500 MB``, or a plain number; rounded down."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KkMGT]?i?B?)", str(size))
     unit = match[2].replace("k", "K") if match else "?"
     if match is None or unit not in _UNITS:

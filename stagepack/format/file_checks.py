@@ -24,10 +24,7 @@ class NotPlainFileError(OSError):
 
 
 def check_size(folder: Path, entry: File) -> list[Problem]:
-    """Compare the size of a file with the manifest (D1), without reading the file.
-
-    The result is one problem if the file is missing, is not a plain file or has another size; otherwise an empty list.
-    """
+    """Compare the size of a file with the manifest (D1), without reading the file; return one problem, or none."""
     path = folder / entry.name
     try:
         status = path.stat()
@@ -127,10 +124,7 @@ def check_digests(
     progress: ByteProgress | None = None,
     versions: dict[str, FileVersion] | None = None,
 ) -> list[Problem]:
-    """Compare the size and the content of files with the manifest (D1 and D2). Reads the files in threads, by chunk.
-
-    progress: called by the threads with the number of bytes that were compared.
-    """
+    """Compare the size and the content of files with the manifest (D1 and D2). Reads the files in threads, by chunk."""
     entries = list(entries)
     problem_of_file: dict[str, Problem | None] = {entry.name: None for entry in entries}
     for group_start in range(0, len(entries), FILE_GROUP):

@@ -17,21 +17,14 @@ _MOST_THREADS: Final = 8
 
 
 class FileVersion(NamedTuple):
-    """What differs when a file was replaced or written; see `file_version`.
-
-    Attributes:
-        device: the device of the file system.
-        inode: the number of the file there.
-        size: in bytes.
-        content_time: when the content last changed, in nanoseconds; programs can set it.
-        status_time: when the content, the permissions or the number of links last changed, in nanoseconds; programs cannot set it. Last:
-            the only field that another link changes.
-    """
+    """What differs when a file was replaced or written; see `file_version`."""
 
     device: int
-    inode: int
-    size: int
-    content_time: int
+    inode: int  # the number of the file there
+    size: int  # in bytes
+    content_time: int  # when the content last changed, in nanoseconds; programs can set it
+    # When the content, the permissions or the number of links last changed, in nanoseconds; programs cannot set it. Last: the only field
+    # that another link changes.
     status_time: int
 
     def is_same_but_links(self, version: "FileVersion") -> bool:
@@ -52,18 +45,12 @@ def changed_file_error(path: Path) -> OSError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileRange:
-    """A range of the bytes of a file, to be copied.
-
-    Attributes:
-        path: the file.
-        start: the position of its first byte.
-        size: the number of bytes.
-        version: the file must still be this one when it is copied; None if nobody else writes it.
-    """
+    """A range of the bytes of a file, to be copied."""
 
     path: Path
     start: int
     size: int
+    # The file must still be this one when it is copied; None if nobody else writes it.
     version: FileVersion | None = None
 
 
@@ -76,11 +63,7 @@ Piece = bytes | memoryview | FileRange
 
 
 def write_pieces(path: Path, pieces: Iterable[Piece], progress: ByteProgress | None = None) -> File:
-    """Write a new file. The system begins to write it to disk, but may not have finished: see ``os.fsync``.
-
-    path: the file; it must not exist.
-    progress: called by several threads with the number of bytes that were written.
-    """
+    """Write a new file in threads. The system begins to write it to disk, but may not have finished: see ``os.fsync``."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         size, digests = _write_chunks(descriptor, pieces, progress)

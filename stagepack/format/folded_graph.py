@@ -55,15 +55,10 @@ class TemplateError(ValueError):
 
 
 class Hole(NamedTuple):
-    """A hole of a template. A region call fills it with one of its texts.
-
-    Attributes:
-        text_index: the index of the text.
-        increment: added to the text, which must then be a decimal number; 0 leaves the text as it is.
-    """
+    """A hole of a template. A region call fills it with one of its texts."""
 
     text_index: int
-    increment: int = 0
+    increment: int = 0  # added to the text, which must then be a decimal number; 0 leaves the text as it is
 
     def __str__(self) -> str:
         """The hole as it is written in a template."""
@@ -77,10 +72,7 @@ def escape_template(literal: str) -> str:
 
 @lru_cache(maxsize=4096)
 def parse_template(template: str) -> tuple[str | Hole, ...]:
-    """Split a template into literal strings, with their braces unescaped, and holes.
-
-    The result is the literals and holes in order.
-    """
+    """Split a template into literal strings, with their braces unescaped, and holes."""
     if len(template) > limits.TEMPLATE_CHARACTERS:
         raise TemplateError(
             f"expected a template of at most {limits.TEMPLATE_CHARACTERS} characters, found {len(template)}: {template[:80]!r}"
@@ -338,21 +330,13 @@ def _scope_order(scope: Scope) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A run of nodes between region calls, or the weights and module calls that one region call adds.
+    """A run of nodes between region calls, or the weights and module calls that one region call adds."""
 
-    Attributes:
-        node_builders: build the nodes.
-        filled_names: the filled templates of the region call that the nodes belong to.
-        scopes: the scopes that the nodes refer to.
-        weights: the weights that the region call adds.
-        calls: the module calls that the region call adds, with templates.
-    """
-
-    node_builders: Sequence[_NodeBuilder]
-    filled_names: _Names
-    scopes: list[Scope]
-    weights: list[Weight] = field(default_factory=list)
-    calls: Sequence[ModuleCall] = ()
+    node_builders: Sequence[_NodeBuilder]  # build the nodes
+    filled_names: _Names  # the filled templates of the region call that the nodes belong to
+    scopes: list[Scope]  # the scopes that the nodes refer to
+    weights: list[Weight] = field(default_factory=list)  # the weights that the region call adds
+    calls: Sequence[ModuleCall] = ()  # the module calls that the region call adds, with templates
 
 
 class _TooManyCharactersError(Exception):

@@ -31,8 +31,6 @@ def to_runs(node_numbers: Iterable[int]) -> tuple[Run, ...]:
     """Return ascending numbers as runs of consecutive numbers.
 
     Law: ``list(run_members(to_runs(node_numbers))) == list(node_numbers)``.
-
-    node_numbers: ascending numbers without duplicates.
     """
     groups = itertools.groupby(enumerate(node_numbers), key=lambda pair: pair[1] - pair[0])
     member_lists = ([node_number for _, node_number in group] for _, group in groups)

@@ -112,58 +112,35 @@ _Message = dict[int, list[Any]]
 
 @dataclass(frozen=True, slots=True)
 class OnnxValue:
-    """An input or output of an ONNX model.
-
-    Attributes:
-        name: its name.
-        element_type: the number of its element type.
-        shape: its dimensions: integers, or texts such as the name of a symbol.
-    """
+    """An input or output of an ONNX model."""
 
     name: str
     element_type: int
-    shape: tuple[int | str, ...]
+    shape: tuple[int | str, ...]  # its dimensions: integers, or texts such as the name of a symbol
 
 
 @dataclass(frozen=True, slots=True)
 class OnnxTensor:
-    """A tensor whose bytes are in another file.
-
-    Attributes:
-        name: its name.
-        element_type: the number of its element type.
-        shape: its sizes.
-        location: the name of the file.
-        offset: its first byte, from the start of the file.
-        length: its size in bytes.
-    """
+    """A tensor whose bytes are in another file."""
 
     name: str
     element_type: int
     shape: tuple[int, ...]
-    location: str
-    offset: int
-    length: int
+    location: str  # the name of the file
+    offset: int  # its first byte, from the start of the file
+    length: int  # its size in bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OnnxModel:
-    """The parts of an ONNX file that rules are about.
-
-    Attributes:
-        inputs: the inputs of its graph.
-        outputs: the outputs of its graph.
-        operators: pairs of the domain and the name of each operator that a node calls.
-        unconditional: the names of those that run whatever the conditions of branches are.
-        tensors: the tensors whose bytes are in other files.
-        initializers: those of `tensors` that are initializers of its graph, and whose names no other tensor of the file has.
-    """
+    """The parts of an ONNX file that rules are about."""
 
     inputs: tuple[OnnxValue, ...]
     outputs: tuple[OnnxValue, ...]
-    operators: frozenset[tuple[str, str]]
-    unconditional: frozenset[str]
-    tensors: tuple[OnnxTensor, ...]
+    operators: frozenset[tuple[str, str]]  # pairs of the domain and the name of each operator that a node calls
+    unconditional: frozenset[str]  # the names of those that run whatever the conditions of branches are
+    tensors: tuple[OnnxTensor, ...]  # the tensors whose bytes are in other files
+    # Those of `tensors` that are initializers of its graph, and whose names no other tensor of the file has.
     initializers: tuple[OnnxTensor, ...]
 
 
@@ -173,10 +150,7 @@ def onnx_element_type(dtype: str) -> int | None:
 
 
 def parse_onnx_model(content: bytes, file_name: str) -> OnnxModel:
-    """Parse the content of an ONNX file.
-
-    content: the bytes of the file.
-    """
+    """Parse the content of an ONNX file."""
     try:
         model = _Parser(content).parse(0, len(content), "Model", 0)
         [graph] = model[7]

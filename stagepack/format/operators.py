@@ -137,33 +137,20 @@ def unsafe_operators(graphs: Iterable[Graph]) -> list[str]:
 
 
 class SchemaParameter(NamedTuple):
-    """A parameter of an operator.
+    """A parameter of an operator."""
 
-    Attributes:
-        type: its type with its alias annotation, such as ``Tensor(a!)`` or ``SymInt[2]?``.
-        name: its name.
-        default: the text of its default value; None if it has none.
-        keyword_only: whether it is passed by name only.
-    """
-
-    type: str
+    type: str  # its type with its alias annotation, such as ``Tensor(a!)`` or ``SymInt[2]?``
     name: str
-    default: str | None
-    keyword_only: bool
+    default: str | None  # the text of its default value; None if it has none
+    keyword_only: bool  # whether it is passed by name only
 
 
 class OperatorSchema(NamedTuple):
-    """A schema.
+    """A schema."""
 
-    Attributes:
-        name: the operator with its overload, such as ``aten::add.Tensor``.
-        parameters: its parameters, in order.
-        results: the types of its results, with their names if they have some.
-    """
-
-    name: str
+    name: str  # the operator with its overload, such as ``aten::add.Tensor``
     parameters: tuple[SchemaParameter, ...]
-    results: tuple[str, ...]
+    results: tuple[str, ...]  # the types of its results, with their names if they have some
 
 
 def parse_schema(text: str) -> OperatorSchema | None:
@@ -206,17 +193,12 @@ class _NoSchemaError(Exception):
 
 
 class SchemaEffects(NamedTuple):
-    """What the alias annotations of a schema say, such as ``Tensor(a!) self``.
+    """What the alias annotations of a schema say, such as ``Tensor(a!) self``."""
 
-    Attributes:
-        mutates: the parameters whose memory the operator writes.
-        results_of_set: the indices of the results that have an alias set such as ``a`` in their annotation, by the name of the set.
-        parameters_of_set: the same for the parameters.
-    """
-
-    mutates: frozenset[str]
+    mutates: frozenset[str]  # the parameters whose memory the operator writes
+    # The indices of the results that have an alias set such as ``a`` in their annotation, by the name of the set.
     results_of_set: Mapping[str, tuple[int, ...]]
-    parameters_of_set: Mapping[str, tuple[str, ...]]
+    parameters_of_set: Mapping[str, tuple[str, ...]]  # the same for the parameters
 
     def aliases(self) -> Iterator[tuple[int, str]]:
         """Yield the pairs (index of a result, parameter) that may share memory, with repeats. There may be very many."""

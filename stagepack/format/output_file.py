@@ -78,10 +78,7 @@ def output_file(out: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def is_bundle_folder(path: Path) -> bool:
-    """Whether a folder is a bundle, possibly a damaged one. Other folders with a manifest.json must not be removed.
-
-    A folder whose manifest cannot be read is none.
-    """
+    """Whether a folder is a bundle, possibly a damaged one. Other folders, or with a manifest that cannot be read, must not be removed."""
     manifest_path = path / MANIFEST_NAME
     with contextlib.suppress(OSError):
         if manifest_path.is_file():

@@ -164,10 +164,7 @@ def sort_module_calls(calls: Iterable[ModuleCall]) -> tuple[ModuleCall, ...]:
 
 
 def split_call_path(path: str) -> tuple[str, str]:
-    """Split the path of a module call into the path of the module and the number of the call.
-
-    The result is the path without the number, and the number in digits; an empty string for the first call.
-    """
+    """Split the path of a module call into that of the module, and the number of the call in digits: empty for the first call."""
     module_path, separator, call_number = path.rpartition("@")
     return (module_path, call_number) if separator and call_number.isdecimal() else (path, "")
 

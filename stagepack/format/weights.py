@@ -120,8 +120,7 @@ def parse_weight_header(file: BinaryIO | mmap.mmap, file_name: str) -> dict[str,
 def parse_header_bytes(read: Callable[[int], bytes], file_size: int, file_name: str) -> dict[str, StoredTensor]:
     """Check the header of a weight file; see `read_weight_header`.
 
-    read: returns the next bytes of the file, from its first one on; as many as it is called with, or fewer at the end of the file.
-    file_size: the size of the file in bytes.
+    read: returns the next bytes of the file; as many as it is called with, or fewer at the end of the file.
     """
     header_length = int.from_bytes(read(8), "little")
     if header_length > limits.WEIGHT_HEADER_BYTES:
@@ -150,10 +149,7 @@ def _is_metadata(fields: object) -> bool:
 
 
 def parse_header_entry(tensor_name: str, entry: object, data_start: int, file_name: str) -> StoredTensor:
-    """Check one entry of the header of a safetensors file.
-
-    data_start: the first byte of the data, from which its offsets are counted.
-    """
+    """Check one entry of the header of a safetensors file, whose offsets count from the first byte of the data."""
     location = f"{file_name}: {tensor_name[:80]}"
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise rule_error("W3", location, "expected an object with dtype, shape and data_offsets")

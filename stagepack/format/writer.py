@@ -55,15 +55,10 @@ Pieces = Iterable[Piece]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSource:
-    """Tensors to be written.
+    """Tensors to be written."""
 
-    Attributes:
-        specs: the tensors by name, in the order in which they are written.
-        read: returns the bytes of a tensor, by its name.
-    """
-
-    specs: Mapping[str, TensorSpec]
-    read: Callable[[str], Pieces]
+    specs: Mapping[str, TensorSpec]  # the tensors by name, in the order in which they are written
+    read: Callable[[str], Pieces]  # returns the bytes of a tensor, by its name
 
 
 def check_output_path(out: str | os.PathLike[str], *, overwrite: bool, absorbed_names: Collection[str] = ()) -> None:
@@ -151,11 +146,7 @@ class BundleWriter:
             ) from error
 
     def write_file(self, file_name: str, pieces: Pieces, progress: ByteProgress | None = None) -> None:
-        """Write one file, and record its size and digests for the manifest. Threads hash and write its chunks.
-
-        pieces: its content: bytes, which must not change afterwards, and ranges of other files.
-        progress: called by the threads with the number of bytes that were written.
-        """
+        """Write one file in threads, and record its size and digests for the manifest. Bytes among the pieces must not change afterwards."""
         path = self._temporary_folder / file_name
         self._file_entries.append(write_pieces(path, pieces, progress))
         self._unsynchronized.append(path)
@@ -189,11 +180,7 @@ class BundleWriter:
         read_tensor: Callable[[str], Pieces],
         progress: ByteProgress | None = None,
     ) -> None:
-        """Write a weight file.
-
-        read_tensor: returns the bytes of a tensor, by its name. It is called once for each tensor, in order.
-        progress: called by several threads with the number of bytes that were written.
-        """
+        """Write a weight file. The bytes of each tensor are read once, by its name and in order."""
         specs = list(tensors)
 
         def pieces() -> Pieces:

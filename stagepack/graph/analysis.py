@@ -23,9 +23,6 @@ class GraphAnalysis:
     Nodes are identified by their numbers in execution order, from 0; values by their names. Uses inside of subgraphs do not count:
     a node passes to its subgraphs what they use.
 
-    Attributes:
-        graph: the graph of a whole model or of a stage.
-
     Examples:
         ::
 
@@ -34,7 +31,7 @@ class GraphAnalysis:
             groups = analysis.colocation_groups
     """
 
-    graph: Graph
+    graph: Graph  # the graph of a whole model or of a stage
 
     @cached_property
     def node_inputs(self) -> tuple[tuple[str, ...], ...]:

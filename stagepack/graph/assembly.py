@@ -136,11 +136,9 @@ def _with_scopes(nodes: Iterable[Node], new_scopes: Sequence[int]) -> tuple[Node
 
 
 def join_stages(entry_point: EntryPoint, stages: Sequence[Graph]) -> Graph:
-    """Join the graphs of all stages.
+    """Join the graphs of all stages, in order.
 
     A node that several stages compute is in the result once, and a node that a cut added is not in it.
-
-    stages: the graphs of its stages, in order.
     """
     raise_problems(check_whole_model(entry_point, stages))
     sources: dict[int, tuple[Graph, int]] = {}

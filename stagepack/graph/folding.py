@@ -31,8 +31,7 @@ _Item = TypeVar("_Item")
 def fold_graph(graph: Graph, positions: Sequence[int] | None = None) -> FoldedGraph:
     """Fold a graph.
 
-    positions: the position of each node in the whole model when `graph` is a stage, -1 for a node that is in no other stage; None for a
-        whole model.
+    positions: of the nodes of a stage in the whole model, -1 for a node that is in no other stage; None for a whole model.
     """
     analysis = GraphAnalysis(graph)
     repeats = find_repeats(analysis).repeats
@@ -44,19 +43,12 @@ def fold_graph(graph: Graph, positions: Sequence[int] | None = None) -> FoldedGr
 
 @dataclass(slots=True)
 class _RegionRuns:
-    """The runs of nodes of a region.
+    """The runs of nodes of a region."""
 
-    Attributes:
-        repeat: the runs that are written out, or called from what is written out.
-        starts: the first nodes of all runs, those inside of calls of other regions too.
-        region_index: the index of the region in the folded graph.
-        templates: the templates of its names.
-    """
-
-    repeat: Repeat
-    starts: list[int]
-    region_index: int = 0
-    templates: TemplateBuilder = field(default_factory=TemplateBuilder)
+    repeat: Repeat  # the runs that are written out, or called from what is written out
+    starts: list[int]  # the first nodes of all runs, those inside of calls of other regions too
+    region_index: int = 0  # the index of the region in the folded graph
+    templates: TemplateBuilder = field(default_factory=TemplateBuilder)  # the templates of its names
 
     def hole_texts(self, start: int) -> tuple[str, ...]:
         """The texts for the holes in the call of a run."""

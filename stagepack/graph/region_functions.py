@@ -12,15 +12,9 @@ from stagepack.graph.analysis import GraphAnalysis
 
 
 class RegionCallSite(NamedTuple):
-    """A call of a region.
+    """A call of a region."""
 
-    Attributes:
-        start: the number of its first node in the unfolded graph.
-        region: the index of the region.
-        hole_texts: the texts for its holes.
-    """
-
-    start: int
+    start: int  # the number of its first node in the unfolded graph
     region: int
     hole_texts: tuple[str, ...]
 
@@ -31,24 +25,17 @@ BodyItem = int | RegionCallSite
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionFunction:
-    """A region as a function of the values that it uses and does not define.
+    """A region as a function of the values that it uses and does not define."""
 
-    Attributes:
-        items: its nodes and the regions that it calls, as its first call has them.
-        first_call: the call with the first node.
-        call_count: the number of its calls.
-        length: the number of its nodes, those of the regions that it calls included.
-        inputs: for each value that it takes, its first use: the offset of the node from the first node of the region, and the index
-            among the values that this node uses.
-        outputs: for each value that it returns, which something outside uses at one of its calls: the offset of the node, and the
-            index among the values that this node defines.
-    """
-
-    items: tuple[BodyItem, ...]
-    first_call: RegionCallSite
+    items: tuple[BodyItem, ...]  # its nodes and the regions that it calls, as its first call has them
+    first_call: RegionCallSite  # the call with the first node
     call_count: int
-    length: int
+    length: int  # the number of its nodes, those of the regions that it calls included
+    # For each value that it takes, its first use: the offset of the node from the first node of the region, and the index among the
+    # values that this node uses.
     inputs: tuple[tuple[int, int], ...]
+    # For each value that it returns, which something outside uses at one of its calls: the offset of the node, and the index among the
+    # values that this node defines.
     outputs: tuple[tuple[int, int], ...]
 
     def input_names(self, graph: Graph, start_node: int) -> list[str]:
@@ -63,10 +50,7 @@ class RegionFunction:
 
 
 def region_functions(folded: FoldedGraph, graph: Graph) -> tuple[list[BodyItem], list[RegionFunction]]:
-    """Describe a folded graph as calls of functions.
-
-    The result is the items of the graph in order, and a function for each region.
-    """
+    """Describe a folded graph as calls of functions: the items of the graph in order, and a function for each region."""
     calls_of_graph = _Calls(folded)
     last_uses = GraphAnalysis(graph).last_uses
     functions = []

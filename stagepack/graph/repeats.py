@@ -43,26 +43,17 @@ _INTEGER = re.compile(r"0|[1-9][0-9]{0,17}", re.ASCII)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repeat:
-    """Equal runs of nodes.
+    """Equal runs of nodes."""
 
-    Attributes:
-        length: the number of nodes of each run.
-        starts: the numbers of their first nodes, ascending; at least two. Runs inside of runs of another repeat are listed for the
-            first run of that repeat alone.
-    """
-
-    length: int
+    length: int  # the number of nodes of each run
+    # The numbers of their first nodes, ascending; at least two. Runs inside of runs of another repeat are listed for the first run of
+    # that repeat alone.
     starts: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImpureRepeat:
-    """Equal runs of nodes that are not functions of their inputs, so that they cannot be folded.
-
-    Attributes:
-        repeat: the runs.
-        reason: why they are impure.
-    """
+    """Equal runs of nodes that are not functions of their inputs, so that they cannot be folded."""
 
     repeat: Repeat
     reason: str
@@ -77,22 +68,14 @@ class ImpureRepeat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepeatSearchResult:
-    """The repeats of a graph.
+    """The repeats of a graph."""
 
-    Attributes:
-        repeats: the repeats that can be folded; one that is inside of another comes after it.
-        impure: the repeats that cannot.
-    """
-
-    repeats: tuple[Repeat, ...]
+    repeats: tuple[Repeat, ...]  # the repeats that can be folded; one that is inside of another comes after it
     impure: tuple[ImpureRepeat, ...]
 
 
 def all_starts(repeats: Sequence[Repeat]) -> list[list[int]]:
-    """List the starts of all runs of each repeat, those inside of any run of a longer repeat too.
-
-    The result is for each repeat, the numbers of the first nodes of its runs, ascending.
-    """
+    """List the first nodes of all runs of each repeat, ascending, also of those inside of any run of a longer repeat."""
     starts_of: list[list[int]] = []
     for repeat in repeats:
         starts: set[int] = set()
@@ -112,11 +95,7 @@ def all_starts(repeats: Sequence[Repeat]) -> list[list[int]]:
 
 
 def repeat_interiors(repeats: Sequence[Repeat]) -> list[set[int]]:
-    """List the positions at which a cut would divide a repeated run.
-
-    The result is sets of nodes in front of which a cut would be inside of a run: first those inside of any run, then again without the
-        longest runs, and so on.
-    """
+    """List the nodes in front of which a cut would divide a repeated run: of any run, then again without the longest runs, and so on."""
     starts_of = all_starts(repeats)
     lengths = sorted({repeat.length for repeat in repeats}, reverse=True)
     return [
@@ -146,15 +125,10 @@ def without_nested_copies(repeats: Sequence[Repeat]) -> Iterator[Repeat]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepeatedSubsequence:
-    """Equal parts of a sequence that do not overlap.
+    """Equal parts of a sequence that do not overlap."""
 
-    Attributes:
-        length: the number of items of each part.
-        starts: the indices of their first items, ascending.
-    """
-
-    length: int
-    starts: tuple[int, ...]
+    length: int  # the number of items of each part
+    starts: tuple[int, ...]  # the indices of their first items, ascending
 
 
 def repeated_subsequences(sequence: Sequence[int], sizes: Sequence[int], least_gain: int) -> list[RepeatedSubsequence]:
@@ -235,19 +209,12 @@ def _intervals(order: Sequence[int], prefix_lengths: Sequence[int]) -> Iterator[
 
 @dataclass(slots=True)
 class _Interval:
-    """Suffixes next to one another in the order that share a prefix.
+    """Suffixes next to one another in the order that share a prefix."""
 
-    Attributes:
-        length: of the prefix.
-        low: the index of the first suffix in the order.
-        starts: of the suffixes, ascending.
-        least_distance: of two starts.
-    """
-
-    length: int
-    low: int
-    starts: list[int]
-    least_distance: int
+    length: int  # of the prefix
+    low: int  # the index of the first suffix in the order
+    starts: list[int]  # of the suffixes, ascending
+    least_distance: int  # of two starts
 
     def absorb(self, nested: "_Interval") -> None:
         """Move the starts of a nested interval here; the shorter list is merged into the longer."""
@@ -330,10 +297,7 @@ def _without_names(value: Value, removed_names: list[str]) -> Value:
 
 
 def find_repeats(analysis: GraphAnalysis) -> RepeatSearchResult:
-    """Find the equal runs of nodes of a graph, in a time that grows little faster than the number of its nodes.
-
-    The result is the repeats that save at least eight nodes when they are stored once.
-    """
+    """Find the equal runs of nodes that save at least eight nodes when they are stored once, in a little more than linear time."""
     search = _RepeatSearch(analysis)
     search.run()
     return RepeatSearchResult(repeats=tuple(without_nested_copies(search.repeats)), impure=tuple(search.impure))

@@ -32,16 +32,11 @@ def is_url(source: object) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BundleUrl:
-    """The URL of a bundle: that of the folder that has its ``manifest.json``.
+    """The URL of a bundle: that of the folder that has its ``manifest.json``."""
 
-    Attributes:
-        scheme: such as ``https``, ``s3`` or ``hf``, in lower case.
-        folder: the URL without a slash at its end, and for HTTP without its query.
-        query: the query of an HTTP URL, such as a token that gives access; it is sent with the request for each file.
-    """
-
-    scheme: str
-    folder: str
+    scheme: str  # such as ``https``, ``s3`` or ``hf``, in lower case
+    folder: str  # the URL without a slash at its end, and for HTTP without its query
+    # The query of an HTTP URL, such as a token that gives access; it is sent with the request for each file.
     query: str = ""
 
     @classmethod
@@ -105,17 +100,11 @@ class BundleUrl:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubLocation:
-    """Where a bundle is on the Hugging Face Hub.
+    """Where a bundle is on the Hugging Face Hub."""
 
-    Attributes:
-        repository: ``ORGANIZATION/NAME``.
-        revision: a branch, a tag or a commit; None for the main branch.
-        folder: the folder of the bundle in the repository; empty for its root.
-    """
-
-    repository: str
-    revision: str | None
-    folder: str
+    repository: str  # ``ORGANIZATION/NAME``
+    revision: str | None  # a branch, a tag or a commit; None for the main branch
+    folder: str  # the folder of the bundle in the repository; empty for its root
 
     def path(self, file_name: str) -> str:
         """Return the path of one of the bundle's files in the repository."""

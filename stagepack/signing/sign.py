@@ -32,10 +32,7 @@ _CURVES = frozenset({"secp256r1", "secp384r1", "secp521r1"})
 
 
 def check_key(path: str, content: bytes) -> None:
-    """Refuse a key of another kind than elliptic curves. What is no key, or is encrypted, is left to model_signing.
-
-    content: its bytes.
-    """
+    """Refuse a key of another kind than elliptic curves. What is no key, or is encrypted, is left to model_signing."""
     for load_key in (load_pem_public_key, functools.partial(load_pem_private_key, password=None)):
         try:
             key = load_key(content)

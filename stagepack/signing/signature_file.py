@@ -75,10 +75,7 @@ class SignatureFile(msgspec.Struct, frozen=True, rename="camel"):
 
     @classmethod
     def parse(cls, content: bytes, location: str) -> "SignatureFile":
-        """Decode the file.
-
-        content: the bytes of the file.
-        """
+        """Decode the file."""
         try:
             return msgspec.json.decode(content, type=cls)
         except JSON_ERRORS as error:

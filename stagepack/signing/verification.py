@@ -35,15 +35,10 @@ _HASHES: Final[dict[str, Callable[[bytes], Any]]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifiedSignature:
-    """A signature that is by a trusted signer, and over the bundle.
+    """A signature that is by a trusted signer, and over the bundle."""
 
-    Attributes:
-        trusted_file: the file of the caller that the signature was verified with.
-        subject: the subject of the certificate of the signer; None if it signed with a key alone.
-    """
-
-    trusted_file: str
-    subject: str | None
+    trusted_file: str  # the file of the caller that the signature was verified with
+    subject: str | None  # the subject of the certificate of the signer; None if it signed with a key alone
 
 
 def verify_signature(bundle: Bundle, trusted_files: Iterable[str | os.PathLike[str]]) -> VerifiedSignature:

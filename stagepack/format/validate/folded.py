@@ -24,17 +24,11 @@ from stagepack.format.validate.types import check_depth
 
 @dataclass(frozen=True, slots=True)
 class _RegionFacts:
-    """Facts about a region that the checks of its callers need.
+    """Facts about a region that the checks of its callers need."""
 
-    Attributes:
-        hole_count: the number of texts that a region call must have.
-        depth: the number of nested region calls, itself included.
-        item_count: what one region call unfolds to, as `limits.UNFOLDED_ITEMS` counts it.
-    """
-
-    hole_count: int
-    depth: int
-    item_count: int
+    hole_count: int  # the number of texts that a region call must have
+    depth: int  # the number of nested region calls, itself included
+    item_count: int  # what one region call unfolds to, as `limits.UNFOLDED_ITEMS` counts it
 
 
 def check_folded(folded: FoldedGraph, file_name: str) -> Iterator[Problem]:

@@ -21,16 +21,11 @@ _Difference = tuple[str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EntryPointFacts:
-    """What the manifest states of an entry point, by name.
-
-    Attributes:
-        edges: its edges.
-        symbols: its symbols.
-        state_owners: the graph file of the stage that states a weight as its state, by the name of the weight.
-    """
+    """What the manifest states of an entry point, by name."""
 
     edges: Mapping[str, Edge]
     symbols: Mapping[str, Symbol]
+    # The graph file of the stage that states a weight as its state, by the name of the weight.
     state_owners: Mapping[str, str]
 
     @classmethod
@@ -45,23 +40,14 @@ class EntryPointFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageGraph:
-    """The graph of a stage, and what follows from it, computed once for all entry points that have the file.
-
-    Attributes:
-        graph: the graph.
-        flops: the floating-point operations of its nodes.
-        namespaces: the namespaces of its operators that the caller must allow.
-        types: the dtype, shape and expr of each value, by name.
-        written_weights: the first names of the weights that its nodes write.
-        written_inputs: the names of the inputs that they write.
-    """
+    """The graph of a stage, and what follows from it, computed once for all entry points that have the file."""
 
     graph: Graph
-    flops: int
-    namespaces: frozenset[str]
-    types: Mapping[str, tuple[str, tuple[Dim, ...], Dim | None]]
-    written_weights: tuple[str, ...]
-    written_inputs: tuple[str, ...]
+    flops: int  # the floating-point operations of its nodes
+    namespaces: frozenset[str]  # the namespaces of its operators that the caller must allow
+    types: Mapping[str, tuple[str, tuple[Dim, ...], Dim | None]]  # the dtype, shape and expr of each value, by name
+    written_weights: tuple[str, ...]  # the first names of the weights that its nodes write
+    written_inputs: tuple[str, ...]  # the names of the inputs that they write
 
     @classmethod
     def of(cls, graph: Graph) -> Self:

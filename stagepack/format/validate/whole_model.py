@@ -23,10 +23,7 @@ from stagepack.format.traversal import (
 
 
 def check_whole_model(entry_point: EntryPoint, graphs: Sequence[Graph]) -> Iterator[Problem]:
-    """Yield the problems of the stages of an entry point together. `check_stage` must have found none in each of them.
-
-    graphs: the graphs of its stages, in order.
-    """
+    """Yield the problems of the stages of an entry point together. `check_stage` must have found none in each of them."""
     if not any(stage.places for stage in entry_point.stages):
         return
     broken_rules = list(_check_tables(graphs))
@@ -44,11 +41,7 @@ def check_whole_model(entry_point: EntryPoint, graphs: Sequence[Graph]) -> Itera
 def check_plan(
     entry_point: EntryPoint, graphs: Sequence[Graph], bytes_of_stored: Mapping[str, int]
 ) -> Iterator[Problem]:
-    """Yield the problems of the costs in a plan that are those of its nodes. `check_whole_model` must have found none.
-
-    graphs: the graphs of its stages, in order.
-    bytes_of_stored: the bytes of each stored tensor, by name.
-    """
+    """Yield the problems of the costs in a plan that are those of its nodes. `check_whole_model` must have found none."""
     if entry_point.plan is None or not any(stage.places for stage in entry_point.stages):
         return
     nodes = _WholeModel.of(entry_point, graphs).nodes
@@ -86,19 +79,13 @@ class _NodeCopy(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _WholeModel:
-    """All nodes of the stages, by their positions in the whole model.
-
-    Attributes:
-        node_copies: the nodes, by position and then by stage.
-        nodes: the node at each position; that of the first of its stages.
-        stages_of: the stages that have the node of a position.
-    """
+    """All nodes of the stages, by their positions in the whole model."""
 
     entry_point: EntryPoint
     graphs: Sequence[Graph]
-    node_copies: Sequence[_NodeCopy]
-    nodes: Sequence[_NodeCopy]
-    stages_of: Sequence[Sequence[int]]
+    node_copies: Sequence[_NodeCopy]  # the nodes, by position and then by stage
+    nodes: Sequence[_NodeCopy]  # the node at each position; that of the first of its stages
+    stages_of: Sequence[Sequence[int]]  # the stages that have the node of a position
 
     @classmethod
     def of(cls, entry_point: EntryPoint, graphs: Sequence[Graph]) -> "_WholeModel":

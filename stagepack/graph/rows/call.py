@@ -12,21 +12,14 @@ from stagepack.graph.rows.layout import ONE, Rows, RowsMeetError, Shape, Size, S
 
 
 class Tracked(NamedTuple):
-    """What is known of a value.
-
-    Attributes:
-        dtype: its dtype.
-        shape: its shape; empty for a symbolic scalar.
-        rows: where it has the rows of the batch; None for a value that is the same for all rows and all numbers of rows.
-        number: the value of a symbolic integer, if it is known.
-        counts_rows: it is a symbolic scalar that depends on the number of rows.
-    """
+    """What is known of a value."""
 
     dtype: str
-    shape: Shape = ()
+    shape: Shape = ()  # its shape; empty for a symbolic scalar
+    # Where it has the rows of the batch; None for a value that is the same for all rows and all numbers of rows.
     rows: Rows | None = None
-    number: Size | None = None
-    counts_rows: bool = False
+    number: Size | None = None  # the value of a symbolic integer, if it is known
+    counts_rows: bool = False  # it is a symbolic scalar that depends on the number of rows
 
     @property
     def rank(self) -> int:

@@ -31,18 +31,14 @@ class RowsMeetError(Exception):
 
 
 class Rows(NamedTuple):
-    """The rows of a batch in a tensor.
+    """The rows of a batch in a tensor."""
 
-    Attributes:
-        dim: the dimension that holds them.
-        before: how many times the rows are repeated or interrupted: the product of the dimensions that are merged in front of the rows.
-        after: the positions of each row in this dimension: the product of the dimensions that are merged behind the rows.
-        step: each element is the number of its row times this, as ``arange`` makes them; None for elements of the row.
-    """
-
-    dim: int
+    dim: int  # the dimension that holds them
+    # How many times the rows are repeated or interrupted: the product of the dimensions that are merged in front of the rows.
     before: Size = ONE
+    # The positions of each row in this dimension: the product of the dimensions that are merged behind the rows.
     after: Size = ONE
+    # Each element is the number of its row times this, as ``arange`` makes them; None for elements of the row.
     step: Size | None = None
 
     @property

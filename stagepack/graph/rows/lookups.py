@@ -39,15 +39,10 @@ def embedding_bag(call: NodeCall) -> list[Rows | None]:
 
 
 class _Place(NamedTuple):
-    """Where the rows are after indexing.
+    """Where the rows are after indexing."""
 
-    Attributes:
-        rows: the rows of the result.
-        names_row: the dimension of the rows was indexed by the numbers of the rows.
-    """
-
-    rows: Rows | None
-    names_row: bool = False
+    rows: Rows | None  # the rows of the result
+    names_row: bool = False  # the dimension of the rows was indexed by the numbers of the rows
 
 
 def _is_mask(value: Tracked | None) -> bool:
