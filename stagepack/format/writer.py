@@ -146,7 +146,7 @@ class BundleWriter:
             ) from error
 
     def write_file(self, file_name: str, pieces: Pieces, progress: ByteProgress | None = None) -> None:
-        """Write one file in threads, and record its size and digests for the manifest. Bytes among the pieces must not change afterwards."""
+        """Write one file in threads, and record its size and digests for the manifest. Its bytes must not change afterwards."""
         path = self._temporary_folder / file_name
         self._file_entries.append(write_pieces(path, pieces, progress))
         self._unsynchronized.append(path)

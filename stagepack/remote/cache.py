@@ -286,7 +286,7 @@ def disk_bytes(cache: Cache) -> int:
 def remove_bundles(
     cache: Cache, *, unused_seconds: float | None = None, most_bytes: int | None = None
 ) -> list[CachedBundle]:
-    """Remove bundles, those first that were not used for the longest time, until the cache takes few enough bytes; and interrupted downloads."""
+    """Remove bundles, the least recently used first, until the cache takes few enough bytes; and interrupted downloads."""
     removed_bundles = []
     _remove_unused_files(cache, unused_seconds, most_bytes)
     for bundle in reversed(cached_bundles(cache)):
