@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from stagepack.format.folded_graph import FoldedGraph
+from stagepack.format.graph import FoldedGraph
 from stagepack.format.manifest import MAJOR, Manifest
 
 FOLDER = Path(__file__).parents[1] / "schema" / f"v{MAJOR}"

@@ -23,7 +23,8 @@ from stagepack.format.reader import Bundle
 from stagepack.format.shapes import Symbol, example_sizes, format_guard, format_range, format_shape
 from stagepack.format.tree import output_names, value_names
 from stagepack.graph.analysis import GraphAnalysis
-from stagepack.graph.repeats import Repeat, find_repeats
+from stagepack.graph.repeats import find_repeats
+from stagepack.graph.subsequences import Repeat
 from stagepack_loaders.window_plan import Residency
 
 if TYPE_CHECKING:

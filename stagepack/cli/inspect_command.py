@@ -22,15 +22,7 @@ from stagepack.cli.command import subcommand
 from stagepack.cli.output import print_json, print_line
 from stagepack.cli.path_options import bundle_argument, open_argument
 from stagepack.cli.run_options import check_stage_number, json_option
-from stagepack.format.folded_graph import (
-    FoldedGraph,
-    Hole,
-    Region,
-    escape_template,
-    fill_template,
-    parse_template,
-    trivially_folded,
-)
+from stagepack.format.folded_graph import Hole, escape_template, fill_template, parse_template, trivially_folded
 from stagepack.format.graph import (
     Argument,
     ComplexArg,
@@ -38,11 +30,13 @@ from stagepack.format.graph import (
     DeviceArg,
     DictArg,
     DtypeArg,
+    FoldedGraph,
     Graph,
     LayoutArg,
     ListArg,
     MemoryFormatArg,
     Node,
+    Region,
     SliceArg,
     SubgraphArg,
     TupleArg,
@@ -52,7 +46,7 @@ from stagepack.format.graph import (
 from stagepack.format.reader import Bundle
 from stagepack.format.shapes import format_shape
 from stagepack.graph.region_functions import BodyItem, region_functions
-from stagepack.graph.rows.batch import batch_dimension, end_edges
+from stagepack.graph.rows.analysis import batch_dimension, end_edges
 
 _INDENT = "    "
 # A node, or the finished line of a region call.

@@ -15,8 +15,8 @@ import msgspec
 from stagepack.errors import NotABundleError
 from stagepack.format import limits
 from stagepack.format.chunks import File
-from stagepack.format.folded_graph import FoldedGraph, unfold_graph
-from stagepack.format.graph import Graph
+from stagepack.format.folded_graph import unfold_graph
+from stagepack.format.graph import FoldedGraph, Graph
 from stagepack.format.manifest import Manifest
 from stagepack.format.rules import (
     MANIFEST_NAME,

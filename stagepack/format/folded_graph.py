@@ -3,40 +3,42 @@
 A region is a run of nodes with templates in the place of names. A region call fills the holes of the templates, such as in
 ``layers.{0}.norm`` and ``add_{1+3}``, which gives the nodes of one occurrence. Unfolding a graph replaces every region call by these nodes.
 
-The names in nodes, values, weights and module calls, which the templates may vary, are listed and replaced in a fixed order. For each kind
-of object `x` there are two functions with the law: ``list(names_in_x(rename_x(x, rename))) == [rename(name) for name in names_in_x(x)]``.
+The names in nodes, values, weights and module calls, which the templates may vary, are listed and replaced in one order. Law for each
+function `rename_x`: ``names_in(rename_x(x, rename), rename_x) == [rename(name) for name in names_in(x, rename_x)]``.
 """
 
-# Long because for each kind of object, the names in it are listed and replaced in the same order.
-
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple, TypeVar
 
-from msgspec import Struct
 from msgspec.structs import replace
 
 from stagepack.format import limits
 from stagepack.format.graph import (
     Argument,
-    Context,
+    FoldedGraph,
     Graph,
     ModuleCall,
     Node,
-    Op,
+    Region,
+    RegionCall,
     Scope,
-    Subgraph,
     Value,
     ValueArg,
     Weight,
 )
-from stagepack.format.limits import Int64
 from stagepack.format.rules import rule_error
-from stagepack.format.shapes import Symbol, rename_symbols, symbol_names
-from stagepack.format.traversal import input_names, leaf_arguments, map_arguments, map_node_arguments, sort_module_calls
-from stagepack.format.tree import value_names
+from stagepack.format.shapes import rename_symbols
+from stagepack.format.traversal import (
+    input_names,
+    leaf_arguments,
+    map_arguments,
+    map_node_arguments,
+    sort_module_calls,
+    subgraphs_with_scopes,
+)
 
 # Possessive (++): what has matched is never given back, so that matching takes no memory for each character.
 _TEMPLATE_PART = re.compile(
@@ -44,6 +46,8 @@ _TEMPLATE_PART = re.compile(
 )
 _DECIMAL = re.compile(r"0|[1-9][0-9]{0,17}", re.ASCII)
 _T = TypeVar("_T")
+# Returns the new name for an old one.
+Rename = Callable[[str], str]
 # Template of a region -> the name that it is filled to in one region call.
 _Names = Mapping[str, str]
 # Builds a node from the names of a region call, and from the index of each scope of the region in the scope table of the graph.
@@ -119,62 +123,6 @@ def has_holes(template: str) -> bool:
     return "{" in template or "}" in template
 
 
-class RegionCall(NamedTuple):
-    """One occurrence of a region: the index of the region, and the texts for its holes. In a region these texts are templates too."""
-
-    region: Int64
-    holes: tuple[str, ...]
-
-
-class Region(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A run of nodes that occurs in the graph several times.
-
-    The names of values, symbols, weights, scopes and module calls are templates. ``{2}`` is the third text of the region call;
-    ``{2+5}`` is this text as a number, plus 5; ``{{`` and ``}}`` are braces.
-
-    Attributes:
-        nodes: the nodes. They refer to the scopes of the region, and to the operators, contexts and subgraphs of the graph.
-        weights: the weights that each region call adds to the graph.
-        scopes: the scopes of the nodes.
-        calls: the module calls that each region call adds to the graph.
-    """
-
-    nodes: tuple[Node | RegionCall, ...]
-    weights: tuple[Weight, ...] = ()
-    scopes: tuple[Scope, ...] = ()
-    calls: tuple[ModuleCall, ...] = ()
-
-
-class FoldedGraph(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The fields of a `Graph`, with region calls among its nodes, and the regions.
-
-    Attributes:
-        symbols: see `Graph`.
-        inputs: see `Graph`.
-        weights: the weights that no region call adds.
-        nodes: nodes and region calls, in execution order.
-        outputs: see `Graph`.
-        subgraphs: see `Graph`.
-        ops: see `Graph`.
-        scopes: the scopes of the nodes that no region call adds.
-        contexts: see `Graph`.
-        calls: the module calls that no region call adds.
-        regions: the regions. A region may call the regions before it.
-    """
-
-    symbols: tuple[Symbol, ...] = ()
-    inputs: tuple[Value, ...] = ()
-    weights: tuple[Weight, ...] = ()
-    nodes: tuple[Node | RegionCall, ...] = ()
-    outputs: tuple[str, ...] = ()
-    subgraphs: tuple[Subgraph, ...] = ()
-    ops: tuple[Op, ...] = ()
-    scopes: tuple[Scope, ...] = ()
-    contexts: tuple[Context, ...] = ()
-    calls: tuple[ModuleCall, ...] = ()
-    regions: tuple[Region, ...] = ()
-
-
 def trivially_folded(graph: Graph) -> FoldedGraph:
     """Return a graph as its file may store it, without regions.
 
@@ -183,52 +131,8 @@ def trivially_folded(graph: Graph) -> FoldedGraph:
     return FoldedGraph(**{field: getattr(graph, field) for field in Graph.__struct_fields__})
 
 
-def names_in_value(value: Value) -> Iterator[str]:
-    """Yield the name of a value, and the names of the symbols in its shape and its `expr`."""
-    yield value.name
-    for dim in value.shape:
-        yield from symbol_names(dim)
-    if value.expr is not None:
-        yield from symbol_names(value.expr)
-
-
-def names_in_node(node: Node) -> Iterator[str]:
-    """Yield the names of the values that a node uses, and then the names in the values that it defines."""
-    yield from input_names(node)
-    for value in node.outputs:
-        if value is not None:
-            yield from names_in_value(value)
-
-
-def names_in_weight(weight: Weight) -> Iterator[str]:
-    """Yield the value name of a weight, its names in the model, and the name of its base."""
-    yield weight.value
-    yield from weight.names
-    if weight.base is not None:
-        yield weight.base
-
-
-def names_in_module_call(call: ModuleCall) -> Iterator[str]:
-    """Yield the path of a module call, the position of its first node, and the value names in its signature."""
-    yield call.path
-    yield call.first
-    if call.signature is not None:
-        yield from value_names(*call.signature.trees)
-
-
-def names_in_region(region: Region) -> Iterator[str]:
-    """Yield the templates of a region, with repeats: of its nodes and region calls, scopes, weights and module calls."""
-    for item in region.nodes:
-        yield from names_in_node(item) if isinstance(item, Node) else item.holes
-    yield from (scope.path for scope in region.scopes)
-    for weight in region.weights:
-        yield from names_in_weight(weight)
-    for call in region.calls:
-        yield from names_in_module_call(call)
-
-
-def rename_value(value: Value, rename: Callable[[str], str]) -> Value:
-    """Return a value with other names."""
+def rename_value(value: Value, rename: Rename) -> Value:
+    """Return a value with another name, and other names of the symbols in its shape and its `expr`."""
     return replace(
         value,
         name=rename(value.name),
@@ -237,8 +141,8 @@ def rename_value(value: Value, rename: Callable[[str], str]) -> Value:
     )
 
 
-def rename_node(node: Node, rename: Callable[[str], str]) -> Node:
-    """Return a node with other names."""
+def rename_node(node: Node, rename: Rename) -> Node:
+    """Return a node with other names of the values that it uses, and then of those that it defines."""
 
     def rename_leaf(leaf: Argument) -> Argument:
         return ValueArg(rename(leaf.name)) if isinstance(leaf, ValueArg) else leaf
@@ -248,8 +152,8 @@ def rename_node(node: Node, rename: Callable[[str], str]) -> Node:
     return replace(renamed, outputs=tuple(outputs))
 
 
-def rename_weight(weight: Weight, rename: Callable[[str], str]) -> Weight:
-    """Return a weight with other names."""
+def rename_weight(weight: Weight, rename: Rename) -> Weight:
+    """Return a weight with another value name, other names in the model, and another base."""
     return replace(
         weight,
         value=rename(weight.value),
@@ -258,8 +162,8 @@ def rename_weight(weight: Weight, rename: Callable[[str], str]) -> Weight:
     )
 
 
-def rename_module_call(call: ModuleCall, rename: Callable[[str], str]) -> ModuleCall:
-    """Return a module call with other names."""
+def rename_module_call(call: ModuleCall, rename: Rename) -> ModuleCall:
+    """Return a module call with another path, another position of its first node, and other value names in its signature."""
     return replace(
         call,
         path=rename(call.path),
@@ -268,10 +172,27 @@ def rename_module_call(call: ModuleCall, rename: Callable[[str], str]) -> Module
     )
 
 
-def rename_in_order(new_names: Iterable[str]) -> Callable[[str], str]:
-    """Return a function for the functions above that ignores the old name and returns the next new name."""
-    remaining = iter(new_names)
-    return lambda _: next(remaining)
+def names_in(item: _T, rename_item: Callable[[_T, Rename], _T]) -> list[str]:
+    """Return the names in an object, in the order in which one of the functions above renames them."""
+    item_names: list[str] = []
+
+    def record(item_name: str) -> str:
+        item_names.append(item_name)
+        return item_name
+
+    rename_item(item, record)
+    return item_names
+
+
+def names_in_region(region: Region) -> Iterator[str]:
+    """Yield the templates of a region, with repeats: of its nodes and region calls, scopes, weights and module calls."""
+    for item in region.nodes:
+        yield from names_in(item, rename_node) if isinstance(item, Node) else item.holes
+    yield from (scope.path for scope in region.scopes)
+    for weight in region.weights:
+        yield from names_in(weight, rename_weight)
+    for call in region.calls:
+        yield from names_in(call, rename_module_call)
 
 
 def unfold_graph(folded: FoldedGraph, file_name: str = "", *, module_calls: bool = True) -> Graph:
@@ -310,18 +231,10 @@ def unfold_graph(folded: FoldedGraph, file_name: str = "", *, module_calls: bool
         "weights": tuple(
             weights[value_name] for value_name in (*used, *(unused for unused in weights if unused not in used))
         ),
-        "subgraphs": _subgraphs_with_scopes(folded, [index_of_scope[scope] for scope in folded.scopes]),
+        "subgraphs": subgraphs_with_scopes(folded.subgraphs, [index_of_scope[scope] for scope in folded.scopes]),
         "calls": sort_module_calls((*fields["calls"], *added_calls)),
     }
     return Graph(**fields)
-
-
-def _subgraphs_with_scopes(folded: FoldedGraph, scope_indices: Sequence[int]) -> tuple[Subgraph, ...]:
-    """The subgraphs with other scope indices: `scope_indices` has the new index of each scope."""
-    return tuple(
-        replace(subgraph, nodes=tuple(replace(node, scope=scope_indices[node.scope]) for node in subgraph.nodes))
-        for subgraph in folded.subgraphs
-    )
 
 
 def _scope_order(scope: Scope) -> tuple[str, str]:
@@ -451,10 +364,12 @@ def _argument_filler(argument: Argument) -> Callable[[_Names], Argument] | None:
 
 
 def _value_filler(value: Value | None) -> Callable[[_Names], Value] | None:
-    if value is None or not any(map(has_holes, names_in_value(value))):
+    if value is None:
+        return None
+    template, *symbols = names_in(value, rename_value)
+    if not any(map(has_holes, (template, *symbols))):
         return None
     # Symbols seldom have holes. The shape is then the same in every region call.
-    template, *symbols = names_in_value(value)
     if not any(map(has_holes, symbols)):
         return lambda filled_names: replace(value, name=filled_names[template])
     return lambda filled_names: rename_value(value, filled_names.__getitem__)

@@ -6,7 +6,7 @@ identifier and is defined once (static single assignment).
 
 import math
 from collections.abc import Mapping
-from typing import Literal
+from typing import Generic, Literal, NamedTuple, TypeVar
 
 from msgspec import Struct
 
@@ -315,7 +315,25 @@ class ModuleCall(Struct, frozen=True, kw_only=True, omit_defaults=True):
     signature: Signature | None = None
 
 
-class Graph(Struct, frozen=True, kw_only=True, omit_defaults=True):
+_Item = TypeVar("_Item")
+
+
+class _GraphTables(Struct, Generic[_Item], frozen=True, kw_only=True, omit_defaults=True):
+    """The fields of a graph, and of the form in which its file stores it."""
+
+    symbols: tuple[Symbol, ...] = ()
+    inputs: tuple[Value, ...] = ()
+    weights: tuple[Weight, ...] = ()
+    nodes: tuple[_Item, ...] = ()
+    outputs: tuple[str, ...] = ()
+    subgraphs: tuple[Subgraph, ...] = ()
+    ops: tuple[Op, ...] = ()
+    scopes: tuple[Scope, ...] = ()
+    contexts: tuple[Context, ...] = ()
+    calls: tuple[ModuleCall, ...] = ()
+
+
+class Graph(_GraphTables[Node], frozen=True, kw_only=True, omit_defaults=True):
     """A model before the cut, or a stage after it.
 
     Attributes:
@@ -331,13 +349,48 @@ class Graph(Struct, frozen=True, kw_only=True, omit_defaults=True):
         calls: the module calls, in the order of their nodes.
     """
 
-    symbols: tuple[Symbol, ...] = ()
-    inputs: tuple[Value, ...] = ()
+
+class RegionCall(NamedTuple):
+    """One occurrence of a region: the index of the region, and the texts for its holes. In a region these texts are templates too."""
+
+    region: Int64
+    holes: tuple[str, ...]
+
+
+class Region(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A run of nodes that occurs in the graph several times.
+
+    The names of values, symbols, weights, scopes and module calls are templates. ``{2}`` is the third text of the region call;
+    ``{2+5}`` is this text as a number, plus 5; ``{{`` and ``}}`` are braces.
+
+    Attributes:
+        nodes: the nodes. They refer to the scopes of the region, and to the operators, contexts and subgraphs of the graph.
+        weights: the weights that each region call adds to the graph.
+        scopes: the scopes of the nodes.
+        calls: the module calls that each region call adds to the graph.
+    """
+
+    nodes: tuple[Node | RegionCall, ...]
     weights: tuple[Weight, ...] = ()
-    nodes: tuple[Node, ...] = ()
-    outputs: tuple[str, ...] = ()
-    subgraphs: tuple[Subgraph, ...] = ()
-    ops: tuple[Op, ...] = ()
     scopes: tuple[Scope, ...] = ()
-    contexts: tuple[Context, ...] = ()
     calls: tuple[ModuleCall, ...] = ()
+
+
+class FoldedGraph(_GraphTables[Node | RegionCall], frozen=True, kw_only=True, omit_defaults=True):
+    """The fields of a `Graph`, with region calls among its nodes, and the regions.
+
+    Attributes:
+        symbols: see `Graph`.
+        inputs: see `Graph`.
+        weights: the weights that no region call adds.
+        nodes: nodes and region calls, in execution order.
+        outputs: see `Graph`.
+        subgraphs: see `Graph`.
+        ops: see `Graph`.
+        scopes: the scopes of the nodes that no region call adds.
+        contexts: see `Graph`.
+        calls: the module calls that no region call adds.
+        regions: the regions. A region may call the regions before it.
+    """
+
+    regions: tuple[Region, ...] = ()

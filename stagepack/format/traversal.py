@@ -4,7 +4,7 @@
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from msgspec.msgpack import encode
 from msgspec.structs import replace
@@ -161,6 +161,18 @@ def argument_value_names(argument: Argument) -> list[str]:
 def sort_module_calls(calls: Iterable[ModuleCall]) -> tuple[ModuleCall, ...]:
     """Sort module calls by their first node; of several that begin together, the one with the most nodes is first."""
     return tuple(sorted(calls, key=lambda call: (len(call.first), call.first, -call.nodes, call.path)))
+
+
+def with_scopes(nodes: Iterable[Node], new_scopes: Sequence[int] | Mapping[int, int]) -> tuple[Node, ...]:
+    """Return nodes that refer to scopes by their new indices."""
+    return tuple([replace(node, scope=new_scopes[node.scope]) for node in nodes])
+
+
+def subgraphs_with_scopes(
+    subgraphs: Iterable[Subgraph], new_scopes: Sequence[int] | Mapping[int, int]
+) -> tuple[Subgraph, ...]:
+    """Return subgraphs whose nodes refer to scopes by their new indices."""
+    return tuple([replace(subgraph, nodes=with_scopes(subgraph.nodes, new_scopes)) for subgraph in subgraphs])
 
 
 def split_call_path(path: str) -> tuple[str, str]:

@@ -21,6 +21,8 @@ from stagepack.format.traversal import (
     map_node_arguments,
     sort_module_calls,
     subgraph_indices,
+    subgraphs_with_scopes,
+    with_scopes,
 )
 from stagepack.format.tree import value_names
 from stagepack.format.validate.whole_model import check_whole_model
@@ -72,11 +74,9 @@ class GraphAssembler:
             symbols=tuple(symbol for symbol in self._symbols if symbol.name in used_symbols),
             inputs=tuple(inputs),
             weights=tuple(weights),
-            nodes=_with_scopes(nodes, new_scopes),
+            nodes=with_scopes(nodes, new_scopes),
             outputs=tuple(outputs),
-            subgraphs=tuple(
-                replace(subgraph, nodes=_with_scopes(subgraph.nodes, new_scopes)) for subgraph in self._subgraphs
-            ),
+            subgraphs=subgraphs_with_scopes(self._subgraphs, new_scopes),
             ops=tuple(self._ops),
             scopes=tuple(scopes),
             contexts=tuple(self._contexts),
@@ -128,11 +128,6 @@ class GraphAssembler:
         if index == len(self._subgraphs):
             self._subgraphs.append(copied)
         return SubgraphArg(index)
-
-
-def _with_scopes(nodes: Iterable[Node], new_scopes: Sequence[int]) -> tuple[Node, ...]:
-    """Nodes that refer to scopes by their new indices."""
-    return tuple(replace(node, scope=new_scopes[node.scope]) for node in nodes)
 
 
 def join_stages(entry_point: EntryPoint, stages: Sequence[Graph]) -> Graph:

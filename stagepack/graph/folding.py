@@ -1,5 +1,6 @@
 """A graph -> the form that its file holds, with equal runs of nodes as regions. Law: ``unfold_graph(fold_graph(g)) == g``."""
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -8,24 +9,25 @@ from msgspec.msgpack import encode
 from msgspec.structs import replace
 
 from stagepack.format.folded_graph import (
-    FoldedGraph,
-    Region,
-    RegionCall,
-    names_in_module_call,
-    names_in_node,
-    names_in_weight,
-    rename_in_order,
+    Hole,
+    Rename,
+    escape_template,
+    names_in,
     rename_module_call,
     rename_node,
     rename_weight,
     trivially_folded,
     unfold_graph,
 )
-from stagepack.format.graph import Graph, ModuleCall, Node, Scope, Weight
+from stagepack.format.graph import FoldedGraph, Graph, ModuleCall, Node, Region, RegionCall, Scope, Weight
+from stagepack.format.traversal import subgraphs_with_scopes
 from stagepack.graph.analysis import GraphAnalysis
-from stagepack.graph.repeats import Repeat, TemplateBuilder, all_starts, find_repeats
+from stagepack.graph.repeats import all_starts, find_repeats
+from stagepack.graph.subsequences import Repeat
 
 _Item = TypeVar("_Item")
+_PIECE = re.compile(r"[0-9]+|[^\W\d_]+|[\W_]+")
+_INTEGER = re.compile(r"0|[1-9][0-9]{0,17}", re.ASCII)
 
 
 def fold_graph(graph: Graph, positions: Sequence[int] | None = None) -> FoldedGraph:
@@ -41,6 +43,58 @@ def fold_graph(graph: Graph, positions: Sequence[int] | None = None) -> FoldedGr
     return folded if unfold_graph(folded) == graph else trivially_folded(graph)
 
 
+class _TemplateBuilder:
+    """The holes of a region while its templates are made.
+
+    Law: ``fill_template(builder.template(names), [texts[run] for texts in builder.hole_texts]) == names[run]``.
+
+    Attributes:
+        hole_texts: for each hole, its text in each run.
+    """
+
+    def __init__(self) -> None:
+        self.hole_texts: list[tuple[str, ...]] = []
+        self._templates: dict[tuple[str, ...], str] = {}
+        self._text_holes: dict[tuple[str, ...], int] = {}
+        # For holes with integers: their differences from the first -> the hole, and its first integer.
+        self._integer_holes: dict[tuple[int, ...], tuple[int, int]] = {}
+
+    def template(self, run_names: tuple[str, ...]) -> str:
+        """Return a template for names that differ from run to run; equal names have equal templates."""
+        if run_names not in self._templates:
+            self._templates[run_names] = self._make_template(run_names)
+        return self._templates[run_names]
+
+    def _make_template(self, run_names: tuple[str, ...]) -> str:
+        if len(set(run_names)) == 1:
+            return escape_template(run_names[0])
+        pieces = [_PIECE.findall(run_name) for run_name in run_names]
+        is_complete = all("".join(parts) == run_name for parts, run_name in zip(pieces, run_names, strict=True))
+        if not is_complete or len({len(parts) for parts in pieces}) > 1:
+            return str(self._hole(run_names))
+        return "".join(
+            escape_template(column[0]) if len(set(column)) == 1 else str(self._hole(column))
+            for column in zip(*pieces, strict=True)
+        )
+
+    def _hole(self, run_texts: tuple[str, ...]) -> Hole:
+        """A hole for these texts; integers that grow alike from run to run share one."""
+        if not all(map(_INTEGER.fullmatch, run_texts)):
+            if run_texts not in self._text_holes:
+                self._text_holes[run_texts] = self._new_hole(run_texts)
+            return Hole(self._text_holes[run_texts])
+        integers = list(map(int, run_texts))
+        differences = tuple(integer - integers[0] for integer in integers)
+        if differences not in self._integer_holes:
+            self._integer_holes[differences] = (self._new_hole(run_texts), integers[0])
+        hole_index, first_integer = self._integer_holes[differences]
+        return Hole(hole_index, integers[0] - first_integer)
+
+    def _new_hole(self, run_texts: tuple[str, ...]) -> int:
+        self.hole_texts.append(run_texts)
+        return len(self.hole_texts) - 1
+
+
 @dataclass(slots=True)
 class _RegionRuns:
     """The runs of nodes of a region."""
@@ -48,18 +102,18 @@ class _RegionRuns:
     repeat: Repeat  # the runs that are written out, or called from what is written out
     starts: list[int]  # the first nodes of all runs, those inside of calls of other regions too
     region_index: int = 0  # the index of the region in the folded graph
-    templates: TemplateBuilder = field(default_factory=TemplateBuilder)  # the templates of its names
+    templates: _TemplateBuilder = field(default_factory=_TemplateBuilder)  # the templates of its names
 
     def hole_texts(self, start: int) -> tuple[str, ...]:
         """The texts for the holes in the call of a run."""
         run_index = self.starts.index(start)
         return tuple(run_texts[run_index] for run_texts in self.templates.hole_texts)
 
-    def renaming(self, items: Sequence[_Item], names_in: Callable[[_Item], Iterable[str]]) -> Callable[[str], str]:
-        """A function that renames the item of one run to the templates for all runs."""
-        return rename_in_order(
-            [self.templates.template(run_names) for run_names in zip(*map(names_in, items), strict=True)]
-        )
+    def template_of(self, items: Sequence[_Item], rename_item: Callable[[_Item, Rename], _Item]) -> _Item:
+        """The item of all runs, with templates in the place of names."""
+        names_of_runs = zip(*(names_in(item, rename_item) for item in items), strict=True)
+        templates = iter([self.templates.template(run_names) for run_names in names_of_runs])
+        return rename_item(items[0], lambda _: next(templates))
 
 
 class _Folding:
@@ -97,10 +151,6 @@ class _Folding:
         kept_scopes = {node.scope for node in nodes if isinstance(node, Node)}
         kept_scopes.update(node.scope for subgraph in graph.subgraphs for node in subgraph.nodes)
         new_scopes = {scope: new_scope for new_scope, scope in enumerate(sorted(kept_scopes))}
-        subgraphs = (
-            replace(subgraph, nodes=tuple(replace(node, scope=new_scopes[node.scope]) for node in subgraph.nodes))
-            for subgraph in graph.subgraphs
-        )
         return replace(
             trivially_folded(graph),
             nodes=tuple(
@@ -108,7 +158,7 @@ class _Folding:
             ),
             weights=tuple(weight for weight in graph.weights if weight.value not in self._declared_weights),
             scopes=tuple(graph.scopes[scope] for scope in new_scopes),
-            subgraphs=tuple(subgraphs),
+            subgraphs=subgraphs_with_scopes(graph.subgraphs, new_scopes),
             calls=tuple(call for call in graph.calls if call.path not in self._declared_calls),
             regions=tuple(regions),
         )
@@ -139,16 +189,11 @@ class _Folding:
             equal_nodes = [graph.nodes[node] for node in run_nodes]
             paths = tuple(graph.scopes[node.scope].path for node in equal_nodes)
             scope = Scope(path=runs.templates.template(paths), type=graph.scopes[equal_nodes[0].scope].type)
-            template_node = rename_node(equal_nodes[0], runs.renaming(equal_nodes, names_in_node))
+            template_node = runs.template_of(equal_nodes, rename_node)
             nodes.append(replace(template_node, scope=scopes.setdefault(scope, len(scopes))))
-        weights = [
-            rename_weight(column[0], runs.renaming(column, names_in_weight)) for column in self._own_weights(runs)
-        ]
-        calls = [
-            rename_module_call(column[0], runs.renaming(column, names_in_module_call))
-            for column in self._own_module_calls(runs)
-        ]
-        return Region(nodes=tuple(nodes), weights=tuple(weights), scopes=tuple(scopes), calls=tuple(calls))
+        weights = tuple([runs.template_of(column, rename_weight) for column in self._own_weights(runs)])
+        calls = tuple([runs.template_of(column, rename_module_call) for column in self._own_module_calls(runs)])
+        return Region(nodes=tuple(nodes), weights=weights, scopes=tuple(scopes), calls=calls)
 
     def _own_module_calls(self, runs: _RegionRuns) -> list[tuple[ModuleCall, ...]]:
         """The module calls that each run has for itself and that are equal up to names: for each, the call of every run."""

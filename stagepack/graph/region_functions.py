@@ -4,8 +4,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from stagepack.format.folded_graph import FoldedGraph, RegionCall, fill_template, trivially_folded
-from stagepack.format.graph import Graph, Node, Value, Weight
+from stagepack.format.folded_graph import fill_template, trivially_folded
+from stagepack.format.graph import FoldedGraph, Graph, Node, RegionCall, Value, Weight
 from stagepack.format.shapes import Dim
 from stagepack.format.traversal import all_values, input_names, output_names
 from stagepack.graph.analysis import GraphAnalysis
@@ -54,12 +54,12 @@ def region_functions(folded: FoldedGraph, graph: Graph) -> tuple[list[BodyItem],
     calls_of_graph = _Calls(folded)
     last_uses = GraphAnalysis(graph).last_uses
     functions = []
-    for region, length, calls in zip(folded.regions, calls_of_graph.lengths, calls_of_graph.of_region, strict=True):
+    for length, calls in zip(calls_of_graph.lengths, calls_of_graph.of_region, strict=True):
         first_call = min(calls)
         outputs = {output for call in calls for output in _outputs(graph, last_uses, call.start, length)}
         functions.append(
             RegionFunction(
-                items=tuple(calls_of_graph.bodies.items(region.nodes, first_call.start, first_call.hole_texts)),
+                items=tuple(calls_of_graph.items(first_call)),
                 first_call=first_call,
                 call_count=len(calls),
                 length=length,
@@ -121,55 +121,38 @@ def size_sources(inputs: Sequence[Value | Weight]) -> dict[int, tuple[int, int]]
 
 
 class _Calls:
-    """The calls of the regions of a folded graph.
-
-    Attributes:
-        graph_items: the items of the graph in order.
-        bodies: the bodies of the graph.
-        lengths: the number of nodes of each region.
-        of_region: the calls of each region.
-    """
-
-    def __init__(self, folded: FoldedGraph) -> None:
-        self.bodies = _Bodies(folded)
-        self.lengths = self.bodies.lengths
-        self.graph_items = list(self.bodies.items(folded.nodes, 0))
-        self.of_region: list[list[RegionCallSite]] = [[] for _ in folded.regions]
-        pending = [item for item in self.graph_items if isinstance(item, RegionCallSite)]
-        for call in pending:
-            self.of_region[call.region].append(call)
-            items = self.bodies.items(folded.regions[call.region].nodes, call.start, call.hole_texts)
-            pending += (item for item in items if isinstance(item, RegionCallSite))
-
-
-class _Bodies:
-    """The bodies of a folded graph.
-
-    Attributes:
-        lengths: the number of nodes of each region.
-    """
+    """The items of a folded graph, the number of nodes of each region, and the calls of each."""
 
     def __init__(self, folded: FoldedGraph) -> None:
         self.lengths: list[int] = []
         for region in folded.regions:
-            self.lengths.append(
-                sum(1 if isinstance(item, Node) else self.lengths[item.region] for item in region.nodes)
-            )
+            item_lengths = (1 if isinstance(item, Node) else self.lengths[item.region] for item in region.nodes)
+            self.lengths.append(sum(item_lengths))
+        self.graph_items = list(self._items(folded.nodes, 0))
+        self._regions = folded.regions
+        self.of_region: list[list[RegionCallSite]] = [[] for _ in folded.regions]
+        pending = [item for item in self.graph_items if isinstance(item, RegionCallSite)]
+        for call in pending:
+            self.of_region[call.region].append(call)
+            pending += (item for item in self.items(call) if isinstance(item, RegionCallSite))
 
-    def items(
+    def items(self, call: RegionCallSite) -> Iterator[BodyItem]:
+        """Yield the items of a region at one of its calls."""
+        return self._items(self._regions[call.region].nodes, call.start, call.hole_texts)
+
+    def _items(
         self, body: Sequence[Node | RegionCall], start_node: int, hole_texts: Sequence[str] | None = None
     ) -> Iterator[BodyItem]:
-        """Yield the items of the graph or, with the texts of a call, of a region whose first node has the number `start_node`."""
         for item in body:
             if isinstance(item, Node):
                 yield start_node
                 start_node += 1
-            else:
-                call_texts = (
-                    item.holes if hole_texts is None else tuple(fill_template(hole, hole_texts) for hole in item.holes)
-                )
-                yield RegionCallSite(start_node, item.region, call_texts)
-                start_node += self.lengths[item.region]
+                continue
+            filled_texts = (
+                item.holes if hole_texts is None else tuple(fill_template(hole, hole_texts) for hole in item.holes)
+            )
+            yield RegionCallSite(start_node, item.region, filled_texts)
+            start_node += self.lengths[item.region]
 
 
 def _inputs(graph: Graph, start_node: int, length: int) -> Iterator[tuple[int, int]]:

@@ -4,17 +4,11 @@
   the names of values, symbols, weights and modules. Whole modules are compared first, the largest first; then repeats are searched in the
   nodes that remain, such as the iterations of a loop over functions. A run that is impure is not a function of its inputs, and cannot be
   folded.
-- Repeated subsequences of a sequence of integers. Found by the intervals of its suffix array with longest common prefixes, which are the
-  internal nodes of its suffix tree (Abouelhoda, Kurtz, Ohlebusch, 2004, doi:10.1016/S1570-8667(03)00065-0).
-- The names in all runs of a region -> one template, and the texts with which a call fills its holes.
 - The nodes of a graph as numbers that are equal for nodes which differ in names alone.
 """
 
-# Long because the search for repeated runs is one algorithm in four steps.
-
 import bisect
 import itertools
-import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,10 +17,11 @@ import msgspec
 from msgspec.structs import replace
 
 from stagepack.format.aliasing import impurity_reason
-from stagepack.format.folded_graph import Hole, escape_template, names_in_value, rename_value
+from stagepack.format.folded_graph import rename_value
 from stagepack.format.graph import Argument, Graph, Node, Value, ValueArg
 from stagepack.format.traversal import map_node_arguments, split_call_path
 from stagepack.graph.analysis import GraphAnalysis
+from stagepack.graph.subsequences import Repeat, folding_gain, repeated_subsequences
 
 # Lengths of repeats that `repeat_interiors` leaves out one after another, at most.
 _MOST_LEVELS = 4
@@ -37,18 +32,6 @@ _LEAST_GAIN = 8
 _MOST_ROUNDS = 16
 # A run of nodes: the number of its first node, and of the node after its last.
 _Span = tuple[int, int]
-_PIECE = re.compile(r"[0-9]+|[^\W\d_]+|[\W_]+")
-_INTEGER = re.compile(r"0|[1-9][0-9]{0,17}", re.ASCII)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Repeat:
-    """Equal runs of nodes."""
-
-    length: int  # the number of nodes of each run
-    # The numbers of their first nodes, ascending; at least two. Runs inside of runs of another repeat are listed for the first run of
-    # that repeat alone.
-    starts: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,111 +106,6 @@ def without_nested_copies(repeats: Sequence[Repeat]) -> Iterator[Repeat]:
                     enclosing_lengths.setdefault(node_number, repeat.length)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RepeatedSubsequence:
-    """Equal parts of a sequence that do not overlap."""
-
-    length: int  # the number of items of each part
-    starts: tuple[int, ...]  # the indices of their first items, ascending
-
-
-def repeated_subsequences(sequence: Sequence[int], sizes: Sequence[int], least_gain: int) -> list[RepeatedSubsequence]:
-    """Find the repeated subsequences that are worth a region."""
-    size_before = [0]
-    for size in sizes:
-        size_before.append(size_before[-1] + size)
-    order = _suffix_array(sequence)
-    candidates: list[tuple[int, int, int, int]] = []
-    for common_length, low, high, least_distance in _intervals(order, _common_prefixes(sequence, order)):
-        length = min(common_length, least_distance)
-        start = order[low]
-        gain = folding_gain(size_before[start + length] - size_before[start], high - low + 1)
-        if gain >= least_gain:
-            candidates.append((-gain, length, low, high))
-    return [
-        RepeatedSubsequence(length=length, starts=tuple(sorted(order[low : high + 1])))
-        for _, length, low, high in sorted(candidates)
-    ]
-
-
-def folding_gain(node_count: int, run_count: int) -> int:
-    """Compute how many nodes it saves to store equal runs once and to call them, where a call counts as two nodes."""
-    return (run_count - 1) * node_count - 2 * run_count
-
-
-def _suffix_array(sequence: Sequence[int]) -> list[int]:
-    """The starts of all suffixes in lexicographic order, by prefix doubling (Manber, Myers, 1990)."""
-    length, step = len(sequence), 1
-    keys: Sequence[int] = sequence
-    while True:
-        order = sorted(range(length), key=keys.__getitem__)
-        ranks, rank = [0] * length, 0
-        for index, start in enumerate(order):
-            rank += index > 0 and keys[start] != keys[order[index - 1]]
-            ranks[start] = rank
-        if rank == length - 1 or step >= length:
-            return order
-        later_ranks = [*ranks[step:], *([-1] * step)]
-        keys = [rank * (length + 1) + later_rank + 1 for rank, later_rank in zip(ranks, later_ranks, strict=True)]
-        step *= 2
-
-
-def _common_prefixes(sequence: Sequence[int], order: Sequence[int]) -> list[int]:
-    """How many items each suffix shares with the one before it in the order (Kasai et al., 2001)."""
-    ranks = [0] * len(order)
-    for index, start in enumerate(order):
-        ranks[start] = index
-    prefix_lengths, shared = [0] * len(order), 0
-    for start, rank in enumerate(ranks):
-        if rank == 0:
-            shared = 0
-            continue
-        previous_start = order[rank - 1]
-        longest = len(order) - max(start, previous_start)
-        while shared < longest and sequence[start + shared] == sequence[previous_start + shared]:
-            shared += 1
-        prefix_lengths[rank] = shared
-        shared = max(0, shared - 1)
-    return prefix_lengths
-
-
-def _intervals(order: Sequence[int], prefix_lengths: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
-    """Yield (length, first and last index in the order, least distance of two starts) of each repeated subsequence."""
-    stack = [_Interval(0, 0, [], len(order) + 1)]
-    for index in range(1, len(order) + 1):
-        shared = prefix_lengths[index] if index < len(order) else 0
-        closed = _Interval(len(order), index - 1, [order[index - 1]], len(order) + 1)
-        while stack[-1].length > shared:
-            top = stack.pop()
-            top.absorb(closed)
-            yield top.length, top.low, index - 1, top.least_distance
-            closed = top
-        if stack[-1].length < shared:
-            stack.append(_Interval(shared, closed.low, [], len(order) + 1))
-        stack[-1].absorb(closed)
-
-
-@dataclass(slots=True)
-class _Interval:
-    """Suffixes next to one another in the order that share a prefix."""
-
-    length: int  # of the prefix
-    low: int  # the index of the first suffix in the order
-    starts: list[int]  # of the suffixes, ascending
-    least_distance: int  # of two starts
-
-    def absorb(self, nested: "_Interval") -> None:
-        """Move the starts of a nested interval here; the shorter list is merged into the longer."""
-        shorter, longer = sorted((self.starts, nested.starts), key=len)
-        self.least_distance = min(self.least_distance, nested.least_distance)
-        for start in shorter:
-            index = bisect.bisect(longer, start)
-            for neighbor in longer[max(0, index - 1) : index + 1]:
-                self.least_distance = min(self.least_distance, abs(start - neighbor))
-            longer.insert(index, start)
-        self.starts, nested.starts = longer, []
-
-
 class NodeTokens:
     """Nodes as numbers.
 
@@ -292,8 +170,12 @@ class NodeTokens:
 
 def _without_names(value: Value, removed_names: list[str]) -> Value:
     """A value without its names, which are appended to `removed_names`, its own name first."""
-    removed_names.extend(names_in_value(value))
-    return rename_value(value, lambda _: "")
+
+    def remove(value_name: str) -> str:
+        removed_names.append(value_name)
+        return ""
+
+    return rename_value(value, remove)
 
 
 def find_repeats(analysis: GraphAnalysis) -> RepeatSearchResult:
@@ -450,55 +332,3 @@ class _RepeatSearch:
         first = repeat.starts[0]
         output_names = [analysis.node_outputs[first + offset][index] for offset, index in sorted(outputs)]
         return impurity_reason(analysis.graph, analysis.graph.nodes[first : first + repeat.length], output_names)
-
-
-class TemplateBuilder:
-    """The holes of a region while its templates are made.
-
-    Law: ``fill_template(builder.template(names), [texts[run] for texts in builder.hole_texts]) == names[run]``.
-
-    Attributes:
-        hole_texts: for each hole, its text in each run.
-    """
-
-    def __init__(self) -> None:
-        self.hole_texts: list[tuple[str, ...]] = []
-        self._templates: dict[tuple[str, ...], str] = {}
-        self._text_holes: dict[tuple[str, ...], int] = {}
-        # For holes with integers: their differences from the first -> the hole, and its first integer.
-        self._integer_holes: dict[tuple[int, ...], tuple[int, int]] = {}
-
-    def template(self, run_names: tuple[str, ...]) -> str:
-        """Return a template for names that differ from run to run; equal names have equal templates."""
-        if run_names not in self._templates:
-            self._templates[run_names] = self._make_template(run_names)
-        return self._templates[run_names]
-
-    def _make_template(self, run_names: tuple[str, ...]) -> str:
-        if len(set(run_names)) == 1:
-            return escape_template(run_names[0])
-        pieces = [_PIECE.findall(run_name) for run_name in run_names]
-        is_complete = all("".join(parts) == run_name for parts, run_name in zip(pieces, run_names, strict=True))
-        if not is_complete or len({len(parts) for parts in pieces}) > 1:
-            return str(self._hole(run_names))
-        return "".join(
-            escape_template(column[0]) if len(set(column)) == 1 else str(self._hole(column))
-            for column in zip(*pieces, strict=True)
-        )
-
-    def _hole(self, run_texts: tuple[str, ...]) -> Hole:
-        """A hole for these texts; integers that grow alike from run to run share one."""
-        if not all(map(_INTEGER.fullmatch, run_texts)):
-            if run_texts not in self._text_holes:
-                self._text_holes[run_texts] = self._new_hole(run_texts)
-            return Hole(self._text_holes[run_texts])
-        integers = list(map(int, run_texts))
-        differences = tuple(integer - integers[0] for integer in integers)
-        if differences not in self._integer_holes:
-            self._integer_holes[differences] = (self._new_hole(run_texts), integers[0])
-        hole_index, first_integer = self._integer_holes[differences]
-        return Hole(hole_index, integers[0] - first_integer)
-
-    def _new_hole(self, run_texts: tuple[str, ...]) -> int:
-        self.hole_texts.append(run_texts)
-        return len(self.hole_texts) - 1

@@ -11,7 +11,8 @@ import torch
 import stagepack
 from stagepack.cli.inspect_command import graph_lines
 from stagepack.exporter import export_capture
-from stagepack.format.folded_graph import FoldedGraph, Region, trivially_folded
+from stagepack.format.folded_graph import trivially_folded
+from stagepack.format.graph import FoldedGraph, Region
 from stagepack.partition.cut_options import CutOptions
 from tests.hostile.attack import run
 from tests.zoo.case import Case

@@ -22,7 +22,10 @@ TYPES = {
     name: kind
     for module in (manifest, tree, shapes, graph, folded_graph)
     for name, kind in vars(module).items()
-    if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and kind is not msgspec.Struct
+    if isinstance(kind, type)
+    and issubclass(kind, msgspec.Struct)
+    and kind.__name__[0] != "_"
+    and kind is not msgspec.Struct
 }
 TYPES["Graph"] = TYPES.pop("FoldedGraph")  # what a graph file holds
 

@@ -8,8 +8,20 @@ import torch
 
 from stagepack.errors import OperatorError
 from stagepack.format.dtypes import ITEM_SIZE
-from stagepack.format.folded_graph import FoldedGraph, Region, RegionCall, trivially_folded, unfold_graph
-from stagepack.format.graph import Autocast, Context, Graph, Node, Op, Scope, Value, ValueArg
+from stagepack.format.folded_graph import trivially_folded, unfold_graph
+from stagepack.format.graph import (
+    Autocast,
+    Context,
+    FoldedGraph,
+    Graph,
+    Node,
+    Op,
+    Region,
+    RegionCall,
+    Scope,
+    Value,
+    ValueArg,
+)
 from stagepack.format.shapes import Expr, evaluate_dim
 from stagepack.format.validate.graph import check_graph
 from stagepack.graph.region_functions import folded_functions

@@ -14,9 +14,7 @@ from stagepack.capture.inputs import Inputs
 from stagepack.capture.programs import capture_module
 from stagepack.format.codec import encode_graph, read_graph
 from stagepack.format.folded_graph import (
-    FoldedGraph,
     Hole,
-    Region,
     TemplateError,
     escape_template,
     fill_template,
@@ -24,7 +22,7 @@ from stagepack.format.folded_graph import (
     trivially_folded,
     unfold_graph,
 )
-from stagepack.format.graph import Graph, ModuleCall, Node, Op, Scope, Value, ValueArg, Weight
+from stagepack.format.graph import FoldedGraph, Graph, ModuleCall, Node, Op, Region, Scope, Value, ValueArg, Weight
 from stagepack.format.shapes import Expr, Symbol
 from stagepack.format.traversal import input_names, output_names
 from stagepack.format.tree import Parameter, SequenceTree, Signature, ValueLeaf

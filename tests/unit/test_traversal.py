@@ -2,7 +2,7 @@
 
 import pytest
 
-from stagepack.format.folded_graph import names_in_node, rename_in_order, rename_node
+from stagepack.format.folded_graph import names_in, rename_node
 from stagepack.format.graph import Argument, DictArg, ListArg, Node, SliceArg, TupleArg, Value, ValueArg
 from stagepack.format.shapes import Expr
 from stagepack.format.traversal import leaf_arguments, map_arguments
@@ -42,8 +42,8 @@ def test_renaming_a_node_takes_names_in_the_order_in_which_they_are_listed() -> 
         kwargs=(("other", ValueArg("e")),),
         outputs=(Value(name="f", dtype="float32", shape=(product, 3)), None),
     )
-    listed = list(names_in_node(node))
+    listed = names_in(node, rename_node)
     assert listed == ["a", "b", "c", "d", "e", "f", "n"]
-    renamed = rename_node(node, rename_in_order(f"{name}_new" for name in listed))
-    assert list(names_in_node(renamed)) == [f"{name}_new" for name in listed]
+    renamed = rename_node(node, lambda name: f"{name}_new")
+    assert names_in(renamed, rename_node) == [f"{name}_new" for name in listed]
     assert rename_node(renamed, lambda name: name.removesuffix("_new")) == node

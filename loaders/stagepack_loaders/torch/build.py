@@ -20,12 +20,12 @@ from torch.fx import Graph as FxGraph
 from torch.fx import GraphModule
 from torch.fx import Node as FxNode
 
-from stagepack.format.folded_graph import FoldedGraph
 from stagepack.format.graph import (
     Argument,
     ComplexArg,
     Context,
     DeviceArg,
+    FoldedGraph,
     Graph,
     Node,
     SubgraphArg,

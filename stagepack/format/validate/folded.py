@@ -5,16 +5,8 @@ from dataclasses import dataclass
 
 from stagepack.errors import Problem
 from stagepack.format import limits
-from stagepack.format.folded_graph import (
-    FoldedGraph,
-    Hole,
-    Region,
-    RegionCall,
-    TemplateError,
-    names_in_region,
-    parse_template,
-)
-from stagepack.format.graph import Argument, Node, Value
+from stagepack.format.folded_graph import Hole, TemplateError, names_in_region, parse_template
+from stagepack.format.graph import Argument, FoldedGraph, Node, Region, RegionCall, Value
 from stagepack.format.rules import BrokenRule
 from stagepack.format.shapes import Dim, Expr
 from stagepack.format.traversal import child_arguments
@@ -42,15 +34,17 @@ def _check(folded: FoldedGraph) -> Iterator[BrokenRule]:
     called: set[int] = set()
     for region_index, region in enumerate(folded.regions):
         location = f"region {region_index}"
-        yield from _check_region(region, location)
+        templates = list(names_in_region(region))
+        yield from _check_region(region, templates, location)
         yield from _check_calls(region, facts, location)
         nested = _called_regions(region, len(facts))
         called.update(nested)
         facts.append(
             _RegionFacts(
-                hole_count=_hole_count(region),
+                hole_count=_hole_count(templates),
                 depth=1 + max((facts[nested_index].depth for nested_index in nested), default=0),
-                item_count=_item_count(region) + sum(facts[nested_index].item_count for nested_index in nested),
+                item_count=_item_count(region, len(templates))
+                + sum(facts[nested_index].item_count for nested_index in nested),
             )
         )
         if facts[-1].depth > limits.NESTING_DEPTH:
@@ -66,9 +60,9 @@ def _check(folded: FoldedGraph) -> Iterator[BrokenRule]:
         yield "G4", "nodes", "the scope of a node is not in the table"
 
 
-def _check_region(region: Region, location: str) -> Iterator[BrokenRule]:
+def _check_region(region: Region, templates: Sequence[str], location: str) -> Iterator[BrokenRule]:
     """Yield the problems of a region by itself."""
-    for template in dict.fromkeys(names_in_region(region)):
+    for template in dict.fromkeys(templates):
         try:
             parse_template(template)
         except TemplateError as error:
@@ -99,10 +93,10 @@ def _called_regions(body: FoldedGraph | Region, region_count: int) -> list[int]:
     return [item.region for item in body.nodes if isinstance(item, RegionCall) and 0 <= item.region < region_count]
 
 
-def _hole_count(region: Region) -> int:
+def _hole_count(templates: Sequence[str]) -> int:
     """One more than the largest index of a hole; templates that cannot be parsed are left out."""
     hole_count = 0
-    for template in dict.fromkeys(names_in_region(region)):
+    for template in dict.fromkeys(templates):
         try:
             parts = parse_template(template)
         except TemplateError:
@@ -118,14 +112,13 @@ def _scope_indices(folded: FoldedGraph) -> Iterator[int]:
     yield from (item.scope for item in folded.nodes if isinstance(item, Node))
 
 
-def _item_count(region: Region) -> int:
+def _item_count(region: Region, name_count: int) -> int:
     """What one call of a region adds to the graph, without what nested region calls add; see `limits.UNFOLDED_ITEMS`."""
     nodes = [item for item in region.nodes if isinstance(item, Node)]
     outputs = [output for node in nodes for output in node.outputs]
     arguments = (argument for node in nodes for argument in (*node.args, *(argument for _, argument in node.kwargs)))
     signatures = (call.signature for call in region.calls if call.signature is not None)
     tree_count = sum(_tree_size(tree) for signature in signatures for tree in signature.trees)
-    name_count = sum(1 for _ in names_in_region(region))
     argument_count = sum(map(_argument_size, arguments))
     output_count = len(outputs) + sum(_shape_size(output) for output in outputs if output is not None)
     return len(region.nodes) + argument_count + output_count + name_count + tree_count

@@ -1,19 +1,14 @@
 """Rules for operators that broadcast their arguments, or multiply and sum over named dimensions."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final
 
 from stagepack.graph.rows.call import NodeCall, Tracked
-from stagepack.graph.rows.layout import ONE, Rows, RowsMeetError
+from stagepack.graph.rows.layout import BY_POSITION, INSIDE, ONE, PAIRS, UNKNOWN, Rows, RowsMeetError
 
 # The rows of all results, or of each.
 Rule = Callable[[NodeCall], Rows | list[Rows | None] | None]
 # The rows of all results.
 SharedRule = Callable[[NodeCall], Rows | None]
-
-_PAIRS: Final = "combines each row with other rows"
-_BY_POSITION: Final = "combines rows with other values by their position in the batch"
-_INSIDE: Final = "computes one result from several rows"
 
 
 def broadcast_rows(operands: Iterable[Tracked], lead_rank: int, core_rank: int = 0) -> Rows | None:
@@ -25,7 +20,7 @@ def broadcast_rows(operands: Iterable[Tracked], lead_rank: int, core_rank: int =
         if operand.rows is None:
             shared.append(operand)
         elif operand.rows.dim >= own_lead_rank:
-            raise RowsMeetError(_INSIDE)
+            raise RowsMeetError(INSIDE)
         else:
             placed.append(operand.rows.at(lead_rank - own_lead_rank + operand.rows.dim))
     if not placed:
@@ -34,14 +29,14 @@ def broadcast_rows(operands: Iterable[Tracked], lead_rank: int, core_rank: int =
     for operand in shared:
         dim = rows.dim - (lead_rank - (operand.rank - core_rank))
         if 0 <= dim < operand.rank - core_rank and operand.shape[dim] != ONE:
-            raise RowsMeetError(_BY_POSITION)
+            raise RowsMeetError(BY_POSITION)
     return rows
 
 
 def same_rows(placed: Sequence[Rows]) -> Rows:
     """The rows that all operands have at the same place."""
     if any(rows != placed[0] for rows in placed):
-        raise RowsMeetError(_PAIRS)
+        raise RowsMeetError(PAIRS)
     return placed[0]
 
 
@@ -60,7 +55,7 @@ def unreduced_loss(call: NodeCall) -> Rows | None:
 def reduced_to_nothing(call: NodeCall) -> Rows | None:
     """One result is computed from all elements."""
     if any(value.rows is not None for _, value in call.all_tensors()):
-        raise RowsMeetError(_INSIDE)
+        raise RowsMeetError(INSIDE)
     return None
 
 
@@ -70,7 +65,7 @@ def trailing(core_rank: int, *parameters: str) -> SharedRule:
 
     def rule(call: NodeCall) -> Rows | None:
         call.need_shared(*operand_names)
-        operands = [value for operand_name in operand_names for value in call.tensors(operand_name)]
+        operands = call.tensors(*operand_names)
         return broadcast_rows(operands, max((value.rank - core_rank for value in operands), default=0), core_rank)
 
     return rule
@@ -92,15 +87,15 @@ def leading(*parameters: str) -> SharedRule:
 
     def rule(call: NodeCall) -> Rows | None:
         call.need_shared(*operand_names)
-        operands = [value for operand_name in operand_names for value in call.tensors(operand_name)]
+        operands = call.tensors(*operand_names)
         placed = [value.rows for value in operands if value.rows is not None]
         if not placed:
             return None
         rows = same_rows(placed)
         if rows.dim != 0:
-            raise RowsMeetError(_INSIDE)
+            raise RowsMeetError(INSIDE)
         if len(placed) < len(operands):
-            raise RowsMeetError(_BY_POSITION)
+            raise RowsMeetError(BY_POSITION)
         return rows
 
     return rule
@@ -110,7 +105,7 @@ def convolution(call: NodeCall) -> Rows | None:
     """A convolution of a batch; an input without a batch dimension begins with its channels."""
     data = call.tensor("input", "self")
     if data.rows is not None and data.rank != call.tensor("weight").rank:
-        raise RowsMeetError(_INSIDE)
+        raise RowsMeetError(INSIDE)
     return leading()(call)
 
 
@@ -121,18 +116,18 @@ def contracted(operands: Sequence[tuple[Tracked, str]], result: str) -> Rows | N
         if operand.rows is not None:
             letter = letters[operand.rows.dim]
             if letters.count(letter) > 1 or result.count(letter) > 1:
-                raise RowsMeetError(_PAIRS)
+                raise RowsMeetError(PAIRS)
             placed.append((letter, operand.rows.at(0)))
     if not placed:
         return None
     if len({letter for letter, _ in placed}) > 1:
-        raise RowsMeetError(_PAIRS)
+        raise RowsMeetError(PAIRS)
     letter, rows = placed[0][0], same_rows([rows for _, rows in placed])
     if letter not in result:
         raise RowsMeetError("sums over the rows")
     for operand, letters in operands:
         if operand.rows is None and letter in letters and operand.shape[letters.index(letter)] != ONE:
-            raise RowsMeetError(_BY_POSITION)
+            raise RowsMeetError(BY_POSITION)
     return rows.at(result.index(letter))
 
 
@@ -145,7 +140,7 @@ def product_of(equation: str, *parameters: str, added: str = "") -> SharedRule:
         operands = [call.tensor(parameter) for parameter in parameters]
         call.need_shared(*parameters, added)
         if any(operand.rank != len(own) for operand, own in zip(operands, letters, strict=True)):
-            raise RowsMeetError("is not known to keep rows apart")
+            raise RowsMeetError(UNKNOWN)
         rows = contracted(list(zip(operands, letters, strict=True)), result)
         return _with_added(call, rows, call.tensors(added))
 
@@ -182,7 +177,7 @@ def einsum(call: NodeCall) -> Rows | None:
     inputs, arrow, result = str(call.option("equation")).replace(" ", "").partition("->")
     specs = inputs.split(",")
     if len(specs) != len(operands):
-        raise RowsMeetError("is not known to keep rows apart")
+        raise RowsMeetError(UNKNOWN)
     ranks = [operand.rank - len(spec.replace("...", "")) for operand, spec in zip(operands, specs, strict=True)]
     lead = _letters(max(ranks, default=0))
     letters = [spec.replace("...", lead[len(lead) - rank :]) for spec, rank in zip(specs, ranks, strict=True)]

@@ -3,19 +3,27 @@
 Each value is followed from the inputs: which of its dimensions holds the rows. An operator keeps rows apart if each row of its results
 depends on the same row of its arguments, and neither on other rows, nor on the number of rows, nor on the place of the row. An operator
 that is not known to do so lets them meet. Values that have no rows are the same for all of them.
+
+- The dimension over which requests to a bundle may be joined.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
+from stagepack.errors import DigestError
+from stagepack.format.dtypes import SCALAR_DTYPES
 from stagepack.format.graph import Argument, Graph, Node, SubgraphArg, Value, ValueArg
-from stagepack.format.traversal import argument_value_names, child_arguments, input_names, node_arguments
-from stagepack.graph.rows.call import NodeCall, Tracked, counted
-from stagepack.graph.rows.layout import Rows, RowsMeetError, SizePoints, counts_rows, product
+from stagepack.format.manifest import Edge
+from stagepack.format.reader import Bundle
+from stagepack.format.shapes import Symbol, format_guard, symbol_names
+from stagepack.format.traversal import argument_value_names, child_arguments, input_names, subgraph_indices
+from stagepack.format.tree import value_names
+from stagepack.graph.rows.call import NodeCall, Tracked
+from stagepack.graph.rows.layout import ALONG, PAIRS, UNKNOWN, Rows, RowsMeetError, SizePoints, counts_rows, product
 from stagepack.graph.rows.lookups import batch_norm, batch_statistics
 from stagepack.graph.rows.operators import METADATA, OVERLOADS, POSITION_RULES, RULES
+from stagepack.graph.rows.rearrangement import sliced
 
-_UNKNOWN: Final = "is not known to keep rows apart"
 # Parameters that switch the randomness of an operator off.
 _TRAINING: Final = ("train", "training")
 _PROBABILITIES: Final = ("p", "dropout_p", "dropout")
@@ -74,9 +82,9 @@ class _Analysis:
 
     def __init__(self, points: SizePoints, *, allow_random: bool, allow_batch_norm: bool) -> None:
         self.values: dict[str, Tracked] = {}
-        self._points = points
-        self._allow_random = allow_random
-        self._allow_batch_norm = allow_batch_norm
+        self.points = points
+        self.allow_random = allow_random
+        self.allow_batch_norm = allow_batch_norm
         self._followed: dict[tuple[int, int, tuple[Tracked, ...]], list[Tracked | None]] = {}
 
     def follow_graph(self, graph: Graph, row_dims: Mapping[str, int]) -> str | None:
@@ -84,9 +92,10 @@ class _Analysis:
         try:
             for value in graph.inputs:
                 if value.name not in self.values:
-                    self.values[value.name] = self._input(value, row_dims.get(value.name))
+                    rows = Rows(row_dims[value.name]) if value.name in row_dims else None
+                    self.values[value.name] = self.tracked(value, rows, depends=False)
             for weight in graph.weights:
-                self.values[weight.value] = Tracked(weight.dtype, self._points.shape(weight.shape))
+                self.values[weight.value] = Tracked(weight.dtype, self.points.shape(weight.shape))
             _Body(self, graph, self.values).follow(graph.nodes)
         except _NodeError as error:
             return str(error)
@@ -94,29 +103,15 @@ class _Analysis:
             return f"an input {error}"
         return None
 
-    def _input(self, value: Value, row_dim: int | None) -> Tracked:
+    def tracked(self, value: Value, rows: Rows | None, *, depends: bool) -> Tracked:
+        """What is known of a value with these rows; a scalar whose number is not known depends on that of the rows, or does not."""
         if value.dtype.startswith("sym"):
-            number = None if value.expr is None else self._points.size(value.expr)
-            return Tracked(value.dtype, number=number, counts_rows=counted(number, otherwise=False))
-        shape = self._points.shape(value.shape)
-        rows = None if row_dim is None else Rows(row_dim)
-        check_result(shape, rows, self._points)
+            number = None if value.expr is None else self.points.size(value.expr)
+            counts = depends if number is None else counts_rows(number)
+            return Tracked(value.dtype, number=number, counts_rows=counts)
+        shape = self.points.shape(value.shape)
+        _check_sizes(shape, rows, self.points)
         return Tracked(value.dtype, shape, rows)
-
-    @property
-    def points(self) -> SizePoints:
-        """The values of sizes."""
-        return self._points
-
-    @property
-    def allow_random(self) -> bool:
-        """Whether random operators are allowed."""
-        return self._allow_random
-
-    @property
-    def allow_batch_norm(self) -> bool:
-        """Whether batch norms by statistics of all rows are allowed."""
-        return self._allow_batch_norm
 
     def follow_subgraph(self, graph: Graph, index: int, arguments: Sequence[Tracked]) -> list[Tracked | None]:
         """The results of a subgraph; None for a constant."""
@@ -124,15 +119,17 @@ class _Analysis:
         if key not in self._followed:
             subgraph = graph.subgraphs[index]
             if len(arguments) != len(subgraph.inputs):
-                raise RowsMeetError(_UNKNOWN)
+                raise RowsMeetError(UNKNOWN)
             values = {value.name: argument for value, argument in zip(subgraph.inputs, arguments, strict=True)}
             _Body(self, graph, values).follow(subgraph.nodes)
-            items = [subgraph.result] if isinstance(subgraph.result, ValueArg) else list(_items(subgraph.result))
+            items = (
+                [subgraph.result] if isinstance(subgraph.result, ValueArg) else list(child_arguments(subgraph.result))
+            )
             self._followed[key] = [values.get(item.name) if isinstance(item, ValueArg) else None for item in items]
         return self._followed[key]
 
 
-def check_result(shape: Sequence[tuple[int, ...]], rows: Rows | None, points: SizePoints) -> None:
+def _check_sizes(shape: Sequence[tuple[int, ...]], rows: Rows | None, points: SizePoints) -> None:
     """Raise RowsMeetError if the sizes of a result are not those that its rows need."""
     if rows is not None and (
         rows.dim >= len(shape) or shape[rows.dim] != product((rows.before, points.rows, rows.after))
@@ -156,11 +153,9 @@ class _Body:
                 self._follow_node(node)
             except (ArithmeticError, LookupError, RowsMeetError, TypeError, ValueError) as error:
                 # Other errors: arguments that the operator does not take. Graphs are not compared with the schemas of torch here.
-                effect = error if isinstance(error, RowsMeetError) else _UNKNOWN
-                op, path = (
-                    self._graph.ops[node.op].name,
-                    self._graph.scopes[node.scope].path if self._graph.scopes else "",
-                )
+                effect = error if isinstance(error, RowsMeetError) else UNKNOWN
+                op = self._graph.ops[node.op].name
+                path = self._graph.scopes[node.scope].path if self._graph.scopes else ""
                 raise _NodeError(f"{op}{f' in {path}' if path else ''} {effect}") from None
 
     def _follow_node(self, node: Node) -> None:
@@ -173,18 +168,9 @@ class _Body:
         else:
             results = list(self._operator_rows(NodeCall(op, node, self._values, self._points), arguments))
         for value, rows in zip(node.outputs, results, strict=True):
-            if value is None:
-                continue
-            if value.dtype.startswith("sym"):
-                number = None if value.expr is None else self._points.size(value.expr)
-                depends = any(argument.counts_rows or argument.rows is not None for argument in arguments)
-                self._values[value.name] = Tracked(
-                    value.dtype, number=number, counts_rows=counted(number, otherwise=depends)
-                )
-                continue
-            shape = self._points.shape(value.shape)
-            check_result(shape, rows, self._points)
-            self._values[value.name] = Tracked(value.dtype, shape, rows)
+            if value is not None:
+                depends = any(argument.varies for argument in arguments)
+                self._values[value.name] = self._analysis.tracked(value, rows, depends=depends)
 
     def _operator_rows(self, call: NodeCall, arguments: Sequence[Tracked]) -> Sequence[Rows | None]:
         """The rows of each result of an operator."""
@@ -192,22 +178,16 @@ class _Body:
             raise RowsMeetError("draws random numbers, which differ by the place of a row")
         if call.name in METADATA:
             return [None] * len(call.outputs)
-        has_rows = any(value.rows is not None for value in arguments)
-        counts = any(value.counts_rows for value in arguments)
+        has_rows = any(value.varies for value in arguments)
         rule = OVERLOADS[call.op.name] if call.op.name in OVERLOADS else RULES.get(call.name)
         if rule is None:
-            if has_rows or counts:
-                raise RowsMeetError(_UNKNOWN)
+            if has_rows:
+                raise RowsMeetError(UNKNOWN)
             return [None] * len(call.outputs)
-        if (
-            any(value.rows is not None and value.rows.step is not None for value in arguments)
-            and rule not in POSITION_RULES
-        ):
+        if rule not in POSITION_RULES and any(value.rows and value.rows.step is not None for value in arguments):
             raise RowsMeetError("uses the places of rows in the batch")
-        call.need_few_numbers(
-            frozenset({"start"}) if call.name in ("aten.slice", "aten.slice_copy", "aten.narrow") else frozenset()
-        )
-        if not has_rows and not counts:
+        call.need_few_numbers({"start"} if rule is sliced else set())
+        if not has_rows:
             return [None] * len(call.outputs)
         rows = batch_statistics(call) if rule is batch_norm and self._analysis.allow_batch_norm else rule(call)
         results = rows if isinstance(rows, list) else [rows] * len(call.outputs)
@@ -228,22 +208,17 @@ class _Body:
         if handler is not None:
             results = handler(node)
             if len(results) != len(node.outputs):
-                raise RowsMeetError(_UNKNOWN)
+                raise RowsMeetError(UNKNOWN)
             return [value.rows if value is not None else None for value in results]
-        inner = (argument.index for argument in node_arguments(node) if isinstance(argument, SubgraphArg))
-        arguments = [self._values[used] for used in input_names(node) if used in self._values]
-        if any(value.rows is not None or value.counts_rows for value in arguments) or any(
-            self._draws_random(index) for index in inner
-        ):
-            raise RowsMeetError(_UNKNOWN)
+        inner_nodes = (inner for index in subgraph_indices(node) for inner in self._graph.subgraphs[index].nodes)
+        is_random = any(self._graph.ops[inner.op].random for inner in inner_nodes)
+        if is_random or any(self._values[used].varies for used in input_names(node) if used in self._values):
+            raise RowsMeetError(UNKNOWN)
         return [None] * len(node.outputs)
-
-    def _draws_random(self, index: int) -> bool:
-        return any(self._graph.ops[node.op].random for node in self._graph.subgraphs[index].nodes)
 
     def _follow_cond(self, node: Node) -> list[Tracked | None]:
         condition, first, second, operands = node.args[:4]
-        if any(value.rows is not None or value.counts_rows for value in self._tracked(condition)):
+        if any(value.varies for value in self._tracked(condition)):
             raise RowsMeetError("chooses one branch for all rows")
         results = [self._call(branch, self._tracked(operands)) for branch in (first, second)]
         if [value and value.rows for value in results[0]] != [value and value.rows for value in results[1]]:
@@ -254,7 +229,7 @@ class _Body:
         condition, body, carried, shared = node.args[:4]
         state, shared_values = self._tracked(carried), self._tracked(shared)
         conditions = self._call(condition, [*state, *shared_values])
-        if any(value is None or value.rows is not None or value.counts_rows for value in conditions):
+        if any(value is None or value.varies for value in conditions):
             raise RowsMeetError("repeats its body for all rows as often as for one of them")
         results = self._call(body, [*state, *shared_values])
         if [value and value.rows for value in results] != [value.rows for value in state]:
@@ -266,17 +241,17 @@ class _Body:
         items = [_without_first(value) for value in self._tracked(mapped)]
         over_rows = [value.rows for value in self._tracked(mapped) if value.rows is not None and value.rows.dim == 0]
         if over_rows and any(value.rows != over_rows[0] for value in self._tracked(mapped)):
-            raise RowsMeetError("combines each row with other rows")
+            raise RowsMeetError(PAIRS)
         results = self._call(body, [*items, *self._tracked(shared)])
         if over_rows and any(value is not None and value.rows is not None for value in results):
-            raise RowsMeetError("combines each row with other rows")
+            raise RowsMeetError(PAIRS)
         return [value and _with_first(value, over_rows[0] if over_rows else None) for value in results]
 
     def _follow_scan(self, node: Node) -> list[Tracked | None]:
         body, initial, scanned, shared = node.args[:4]
         state = self._tracked(initial)
         if any(value.rows is not None and value.rows.dim == 0 for value in self._tracked(scanned)):
-            raise RowsMeetError("computes along the rows")
+            raise RowsMeetError(ALONG)
         items = [_without_first(value) for value in self._tracked(scanned)]
         results = self._call(body, [*state, *items, *self._tracked(shared)])
         if [value and value.rows for value in results[: len(state)]] != [value.rows for value in state]:
@@ -289,15 +264,11 @@ class _Body:
 
     def _call(self, body: Argument, arguments: Sequence[Tracked]) -> list[Tracked | None]:
         if not isinstance(body, SubgraphArg):
-            raise RowsMeetError(_UNKNOWN)
+            raise RowsMeetError(UNKNOWN)
         return self._analysis.follow_subgraph(self._graph, body.index, arguments)
 
     def _tracked(self, argument: Argument) -> list[Tracked]:
         return [self._values[name] for name in argument_value_names(argument) if name in self._values]
-
-
-def _items(argument: Argument) -> Iterable[Argument]:
-    return () if argument is None else child_arguments(argument)
 
 
 def _without_first(value: Tracked) -> Tracked:
@@ -316,3 +287,50 @@ def _draws_nothing(call: NodeCall) -> bool:
     switches = [call.option(parameter) for parameter in _TRAINING if call.has_parameter(parameter)]
     chances = [call.option(parameter) for parameter in _PROBABILITIES if call.has_parameter(parameter)]
     return False in switches or any(chance == 0 for chance in chances if chance is not None)
+
+
+def end_edges(bundle: Bundle) -> list[Edge]:
+    """Return the edges of the inputs and the results of a bundle."""
+    results = set(value_names(bundle.entry_point.signature.result))
+    return [edge for edge in bundle.edges if edge.producer is None or edge.name in results]
+
+
+def batch_dimension(bundle: Bundle, edges: Sequence[Edge]) -> Symbol | str:
+    """Find the symbol that is the first dimension of all edges, and no later dimension of any, and whose rows keep apart.
+
+    Reads the graphs of all stages.
+    """
+    symbol = _shared_symbol(bundle, edges)
+    if isinstance(symbol, str):
+        return symbol
+    try:
+        graphs = [bundle.graph(stage_number) for stage_number in range(len(bundle.stages))]
+    except DigestError as error:
+        if any(problem.rule != "D1" for problem in error.problems):
+            raise
+        return "this host has not the graphs of all stages, which say whether rows meet"
+    row_dims = {edge.name: 0 for edge in edges if edge.producer is None}
+    return mixed_rows(graphs, row_dims, [edge.name for edge in edges]) or symbol
+
+
+def _shared_symbol(bundle: Bundle, edges: Sequence[Edge]) -> Symbol | str:
+    """The symbol that is the first dimension of all edges, and no later dimension of any; or why there is none."""
+    if any(stage.state for stage in bundle.stages):
+        return "the model keeps state between calls"
+    symbols = {symbol.name: symbol for symbol in bundle.entry_point.symbols}
+    batch_symbol: Symbol | None = None
+    for edge in edges:
+        dim = edge.shape[0] if edge.shape and edge.dtype not in SCALAR_DTYPES else None
+        if not isinstance(dim, str):
+            return f"{edge.name} has no dynamic first dimension"
+        if batch_symbol is not None and dim != batch_symbol.name:
+            return f"the first dimensions {batch_symbol.name} and {dim} are different"
+        batch_symbol = symbols[dim]
+    if batch_symbol is None:
+        return "the model has no inputs and outputs"
+    if any(batch_symbol.name in symbol_names(dim) for edge in edges for dim in edge.shape[1:]):
+        return f"{batch_symbol.name} is a later dimension too"
+    for guard in bundle.entry_point.guards:
+        if batch_symbol.name in {*symbol_names(guard.left), *symbol_names(guard.right)}:
+            return f"the model was captured for {format_guard(guard)}"
+    return batch_symbol

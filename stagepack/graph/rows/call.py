@@ -3,12 +3,13 @@
 import functools
 import re
 from collections.abc import Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from typing import NamedTuple
 
 from stagepack.format.graph import Argument, Node, Op, ValueArg
 from stagepack.format.operators import parse_schema
 from stagepack.format.traversal import argument_value_names, child_arguments
-from stagepack.graph.rows.layout import ONE, Rows, RowsMeetError, Shape, Size, SizePoints, counts_rows
+from stagepack.graph.rows.layout import ONE, UNKNOWN, Rows, RowsMeetError, Shape, Size, SizePoints
 
 
 class Tracked(NamedTuple):
@@ -22,50 +23,32 @@ class Tracked(NamedTuple):
     counts_rows: bool = False  # it is a symbolic scalar that depends on the number of rows
 
     @property
+    def varies(self) -> bool:
+        """Whether it has rows, or depends on their number."""
+        return self.rows is not None or self.counts_rows
+
+    @property
     def rank(self) -> int:
         """The number of dimensions."""
         return len(self.shape)
 
 
 # Parameters that say how large a result is; the shape of the result tells what they do.
-_SIZE_PARAMETERS = frozenset(
-    [
-        "N",
-        "dims",
-        "end",
-        "length",
-        "normalized_shape",
-        "output_size",
-        "repeats",
-        "shape",
-        "size",
-        "sizes",
-        "split_size",
-        "split_sizes",
-        "stride",
-    ]
-)
-
-
+_SIZE_NAMES = "N dims end length normalized_shape output_size repeats shape size sizes split_size split_sizes stride"
+_SIZE_PARAMETERS = frozenset(_SIZE_NAMES.split())
 _INTEGER = re.compile(r"-?\d{1,18}", re.ASCII)
 _FLOAT = re.compile(r"-?\d{1,18}\.\d{0,18}", re.ASCII)
 
 
 class NodeCall:
-    """A node with what is known of its arguments.
-
-    Attributes:
-        op: its operator.
-        name: the name of the operator without overload and without the underscore of those that write in place.
-        overload: its overload.
-        points: the values of sizes.
-        outputs: the shape of each result that is a tensor; None for another one.
-    """
+    """A node with what is known of its arguments."""
 
     def __init__(self, op: Op, node: Node, values: Mapping[str, Tracked], points: SizePoints) -> None:
         self.op, self.points = op, points
-        name, _, overload = op.name.rpartition(".") if op.schema else (op.name, "", "")
-        self.name, self.overload = name if name.endswith("__") else name.removesuffix("_"), overload
+        operator, _, self.overload = op.name.rpartition(".") if op.schema else (op.name, "", "")
+        # Without the underscore of those that write in place.
+        self.name = operator if operator.endswith("__") else operator.removesuffix("_")
+        # The shape of each result that is a tensor; None for another one.
         self.outputs = [
             None if value is None or value.dtype.startswith("sym") else points.shape(value.shape)
             for value in node.outputs
@@ -88,24 +71,23 @@ class NodeCall:
                 if not value.dtype.startswith("sym"):
                     yield parameter, value
 
-    def tensors(self, parameter: str) -> list[Tracked]:
-        """The tensors that are passed to a parameter."""
-        return [value for value in self._tracked(self.arguments.get(parameter)) if not value.dtype.startswith("sym")]
+    def tensors(self, *parameters: str) -> list[Tracked]:
+        """The tensors that are passed to parameters."""
+        arguments = (self.arguments.get(parameter) for parameter in parameters)
+        return [
+            value for argument in arguments for value in self._tracked(argument) if not value.dtype.startswith("sym")
+        ]
 
     def tensor(self, *parameters: str) -> Tracked:
         """The tensor that is passed to the first of some parameters that the operator has."""
-        for parameter in parameters:
-            if found := self.tensors(parameter):
-                return found[0]
-        raise RowsMeetError("is not known to keep rows apart")
+        if not (passed := self.tensors(*parameters)):
+            raise RowsMeetError(UNKNOWN)
+        return passed[0]
 
     def optional_tensors(self, parameter: str) -> list[Tracked | None]:
         """The tensors of a list in which some are None."""
-        argument = self.arguments.get(parameter)
-        return [
-            next(iter(self._tracked(item)), None)
-            for item in (child_arguments(argument) if argument is not None else ())
-        ]
+        items = child_arguments(self.arguments.get(parameter))
+        return [next(iter(self._tracked(item)), None) for item in items]
 
     def need_shared(self, *parameters: str) -> None:
         """Raise RowsMeetError if a tensor besides those of some parameters has rows."""
@@ -113,13 +95,10 @@ class NodeCall:
             if parameter not in parameters and value.rows is not None:
                 raise RowsMeetError(f"takes its argument {parameter} from the rows")
 
-    def need_few_numbers(self, allowed: frozenset[str]) -> None:
+    def need_few_numbers(self, allowed: AbstractSet[str]) -> None:
         """Raise RowsMeetError if a number besides sizes depends on the number of rows."""
-        for parameter, argument in self.arguments.items():
-            if parameter not in _SIZE_PARAMETERS | allowed and any(
-                value.counts_rows for value in self._tracked(argument)
-            ):
-                raise RowsMeetError("computes with the number of rows")
+        if any(map(self.counts_rows, self.arguments.keys() - _SIZE_PARAMETERS - allowed)):
+            raise RowsMeetError("computes with the number of rows")
 
     def counts_rows(self, parameter: str) -> bool:
         """Whether a number that is passed to a parameter depends on the number of rows."""
@@ -127,12 +106,12 @@ class NodeCall:
 
     def option(self, parameter: str) -> bool | float | str | None:
         """A constant argument, or its default."""
-        argument = self.arguments[parameter] if parameter in self.arguments else self._default(parameter)
+        argument = self._argument(parameter)
         return argument if isinstance(argument, bool | int | float | str) else None
 
     def numbers(self, parameter: str) -> list[Size] | None:
         """The integers that are passed to a parameter, as a list; None if None is passed."""
-        argument = self.arguments[parameter] if parameter in self.arguments else self._default(parameter)
+        argument = self._argument(parameter)
         if argument is None:
             return None
         is_single = isinstance(argument, int | ValueArg)
@@ -154,7 +133,10 @@ class NodeCall:
         """Whether the operator has a parameter."""
         return parameter in self.op.parameters
 
-    def _default(self, parameter: str) -> "Argument | list[int]":
+    def _argument(self, parameter: str) -> "Argument | list[int]":
+        """The argument that is passed to a parameter, or its default."""
+        if parameter in self.arguments:
+            return self.arguments[parameter]
         default_text = _defaults(self.op.schema).get(parameter)
         if default_text is None or default_text == "None":
             return None
@@ -183,8 +165,3 @@ def _defaults(schema_text: str) -> Mapping[str, str | None]:
     """The default of each parameter of a schema."""
     schema = parse_schema(schema_text)
     return {parameter.name: parameter.default for parameter in schema.parameters} if schema is not None else {}
-
-
-def counted(number: Size | None, *, otherwise: bool) -> bool:
-    """Whether a scalar depends on the number of rows: by its value where it is known."""
-    return counts_rows(number) if number is not None else otherwise

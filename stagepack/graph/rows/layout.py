@@ -26,6 +26,16 @@ _FACTORS: Final = range(11, 997, 2)
 ONE: Final[Size] = (1,) * len(_ROW_COUNTS)
 
 
+# How rows meet, as what an operator does.
+PAIRS: Final = "combines each row with other rows"
+BY_POSITION: Final = "combines rows with other values by their position in the batch"
+INSIDE: Final = "computes one result from several rows"
+ALONG: Final = "computes along the rows"
+SELECTS: Final = "selects some of the rows"
+ADDS: Final = "adds other items to the rows"
+UNKNOWN: Final = "is not known to keep rows apart"
+
+
 class RowsMeetError(Exception):
     """Rows of a batch meet; the text says how, as what an operator does."""
 

@@ -1,15 +1,14 @@
 """Rules for operators that read and write by indices or masks, and for recurrent layers and norms."""
 
-from typing import Final, NamedTuple
+from typing import Final
 
 from stagepack.graph.rows.alignment import broadcast_rows, leading, reduced_to_nothing, same_rows
 from stagepack.graph.rows.call import NodeCall, Tracked
-from stagepack.graph.rows.layout import ONE, Rows, RowsMeetError
+from stagepack.graph.rows.layout import BY_POSITION, INSIDE, ONE, PAIRS, SELECTS, UNKNOWN, Rows, RowsMeetError
 
 _BY_VALUE: Final = "selects rows by values"
-_SHARED: Final = "writes rows into a value that all rows share"
-_BY_POSITION: Final = "reads a shared value by the position of the row"
-_UNKNOWN: Final = "is not known to keep rows apart"
+_OF_ALL: Final = "selects elements of all rows by their values"
+_READS_SHARED: Final = "reads a shared value by the position of the row"
 
 
 def embedding(call: NodeCall) -> Rows | None:
@@ -32,50 +31,41 @@ def embedding_bag(call: NodeCall) -> list[Rows | None]:
         or offsets.step != indices.after
         or any(rows != indices for rows in weights)
     ):
-        raise RowsMeetError(_UNKNOWN)
+        raise RowsMeetError(UNKNOWN)
     # The other results are numbers of bags and positions, which nothing but the backward pass uses.
     bag_numbers = [None if shape is None else call.points.uniform(shape) for shape in call.outputs[1:]]
     return [Rows(0), *[None if rows is None else rows._replace(step=ONE) for rows in bag_numbers]]
-
-
-class _Place(NamedTuple):
-    """Where the rows are after indexing."""
-
-    rows: Rows | None  # the rows of the result
-    names_row: bool = False  # the dimension of the rows was indexed by the numbers of the rows
 
 
 def _is_mask(value: Tracked | None) -> bool:
     return value is not None and value.dtype in ("bool", "uint8")
 
 
-def _indexed(value: Tracked, indices: list[Tracked | None]) -> _Place:
+def _indexed(value: Tracked, indices: list[Tracked | None]) -> Rows | None:
     """The rows of ``value[indices]``; indices are integers."""
     used = {dim: index for dim, index in enumerate(indices) if index is not None}
     index_rank = max((index.rank for index in used.values()), default=0)
     dims = sorted(used)
     is_run = bool(dims) and dims == list(range(dims[0], dims[-1] + 1))
     place = dims[0] if is_run else 0
-    varying = [index for index in used.values() if index.rows is not None]
     rows = value.rows
-    if rows is None or rows.dim not in used:
-        if any(index.rows is not None and index.rows.step is not None for index in varying):
-            raise RowsMeetError(_BY_POSITION)
-        index_rows = broadcast_rows(used.values(), index_rank)
-        if rows is None:
-            return _Place(None if index_rows is None else index_rows.at(place + index_rows.dim))
-        if index_rows is not None:
-            raise RowsMeetError("combines each row with other rows")
-        before = sum(dim < rows.dim for dim in used)
-        return _Place(rows.at(rows.dim - before + (index_rank if not is_run or dims[0] < rows.dim else 0)))
-    own = used[rows.dim].rows
-    if own is None or own.step != ONE or (rows.before, rows.after) != (ONE, ONE):
-        raise RowsMeetError(_BY_VALUE)
-    if any(index.rows is not None and index.rows.step is not None for dim, index in used.items() if dim != rows.dim):
-        raise RowsMeetError(_BY_POSITION)
-    plain = [index._replace(rows=index.rows and index.rows._replace(step=None)) for index in used.values()]
-    index_rows = broadcast_rows(plain, index_rank)
-    return _Place(None if index_rows is None else index_rows.at(place + index_rows.dim), names_row=True)
+    if any(index.rows and index.rows.step is not None for dim, index in used.items() if not rows or dim != rows.dim):
+        raise RowsMeetError(_READS_SHARED)
+    if rows is not None and rows.dim in used:
+        # The numbers of the rows stand for the rows themselves.
+        own = used[rows.dim].rows
+        if own is None or own.step != ONE or (rows.before, rows.after) != (ONE, ONE):
+            raise RowsMeetError(_BY_VALUE)
+        plain = [index._replace(rows=index.rows and index.rows._replace(step=None)) for index in used.values()]
+        index_rows = broadcast_rows(plain, index_rank)
+        return index_rows and index_rows.at(place + index_rows.dim)
+    index_rows = broadcast_rows(used.values(), index_rank)
+    if rows is None:
+        return index_rows and index_rows.at(place + index_rows.dim)
+    if index_rows is not None:
+        raise RowsMeetError(PAIRS)
+    before = sum(dim < rows.dim for dim in used)
+    return rows.at(rows.dim - before + (index_rank if not is_run or dims[0] < rows.dim else 0))
 
 
 def index(call: NodeCall) -> Rows | None:
@@ -83,23 +73,30 @@ def index(call: NodeCall) -> Rows | None:
     value, indices = call.tensor("self"), call.optional_tensors("indices")
     if any(map(_is_mask, indices)):
         if value.rows is not None or any(item is not None and item.rows is not None for item in indices):
-            raise RowsMeetError("selects elements of all rows by their values")
+            raise RowsMeetError(_OF_ALL)
         return None
-    return _indexed(value, indices).rows
+    return _indexed(value, indices)
+
+
+def _target(call: NodeCall, *sources: Tracked | None) -> tuple[Tracked, Rows] | None:
+    """The tensor that an operator writes into, and its rows; None if neither it nor what is written has rows."""
+    target = call.tensor("self")
+    if target.rows is not None:
+        return target, target.rows
+    if any(source is not None and source.rows is not None for source in sources):
+        raise RowsMeetError("writes rows into a value that all rows share")
+    return None
 
 
 def index_put(call: NodeCall) -> Rows | None:
     """``target[indices] = values``."""
-    target, new = call.tensor("self"), call.tensor("values")
-    indices = call.optional_tensors("indices")
-    varying = any(value is not None and value.rows is not None for value in (*indices, new))
-    if target.rows is None:
-        if varying:
-            raise RowsMeetError(_SHARED)
+    new, indices = call.tensor("values"), call.optional_tensors("indices")
+    if (written := _target(call, *indices, new)) is None:
         return None
+    target, target_rows = written
     if any(map(_is_mask, indices)):
         return _put_by_mask(target, new, indices)
-    rows = _indexed(target, indices).rows
+    rows = _indexed(target, indices)
     if rows is None:
         raise RowsMeetError(_BY_VALUE)
     used = [item for item in indices if item is not None]
@@ -107,7 +104,7 @@ def index_put(call: NodeCall) -> Rows | None:
     # The place of the values is aligned with that of the elements that they replace.
     element = Tracked("", ((0,) * len(ONE),) * result_rank, rows)
     broadcast_rows([element, new], result_rank)
-    return target.rows
+    return target_rows
 
 
 def _put_by_mask(target: Tracked, new: Tracked, indices: list[Tracked | None]) -> Rows | None:
@@ -115,7 +112,7 @@ def _put_by_mask(target: Tracked, new: Tracked, indices: list[Tracked | None]) -
     masks = [(dim, item) for dim, item in enumerate(indices) if item is not None]
     dim, mask = masks[0]
     if target.rows is None or len(masks) > 1 or new.rows is not None:
-        raise RowsMeetError("selects elements of all rows by their values")
+        raise RowsMeetError(_OF_ALL)
     is_aligned = mask.rows is not None and mask.rows.at(dim + mask.rows.dim) == target.rows
     is_beside = mask.rows is None and not dim <= target.rows.dim < dim + mask.rank
     if not is_aligned and not is_beside:
@@ -132,66 +129,60 @@ def gather(call: NodeCall) -> Rows | None:
     dim = call.axis("dim", value.rank)
     if value.rows is None:
         if indices.rows is not None and indices.rows.dim != dim:
-            raise RowsMeetError(_BY_POSITION)
+            raise RowsMeetError(_READS_SHARED)
         return indices.rows
     if value.rows.dim == dim:
         raise RowsMeetError(_BY_VALUE)
     if indices.rows != value.rows:
-        raise RowsMeetError("combines rows with other values by their position in the batch")
+        raise RowsMeetError(BY_POSITION)
     return value.rows
 
 
 def scatter(call: NodeCall) -> Rows | None:
     """Elements are written by indices along a dimension, at the same place along the others."""
-    target, indices = call.tensor("self"), call.tensor("index")
-    sources = [value.rows for value in call.tensors("src")]
-    if target.rows is None:
-        if indices.rows is not None or any(sources):
-            raise RowsMeetError(_SHARED)
+    indices, sources = call.tensor("index"), call.tensors("src")
+    if (written := _target(call, indices, *sources)) is None:
         return None
-    if target.rows.dim == call.axis("dim", target.rank):
+    target, rows = written
+    if rows.dim == call.axis("dim", target.rank):
         raise RowsMeetError(_BY_VALUE)
-    if any(rows != target.rows for rows in (indices.rows, *sources)):
-        raise RowsMeetError("combines rows with other values by their position in the batch")
-    return target.rows
+    if any(source.rows != rows for source in (indices, *sources)):
+        raise RowsMeetError(BY_POSITION)
+    return rows
 
 
 def index_select(call: NodeCall) -> Rows | None:
     """Positions along a dimension."""
     value, indices = call.tensor("self"), call.tensor("index")
-    dim = call.axis("dim", value.rank)
-    return _indexed(value, [*[None] * dim, indices]).rows
+    return _indexed(value, [*[None] * call.axis("dim", value.rank), indices])
 
 
 def index_write(call: NodeCall) -> Rows | None:
     """Positions along a dimension are added to, copied or filled."""
-    target, indices = call.tensor("self"), call.tensor("index")
-    sources = [value for parameter in ("source", "value") for value in call.tensors(parameter)]
-    if target.rows is None:
-        if any(value.rows is not None for value in (indices, *sources)):
-            raise RowsMeetError(_SHARED)
+    indices, sources = call.tensor("index"), call.tensors("source", "value")
+    if (written := _target(call, indices, *sources)) is None:
         return None
-    if indices.rows is not None or target.rows.dim == call.axis("dim", target.rank):
+    target, rows = written
+    if indices.rows is not None or rows.dim == call.axis("dim", target.rank):
         raise RowsMeetError(_BY_VALUE)
-    if any(value.rank and value.rows != target.rows for value in sources):
-        raise RowsMeetError("combines rows with other values by their position in the batch")
-    return target.rows
+    if any(value.rank and value.rows != rows for value in sources):
+        raise RowsMeetError(BY_POSITION)
+    return rows
 
 
 def select_scatter(call: NodeCall) -> Rows | None:
     """A copy in which one position along a dimension, or a part of it, is replaced."""
-    target, new = call.tensor("self"), call.tensor("src")
-    if target.rows is None:
-        if new.rows is not None:
-            raise RowsMeetError(_SHARED)
+    new = call.tensor("src")
+    if (written := _target(call, new)) is None:
         return None
+    target, rows = written
     dim = call.axis("dim", target.rank)
-    if target.rows.dim == dim and new.shape != target.shape:
-        raise RowsMeetError("selects some of the rows")
-    removed = new.rank < target.rank and dim < target.rows.dim
-    if new.rows != target.rows.at(target.rows.dim - removed):
-        raise RowsMeetError("combines rows with other values by their position in the batch")
-    return target.rows
+    if rows.dim == dim and new.shape != target.shape:
+        raise RowsMeetError(SELECTS)
+    removed = new.rank < target.rank and dim < rows.dim
+    if new.rows != rows.at(rows.dim - removed):
+        raise RowsMeetError(BY_POSITION)
+    return rows
 
 
 def classification_loss(call: NodeCall) -> Rows | None:
@@ -210,7 +201,7 @@ def recurrent(call: NodeCall) -> list[Rows | None]:
         return [None] * len(call.outputs)
     batch_dim = 0 if call.option("batch_first") else 1
     if data.rank != 3 or data.rows is None or data.rows.dim != batch_dim or len(placed) < 1 + len(states):
-        raise RowsMeetError("computes one result from several rows")
+        raise RowsMeetError(INSIDE)
     rows = same_rows([rows if rows is data.rows else rows.at(rows.dim - 1 + batch_dim) for rows in placed])
     return [rows, *[rows.at(1)] * (len(call.outputs) - 1)]
 
@@ -246,7 +237,7 @@ def one_hot(call: NodeCall) -> Rows | None:
     """A new last dimension, as large as stated or as the largest number of all rows."""
     value = call.tensor("self")
     if value.rows is not None and call.option("num_classes") == -1:
-        raise RowsMeetError("computes one result from several rows")
+        raise RowsMeetError(INSIDE)
     return value.rows
 
 
@@ -264,7 +255,7 @@ def cosine_similarity(call: NodeCall) -> Rows | None:
     if rows is None:
         return None
     if rows.dim == dim:
-        raise RowsMeetError("computes one result from several rows")
+        raise RowsMeetError(INSIDE)
     return rows.at(rows.dim - (dim < rows.dim))
 
 
@@ -272,5 +263,5 @@ def crossed(call: NodeCall) -> Rows | None:
     """The cross product of vectors along a dimension."""
     rows = broadcast_rows([call.tensor("self"), call.tensor("other")], len(call.shape))
     if rows is not None and (call.numbers("dim") is None or rows.dim == call.axis("dim", len(call.shape))):
-        raise RowsMeetError("computes one result from several rows")
+        raise RowsMeetError(INSIDE)
     return rows

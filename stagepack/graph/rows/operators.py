@@ -9,6 +9,7 @@ from typing import Final
 
 from stagepack.graph.rows import alignment, lookups, rearrangement
 from stagepack.graph.rows.alignment import Rule, leading, product_of, trailing
+from stagepack.graph.rows.layout import ALONG
 from stagepack.graph.rows.rearrangement import along, exchange, permuted
 
 # As torch tags them (``torch.Tag.pointwise``), with those that it does not tag although they are.
@@ -65,9 +66,6 @@ _LOSSES = """
     binary_cross_entropy binary_cross_entropy_with_logits huber_loss kl_div l1_loss mse_loss poisson_nll_loss smooth_l1_loss
     soft_margin_loss
 """
-_INDEX_WRITES = "index_add index_copy index_fill index_reduce"
-_RECURRENT = "gru lstm rnn_relu rnn_tanh"
-_CELLS = "gru_cell lstm_cell rnn_relu_cell rnn_tanh_cell"
 _CONVOLUTIONS = """
     _convolution conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution _slow_conv2d_forward slow_conv3d
     thnn_conv2d cudnn_convolution mkldnn_convolution
@@ -76,184 +74,123 @@ _BATCH_NORMS = """
     _batch_norm_impl_index _batch_norm_no_update _native_batch_norm_legit _native_batch_norm_legit_no_training batch_norm cudnn_batch_norm
     native_batch_norm
 """
+_SPLITS = """
+    chunk split split_copy split_with_sizes split_with_sizes_copy tensor_split unsafe_chunk unsafe_split unsafe_split_with_sizes
+"""
 _ATTENTION = """
     _scaled_dot_product_cudnn_attention _scaled_dot_product_efficient_attention _scaled_dot_product_flash_attention
     _scaled_dot_product_flash_attention_for_cpu _scaled_dot_product_fused_attention_overrideable scaled_dot_product_attention
 """
 
-_NAMED: Final[Mapping[str, Rule]] = {
-    "addbmm": product_of("zik,zkj->ij", "batch1", "batch2", added="self"),
-    "addmm": product_of("ik,kj->ij", "mat1", "mat2", added="self"),
-    "addmv": product_of("ik,k->i", "mat", "vec", added="self"),
-    "addr": product_of("i,j->ij", "vec1", "vec2", added="self"),
-    "affine_grid_generator": leading("theta"),
-    "arange": rearrangement.numbered,
-    "baddbmm": product_of("zik,zkj->zij", "batch1", "batch2", added="self"),
-    "bilinear": alignment.bilinear,
-    "bmm": product_of("zik,zkj->zij", "self", "mat2"),
-    "broadcast_tensors": rearrangement.broadcast_list,
-    "broadcast_to": rearrangement.expanded,
-    "bucketize": lookups.first_only,
-    "cat": rearrangement.joined,
-    "_cdist_forward": trailing(2, "x1", "x2"),
-    "cdist": trailing(2, "x1", "x2"),
-    "channel_shuffle": leading(),
-    "col2im": leading(),
-    "concat": rearrangement.joined,
-    "concatenate": rearrangement.joined,
-    "constant_pad_nd": rearrangement.padded,
-    "cosine_similarity": lookups.cosine_similarity,
-    "cross": lookups.crossed,
-    "diagonal": rearrangement.diagonal,
-    "cross_entropy_loss": lookups.classification_loss,
-    "diff": rearrangement.differences,
-    "dot": product_of("k,k->", "self", "tensor"),
-    "einsum": alignment.einsum,
-    "embedding": lookups.embedding,
-    "embedding_bag": lookups.embedding_bag,
-    "_embedding_bag": lookups.embedding_bag,
-    "_embedding_bag_forward_only": lookups.embedding_bag,
-    "expand": rearrangement.expanded,
-    "expand_as": rearrangement.expanded,
-    "expand_copy": rearrangement.expanded,
-    "flip": along("dims", reason="reverses the rows"),
-    "_fused_rms_norm": alignment.normalized,
-    "gather": lookups.gather,
-    "grid_sampler": leading("input", "grid"),
-    "grid_sampler_2d": leading("input", "grid"),
-    "grid_sampler_3d": leading("input", "grid"),
-    "group_norm": leading("input"),
-    "hstack": rearrangement.joined_along(1),
-    "im2col": leading(),
-    "index": lookups.index,
-    "index_put": lookups.index_put,
-    "index_select": lookups.index_select,
-    "inner": product_of("ik,jk->ij", "self", "other"),
-    "instance_norm": lookups.instance_norm,
-    "isin": lookups.first_only,
-    "istft": trailing(2, "self"),
-    "layer_norm": alignment.normalized,
-    "linalg_cross": lookups.crossed,
-    "linalg_matmul": alignment.matmul,
-    "linalg_pinv": trailing(2, "self", "A"),
-    "linalg_solve_triangular": trailing(2, "self", "B"),
-    "linear": alignment.linear,
-    "mH": permuted(rearrangement.exchange_last),
-    "mT": permuted(rearrangement.exchange_last),
-    "adjoint": permuted(rearrangement.exchange_last),
-    "matmul": alignment.matmul,
-    "meshgrid": rearrangement.meshed,
-    "mm": product_of("ik,kj->ij", "self", "mat2"),
-    "movedim": permuted(rearrangement.moved),
-    "moveaxis": permuted(rearrangement.moved),
-    "mv": product_of("ik,k->i", "self", "vec"),
-    "narrow": rearrangement.sliced,
-    "native_channel_shuffle": leading(),
-    "native_group_norm": leading("input"),
-    "native_layer_norm": alignment.normalized,
-    "nll_loss": lookups.classification_loss,
-    "nll_loss2d": lookups.classification_loss,
-    "nll_loss_nd": lookups.classification_loss,
-    "numpy_T": permuted(rearrangement.reversal),
-    "one_hot": lookups.one_hot,
-    "outer": product_of("i,j->ij", "self", "vec2"),
-    "pad": rearrangement.padded,
-    "pairwise_distance": trailing(1, "x1", "x2"),
-    "permute": permuted(rearrangement.permutation),
-    "permute_copy": permuted(rearrangement.permutation),
-    "pixel_shuffle": trailing(3),
-    "pixel_unshuffle": trailing(3),
-    "prelu": lookups.first_only,
-    "repeat": rearrangement.repeated,
-    "repeat_interleave": rearrangement.interleaved,
-    "rms_norm": alignment.normalized,
-    "roll": along("dims", reason="moves the rows"),
-    "rot90": along("dims", reason="turns the rows"),
-    "scatter": lookups.scatter,
-    "scatter_add": lookups.scatter,
-    "scatter_reduce": lookups.scatter,
-    "searchsorted": lookups.first_only,
-    "select": rearrangement.selected,
-    "select_copy": rearrangement.selected,
-    "select_scatter": lookups.select_scatter,
-    "slice": rearrangement.sliced,
-    "slice_copy": rearrangement.sliced,
-    "slice_scatter": lookups.select_scatter,
-    "split": rearrangement.split,
-    "split_copy": rearrangement.split,
-    "split_with_sizes": rearrangement.split,
-    "split_with_sizes_copy": rearrangement.split,
-    "chunk": rearrangement.split,
-    "tensor_split": rearrangement.split,
-    "unsafe_chunk": rearrangement.split,
-    "unsafe_split": rearrangement.split,
-    "unsafe_split_with_sizes": rearrangement.split,
-    "stack": rearrangement.stacked,
-    "stft": trailing(1, "self"),
-    "swapaxes": permuted(exchange("axis0", "axis1")),
-    "swapdims": permuted(exchange("dim0", "dim1")),
-    "t": permuted(rearrangement.reversal),
-    "t_copy": permuted(rearrangement.reversal),
-    "take_along_dim": lookups.gather,
-    "tensordot": alignment.tensordot,
-    "tile": rearrangement.repeated,
-    "transpose": permuted(exchange("dim0", "dim1")),
-    "transpose_copy": permuted(exchange("dim0", "dim1")),
-    "unbind": rearrangement.selected,
-    "unbind_copy": rearrangement.selected,
-    "unfold": along("dimension", reason="takes windows over the rows"),
-    "unfold_copy": along("dimension", reason="takes windows over the rows"),
-    "_unsafe_index": lookups.index,
-    "_unsafe_index_put": lookups.index_put,
-    "_index_put_impl": lookups.index_put,
-    "view_as_complex": rearrangement.retyped,
-    "view_as_real": rearrangement.retyped,
-    "vstack": rearrangement.joined_along(0),
-    "where": alignment.elementwise,
-}
-
-
-def _rules(operator_names: str, rule: Rule) -> dict[str, Rule]:
-    return dict.fromkeys(operator_names.split(), rule)
+# Rules with the names of their operators in ATen.
+_ATEN: Final[tuple[tuple[Rule, str], ...]] = (
+    (alignment.elementwise, _ELEMENTWISE),
+    (rearrangement.row_major, _ROW_MAJOR),
+    (rearrangement.like, _NEW),
+    (rearrangement.reduced, _REDUCTIONS),
+    (along("dim", reason=ALONG), _SCANS),
+    (trailing(2, "self", "input", "A"), _MATRICES),
+    (alignment.unreduced_loss, _LOSSES),
+    (lookups.index_write, "index_add index_copy index_fill index_reduce"),
+    (lookups.recurrent, "gru lstm rnn_relu rnn_tanh"),
+    (leading("input", "hx"), "gru_cell lstm_cell rnn_relu_cell rnn_tanh_cell"),
+    (alignment.convolution, _CONVOLUTIONS),
+    (lookups.batch_norm, _BATCH_NORMS),
+    (alignment.attention, _ATTENTION),
+    (product_of("zik,zkj->ij", "batch1", "batch2", added="self"), "addbmm"),
+    (product_of("ik,kj->ij", "mat1", "mat2", added="self"), "addmm"),
+    (product_of("ik,k->i", "mat", "vec", added="self"), "addmv"),
+    (product_of("i,j->ij", "vec1", "vec2", added="self"), "addr"),
+    (leading("theta"), "affine_grid_generator"),
+    (rearrangement.numbered, "arange"),
+    (product_of("zik,zkj->zij", "batch1", "batch2", added="self"), "baddbmm"),
+    (alignment.bilinear, "bilinear"),
+    (product_of("zik,zkj->zij", "self", "mat2"), "bmm"),
+    (rearrangement.broadcast_list, "broadcast_tensors"),
+    (rearrangement.expanded, "broadcast_to expand expand_as expand_copy"),
+    (lookups.first_only, "bucketize isin prelu searchsorted"),
+    (rearrangement.joined, "cat concat concatenate"),
+    (trailing(2, "x1", "x2"), "_cdist_forward cdist"),
+    (leading(), "channel_shuffle col2im im2col native_channel_shuffle"),
+    (rearrangement.padded, "constant_pad_nd pad"),
+    (lookups.cosine_similarity, "cosine_similarity"),
+    (lookups.crossed, "cross linalg_cross"),
+    (lookups.classification_loss, "cross_entropy_loss nll_loss nll_loss2d nll_loss_nd"),
+    (rearrangement.diagonal, "diagonal"),
+    (rearrangement.differences, "diff"),
+    (product_of("k,k->", "self", "tensor"), "dot"),
+    (alignment.einsum, "einsum"),
+    (lookups.embedding, "embedding"),
+    (lookups.embedding_bag, "embedding_bag _embedding_bag _embedding_bag_forward_only"),
+    (along("dims", reason="reverses the rows"), "flip"),
+    (alignment.normalized, "_fused_rms_norm layer_norm native_layer_norm rms_norm"),
+    (lookups.gather, "gather take_along_dim"),
+    (leading("input", "grid"), "grid_sampler grid_sampler_2d grid_sampler_3d"),
+    (leading("input"), "group_norm native_group_norm"),
+    (rearrangement.joined_along(1), "hstack"),
+    (lookups.index, "index _unsafe_index"),
+    (lookups.index_put, "index_put _unsafe_index_put _index_put_impl"),
+    (lookups.index_select, "index_select"),
+    (product_of("ik,jk->ij", "self", "other"), "inner"),
+    (lookups.instance_norm, "instance_norm"),
+    (trailing(2, "self"), "istft"),
+    (alignment.matmul, "linalg_matmul matmul"),
+    (trailing(2, "self", "A"), "linalg_pinv"),
+    (trailing(2, "self", "B"), "linalg_solve_triangular"),
+    (alignment.linear, "linear"),
+    (rearrangement.meshed, "meshgrid"),
+    (permuted(rearrangement.exchange_last), "mH mT adjoint"),
+    (product_of("ik,kj->ij", "self", "mat2"), "mm"),
+    (permuted(rearrangement.moved), "movedim moveaxis"),
+    (product_of("ik,k->i", "self", "vec"), "mv"),
+    (rearrangement.sliced, "narrow slice slice_copy"),
+    (permuted(rearrangement.reversal), "numpy_T t t_copy"),
+    (lookups.one_hot, "one_hot"),
+    (product_of("i,j->ij", "self", "vec2"), "outer"),
+    (trailing(1, "x1", "x2"), "pairwise_distance"),
+    (permuted(rearrangement.permutation), "permute permute_copy"),
+    (trailing(3), "pixel_shuffle pixel_unshuffle"),
+    (rearrangement.repeated, "repeat tile"),
+    (rearrangement.interleaved, "repeat_interleave"),
+    (along("dims", reason="moves the rows"), "roll"),
+    (along("dims", reason="turns the rows"), "rot90"),
+    (lookups.scatter, "scatter scatter_add scatter_reduce"),
+    (rearrangement.selected, "select select_copy unbind unbind_copy"),
+    (lookups.select_scatter, "select_scatter slice_scatter"),
+    (
+        rearrangement.split,
+        _SPLITS,
+    ),
+    (rearrangement.stacked, "stack"),
+    (trailing(1, "self"), "stft"),
+    (permuted(exchange("axis0", "axis1")), "swapaxes"),
+    (permuted(exchange("dim0", "dim1")), "swapdims transpose transpose_copy"),
+    (alignment.tensordot, "tensordot"),
+    (along("dimension", reason="takes windows over the rows"), "unfold unfold_copy"),
+    (rearrangement.retyped, "view_as_complex view_as_real"),
+    (rearrangement.joined_along(0), "vstack"),
+    (alignment.elementwise, "where"),
+)
 
 
 RULES: Final[Mapping[str, Rule]] = MappingProxyType(
     {
-        f"aten.{operator_name}": rule
-        for operator_name, rule in {
-            **_rules(_ELEMENTWISE, alignment.elementwise),
-            **_rules(_ROW_MAJOR, rearrangement.row_major),
-            **_rules(_NEW, rearrangement.like),
-            **_rules(_REDUCTIONS, rearrangement.reduced),
-            **_rules(_SCANS, along("dim", reason="computes along the rows")),
-            **_rules(_MATRICES, trailing(2, "self", "input", "A")),
-            **_rules(_LOSSES, alignment.unreduced_loss),
-            **_rules(_INDEX_WRITES, lookups.index_write),
-            **_rules(_RECURRENT, lookups.recurrent),
-            **_rules(_CELLS, leading("input", "hx")),
-            **_rules(_CONVOLUTIONS, alignment.convolution),
-            **_rules(_BATCH_NORMS, lookups.batch_norm),
-            **_rules(_ATTENTION, alignment.attention),
-            **{
-                f"{operator_name}{dims}d{suffix}": trailing(dims)
-                for operator_name in _POOLS.split()
-                for dims in (1, 2, 3)
-                for suffix in ("", "_with_indices", "_aa")
-            },
-            **_NAMED,
-        }.items()
+        f"aten.{operator_name}{dims}d{suffix}": trailing(dims)
+        for operator_name in _POOLS.split()
+        for dims in (1, 2, 3)
+        for suffix in ("", "_with_indices", "_aa")
     }
-    | {"prims.convert_element_type": alignment.elementwise}
-    | _rules(
-        "quantized_decomposed.quantize_per_tensor quantized_decomposed.dequantize_per_tensor quantized_decomposed.quantize_per_token "
-        "quantized_decomposed.dequantize_per_token",
-        alignment.elementwise,
-    )
+    | {f"aten.{operator_name}": rule for rule, operator_names in _ATEN for operator_name in operator_names.split()}
     | {
+        "prims.convert_element_type": alignment.elementwise,
         "quantized_decomposed.choose_qparams": rearrangement.reduced,
-        "quantized_decomposed.choose_qparams_symmetric": rearrangement.reduced,
         "quantized_decomposed.choose_qparams_per_token": trailing(1, "input"),
         "quantized_decomposed.choose_qparams_per_token_asymmetric": trailing(1, "input"),
+        "quantized_decomposed.choose_qparams_symmetric": rearrangement.reduced,
+        "quantized_decomposed.dequantize_per_tensor": alignment.elementwise,
+        "quantized_decomposed.dequantize_per_token": alignment.elementwise,
+        "quantized_decomposed.quantize_per_tensor": alignment.elementwise,
+        "quantized_decomposed.quantize_per_token": alignment.elementwise,
     }
 )
 
@@ -288,21 +225,8 @@ POSITION_RULES: Final = frozenset(
 )
 
 # They look at sizes and types, and give no tensor.
-METADATA: Final = frozenset(
-    f"aten.{operator_name}"
-    for operator_name in [
-        "_assert_tensor_metadata",
-        "dim",
-        "is_same_size",
-        "numel",
-        "size",
-        "storage_offset",
-        "stride",
-        "sym_constrain_range",
-        "sym_constrain_range_for_size",
-        "sym_numel",
-        "sym_size",
-        "sym_storage_offset",
-        "sym_stride",
-    ]
-)
+_METADATA_NAMES: Final = """
+    _assert_tensor_metadata dim is_same_size numel size storage_offset stride sym_constrain_range sym_constrain_range_for_size sym_numel
+    sym_size sym_storage_offset sym_stride
+"""
+METADATA: Final = frozenset(f"aten.{operator_name}" for operator_name in _METADATA_NAMES.split())

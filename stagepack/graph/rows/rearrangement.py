@@ -1,15 +1,21 @@
 """Rules for operators that move, copy, join, cut or reduce dimensions."""
 
+import functools
 from collections.abc import Callable
 from typing import Final
 
-from stagepack.graph.rows.alignment import Rule, broadcast_rows, same_rows
+from stagepack.graph.rows.alignment import Rule, SharedRule, broadcast_rows, same_rows
 from stagepack.graph.rows.call import NodeCall, Tracked
 from stagepack.graph.rows.layout import (
+    ADDS,
+    ALONG,
+    INSIDE,
     ONE,
+    PAIRS,
+    SELECTS,
+    UNKNOWN,
     Rows,
     RowsMeetError,
-    Shape,
     Size,
     counts_rows,
     exact_quotient,
@@ -19,8 +25,6 @@ from stagepack.graph.rows.layout import (
     total_size,
 )
 
-_SELECTS: Final = "selects some of the rows"
-_UNKNOWN: Final = "is not known to keep rows apart"
 ZERO: Final[Size] = (0,) * len(ONE)
 
 
@@ -29,18 +33,28 @@ def main_tensor(call: NodeCall) -> Tracked:
     return call.tensor("self", "input")
 
 
-def row_major(call: NodeCall) -> Rows | None:
+def of_rows(rule: Callable[[NodeCall, Tracked, Rows], Rows | None]) -> SharedRule:
+    """The rule for a tensor that has rows; a result of another one has none."""
+
+    @functools.wraps(rule)
+    def rule_or_none(call: NodeCall) -> Rows | None:
+        value = main_tensor(call)
+        return None if value.rows is None else rule(call, value, value.rows)
+
+    return rule_or_none
+
+
+@of_rows
+def row_major(call: NodeCall, value: Tracked, rows: Rows) -> Rows | None:
     """The elements stay in row-major order."""
-    value = main_tensor(call)
-    return None if value.rows is None else reshaped_rows(value.rows, value.shape, call.shape)
+    return reshaped_rows(rows, value.shape, call.shape)
 
 
-def retyped(call: NodeCall) -> Rows | None:
+@of_rows
+def retyped(call: NodeCall, value: Tracked, rows: Rows) -> Rows | None:
     """``view(dtype)`` and the like change the last dimension, or add or remove one behind it."""
-    value = main_tensor(call)
-    if value.rows is not None and value.rows.dim >= len(call.shape) - (len(call.shape) >= value.rank):
-        return row_major(call)
-    return value.rows
+    is_last = rows.dim >= len(call.shape) - (len(call.shape) >= value.rank)
+    return reshaped_rows(rows, value.shape, call.shape) if is_last else rows
 
 
 def like(call: NodeCall) -> Rows | None:
@@ -66,11 +80,9 @@ def numbered(call: NodeCall) -> Rows | None:
 def permuted(order: Callable[[NodeCall, int], list[int]]) -> Rule:
     """The dimensions change their order; `order` returns the old dimension of each new one."""
 
-    def rule(call: NodeCall) -> Rows | None:
-        value = main_tensor(call)
-        if value.rows is None:
-            return None
-        return value.rows.at(order(call, value.rank).index(value.rows.dim))
+    @of_rows
+    def rule(call: NodeCall, value: Tracked, rows: Rows) -> Rows | None:
+        return rows.at(order(call, value.rank).index(rows.dim))
 
     return rule
 
@@ -136,7 +148,7 @@ def repeated(call: NodeCall) -> Rows | None:
     dim = len(call.shape) - value.rank + value.rows.dim
     times = exact_quotient(call.shape[dim], value.shape[value.rows.dim])
     if times is None:
-        raise RowsMeetError(_SELECTS)
+        raise RowsMeetError(SELECTS)
     return value.rows._replace(dim=dim, before=product((times, value.rows.before)))
 
 
@@ -144,41 +156,37 @@ def interleaved(call: NodeCall) -> Rows | None:
     """Each element is repeated along a dimension."""
     value = main_tensor(call)
     if call.overload != "self_int" or call.numbers("dim") is None:
-        raise RowsMeetError(_UNKNOWN)
+        raise RowsMeetError(UNKNOWN)
     dim = call.axis("dim", value.rank)
     times = exact_quotient(call.shape[dim], value.shape[dim])
     if value.rows is None and not any(map(counts_rows, call.shape)):
         return None
     if times is None or (value.rows is None) != counts_rows(times):
-        raise RowsMeetError(_UNKNOWN)
+        raise RowsMeetError(UNKNOWN)
     if value.rows is None:
         after = exact_quotient(times, call.points.rows)
         if after is None:
-            raise RowsMeetError(_UNKNOWN)
+            raise RowsMeetError(UNKNOWN)
         return Rows(dim, value.shape[dim], after)
     return value.rows if value.rows.dim != dim else value.rows._replace(after=product((value.rows.after, times)))
 
 
-def selected(call: NodeCall) -> Rows | None:
+@of_rows
+def selected(call: NodeCall, value: Tracked, rows: Rows) -> Rows | None:
     """One position along a dimension is taken, or each as a result of its own."""
-    value = main_tensor(call)
-    if value.rows is None:
-        return None
     dim = call.axis("dim", value.rank)
-    if dim == value.rows.dim:
-        raise RowsMeetError(_SELECTS)
-    return value.rows.at(value.rows.dim - (dim < value.rows.dim))
+    if dim == rows.dim:
+        raise RowsMeetError(SELECTS)
+    return rows.at(rows.dim - (dim < rows.dim))
 
 
-def diagonal(call: NodeCall) -> Rows | None:
-    """Two dimensions become one behind the other_dims."""
-    value = main_tensor(call)
-    if value.rows is None:
-        return None
+@of_rows
+def diagonal(call: NodeCall, value: Tracked, rows: Rows) -> Rows | None:
+    """Two dimensions become one behind the others."""
     dims = {call.axis("dim1", value.rank), call.axis("dim2", value.rank)}
-    if value.rows.dim in dims:
-        raise RowsMeetError(_SELECTS)
-    return value.rows.at(value.rows.dim - sum(dim < value.rows.dim for dim in dims))
+    if rows.dim in dims:
+        raise RowsMeetError(SELECTS)
+    return rows.at(rows.dim - sum(dim < rows.dim for dim in dims))
 
 
 def _part(call: NodeCall, value: Tracked, dim: int, start: Size, size: Size) -> Rows | None:
@@ -189,7 +197,7 @@ def _part(call: NodeCall, value: Tracked, dim: int, start: Size, size: Size) -> 
     block = product((call.points.rows, rows.after))
     before = exact_quotient(size, block)
     if before is None or not is_multiple(start, block):
-        raise RowsMeetError(_SELECTS)
+        raise RowsMeetError(SELECTS)
     return rows._replace(before=before)
 
 
@@ -203,7 +211,7 @@ def sliced(call: NodeCall) -> Rows | None:
             raise RowsMeetError("computes with the number of rows")
         return value.rows
     if call.has_parameter("step") and call.numbers("step") not in (None, [ONE]):
-        raise RowsMeetError(_SELECTS)
+        raise RowsMeetError(SELECTS)
     length = value.shape[dim]
     start = tuple([first + size if first < 0 else first for first, size in zip(start, length, strict=True)])
     return _part(call, value, dim, start, call.shape[dim])
@@ -218,7 +226,7 @@ def split(call: NodeCall) -> list[Rows | None]:
     for shape in call.outputs:
         if shape is None:  # an unused part, whose size is not known
             if value.rows is not None and value.rows.dim == dim:
-                raise RowsMeetError(_SELECTS)
+                raise RowsMeetError(SELECTS)
             parts.append(None)
             continue
         parts.append(_part(call, value, dim, start, shape[dim]))
@@ -228,10 +236,9 @@ def split(call: NodeCall) -> list[Rows | None]:
 
 def joined(call: NodeCall) -> Rows | None:
     """``cat``: along the rows only if each part has all of them."""
-    result_shape = call.shape
-    values = [value for value in call.tensors("tensors") if value.rank == len(result_shape)]
-    dim = call.axis("dim", len(result_shape))
-    return _joined(values, dim, result_shape)
+    rank = len(call.shape)
+    values = [value for value in call.tensors("tensors") if value.rank == rank]
+    return _joined(values, call.axis("dim", rank), rank)
 
 
 def joined_along(dim: int) -> Rule:
@@ -240,20 +247,20 @@ def joined_along(dim: int) -> Rule:
     def rule(call: NodeCall) -> Rows | None:
         values = call.tensors("tensors")
         if any(value.rank <= dim or value.rank < 2 for value in values):
-            raise RowsMeetError(_UNKNOWN)
-        return _joined(values, dim, call.shape)
+            raise RowsMeetError(UNKNOWN)
+        return _joined(values, dim, len(call.shape))
 
     return rule
 
 
-def _joined(values: list[Tracked], dim: int, result_shape: Shape) -> Rows | None:
+def _joined(values: list[Tracked], dim: int, rank: int) -> Rows | None:
     placed = [value.rows for value in values if value.rows is not None]
     if not placed:
         return None
     if placed[0].dim != dim:
-        return broadcast_rows(values, len(result_shape))
+        return broadcast_rows(values, rank)
     if len(placed) < len(values):
-        raise RowsMeetError("adds other items to the rows")
+        raise RowsMeetError(ADDS)
     rows = same_rows([rows._replace(before=ONE) for rows in placed])
     return rows._replace(before=total_size([rows.before for rows in placed]))
 
@@ -274,7 +281,7 @@ def reduced(call: NodeCall) -> Rows | None:
         return None
     dims = call.axes("dim", value.rank) if call.has_parameter("dim") else list(range(value.rank))
     if value.rows.dim in dims:
-        raise RowsMeetError("computes one result from several rows")
+        raise RowsMeetError(INSIDE)
     return value.rows.at(value.rows.dim - (0 if call.option("keepdim") else sum(dim < value.rows.dim for dim in dims)))
 
 
@@ -298,19 +305,18 @@ def differences(call: NodeCall) -> Rows | None:
     """``diff`` along a dimension, with values that are put before and after it."""
     rows = broadcast_rows((value for _, value in call.all_tensors()), len(call.shape))
     if rows is not None and rows.dim == call.axis("dim", len(call.shape)):
-        raise RowsMeetError("computes along the rows")
+        raise RowsMeetError(ALONG)
     return rows
 
 
-def padded(call: NodeCall) -> Rows | None:
+@of_rows
+def padded(call: NodeCall, value: Tracked, rows: Rows) -> Rows | None:
     """Elements are added at the ends of the last dimensions."""
-    value = main_tensor(call)
     amounts = call.numbers("pad" if call.has_parameter("pad") else "padding") or []
-    if value.rows is not None:
-        position = 2 * (value.rank - 1 - value.rows.dim)
-        if any(amount != ZERO for amount in amounts[position : position + 2]):
-            raise RowsMeetError("adds other items to the rows")
-    return value.rows
+    position = 2 * (value.rank - 1 - rows.dim)
+    if any(amount != ZERO for amount in amounts[position : position + 2]):
+        raise RowsMeetError(ADDS)
+    return rows
 
 
 def meshed(call: NodeCall) -> list[Rows | None]:
@@ -318,7 +324,7 @@ def meshed(call: NodeCall) -> list[Rows | None]:
     values = call.tensors("tensors")
     placed = [(position, value.rows) for position, value in enumerate(values) if value.rows is not None]
     if len(placed) > 1:
-        raise RowsMeetError("combines each row with other rows")
+        raise RowsMeetError(PAIRS)
     if not placed:
         return [None] * len(call.outputs)
     position, rows = placed[0]
