@@ -3,7 +3,7 @@
 A file is divided into chunks of 16 MiB. The digest of a chunk is its BLAKE3 hash. The digest of a file of one chunk is that of the chunk;
 the digest of a larger file is a BLAKE3 hash over the digests of its chunks.
 
-- Files that threads read by chunk: to hash them, to compare them with their digests, or into memory, or both at once.
+- Files that threads read by chunk: to compare them with their digests, or into memory, or both at once.
 """
 
 import hashlib
@@ -19,7 +19,6 @@ from msgspec import Struct
 
 from stagepack.errors import Problem
 from stagepack.format.limits import Int64
-from stagepack.format.rules import rule_error
 from stagepack.format.threads import map_in_threads
 
 CHUNK_BYTES: Final = 16 * 2**20
@@ -158,27 +157,6 @@ def read_chunks(reads: Sequence[FileRead], *, compare: bool, progress: ByteProgr
         if problem is not None:
             problem_of_file.setdefault(problem.where, problem)
     return list(problem_of_file.values())
-
-
-def hash_file(path: Path, file_name: str, progress: ByteProgress | None = None) -> File:
-    """Return the manifest entry of a file, which threads read by chunk."""
-    if not path.is_file():
-        raise rule_error("D1", file_name, "not a plain file")
-    pieces = _Pieces(progress)
-    with path.open("rb", buffering=0) as file:
-        size = os.fstat(file.fileno()).st_size
-
-        def hash_chunk(start: int) -> str:
-            hasher = blake3()
-            for piece in pieces.read(file.fileno(), start, min(start + CHUNK_BYTES, size)):
-                hasher.update(piece)
-            return hasher.hexdigest()
-
-        try:
-            digests = map_in_threads(hash_chunk, [index * CHUNK_BYTES for index in range(chunk_count(size))])
-        except EOFError as error:
-            raise rule_error("D1", file_name, str(error)) from None
-    return file_entry(file_name, size, digests)
 
 
 class _Pieces(threading.local):

@@ -32,7 +32,6 @@ from stagepack.format.tree import (
     UNUSED_VALUE,
     ConstantLeaf,
     NonFiniteLeaf,
-    Parameter,
     Signature,
     ValueLeaf,
     constant_identity,
@@ -246,19 +245,16 @@ def _arguments_by_parameter(signature: Signature, args: tuple[Any, ...], kwargs:
         if keyword in arguments:
             raise InputError(f"the argument {keyword!r} is given by position and by name")
         if keyword not in keywords:
-            taken = [
-                parameter.name for parameter in signature.parameters if parameter.keyword and not _is_none(parameter)
+            # No call can give a parameter anything for which the example had None.
+            given_names = [
+                parameter.name
+                for parameter in signature.parameters
+                if parameter.keyword and parameter.tree != ConstantLeaf(None)
             ]
-            raise InputError(
-                f"there is no argument {keyword!r}: the model was exported with {', '.join(taken) or 'none'}"
-            )
+            exported = ", ".join(given_names) or "none"
+            raise InputError(f"there is no argument {keyword!r}: the model was exported with {exported}")
         arguments[keyword] = argument
     return arguments
-
-
-def _is_none(parameter: Parameter) -> bool:
-    """Whether the example had None for a parameter, so that no call can give it anything else."""
-    return isinstance(parameter.tree, ConstantLeaf) and constant_value(parameter.tree) is None
 
 
 def _checked_sizes(value: Value | Edge, argument: BoundArgument) -> Iterable[_Size]:

@@ -215,7 +215,8 @@ def unfold_graph(folded: FoldedGraph, file_name: str = "", *, module_calls: bool
         raise rule_error("L1", file_name, str(error)) from None
     # All steps of one region call have one list of scopes. A region call may have as many steps as scopes.
     scope_lists = {id(step.scopes): step.scopes for step in steps}
-    scopes = sorted({*folded.scopes, *(scope for listed in scope_lists.values() for scope in listed)}, key=_scope_order)
+    added_scopes = (scope for listed in scope_lists.values() for scope in listed)
+    scopes = sorted({*folded.scopes, *added_scopes}, key=lambda scope: (scope.path, scope.type))
     index_of_scope = {scope: scope_index for scope_index, scope in enumerate(scopes)}
     index_lists = {key: [index_of_scope[scope] for scope in listed] for key, listed in scope_lists.items()}
     nodes: list[Node] = []
@@ -235,10 +236,6 @@ def unfold_graph(folded: FoldedGraph, file_name: str = "", *, module_calls: bool
         "calls": sort_module_calls((*fields["calls"], *added_calls)),
     }
     return Graph(**fields)
-
-
-def _scope_order(scope: Scope) -> tuple[str, str]:
-    return scope.path, scope.type
 
 
 @dataclass(frozen=True, slots=True)

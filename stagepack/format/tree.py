@@ -104,6 +104,7 @@ class Record(dict[str, Any]):
 UNUSED_VALUE: Final = "_"
 
 Leaf = ValueLeaf | ConstantLeaf | NonFiniteLeaf
+Key = bool | int | float | str | None
 Tree = ValueLeaf | ConstantLeaf | NonFiniteLeaf | SequenceTree | DictTree | ObjectTree
 
 _FACTORIES: Final = {"list": list, "dict": dict, "set": set, "int": int, "float": float, "str": str}
@@ -116,14 +117,18 @@ def type_name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
+def tree_entries(tree: Tree) -> Iterable[tuple[Key, Tree]]:
+    """Return the trees directly inside a container, each with its position, key or field name; nothing for a leaf."""
+    if isinstance(tree, SequenceTree):
+        return enumerate(tree.items)
+    if isinstance(tree, DictTree):
+        return tree.items
+    return tree.fields if isinstance(tree, ObjectTree) else ()
+
+
 def child_trees(tree: Tree) -> Iterator[Tree]:
     """Yield the trees directly inside a container; nothing for a leaf."""
-    if isinstance(tree, SequenceTree):
-        yield from tree.items
-    elif isinstance(tree, DictTree):
-        yield from (item for _, item in tree.items)
-    elif isinstance(tree, ObjectTree):
-        yield from (item for _, item in tree.fields)
+    return (child for _, child in tree_entries(tree))
 
 
 def tree_leaves(tree: Tree) -> Iterator[Leaf]:
@@ -256,10 +261,9 @@ def flatten_tree(tree: Tree, argument: Any, location: str) -> Iterator[tuple[str
 def unflatten_tree(tree: Tree, build_leaf: Callable[[Leaf], Any], types: Collection[type] = ()) -> Any:
     """Build the object that a tree describes.
 
-    types: the classes that an `ObjectTree` may be built of. A named tuple, a dataclass or a mapping is built by calling the class with the
-        fields as keyword arguments; another tuple with one argument, the items; an object of another class by setting its attributes.
-    The result is the object. An `ObjectTree` whose class is not among `types` becomes a named tuple of its fields if it was a tuple, else a
-        `Record`.
+    An `ObjectTree` is built of its class, if this is among `types`: a named tuple, a dataclass or a mapping by calling the class with the
+    fields as keyword arguments; another tuple with the items; an object of another class by setting its attributes. Otherwise it becomes a
+    named tuple of its fields if it was a tuple, else a `Record`.
     """
     if isinstance(tree, SequenceTree):
         items = [unflatten_tree(item, build_leaf, types) for item in tree.items]
@@ -354,18 +358,9 @@ def output_names(result: Tree, input_names: Collection[str]) -> dict[str, str]:
     return names
 
 
-def _result_leaves(
-    tree: Tree, path: tuple[bool | int | float | str | None, ...]
-) -> Iterator[tuple[tuple[bool | int | float | str | None, ...], ValueLeaf]]:
+def _result_leaves(tree: Tree, path: tuple[Key, ...]) -> Iterator[tuple[tuple[Key, ...], ValueLeaf]]:
     """Yield the values of a result with their paths."""
     if isinstance(tree, ValueLeaf):
         yield path, tree
-    elif isinstance(tree, SequenceTree):
-        for position, item in enumerate(tree.items):
-            yield from _result_leaves(item, (*path, position))
-    elif isinstance(tree, DictTree):
-        for key, item in tree.items:
-            yield from _result_leaves(item, (*path, key))
-    elif isinstance(tree, ObjectTree):
-        for field_name, item in tree.fields:
-            yield from _result_leaves(item, (*path, field_name))
+    for key, child in tree_entries(tree):
+        yield from _result_leaves(child, (*path, key))

@@ -131,7 +131,8 @@ def parse_header_bytes(read: Callable[[int], bytes], file_size: int, file_name: 
     fields = parse_json(header, file_name)
     if not header.startswith(b"{"):
         raise rule_error("W2", file_name, "expected a header that is a JSON object and begins with {")
-    if not _is_metadata(fields.pop(METADATA_KEY, {})):
+    metadata = fields.pop(METADATA_KEY, {})
+    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
         raise rule_error("W2", file_name, f"expected {METADATA_KEY} to be an object of strings")
     data_start = 8 + header_length
     tensors = {
@@ -142,10 +143,6 @@ def parse_header_bytes(read: Callable[[int], bytes], file_size: int, file_name: 
     return {
         tensor_name: tensor for tensor_name, tensor in tensors.items() if not tensor_name.startswith(PADDING_PREFIX)
     }
-
-
-def _is_metadata(fields: object) -> bool:
-    return isinstance(fields, dict) and all(isinstance(metadata_value, str) for metadata_value in fields.values())
 
 
 def parse_header_entry(tensor_name: str, entry: object, data_start: int, file_name: str) -> StoredTensor:

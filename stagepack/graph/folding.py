@@ -201,7 +201,8 @@ class _Folding:
         for offset in range(runs.repeat.length):
             for column in zip(*(self._module_calls[start + offset] for start in runs.starts), strict=False):
                 paths = tuple(call.path for call in column)
-                if len(set(paths)) == len(paths) and len(set(map(_encode_without_names, column))) == 1:
+                nameless = {encode(rename_module_call(call, lambda _: "")) for call in column}
+                if len(set(paths)) == len(paths) and len(nameless) == 1:
                     columns_by_paths[paths] = column
         columns = [column for paths, column in columns_by_paths.items() if self._declared_calls.isdisjoint(paths)]
         self._declared_calls.update(call.path for column in columns for call in column)
@@ -228,7 +229,3 @@ def _module_calls_by_first_node(calls: Iterable[ModuleCall], positions: Sequence
     for call in calls:
         calls_at.setdefault(int(call.first), []).insert(0, call)
     return [calls_at.get(position, []) for position in positions]
-
-
-def _encode_without_names(call: ModuleCall) -> bytes:
-    return encode(rename_module_call(call, lambda _: ""))

@@ -8,7 +8,6 @@ import hashlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -38,20 +37,15 @@ def check_key(path: str, content: bytes) -> None:
             key = load_key(content)
         except (ValueError, TypeError, UnsupportedAlgorithm):  # TypeError: it is encrypted
             continue
-        _check_kind(path, key)
-
-
-def _check_kind(path: str, key: Any) -> None:
-    if isinstance(key, ec.EllipticCurvePrivateKey | ec.EllipticCurvePublicKey):
-        if key.curve.name in _CURVES:
-            return
-        kind = key.curve.name
-    else:
-        kind = type(key).__name__.removesuffix("PrivateKey").removesuffix("PublicKey")
-    raise OptionError(
-        f"{path}: expected an elliptic curve key of P-256, P-384 or P-521, found {kind}: make one with "
-        "'openssl genpkey -algorithm EC -pkeyopt ec_paramgen_curve:P-256'"
-    )
+        if isinstance(key, ec.EllipticCurvePrivateKey | ec.EllipticCurvePublicKey):
+            kind = key.curve.name
+        else:
+            kind = type(key).__name__.removesuffix("PrivateKey").removesuffix("PublicKey")
+        if kind not in _CURVES:
+            raise OptionError(
+                f"{path}: expected an elliptic curve key of P-256, P-384 or P-521, found {kind}: make one with "
+                "'openssl genpkey -algorithm EC -pkeyopt ec_paramgen_curve:P-256'"
+            )
 
 
 def sign_bundle(

@@ -48,7 +48,10 @@ def verify_signature(bundle: Bundle, trusted_files: Iterable[str | os.PathLike[s
 
     trusted_files: PEM files, each with a public key or with certificates of authorities. One of them must verify the signature.
     """
-    verifiers = _verifiers([os.fspath(path) for path in trusted_files])
+    # Read before the signature, so that what is wrong with them is said first.
+    verifiers = [(path, _verifier(path)) for path in [os.fspath(trusted_file) for trusted_file in trusted_files]]
+    if not verifiers:
+        raise OptionError("require_signature: expected a public key or certificates, found no file")
     signature = SignatureFile.parse(_read_signature(bundle), bundle.location)
     trusted_file, signed = _verified_by_one(bundle, signature, verifiers)
     signature.check_validity_periods(bundle.location)
@@ -72,19 +75,14 @@ def _read_signature(bundle: Bundle) -> bytes:
     return content
 
 
-def _verifiers(trusted_files: Sequence[str]) -> list[tuple[str, verifying.Config]]:
-    """The verifiers for the files of the caller, which are read before the signature, so that what is wrong with them is said first."""
-    if not trusted_files:
-        raise OptionError("require_signature: expected a public key or certificates, found no file")
-    return [(path, _verifier(path)) for path in trusted_files]
-
-
 def _verified_by_one(
     bundle: Bundle, signature: SignatureFile, verifiers: Sequence[tuple[str, verifying.Config]]
 ) -> tuple[str, manifest.Manifest]:
     """Return the file that verifies the signature, and the signed list of files."""
     reasons = []
-    with _temporary_file(signature.encode()) as signature_path:
+    with tempfile.TemporaryDirectory(prefix="stagepack-signature-") as folder:
+        signature_path = Path(folder) / SIGNATURE_NAME
+        signature_path.write_bytes(signature.encode())
         for path, verifier in verifiers:
             try:
                 return path, _signed_manifest(verifier, signature_path)
@@ -156,14 +154,6 @@ def _signed_manifest(verifier: verifying.Config, signature_path: Path) -> manife
     return recorded.signed
 
 
-@contextlib.contextmanager
-def _temporary_file(content: bytes) -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="stagepack-signature-") as folder:
-        path = Path(folder) / SIGNATURE_NAME
-        path.write_bytes(content)
-        yield path
-
-
 def _compare_manifest(bundle: Bundle, signed: manifest.Manifest) -> None:
     """Compare the manifest that was opened with its signed digest, or with those of its shards."""
     content = read_plain_file(bundle.path, MANIFEST_NAME, limits.MANIFEST_BYTES) or b""
@@ -175,24 +165,20 @@ def _compare_manifest(bundle: Bundle, signed: manifest.Manifest) -> None:
     # The bytes are those that were opened, because they have the same digest.
     if set(stated_and_actual_digest(content)) != {bundle.digest}:
         raise changed
+    shards = [
+        (shard or (0, len(content)), digest) for name, shard, digest in _signed_parts(signed) if name == MANIFEST_NAME
+    ]
     position = 0
-    for start, end, algorithm, digest in sorted(_manifest_shards(signed, len(content))):
+    for (start, end), digest in sorted(shards, key=lambda entry: entry[0]):
+        # The algorithm of a shard has the size of the shards after its name: sha256-sharded-1000000000.
+        algorithm = digest.algorithm.partition("-sharded-")[0]
         if algorithm not in _HASHES:
             raise SignatureError(f"{bundle.location}: unknown hash {algorithm[:80]!r} in model.sig", reason="malformed")
-        if start != position or _HASHES[algorithm](content[start:end]).digest() != digest:
+        if start != position or _HASHES[algorithm](content[start:end]).digest() != digest.digest_value:
             raise changed
         position = end
     if position != len(content):
         raise changed
-
-
-def _manifest_shards(signed: manifest.Manifest, size: int) -> Iterator[tuple[int, int, str, bytes]]:
-    """Yield the start, the end, the hash and the digest of each signed shard of the manifest; of a whole file it is one."""
-    for name, shard, digest in _signed_parts(signed):
-        if name == MANIFEST_NAME:
-            start, end = (0, size) if shard is None else shard
-            # That of a shard has the size of the shards after its name: sha256-sharded-1000000000.
-            yield start, end, digest.algorithm.partition("-sharded-")[0], digest.digest_value
 
 
 def _signed_parts(signed: manifest.Manifest) -> Iterator[tuple[str, tuple[int, int] | None, Any]]:

@@ -4,12 +4,10 @@ import os
 import tempfile
 from pathlib import Path
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stagepack.errors import DigestError
-from stagepack.format.chunks import CHUNK_BYTES, check_content, chunk_count, file_chunks, hash_file
+from stagepack.format.chunks import CHUNK_BYTES, check_content, chunk_count, file_chunks
 from stagepack.format.file_checks import check_digests
 from stagepack.format.file_writing import FileRange, Piece, write_pieces
 from stagepack.format.writer import BundleWriter
@@ -42,9 +40,8 @@ def test_a_stream_in_any_pieces_has_the_digests_of_the_file(size: int, pieces: l
 
 
 def test_a_file_has_the_digests_of_its_content_and_a_change_is_found_in_its_chunk(tmp_path: Path) -> None:
-    (tmp_path / "x").write_bytes(CONTENT)
     seen: list[int] = []
-    entry = hash_file(tmp_path / "x", "x", progress=seen.append)
+    entry = write_pieces(tmp_path / "x", [CONTENT], progress=seen.append)
     assert {"blake3": entry.blake3, "chunks": list(entry.chunks)} == file_digests(CONTENT)
     assert sum(seen) == len(CONTENT)
     assert not check_digests(tmp_path, [entry])
@@ -56,12 +53,6 @@ def test_a_file_has_the_digests_of_its_content_and_a_change_is_found_in_its_chun
     assert [chunk.index for chunk in file_chunks(entry, CHUNK_BYTES - 1, CHUNK_BYTES + 1)] == [0, 1]
     assert file_chunks(entry, 0, CHUNK_BYTES)[0].check(CONTENT[:CHUNK_BYTES]) is None
     assert file_chunks(entry, CHUNK_BYTES)[0].check(bytes(CHUNK_BYTES)) is not None
-
-
-def test_a_file_that_is_not_plain_is_not_hashed(tmp_path: Path) -> None:
-    (tmp_path / "x").symlink_to("/dev/zero")
-    with pytest.raises(DigestError, match="not a plain file"):
-        hash_file(tmp_path / "x", "x")
 
 
 def test_the_writer_lists_the_chunks(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from stagepack.errors import Problem
 from stagepack.format import limits
 from stagepack.format.folded_graph import Hole, TemplateError, names_in_region, parse_template
-from stagepack.format.graph import Argument, FoldedGraph, Node, Region, RegionCall, Value
+from stagepack.format.graph import Argument, FoldedGraph, Node, Region, RegionCall
 from stagepack.format.rules import BrokenRule
 from stagepack.format.shapes import Dim, Expr
 from stagepack.format.traversal import child_arguments
@@ -120,17 +120,13 @@ def _item_count(region: Region, name_count: int) -> int:
     signatures = (call.signature for call in region.calls if call.signature is not None)
     tree_count = sum(_tree_size(tree) for signature in signatures for tree in signature.trees)
     argument_count = sum(map(_argument_size, arguments))
-    output_count = len(outputs) + sum(_shape_size(output) for output in outputs if output is not None)
+    dims = (dim for output in outputs if output is not None for dim in (*output.shape, output.expr))
+    output_count = len(outputs) + sum(_dim_size(dim) for dim in dims if dim is not None)
     return len(region.nodes) + argument_count + output_count + name_count + tree_count
 
 
 def _tree_size(tree: Tree) -> int:
     return 1 + sum(map(_tree_size, child_trees(tree)))
-
-
-def _shape_size(value: Value) -> int:
-    """The integers and operations in the dimensions and the `expr` of a value."""
-    return sum(map(_dim_size, value.shape)) + (0 if value.expr is None else _dim_size(value.expr))
 
 
 def _dim_size(dim: Dim) -> int:

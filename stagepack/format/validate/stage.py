@@ -116,13 +116,8 @@ def _state_differences(stage_graph: StageGraph, stage: Stage, facts: EntryPointF
                 yield "G18", f"it has the weight {owned_name[:80]!r}, which is state of {owner}"
     for input_name in stage_graph.written_inputs:
         edge = facts.edges.get(input_name)
-        if edge is not None and not _is_own_input(edge):
+        if edge is not None and (edge.producer is not None or len(edge.consumers) != 1):
             yield "G18", f"its nodes write {input_name[:80]}, which another stage has too"
-
-
-def _is_own_input(edge: Edge) -> bool:
-    """Whether an edge is an input of the model that one stage has."""
-    return edge.producer is None and len(edge.consumers) == 1
 
 
 def _wrong_added_nodes(graph: Graph, stage: Stage) -> Iterator[_Difference]:

@@ -123,15 +123,11 @@ def check_dim(dim: Dim, symbols: set[str], location: str, depth: int = 0) -> Ite
         yield "L2", location, f"arithmetic is nested deeper than {limits.NESTING_DEPTH}"
     elif len(dim.args) > limits.EXPR_TERMS:
         yield "L1", location, f"expected at most {limits.EXPR_TERMS} operands of one operation, found {len(dim.args)}"
-    elif dim.op not in OPERATIONS or not 2 <= len(dim.args) <= _max_operands(dim.op):
+    elif dim.op not in OPERATIONS or len(dim.args) < 2 or (len(dim.args) > 2 and dim.op not in _VARIADIC_OPERATIONS):
         yield "S3", location, f"{dim.op[:80]!r} of {len(dim.args)} operands is not an operation"
     else:
         for arg in dim.args:
             yield from check_dim(arg, symbols, location, depth + 1)
-
-
-def _max_operands(op: str) -> int:
-    return limits.EXPR_TERMS if op in _VARIADIC_OPERATIONS else 2
 
 
 def check_type(value: Value | Edge, symbols: set[str], rule: str, location: str) -> Iterator[BrokenRule]:
