@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.fuzz.mutation import locations, mutate, mutate_alike
-from tests.fuzz.parser import FuzzedParser
-from tests.fuzz.parsers import PARSER_MODULES, fuzzed_parser
+from tests.fuzz.parsers import PARSER_MODULES, FuzzedParser, fuzzed_parser
 
 INSTRUMENTED = ["stagepack", "stagepack_loaders", "stagepack_serving"]
 # Of processor time.

@@ -33,30 +33,21 @@ JOBS_OF_A_PROCESS = 1000
 
 @dataclass(frozen=True)
 class Outcome:
-    """How an action ended.
+    """How an action ended."""
 
-    Attributes:
-        kind: ``ok``, ``refused`` (a typed error), ``exception`` (any other), ``lie`` (two
-            roads that do not answer alike, or a value of another type or shape than stated), ``signal``, ``hang``, ``memory``.
-        detail: the message, with the innermost line of code for an exception.
-    """
-
+    # ``ok``, ``refused`` (a typed error), ``exception`` (any other), ``lie`` (two roads that do not answer alike, or a value of another
+    # type or shape than stated), ``signal``, ``hang``, ``memory``.
     kind: str
-    detail: str = ""
+    detail: str = ""  # the message, with the innermost line of code for an exception
 
 
 @dataclass(frozen=True)
 class Case:
-    """A bundle to act on.
+    """A bundle to act on."""
 
-    Attributes:
-        path: its folder.
-        original: the bundle before it was changed.
-        inputs: inputs of a call that the original takes, by entry point.
-    """
-
-    path: Path
-    original: Path
+    path: Path  # its folder
+    original: Path  # the bundle before it was changed
+    # Inputs of a call that the original takes, by entry point.
     inputs: Mapping[str, dict[str, Any]] = field(default_factory=dict)
 
     @property

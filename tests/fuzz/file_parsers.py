@@ -17,7 +17,7 @@ from stagepack.format.validate.files import check_onnx
 from stagepack.format.weights import parse_header_bytes
 from tests.bundle_editor import encode_header, encode_manifest, sort_graph, sort_manifest, weight_file
 from tests.conformance.vectors import SCHEMA, cases, file_content
-from tests.fuzz.parser import FuzzedParser
+from tests.fuzz.parsers import FuzzedParser
 from tests.protobuf_fields import message, message_fields
 
 FROZEN = SCHEMA / "frozen"

@@ -41,14 +41,7 @@ def locations(fields: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def mutate(fields: Any, generator: random.Random, values: Sequence[Any] = VALUES) -> None:
-    """Change one location: another value, a value from another location, none, the same twice, a deep nest, an unknown field, or a
-    number near it.
-
-    Args:
-        fields: plain containers, which are changed.
-        generator: chooses.
-        values: the other values.
-    """
+    """Change one location: another value, one from another location, none, the same twice, a deep nest, an unknown field, a number near."""
     found = list(locations(fields))
     container, key = generator.choice(found)
     kind = generator.randrange(7)
@@ -76,11 +69,6 @@ def mutate_alike(fields: Any, generator: random.Random, operators: Sequence[Any]
 
     A number becomes another number, an operator another operator with its schema, a list has two items exchanged, and anything else becomes
     what is at another location of the same kind.
-
-    Args:
-        fields: plain containers, which are changed.
-        generator: chooses.
-        operators: entries of op tables.
     """
     found = list(locations(fields))
     container, key = generator.choice(found)
@@ -117,14 +105,7 @@ def _depth(value: Any) -> str:
 def mutate_file(
     editor: BundleEditor, file_name: str, generator: random.Random, change_one: Callable[[Any], None] | None = None
 ) -> None:
-    """Change one to three locations in the structure of one file of a bundle, and make the sizes and digests right.
-
-    Args:
-        editor: the bundle.
-        file_name: the manifest, a graph, an ONNX file, another JSON file, or a weight file, whose header is changed.
-        generator: chooses.
-        change_one: changes one location; by default `mutate`.
-    """
+    """Change one to three locations in the structure of one file of a bundle, by default by `mutate`, and make sizes and digests right."""
 
     def change(fields: Any) -> None:
         for _ in range(generator.choice([1, 1, 2, 3])):

@@ -1,10 +1,23 @@
-"""All fuzzed parsers, by name."""
+"""What is fuzzed: parsers of bytes that other people wrote, with contents to begin from, by name."""
 
 import importlib
-from collections.abc import Mapping
-from typing import Final
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
 
-from tests.fuzz.parser import FuzzedParser
+
+@dataclass(frozen=True, kw_only=True)
+class FuzzedParser:
+    """A parser."""
+
+    read: Callable[[bytes], object]  # reads a content. A `StagepackError` refuses it; any other exception is a finding.
+    seeds: Sequence[bytes]  # contents that reach much of the parser
+    # The structure of a content as plain containers. It may raise any exception for a content without structure.
+    decode: Callable[[bytes], Any]
+    # The content of a structure, with its lengths and digests made right. It may raise any exception for what is no structure.
+    encode: Callable[[Any], bytes]
+    close: Callable[[], None] = lambda: None  # gives back what `read` holds, such as an event loop
+
 
 # The module of `tests.fuzz` that has the function `NAME_parser`. It is imported when its parser is fuzzed: the server takes seconds.
 PARSER_MODULES: Final[Mapping[str, str]] = {

@@ -19,12 +19,6 @@ class PlainModel:
     """The whole graph of an entry point with its weights, on the CPU. Its weights keep what calls write."""
 
     def __init__(self, bundle: Bundle, graph: Graph) -> None:
-        """Read the weights.
-
-        Args:
-            bundle: the bundle, at the entry point.
-            graph: the graph of the whole model.
-        """
         self._graph = graph
         self._operators = resolve_operators(graph.ops, (), "whole model")
         file_names = dict.fromkeys(name for stage in bundle.stages for name in stage.weights)
@@ -35,12 +29,7 @@ class PlainModel:
         self._weights = {weight.value: as_weight(weight, _tensor(weight, stored, memories)) for weight in graph.weights}
 
     def run(self, inputs: Mapping[str, Any], results: Sequence[str]) -> list[Any]:
-        """Run the graph.
-
-        Args:
-            inputs: the inputs of the graph, by name.
-            results: the names of the values to return.
-        """
+        """Run the graph on inputs by name; return the values of these names."""
         values = {**self._weights, **inputs}
         self._run(self._graph.nodes, values)
         return [values[value_name] for value_name in results]

@@ -31,7 +31,7 @@ from stagepack_serving.server.model_registry import ModelRegistry
 from stagepack_serving.server.rest_service import rest_application
 from stagepack_serving.server.served_model import ServedModel
 from tests.conformance.vectors import SCHEMA
-from tests.fuzz.parser import FuzzedParser
+from tests.fuzz.parsers import FuzzedParser
 from tests.protobuf_fields import message, message_fields
 
 MODELS = ("tower", "counting")

@@ -45,21 +45,7 @@ class RoadsDifferError(Exception):
 
 
 def compare_roads(path: Path, original: Path, inputs: Mapping[str, dict[str, Any]], scratch: Path) -> str:
-    """Compare all roads to each entry point of a bundle.
-
-    Args:
-        path: the bundle.
-        original: the bundle that it was made of.
-        inputs: inputs of a call, by entry point.
-        scratch: an empty folder.
-
-    Returns:
-        The names of the roads that were compared, with commas.
-
-    Raises:
-        RoadsDifferError: they differ.
-        StagepackError: the bundle is refused.
-    """
+    """Compare all roads to each entry point of a bundle that was made of another; return the names of the roads, with commas."""
     bundle = stagepack.open(path)
     first = _opened(original)
     choose = random.Random(bundle.digest)  # noqa: S311 - repeatable

@@ -20,16 +20,9 @@ Fields = dict[str, Any]
 
 
 class Statements:
-    """The manifest entry of an entry point and the graphs of its stages, as plain containers, for one change.
-
-    Attributes:
-        entry: the manifest entry.
-        graphs: the content of each graph file, in the order of the stages; regions are kept.
-        choose: the random numbers.
-    """
+    """The manifest entry of an entry point and the graphs of its stages, as plain containers with regions, for one change."""
 
     def __init__(self, editor: BundleEditor, choose: random.Random) -> None:
-        """Read them."""
         self.editor = editor
         self.manifest = editor.manifest()
         self.entry: Fields = choose.choice(self.manifest["entry_points"])
@@ -57,11 +50,7 @@ class Statements:
         return [weight for graph in self.graphs for weight in graph.get("weights", [])]
 
     def write(self, *, restated: bool) -> None:
-        """Write all, and make the digests right.
-
-        Args:
-            restated: let the manifest state what follows from each graph by itself.
-        """
+        """Write all, and make the digests right; `restated` lets the manifest state what follows from each graph by itself."""
         for stage, graph in zip(self.entry["stages"], self.graphs, strict=True):
             content = msgpack.packb(sort_graph(graph))
             self.editor.write_file(stage["graph"], content)
@@ -435,12 +424,7 @@ CHANGES: tuple[Callable[[Statements], None], ...] = (
 
 
 def change_statements(editor: BundleEditor, choose: random.Random) -> None:
-    """Change one to three statements of a bundle.
-
-    Args:
-        editor: the bundle.
-        choose: the random numbers.
-    """
+    """Change one to three statements of a bundle."""
     for _ in range(choose.choice([1, 1, 1, 2, 3])):
         it = Statements(editor, choose)
         choose.choice(CHANGES)(it)

@@ -10,8 +10,7 @@ import pytest
 
 from stagepack.errors import StagepackError
 from tests.fuzz.mutation import mutate, mutate_alike
-from tests.fuzz.parser import FuzzedParser
-from tests.fuzz.parsers import PARSER_MODULES, fuzzed_parser
+from tests.fuzz.parsers import PARSER_MODULES, FuzzedParser, fuzzed_parser
 
 
 def is_read(parser: FuzzedParser, content: bytes) -> bool:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,18 +30,35 @@ class Seen(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Attack:
-    """One attack: how it is made, and the error it must meet."""
+    """One attack on stage 1: how it is made, and the error it must meet."""
 
-    name: str
     make: Callable[[BundleEditor], object]
     error: type[StagepackError]
     says: str
     seen: Seen
-    stage: int = 1
     file: str = ""  # the weight file that is attacked, if it is one
 
     def __str__(self) -> str:
-        return self.name
+        return self.says
+
+
+def attacks(
+    error: type[StagepackError], seen: Seen, *rows: tuple[Callable[[BundleEditor], object], str], file: str = ""
+) -> list[Attack]:
+    """Attacks that meet one kind of error, from pairs of how each is made and what the error says."""
+    return [Attack(make=make, error=error, says=says, seen=seen, file=file) for make, says in rows]
+
+
+def change_at(path: str, value: Any) -> Callable[[Any], None]:
+    """A change that sets the field at a path, such as ``nodes/1/args``, of plain containers."""
+
+    def change(fields: Any) -> None:
+        *parents, last = [int(part) if part.isdecimal() else part for part in path.split("/")]
+        for key in parents:
+            fields = fields[key]
+        fields[last] = value
+
+    return change
 
 
 def check(attack: Attack, editor: BundleEditor) -> None:
@@ -68,16 +86,16 @@ def check(attack: Attack, editor: BundleEditor) -> None:
         stagepack.load(path)
         return
     command_fails("load", str(path), says=attack.says)
-    command_fails("load", str(path), "--stage", str(attack.stage), says=attack.says)
+    command_fails("load", str(path), "--stage", "1", says=attack.says)
     for stage in STAGES:
-        if stage != attack.stage and attack.seen is not Seen.OPEN:
+        if stage != 1 and attack.seen is not Seen.OPEN:
             stagepack.load_stage(path, stage)
     # With all weights spoiled, their digests would tell first if any were read before this error.
     for file in path.glob("s*.safetensors"):
         if file.name != attack.file:
             editor.flip_bit(file.name, file.stat().st_size - 1)
     refuses(lambda: stagepack.load(path))
-    refuses(lambda: stagepack.load_stage(path, attack.stage))
+    refuses(lambda: stagepack.load_stage(path, 1))
 
 
 def run(*arguments: str) -> Result:

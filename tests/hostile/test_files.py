@@ -19,64 +19,37 @@ from tests.bundle_editor import BundleEditor
 from tests.hostile.attack import answer, command_fails, run
 
 KINDS = [
-    "manifest.json",
-    "stage-1.msgpack",
-    "stage-1.safetensors",
-    "shared-0.safetensors",
-    "example.safetensors",
+    "manifest.json", "stage-1.msgpack", "stage-1.safetensors", "shared-0.safetensors", "example.safetensors",
     "model.safetensors.index.json",
-]
+]  # fmt: skip
 WEIGHTS = ["stage-1.safetensors", "stage-2.safetensors", "shared-0.safetensors"]
 
 
-def text_file(path: Path) -> None:
-    path.write_text("not a folder")
+def folder_with(make: Callable[[Path], object]) -> Callable[[Path], None]:
+    """Make a folder with something as its manifest."""
+
+    def make_folder(path: Path) -> None:
+        path.mkdir()
+        make(path / "manifest.json")
+
+    return make_folder
 
 
-def other_manifest(path: Path) -> None:
-    path.mkdir()
-    (path / "manifest.json").write_text('{"name": "web app", "format": "pwa", "icons": []}')
+NO_BUNDLES: dict[str, Callable[[Path], object]] = {
+    "missing": lambda _: None,
+    "file": lambda path: path.write_text("not a folder"),
+    "empty": Path.mkdir,
+    "other": folder_with(lambda path: path.write_text('{"name": "web app", "format": "pwa", "icons": []}')),
+    "list": folder_with(lambda path: path.write_text("[1, 2, 3]")),
+    "folder": folder_with(Path.mkdir),
+    "pipe": folder_with(os.mkfifo),
+    "dangling": folder_with(lambda path: path.symlink_to("nowhere")),
+    "link": lambda path: path.symlink_to("nowhere"),
+}
 
 
-def list_manifest(path: Path) -> None:
-    path.mkdir()
-    (path / "manifest.json").write_text("[1, 2, 3]")
-
-
-def folder_as_manifest(path: Path) -> None:
-    (path / "manifest.json").mkdir(parents=True)
-
-
-def pipe_as_manifest(path: Path) -> None:
-    path.mkdir()
-    os.mkfifo(path / "manifest.json")
-
-
-def dangling_manifest(path: Path) -> None:
-    path.mkdir()
-    (path / "manifest.json").symlink_to("nowhere")
-
-
-def dangling_link(path: Path) -> None:
-    path.symlink_to("nowhere")
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda _: None,
-        text_file,
-        Path.mkdir,
-        other_manifest,
-        list_manifest,
-        folder_as_manifest,
-        pipe_as_manifest,
-        dangling_manifest,
-        dangling_link,
-    ],
-    ids=["missing", "file", "empty", "other", "list", "folder", "pipe", "dangling", "link"],
-)
-def test_what_is_not_a_bundle_is_said_to_be_none(make: Callable[[Path], None], tmp_path: Path) -> None:
+@pytest.mark.parametrize("make", NO_BUNDLES.values(), ids=NO_BUNDLES)
+def test_what_is_not_a_bundle_is_said_to_be_none(make: Callable[[Path], object], tmp_path: Path) -> None:
     path = tmp_path / "it"
     make(path)
     for road in (stagepack.open, stagepack.load, lambda path: stagepack.load_stage(path, 0)):
@@ -206,26 +179,19 @@ def test_all_damaged_files_are_named_at_once(editor: BundleEditor) -> None:
     }
 
 
-def link_to_device(path: Path) -> None:
-    path.unlink()
-    path.symlink_to("/dev/zero")
-
-
-def folder(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
-
-
-def pipe(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
+NO_FILES: dict[str, Callable[[Path], object]] = {
+    "device": lambda path: path.symlink_to("/dev/zero"),
+    "folder": Path.mkdir,
+    "pipe": os.mkfifo,
+}
 
 
 @pytest.mark.parametrize("name", [name for name in KINDS if name != "manifest.json"])
-@pytest.mark.parametrize("make", [link_to_device, folder, pipe])
+@pytest.mark.parametrize("make", NO_FILES.values(), ids=NO_FILES)
 def test_what_is_not_a_plain_file_is_refused_unread(
-    make: Callable[[Path], None], name: str, editor: BundleEditor
+    make: Callable[[Path], object], name: str, editor: BundleEditor
 ) -> None:
+    (editor / name).unlink()
     make(editor / name)
     with pytest.raises(DigestError, match=f"{name}: not a plain file"):
         stagepack.open(editor.path).verify()

@@ -27,17 +27,10 @@ from tools.operators.valid_calls import (
 
 RUN = sorted(name for name, verdict in listed_verdicts().items() if verdict in RUN_BY_DEFAULT)
 SAMPLE = [
-    "aten.add.Tensor",
-    "aten.as_strided.default",
-    "aten.cat.default",
-    "aten.embedding.default",
-    "aten.gather.default",
-    "aten.index.Tensor",
-    "aten.index_copy_.default",
-    "aten.native_layer_norm.default",
-    "aten.scaled_dot_product_attention.default",
-    "aten.slice.Tensor",
-]
+    "aten.add.Tensor", "aten.as_strided.default", "aten.cat.default", "aten.embedding.default", "aten.gather.default",
+    "aten.index.Tensor", "aten.index_copy_.default", "aten.native_layer_norm.default",
+    "aten.scaled_dot_product_attention.default", "aten.slice.Tensor",
+]  # fmt: skip
 ROWS = torch.randn(6, 3)
 BAGS = [ROWS[:, :1].expand(6, 3), torch.tensor([[2]]).expand(1, 4)[0], torch.tensor([[0]]).expand(1, 2)[0]]
 [INT4_CALL] = quantized_calls()["aten._weight_int4pack_mm_for_cpu.default"]

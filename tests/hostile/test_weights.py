@@ -10,11 +10,11 @@ from safetensors import safe_open
 
 import stagepack
 from stagepack.bundle_comparison import compare_bundles
-from stagepack.errors import FormatError, LimitError, StagepackError, UnsupportedError
+from stagepack.errors import FormatError, LimitError, UnsupportedError
 from stagepack_loaders.example import replay_example
 from stagepack_loaders.torch.stage import TorchStage
 from tests.bundle_editor import BundleEditor, weight_file
-from tests.hostile.attack import Attack, Seen, check
+from tests.hostile.attack import Attack, Seen, attacks, check
 
 FILE = "stage-1.safetensors"  # holds first.weight, float32 [8, 4], and first.bias, float32 [8]
 
@@ -84,15 +84,8 @@ def without_strides(editor: BundleEditor) -> None:
     editor.edit_graph(1, lambda graph: graph["weights"][2].pop("strides"))
 
 
-def case(
-    name: str,
-    make: Callable[[BundleEditor], object],
-    says: str,
-    error: type[StagepackError] = FormatError,
-    seen: Seen = Seen.STAGE,
-) -> Attack:
-    """An attack on the weights of stage 1."""
-    return Attack(name=name, make=make, error=error, says=says, seen=seen, file=FILE)
+def bytes_that_no_tensor_has(editor: BundleEditor) -> None:
+    editor.write_file(FILE, (editor / FILE).read_bytes() + b"\0" * 64)
 
 
 def pickled(editor: BundleEditor) -> None:
@@ -102,85 +95,77 @@ def pickled(editor: BundleEditor) -> None:
 
 
 ATTACKS = [
-    case("empty file", file(b""), f"{FILE}: the header states 0 bytes, the file has 0"),
-    case("seven bytes", file(b"\0" * 7), f"{FILE}: the header states 0 bytes, the file has 7"),
-    case("no header", file(b"\0" * 8), f"{FILE}: not JSON"),
-    case("header past the end", file((99).to_bytes(8, "little") + b"{}"), "states 99 bytes, the file has 10"),
-    case("header without end", file(b"\xff" * 64), r"the header states \d+ bytes", LimitError),
-    case("header just over the limit", file((100_000_001).to_bytes(8, "little")), "states 100000001 bytes", LimitError),
-    case("a pickle", pickled, FILE, LimitError),
-    case("header is code", file(weight_file(b"__import__('os').system('x')", b"")), "not JSON"),
-    case("header is a list", file(weight_file(b"[]", b"")), "expected a header that is a JSON object"),
-    case("header begins late", file(weight_file(b" {}", b"")), "begins with {"),
-    case("header is nested", file(weight_file(b'{"a":' * 100_000, b"")), "nested too deep", LimitError),
-    case("header is not UTF-8", file(weight_file(b'{"\xff": 1}', b"")), "not JSON"),
-    case("tensor twice", twice, "duplicate key 'first.bias'"),
-    case("metadata is code", header(lambda tensors: tensors.update(__metadata__={"a": ["x"]})), "__metadata__"),
-    case("tensor is a text", header(lambda tensors: tensors.update(x="y")), f"{FILE}: x: expected an object"),
-    case("unknown field", entry(code="x"), "first.bias: expected an object with dtype, shape and data_offsets"),
-    case("unknown dtype", entry(dtype="OBJECT"), "first.bias: expected a dtype of safetensors"),
-    case("dtype is a number", entry(dtype=1), "first.bias: expected a dtype of safetensors"),
-    case("size below 0", entry(shape=[-8]), "first.bias: expected sizes and offsets from 0 to"),
-    case("size is a float", entry(shape=[8.0]), "first.bias: expected sizes and offsets from 0 to"),
-    case("size is true", entry(shape=[True, 8]), "first.bias: expected sizes and offsets from 0 to"),
-    case("size over 64 bits", entry(shape=[2**64]), "expected sizes and offsets from 0 to|out of range"),
-    case("sizes that overflow to fit", entry(shape=[2**32, 2**32, 8]), "as the product of the sizes above 0"),
-    case("rank over the limit", entry(shape=[1] * 64 + [8]), "at most 64 sizes"),
-    case("offsets past the end", entry(data_offsets=[128, 2**40]), "bytes of its offsets do not fit"),
-    case("offsets before the start", entry(data_offsets=[-32, 0]), "expected sizes and offsets from 0 to"),
-    case("offsets backwards", entry(data_offsets=[160, 128]), "bytes of its offsets do not fit"),
-    case("tensors that overlap", entry(data_offsets=[64, 96]), "begins at byte"),
-    case("a hole", entry(data_offsets=[160, 192]), "begins at byte|the tensors end at byte"),
-    case(
-        "bytes that no tensor has",
-        lambda editor: editor.write_file(FILE, (editor / FILE).read_bytes() + b"\0" * 64),
-        r"the tensors end at byte \d+, the file at \d+",
+    *attacks(
+        FormatError,
+        Seen.STAGE,
+        (file(b""), f"{FILE}: the header states 0 bytes, the file has 0"),  # empty file
+        (file(b"\0" * 7), f"{FILE}: the header states 0 bytes, the file has 7"),  # seven bytes
+        (file(b"\0" * 8), f"{FILE}: not JSON"),  # no header
+        (file((99).to_bytes(8, "little") + b"{}"), "states 99 bytes, the file has 10"),  # header past the end
+        (file(weight_file(b"__import__('os').system('x')", b"")), "not JSON"),  # header is code
+        (file(weight_file(b"[]", b"")), "expected a header that is a JSON object"),  # header is a list
+        (file(weight_file(b" {}", b"")), "begins with {"),  # header begins late
+        (file(weight_file(b'{"\xff": 1}', b"")), "not JSON"),  # header is not UTF-8
+        (twice, "duplicate key 'first.bias'"),
+        (header(lambda tensors: tensors.update(__metadata__={"a": ["x"]})), "__metadata__"),  # metadata is code
+        (header(lambda tensors: tensors.update(x="y")), f"{FILE}: x: expected an object"),  # tensor is a text
+        (entry(code="x"), "first.bias: expected an object with dtype, shape and data_offsets"),
+        (entry(dtype="OBJECT"), "first.bias: expected a dtype of safetensors"),
+        (entry(dtype=1), "first.bias: expected a dtype of safetensors"),
+        (entry(shape=[-8]), "first.bias: expected sizes and offsets from 0 to"),
+        (entry(shape=[8.0]), "first.bias: expected sizes and offsets from 0 to"),
+        (entry(shape=[True, 8]), "first.bias: expected sizes and offsets from 0 to"),
+        (entry(shape=[2**64]), "expected sizes and offsets from 0 to|out of range"),
+        (entry(shape=[2**32, 2**32, 8]), "as the product of the sizes above 0"),
+        (entry(shape=[1] * 64 + [8]), "at most 64 sizes"),
+        (entry(data_offsets=[128, 2**40]), "bytes of its offsets do not fit"),
+        (entry(data_offsets=[-32, 0]), "expected sizes and offsets from 0 to"),
+        (entry(data_offsets=[160, 128]), "bytes of its offsets do not fit"),
+        (entry(data_offsets=[64, 96]), "begins at byte"),
+        (entry(data_offsets=[160, 192]), "begins at byte|the tensors end at byte"),
+        (bytes_that_no_tensor_has, r"the tensors end at byte \d+, the file at \d+"),
+        (entry("first.weight", shape=[7, 4], data_offsets=[0, 112]), "begins at byte"),  # not aligned
+        (in_two_files, "'first.bias' is in another file too"),
+        (of_other_dtype, r"'first.bias' is int32 \[8\], its file has F32"),
+        (weight(shape=[9]), r"float32 \[9\], its file has F32 \[8\]|refuses its arg"),
+        (weight(shape=[2, 4]), r"float32 \[2, 4\], its file has F32 \[8\]|refuses its arg"),
+        (weight(names=["ghost"]), "the weight 'ghost' is in none of the stage's weight files"),
+        (weight(names=["second.bias"]), "'second.bias' is .*(G19|W7)"),
+        (weight(names=[""]), "a name is empty"),
+        (weight(names=["first.bias", "first.weight"]), "or a duplicate one"),
+        (weight(names=["__padding__1"]), "or reserved in weight files"),
+        (weight(names=["__metadata__"]), "or reserved in weight files"),
+        (weight(value="x;import os"), "the name is not an identifier"),
+        (weight(kind="pickle"), "Invalid enum value 'pickle'"),
+        (weight(dtype="object"), "'object' is not a dtype of stored tensors"),
+        (weight(dtype="int32"), "or cannot be trained"),
+        (weight(strides=[2]), "strides that leave gaps or overlap"),
+        (weight(strides=[0]), "strides that leave gaps or overlap"),
+        (weight(strides=[]), "the number of strides differs from the number of dimensions"),
+        (weight(strides=[-1]), "sizes, strides and an offset from 0"),
+        (weight(offset=1), "has an offset"),
+        (more(offset=1), "the view 'view' ends past the last byte of 'first.bias'"),
+        (more(offset=2**61), "the view 'view' ends past the last byte"),
+        (more(offset=-1), "sizes, strides and an offset from 0"),
+        (more(strides=[2**61]), "the view 'view' ends past the last byte"),
+        (more(dtype="complex128", shape=[3]), "the view 'view' ends past the last byte"),
+        (without_strides, "a weight with a base has no strides"),
+        (more(base="ghost"), "the weight 'view' is in none of the stage's weight files"),
+        (more(shape=[2**31, 2**32], strides=[0, 0]), "at most 4611686018427387904 elements"),
+        (more(shape=[2**62, 2**62, 0], strides=[1, 1, 1]), "at most 4611686018427387904 elements"),
+        file=FILE,
     ),
-    case(
-        "a tensor that is not aligned",
-        header(lambda tensors: tensors["first.weight"].update(shape=[7, 4], data_offsets=[0, 112])),
-        "begins at byte",
+    *attacks(
+        LimitError,
+        Seen.STAGE,
+        (file(b"\xff" * 64), r"the header states \d+ bytes"),  # header without end
+        (file((100_000_001).to_bytes(8, "little")), "states 100000001 bytes"),  # header just over the limit
+        (pickled, FILE),
+        (file(weight_file(b'{"a":' * 100_000, b"")), "nested too deep"),  # header is nested
+        (graph_as_weights, r"stage-1\.msgpack: the header states"),
+        file=FILE,
     ),
-    case("two files with one tensor", in_two_files, "'first.bias' is in another file too"),
-    case("one file twice", file_twice, r"stage 1: names the weight files .* several times \[M6\]", seen=Seen.OPEN),
-    case("a graph as weight file", graph_as_weights, r"stage-1\.msgpack: the header states", LimitError),
-    case(
-        "weight of other dtype",
-        of_other_dtype,
-        r"'first.bias' is int32 \[8\], its file has F32",
-    ),
-    case("weight of other shape", weight(shape=[9]), r"float32 \[9\], its file has F32 \[8\]|refuses its arg"),
-    case("weight of other rank", weight(shape=[2, 4]), r"float32 \[2, 4\], its file has F32 \[8\]|refuses its arg"),
-    case(
-        "weight that is nowhere", weight(names=["ghost"]), "the weight 'ghost' is in none of the stage's weight files"
-    ),
-    case("weight of another stage", weight(names=["second.bias"]), "'second.bias' is .*(G19|W7)"),
-    case("weight without a name", weight(names=[""]), "a name is empty"),
-    case("weight of two entries", weight(names=["first.bias", "first.weight"]), "or a duplicate one"),
-    case("padding as a weight", weight(names=["__padding__1"]), "or reserved in weight files"),
-    case("metadata as a weight", weight(names=["__metadata__"]), "or reserved in weight files"),
-    case("value named by code", weight(value="x;import os"), "the name is not an identifier"),
-    case("kind", weight(kind="pickle"), "Invalid enum value 'pickle'"),
-    case("dtype of objects", weight(dtype="object"), "'object' is not a dtype of stored tensors"),
-    case("dtype that is not trained", weight(dtype="int32"), "or cannot be trained"),
-    case("strides that leave gaps", weight(strides=[2]), "strides that leave gaps or overlap"),
-    case("strides that overlap", weight(strides=[0]), "strides that leave gaps or overlap"),
-    case("too few strides", weight(strides=[]), "the number of strides differs from the number of dimensions"),
-    case("stride below 0", weight(strides=[-1]), "sizes, strides and an offset from 0"),
-    case("offset without a base", weight(offset=1), "has an offset"),
-    case("view past the end", more(offset=1), "the view 'view' ends past the last byte of 'first.bias'"),
-    case("view far past the end", more(offset=2**61), "the view 'view' ends past the last byte"),
-    case("view before the start", more(offset=-1), "sizes, strides and an offset from 0"),
-    case("view of long strides", more(strides=[2**61]), "the view 'view' ends past the last byte"),
-    case("view of wider elements", more(dtype="complex128", shape=[3]), "the view 'view' ends past the last byte"),
-    case("view without strides", without_strides, "a weight with a base has no strides"),
-    case("view on nothing", more(base="ghost"), "the weight 'view' is in none of the stage's weight files"),
-    case("elements without end", more(shape=[2**31, 2**32], strides=[0, 0]), "at most 4611686018427387904 elements"),
-    case(
-        "no elements in sizes without end",
-        more(shape=[2**62, 2**62, 0], strides=[1, 1, 1]),
-        "at most 4611686018427387904 elements",
-    ),
+    *attacks(FormatError, Seen.OPEN, (file_twice, r"stage 1: names the weight files .* several times \[M6\]")),
 ]
 
 
@@ -207,37 +192,10 @@ def test_very_many_problems_of_a_header_make_one_short_error(editor: BundleEdito
 
 
 ODD = [
-    "for",
-    "class",
-    "None",
-    "self",
-    "lambda x: x",
-    "a b",
-    "x'y",
-    'x"y',
-    "new\nline",
-    "nul\0byte",
-    "tab\t",
-    "\x1b[31m",
-    "é",
-    "重み",
-    "🙂",
-    "1",
-    "x;import os",
-    "__import__('os')",
-    "{x}",
-    "%s",
-    "\\",
-    "/etc/passwd",
-    "C:\\x",
-    "__class__",
-    "_parameters",
-    "_slots",
-    "_held",
-    "graph",
-    "device",
-    "x" * 900,
-]
+    "for", "class", "None", "self", "lambda x: x", "a b", "x'y", 'x"y', "new\nline", "nul\0byte", "tab\t", "\x1b[31m",
+    "é", "重み", "🙂", "1", "x;import os", "__import__('os')", "{x}", "%s", "\\", "/etc/passwd", "C:\\x", "__class__",
+    "_parameters", "_slots", "_held", "graph", "device", "x" * 900,
+]  # fmt: skip
 
 
 class Odd(torch.nn.Module):

@@ -52,32 +52,26 @@ def test_what_exists_is_not_overwritten_unasked(editor: BundleEditor) -> None:
     assert contents(editor.path) == before
 
 
-def empty_folder(path: Path) -> None:
-    path.mkdir()
-
-
-def folder_of_the_user(path: Path) -> None:
+def folder_of_the_user(path: Path, **manifest: str) -> None:
     path.mkdir()
     (path / "thesis.tex").write_text("years of work")
-
-
-def web_app(path: Path) -> None:
-    path.mkdir()
-    (path / "manifest.json").write_text('{"name": "app", "format": "stagepack"}')
-    (path / "thesis.tex").write_text("years of work")
-
-
-def file_of_the_user(path: Path) -> None:
-    path.write_text("years of work")
-
-
-def link_to_nothing(path: Path) -> None:
-    path.symlink_to("nowhere")
+    if manifest:
+        (path / "manifest.json").write_text(json.dumps(manifest))
 
 
 def link_to_a_bundle(path: Path) -> None:
     write_tiny(path.with_name("real.stagepack"))
     path.symlink_to("real.stagepack")
+
+
+NO_BUNDLES: dict[str, Callable[[Path], object]] = {
+    "empty": Path.mkdir,
+    "folder": folder_of_the_user,
+    "web app": lambda path: folder_of_the_user(path, name="app", format="stagepack"),
+    "file": lambda path: path.write_text("years of work"),
+    "link to nothing": lambda path: path.symlink_to("nowhere"),
+    "link": link_to_a_bundle,
+}
 
 
 def tree(folder: Path) -> list[tuple[str, bytes | str | None]]:
@@ -88,10 +82,8 @@ def tree(folder: Path) -> list[tuple[str, bytes | str | None]]:
     )
 
 
-@pytest.mark.parametrize(
-    "make", [empty_folder, folder_of_the_user, web_app, file_of_the_user, link_to_nothing, link_to_a_bundle]
-)
-def test_overwriting_replaces_bundles_only(make: Callable[[Path], None], tmp_path: Path) -> None:
+@pytest.mark.parametrize("make", NO_BUNDLES.values(), ids=NO_BUNDLES)
+def test_overwriting_replaces_bundles_only(make: Callable[[Path], object], tmp_path: Path) -> None:
     out = tmp_path / "out"
     make(out)
     before = tree(tmp_path)
