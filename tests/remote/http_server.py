@@ -13,23 +13,14 @@ from typing import Any, Self
 
 @dataclass
 class Reply:
-    """The answer to one request. A test changes it before it is sent.
+    """The answer to one request. A test changes it before it is sent."""
 
-    Attributes:
-        body: the bytes that are sent.
-        status: the HTTP status.
-        headers: the headers; without a Content-Length, the connection is closed at the end of the body.
-        piece_bytes: the body is sent in pieces of this size.
-        pause_seconds: before each piece.
-        sent_bytes: the connection is closed after so many bytes of the body; None for all.
-    """
-
-    body: bytes
-    status: int
-    headers: dict[str, str]
-    piece_bytes: int = 2**20
-    pause_seconds: float = 0.0
-    sent_bytes: int | None = None
+    body: bytes  # the bytes that are sent
+    status: int  # the HTTP status
+    headers: dict[str, str]  # the headers; without a Content-Length, the connection is closed at the end of the body
+    piece_bytes: int = 2**20  # the body is sent in pieces of this size
+    pause_seconds: float = 0.0  # before each piece
+    sent_bytes: int | None = None  # the connection is closed after so many bytes of the body; None for all
 
 
 # Changes the answer to the n-th request, from 0, for a file of the name.
@@ -43,27 +34,16 @@ class _QuietServer(ThreadingHTTPServer):
 
 @dataclass
 class HttpServer:
-    """The server, which serves in threads while it is used as a context.
+    """The server, which serves in threads while it is used as a context."""
 
-    Attributes:
-        folder: what it serves.
-        misbehave: changes answers.
-        has_ranges: it answers requests for ranges, and not with whole files.
-        required_token: what the header Authorization must have after ``Bearer``; None for nothing.
-        requests: how many requests there were for each name.
-        ranges: the ranges that were asked for, by name.
-        sent: how many bytes of bodies were sent, by name.
-        headers: those of all requests.
-    """
-
-    folder: Path
-    misbehave: Misbehavior = lambda _name, _index, _reply: None
-    has_ranges: bool = True
-    required_token: str | None = None
-    requests: Counter[str] = field(default_factory=Counter)
-    ranges: list[tuple[str, str]] = field(default_factory=list)
-    sent: Counter[str] = field(default_factory=Counter)
-    headers: list[tuple[str, dict[str, str]]] = field(default_factory=list)
+    folder: Path  # what it serves
+    misbehave: Misbehavior = lambda _name, _index, _reply: None  # changes answers
+    has_ranges: bool = True  # it answers requests for ranges, and not with whole files
+    required_token: str | None = None  # what the header Authorization must have after ``Bearer``; None for nothing
+    requests: Counter[str] = field(default_factory=Counter)  # how many requests there were for each name
+    ranges: list[tuple[str, str]] = field(default_factory=list)  # the ranges that were asked for, by name
+    sent: Counter[str] = field(default_factory=Counter)  # how many bytes of bodies were sent, by name
+    headers: list[tuple[str, dict[str, str]]] = field(default_factory=list)  # those of all requests
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __enter__(self) -> Self:

@@ -2,8 +2,9 @@
 
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from stagepack.errors import (
     WriteError,
 )
 from stagepack.format.chunks import CHUNK_BYTES
-from tests.remote.http_server import HttpServer, Reply
+from tests.remote.http_server import HttpServer, Misbehavior, Reply
 
 FILE = "stage-0.safetensors"
 
@@ -145,31 +146,19 @@ def fail_twice(_name: str, index: int, reply: Reply) -> None:
         reply.body, reply.status, reply.headers = b"", (503, 429)[index], {"Content-Length": "0", "Retry-After": "0"}
 
 
-def lie_once(name: str, index: int, reply: Reply) -> None:
-    if index == 0 and name == FILE:
-        reply.body = bytes(len(reply.body))
-
-
-def stall_once(name: str, index: int, reply: Reply) -> None:
-    if index == 0 and name == FILE:
-        reply.piece_bytes, reply.pause_seconds = 2**22, 0.8
-
-
 def no_length(_name: str, _index: int, reply: Reply) -> None:
     reply.headers.pop("Content-Length")
 
 
-def other_range_once(name: str, index: int, reply: Reply) -> None:
-    if index == 0 and name == FILE:
-        reply.headers["Content-Range"] = "bytes 1-2/3"
+def of_file(*, once: bool = False, headers: Mapping[str, str] | None = None, **fields: Any) -> Misbehavior:
+    """Change fields and headers of the answers for FILE, or of the first one alone."""
 
+    def misbehave(name: str, index: int, reply: Reply) -> None:
+        if name == FILE and not (once and index):
+            vars(reply).update(fields)
+            reply.headers |= headers or {}
 
-@pytest.mark.parametrize("misbehave", [truncate, fail_twice, lie_once, stall_once, no_length, other_range_once])
-def test_passing_failures_are_survived(
-    server: HttpServer, served: Path, misbehave: Callable[[str, int, Reply], None]
-) -> None:
-    server.misbehave = misbehave
-    assert_right(stagepack.open(f"{server.url}/large.stagepack"), served / "large.stagepack")
+    return misbehave
 
 
 def lie(name: str, _index: int, reply: Reply) -> None:
@@ -177,9 +166,9 @@ def lie(name: str, _index: int, reply: Reply) -> None:
         reply.body = bytes(len(reply.body))
 
 
-def truncate_all(name: str, _index: int, reply: Reply) -> None:
-    if name == FILE:
-        reply.sent_bytes = 1000
+def lie_once(name: str, index: int, reply: Reply) -> None:
+    if index == 0:
+        lie(name, index, reply)
 
 
 def send_more(name: str, _index: int, reply: Reply) -> None:
@@ -193,12 +182,7 @@ def other_size(name: str, _index: int, reply: Reply) -> None:
         reply.headers["Content-Range"] = reply.headers["Content-Range"].rpartition("/")[0] + "/17"
 
 
-def compress(name: str, _index: int, reply: Reply) -> None:
-    if name == FILE:
-        reply.headers["Content-Encoding"] = "gzip"
-
-
-def status(number: int) -> Callable[[str, int, Reply], None]:
+def status(number: int) -> Misbehavior:
     def misbehave(name: str, _index: int, reply: Reply) -> None:
         if name == FILE:
             reply.body, reply.status, reply.headers = b"", number, {"Content-Length": "0"}
@@ -206,32 +190,41 @@ def status(number: int) -> Callable[[str, int, Reply], None]:
     return misbehave
 
 
-def drip(name: str, _index: int, reply: Reply) -> None:
-    if name == FILE:
-        reply.piece_bytes, reply.pause_seconds = 1, 0.2  # each shorter than the longest wait
+@pytest.mark.parametrize(
+    "misbehave",
+    [
+        truncate,
+        fail_twice,
+        lie_once,
+        of_file(once=True, piece_bytes=2**22, pause_seconds=0.8),
+        no_length,
+        of_file(once=True, headers={"Content-Range": "bytes 1-2/3"}),
+    ],
+    ids=["truncate", "fail", "lie", "stall", "no length", "other range"],
+)
+def test_passing_failures_are_survived(server: HttpServer, served: Path, misbehave: Misbehavior) -> None:
+    server.misbehave = misbehave
+    assert_right(stagepack.open(f"{server.url}/large.stagepack"), served / "large.stagepack")
 
 
 @pytest.mark.parametrize(
     ("misbehave", "error", "says"),
     [
         (lie, DigestError, "D2"),
-        (truncate_all, RemoteError, "tried 5 times"),
+        (of_file(sent_bytes=1000), RemoteError, "tried 5 times"),
         (send_more, DigestError, "D1"),
         (other_size, DigestError, "a file of 17 bytes"),
-        (compress, RemoteError, "gzip"),
+        (of_file(headers={"Content-Encoding": "gzip"}), RemoteError, "gzip"),
         (status(404), RemoteError, "missing"),
         (status(403), RemoteError, "credentials"),
         (status(500), RemoteError, "tried 5 times"),
         (status(416), DigestError, "D1"),
-        pytest.param(drip, RemoteError, "too slowly", marks=pytest.mark.slow),
+        # Each pause is shorter than the longest wait.
+        pytest.param(of_file(piece_bytes=1, pause_seconds=0.2), RemoteError, "too slowly", marks=pytest.mark.slow),
     ],
 )
 def test_a_server_that_keeps_failing_is_refused(
-    server: HttpServer,
-    cache: Path,
-    misbehave: Callable[[str, int, Reply], None],
-    error: type[StagepackError],
-    says: str,
+    server: HttpServer, cache: Path, misbehave: Misbehavior, error: type[StagepackError], says: str
 ) -> None:
     server.misbehave = misbehave
     bundle = stagepack.open(f"{server.url}/large.stagepack")

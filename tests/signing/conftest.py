@@ -1,7 +1,9 @@
 """Signers, and a bundle to be signed."""
 
+import importlib
 import shutil
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import pytest
@@ -18,31 +20,29 @@ def key_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def signer(key_folder: Path) -> "Signer":
-    from tests.signing.signers import make_signer
-
-    return make_signer(key_folder, "release")
-
-
-@pytest.fixture(scope="session")
-def stranger(key_folder: Path) -> "Signer":
-    from tests.signing.signers import make_signer
-
-    return make_signer(key_folder, "stranger")
+def signers() -> ModuleType:
+    """What makes keys, which needs the packages of the extra ``sign``."""
+    return importlib.import_module("tests.signing.signers")
 
 
 @pytest.fixture(scope="session")
-def authority(key_folder: Path) -> "Authority":
-    from tests.signing.signers import make_authority
-
-    return make_authority(key_folder, "known")
+def signer(signers: ModuleType, key_folder: Path) -> "Signer":
+    return signers.make_signer(key_folder, "release")
 
 
 @pytest.fixture(scope="session")
-def other_authority(key_folder: Path) -> "Authority":
-    from tests.signing.signers import make_authority
+def stranger(signers: ModuleType, key_folder: Path) -> "Signer":
+    return signers.make_signer(key_folder, "stranger")
 
-    return make_authority(key_folder, "other")
+
+@pytest.fixture(scope="session")
+def authority(signers: ModuleType, key_folder: Path) -> "Authority":
+    return signers.make_authority(key_folder, "known")
+
+
+@pytest.fixture(scope="session")
+def other_authority(signers: ModuleType, key_folder: Path) -> "Authority":
+    return signers.make_authority(key_folder, "other")
 
 
 @pytest.fixture

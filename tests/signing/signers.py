@@ -14,32 +14,20 @@ PEM = serialization.Encoding.PEM
 
 @dataclass(frozen=True, kw_only=True)
 class Signer:
-    """A signer with a key alone.
+    """A signer with a key alone."""
 
-    Attributes:
-        key: the file of the private key.
-        public_key: the file of the public key.
-    """
-
-    key: Path
-    public_key: Path
+    key: Path  # the file of the private key
+    public_key: Path  # the file of the public key
 
 
 @dataclass(frozen=True, kw_only=True)
 class Authority:
-    """A root authority, an authority below it, and a signer with a certificate of the latter.
+    """A root authority, an authority below it, and a signer with a certificate of the latter."""
 
-    Attributes:
-        root: the file with the certificate that verifiers trust.
-        chain: the file with the certificate of the authority between the root and the signer.
-        certificate: the file with the certificate of the signer.
-        key: the file of the private key of the signer.
-    """
-
-    root: Path
-    chain: Path
-    certificate: Path
-    key: Path
+    root: Path  # the file with the certificate that verifiers trust
+    chain: Path  # the file with the certificate of the authority between the root and the signer
+    certificate: Path  # the file with the certificate of the signer
+    key: Path  # the file of the private key of the signer
 
 
 def make_signer(folder: Path, name: str, curve: ec.EllipticCurve | None = None) -> Signer:
@@ -51,13 +39,7 @@ def make_signer(folder: Path, name: str, curve: ec.EllipticCurve | None = None) 
 
 
 def make_authority(folder: Path, name: str, *, signer_days: tuple[int, int] = (-1, 30)) -> Authority:
-    """Write keys and certificates into a folder.
-
-    Args:
-        folder: the folder.
-        name: the first part of the names of the files.
-        signer_days: the first and the last day on which the certificate of the signer is valid, counted from today.
-    """
+    """Write keys and certificates into a folder; that of the signer is valid between two days, counted from today."""
     root_key, middle_key, signer_key = (ec.generate_private_key(ec.SECP256R1()) for _ in range(3))
     root = _certificate(f"{name} root", root_key, None, (-1000, 1000), is_authority=True)
     middle = _certificate(f"{name} team", middle_key, (root, root_key), (-1000, 1000), is_authority=True)
