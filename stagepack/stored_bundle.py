@@ -7,7 +7,8 @@ from pathlib import Path
 
 from stagepack.bundle_builder import BundleBuilder, EntryPointContent
 from stagepack.format.dtypes import TORCH_DTYPES
-from stagepack.format.file_writing import FileRange, FileVersion
+from stagepack.format.file_checks import FileVersion
+from stagepack.format.file_writing import FileRange
 from stagepack.format.graph import Graph, Weight
 from stagepack.format.reader import Bundle
 from stagepack.format.rules import INDEX_NAME, raise_problems

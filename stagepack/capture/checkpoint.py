@@ -20,7 +20,8 @@ import torch
 
 from stagepack.errors import CaptureError, FormatError, first_line
 from stagepack.format.dtypes import TORCH_DTYPES
-from stagepack.format.file_writing import FileRange, FileVersion, file_version
+from stagepack.format.file_checks import FileVersion, file_version
+from stagepack.format.file_writing import FileRange
 from stagepack.format.weights import parse_header_entry
 from stagepack.torch_internals import (
     DataDependentError,

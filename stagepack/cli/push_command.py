@@ -35,7 +35,7 @@ def command(bundle_path: str, url: str, private: bool, message: str | None, as_j
             f"{bundle_path}: expected a bundle on this machine: download it first: stagepack pull {bundle_path} -o FOLDER"
         )
     with explain_missing_packages("remote"):
-        from stagepack.remote.hub import push  # noqa: PLC0415 - huggingface_hub is optional
+        from stagepack.remote.push import push  # noqa: PLC0415 - huggingface_hub is optional
 
     # On a terminal, the library of the hub shows the progress.
     commit_url = push(bundle, BundleUrl.parse(url), private=private or None, message=message)

@@ -10,9 +10,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from stagepack.format.graph import Graph, Node, Op, Subgraph, Weight
+from stagepack.format.graph import Graph, Node, Op, Weight
 from stagepack.format.traversal import (
     argument_value_names,
+    body_values,
     input_names,
     output_names,
     passed_arguments,
@@ -261,7 +262,7 @@ class _NodeMemory:
             subgraph = self._graph.subgraphs[subgraph_index]
             # The values of a subgraph have names of their own.
             memory = copy.copy(self)
-            vars(memory)["_dtypes"] = _dtypes(subgraph)
+            vars(memory)["_dtypes"] = {value.name: value.dtype for value in body_values(subgraph)}
             classes = _alias_classes_of_nodes(memory, subgraph.nodes, ())
             writes_input = any(classes.is_written(value.name) for value in subgraph.inputs)
             self._subgraph_writes[subgraph_index] = writes_input
@@ -270,10 +271,4 @@ class _NodeMemory:
     @cached_property
     def _dtypes(self) -> dict[str, str]:
         weight_dtypes = {weight.value: weight.dtype for weight in self._graph.weights}
-        return _dtypes(self._graph) | weight_dtypes
-
-
-def _dtypes(body: Graph | Subgraph) -> dict[str, str]:
-    """The dtype of each value of a graph or a subgraph that is no weight."""
-    values = [value for node in body.nodes for value in node.outputs if value is not None]
-    return {value.name: value.dtype for value in (*body.inputs, *values)}
+        return {value.name: value.dtype for value in body_values(self._graph)} | weight_dtypes

@@ -16,6 +16,7 @@ from stagepack.format import limits
 from stagepack.format.chunks import ByteProgress, File, check_content
 from stagepack.format.codec import parse_manifest
 from stagepack.format.file_checks import (
+    FileVersion,
     NotPlainFileError,
     check_digests,
     near_path_hint,
@@ -24,7 +25,6 @@ from stagepack.format.file_checks import (
     read_listed_file,
     read_plain_file,
 )
-from stagepack.format.file_writing import FileVersion
 from stagepack.format.manifest import Manifest
 from stagepack.format.rules import (
     MANIFEST_NAME,

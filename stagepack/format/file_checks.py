@@ -1,4 +1,4 @@
-"""Compare the files in the folder of a bundle with the manifest (SPEC D1, D2)."""
+"""Open the files of a bundle, and compare them with the manifest (SPEC D1, D2) and with their own former versions."""
 
 import contextlib
 import difflib
@@ -8,15 +8,41 @@ import os
 import stat
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from stagepack.errors import DigestError, Problem, StagepackError
 from stagepack.format.chunks import ByteProgress, File, FileRead, read_chunks
-from stagepack.format.file_writing import FileVersion, file_version
 from stagepack.format.rules import raise_problems, rule_error
 
 # Files that are open at the same time. Processes may often have no more than 1,024, or 256.
 FILE_GROUP: Final = 64
+
+
+class FileVersion(NamedTuple):
+    """What differs when a file was replaced or written; see `file_version`."""
+
+    device: int
+    inode: int  # the number of the file there
+    size: int  # in bytes
+    content_time: int  # when the content last changed, in nanoseconds; programs can set it
+    # When the content, the permissions or the number of links last changed, in nanoseconds; programs cannot set it. Last: the only field
+    # that another link changes.
+    status_time: int
+
+    def is_same_but_links(self, version: "FileVersion") -> bool:
+        """Whether the file is the same one, though it may have got another link since."""
+        return version[:-1] == self[:-1]
+
+
+def file_version(descriptor: int) -> FileVersion:
+    """Return the version of an open file."""
+    status = os.fstat(descriptor)
+    return FileVersion(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+
+
+def changed_file_error(path: Path) -> OSError:
+    """The error for a file that is not the one any more that was opened or verified."""
+    return OSError(f"{path}: was changed while it was read: repeat the call when it is complete")
 
 
 class NotPlainFileError(OSError):

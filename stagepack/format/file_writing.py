@@ -7,40 +7,14 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 from stagepack.format.chunks import CHUNK_BYTES, ByteProgress, File, chunk_digest, file_entry
+from stagepack.format.file_checks import FileVersion, changed_file_error, file_version
 from stagepack.format.threads import usable_cpu_count
 
 # More do not write faster, and each has a buffer of one chunk.
 _MOST_THREADS: Final = 8
-
-
-class FileVersion(NamedTuple):
-    """What differs when a file was replaced or written; see `file_version`."""
-
-    device: int
-    inode: int  # the number of the file there
-    size: int  # in bytes
-    content_time: int  # when the content last changed, in nanoseconds; programs can set it
-    # When the content, the permissions or the number of links last changed, in nanoseconds; programs cannot set it. Last: the only field
-    # that another link changes.
-    status_time: int
-
-    def is_same_but_links(self, version: "FileVersion") -> bool:
-        """Whether the file is the same one, though it may have got another link since."""
-        return version[:-1] == self[:-1]
-
-
-def file_version(descriptor: int) -> FileVersion:
-    """Return the version of an open file."""
-    status = os.fstat(descriptor)
-    return FileVersion(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
-
-
-def changed_file_error(path: Path) -> OSError:
-    """The error for a file that is not the one any more that was opened or verified."""
-    return OSError(f"{path}: was changed while it was read: repeat the call when it is complete")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ Buffers (https://protobuf.dev/programming-guides/encoding).
 
 import itertools
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -51,10 +52,10 @@ SCALAR_TENSOR_DTYPES: Final = MappingProxyType({"symint": "int64", "symfloat": "
 COMPLEX_PART_DTYPES: Final = MappingProxyType({"complex64": "float32", "complex128": "float64"})
 
 # Kind of field -> wire types that it may have. A field of the kind "bytes" holds a string, bytes, or a message that no rule is about.
-# A kind with a star may occur several times; numbers and floats of such a kind may be packed. A "small number" has 32 bits.
+# A kind with a star may occur several times; numbers and floats of such a kind may be packed. A "small_number" has 32 bits.
 _WIRE_TYPES: Final[Mapping[str, frozenset[int]]] = {
     "number": frozenset({0}),
-    "small number": frozenset({0}),
+    "small_number": frozenset({0}),
     "bytes": frozenset({2}),
     "float": frozenset({5}),
     "number*": frozenset({0, 2}),
@@ -64,46 +65,31 @@ _WIRE_TYPES: Final[Mapping[str, frozenset[int]]] = {
 }
 
 
-def _scalar_fields(fields_of_kind: Mapping[str, list[int]]) -> dict[int, str]:
+# Message types with the kinds of their fields, or the types of nested messages, and the numbers of the fields; a star marks repeated ones.
+_MESSAGES: Final = """
+    Model: number 1 5, bytes 2 3 4 6, bytes* 8 14 26, Graph 7
+    Graph: bytes 2 10, bytes* 13 16, Node* 1, Tensor* 5, Value* 11 12
+    Node: bytes 3 4 6 7, bytes* 1 2 9 10, Attribute* 5
+    Attribute: bytes 1 4 13, bytes* 9, float 2, number 3, small_number 20, float* 7, number* 8, Tensor 5, Graph 6, Tensor* 10, Graph* 11
+    Tensor: small_number 2 14, number* 1 5 7 11, bytes 8 9 12, bytes* 6 16, float* 4, double* 10, Entry* 13
+    Value: bytes 1 3, bytes* 4, Type 2
+    Type: bytes 6, TensorType 1
+    TensorType: small_number 1, Shape 2
+    Shape: Dimension* 1
+    Dimension: number 1, bytes 2 3
+    Entry: bytes 1 2
+"""
+
+
+def _fields(kinds: str) -> dict[int, str]:
     """The kind of each field, by field number."""
-    return {field_number: kind for kind, field_numbers in fields_of_kind.items() for field_number in field_numbers}
+    words_of_kinds = (words.split() for words in kinds.split(","))
+    return {int(field_number): kind for kind, *field_numbers in words_of_kinds for field_number in field_numbers}
 
 
-# Message type -> field number -> kind of field, or the type of the nested message; a star marks repeated fields.
+# Message type -> field number -> kind of field, or the type of the nested message.
 _MESSAGE_FIELDS: Final[Mapping[str, Mapping[int, str]]] = {
-    "Model": _scalar_fields({"number": [1, 5], "bytes": [2, 3, 4, 6], "bytes*": [8, 14, 26]}) | {7: "Graph"},
-    "Graph": _scalar_fields({"bytes": [2, 10], "bytes*": [13, 16]})
-    | {1: "Node*", 5: "Tensor*", 11: "Value*", 12: "Value*"},
-    "Node": _scalar_fields({"bytes": [3, 4, 6, 7], "bytes*": [1, 2, 9, 10]}) | {5: "Attribute*"},
-    "Attribute": _scalar_fields(
-        {
-            "bytes": [1, 4, 13],
-            "bytes*": [9],
-            "float": [2],
-            "number": [3],
-            "small number": [20],
-            "float*": [7],
-            "number*": [8],
-        }
-    )
-    | {5: "Tensor", 6: "Graph", 10: "Tensor*", 11: "Graph*"},
-    "Tensor": _scalar_fields(
-        {
-            "small number": [2, 14],
-            "number*": [1, 5, 7, 11],
-            "bytes": [8, 9, 12],
-            "bytes*": [6, 16],
-            "float*": [4],
-            "double*": [10],
-        }
-    )
-    | {13: "Entry*"},
-    "Value": _scalar_fields({"bytes": [1, 3], "bytes*": [4]}) | {2: "Type"},
-    "Type": _scalar_fields({"bytes": [6]}) | {1: "TensorType"},
-    "TensorType": _scalar_fields({"small number": [1]}) | {2: "Shape"},
-    "Shape": {1: "Dimension*"},
-    "Dimension": _scalar_fields({"number": [1], "bytes": [2, 3]}),
-    "Entry": _scalar_fields({"bytes": [1, 2]}),
+    message_type: _fields(kinds) for message_type, kinds in re.findall(r"(\w+): (.+)", _MESSAGES)
 }
 
 # A parsed message: the contents of each field in order, by field number. A nested message is parsed too.
@@ -321,7 +307,7 @@ class _Parser:
                 raise ValueError(f"unknown field {field_number} with wire type {wire_type} in a {message_type}")
             if wire_type == 0:
                 field_content, position = _varint(content, position)
-                if kind == "small number" and field_content >= 2**31:
+                if kind == "small_number" and field_content >= 2**31:
                     raise ValueError(
                         f"field {field_number} of a {message_type}: expected an integer of 0 to 2^31 - 1, found more"
                     )

@@ -101,12 +101,17 @@ def _add_names(argument: Argument, used_names: list[str]) -> None:
             _add_names(child, used_names)
 
 
+def body_values(body: Graph | Subgraph) -> Iterator[Value]:
+    """Yield the inputs of a graph or a subgraph, and the values that its nodes define."""
+    yield from body.inputs
+    yield from (value for node in body.nodes for value in node.outputs if value is not None)
+
+
 def all_values(graph: Graph) -> Iterator[Value]:
     """Yield all values of a graph and its subgraphs that are not weights."""
-    bodies: list[Graph | Subgraph] = [graph, *graph.subgraphs]
-    for body in bodies:
-        yield from body.inputs
-        yield from (value for node in body.nodes for value in node.outputs if value is not None)
+    yield from body_values(graph)
+    for subgraph in graph.subgraphs:
+        yield from body_values(subgraph)
 
 
 def subgraph_indices(node: Node) -> Iterator[int]:

@@ -13,7 +13,7 @@ from stagepack.format.aliasing import (
     written_weight_names,
 )
 from stagepack.format.graph import Graph, Value
-from stagepack.format.traversal import input_names, output_names, random_nodes
+from stagepack.format.traversal import body_values, input_names, output_names, random_nodes
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,8 +46,7 @@ class GraphAnalysis:
     @cached_property
     def values(self) -> Mapping[str, Value]:
         """The inputs of the graph and the values that its nodes define, in this order, by name; weights are not among them."""
-        node_values = (value for node in self.graph.nodes for value in node.outputs if value is not None)
-        return {value.name: value for value in (*self.graph.inputs, *node_values)}
+        return {value.name: value for value in body_values(self.graph)}
 
     @cached_property
     def producers(self) -> Mapping[str, int]:

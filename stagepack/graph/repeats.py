@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from stagepack.format.aliasing import impurity_reason
 from stagepack.format.folded_graph import rename_value
 from stagepack.format.graph import Argument, Graph, Node, Value, ValueArg
-from stagepack.format.traversal import map_node_arguments, split_call_path
+from stagepack.format.traversal import body_values, map_node_arguments, split_call_path
 from stagepack.graph.analysis import GraphAnalysis
 from stagepack.graph.subsequences import Repeat, folding_gain, repeated_subsequences
 
@@ -140,8 +140,7 @@ class NodeTokens:
 
     def _value_types(self) -> Iterator[tuple[str, tuple[int, list[str]]]]:
         """Yield each value and weight with the token of its type, and the names of the symbols in it."""
-        node_values = (value for node in self._graph.nodes for value in node.outputs if value is not None)
-        for value in (*self._graph.inputs, *node_values):
+        for value in body_values(self._graph):
             value_names: list[str] = []
             token = self._token(_encode(_without_names(value, value_names)))
             yield value.name, (token, value_names[1:])

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from stagepack.errors import OptionError, StagepackError, WriteError
-from stagepack.format.file_writing import FileVersion
+from stagepack.format.file_checks import FileVersion
 from stagepack.format.manifest import Onnx
 from stagepack.format.output_file import TemporaryFolder
 from stagepack.format.reader import Bundle

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
+from stagepack.format.assembly import GraphAssembler
 from stagepack.format.graph import Graph, ModuleCall, Value, Weight
 from stagepack.format.manifest import Edge, Plan, PlannedStage, Run, to_runs
 from stagepack.graph.analysis import GraphAnalysis
-from stagepack.graph.assembly import GraphAssembler
 from stagepack.graph.repeats import find_repeats, repeat_interiors
 from stagepack.partition.assignment import (
     NodeOrder,

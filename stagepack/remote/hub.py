@@ -3,37 +3,28 @@
 - A bundle in the Hub's own cache, where ``hf download`` and transformers put files, for a machine that must not ask the Hub.
 """
 
-import os
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from huggingface_hub import (
-    CommitOperationAdd,
-    CommitOperationDelete,
     HfApi,
     constants,
     get_token,
     hf_hub_url,
     try_to_load_from_cache,
 )
-from huggingface_hub.errors import EntryNotFoundError, OfflineModeIsEnabled
-from huggingface_hub.utils.tqdm import disable_progress_bars
+from huggingface_hub.errors import OfflineModeIsEnabled
 
-from stagepack.errors import FormatError, NotABundleError, RemoteError, StagepackError, VersionError
+from stagepack.errors import NotABundleError, RemoteError, StagepackError
 from stagepack.format import limits
 from stagepack.format.chunks import File
-from stagepack.format.codec import parse_manifest
 from stagepack.format.file_checks import read_plain_file
-from stagepack.format.reader import Bundle
 from stagepack.format.rules import MANIFEST_NAME, MODEL_CONFIG_NAME, SIGNATURE_NAME
-from stagepack.remote.store import STALL_SECONDS, FetchError, HttpStore
+from stagepack.remote.store import STALL_SECONDS, HttpStore
 from stagepack.remote.stream import Arrivals, FileStream
-from stagepack.remote.url import BundleUrl, HubLocation
-from stagepack.terminal import byte_progress
+from stagepack.remote.url import BundleUrl
 
-CARD_NAME: Final = "README.md"
 _SHOWN_CAUSES: Final = 3
 _CONNECTION_ERRORS: Final = frozenset(("ConnectError", "ConnectTimeout", "ConnectionError", "ProxyError"))
 
@@ -56,7 +47,7 @@ def open_hub_store(url: BundleUrl, storage_options: Mapping[str, Any] | None = N
     except Exception as error:  # noqa: BLE001 - those of the HTTP client that the hub's library chose
         is_cached = _is_unreachable(error) and find_snapshot(url) is not None
         cure = ", or set HF_HUB_OFFLINE=1 to use the snapshot in its cache on this machine" if is_cached else ""
-        raise RemoteError(f"{url}: {_reason(error)}{cure}") from None
+        raise RemoteError(f"{url}: {error_reason(error)}{cure}") from None
 
     def file_url(file_name: str) -> str:
         return hf_hub_url(location.repository, location.path(file_name), revision=model.sha, endpoint=api.endpoint)
@@ -66,96 +57,7 @@ def open_hub_store(url: BundleUrl, storage_options: Mapping[str, Any] | None = N
     return HttpStore(file_url, headers=headers, storage_options=options)
 
 
-def push(
-    bundle: Bundle, url: BundleUrl, *, private: bool | None = None, message: str | None = None, token: str | None = None
-) -> str:
-    """Upload a bundle to the Hugging Face Hub, in one commit.
-
-    The repository is created if it does not exist. Files of an older bundle that the new one does not have are removed; the model card
-    and all other files stay. A repository without a model card gets a short one.
-
-    url: a URL ``hf://``, whose revision must be a branch.
-    """
-    location = url.hub_location
-    with byte_progress(f"verifying {bundle.location}", sum(file.size for file in bundle.manifest.files)) as progress:
-        bundle.verify(progress)
-    if sys.stderr is None or not sys.stderr.isatty():
-        disable_progress_bars()
-    api = HfApi(token=token)
-    try:
-        api.create_repo(location.repository, private=private, exist_ok=True)
-        commit = api.create_commit(
-            location.repository,
-            _operations(api, bundle, url, location),
-            commit_message=message or f"stagepack bundle {bundle.digest[:12]}",
-            revision=location.revision,
-        )
-    except Exception as error:  # noqa: BLE001 - those of the HTTP client that the hub's library chose
-        raise RemoteError(f"{url}: {_reason(error)}") from None
-    return commit.commit_url
-
-
-def _operations(
-    api: HfApi, bundle: Bundle, url: BundleUrl, location: HubLocation
-) -> list[CommitOperationAdd | CommitOperationDelete]:
-    """What the commit adds and removes."""
-    prefix = location.path("")
-    remote_names = _remote_names(api, location)
-    file_names = [*bundle.files, MANIFEST_NAME]
-    if os.path.lexists(bundle.path / SIGNATURE_NAME):
-        file_names.append(SIGNATURE_NAME)
-    operations: list[CommitOperationAdd | CommitOperationDelete] = [
-        CommitOperationAdd(prefix + file_name, bundle.path / file_name) for file_name in file_names
-    ]
-    old_names = _old_file_names(url) if MANIFEST_NAME in remote_names else set()
-    stale_names = old_names & remote_names - set(file_names)
-    operations += [CommitOperationDelete(prefix + file_name) for file_name in sorted(stale_names)]
-    if CARD_NAME not in remote_names | bundle.files.keys():
-        operations.append(CommitOperationAdd(prefix + CARD_NAME, _card(bundle, url).encode()))
-    return operations
-
-
-def _remote_names(api: HfApi, location: HubLocation) -> set[str]:
-    """The names in the folder of the repository."""
-    entries = api.list_repo_tree(location.repository, location.folder or None, revision=location.revision)
-    try:
-        return {entry.path.removeprefix(location.path("")) for entry in entries}
-    except EntryNotFoundError:  # the repository has no such folder yet
-        return set()
-
-
-def _old_file_names(url: BundleUrl) -> set[str]:
-    """The files of the bundle that the repository has now; none if it cannot be read."""
-    try:
-        content = open_hub_store(url).read_small(MANIFEST_NAME, limits.MANIFEST_BYTES)
-        return {file.name for file in parse_manifest(content, MANIFEST_NAME).files}
-    except (FetchError, FormatError, NotABundleError, VersionError):
-        return set()
-
-
-def _card(bundle: Bundle, url: BundleUrl) -> str:
-    """The text of a model card."""
-    return f"""---
-library_name: stagepack
-tags:
-- stagepack
----
-
-A model in {len(bundle.stages)} pipeline stages, as a [stagepack](https://pypi.org/project/stagepack/) bundle: graphs and weights, without
-pickle and without the model's source code.
-
-```python
-import stagepack
-
-pipeline = stagepack.load("{url}")
-stage = stagepack.load_stage("{url}", 0)  # downloads the files of this stage alone
-```
-
-The digest of the bundle is `{bundle.digest}`.
-"""
-
-
-def _reason(error: Exception) -> str:
+def error_reason(error: Exception) -> str:
     """The messages of an error and of what caused it, in one line. Clients wrap an error in one of the same words: it is said once."""
     causes = _causes(error)
     reason = ": ".join(

@@ -9,14 +9,13 @@ from msgspec.structs import replace
 
 from stagepack.errors import Problem
 from stagepack.format.aliasing import alias_classes, colocation_groups, may_write
-from stagepack.format.graph import Argument, Graph, ModuleCall, Node, Op, Subgraph, SubgraphArg, Value
+from stagepack.format.assembly import GraphAssembler
+from stagepack.format.graph import Graph, ModuleCall, Node, Op, Value
 from stagepack.format.manifest import EntryPoint, run_members
 from stagepack.format.rules import MANIFEST_NAME
 from stagepack.format.traversal import (
     NodeContents,
     input_names,
-    map_arguments,
-    map_node_arguments,
     output_names,
     random_nodes,
 )
@@ -183,7 +182,7 @@ def _check_calls(model: _WholeModel) -> Iterator[_BrokenStageRule]:
 
 def _check_order(model: _WholeModel) -> Iterator[_BrokenStageRule]:
     """Yield what depends on the order of nodes, and runs in another order than in the whole model: draws, and uses of written memory."""
-    graph = _concatenated(model)
+    graph = _joined(model)
     last_stage = 0
     for node_number in sorted(random_nodes(graph)):
         stages = model.stages_of[node_number]
@@ -218,45 +217,9 @@ def _has_all(
     return own_nodes.issuperset(writers) and own_nodes.issuperset(used_positions & members)
 
 
-def _concatenated(model: _WholeModel) -> Graph:
-    """The nodes of the whole model, with the tables of all stages one after the other: an operator is in them as often as in the stages."""
-    ops: list[Op] = []
-    subgraphs: list[Subgraph] = []
-    nodes: list[Node] = [node_copy.node for node_copy in model.nodes]
-    by_stage: dict[int, list[_NodeCopy]] = {}
-    for node_copy in model.nodes:
-        by_stage.setdefault(node_copy.stage_number, []).append(node_copy)
-    for stage_number, graph in enumerate(model.graphs):
-        shift = _Shift(len(ops), len(subgraphs))
-        ops += graph.ops
-        subgraphs += map(shift.subgraph, graph.subgraphs)
-        for node_copy in by_stage.get(stage_number, ()):
-            nodes[node_copy.position] = shift.node(node_copy.node)
-    inputs = [Value(name=edge.name, dtype=edge.dtype, shape=edge.shape) for edge in model.entry_point.inputs]
+def _joined(model: _WholeModel) -> Graph:
+    """The nodes of the whole model in one graph, with the weights of all stages."""
+    assembler = GraphAssembler(())
+    nodes = [assembler.add_node(model.graphs[node_copy.stage_number], node_copy.node) for node_copy in model.nodes]
     weights = {weight.value: weight for graph in model.graphs for weight in graph.weights}
-    return Graph(
-        inputs=tuple(inputs),
-        weights=tuple(weights.values()),
-        nodes=tuple(nodes),
-        ops=tuple(ops),
-        subgraphs=tuple(subgraphs),
-    )
-
-
-class _Shift(NamedTuple):
-    """The number of operators and subgraphs in front of those of a stage."""
-
-    ops: int
-    subgraphs: int
-
-    def node(self, node: Node) -> Node:
-        if self.subgraphs:
-            node = map_node_arguments(node, self._argument)
-        return replace(node, op=node.op + self.ops)
-
-    def subgraph(self, subgraph: Subgraph) -> Subgraph:
-        nodes = tuple(map(self.node, subgraph.nodes))
-        return replace(subgraph, nodes=nodes, result=map_arguments(subgraph.result, self._argument))
-
-    def _argument(self, leaf: Argument) -> Argument:
-        return SubgraphArg(leaf.index + self.subgraphs) if isinstance(leaf, SubgraphArg) else leaf
+    return assembler.finish(nodes, model.entry_point.inputs, tuple(weights.values()), ())
