@@ -12,8 +12,7 @@ from typing import Final, NamedTuple
 from stagepack.errors import OptionError
 from stagepack.format.aliasing import alias_classes
 from stagepack.format.dtypes import format_bytes
-from stagepack.format.folded_graph import FoldedGraph
-from stagepack.format.graph import Graph
+from stagepack.format.graph import FoldedGraph, Graph
 from stagepack.format.traversal import input_names, output_names
 from stagepack.graph.region_functions import RegionCallSite, region_functions
 
