@@ -89,8 +89,8 @@ def export_captures(
     except NotIdenticalError:
         # Only a capture of weights that were not in memory is found to answer otherwise when it is written.
         loaded = {
-            name: capture if capture.capture_loaded is None else capture.capture_loaded()
-            for name, capture in captures.items()
+            entry_name: capture if capture.capture_loaded is None else capture.capture_loaded()
+            for entry_name, capture in captures.items()
         }
         return _export(loaded, out, cut_options, options)
 
@@ -104,22 +104,22 @@ def _export(
     is_alone = len(captures) == 1
     parts: list[tuple[EntryPointContent, TensorSource]] = []
     devices = set()
-    for name, capture in captures.items():
-        title = "" if is_alone else f" {name}"
+    for entry_name, capture in captures.items():
+        title = "" if is_alone else f" {entry_name}"
         options.progress(f"linearize{title}")
         program = _linearize(capture)
         self_check.check_program(program)
-        if name != FORWARD:
+        if entry_name != FORWARD:
             program = program.without_unused_weights()
         _warn_of_training_mode(capture, program)
         _warn_of_lost_backward(capture)
         _warn_of_unlisted_operators(capture, program)
         if not is_alone:
-            program = program.with_constant_prefix(f"{name}.")
+            program = program.with_constant_prefix(f"{entry_name}.")
         options.progress(f"cut{title}")
-        partition = _cut(program, cut_options[name])
+        partition = _cut(program, cut_options[entry_name])
         entry_point = EntryPoint(
-            name=name,
+            name=entry_name,
             signature=program.signature,
             stages=(),
             edges=partition.cut.edges,
@@ -251,12 +251,12 @@ class _Example:
             self_check.check_other_inputs(
                 stages, capture, program, written=self._written_tensors(), is_allowed=options.allow_difference
             )
-        recorded = {name: tensor.contiguous() for name, tensor in inputs.items()}
-        if any(tensor is not inputs[name] for name, tensor in recorded.items()):
+        recorded = {input_name: tensor.contiguous() for input_name, tensor in inputs.items()}
+        if any(tensor is not inputs[input_name] for input_name, tensor in recorded.items()):
             # Random numbers are drawn in the order of the memory, and a file has tensors without strides.
             answer = stages.run(recorded)
         return example.tensor_source(
-            {f"{example.INPUT_PREFIX}{name}": tensor for name, tensor in recorded.items()} | answer
+            {f"{example.INPUT_PREFIX}{input_name}": tensor for input_name, tensor in recorded.items()} | answer
         )
 
 
@@ -275,7 +275,7 @@ def _warn_of_training_mode(capture: Capture, program: LinearizedProgram) -> None
         for node in graph.nodes
         if graph.ops[node.op].random and graph.ops[node.op].name.endswith("dropout.default") and True in node.args
     ]
-    statistics = [name for name in _written_weights(program) if name.endswith(_STATISTICS)]
+    statistics = [weight for weight in _written_weights(program) if weight.endswith(_STATISTICS)]
     reasons = []
     if dropouts:
         reasons.append(f"drops values at random ({_shown(dropouts)})")

@@ -171,9 +171,9 @@ def report_difference(capture: Capture, inputs: Sequence[Any], largest: float, *
     module = ""
     if capture.model is not None:
         module = diverging_module(capture.model, capture.program, capture.inputs, inputs, EXAMPLE_SEED)
-    where = f", first in {module}" if module else ""
+    part = f", first in {module}" if module else ""
     _refuse_difference(
-        f"{capture.model_name}: the captured program answers the example otherwise than the model does, by {largest:g}{where}: the model "
+        f"{capture.model_name}: the captured program answers the example otherwise than the model does, by {largest:g}{part}: the model "
         f"takes another path in eager mode than under torch.export{_changed_defaults()}",
         change=_FAST_PATH_SWITCH if _FAST_PATH_CLASS in module else "change the model so that both take the same path",
         consequence="; the bundle has the answer of the captured program",
@@ -223,10 +223,10 @@ def _report_question(
     capture: Capture, asked: Property, other: OtherInputs, largest: float, *, is_allowed: bool
 ) -> None:
     question = capture.questions[asked]
-    where = f" ({question.location})" if question.location else ""
+    shown_location = f" ({question.location})" if question.location else ""
     which = "inputs" if other.position is None else f"the tensor number {other.position + 1} of the inputs"
     _refuse_difference(
-        f"{capture.model_name} asks for the {asked} of its inputs, by {question.function}{where}, which torch.export answers for "
+        f"{capture.model_name} asks for the {asked} of its inputs, by {question.function}{shown_location}, which torch.export answers for "
         f"the example alone: with {which} {other.description}, the model answers otherwise than the captured program, by {largest:g}",
         change="change the model so that its answer does not depend on it",
         consequence="; the bundle answers as the captured program does",

@@ -209,19 +209,20 @@ def _write_checkpoint(folder: Path, layers: int, hidden: int, intermediate: int,
     config.dtype = "bfloat16"
     config.save_pretrained(folder)
     with torch.device("meta"):
-        shapes = {name: tensor.shape for name, tensor in LlamaForCausalLM(config).state_dict().items()}
+        shapes = {weight_name: tensor.shape for weight_name, tensor in LlamaForCausalLM(config).state_dict().items()}
     shards: list[dict[str, torch.Size]] = [{}]
-    for name, shape in shapes.items():
+    for weight_name, shape in shapes.items():
         if 2 * sum(size.numel() for size in (*shards[-1].values(), shape)) > _SHARD_BYTES:
             shards.append({})
-        shards[-1][name] = shape
+        shards[-1][weight_name] = shape
     torch.manual_seed(0)
     random_elements = torch.randn(2**24).mul_(0.02).to(torch.bfloat16)
     weight_map: dict[str, str] = {}
     for index, shard in enumerate(shards):
         file_name = f"model-{index + 1:05}-of-{len(shards):05}.safetensors"
         tensors = {
-            name: _repeated(random_elements, shape, offset) for offset, (name, shape) in enumerate(shard.items())
+            weight_name: _repeated(random_elements, shape, offset)
+            for offset, (weight_name, shape) in enumerate(shard.items())
         }
         save_file(tensors, folder / file_name, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(shard, file_name)

@@ -114,24 +114,24 @@ def measure_state(results: BenchmarkResults, state: str, folder: Path, program_n
         "limit: read by threads": lambda: _problems(folder, hashed=False),
         "limit: read and hashed by threads": lambda: _problems(folder, hashed=True),
     }
-    runs: dict[str, list[dict[str, float]]] = {name: [] for name in (*program_names, *limits)}
+    runs: dict[str, list[dict[str, float]]] = {side_name: [] for side_name in (*program_names, *limits)}
     for round_number in range(rounds):
         # Another order in each round, so that none always comes after the same one.
         order = [*runs][round_number % len(runs) :] + [*runs][: round_number % len(runs)]
-        for name in order:
-            if name in limits:
+        for side_name in order:
+            if side_name in limits:
                 _bring_into_state(folder / WEIGHTS, state)
-                seconds = seconds_of(limits[name])
-                runs[name].append({"load": seconds, "answer": seconds, "memory": 0})
+                seconds = seconds_of(limits[side_name])
+                runs[side_name].append({"load": seconds, "answer": seconds, "memory": 0})
             else:
-                _bring_into_state(folder / PROGRAMS[name][1], state)
-                runs[name].append(_run(name, folder))
-    checks = {run["check"] for name in program_names for run in runs[name]}
+                _bring_into_state(folder / PROGRAMS[side_name][1], state)
+                runs[side_name].append(_run(side_name, folder))
+    checks = {run["check"] for side_name in program_names for run in runs[side_name]}
     assert len(checks) == 1, f"expected one answer of all loaders, found {checks}"
     baseline = statistics.median(run["answer"] for run in runs[BASELINE]) if BASELINE in runs else float("nan")
-    for name, measured in runs.items():
+    for side_name, measured in runs.items():
         load, answer, memory = (statistics.median(run[key] for run in measured) for key in ("load", "answer", "memory"))
-        table.add(name, load, answer, size / answer / 1e9, answer / baseline, memory / 1e6)
+        table.add(side_name, load, answer, size / answer / 1e9, answer / baseline, memory / 1e6)
 
 
 def _bring_into_state(path: Path, state: str) -> None:

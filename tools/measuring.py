@@ -60,7 +60,7 @@ def run_python(*arguments: str, timeout: float | None = None, command: Sequence[
     Raises:
         subprocess.SubprocessError: it fails, or takes too long; `stderr` of the error has what it said.
     """
-    done = subprocess.run(
+    finished = subprocess.run(
         [*command, sys.executable, *arguments],
         capture_output=True,
         text=True,
@@ -68,7 +68,7 @@ def run_python(*arguments: str, timeout: float | None = None, command: Sequence[
         timeout=timeout,
         env=os.environ | variables,
     )
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(finished.stdout.splitlines()[-1])
 
 
 def memory_of_status(field: str, process_id: int | str = "self") -> int:

@@ -104,11 +104,13 @@ def our_training(case: Case) -> tuple[str, ...]:
                 allow_ops=sorted(namespaces),
             )
             loss = training.step(*task.batch.args, target=task.targets, **task.batch.kwargs)
-            return loss.item(), [(name, p.grad) for name, p in training.named_parameters() if p.grad is not None]
+            return loss.item(), [
+                (weight_name, p.grad) for weight_name, p in training.named_parameters() if p.grad is not None
+            ]
 
         results = _in_processes(train)
     # The gradients of copies are summed already.
-    gradients = {name: [gradient] for _, own_gradients in results for name, gradient in own_gradients}
+    gradients = {weight_name: [gradient] for _, own_gradients in results for weight_name, gradient in own_gradients}
     verdict = _judge(task, results[-1][0], gradients)
     is_warned = any("drops its backward" in str(warning.message) for warning in caught)
     return (f"warned of at the export, {verdict}" if is_warned and verdict == WRONG else verdict,)
@@ -137,7 +139,7 @@ def their_training(case: Case) -> tuple[str, ...]:
         schedule.step(*args, target=torch.arange(MICROBATCHES), losses=losses, **kwargs)
         loss = torch.stack(losses).mean().item() if losses else 0.0
         parameters = pipe.get_stage_module(number).named_parameters()
-        return loss, [(name, p.grad) for name, p in parameters if p.grad is not None]
+        return loss, [(weight_name, p.grad) for weight_name, p in parameters if p.grad is not None]
 
     results = _in_processes(train)
     gradients: dict[str, list[torch.Tensor]] = {}
@@ -145,8 +147,8 @@ def their_training(case: Case) -> tuple[str, ...]:
     for _, own_gradients in results:
         for copied_name, gradient in own_gradients:
             # A module that is called several times is copied: layer, layer@1, layer@2.
-            name = re.sub(r"@\d+", "", copied_name)
-            gradients.setdefault(first_names.get(name, name), []).append(gradient)
+            weight_name = re.sub(r"@\d+", "", copied_name)
+            gradients.setdefault(first_names.get(weight_name, weight_name), []).append(gradient)
     return (_judge(task, results[-1][0], gradients),)
 
 
@@ -177,7 +179,10 @@ def _in_processes(train: Callable[[], Gradients]) -> list[Gradients]:
                 process.kill()
                 process.join()
     loss_and_arrays = [results[rank] for rank in range(STAGES)]
-    return [(loss, [(name, torch.from_numpy(array)) for name, array in arrays]) for loss, arrays in loss_and_arrays]
+    return [
+        (loss, [(weight_name, torch.from_numpy(array)) for weight_name, array in arrays])
+        for loss, arrays in loss_and_arrays
+    ]
 
 
 def _train_rank(train: Callable[[], Gradients], rank: int, folder: str, sender: Connection) -> None:
@@ -187,13 +192,13 @@ def _train_rank(train: Callable[[], Gradients], rank: int, folder: str, sender: 
         loss, gradients = train()
         arrays = [
             (
-                name,
+                weight_name,
                 gradient.detach()
                 .to(torch.complex128 if gradient.is_complex() else torch.float64)
                 .resolve_conj()
                 .numpy(),
             )
-            for name, gradient in gradients
+            for weight_name, gradient in gradients
         ]
         sender.send((loss, arrays))
         torch.distributed.barrier()
@@ -239,8 +244,8 @@ def _first_names(model: torch.nn.Module) -> Mapping[str, str]:
     """The first name of each parameter by all of its names."""
     first_names: dict[int, str] = {}
     return {
-        name: first_names.setdefault(id(parameter), name)
-        for name, parameter in model.named_parameters(remove_duplicate=False)
+        weight_name: first_names.setdefault(id(parameter), weight_name)
+        for weight_name, parameter in model.named_parameters(remove_duplicate=False)
     }
 
 
@@ -250,9 +255,9 @@ def _judge(task: Task, loss: float, gradients: Mapping[str, Sequence[torch.Tenso
     largest = max(gradient.abs().max().item() for gradient in expected.values() if gradient.numel())
     expected_loss = task.expected.loss.item()
     is_right = abs(loss - expected_loss) <= tolerance * abs(expected_loss)
-    for name in {*expected, *gradients}:
-        total = sum(gradients.get(name, ()), torch.zeros(()))
-        wanted = expected.get(name, torch.zeros(()))
+    for weight_name in {*expected, *gradients}:
+        total = sum(gradients.get(weight_name, ()), torch.zeros(()))
+        wanted = expected.get(weight_name, torch.zeros(()))
         if total.numel() and wanted.numel():
             # A gradient that is zero but for rounding is no exacter than others.
             scale = max(wanted.abs().max().item(), 1e-3 * largest)
@@ -262,7 +267,7 @@ def _judge(task: Task, loss: float, gradients: Mapping[str, Sequence[torch.Tenso
 
 def training_table(case_names: Iterable[str], ours: Mapping[str, str], theirs: Mapping[str, str]) -> Iterator[str]:
     """The lines of a page on the models that one process trains."""
-    trained = [name for name in case_names if ours.get(name, NONE) != NONE]
+    trained = [case_name for case_name in case_names if ours.get(case_name, NONE) != NONE]
     yield from ("", "## Training", "")
     yield (
         f"One step of {MICROBATCHES} microbatches of the models that one process trains, cut in {STAGES}: the loss and all gradients, "
@@ -273,8 +278,8 @@ def training_table(case_names: Iterable[str], ours: Mapping[str, str], theirs: M
         "`tests/train/test_architectures.py` runs other schedules, in 2 and 4 processes."
     )
     yield ""
-    right_ours, right_theirs = (sum(side.get(name) == RIGHT for name in trained) for side in (ours, theirs))
-    wrong = sum(theirs.get(name) == WRONG for name in trained)
+    right_ours, right_theirs = (sum(side.get(case_name) == RIGHT for case_name in trained) for side in (ours, theirs))
+    wrong = sum(theirs.get(case_name) == WRONG for case_name in trained)
     yield f"{len(trained)} models: stagepack right {right_ours}, pipelining right {right_theirs}, wrong without a word {wrong}."
     yield from ("", "| model | stagepack | pipelining |", "|---|---|---|")
-    yield from (f"| `{name}` | {ours[name]} | {theirs.get(name, NONE)} |" for name in trained)
+    yield from (f"| `{case_name}` | {ours[case_name]} | {theirs.get(case_name, NONE)} |" for case_name in trained)
