@@ -31,7 +31,7 @@ class Captured:
         self.example, self.dim = example, dim
         model = Calls(function).eval()
         program = torch.export.export(
-            model, (example,), dynamic_shapes=({dim: Dim("rows", min=2, max=64)},), strict=False
+            model, (example,), dynamic_shapes=(({dim: Dim("rows", min=2, max=64)},),), strict=False
         )
         program = program.run_decompositions() if decompose else program
         linearized = linearize_program(capture_program(program, Inputs()))
