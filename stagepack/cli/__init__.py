@@ -42,9 +42,7 @@ _COMMAND_GROUPS = {
         "triton": "Write a bundle into a Triton model repository.",
         "k8s": "Write a deployment on Kubernetes.",
     },
-    "Use this command": {
-        "completion": "Print the script with which a shell completes words.",
-    },
+    "Use this command": {"completion": "Print the script with which a shell completes words."},
 }
 
 # That of a program that a shell sees end by SIGINT.

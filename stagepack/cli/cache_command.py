@@ -5,46 +5,46 @@ from typing import Any
 
 import click
 
-from stagepack.cli.command import subcommand
+from stagepack.cli.command import ByteSize, flag, option_object, subcommand
 from stagepack.cli.output import count_of, format_bytes, print_json, print_line, print_table
-from stagepack.cli.run_options import byte_size, json_option
+from stagepack.cli.shared_flags import JSON
 from stagepack.remote.cache import Cache, CachedBundle, cached_bundles, default_cache_folder, disk_bytes, remove_bundles
 
 _DAY = 86_400  # seconds
 
 
+@option_object
+class _Options:
+    unused_days: float | None = flag(
+        "--older-than DAYS",
+        "Remove the bundles that were not opened for so many days.",
+        default_text="remove none",
+        type=click.FloatRange(0),
+    )
+    most_bytes: int | None = flag(
+        "--trim-to SIZE",
+        "Remove bundles until the cache has at most this size, such as 100GB: those first that were not opened for the longest time.",
+        default_text="remove none",
+        type=ByteSize(),
+    )
+    as_json: bool = JSON
+
+
 @subcommand("cache", examples=["stagepack cache", "stagepack cache --older-than 30", "stagepack cache --trim-to 100GB"])
-@click.option(
-    "--older-than",
-    "unused_days",
-    type=click.FloatRange(0),
-    metavar="DAYS",
-    show_default="remove none",
-    help="Remove the bundles that were not opened for so many days.",
-)
-@click.option(
-    "--trim-to",
-    "most_bytes",
-    callback=byte_size,
-    metavar="SIZE",
-    show_default="remove none",
-    help="Remove bundles until the cache has at most this size, such as 100GB: those first that were not opened for the longest time.",
-)
-@json_option
-def command(unused_days: float | None, most_bytes: int | None, as_json: bool) -> None:
+def command(options: _Options) -> None:
     """List the downloaded bundles, or remove some.
 
     Bundles at a URL are downloaded into a cache, in the folder that STAGEPACK_CACHE names, by default ~/.cache/stagepack. Bundles that a
     process has opened are kept. Removed ones are downloaded again when they are needed.
     """
     cache = Cache(default_cache_folder())
-    unused_seconds = None if unused_days is None else unused_days * _DAY
+    unused_seconds = None if options.unused_days is None else options.unused_days * _DAY
     removed: list[CachedBundle] | None = None
     with cache.errors():
-        if unused_seconds is not None or most_bytes is not None:
-            removed = remove_bundles(cache, unused_seconds=unused_seconds, most_bytes=most_bytes)
+        if unused_seconds is not None or options.most_bytes is not None:
+            removed = remove_bundles(cache, unused_seconds=unused_seconds, most_bytes=options.most_bytes)
         bundles, byte_count = cached_bundles(cache), disk_bytes(cache)
-    if as_json:
+    if options.as_json:
         facts: dict[str, Any] = {
             "folder": str(cache.folder),
             "bytes": byte_count,

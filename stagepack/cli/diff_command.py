@@ -3,25 +3,26 @@
 import sys
 from collections.abc import Mapping
 
-import click
-
-from stagepack.cli.command import subcommand
+from stagepack.cli.command import BundleType, argument, option_object, subcommand
 from stagepack.cli.output import count_of, print_json, print_line, print_table
-from stagepack.cli.path_options import BundleType
-from stagepack.cli.run_options import json_option
+from stagepack.cli.shared_flags import JSON
 from stagepack.opening import open_bundle
 
 # Rows of the table of weights; --json has all.
 _SHOWN_WEIGHTS = 40
 
 
+@option_object
+class _Options:
+    first_path: str = argument("A", type=BundleType())
+    second_path: str = argument("B", type=BundleType())
+    as_json: bool = JSON
+
+
 @subcommand(
     "diff", examples=["stagepack diff net.stagepack tuned.stagepack", "stagepack diff a.stagepack b.stagepack --json"]
 )
-@click.argument("first_path", metavar="A", type=BundleType())
-@click.argument("second_path", metavar="B", type=BundleType())
-@json_option
-def command(first_path: str, second_path: str, as_json: bool) -> None:
+def command(options: _Options) -> None:
     """Show what differs between two bundles.
 
     Compared are the graph of the whole model, whatever its cut, the weights by name, the cut, and the other files. Bundles of one digest
@@ -31,8 +32,8 @@ def command(first_path: str, second_path: str, as_json: bool) -> None:
     """
     from stagepack.bundle_comparison import compare_bundles  # noqa: PLC0415 - numpy, after the arguments are checked
 
-    differences = compare_bundles(open_bundle(first_path), open_bundle(second_path))
-    if as_json:
+    differences = compare_bundles(open_bundle(options.first_path), open_bundle(options.second_path))
+    if options.as_json:
         facts = {
             "equal": not differences,
             "graph": list(differences.graph),

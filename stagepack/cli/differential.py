@@ -101,12 +101,7 @@ def _cuts(capture: Capture, folder: Path) -> Iterator[Bundle]:
 
 
 def _roads(
-    capture: Capture,
-    bundles: list[Bundle],
-    pipeline: CallablePipeline,
-    open_pipelines: ExitStack,
-    *,
-    processes: bool,
+    capture: Capture, bundles: list[Bundle], pipeline: CallablePipeline, open_pipelines: ExitStack, *, processes: bool
 ) -> Iterator[_Road]:
     if capture.model is not None:
         yield _road("the model itself", _Module(capture.model, pipeline), tolerance=None)

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from stagepack.capture.model_folders import check_source_path
-from stagepack.cli.command import subcommand
-from stagepack.cli.example_flags import example_flags
+from stagepack.cli.command import argument, flag, option_object, subcommand
 from stagepack.cli.failures import shown_warnings
 from stagepack.cli.machine_report import describe_machine
 from stagepack.cli.output import print_json, print_line, print_table, progress
-from stagepack.cli.run_options import json_option
+from stagepack.cli.shared_flags import JSON, ExampleFlags
 from stagepack.errors import StagepackError
 
 if TYPE_CHECKING:
@@ -25,9 +24,20 @@ if TYPE_CHECKING:
     from stagepack.capture.diagnosis import CaptureAttempt, FailingModule
     from stagepack.capture.inputs import Inputs
     from stagepack.capture.programs import Capture
-    from stagepack.capture.stated_inputs import ExampleArguments
 
 _SHOWN_CHARACTERS = 220
+
+
+@option_object
+class _Options:
+    source: str | None = argument("[SOURCE]", required=False)
+    example: ExampleFlags
+    differential: bool = flag(
+        "--differential",
+        "Compare the answers of the model, of its program, of bundles with 1, 2 and 3 stages, and of ONNX Runtime, at several sizes.",
+    )
+    processes: bool = flag("--processes", "With --differential: start a process for each stage, too.")
+    as_json: bool = JSON
 
 
 @subcommand(
@@ -40,22 +50,7 @@ _SHOWN_CHARACTERS = 220
         "stagepack doctor net.py:make --differential",
     ],
 )
-@click.argument("source", metavar="[SOURCE]", required=False)
-@example_flags
-@click.option(
-    "--differential",
-    is_flag=True,
-    help="Compare the answers of the model, of its program, of bundles with 1, 2 and 3 stages, and of ONNX Runtime, at several sizes.",
-)
-@click.option("--processes", is_flag=True, help="With --differential: start a process for each stage, too.")
-@json_option
-def command(
-    source: str | None,
-    make_example: "Callable[[], ExampleArguments] | None",
-    differential: bool,
-    processes: bool,
-    as_json: bool,
-) -> None:
+def command(options: _Options) -> None:
     """Find out why a model cannot be exported, and what would work.
 
     Without SOURCE, the machine is described, for the report of a bug: versions, packages, devices, limits and the cache.
@@ -65,28 +60,28 @@ def command(
     example. The code of SOURCE runs. The exit status is 1 if 'stagepack export' cannot write the model, or if --differential finds roads
     that disagree.
     """
-    if processes and not differential:
+    source, differential = options.source, options.differential
+    if options.processes and not differential:
         raise click.UsageError("--processes requires --differential")
     if source is None:
-        if differential or make_example is not None:
+        if differential or options.example.is_used:
             raise click.UsageError("--differential, --inputs, --input and --dynamic are for a SOURCE")
-        describe_machine(as_json=as_json)
+        describe_machine(as_json=options.as_json)
         return
     check_source_path(source)
     # The output of the model's own code goes to standard error: standard output is for our facts alone.
     with progress("importing torch") as next_step, contextlib.redirect_stdout(sys.stderr):
-        from stagepack.capture.source import NO_EXAMPLE, load_functions  # noqa: PLC0415 - torch, slow to import
+        from stagepack.capture.source import load_functions  # noqa: PLC0415 - torch, slow to import
 
-        functions = load_functions(source, NO_EXAMPLE if make_example is None else make_example())
+        functions = load_functions(source, options.example.example_arguments())
         with shown_warnings():
             diagnoses = {
-                name: _diagnose(model, inputs, next_step, with_roads=differential, processes=processes)
-                for name, (model, inputs) in functions.items()
+                name: _diagnose(model, inputs, next_step, options) for name, (model, inputs) in functions.items()
             }
     facts = {name: _facts(diagnosis) for name, diagnosis in diagnoses.items()}
     if differential:
         facts = {name: of_name | {"disagreements": diagnoses[name].disagreeing} for name, of_name in facts.items()}
-    if as_json:
+    if options.as_json:
         single = next(iter(facts.values())) if len(facts) == 1 else {"entry_points": facts}
         print_json({"source": source} | single)
     else:
@@ -112,9 +107,7 @@ class _Diagnosis:
     is_fine: bool = False
 
 
-def _diagnose(
-    model: Any, inputs: "Inputs", next_step: "Callable[[str], None]", *, with_roads: bool, processes: bool
-) -> _Diagnosis:
+def _diagnose(model: Any, inputs: "Inputs", next_step: "Callable[[str], None]", options: _Options) -> _Diagnosis:
     """Try the ways to capture a module or to write a program, and then its modules."""
     from torch.export import ExportedProgram  # noqa: PLC0415 - slow to import
 
@@ -133,9 +126,9 @@ def _diagnose(
         for attempt in attempts:
             diagnosis.attempts.append(attempt)
             next_step(f"tried: {attempt.way}")
-        if with_roads and captures:
+        if options.differential and captures:
             next_step("comparing roads")
-            diagnosis.disagreeing = _disagreements(captures[0], Path(folder), processes=processes)
+            diagnosis.disagreeing = _disagreements(captures[0], Path(folder), processes=options.processes)
     last_attempt = diagnosis.attempts[-1]
     if diagnosis.attempts[0].error is None and last_attempt.way != WRITE:
         next_step("trying the modules")

@@ -1,21 +1,32 @@
 """`stagepack k8s`."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import fields
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
-from stagepack.cli.command import subcommand
+from stagepack.cli.command import ByteSize, argument, flag, option_object, subcommand
 from stagepack.cli.failures import fail
 from stagepack.cli.output import count_of, format_bytes, print_json, print_line, print_table, printable
-from stagepack.cli.path_options import PathType, bundle_argument, folder_name, open_argument
-from stagepack.cli.run_options import byte_size, default_model_name, json_option, limit_option
+from stagepack.cli.shared_flags import (
+    ALLOW_OPS_MEANING,
+    JSON,
+    OVERWRITE,
+    Amount,
+    BundleOptions,
+    Count,
+    default_model_name,
+    folder_name,
+    limit_flag,
+    open_argument,
+)
 from stagepack.format.output_file import check_output_file, output_file
 from stagepack.format.reader import Bundle
 from stagepack_serving.kubernetes.objects import memory_quantity, to_yaml
 from stagepack_serving.kubernetes.options import BundleVolume, DeploymentOptions
+from stagepack_serving.server.limits import ServerLimits
 
 if TYPE_CHECKING:
     from stagepack_serving.kubernetes.options import PodSize
@@ -29,6 +40,7 @@ _DEPLOYMENT_OPTIONS = {"--host", "--http-port", "--grpc-port", "--device", "--pr
     *("--tls-certificate", "--tls-key", "--tls-client-ca", "--token-file"),
     *("--model-repository", "--model-control", "--load-model", "--poll-s", "--version-policy", "--device-memory"),
 }
+_DEFAULT_LIMITS = ServerLimits()
 _VOLUME_KINDS = get_args(BundleVolume.__annotations__["kind"])
 
 
@@ -66,8 +78,8 @@ def _check_serve_arguments(
     own_options -= {"--overwrite"}  # there it is about the file of --trace
     if arguments and not arguments[0].startswith("-"):
         raise click.BadParameter(f"unexpected argument {arguments[0]!r}: options of stagepack serve come after --.")
-    for argument in arguments:
-        option_name = argument.partition("=")[0]
+    for word in arguments:
+        option_name = word.partition("=")[0]
         if option_name.startswith("-") and option_name not in known_options - own_options:
             raise click.BadParameter(
                 f"{option_name} is not an option of stagepack serve that a deployment leaves open."
@@ -84,30 +96,99 @@ def _check_serve_arguments(
     return arguments
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Options:
-    """The options of the command line, named as they are declared below."""
-
-    out: Path
-    deployment_name: str | None
-    image: str
-    volume: BundleVolume | None
-    bundle_path_in_pod: str | None
-    replicas: int
-    pods: int | None
-    processes_per_pod: int
-    cpus: int
-    gpu_resource: str | None
-    pod_memory: int | None
-    max_batch_size: int
-    max_sequences: int
-    linger: float
-    drain: float
-    allow_ops: tuple[str, ...]
-    imports: tuple[str, ...]
-    serve_arguments: tuple[str, ...]
-    overwrite: bool
-    as_json: bool
+@option_object
+class _Options(BundleOptions):
+    out: Path = flag("-o, --out FILE", "YAML file to write.", required=True)
+    name: str | None = flag(
+        "--name NAME",
+        "Name of the LeaderWorkerSet, and by which clients call the model.",
+        default_text="name of the bundle's folder without .stagepack",
+    )
+    image: str = flag(
+        "--image REFERENCE",
+        "Container image with stagepack, PyTorch and the extra serve, such as one built from the Dockerfile of the project.",
+        default="stagepack",
+        callback=_check_printable,
+    )
+    volume: BundleVolume | None = flag(
+        "--volume KIND:SOURCE",
+        "Volume with the folder of the bundle: claim:NAME of a persistent volume, host:FOLDER of each node, or image:REFERENCE.",
+        default_text="none: the image has the bundle",
+        type=_VolumeType(),
+        callback=_check_printable,
+    )
+    path_in_pod: str | None = flag(
+        "--path PATH",
+        "Path of the bundle in the containers. The volume is mounted at its parent folder.",
+        default_text=f"{_MODELS_FOLDER}/ and the name of the bundle's folder",
+        callback=_check_printable,
+    )
+    replicas: int = flag("--replicas N", "Number of groups of pods.", type=click.IntRange(0), default=1)
+    pods: int | None = flag(
+        "--pods N",
+        "Number of pods of a group.",
+        default_text="as many as make a process for each stage",
+        type=click.IntRange(1),
+    )
+    processes_per_pod: int = flag(
+        "--processes-per-pod N",
+        "Number of processes of each pod. All processes of a group run at least one stage.",
+        type=click.IntRange(1),
+        default=1,
+    )
+    cpus: int = flag("--cpus N", "CPUs and threads of each process.", type=click.IntRange(1), default=2)
+    gpu_resource: str | None = flag(
+        "--gpu RESOURCE",
+        "Run the stages on GPUs, one for each process. Without a value, RESOURCE is nvidia.com/gpu.",
+        default_text="off: the stages run on the CPU",
+        is_flag=False,
+        flag_value="nvidia.com/gpu",
+        callback=_check_printable,
+    )
+    pod_memory: int | None = flag(
+        "--memory SIZE",
+        "Memory of each pod, such as 24GiB. The estimate is for the sizes of the example and the batches of --max-batch.",
+        default_text="estimated from the plan",
+        type=ByteSize(),
+    )
+    max_batch_size: int = limit_flag(
+        "--max-batch N",
+        "Largest batch size that requests are combined into; 1 runs each request alone.",
+        Count(),
+        _DEFAULT_LIMITS.max_batch_size,
+    )
+    max_sequences: int = limit_flag(
+        "--max-sequences N",
+        "Largest number of sequences whose state a model keeps.",
+        Count(),
+        _DEFAULT_LIMITS.max_sequences,
+    )
+    linger: float = limit_flag(
+        "--linger-s SECONDS",
+        "How long new requests are still accepted after a pod was told to stop, in seconds.",
+        Amount(),
+        10,
+    )
+    drain: float = limit_flag(
+        "--drain-s SECONDS",
+        "How long accepted requests may still take when a pod stops, in seconds.",
+        Amount(),
+        _DEFAULT_LIMITS.drain,
+    )
+    allow_ops: tuple[str, ...] = flag(
+        "--allow-ops NAME", ALLOW_OPS_MEANING, default_text="none", callback=_check_printable
+    )
+    imports: tuple[str, ...] = flag(
+        "--import MODULE",
+        "Python module that the processes in the pods import first. Repeatable.",
+        default_text="none",
+        callback=_check_printable,
+    )
+    overwrite: bool = OVERWRITE
+    as_json: bool = JSON
+    serve_arguments: tuple[str, ...] = argument(
+        "[-- SERVE_OPTIONS]", type=click.UNPROCESSED, callback=_check_serve_arguments
+    )
 
 
 @subcommand(
@@ -118,133 +199,7 @@ class _Options:
         "kubectl apply -f deployment.yaml",
     ],
 )
-@bundle_argument
-@click.option("-o", "--out", required=True, type=PathType(Path), metavar="FILE", help="YAML file to write.")
-@click.option(
-    "--name",
-    "deployment_name",
-    metavar="NAME",
-    show_default="name of the bundle's folder without .stagepack",
-    help="Name of the LeaderWorkerSet, and by which clients call the model.",
-)
-@click.option(
-    "--image",
-    default="stagepack",
-    show_default=True,
-    metavar="REFERENCE",
-    callback=_check_printable,
-    help="Container image with stagepack, PyTorch and the extra serve, such as one built from the Dockerfile of the project.",
-)
-@click.option(
-    "--volume",
-    type=_VolumeType(),
-    metavar="KIND:SOURCE",
-    show_default="none: the image has the bundle",
-    callback=_check_printable,
-    help="Volume with the folder of the bundle: claim:NAME of a persistent volume, host:FOLDER of each node, or image:REFERENCE.",
-)
-@click.option(
-    "--path",
-    "bundle_path_in_pod",
-    metavar="PATH",
-    show_default=f"{_MODELS_FOLDER}/ and the name of the bundle's folder",
-    callback=_check_printable,
-    help="Path of the bundle in the containers. The volume is mounted at its parent folder.",
-)
-@click.option(
-    "--replicas", default=1, show_default=True, type=click.IntRange(0), metavar="N", help="Number of groups of pods."
-)
-@click.option(
-    "--pods",
-    type=click.IntRange(1),
-    metavar="N",
-    show_default="as many as make a process for each stage",
-    help="Number of pods of a group.",
-)
-@click.option(
-    "--processes-per-pod",
-    default=1,
-    show_default=True,
-    type=click.IntRange(1),
-    metavar="N",
-    help="Number of processes of each pod. All processes of a group run at least one stage.",
-)
-@click.option(
-    "--cpus",
-    default=2,
-    show_default=True,
-    type=click.IntRange(1),
-    metavar="N",
-    help="CPUs and threads of each process.",
-)
-@click.option(
-    "--gpu",
-    "gpu_resource",
-    is_flag=False,
-    flag_value="nvidia.com/gpu",
-    metavar="RESOURCE",
-    show_default="off: the stages run on the CPU",
-    callback=_check_printable,
-    help="Run the stages on GPUs, one for each process. Without a value, RESOURCE is nvidia.com/gpu.",
-)
-@click.option(
-    "--memory",
-    "pod_memory",
-    metavar="SIZE",
-    show_default="estimated from the plan",
-    callback=byte_size,
-    help="Memory of each pod, such as 24GiB. The estimate is for the sizes of the example and the batches of --max-batch.",
-)
-@limit_option(
-    "--max-batch",
-    "max_batch_size",
-    minimum=1,
-    metavar="N",
-    description="Largest batch size that requests are combined into; 1 runs each request alone.",
-)
-@limit_option(
-    "--max-sequences",
-    "max_sequences",
-    minimum=1,
-    metavar="N",
-    description="Largest number of sequences whose state a model keeps.",
-)
-@limit_option(
-    "--linger-s",
-    "linger",
-    metavar="SECONDS",
-    default=10,
-    description="How long new requests are still accepted after a pod was told to stop, in seconds.",
-)
-@limit_option(
-    "--drain-s",
-    "drain",
-    metavar="SECONDS",
-    description="How long accepted requests may still take when a pod stops, in seconds.",
-)
-@click.option(
-    "--allow-ops",
-    multiple=True,
-    metavar="NAME",
-    show_default="none",
-    callback=_check_printable,
-    help="Allow these operators to run: a namespace of custom ones, or one of ATen or prims that does not run by default. Repeatable.",
-)
-@click.option(
-    "--import",
-    "imports",
-    multiple=True,
-    metavar="MODULE",
-    show_default="none",
-    callback=_check_printable,
-    help="Python module that the processes in the pods import first. Repeatable.",
-)
-@click.option("--overwrite", is_flag=True, help="Replace an existing file.")
-@json_option
-@click.argument(
-    "serve_arguments", nargs=-1, type=click.UNPROCESSED, metavar="[-- SERVE_OPTIONS]", callback=_check_serve_arguments
-)
-def command(bundle_path: str, **arguments: Any) -> None:
+def command(options: _Options) -> None:
     """Write a deployment on Kubernetes.
 
     Writes a LeaderWorkerSet, whose pods run the stages under torchrun, a Service for the pod that has the server, and a NetworkPolicy that
@@ -252,9 +207,8 @@ def command(bundle_path: str, **arguments: Any) -> None:
 
     SERVE_OPTIONS are further options of ``stagepack serve`` in the pods, such as ``-- --runtime onnxruntime --deadline-s 20``.
     """
-    options = _Options(**arguments)
     check_output_file(options.out, overwrite=options.overwrite)
-    bundle = open_argument(bundle_path)
+    bundle = open_argument(options.bundle_path)
     deployment = _deployment_options(bundle, options)
     from stagepack_serving.kubernetes.objects import deployment_objects  # noqa: PLC0415 - after the arguments are checked
     from stagepack_serving.kubernetes.options import size_pods  # noqa: PLC0415 - the same
@@ -275,34 +229,20 @@ def _deployment_options(bundle: Bundle, options: _Options) -> DeploymentOptions:
             "choose fewer --pods or --processes-per-pod"
         )
     model_name = default_model_name(bundle.location)
-    deployment_name = options.deployment_name or re.sub(r"[^a-z0-9]+", "-", model_name.lower()).strip("-")
+    deployment_name = options.name or re.sub(r"[^a-z0-9]+", "-", model_name.lower()).strip("-")
     if not _NAME_PATTERN.fullmatch(deployment_name):
         fail(
             "--name: expected at most 48 lowercase letters, digits and hyphens, a letter first and no hyphen last, found "
             f"{deployment_name!r}"
         )
-    path_in_pod = PurePosixPath(options.bundle_path_in_pod or _MODELS_FOLDER / folder_name(bundle.location))
+    path_in_pod = PurePosixPath(options.path_in_pod or _MODELS_FOLDER / folder_name(bundle.location))
     if not path_in_pod.is_absolute() or path_in_pod.parent == PurePosixPath("/"):
         fail(f"--path: expected an absolute path in a folder such as {_MODELS_FOLDER}, found {str(path_in_pod)!r}")
-    return DeploymentOptions(
-        name=deployment_name,
-        image=options.image,
-        bundle_path=f"{path_in_pod}{bundle.fragment}",
-        volume=options.volume,
-        replicas=options.replicas,
-        pods=pods,
-        processes_per_pod=options.processes_per_pod,
-        cpus=options.cpus,
-        gpu_resource=options.gpu_resource,
-        pod_memory=options.pod_memory,
-        max_batch_size=options.max_batch_size,
-        max_sequences=options.max_sequences,
-        linger=options.linger,
-        drain=options.drain,
-        allow_ops=options.allow_ops,
-        imports=options.imports,
-        serve_arguments=options.serve_arguments,
-    )
+    taken_over = {
+        field.name: getattr(options, field.name) for field in fields(DeploymentOptions) if hasattr(options, field.name)
+    }
+    bundle_path = f"{path_in_pod}{bundle.fragment}"
+    return DeploymentOptions(**taken_over | {"name": deployment_name, "bundle_path": bundle_path, "pods": pods})
 
 
 def _header(bundle: Bundle, deployment: DeploymentOptions, pod_sizes: "tuple[PodSize, ...]") -> str:

@@ -2,34 +2,47 @@
 
 import contextlib
 import time
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Final, Literal, cast
 
 import click
 
-from stagepack.cli.bundle_facts import print_facts
-from stagepack.cli.command import subcommand
+from stagepack.cli.command import flag, option_object, subcommand
 from stagepack.cli.failures import fail
-from stagepack.cli.output import PhaseTimer, byte_progress, finite, print_json, progress
-from stagepack.cli.path_options import PathType, bundle_argument, open_argument
+from stagepack.cli.output import (
+    PhaseTimer,
+    byte_progress,
+    count_of,
+    finite,
+    format_bytes,
+    print_json,
+    print_line,
+    print_table,
+    progress,
+)
 from stagepack.cli.run_options import (
+    COMPILED,
+    DEVICE_MEMORY,
+    DEVICES,
+    INPUTS_FILE,
+    PROCESSES,
+    RUNTIMES,
+    VERIFY,
+    Verify,
     check_runtimes_compile,
-    check_stage_number,
-    compiled_option,
-    device_memory_option,
-    device_option,
-    json_option,
-    operator_options,
-    processes_option,
     runtime_of_each_stage,
-    runtime_option,
-    signature_option,
     start_processes,
-    trace_options,
-    trace_requests,
-    verify_option,
+)
+from stagepack.cli.run_tracing import print_trace, trace_requests
+from stagepack.cli.shared_flags import (
+    ALLOW_OPS,
+    IMPORTS,
+    JSON,
+    SIGNATURE,
+    BundleOptions,
+    check_stage_number,
+    open_argument,
 )
 from stagepack.format.output_file import check_output_file
 from stagepack.format.reader import Bundle
@@ -40,33 +53,67 @@ from stagepack_loaders.window_plan import Residency
 
 if TYPE_CHECKING:
     from stagepack.format.chunks import ByteProgress
-    from stagepack_loaders.base import LoadedStage, Verify
+    from stagepack_loaders.base import LoadedStage
     from stagepack_loaders.pipeline import CallablePipeline
     from stagepack_loaders.torch.stage import TorchStage
 
+_MOST_REQUESTS: Final = 10_000
+_DEFAULT_REQUESTS: Final = 8
+_VERIFIED_PARTS: Final = {
+    "full": "all files that were read",
+    "manifest": "all but the content of weight files (--verify manifest)",
+    "off": "the manifest only (--verify off)",
+}
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Options:
-    """The options of the command line, named as they are declared below."""
 
-    stage_number: int | None
-    devices: tuple[str, ...]
-    inputs_file: Path | None
-    outputs_file: Path | None
-    runtimes: tuple[str, ...]
-    allow_ops: tuple[str, ...]
-    compile_mode: str | None
-    compiled_folder: str | None
-    processes: int | None
-    trace_file: Path | None
-    overwrite: bool
-    request_count: int
-    imports: tuple[str, ...]
-    verify: "Verify"
-    copy_weights: bool
-    stream: bool
-    device_memory: str | None
-    as_json: bool
+@option_object
+class _Options(BundleOptions):
+    stage_number: int | None = flag(
+        "--stage N", "Load only stage N, counted from 0, and run nothing.", default_text="all"
+    )
+    devices: tuple[str, ...] = DEVICES
+    inputs_file: Path | None = INPUTS_FILE
+    outputs_file: Path | None = flag(
+        "--outputs FILE",
+        "Write the results to this safetensors file, as output.0, output.1 and so on.",
+        default_text="not written",
+    )
+    runtimes: tuple[str, ...] = RUNTIMES
+    allow_ops: tuple[str, ...] = ALLOW_OPS
+    imports: tuple[str, ...] = IMPORTS
+    compile_mode: Literal["regions", "whole"] | None = flag(
+        "--compile",
+        "Compile with torch.compile at the first call: regions compiles each distinct region once, whole each stage. "
+        "Without a value: regions.",
+        default_text="off",
+        is_flag=False,
+        flag_value="regions",
+        type=click.Choice(["regions", "whole"]),
+    )
+    compiled_folder: str | None = COMPILED
+    processes: int | None = PROCESSES
+    trace_file: Path | None = flag(
+        "--trace FILE",
+        "After the first answer, run the inputs again, and write to FILE when each process computed, waited and transferred for each "
+        "request: a trace that https://ui.perfetto.dev shows, and 'stagepack report --trace'.",
+        default_text="not written",
+    )
+    request_count: int = flag(
+        "--requests N",
+        "With --trace: how often the inputs are run; with several processes, at the same time.",
+        type=click.IntRange(1, _MOST_REQUESTS),
+        default=_DEFAULT_REQUESTS,
+    )
+    overwrite: bool = flag("--overwrite", "Replace existing files of --outputs and --trace.")
+    verify: Verify = VERIFY
+    trusted_files: tuple[str, ...] = SIGNATURE
+    copy_weights: bool = flag("--copy", "Read the weights into memory; by default the CPU maps the weight files.")
+    stream: bool = flag(
+        "--stream",
+        "Compute while the weights are still read or downloaded: each is waited for at its first use. Reads them into memory.",
+    )
+    device_memory: str | None = DEVICE_MEMORY
+    as_json: bool = JSON
 
     def load_options(self, stage_runtimes: list[str]) -> LoadOptions:
         """Return how the stages are loaded, in this process or in others."""
@@ -93,85 +140,31 @@ class _Options:
         "stagepack load net.stagepack --stage 1 --device cuda",
     ],
 )
-@bundle_argument
-@click.option(
-    "--stage",
-    "stage_number",
-    type=int,
-    metavar="N",
-    show_default="all",
-    help="Load only stage N, counted from 0, and run nothing.",
-)
-@device_option
-@click.option(
-    "--inputs",
-    "inputs_file",
-    type=PathType(Path),
-    metavar="FILE",
-    show_default="the example of the bundle",
-    help="Run these inputs: a safetensors file with a tensor for each input edge, under its name.",
-)
-@click.option(
-    "--outputs",
-    "outputs_file",
-    type=PathType(Path),
-    metavar="FILE",
-    show_default="not written",
-    help="Write the results to this safetensors file, as output.0, output.1 and so on.",
-)
-@runtime_option
-@partial(operator_options, pass_imports=True)
-@click.option(
-    "--compile",
-    "compile_mode",
-    is_flag=False,
-    flag_value="regions",
-    type=click.Choice(["regions", "whole"]),
-    show_default="off",
-    help="Compile with torch.compile at the first call: regions compiles each distinct region once, whole each stage. "
-    "Without a value: regions.",
-)
-@compiled_option
-@processes_option
-@trace_options
-@click.option("--overwrite", is_flag=True, help="Replace existing files of --outputs and --trace.")
-@verify_option
-@signature_option
-@click.option(
-    "--copy",
-    "copy_weights",
-    is_flag=True,
-    help="Read the weights into memory; by default the CPU maps the weight files.",
-)
-@click.option(
-    "--stream",
-    is_flag=True,
-    help="Compute while the weights are still read or downloaded: each is waited for at its first use. Reads them into memory.",
-)
-@device_memory_option
-@json_option
-def command(bundle_path: str, **arguments: Any) -> None:
+def command(options: _Options) -> None:
     """Load a bundle and run its example.
 
     Prints what is read for each stage, the largest difference from the recorded results, and the time that each step takes until the
     first answer.
     """
-    options = _Options(**arguments)
     timer = PhaseTimer()
-    bundle = open_argument(bundle_path, *options.runtimes)
+    bundle = open_argument(options.bundle_path, *options.runtimes)
     timer.end("open")
-    check_stage_number(options.stage_number, bundle)
+    if options.stage_number is not None:
+        check_stage_number(options.stage_number, bundle)
     stage_runtimes = _check_usage(options, bundle)
     if options.processes or is_launched_group():
         process_facts = _load_in_processes(bundle, options, stage_runtimes, timer)
         if process_facts is not None:
-            _print(process_facts, options, timer)
+            _print_facts(process_facts | {"start": timer.seconds}, options)
         return
-    _import_runtimes(stage_runtimes, timer)
+    for runtime in dict.fromkeys(stage_runtimes):
+        with progress(f"importing {runtime}"):
+            import_runtime(runtime)
+        timer.end(f"import {runtime}")
     with contextlib.ExitStack() as display:
         count_bytes = display.enter_context(byte_progress("loading stages"))
         stage_facts, stages = _load_stages(bundle, options, stage_runtimes, timer, count_bytes)
-        facts: dict[str, Any] = {"bundle": bundle_path, "verify": options.verify, "stages": stage_facts}
+        facts: dict[str, Any] = {"bundle": options.bundle_path, "verify": options.verify, "stages": stage_facts}
         if not options.stream:
             display.close()
         if options.stage_number is None:
@@ -180,50 +173,41 @@ def command(bundle_path: str, **arguments: Any) -> None:
             facts |= _run(bundle, Pipeline(bundle, stages), options, timer)
         if options.stream:
             facts["all_weights"] = _wait_for_weights(stages, timer)
-    _print(facts, options, timer)
-
-
-def _print(facts: dict[str, Any], options: _Options, timer: PhaseTimer) -> None:
-    facts["start"] = timer.seconds
-    if options.as_json:
-        print_json(facts | ({"difference": finite(facts["difference"])} if "difference" in facts else {}))
-    else:
-        print_facts(facts, options.inputs_file, options.outputs_file)
+    _print_facts(facts | {"start": timer.seconds}, options)
 
 
 def _check_usage(options: _Options, bundle: Bundle) -> list[str]:
     """Refuse options that do not fit together; return the runtime of each stage that is loaded."""
-    if options.stage_number is not None and (options.inputs_file or options.outputs_file):
-        raise click.UsageError("--inputs and --outputs run the whole pipeline: leave out --stage")
-    if options.stage_number is not None and len(options.devices) > 1:
-        raise click.UsageError("--stage loads one stage: pass one --device")
-    if options.stage_number is not None and options.trace_file:
-        raise click.UsageError("--trace runs the whole pipeline: leave out --stage")
-    if options.compile_mode and options.compiled_folder:
-        raise click.UsageError("--compile and --compiled cannot be used together")
-    for flag, is_given in (("--device-memory", options.device_memory is not None), ("--stream", options.stream)):
-        if is_given and (options.processes or is_launched_group()):
-            raise click.UsageError(f"{flag} cannot be used with --processes or torchrun")
-    if options.processes and options.stage_number is not None:
-        raise click.UsageError("--processes cannot be used with --stage")
-    if options.stage_number is not None and len(options.runtimes) > 1:
-        raise click.UsageError("--stage loads one stage: pass one --runtime")
+    is_one_stage = options.stage_number is not None
+    in_processes = bool(options.processes) or is_launched_group()
+    refused_usage = (
+        (
+            is_one_stage and (options.inputs_file or options.outputs_file),
+            "--inputs and --outputs run the whole pipeline: leave out --stage",
+        ),
+        (is_one_stage and len(options.devices) > 1, "--stage loads one stage: pass one --device"),
+        (is_one_stage and options.trace_file, "--trace runs the whole pipeline: leave out --stage"),
+        (options.compile_mode and options.compiled_folder, "--compile and --compiled cannot be used together"),
+        (
+            in_processes and options.device_memory is not None,
+            "--device-memory cannot be used with --processes or torchrun",
+        ),
+        (in_processes and options.stream, "--stream cannot be used with --processes or torchrun"),
+        (is_one_stage and options.processes, "--processes cannot be used with --stage"),
+        (is_one_stage and len(options.runtimes) > 1, "--stage loads one stage: pass one --runtime"),
+    )
+    for is_refused, reason in refused_usage:
+        if is_refused:
+            raise click.UsageError(reason)
     stage_runtimes = runtime_of_each_stage(options.runtimes, bundle)
     if options.compile_mode or options.compiled_folder:
         check_runtimes_compile("--compile" if options.compile_mode else "--compiled", stage_runtimes)
     for output_path in filter(None, (options.outputs_file, options.trace_file)):
         check_output_file(output_path, overwrite=options.overwrite)
     if (options.outputs_file or options.trace_file) and options.inputs_file is None and bundle.example is None:
-        flag = "--outputs" if options.outputs_file else "--trace"
-        fail(f"{flag}: {bundle.location} has no example to run: pass --inputs")
+        option_name = "--outputs" if options.outputs_file else "--trace"
+        fail(f"{option_name}: {bundle.location} has no example to run: pass --inputs")
     return stage_runtimes
-
-
-def _import_runtimes(stage_runtimes: list[str], timer: PhaseTimer) -> None:
-    for runtime in dict.fromkeys(stage_runtimes):
-        with progress(f"importing {runtime}"):
-            import_runtime(runtime)
-        timer.end(f"import {runtime}")
 
 
 def _wait_for_weights(stages: "list[LoadedStage]", timer: PhaseTimer) -> float:
@@ -235,11 +219,7 @@ def _wait_for_weights(stages: "list[LoadedStage]", timer: PhaseTimer) -> float:
 
 
 def _load_stages(
-    bundle: Bundle,
-    options: _Options,
-    stage_runtimes: list[str],
-    timer: PhaseTimer,
-    count_bytes: "ByteProgress",
+    bundle: Bundle, options: _Options, stage_runtimes: list[str], timer: PhaseTimer, count_bytes: "ByteProgress"
 ) -> tuple[list[dict[str, Any]], "list[LoadedStage]"]:
     """Load the stages one after another; return facts about each, and the stages."""
     from stagepack_loaders.base import PrepareOptions  # noqa: PLC0415 - after the arguments are checked
@@ -252,7 +232,7 @@ def _load_stages(
     )
 
     facts: list[dict[str, Any]] = []
-    stages = []
+    stages: list[LoadedStage] = []
     unchanged_sizes: list[int] = []
     read_files: set[tuple[str, str]] = set()  # by runtime, each of which reads a file that several stages share once
     bundle = open_for_loading(bundle, options.verify)
@@ -315,9 +295,8 @@ def _load_in_processes(
             }
             for facts in pipeline.stage_facts
         ]
-        return {"bundle": bundle.location, "verify": options.verify, "stages": stage_facts} | _run(
-            bundle, pipeline, options, timer
-        )
+        facts = {"bundle": bundle.location, "verify": options.verify, "stages": stage_facts}
+        return facts | _run(bundle, pipeline, options, timer)
 
 
 def _stage_facts(
@@ -369,7 +348,55 @@ def _run(bundle: Bundle, pipeline: "CallablePipeline", options: _Options, timer:
 
 def _compile_seconds(options: _Options, bundle: Bundle) -> float:
     """Return how long the compilers of the runtimes have worked in this process, in seconds."""
-    return sum(
-        find_runtime(runtime_name).compile_seconds()
-        for runtime_name in set(runtime_of_each_stage(options.runtimes, bundle))
+    runtime_names = set(runtime_of_each_stage(options.runtimes, bundle))
+    return sum(find_runtime(runtime_name).compile_seconds() for runtime_name in runtime_names)
+
+
+def _print_facts(facts: dict[str, Any], options: _Options) -> None:
+    """Print what was loaded, and what it answered."""
+    if options.as_json:
+        print_json(facts | ({"difference": finite(facts["difference"])} if "difference" in facts else {}))
+        return
+    in_processes = any("process" in stage for stage in facts["stages"])
+    rows = [
+        [
+            str(stage["stage"]),
+            *([f"{stage['process']} on {stage['host']}"] if in_processes else []),
+            stage["runtime"],
+            stage["device"],
+            format_bytes(stage["bytes_read"]),
+            f"{stage['seconds']:.3f} s",
+            " ".join(stage["files"]),
+        ]
+        for stage in facts["stages"]
+    ]
+    columns = ["#stage", *(["process"] if in_processes else []), "runtime", "device", "#read", "#time", "files"]
+    print_table("loaded stages", columns, rows)
+    print_line(f"verified: {_verified_text(facts)}")
+    for stage in facts["stages"]:
+        if "residency" in stage:
+            print_line(f"stage {stage['stage']}: {Residency(**stage['residency'])}")
+    outputs = count_of("output", facts.get("outputs", 0))
+    if "difference" in facts:
+        print_line(f"ran the example: {outputs}, largest difference {facts['difference']:g}")
+    elif options.inputs_file is not None:
+        print_line(f"ran {options.inputs_file}: {outputs}")
+    phases: dict[str, float] = facts["start"]
+    goal = "first answer" if "first call" in phases else "loaded"
+    durations = ", ".join(f"{phase} {seconds:.3f}" for phase, seconds in phases.items())
+    print_line(f"{goal} after {sum(phases.values()):.3f} s: {durations}")
+    if "all_weights" in facts:
+        print_line(f"all weights after {facts['all_weights']:.3f} s")
+    if options.outputs_file:
+        print_line(f"wrote {options.outputs_file}")
+    if "trace" in facts:
+        print_trace(facts["trace"])
+
+
+def _verified_text(facts: dict[str, Any]) -> str:
+    """Say what was compared with its digest, and when."""
+    unchanged_bytes = sum(stage.get("bytes_unchanged", 0) for stage in facts["stages"])
+    earlier = (
+        f"; {format_bytes(unchanged_bytes)} of weights earlier, and they are unchanged since" if unchanged_bytes else ""
     )
+    return _VERIFIED_PARTS[facts["verify"]] + earlier

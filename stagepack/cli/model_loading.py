@@ -1,68 +1,33 @@
 """The bundles that `stagepack serve` is asked for -> models of the server."""
 
+from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stagepack.cli.bundle_facts import each_entry_point
 from stagepack.cli.failures import fail
-from stagepack.cli.path_options import given_digest, given_trusted_files
-from stagepack.cli.run_options import default_model_name, runtime_of_each_stage, start_processes, trace_until_closed
+from stagepack.cli.run_options import runtime_of_each_stage, start_processes
+from stagepack.cli.run_tracing import trace_until_closed
+from stagepack.cli.serve_options import ServeOptions
+from stagepack.cli.shared_flags import default_model_name, given_trusted_files
 from stagepack.errors import ValueSizeError, named_errors
 from stagepack.format.reader import Bundle
 from stagepack.opening import open_bundle
 from stagepack_loaders.call_limits import Limits
 from stagepack_loaders.distributed.launch_environment import is_launched_group
 from stagepack_loaders.generation.decoders import generating_entry_point
-from stagepack_loaders.options import LoadOptions, ProcessOptions
 
 if TYPE_CHECKING:
-    from stagepack_loaders.base import Verify
-    from stagepack_loaders.pipeline import CallablePipeline
-    from stagepack_serving.server.model_control import ControlMode
-    from stagepack_serving.server.model_registry import LoadedBundle, ModelRegistry
+    from stagepack_serving.server.loaded_bundle import LoadedBundle
+    from stagepack_serving.server.served_models import ServedModels
 
+    from stagepack_loaders.pipeline import CallablePipeline
+    from stagepack_serving.server.model_control import ModelControl
 
 # When no call is answered for so many deadlines of requests, a stage hangs, and its process is started again. A slow request alone, which
 # holds up those behind it, is no reason to.
 _STALLED_DEADLINES = 4
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServeOptions:
-    """The options of `stagepack serve` but the limits, named as they are declared there."""
-
-    devices: tuple[str, ...]
-    runtimes: tuple[str, ...]
-    allow_ops: tuple[str, ...]
-    compiled_folder: str | None
-    verify: "Verify"
-    copy_weights: bool
-    device_memory: str | None
-    max_value_bytes: int | None
-    processes: int | None
-    max_restarts: int
-    trace_file: Path | None
-    overwrite: bool
-    imports: tuple[str, ...]
-    check_example: bool
-    repository: Path | None
-    control_mode: "ControlMode"
-    load_names: tuple[str, ...]
-    poll_seconds: float
-    version_count: int | None
-    host: str
-    http_port: int
-    grpc_port: int
-    tls_certificate: Path | None
-    tls_key: Path | None
-    tls_client_ca: Path | None
-    token_file: Path | None
-    access_log: bool
-    log_level: str
-    threads: int | None
-    as_json: bool
 
 
 def bundle_paths_by_name(bundle_arguments: tuple[str, ...]) -> dict[str, str]:
@@ -81,20 +46,20 @@ def bundle_paths_by_name(bundle_arguments: tuple[str, ...]) -> dict[str, str]:
 class BundleLoading:
     """Loads bundles with the options of `stagepack serve`. Implements `BundleLoader`."""
 
-    def __init__(self, options: ServeOptions, models: "ModelRegistry") -> None:
+    def __init__(self, options: ServeOptions, models: "ServedModels") -> None:
         self._options = options
         self._models = models
-        self._digest = given_digest()
         self._trusted_files = given_trusted_files()
 
     def __call__(self, model_name: str, version: int, path: str, *, unless_digest: str | None) -> "LoadedBundle | None":
         """See `BundleLoader`. None also in a process that torchrun has started to run stages, when the server has ended."""
+        from stagepack_serving.server.loaded_bundle import LoadedBundle  # noqa: PLC0415 - the same
+
         from stagepack_serving.server.generation.embedder import add_embedders  # noqa: PLC0415 - after the arguments are checked
         from stagepack_serving.server.generation.generator import add_generators  # noqa: PLC0415 - after the arguments are checked
-        from stagepack_serving.server.model_registry import LoadedBundle  # noqa: PLC0415 - the same
         from stagepack_serving.server.served_model import ServedModel  # noqa: PLC0415 - the same
 
-        bundle = open_bundle(path, digest=self._digest, require_signature=self._trusted_files)
+        bundle = open_bundle(path, digest=self._options.digest, require_signature=self._trusted_files)
         if bundle.digest == unless_digest:
             return None
         with named_errors(bundle.location), ExitStack() as closing:
@@ -184,16 +149,15 @@ def _load_pipeline(
         pipeline = start_processes(
             bundle,
             options.processes,
-            LoadOptions(
-                devices=options.devices,
-                runtime=runtimes,
-                allow_ops=options.allow_ops,
-                verify=options.verify,
-                copy=options.copy_weights,
-                compiled=options.compiled_folder,
-            ),
-            ProcessOptions(imports=options.imports, max_restarts=options.max_restarts),
-            Limits(value_bytes=options.max_value_bytes, stall_seconds=_STALLED_DEADLINES * deadline),
+            devices=options.devices,
+            runtimes=runtimes,
+            allow_ops=options.allow_ops,
+            imports=options.imports,
+            verify=options.verify,
+            copy=options.copy_weights,
+            compiled_folder=options.compiled_folder,
+            max_restarts=options.max_restarts,
+            limits=Limits(value_bytes=options.max_value_bytes, stall_seconds=_STALLED_DEADLINES * deadline),
         )
         if pipeline is None:
             return None
@@ -213,4 +177,27 @@ def _load_pipeline(
         compiled=options.compiled_folder,
         device_memory=options.device_memory,
         limits=Limits(value_bytes=options.max_value_bytes),
+    )
+
+
+def load_names(options: ServeOptions) -> list[str] | None:
+    """Return the models that are loaded at the start; None for all."""
+    if options.repository is None or options.control_mode != "explicit" or "*" in options.load_names:
+        return None
+    return list(options.load_names)
+
+
+def model_control(bundle_paths: Mapping[str, str], options: ServeOptions, models: "ServedModels") -> "ModelControl":
+    """Return what loads the bundles of the command line."""
+    from stagepack_serving.server.model_repository import FixedBundles, RepositoryFolder  # noqa: PLC0415 - the same
+
+    from stagepack_serving.server.model_control import ModelControl  # noqa: PLC0415 - after the arguments are checked
+
+    return ModelControl(
+        models,
+        FixedBundles(bundle_paths) if options.repository is None else RepositoryFolder(options.repository),
+        BundleLoading(options, models),
+        mode=options.control_mode,
+        version_count=options.version_count,
+        poll_seconds=options.poll_seconds,
     )

@@ -4,28 +4,29 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from stagepack.cli.bundle_facts import each_entry_point, onnx_facts
-from stagepack.cli.command import subcommand
+from stagepack.cli.command import option_object, subcommand
 from stagepack.cli.failures import fail, shown_warnings
 from stagepack.cli.output import finite, format_bytes, print_json, print_line, print_table, progress
-from stagepack.cli.path_options import bundle_argument, open_argument
-from stagepack.cli.run_options import json_option, operator_options, tolerance_options
+from stagepack.cli.shared_flags import ALLOW_OPS, ATOL, IMPORTS, JSON, RTOL, BundleOptions, open_argument, refuse_url
 from stagepack.cli.termination import orderly_termination
 from stagepack.extras import require_extras
 from stagepack.format.reader import Bundle
-from stagepack.remote.url import is_url
 
 if TYPE_CHECKING:
     from stagepack.onnx import AddedOnnx
 
 
+@option_object
+class _Options(BundleOptions):
+    rtol: float | None = RTOL
+    atol: float | None = ATOL
+    allow_ops: tuple[str, ...] = ALLOW_OPS
+    imports: tuple[str, ...] = IMPORTS
+    as_json: bool = JSON
+
+
 @subcommand("onnx", examples=["stagepack onnx net.stagepack"])
-@bundle_argument
-@tolerance_options
-@operator_options
-@json_option
-def command(
-    bundle_path: str, rtol: float | None, atol: float | None, allow_ops: tuple[str, ...], as_json: bool
-) -> None:
+def command(options: _Options) -> None:
     """Add ONNX files to a bundle.
 
     Each stage gets an ONNX model whose initializers point into the weight files of the bundle, so weights are not copied. The model of
@@ -36,12 +37,9 @@ def command(
     A difference is allowed within a tolerance of the type: for float32, 1e-3 of each value plus 1e-4. Beyond it, the stage is computed
     in float64, and a difference up to 8 times that of torch's own answer from float64 is allowed. --rtol and --atol replace all that.
     """
-    if is_url(bundle_path):
-        fail(
-            f"{bundle_path}: ONNX files are written into the bundle: download it first: stagepack pull {bundle_path} -o FOLDER"
-        )
+    refuse_url(options.bundle_path, "ONNX files are written into the bundle")
     require_extras("torch", "onnx", "onnxruntime")
-    bundle = open_argument(bundle_path)
+    bundle = open_argument(options.bundle_path)
     start_time = time.perf_counter()
     with progress("importing torch") as next_step, orderly_termination(), shown_warnings():
         from stagepack.onnx import add_onnx  # noqa: PLC0415 - torch, after the arguments are checked
@@ -50,18 +48,21 @@ def command(
         for selected in each_entry_point(bundle):
             # Each conversion writes the bundle again.
             current = Bundle(bundle.path).select(selected.entry_point.name)
-            stages += conversion_facts(add_onnx(current, allow_ops=allow_ops, rtol=rtol, atol=atol, progress=next_step))
+            conversion = add_onnx(
+                current, allow_ops=options.allow_ops, rtol=options.rtol, atol=options.atol, progress=next_step
+            )
+            stages += conversion_facts(conversion)
     seconds = time.perf_counter() - start_time
-    if as_json:
-        print_json({"bundle": bundle_path, "stages": stages, "seconds": round(seconds, 3)})
+    if options.as_json:
+        print_json({"bundle": options.bundle_path, "stages": stages, "seconds": round(seconds, 3)})
     else:
         print_conversion(stages)
-        print_line(f"wrote {bundle_path} in {seconds:.1f} s")
+        print_line(f"wrote {options.bundle_path} in {seconds:.1f} s")
     if all(stage["torch_only"] for stage in stages):
         edges = (edge for entry_point in bundle.entry_points for edge in entry_point.edges)
         has_bfloat16 = any(edge.dtype == "bfloat16" for edge in edges)
         cure = ": export the model with --dtype float32 or float16" if has_bfloat16 else ""
-        fail(f"{bundle_path}: no stage has an ONNX model that ONNX Runtime can run{cure}")
+        fail(f"{options.bundle_path}: no stage has an ONNX model that ONNX Runtime can run{cure}")
 
 
 def conversion_facts(conversion: "AddedOnnx") -> list[dict[str, Any]]:

@@ -2,19 +2,16 @@
 
 import contextlib
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
 from stagepack.capture.model_folders import check_source_path
-from stagepack.cli.bundle_facts import assumption_lines, cost_facts, cut_facts
-from stagepack.cli.command import subcommand
-from stagepack.cli.cut_option_flags import cut_option_flags
-from stagepack.cli.example_flags import example_flags
+from stagepack.cli.command import argument, either, flag, is_bundle, option_object, subcommand
+from stagepack.cli.cost_facts import assumption_lines, bundle_cut_facts, cost_facts, cut_facts, memory_text
 from stagepack.cli.failures import fail, shown_warnings
 from stagepack.cli.output import (
     count_of,
@@ -26,41 +23,40 @@ from stagepack.cli.output import (
     print_table,
     progress,
 )
-from stagepack.cli.path_options import PathType, digest_option, is_bundle, open_argument
-from stagepack.cli.run_options import dtype_option
+from stagepack.cli.shared_flags import DIGEST, DTYPE, OVERWRITE, CutFlags, Dtype, ExampleFlags, open_argument
 from stagepack.cli.stage_diagram import graphviz_lines, mermaid_lines
 from stagepack.format.graph import Graph
-from stagepack.format.manifest import Edge, Plan
+from stagepack.format.manifest import Plan
 from stagepack.format.output_file import check_output_file
-from stagepack.format.reader import Bundle
 from stagepack.format.shapes import Symbol
-from stagepack.format.tree import value_names
 from stagepack.partition.operator_costs import estimated_operators
 
 if TYPE_CHECKING:
-    from stagepack.capture.stated_inputs import ExampleArguments
     from stagepack.partition.cut_options import CutOptions
     from stagepack.partition.partitioner import Partition
 
 
-class _PlannedCut(NamedTuple):
-    """A cut as it is shown.
+@option_object
+class _ShownCutFlags(CutFlags):
+    shows_times = True
 
-    Attributes:
-        plan: the stages with their times.
-        edges: the edges between the stages.
-        symbols: the symbols of the model.
-        graphs: the graphs of the stages.
-        result_names: the names of the values that the model returns.
-        profile: facts about the profile that the times are of, if there is one.
-    """
 
-    plan: Plan
-    edges: tuple[Edge, ...]
-    symbols: tuple[Symbol, ...]
-    graphs: list[Graph]
-    result_names: Collection[str]
-    profile: dict[str, Any] | None
+@option_object
+class _Options:
+    source: str = argument("SOURCE|BUNDLE")
+    digest: str | None = DIGEST
+    example: ExampleFlags
+    dtype: Dtype | None = DTYPE
+    cut: _ShownCutFlags
+    out: Path | None = flag(
+        "-o, --out FILE", "Write the plan as JSON, to edit and pass to --plan.", default_text="not written"
+    )
+    overwrite: bool = OVERWRITE
+    output_format: Literal["dot", "mermaid", "json"] | None = either(
+        flag("--dot", "Print the graph of the stages in the DOT language of Graphviz.", flag_value="dot"),
+        flag("--mermaid", "Print the graph of the stages as a Mermaid flowchart.", flag_value="mermaid"),
+        flag("--json", "Print JSON instead of text.", flag_value="json"),
+    )
 
 
 @subcommand(
@@ -74,36 +70,7 @@ class _PlannedCut(NamedTuple):
         "stagepack plan net.stagepack --dot | dot -Tsvg > stages.svg",
     ],
 )
-@click.argument("source", metavar="SOURCE|BUNDLE")
-@digest_option
-@example_flags
-@dtype_option
-@partial(cut_option_flags, shows_times=True)
-@click.option(
-    "-o",
-    "--out",
-    type=PathType(Path),
-    metavar="FILE",
-    show_default="not written",
-    help="Write the plan as JSON, to edit and pass to --plan.",
-)
-@click.option("--overwrite", is_flag=True, help="Replace an existing file.")
-@click.option(
-    "--dot", "output_format", flag_value="dot", help="Print the graph of the stages in the DOT language of Graphviz."
-)
-@click.option(
-    "--mermaid", "output_format", flag_value="mermaid", help="Print the graph of the stages as a Mermaid flowchart."
-)
-@click.option("--json", "output_format", flag_value="json", help="Print JSON instead of text.")
-def command(
-    source: str,
-    make_cut_options: "Callable[[], CutOptions] | None",
-    make_example: "Callable[[], ExampleArguments] | None",
-    dtype: str | None,
-    out: Path | None,
-    overwrite: bool,
-    output_format: str | None,
-) -> None:
+def command(options: _Options) -> None:
     """Show how a model or a bundle would be cut.
 
     SOURCE is a model, as for 'stagepack export', whose code runs. A BUNDLE needs no torch; without a cut option, its own cut is shown.
@@ -111,93 +78,82 @@ def command(
     For each stage, the table shows its weights, memory, compute, the bytes that it receives, and its time. Memory, received bytes and
     time are estimates for one call with inputs of the example's sizes; with --profile, the time is that of a device, or measured.
     """
+    source, out = options.source, options.out
     if out is not None:
-        check_output_file(out, overwrite=overwrite)
-    if is_bundle(source):
-        if make_example is not None or dtype is not None:
-            raise click.UsageError(
-                "--inputs, --input, --dynamic and --dtype are for a SOURCE: a bundle contains its example inputs and weights"
-            )
-        with shown_warnings():
-            planned = _plan_bundle(open_argument(source), make_cut_options)
-    else:
-        check_source_path(source)
-        with shown_warnings():
-            planned = _plan_source(source, make_cut_options, make_example, dtype)
+        check_output_file(out, overwrite=options.overwrite)
+    if is_bundle(source) and (options.example.is_used or options.dtype is not None):
+        raise click.UsageError(
+            "--inputs, --input, --dynamic and --dtype are for a SOURCE: a bundle contains its example inputs and weights"
+        )
+    with shown_warnings():
+        plan, facts = _plan_bundle(options) if is_bundle(source) else _plan_source(options)
     if out is not None:
         from stagepack.partition.cut_options import write_plan  # noqa: PLC0415 - only this option needs it
 
-        write_plan(planned.plan, out)
-    facts = cut_facts(
-        planned.plan,
-        planned.edges,
-        planned.symbols,
-        node_counts=[len(graph.nodes) for graph in planned.graphs],
-        result_names=planned.result_names,
-    ) | {
-        "estimated_operators": estimated_operators(planned.graphs),
-        "profile": planned.profile,
-    }
-    match output_format:
+        write_plan(plan, out)
+    match options.output_format:
         case "json":
             print_json(facts)
         case None:
             _print_plan(facts)
-        case _:
-            for line in graphviz_lines(facts) if output_format == "dot" else mermaid_lines(facts):
+        case diagram:
+            for line in graphviz_lines(facts) if diagram == "dot" else mermaid_lines(facts):
                 print_line(line)
 
 
-def _plan_bundle(bundle: Bundle, make_cut_options: "Callable[[], CutOptions] | None") -> _PlannedCut:
+def _plan_bundle(options: _Options) -> tuple[Plan, dict[str, Any]]:
+    """Return the plan of a bundle, cut again if there is a cut option, and the facts of its cut."""
+    bundle = open_argument(options.source)
     own_plan = bundle.entry_point.plan
-    if make_cut_options is None:
+    if not options.cut.is_used:
         if own_plan is None:
             fail(f"{bundle.location}: the bundle contains no plan: pass a cut option, such as --stages 4")
         graphs = [bundle.graph(stage_number) for stage_number in range(len(bundle.stages))]
-        result_names = set(value_names(bundle.entry_point.signature.result))
-        return _PlannedCut(own_plan, bundle.edges, bundle.entry_point.symbols, graphs, result_names, None)
+        return own_plan, bundle_cut_facts(bundle, own_plan) | _graph_facts(graphs, None)
     from stagepack.recutter import plan_bundle  # noqa: PLC0415 - numpy, only to make a new plan
 
-    cut_options = make_cut_options()
+    cut_options = options.cut.cut_options()
     if cut_options.profile is not None and not cut_options.has_way and own_plan is not None:
         cut_options = replace(cut_options, plan=own_plan)
-    return _planned_cut(plan_bundle(bundle, cut_options), bundle.entry_point.symbols, cut_options)
+    return _new_plan(plan_bundle(bundle, cut_options), bundle.entry_point.symbols, cut_options)
 
 
-def _plan_source(
-    source: str,
-    make_cut_options: "Callable[[], CutOptions] | None",
-    make_example: "Callable[[], ExampleArguments] | None",
-    dtype: str | None,
-) -> _PlannedCut:
+def _plan_source(options: _Options) -> tuple[Plan, dict[str, Any]]:
+    """Return the plan of a model, and the facts of its cut."""
+    source = options.source
+    check_source_path(source)
     # The output of the model's own code goes to standard error: standard output is for our facts alone.
     with progress("importing torch") as next_step, contextlib.redirect_stdout(sys.stderr):
-        from stagepack.capture.source import NO_EXAMPLE, capture_source_argument  # noqa: PLC0415 - torch, slow to import
+        from stagepack.capture.source import capture_source_argument  # noqa: PLC0415 - torch, slow to import
         from stagepack.exporter import plan_capture  # noqa: PLC0415 - the same
-        from stagepack.partition.cut_options import CutOptions  # noqa: PLC0415 - the same
 
-        cut_options = CutOptions() if make_cut_options is None else make_cut_options()
+        cut_options = options.cut.cut_options()
         next_step("capturing the model")
-        example = NO_EXAMPLE if make_example is None else make_example()
-        captures = capture_source_argument(source, example, dtype=dtype)
+        captures = capture_source_argument(source, options.example.example_arguments(), dtype=options.dtype)
         if len(captures) > 1:
             fail(f"{source}: expected one entry point, found {', '.join(captures)}: export it, and plan the bundle")
         next_step("planning")
         (capture,) = captures.values()
         partition, symbols = plan_capture(capture, cut_options)
-    return _planned_cut(partition, symbols, cut_options)
+    return _new_plan(partition, symbols, cut_options)
 
 
-def _planned_cut(partition: "Partition", symbols: tuple[Symbol, ...], cut_options: "CutOptions") -> _PlannedCut:
+def _new_plan(
+    partition: "Partition", symbols: tuple[Symbol, ...], cut_options: "CutOptions"
+) -> tuple[Plan, dict[str, Any]]:
     graphs = [stage.graph for stage in partition.cut.stages]
-    return _PlannedCut(
+    facts = cut_facts(
         partition.profiled_plan,
         partition.cut.edges,
         symbols,
-        graphs,
-        set(partition.cut.outputs),
-        cost_facts(cut_options, partition),
+        node_counts=[len(graph.nodes) for graph in graphs],
+        result_names=set(partition.cut.outputs),
     )
+    return partition.profiled_plan, facts | _graph_facts(graphs, cost_facts(cut_options, partition))
+
+
+def _graph_facts(graphs: Sequence[Graph], profile_facts: dict[str, Any] | None) -> dict[str, Any]:
+    return {"estimated_operators": estimated_operators(graphs), "profile": profile_facts}
 
 
 def _print_plan(facts: dict[str, Any]) -> None:
@@ -206,7 +162,7 @@ def _print_plan(facts: dict[str, Any]) -> None:
             str(stage["stage"]),
             str(stage["nodes"]),
             format_bytes(stage["weight_bytes"]),
-            format_bytes(stage["memory"]) + _of_limit(stage["memory_limit"]),
+            memory_text(stage),
             format_flops(stage["flops"]),
             format_bytes(stage["received"]),
             format_time(stage["picoseconds"]),
@@ -243,7 +199,3 @@ def _print_plan(facts: dict[str, Any]) -> None:
             for operator, node_count in facts["estimated_operators"].items()
         )
         print_line(f"operators without a cost formula, estimated from shapes: {operators}")
-
-
-def _of_limit(limit: int | None) -> str:
-    return "" if limit is None else f" of {format_bytes(limit)}"

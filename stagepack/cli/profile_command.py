@@ -2,17 +2,17 @@
 
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from stagepack.cli.bundle_facts import each_entry_point, link_text, machine_text, profile_facts
-from stagepack.cli.command import subcommand
+from stagepack.cli.bundle_facts import each_entry_point
+from stagepack.cli.command import flag, option_object, subcommand
+from stagepack.cli.cost_facts import link_text, machine_text, profile_facts
 from stagepack.cli.output import count_of, format_time, print_json, print_line, print_table, progress
-from stagepack.cli.path_options import PathType, bundle_argument, open_argument
-from stagepack.cli.run_options import device_option, json_option, operator_options
+from stagepack.cli.run_options import DEVICES, INPUTS_FILE
+from stagepack.cli.shared_flags import ALLOW_OPS, IMPORTS, JSON, OVERWRITE, BundleOptions, open_argument
 from stagepack.format.output_file import check_output_file
 from stagepack.format.reader import Bundle
 from stagepack_loaders.registry import TORCH_RUNTIME, import_runtime
@@ -27,17 +27,24 @@ _SHOWN_OPERATORS = 8
 _PICOSECONDS = 1e12  # in a second
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Flags:
-    """The options of the command; their help has what they mean."""
-
-    devices: tuple[str, ...]
-    inputs_file: Path | None
-    runs: int
-    measures_links: bool
-    allow_ops: tuple[str, ...]
-    overwrite: bool
-    as_json: bool
+@option_object
+class _Options(BundleOptions):
+    out: Path = flag("-o, --out FILE", "JSON file to write.", required=True)
+    devices: tuple[str, ...] = DEVICES
+    inputs_file: Path | None = INPUTS_FILE
+    runs: int = flag(
+        "--runs N",
+        "How many runs of each stage are measured, after some that do not count.",
+        type=click.IntRange(1, _MOST_RUNS),
+        default=_DEFAULT_RUNS,
+    )
+    measures_links: bool = flag(
+        "--links", "Also measure how long values take between two processes of this machine, in the place of estimates."
+    )
+    allow_ops: tuple[str, ...] = ALLOW_OPS
+    imports: tuple[str, ...] = IMPORTS
+    overwrite: bool = OVERWRITE
+    as_json: bool = JSON
 
 
 @subcommand(
@@ -48,35 +55,7 @@ class _Flags:
         "stagepack plan net.stagepack --stages 4 --profile times.json",
     ],
 )
-@bundle_argument
-@click.option("-o", "--out", required=True, type=PathType(Path), metavar="FILE", help="JSON file to write.")
-@device_option
-@click.option(
-    "--inputs",
-    "inputs_file",
-    type=PathType(Path),
-    metavar="FILE",
-    show_default="the example of the bundle",
-    help="Run these inputs: a safetensors file with a tensor for each input edge, under its name.",
-)
-@click.option(
-    "--runs",
-    type=click.IntRange(1, _MOST_RUNS),
-    metavar="N",
-    default=_DEFAULT_RUNS,
-    show_default=True,
-    help="How many runs of each stage are measured, after some that do not count.",
-)
-@click.option(
-    "--links",
-    "measures_links",
-    is_flag=True,
-    help="Also measure how long values take between two processes of this machine, in the place of estimates.",
-)
-@operator_options
-@click.option("--overwrite", is_flag=True, help="Replace an existing file.")
-@json_option
-def command(bundle_path: str, out: Path, **arguments: Any) -> None:
+def command(options: _Options) -> None:
     """Measure how long the operators of a bundle take.
 
     Each stage runs in PyTorch, several times as a whole and several times with each operator measured; the medians are written. The times
@@ -84,15 +63,14 @@ def command(bundle_path: str, out: Path, **arguments: Any) -> None:
     number of stages. One stage after another is loaded, so that only one must fit into the memory of its device. Of a bundle with several
     entry points, each has a file of its own, such as times.encode.json.
     """
-    flags = _Flags(**arguments)
-    bundle = open_argument(bundle_path)
+    bundle, out = open_argument(options.bundle_path), options.out
     entry_points = each_entry_point(bundle)
     files = [
         out if len(entry_points) == 1 else _file_of_entry_point(out, selected.entry_point.name)
         for selected in entry_points
     ]
     for file in files:
-        check_output_file(file, overwrite=flags.overwrite)
+        check_output_file(file, overwrite=options.overwrite)
     profiles = []
     with progress("importing torch") as next_step:
         import_runtime(TORCH_RUNTIME)
@@ -102,17 +80,17 @@ def command(bundle_path: str, out: Path, **arguments: Any) -> None:
         for selected, file in zip(entry_points, files, strict=True):
             measurement = measure_bundle(
                 selected,
-                flags.devices,
-                inputs_file=flags.inputs_file,
-                allow_ops=flags.allow_ops,
-                runs=flags.runs,
+                options.devices,
+                inputs_file=options.inputs_file,
+                allow_ops=options.allow_ops,
+                runs=options.runs,
                 progress=next_step,
             )
-            link = _measure_link(next_step) if flags.measures_links else None
-            profiles.append(make_profile(selected, measurement, flags.runs, link))
+            link = _measure_link(next_step) if options.measures_links else None
+            profiles.append(make_profile(selected, measurement, options.runs, link))
             write_profile(profiles[-1], file)
     facts = [_facts(profile, file) for profile, file in zip(profiles, files, strict=True)]
-    if flags.as_json:
+    if options.as_json:
         named = [
             {"entry_point": selected.entry_point.name} | fact
             for selected, fact in zip(entry_points, facts, strict=True)

@@ -1,23 +1,24 @@
 """`stagepack recut`."""
 
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import click
 
 from stagepack.cli.bundle_facts import bundle_facts, print_written
-from stagepack.cli.command import subcommand
-from stagepack.cli.cut_option_flags import cut_option_flags
+from stagepack.cli.command import flag, option_object, subcommand
 from stagepack.cli.failures import shown_warnings
 from stagepack.cli.output import print_json, print_line, progress
-from stagepack.cli.path_options import PathType, bundle_argument, open_argument
-from stagepack.cli.run_options import json_option
+from stagepack.cli.shared_flags import JSON, OUT_BUNDLE, BundleOptions, CutFlags, open_argument
 from stagepack.cli.termination import orderly_termination
 from stagepack.format.writer import check_output_path
 
-if TYPE_CHECKING:
-    from stagepack.partition.cut_options import CutOptions
+
+@option_object
+class _Options(BundleOptions):
+    out: str = OUT_BUNDLE
+    cut: CutFlags
+    overwrite: bool = flag("--overwrite", "Replace an existing bundle, which may be BUNDLE itself.")
+    as_json: bool = JSON
 
 
 @subcommand(
@@ -27,38 +28,29 @@ if TYPE_CHECKING:
         "stagepack recut net.stagepack --plan plan.json -o new.stagepack",
     ],
 )
-@bundle_argument
-@click.option("-o", "--out", required=True, type=PathType(), metavar="FOLDER", help="Bundle to write.")
-@cut_option_flags
-@click.option("--overwrite", is_flag=True, help="Replace an existing bundle, which may be BUNDLE itself.")
-@json_option
-def command(
-    bundle_path: str,
-    out: str,
-    make_cut_options: "Callable[[], CutOptions] | None",
-    overwrite: bool,
-    as_json: bool,
-) -> None:
+def command(options: _Options) -> None:
     """Write a bundle with another cut.
 
     The new bundle has the same bytes as an export of the model with this cut, without ONNX files. One of --stages, --split-at and
     --plan is required. Needs no torch.
     """
-    if make_cut_options is None:
+    if not options.cut.is_used:
         raise click.UsageError("Missing a cut option: pass --stages, --split-at or --plan")
-    check_output_path(out, overwrite=overwrite)
+    check_output_path(options.out, overwrite=options.overwrite)
     start_time = time.perf_counter()
     with progress("recutting the bundle"), orderly_termination(), shown_warnings():
         from stagepack.recutter import recut_with_options  # noqa: PLC0415 - numpy, after the arguments are checked
 
-        old_bundle = open_argument(bundle_path)
-        new_bundle = recut_with_options(old_bundle, out=out, cut_options=make_cut_options(), overwrite=overwrite)
+        old_bundle = open_argument(options.bundle_path)
+        new_bundle = recut_with_options(
+            old_bundle, out=options.out, cut_options=options.cut.cut_options(), overwrite=options.overwrite
+        )
     seconds = time.perf_counter() - start_time
-    if as_json:
+    if options.as_json:
         print_json(bundle_facts(new_bundle) | {"seconds": round(seconds, 3)})
         return
-    print_written(new_bundle, out, seconds)
+    print_written(new_bundle, options.out, seconds)
     if any(stage.onnx for stage in old_bundle.stages):
         print_line(
-            f"ONNX files were not copied, as they belong to the old stages; add new ones with: stagepack onnx {out}"
+            f"ONNX files were not copied, as they belong to the old stages; add new ones with: stagepack onnx {options.out}"
         )

@@ -1,50 +1,87 @@
 """`stagepack triton`."""
 
-import functools
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Literal
 
 import click
 
-from stagepack.cli.command import subcommand
+from stagepack.cli.command import PathType, flag, option_object, subcommand
 from stagepack.cli.output import print_json, print_line, progress
-from stagepack.cli.path_options import PathType, bundle_argument, check_output_folder, open_argument
-from stagepack.cli.run_options import (
-    RuntimeName,
-    batching_text,
+from stagepack.cli.run_options import DEVICES, RuntimeName, batching_text
+from stagepack.cli.shared_flags import (
+    ALLOW_OPS,
+    IMPORTS,
+    JSON,
+    Amount,
+    BundleOptions,
+    Count,
+    check_output_folder,
     default_model_name,
-    device_option,
-    json_option,
-    limit_option,
-    operator_options,
+    limit_flag,
+    open_argument,
 )
 from stagepack.extras import explain_missing_packages
 from stagepack.format.reader import Bundle
 from stagepack_loaders.registry import TORCH_RUNTIME
+from stagepack_serving.server.limits import ServerLimits
 
 if TYPE_CHECKING:
     from stagepack_serving.triton.options import RepositoryOptions
 
+_DEFAULT_LIMITS = ServerLimits()
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Options:
-    """The options of the command line, named as they are declared below."""
 
-    out: str
-    model_name: str | None
-    devices: tuple[str, ...]
-    runtime: Any
-    backend: Any
-    allow_ops: tuple[str, ...]
-    imports: tuple[str, ...]
-    max_batch_size: int
-    batching_delay: float
-    max_sequences: int
-    sequence_idle: float
-    no_check: bool
-    copy: bool
-    overwrite: bool
-    as_json: bool
+@option_object
+class _Options(BundleOptions):
+    out: str = flag(
+        "-o, --out FOLDER",
+        "Model repository to write into; it may contain other models.",
+        required=True,
+        type=PathType(),
+    )
+    model_name: str | None = flag(
+        "--name NAME",
+        "Name by which clients call the model.",
+        default_text="name of the bundle's folder without .stagepack",
+    )
+    devices: tuple[str, ...] = DEVICES
+    runtime: str = flag("--runtime", "Runtime that executes the stages.", type=RuntimeName(), default=TORCH_RUNTIME)
+    backend: Literal["python", "onnxruntime"] | None = flag(
+        "--backend",
+        "Triton backend that runs the stages.",
+        default_text="the one named like the runtime, otherwise python",
+    )
+    allow_ops: tuple[str, ...] = ALLOW_OPS
+    imports: tuple[str, ...] = IMPORTS
+    max_batch_size: int = limit_flag(
+        "--max-batch N",
+        "Largest batch size that requests to a model are combined into; 1 runs each request alone.",
+        Count(),
+        _DEFAULT_LIMITS.max_batch_size,
+    )
+    batching_delay: float = limit_flag(
+        "--max-delay-ms MS",
+        "Batching delay: how long a request waits for others to join its batch, in milliseconds.",
+        Amount(maximum=60_000, unit=1e-3),
+        _DEFAULT_LIMITS.batching_delay,
+    )
+    max_sequences: int = limit_flag(
+        "--max-sequences N",
+        "Largest number of sequences whose state a stage keeps.",
+        Count(),
+        _DEFAULT_LIMITS.max_sequences,
+    )
+    sequence_idle: float = limit_flag(
+        "--sequence-idle-s SECONDS",
+        "Idle time after which a sequence is evicted, in seconds.",
+        Amount(),
+        _DEFAULT_LIMITS.sequence_idle,
+    )
+    no_check: bool = flag(
+        "--no-check", "Do not run the example to check that the rows of a batch do not affect each other."
+    )
+    copy: bool = flag("--copy", "Copy the files of the bundle instead of hard-linking them.")
+    overwrite: bool = flag("--overwrite", "Replace the existing ensemble of the same name and its parts.")
+    as_json: bool = JSON
 
 
 @subcommand(
@@ -56,89 +93,21 @@ class _Options:
         "tritonserver --model-repository=models",
     ],
 )
-@bundle_argument
-@click.option(
-    "-o",
-    "--out",
-    required=True,
-    type=PathType(),
-    metavar="FOLDER",
-    help="Model repository to write into; it may contain other models.",
-)
-@click.option(
-    "--name",
-    "model_name",
-    metavar="NAME",
-    show_default="name of the bundle's folder without .stagepack",
-    help="Name by which clients call the model.",
-)
-@device_option
-@click.option(
-    "--runtime",
-    type=RuntimeName(),
-    default=TORCH_RUNTIME,
-    show_default=True,
-    help="Runtime that executes the stages.",
-)
-@click.option(
-    "--backend",
-    type=click.Choice(["python", "onnxruntime"]),
-    show_default="the one named like the runtime, otherwise python",
-    help="Triton backend that runs the stages.",
-)
-@functools.partial(operator_options, pass_imports=True)
-@limit_option(
-    "--max-batch",
-    "max_batch_size",
-    minimum=1,
-    metavar="N",
-    description="Largest batch size that requests to a model are combined into; 1 runs each request alone.",
-)
-@limit_option(
-    "--max-delay-ms",
-    "batching_delay",
-    unit=1e-3,
-    maximum=60_000,
-    metavar="MS",
-    description="Batching delay: how long a request waits for others to join its batch, in milliseconds.",
-)
-@limit_option(
-    "--max-sequences",
-    "max_sequences",
-    minimum=1,
-    metavar="N",
-    description="Largest number of sequences whose state a stage keeps.",
-)
-@limit_option(
-    "--sequence-idle-s",
-    "sequence_idle",
-    metavar="SECONDS",
-    description="Idle time after which a sequence is evicted, in seconds.",
-)
-@click.option(
-    "--no-check",
-    is_flag=True,
-    help="Do not run the example to check that the rows of a batch do not affect each other.",
-)
-@click.option("--copy", is_flag=True, help="Copy the files of the bundle instead of hard-linking them.")
-@click.option("--overwrite", is_flag=True, help="Replace the existing ensemble of the same name and its parts.")
-@json_option
-def command(bundle_path: str, **arguments: Any) -> None:
+def command(options: _Options) -> None:
     """Write a bundle into a Triton model repository.
 
     Each stage becomes a model, and an ensemble connects them; clients call the ensemble. Triton's python backend needs stagepack and the
     runtime in the Python environment of the server. Its onnxruntime backend needs neither, and requires ONNX files in the bundle.
     """
-    options = _Options(**arguments)
     if options.backend not in (None, "python", options.runtime):
         raise click.UsageError(f"--backend {options.backend} requires --runtime {options.backend}")
-    bundle = open_argument(bundle_path, "triton", options.runtime)
+    bundle = open_argument(options.bundle_path, "triton", options.runtime)
     check_output_folder(options.out)
     with explain_missing_packages("triton"):
         from stagepack_serving.triton.repository import write_repository  # noqa: PLC0415 - after the arguments are checked
 
     max_batch, reason_without = _largest_batch(bundle, options)
-    repository_options = _repository_options(bundle_path, options, max_batch)
+    repository_options = _repository_options(options, max_batch)
     models = write_repository(bundle, options.out, repository_options, overwrite=options.overwrite)
     if options.as_json:
         facts = {"repository": options.out, "models": models, "batch": max_batch, "alone": reason_without or None}
@@ -163,11 +132,11 @@ def _largest_batch(bundle: Bundle, options: _Options) -> tuple[int, str]:
         return batch_limit(bundle, bundle.edges, options.max_batch_size, pipeline)
 
 
-def _repository_options(bundle_path: str, options: _Options, max_batch: int) -> "RepositoryOptions":
+def _repository_options(options: _Options, max_batch: int) -> "RepositoryOptions":
     from stagepack_serving.triton.options import BACKENDS, RepositoryOptions  # noqa: PLC0415 - after the arguments are checked
 
     return RepositoryOptions(
-        model_name=options.model_name or default_model_name(bundle_path),
+        model_name=options.model_name or default_model_name(options.bundle_path),
         devices=options.devices,
         runtime=options.runtime,
         backend=options.backend or (options.runtime if options.runtime in BACKENDS else "python"),

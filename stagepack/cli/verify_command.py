@@ -1,46 +1,44 @@
 """`stagepack verify`."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
 from stagepack.cli.bundle_facts import each_entry_point
-from stagepack.cli.command import subcommand
-from stagepack.cli.failures import fail
+from stagepack.cli.command import PathType, flag, option_object, subcommand
+from stagepack.cli.failures import Failure, fail
 from stagepack.cli.output import byte_progress, finite, print_json, print_line, progress
-from stagepack.cli.path_options import PathType, bundle_argument, open_argument
-from stagepack.cli.run_options import (
-    json_option,
-    operator_options,
-    replay,
-    runtime_option,
-    tolerance_options,
-)
+from stagepack.cli.run_options import RUNTIMES, runtime_of_each_stage
+from stagepack.cli.shared_flags import ALLOW_OPS, ATOL, IMPORTS, JSON, RTOL, BundleOptions, open_argument
 from stagepack.errors import FormatError, SignatureError
 from stagepack.format.reader import Bundle
 from stagepack.format.rules import format_names
 from stagepack.opening import verify_bundle
 from stagepack_loaders.comparison import Difference, combine_differences
+from stagepack_loaders.registry import import_runtime
 
 if TYPE_CHECKING:
     from stagepack.signing.verification import VerifiedSignature
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Flags:
-    """The options of the command; their help has what they mean."""
-
-    with_run: bool
-    trusted_files: tuple[str, ...]
-    older_names: tuple[str, ...]
-    strict: bool
-    runtimes: tuple[str, ...]
-    rtol: float | None
-    atol: float | None
-    allow_ops: tuple[str, ...]
-    as_json: bool
+@option_object
+class _Options(BundleOptions):
+    with_run: bool = flag("--run", "Also load the bundle and replay its example.")
+    signers: tuple[str, ...] = flag(
+        "--require-signature PEM",
+        "Refuse a bundle that is not signed by a trusted signer: PEM is a file with its public key, or with certificates of authorities. "
+        "Repeatable: one of them must verify the signature.",
+        default_text="signatures are not verified",
+        type=PathType(),
+    )
+    older_names: tuple[str, ...] = flag("--key, --certificate", "", type=PathType(), hidden=True)
+    strict: bool = flag("--strict", "Also refuse files that the manifest does not list, such as README.md.")
+    runtimes: tuple[str, ...] = RUNTIMES
+    rtol: float | None = RTOL
+    atol: float | None = ATOL
+    allow_ops: tuple[str, ...] = ALLOW_OPS
+    imports: tuple[str, ...] = IMPORTS
+    as_json: bool = JSON
 
 
 @subcommand(
@@ -51,26 +49,7 @@ class _Flags:
         "stagepack verify net.stagepack --require-signature signer.pub",
     ],
 )
-@bundle_argument
-@click.option("--run", "with_run", is_flag=True, help="Also load the bundle and replay its example.")
-@click.option(
-    "--require-signature",
-    "trusted_files",
-    multiple=True,
-    type=PathType(),
-    metavar="PEM",
-    show_default="signatures are not verified",
-    help="Refuse a bundle that is not signed by a trusted signer: PEM is a file with its public key, or with certificates of authorities. "
-    "Repeatable: one of them must verify the signature.",
-)
-@click.option("--key", "--certificate", "older_names", multiple=True, type=PathType(), hidden=True)
-@click.option("--strict", is_flag=True, help="Also refuse files that the manifest does not list, such as README.md.")
-@runtime_option
-@tolerance_options
-@operator_options
-@json_option
-@click.pass_context
-def command(context: click.Context, /, bundle_path: str, **arguments: Any) -> None:
+def command(options: _Options) -> None:
     """Check a bundle against its digests and the format rules.
 
     Every file must have the digest that the manifest lists, and every graph must follow the rules of the format. Needs no torch
@@ -83,22 +62,23 @@ def command(context: click.Context, /, bundle_path: str, **arguments: Any) -> No
 
     With --require-signature, the bundle must be signed by a trusted signer ('stagepack sign' or 'model_signing sign').
     """
-    flags = _Flags(**arguments)
-    if context.get_parameter_source("runtimes") is not click.core.ParameterSource.DEFAULT and not flags.with_run:
+    runtime_source = click.get_current_context().get_parameter_source("runtimes")
+    if runtime_source is not click.core.ParameterSource.DEFAULT and not options.with_run:
         raise click.UsageError("--runtime requires --run")
-    if (flags.rtol, flags.atol) != (None, None) and not flags.with_run:
+    if (options.rtol, options.atol) != (None, None) and not options.with_run:
         raise click.UsageError("--rtol and --atol require --run")
+    bundle_path = options.bundle_path
     facts: dict[str, Any] = {"bundle": bundle_path, "ok": True, "problems": []}
-    bundle, signature = _verified_bundle(
-        bundle_path, [*flags.trusted_files, *flags.older_names], facts if flags.as_json else None, strict=flags.strict
-    )
+    bundle, signature = _verified_bundle(options, facts)
     unlisted_files = bundle.unlisted_files()
     difference: float | None = None
     is_within = True
-    if flags.with_run:
+    if options.with_run:
         with progress("replaying the example"):
-            difference, is_within = _replay_examples(bundle, flags.runtimes, flags.allow_ops, flags.rtol, flags.atol)
-    if flags.as_json:
+            difference, is_within = combine_differences(
+                _replay(selected, options) for selected in each_entry_point(bundle)
+            )
+    if options.as_json:
         facts |= {"ok": is_within, "digest": bundle.digest, "files": len(bundle.files) + 1, "unlisted": unlisted_files}
         if signature is not None:
             facts["signature"] = {"trusted_file": signature.trusted_file, "subject": signature.subject}
@@ -119,20 +99,17 @@ def command(context: click.Context, /, bundle_path: str, **arguments: Any) -> No
         _refuse_results(bundle_path, difference)
 
 
-def _replay_examples(
-    bundle: Bundle, runtimes: tuple[str, ...], allow_ops: tuple[str, ...], rtol: float | None, atol: float | None
-) -> Difference:
-    """Replay the example of each entry point."""
-    return combine_differences(
-        replay(
-            selected,
-            runtimes=runtimes,
-            allow_ops=allow_ops,
-            rtol=rtol,
-            atol=atol,
-        )
-        for selected in each_entry_point(bundle)
-    )
+def _replay(bundle: Bundle, options: _Options) -> Difference:
+    """Load a bundle whose digests are verified already, and run its example."""
+    runtimes = runtime_of_each_stage(options.runtimes, bundle)
+    for runtime in dict.fromkeys(runtimes):
+        import_runtime(runtime)  # before all else, so that a missing package is that of the runtime
+    from stagepack_loaders.comparison import Tolerance  # noqa: PLC0415 - after the arguments are checked
+    from stagepack_loaders.example import replay_example  # noqa: PLC0415 - the same
+    from stagepack_loaders.load import load  # noqa: PLC0415 - the same
+
+    pipeline = load(bundle, runtime=runtimes, allow_ops=options.allow_ops, verify="manifest")
+    return replay_example(pipeline, bundle, Tolerance(options.rtol, options.atol))
 
 
 def _refuse_results(bundle_path: str, difference: float) -> NoReturn:
@@ -145,23 +122,24 @@ def _refuse_results(bundle_path: str, difference: float) -> NoReturn:
     )
 
 
-def _verified_bundle(
-    bundle_path: str, trusted_files: Sequence[str], json_facts: dict[str, Any] | None, *, strict: bool
-) -> "tuple[Bundle, VerifiedSignature | None]":
-    """Open a bundle and verify it; `json_facts` are printed with the problems if there are any."""
+def _verified_bundle(options: _Options, facts: dict[str, Any]) -> "tuple[Bundle, VerifiedSignature | None]":
+    """Open a bundle and verify it; with `--json`, `facts` are printed with the problems if there are any."""
     try:
-        bundle = open_argument(bundle_path)
+        bundle = open_argument(options.bundle_path)
         with byte_progress("verifying the bundle", sum(file.size for file in bundle.manifest.files)) as count_bytes:
-            signers = trusted_files or None
-            return bundle, verify_bundle(bundle, require_signature=signers, strict=strict, progress=count_bytes)
+            signers = [*options.signers, *options.older_names] or None
+            signature = verify_bundle(bundle, require_signature=signers, strict=options.strict, progress=count_bytes)
     except FormatError as error:
-        if json_facts is not None:
-            problems = [
-                {"rule": problem.rule, "where": problem.where, "message": problem.message} for problem in error.problems
-            ]
-            print_json(json_facts | {"ok": False, "problems": problems})
-        fail(str(error))
+        problems = [
+            {"rule": problem.rule, "where": problem.where, "message": problem.message} for problem in error.problems
+        ]
+        refusal: dict[str, Any] = {"problems": problems}
+        message = str(error)
     except SignatureError as error:
-        if json_facts is not None:
-            print_json(json_facts | {"ok": False, "signature": {"reason": error.reason, "message": str(error)}})
-        fail(str(error))
+        message = str(error)
+        refusal = {"signature": {"reason": error.reason, "message": message}}
+    else:
+        return bundle, signature
+    if options.as_json:
+        print_json(facts | {"ok": False} | refusal)
+    raise Failure(message)

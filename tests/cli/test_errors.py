@@ -221,7 +221,7 @@ def test_unexpected_errors_are_one_line_too(error: Exception, says: str, monkeyp
     def raise_error(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr("stagepack.cli.path_options.open_bundle", raise_error)
+    monkeypatch.setattr("stagepack.cli.shared_flags.open_bundle", raise_error)
     result = CliRunner().invoke(main, ["inspect", "x"])
     assert result.exit_code == 1
     assert result.stderr.startswith(says)

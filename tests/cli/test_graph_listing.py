@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import stagepack
-from stagepack.cli.inspect_command import graph_lines
+from stagepack.cli.graph_listing import graph_lines
 from stagepack.exporter import export_capture
 from stagepack.format.folded_graph import trivially_folded
 from stagepack.format.graph import FoldedGraph, Region

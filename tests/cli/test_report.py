@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import stagepack
-from stagepack.cli.bundle_facts import bubble_share, bundle_cut_facts
+from stagepack.cli.cost_facts import bubble_share, bundle_cut_facts
 from stagepack_loaders.run_trace import RunTrace, Span, write_trace
 from tests.bundle_editor import BundleEditor
 from tests.hostile.attack import command_fails, run

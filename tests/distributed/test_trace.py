@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from stagepack.cli.trace_facts import trace_facts
+from stagepack.cli.run_tracing import trace_facts
 from stagepack.errors import InputError, OptionError, StageLostError
 from stagepack.format.reader import Bundle
 from stagepack_loaders.distributed import group_trace

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import stagepack
-from stagepack.cli.security_options import server_security
+from stagepack.cli.serve_command import server_security
 from stagepack.errors import OptionError
 from stagepack_serving.server.errors import CredentialError
 from stagepack_serving.server.security import (

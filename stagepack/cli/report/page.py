@@ -24,20 +24,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from xml.etree.ElementTree import Element, tostring
 
-from stagepack.cli.bundle_facts import (
-    assumption_lines,
-    bubble_share,
-    bundle_cut_facts,
-    bundle_facts,
-    cost_facts,
-    each_entry_point,
-    size_lines,
-)
+from stagepack.cli.bundle_facts import bundle_facts, each_entry_point, size_lines
+from stagepack.cli.cost_facts import assumption_lines, bubble_share, bundle_cut_facts, cost_facts
 from stagepack.cli.output import count_of, format_bytes, format_flops, format_time
-from stagepack.cli.path_options import folder_name
 from stagepack.cli.report.charts import Bar, Child, Row, bar, column_chart, html_element, timeline_drawing
 from stagepack.cli.report.pipeline_drawing import pipeline_picture
-from stagepack.cli.trace_facts import trace_facts, window
+from stagepack.cli.run_tracing import trace_facts, window
+from stagepack.cli.shared_flags import folder_name
 from stagepack.errors import CutError, OptionError
 from stagepack.format.manifest import Plan, format_inputs
 from stagepack.format.output_file import check_output_file, output_file

@@ -1,0 +1,318 @@
+"""The options of `stagepack serve`, and which of them go together."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import click
+
+from stagepack.cli.command import ByteSize, argument, flag, option_object
+from stagepack.cli.run_options import (
+    COMPILED,
+    DEVICE_MEMORY,
+    DEVICES,
+    PROCESSES,
+    RUNTIMES,
+    VERIFY,
+    Verify,
+    check_runtimes_compile,
+)
+from stagepack.cli.shared_flags import (
+    ALLOW_OPS,
+    DIGEST,
+    IMPORTS,
+    JSON,
+    SIGNATURE,
+    Amount,
+    Count,
+    limit_flag,
+    open_argument,
+)
+from stagepack.format.output_file import check_output_file
+from stagepack_loaders.distributed.launch_environment import is_launched_group
+from stagepack_serving.server.limits import ServerLimits
+
+_DEFAULT: Final = ServerLimits()
+
+
+class _VersionPolicy(click.ParamType[int | None]):
+    """``latest``, ``latest:N`` or ``all``, as the number of versions; None for all."""
+
+    name = "policy"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | None:
+        """Convert a value of the command line."""
+        match = re.fullmatch(r"latest(?::([1-9][0-9]{0,5}))?|all", value)
+        if match is None:
+            self.fail(f"expected latest, latest:N or all, found {value!r}.", param, ctx)
+        return None if value == "all" else int(match[1] or 1)
+
+
+@option_object
+class ServeOptions:
+    """What `stagepack serve` is asked for; the limits are named as in `ServerLimits`."""
+
+    bundle_arguments: tuple[str, ...] = argument("[NAME=]BUNDLE...", required=False)
+    repository: Path | None = flag(
+        "--model-repository FOLDER",
+        "Serve the models in FOLDER, in which FOLDER/NAME/VERSION is a bundle, as Triton has it; versions are numbers.",
+        default_text="bundles as arguments",
+    )
+    control_mode: Literal["none", "explicit", "poll"] = flag(
+        "--model-control MODE",
+        "Who decides after the start what is loaded. none: nobody. explicit: clients, by the requests 'load' and 'unload'. "
+        "poll: changes of the bundles.",
+        default="none",
+    )
+    load_names: tuple[str, ...] = flag(
+        "--load-model NAME",
+        "With --model-repository and --model-control explicit: a model to load at the start; '*' is all. Repeatable.",
+        default_text="none",
+    )
+    poll_seconds: float = flag(
+        "--poll-s SECONDS",
+        "With --model-control poll: time between two looks at the bundles, in seconds.",
+        type=click.FloatRange(0.1, 86_400),
+        default=15,
+    )
+    version_count: int | None = flag(
+        "--version-policy POLICY",
+        "The versions of each model that are served: latest, the N newest as latest:N, or all.",
+        type=_VersionPolicy(),
+        default="latest",
+    )
+    digest: str | None = DIGEST
+    devices: tuple[str, ...] = DEVICES
+    runtimes: tuple[str, ...] = RUNTIMES
+    allow_ops: tuple[str, ...] = ALLOW_OPS
+    imports: tuple[str, ...] = IMPORTS
+    compiled_folder: str | None = COMPILED
+    verify: Verify = VERIFY
+    trusted_files: tuple[str, ...] = SIGNATURE
+    copy_weights: bool = flag(
+        "--copy/--no-copy",
+        "With --copy, which is the default, the weights are read into memory. With --no-copy the files are mapped: servers on one machine "
+        "share the page cache, and a file that is opened for writing is copied into memory first.",
+        default=True,
+    )
+    device_memory: str | None = DEVICE_MEMORY
+    processes: int | None = PROCESSES
+    max_restarts: int = flag(
+        "--max-restarts N",
+        "With --processes: how often the processes of a model are started again after one of them was lost. Then the server ends.",
+        type=click.IntRange(0),
+        default=3,
+    )
+    host: str = flag("--host ADDRESS", "Address to listen on; 0.0.0.0 is all interfaces.", default="127.0.0.1")
+    http_port: int = flag(
+        "--http-port PORT", "Port for REST; 0 chooses a free port.", type=click.IntRange(0, 65535), default=8000
+    )
+    grpc_port: int = flag(
+        "--grpc-port PORT", "Port for gRPC; 0 chooses a free port.", type=click.IntRange(0, 65535), default=8001
+    )
+    tls_certificate: Path | None = flag(
+        "--tls-certificate FILE",
+        "PEM file with the certificate of the server, and those between it and its authority: REST and gRPC are encrypted by TLS.",
+        default_text="no encryption",
+    )
+    tls_key: Path | None = flag(
+        "--tls-key FILE",
+        "With --tls-certificate: PEM file with its private key, which other users must not be able to read.",
+    )
+    tls_client_ca: Path | None = flag(
+        "--tls-client-ca FILE",
+        "With --tls-certificate: PEM file with certificate authorities; clients need a certificate of one of them.",
+        default_text="clients need no certificate",
+    )
+    token_file: Path | None = flag(
+        "--token-file FILE",
+        "File with a token on each line. Requests, but those for the health of the server, need one of them: "
+        "'Authorization: Bearer TOKEN'.",
+        default_text="no token",
+    )
+    check_example: bool = flag(
+        "--no-check-example",
+        "Serve bundles also if their examples have other results here than those of the model, which are recorded in them.",
+        default_text="checked",
+        flag_value=False,
+        default=True,
+    )
+    trace_file: Path | None = flag(
+        "--trace FILE",
+        "With --processes or under torchrun: when the server stops, write what each process did for each batch, from its start on, as "
+        "'stagepack load --trace' does.",
+        default_text="not written",
+    )
+    overwrite: bool = flag("--overwrite", "Replace an existing file of --trace.")
+    access_log: bool = flag(
+        "--access-log/--no-access-log",
+        "Write a line for each inference to standard error: time, protocol, model, version, status and duration.",
+        default=False,
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = flag(
+        "--log-level LEVEL",
+        "What is written to standard error: debug, info (versions that are loaded and closed), warning (requests on which a model fails, "
+        "processes that are lost), or error (versions that are refused).",
+        default="info",
+    )
+    threads: int | None = flag(
+        "--threads N",
+        "Threads of torch and of ONNX Runtime for one operator on the CPU; with --processes, of each process.",
+        default_text="OMP_NUM_THREADS, or one for each processor",
+        type=click.IntRange(1, 4096),
+    )
+    max_batch_size: int = limit_flag(
+        "--max-batch N",
+        "Largest batch size that requests to a model are combined into; 1 runs each request alone.",
+        Count(),
+        _DEFAULT.max_batch_size,
+    )
+    batching_delay: float = limit_flag(
+        "--max-delay-ms MS",
+        "Batching delay: how long a request waits for others to join its batch, in milliseconds.",
+        Amount(maximum=60_000, unit=1e-3),
+        _DEFAULT.batching_delay,
+    )
+    max_pending_requests: int = limit_flag(
+        "--max-queue N",
+        "Largest number of requests to a model that wait for an answer; further requests are refused with "
+        "status 503 or UNAVAILABLE.",
+        Count(),
+        _DEFAULT.max_pending_requests,
+    )
+    max_connections: int = limit_flag(
+        "--max-connections N",
+        "Largest number of open HTTP connections, of open gRPC connections, and of concurrent gRPC requests.",
+        Count(),
+        _DEFAULT.max_connections,
+    )
+    first_request: float = limit_flag(
+        "--first-request-s SECONDS",
+        "Longest time that a connection may take for its TLS handshake, and for the head of its first request, in seconds.",
+        Amount(minimum=1e-3),
+        _DEFAULT.first_request,
+    )
+    max_request_bytes: int = limit_flag(
+        "--max-body-mb MB",
+        "Largest size of a request, in megabytes (1 MB is 10^6 bytes).",
+        Amount(minimum=1e-3, maximum=2000, unit=10**6),
+        _DEFAULT.max_request_bytes,
+    )
+    max_value_bytes: int | None = flag(
+        "--max-value-bytes SIZE",
+        "Largest size of a value in the model at the sizes of one request, such as 2GiB. Requests at which one would be larger, and "
+        "bundles with a larger one at any sizes, are refused.",
+        default_text="no limit",
+        type=ByteSize(),
+    )
+    deadline: float = limit_flag(
+        "--deadline-s SECONDS",
+        "Longest time that a request may take, in seconds.",
+        Amount(minimum=1e-3),
+        _DEFAULT.deadline,
+    )
+    max_sequences: int = limit_flag(
+        "--max-sequences N", "Largest number of sequences whose state a model keeps.", Count(), _DEFAULT.max_sequences
+    )
+    sequence_idle: float = limit_flag(
+        "--sequence-idle-s SECONDS",
+        "Idle time after which a sequence is evicted if another one needs its place, in seconds.",
+        Amount(),
+        _DEFAULT.sequence_idle,
+    )
+    linger: float = limit_flag(
+        "--linger-s SECONDS",
+        "How long new requests are still accepted after SIGTERM or SIGHUP, in seconds.",
+        Amount(),
+        _DEFAULT.linger,
+    )
+    drain: float = limit_flag(
+        "--drain-s SECONDS",
+        "How long accepted requests may still take when the server stops, in seconds.",
+        Amount(),
+        _DEFAULT.drain,
+    )
+    as_json: bool = JSON
+
+    def limits(self) -> ServerLimits:
+        """Return the limits of the server."""
+        return ServerLimits(**{field.name: getattr(self, field.name) for field in fields(ServerLimits)})
+
+
+def check_sources(bundle_paths: Mapping[str, str], options: ServeOptions) -> None:
+    """Refuse bundles beside a model repository, neither of them, and `--load-model` without clients that load."""
+    if not bundle_paths and options.repository is None:
+        raise click.UsageError("Missing argument '[NAME=]BUNDLE...', or the option --model-repository.")
+    if bundle_paths and options.repository is not None:
+        raise click.UsageError("bundles and --model-repository cannot be used together")
+    for path in [*bundle_paths.values(), *([] if options.repository is None else [str(options.repository)])]:
+        if _is_written_for_triton(Path(path)):
+            raise click.UsageError(
+                f"{path}: expected bundles, found a model repository for Triton: start 'tritonserver --model-repository={path}', or "
+                "give the bundle that 'stagepack triton' wrote it from"
+            )
+    if options.load_names and (options.repository is None or options.control_mode != "explicit"):
+        raise click.UsageError("--load-model requires --model-repository and --model-control explicit")
+
+
+def _is_written_for_triton(folder: Path) -> bool:
+    """Whether a folder is what `stagepack triton` has written, or one of the models in it."""
+    from stagepack_serving.triton.repository import is_written_by_stagepack  # noqa: PLC0415 - after the arguments are checked
+
+    try:
+        return any(map(is_written_by_stagepack, (folder, *folder.iterdir())))
+    except OSError:
+        return False
+
+
+def check_security_options(options: ServeOptions) -> None:
+    """Refuse options of TLS that do not go together."""
+    if (options.tls_certificate is None) != (options.tls_key is None):
+        raise click.UsageError("--tls-certificate and --tls-key require each other")
+    if options.tls_client_ca is not None and options.tls_certificate is None:
+        raise click.UsageError("--tls-client-ca requires --tls-certificate")
+
+
+def check_options(bundle_paths: dict[str, str], options: ServeOptions) -> None:
+    """Refuse options of one bundle for several, and options that do not go together."""
+    only_path = next(iter(bundle_paths.values())) if len(bundle_paths) == 1 else None
+    if options.compiled_folder:
+        check_runtimes_compile("--compiled", options.runtimes)
+        if only_path is None or open_argument(only_path).selected is None:
+            raise click.UsageError(
+                "--compiled is the native code of one model: serve one bundle, or one entry point as BUNDLE#NAME"
+            )
+    if options.digest and only_path is None:
+        raise click.UsageError("--digest is that of one bundle: serve that bundle alone")
+    if is_launched_group():
+        if only_path is None or options.control_mode != "none":
+            raise click.UsageError(
+                "under torchrun the processes are those of one bundle: serve that bundle alone, without --model-control"
+            )
+        if open_argument(only_path).selected is None:
+            raise click.UsageError("under torchrun the processes are those of one entry point: give it as BUNDLE#NAME")
+    if options.trace_file is not None:
+        if not options.processes and not is_launched_group():
+            raise click.UsageError("--trace requires --processes, or torchrun")
+        if only_path is None or options.control_mode != "none" or open_argument(only_path).selected is None:
+            raise click.UsageError(
+                "--trace is of one model: serve one bundle, or one entry point as BUNDLE#NAME, without --model-control"
+            )
+        check_output_file(options.trace_file, overwrite=options.overwrite)
+    if options.device_memory is not None:
+        _check_device_memory(options)
+        if only_path is None or open_argument(only_path).selected is None:
+            raise click.UsageError(
+                "--device-memory is that of one model: serve one bundle, or one entry point as BUNDLE#NAME"
+            )
+
+
+def _check_device_memory(options: ServeOptions) -> None:
+    """Refuse options that do not go with `--device-memory`."""
+    if options.processes or is_launched_group():
+        raise click.UsageError("--device-memory cannot be used with --processes or torchrun")
+    copy_source = click.get_current_context().get_parameter_source("copy_weights")
+    if options.copy_weights and copy_source is not click.core.ParameterSource.DEFAULT:
+        raise click.UsageError("--device-memory cannot be used with --copy")
