@@ -2,22 +2,17 @@
 
 import itertools
 import random
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
-from xml.etree.ElementTree import tostring
+from xml.etree.ElementTree import Element, tostring
 
 import pytest
 
-from stagepack.cli.report.pipeline_drawing import (
-    BOX_HEIGHT,
-    BOX_WIDTH,
-    LABEL_SIZE,
-    PipelineLayout,
-    column_counts,
-    pipeline_layout,
-    pipeline_picture,
-    shortened_path,
-)
+from stagepack.cli.report.pipeline_drawing import pipeline_drawing, shortened_path
+
+# Of a label: its height, and the widest mean width of a character.
+LABEL_SIZE, LABEL_CHARACTER = 11, 6.6
 
 Edges = list[tuple[int | None, list[int], bool]]
 
@@ -104,76 +99,76 @@ def facts(stage_count: int, edges: Edges) -> dict[str, Any]:
     }
 
 
-def box_areas(layout: PipelineLayout) -> list[Area]:
-    return [Area(box.x, box.y, box.x + BOX_WIDTH, box.y + BOX_HEIGHT) for box in layout.boxes]
+def areas(drawing: Element, css_class: str) -> list[Area]:
+    """The rectangles of a class."""
+    rectangles = [element for element in drawing.iter("rect") if element.get("class") == css_class]
+    corners = [[float(element.get(side, 0)) for side in ("x", "y", "width", "height")] for element in rectangles]
+    return [Area(x, y, x + width, y + height) for x, y, width, height in corners]
 
 
-def label_areas(layout: PipelineLayout) -> list[Area]:
+def label_areas(drawing: Element) -> list[Area]:
+    labels = [element for element in drawing.iter("text") if element.get("class") == "label" and element.text]
     return [
-        Area(label.left, label.baseline - LABEL_SIZE, label.left + label.width, label.baseline + 3)
-        for label in layout.labels
+        Area(x, y - LABEL_SIZE, x + LABEL_CHARACTER * len(label.text or ""), y + 3)
+        for label in labels
+        for x, y in [(float(label.get("x", 0)), float(label.get("y", 0)))]
     ]
 
 
-def line_areas(layout: PipelineLayout) -> list[Area]:
-    """The segments of the lines."""
-    return [
-        Area(min(start.x, end.x), min(start.y, end.y), max(start.x, end.x), max(start.y, end.y))
-        for line in layout.lines
-        for start, end in itertools.pairwise(line.points)
-    ]
+def segments(net: Element) -> Iterator[Area]:
+    """The lines of a net, all at right angles."""
+    [path] = net.findall("path")
+    for x, y, direction, end in re.findall(r"M([\d.]+) ([\d.]+)([HV])([\d.]+)", path.get("d") or ""):
+        end_x, end_y = (end, y) if direction == "H" else (x, end)
+        across, down = sorted((float(x), float(end_x))), sorted((float(y), float(end_y)))
+        yield Area(across[0], down[0], across[1], down[1])
+
+
+def nets(drawing: Element) -> list[Element]:
+    return [element for element in drawing.iter("g") if (element.get("class") or "").startswith("net")]
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("stage_count", [1, 2, 8, 24])
-@pytest.mark.parametrize("most_columns", [2, 4, 7])
-def test_nothing_overlaps_and_all_is_inside(stage_count: int, most_columns: int, pattern: str) -> None:
-    columns = column_counts(stage_count, most_columns)
-    layout = pipeline_layout(facts(stage_count, PATTERNS[pattern](stage_count)), columns)
-    boxes, labels, lines = box_areas(layout), label_areas(layout), line_areas(layout)
-    page = Area(0, 0, layout.width, layout.height)
-    for area in (*boxes, *labels, *lines):
+def test_nothing_overlaps_and_all_is_inside(stage_count: int, pattern: str) -> None:
+    drawing = pipeline_drawing(facts(stage_count, PATTERNS[pattern](stage_count)))
+    boxes = [*areas(drawing, "box"), *areas(drawing, "end")]
+    costs = {element for group in drawing.findall("g") if not group.get("class") for element in group.iter("text")}
+    outside = [area for area in label_areas(drawing) if not any(area.overlaps(box) for box in boxes)]
+    assert len(boxes) == stage_count + 2
+    assert len(label_areas(drawing)) - len(outside) == sum(element.get("class") == "label" for element in costs)
+    lines = [segment for net in nets(drawing) for segment in segments(net)]
+    page = Area(0, 0, float(drawing.get("width", 0)), float(drawing.get("height", 0)))
+    for area in (*boxes, *outside, *lines):
         assert page.left <= area.left
         assert area.right <= page.right
         assert page.top <= area.top
         assert area.bottom <= page.bottom
-    assert not [pair for pair in itertools.combinations([*boxes, *labels], 2) if pair[0].overlaps(pair[1])]
-    assert not [(area, line) for area in (*boxes, *labels) for line in lines if area.overlaps(line)]
-    assert all(
-        start.x == end.x or start.y == end.y for line in layout.lines for start, end in itertools.pairwise(line.points)
-    )
+    assert not [pair for pair in itertools.combinations([*boxes, *outside], 2) if pair[0].overlaps(pair[1])]
+    assert not [(area, line) for area in (*boxes, *outside) for line in lines if area.overlaps(line)]
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_lines_of_different_values_only_cross(pattern: str) -> None:
-    layout = pipeline_layout(facts(24, PATTERNS[pattern](24)), 7)
-    titles = [line.title for line in layout.lines for _ in itertools.pairwise(line.points)]
-    segments = list(zip(titles, line_areas(layout), strict=True))
-    for (title, one), (other_title, other) in itertools.combinations(segments, 2):
-        both_across = one.top == one.bottom == other.top == other.bottom
-        both_down = one.left == one.right == other.left == other.right
-        shared = min(one.right, other.right) - max(one.left, other.left) if both_across else -1.0
-        shared = min(one.bottom, other.bottom) - max(one.top, other.top) if both_down else shared
-        assert shared <= 0 or title in other_title or other_title in title
+    drawing = pipeline_drawing(facts(24, PATTERNS[pattern](24)))
+    for one_net, other_net in itertools.combinations(nets(drawing), 2):
+        for one, other in itertools.product(segments(one_net), segments(other_net)):
+            both_across = one.top == one.bottom == other.top == other.bottom
+            both_down = one.left == one.right == other.left == other.right
+            assert not both_across or min(one.right, other.right) <= max(one.left, other.left)
+            assert not both_down or min(one.bottom, other.bottom) <= max(one.top, other.top)
 
 
 def test_each_arrow_has_a_label_and_a_head() -> None:
-    layout = pipeline_layout(facts(8, u_net(8) + each_returned(8)), 5)
+    drawing = pipeline_drawing(facts(8, u_net(8) + each_returned(8)))
+    drawn = [element for net in nets(drawing) for element in net]
     # 9 steps, 3 values that skip stages, and 7 results of other stages, which share one head.
-    assert len(layout.labels) == 9 + 3 + 7
-    assert sum(line.has_head for line in layout.lines) == 9 + 3 + 1
-
-
-def test_there_is_a_drawing_for_each_width() -> None:
-    picture = pipeline_picture(facts(24, u_net(24)))
-    drawings = picture.findall("svg")
-    assert [drawing.get("class") for drawing in drawings] == ["narrow", "medium", "wide"]
-    assert "&lt;value_0&gt;" in tostring(picture, encoding="unicode")
-    # Two stages are drawn alike on a medium and a wide screen.
-    assert [drawing.get("class") for drawing in pipeline_picture(facts(2, [])).findall("svg")] == [
-        "narrow",
-        "medium wide",
-    ]
+    assert sum(element.tag == "text" for element in drawn) == 9 + 3 + 7
+    assert sum(element.tag == "polygon" for element in drawn) == 9 + 3 + 1
+    titles = [net.findtext("title") or "" for net in nets(drawing)]
+    assert "stage 0 to stage 7: <value_8>, 999.9 kB" in titles
+    assert sum(title.count(" to result: ") for title in titles) == 7
+    assert "&lt;value_0&gt;" in tostring(drawing, encoding="unicode")
 
 
 @pytest.mark.parametrize(

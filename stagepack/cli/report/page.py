@@ -1,23 +1,15 @@
-"""A bundle -> one HTML page.
+"""A bundle -> one HTML page: the function `stagepack.report`, and what a notebook shows.
 
 All names in the page come from the bundle, so they are untrusted. They are written by `xml.etree` as text of elements, or as JSON in
 which no markup can begin. The content security policy of the page allows no script or style but those that the page contains.
-
-- The section of the HTML page that compares a traced run with the estimated pipeline.
-- The report of a bundle, as a file: the function `stagepack.report`.
-- A bundle as a notebook shows it: the report without its nodes, in a frame of its own.
-- The sections of the HTML page of a bundle.
 """
-
-# Long because the sections of one page, in the order of the page.
 
 import base64
 import hashlib
 import itertools
 import json
 import os
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -25,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 from xml.etree.ElementTree import Element, tostring
 
 from stagepack.cli.bundle_facts import bundle_facts, each_entry_point, size_lines
-from stagepack.cli.cost_facts import assumption_lines, bubble_share, bundle_cut_facts, cost_facts
+from stagepack.cli.cost_facts import assumption_lines, bubble_share, bundle_cut_facts, cost_facts, memory_text
 from stagepack.cli.output import count_of, format_bytes, format_flops, format_time
-from stagepack.cli.report.charts import Bar, Child, Row, bar, column_chart, html_element, timeline_drawing
-from stagepack.cli.report.pipeline_drawing import pipeline_picture
-from stagepack.cli.run_tracing import trace_facts, window
+from stagepack.cli.report.elements import Child, bar, column_chart, data_table, html_element, number_cell, scrollable
+from stagepack.cli.report.pipeline_drawing import pipeline_drawing
+from stagepack.cli.report.timeline import timeline_section
 from stagepack.cli.shared_flags import folder_name
 from stagepack.errors import CutError, OptionError
 from stagepack.format.manifest import Plan, format_inputs
@@ -43,399 +35,7 @@ if TYPE_CHECKING:
     from stagepack_loaders.run_trace import RunTrace
 
 _MAX_MICROBATCHES = 32
-# Of later requests there is no drawing: bars would be thinner than a pixel.
-_DRAWN_REQUESTS = 32
-_PICOSECONDS = 1000  # in a nanosecond
 _FRAME = '<iframe srcdoc="{page}" sandbox style="width: 100%; height: 30em; border: 1px solid #8884"></iframe>'
-
-
-def summary_section(bundle: Bundle, cut_facts: dict[str, Any], profile_facts: dict[str, Any] | None) -> Element:
-    """Return the format, the size, the origin and the inputs of a bundle, and where its costs come from."""
-    facts = bundle_facts(bundle)
-    producer = f"stagepack {facts['producer']['stagepack']}, torch {facts['producer']['torch']}"
-    sizes = ", ".join(f"{symbol} = {size}" for symbol, size in cut_facts["sizes"].items())
-    stages = count_of("stage", len(cut_facts["stages"]))
-    is_measured = profile_facts is not None and "device" not in profile_facts
-    paragraphs: list[list[Child]] = [
-        [f"Format {facts['version']}, {format_bytes(facts['bytes'])}, {stages}, written by {producer}."],
-        ["sha256 ", html_element("code", facts["digest"])],
-        ["Inputs: ", html_element("code", format_inputs(bundle.entry_point)), "."],
-        [
-            f"{'Memory and transfers' if is_measured else 'Costs'} are estimates for one call"
-            + (f" with {sizes}." if sizes else ".")
-        ],
-    ]
-    lines = (*size_lines(bundle), *assumption_lines(profile_facts))
-    paragraphs += [[f"{line[0].upper()}{line[1:]}."] for line in lines]
-    return html_element("div", [html_element("p", paragraph) for paragraph in paragraphs])
-
-
-def stage_table(cut_facts: dict[str, Any]) -> Element:
-    """Return the stages with their costs, drawn as bars relative to the largest of all stages."""
-    stages = cut_facts["stages"]
-    cost_columns = (
-        ("weights", "weight_bytes", format_bytes),
-        ("compute", "flops", format_flops),
-        ("memory", "memory", format_bytes),
-        ("time", "picoseconds", format_time),
-    )
-    largest = {key: max((stage[key] for stage in stages), default=0) or 1 for _, key, _ in cost_columns}
-    rows: list[list[Element]] = []
-    for stage in stages:
-        row = [
-            number_cell(str(stage["stage"])),
-            html_element("td", html_element("code", stage["starts_at"] or "the model")),
-            number_cell(str(stage["nodes"])),
-        ]
-        for column, key, format_cost in cost_columns:
-            has_limit = column == "memory" and stage["memory_limit"]
-            limit = f" of {format_bytes(stage['memory_limit'])}" if has_limit else ""
-            cost_bar = bar(column, stage[key] / largest[key])
-            row.append(html_element("td", format_cost(stage[key]) + limit, cost_bar, class_="bar"))
-        rows.append(row)
-    return data_table(["#stage", "starts at", "#nodes", "weights", "compute", "memory", "time"], rows)
-
-
-def edge_table(cut_facts: dict[str, Any]) -> Element:
-    """Return the edges with their sizes in one call."""
-    rows = []
-    for edge in cut_facts["edges"]:
-        targets = [*_stage_runs(edge["consumers"]), *(["result"] if edge["result"] else [])]
-        source = "input" if edge["producer"] is None else f"stage {edge['producer']}"
-        target = (", ".join(targets) or "(unused)") + (" (skip)" if edge["skips"] else "")
-        rows.append(
-            [
-                html_element("td", html_element("code", edge["name"])),
-                html_element("td", html_element("code", edge["value"])),
-                html_element("td", source, class_="short"),
-                html_element("td", target),
-                number_cell(format_bytes(edge["bytes"])),
-            ]
-        )
-    return data_table(["name", "value", "from", "to", "#bytes"], rows)
-
-
-def _stage_runs(stage_numbers: Sequence[int]) -> Iterator[str]:
-    """Yield the names of stages, three or more in a row as one text; the numbers ascend."""
-    for _, run in itertools.groupby(enumerate(stage_numbers), key=lambda entry: entry[1] - entry[0]):
-        numbers = [stage_number for _, stage_number in run]
-        if len(numbers) > 2:
-            yield f"stages {numbers[0]} to {numbers[-1]}"
-        else:
-            yield from (f"stage {stage_number}" for stage_number in numbers)
-
-
-def balance_section(cut_facts: dict[str, Any], stage_times: Sequence[float]) -> Element:
-    """Return the balance of the stages, the transfer between them, and a chart of the pipeline bubble."""
-    bubble_shares = [bubble_share(stage_times, count) for count in range(1, _MAX_MICROBATCHES + 1)]
-    title = f"Share of the time that devices are idle, for 1 to {_MAX_MICROBATCHES} microbatches"
-    rows = [[number_cell(count), number_cell(f"{share:.1%}")] for count, share in cut_facts["bubble"].items()]
-    bubble_table = data_table(["#microbatches", "#idle"], rows)
-    bubble_table.set("class", "narrow")
-    balance = html_element("strong", f"{cut_facts['slowest_over_mean']:.2f}")
-    transfer = html_element("strong", format_bytes(cut_facts["traffic"]))
-    return html_element(
-        "div",
-        html_element("p", "Time of the slowest stage divided by the mean: ", balance, "."),
-        html_element("p", "Transfer between stages in one call: ", transfer, "."),
-        html_element("p", title, " (the pipeline bubble):"),
-        html_element("div", column_chart(bubble_shares, title), class_="wide"),
-        bubble_table,
-    )
-
-
-def node_section() -> Element:
-    """Return the search field and the empty table of nodes, which the script of the page fills."""
-    table = data_table(["#stage", "#node", "module", "operator", "outputs", "#compute"], [])
-    table.set("id", "node-list")
-    table[1].set("id", "node-rows")
-    return html_element(
-        "div",
-        html_element("p", html_element("label", "Search by module, operator, value or shape:", for_="node-search")),
-        html_element("input", type="search", id="node-search", autocomplete="off", spellcheck="false"),
-        html_element("p", "The list requires JavaScript.", id="node-count", aria_live="polite"),
-        scrollable(table),
-        html_element("button", "Show more", type="button", id="node-more", hidden="hidden"),
-    )
-
-
-def node_rows(bundle: Bundle) -> Iterator[list[str]]:
-    """Yield the cells of each node, for the table of nodes."""
-    prefix = f"{bundle.entry_point.name} " if bundle.fragment else ""
-    for stage_number in range(len(bundle.stages)):
-        graph = bundle.graph(stage_number)
-        for node_index, node in enumerate(graph.nodes):
-            outputs = [value for value in node.outputs if value is not None]
-            yield [
-                f"{prefix}{stage_number}",
-                str(node_index),
-                graph.scopes[node.scope].path,
-                graph.ops[node.op].name,
-                ", ".join(f"{value.name} {value.dtype}{format_shape(value.shape)}" for value in outputs),
-                format_flops(node.cost.flops),
-            ]
-
-
-def scrollable(content: Element) -> Element:
-    """Return an element in a box that scrolls by itself where the screen is too narrow."""
-    return html_element("div", content, class_="wide")
-
-
-def data_table(column_names: Sequence[str], rows: Sequence[Sequence[Element]]) -> Element:
-    """Return a table; a column whose name starts with '#' is aligned to the right.
-
-    On a narrow screen each row is shown as a block, in which each cell has the name of its column.
-    """
-    heads = [
-        html_element(
-            "th", column_name.lstrip("#"), scope="col", **({"class_": "number"} if column_name.startswith("#") else {})
-        )
-        for column_name in column_names
-    ]
-    for row in rows:
-        for column_name, cell in zip(column_names, row, strict=True):
-            cell.set("data-label", column_name.lstrip("#"))
-    return html_element(
-        "table",
-        html_element("thead", html_element("tr", heads)),
-        html_element("tbody", [html_element("tr", row) for row in rows]),
-    )
-
-
-def number_cell(content: str) -> Element:
-    """Return a cell that is aligned to the right."""
-    return html_element("td", content, class_="number")
-
-
-def timeline_section(trace: "RunTrace", stage_times: Sequence[float]) -> Element:
-    """Return the timeline of a traced run, that of the estimate for as many requests, and the idle shares of both.
-
-    stage_times: the time of each stage in picoseconds, estimated or measured by `stagepack profile`.
-    """
-    facts = trace_facts(trace)
-    process_times = _process_times(trace, stage_times)
-    request_count = facts["requests"]
-    estimated_idle = bubble_share(list(process_times.values()), request_count)
-    drawn_requests = sorted({span.request for span in trace.spans})[:_DRAWN_REQUESTS]
-    suffix = f", the first {len(drawn_requests)} drawn" if len(drawn_requests) < request_count else ""
-    summary = (
-        f"{count_of('request', request_count)} in {format_time(facts['seconds'] * 1e12)}{suffix}. "
-        "A bar is a stage at work, its color and number tell the request; the strips below are transfers, in red, and waiting, in gray."
-    )
-    return html_element(
-        "div",
-        html_element("p", summary),
-        html_element("p", html_element("strong", "Measured")),
-        scrollable(_measured_drawing(trace, drawn_requests, facts)),
-        html_element(
-            "p", html_element("strong", "Estimated"), " for the same requests, without waiting for anything else:"
-        ),
-        scrollable(_estimated_drawing(process_times, drawn_requests, trace)),
-        _idle_table(facts, estimated_idle),
-    )
-
-
-def _process_times(trace: "RunTrace", stage_times: Sequence[float]) -> dict[int, float]:
-    """The time of the stages of each process, in picoseconds. Processes without stages have no time."""
-    processes = {span.stage: span.process for span in trace.spans if span.kind == "compute" and span.stage is not None}
-    times: defaultdict[int, float] = defaultdict(float)
-    for stage_number, process in sorted(processes.items(), key=lambda entry: entry[0]):
-        times[process] += stage_times[stage_number]
-    return dict(times)
-
-
-def _measured_drawing(trace: "RunTrace", drawn_requests: Sequence[int], facts: Mapping[str, Any]) -> Element:
-    drawn = set(drawn_requests)
-    spans = [span for span in trace.spans if span.request in drawn]
-    start, end = window(spans)
-    rows = []
-    for process in facts["processes"]:
-        bars = [
-            Bar(
-                kind=span.kind,
-                request=span.request,
-                title=f"{span.kind}, request {span.request}, {'the caller' if span.stage is None else f'stage {span.stage}'}: "
-                f"{format_time(span.duration * _PICOSECONDS)}",
-                start=span.start - start,
-                duration=span.duration,
-            )
-            for span in sorted(spans, key=lambda span: (span.start, -span.duration))
-            if span.process == process["process"]
-        ]
-        share = f": {process['compute_share']:.0%} computing" if process["compute_share"] else ""
-        rows.append(Row(label=f"{process['name']}{share}", bars=bars))
-    return timeline_drawing(rows, max(end - start, 1), "when each process computed, waited and transferred")
-
-
-def _estimated_drawing(process_times: Mapping[int, float], drawn_requests: Sequence[int], trace: "RunTrace") -> Element:
-    """The schedule in which each process takes the next request as soon as it is free and the request has come."""
-    durations = {process: time / _PICOSECONDS for process, time in process_times.items()}
-    bars: dict[int, list[Bar]] = {process: [] for process in durations}
-    free_times = dict.fromkeys(durations, 0.0)
-    for request in drawn_requests:
-        ready_time = 0.0
-        for process, duration in durations.items():
-            start = max(ready_time, free_times[process])
-            ready_time = free_times[process] = start + duration
-            title = f"compute, request {request}: {format_time(duration * _PICOSECONDS)}"
-            bars[process].append(Bar(kind="compute", request=request, title=title, start=start, duration=duration))
-    end = max(free_times.values(), default=0.0)
-    rows = [
-        Row(
-            label=f"{trace.processes.get(process, f'process {process}')}: "
-            f"{sum(bar.duration for bar in process_bars) / max(end, 1):.0%} computing",
-            bars=process_bars,
-        )
-        for process, process_bars in bars.items()
-    ]
-    return timeline_drawing(rows, max(end, 1), "the estimated schedule of the same requests")
-
-
-def _idle_table(facts: Mapping[str, Any], estimated_idle: float) -> Element:
-    rows = [
-        [
-            html_element("td", process["name"]),
-            *(number_cell(f"{process[f'{kind}_share']:.1%}") for kind in ("compute", "transfer", "wait")),
-        ]
-        for process in facts["processes"]
-    ]
-    table = data_table(["process", "#computing", "#transferring", "#waiting"], rows)
-    table.set("class", "narrow")
-    return html_element(
-        "div",
-        html_element(
-            "p",
-            "Share of the time that processes computed nothing: measured ",
-            html_element("strong", f"{facts['idle']:.1%}"),
-            f", estimated for {count_of('request', facts['requests'])} ",
-            html_element("strong", f"{estimated_idle:.1%}"),
-            ".",
-        ),
-        table,
-    )
-
-
-def bundle_page(
-    bundle: Bundle,
-    profile: "Profile | DeviceProfile | str | os.PathLike[str] | None" = None,
-    trace: "RunTrace | None" = None,
-    *,
-    with_nodes: bool = True,
-) -> str:
-    """Return the HTML page of a bundle."""
-    bundle_name = folder_name(bundle.location)
-    style, zoom_script, node_script = (_asset(name) for name in ("report.css", "picture.js", "report.js"))
-    entry_points = each_entry_point(bundle)
-    page = html_element(
-        "html",
-        _head(f"{bundle_name}: stages", style, [zoom_script, node_script]),
-        html_element(
-            "body",
-            html_element("h1", bundle_name),
-            *(element for selected in entry_points for element in _entry_point(selected, profile, trace)),
-            *([*_node_list(entry_points, node_script), _verbatim("script", zoom_script)] if with_nodes else []),
-        ),
-        lang="en",
-    )
-    return "<!DOCTYPE html>\n" + tostring(page, encoding="unicode", method="html") + "\n"
-
-
-def _entry_point(
-    bundle: Bundle, profile: "Profile | DeviceProfile | str | os.PathLike[str] | None", trace: "RunTrace | None"
-) -> list[Element]:
-    """The sections of an entry point, under its name if the bundle has several."""
-    plan = bundle.entry_point.plan
-    if plan is None:
-        raise CutError(f"{bundle.location}: the bundle contains no plan: cut it again with 'stagepack recut'")
-    profile_facts = None
-    if profile is not None:
-        plan, profile_facts = _profiled_plan(bundle, plan, profile)
-    costs = bundle_cut_facts(bundle, plan)
-    stage_times = [stage.time for stage in plan.stages]
-    return [
-        *([html_element("h2", f"Entry point {bundle.entry_point.name}")] if bundle.fragment else []),
-        summary_section(bundle, costs, profile_facts),
-        html_element("h2", "Stages"),
-        scrollable(stage_table(costs)),
-        html_element("h2", "Pipeline"),
-        html_element(
-            "p",
-            "Each box is a stage with its first module, its weights and its time; its bar is its time beside that of the slowest "
-            "stage. Labels are the bytes of one call. In red: values that skip stages. Dashed: inputs and results that pass stages.",
-        ),
-        pipeline_picture(costs),
-        html_element("h2", "Edges"),
-        scrollable(edge_table(costs)),
-        html_element("h2", "Balance"),
-        balance_section(costs, stage_times),
-        *_timeline(trace, stage_times),
-    ]
-
-
-def _node_list(entry_points: Sequence[Bundle], script: str) -> list[Element]:
-    rows = [row for selected in entry_points for row in node_rows(selected)]
-    return [
-        html_element("h2", "Nodes"),
-        node_section(),
-        _verbatim("script", _script_json(rows), type="application/json", id="nodes"),
-        _verbatim("script", script),
-    ]
-
-
-def _profiled_plan(
-    bundle: Bundle, plan: Plan, profile: "Profile | DeviceProfile | str | os.PathLike[str]"
-) -> tuple[Plan, dict[str, Any] | None]:
-    """The plan of a bundle with the times of a profile, and facts about these."""
-    from stagepack.partition.cut_options import CutOptions  # noqa: PLC0415 - numpy, only for other times
-    from stagepack.recutter import plan_bundle  # noqa: PLC0415 - the same
-
-    cut_options = CutOptions(plan=plan, profile=profile)
-    partition = plan_bundle(bundle, cut_options)
-    return partition.profiled_plan, cost_facts(cut_options, partition)
-
-
-def _timeline(trace: "RunTrace | None", stage_times: Sequence[float]) -> list[Element]:
-    if trace is None:
-        return []
-    return [html_element("h2", "Timeline"), timeline_section(trace, stage_times)]
-
-
-def _head(title: str, style: str, scripts: Sequence[str]) -> Element:
-    script_digests = " ".join(f"'{_policy_digest(script)}'" for script in scripts)
-    policy = (
-        f"default-src 'none'; style-src '{_policy_digest(style)}'; script-src {script_digests}; "
-        "base-uri 'none'; form-action 'none'"
-    )
-    return html_element(
-        "head",
-        html_element("meta", charset="utf-8"),
-        html_element("meta", http_equiv="Content-Security-Policy", content=policy),
-        html_element("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        html_element("title", title),
-        _verbatim("style", style),
-    )
-
-
-def _verbatim(tag: str, content: str, **attributes: object) -> Element:
-    """Return a script or a style, whose content is written without escapes."""
-    element = html_element(tag, **attributes)
-    element.text = content
-    return element
-
-
-def _script_json(value: Any) -> str:
-    """Return JSON in which no markup can begin or end."""
-    serialized = json.dumps(value, separators=(",", ":"))
-    return serialized.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
-def _asset(file_name: str) -> str:
-    return files("stagepack.cli.report").joinpath(file_name).read_text(encoding="utf-8")
-
-
-def _policy_digest(content: str) -> str:
-    """Return the digest by which a policy allows a script or style: https://www.w3.org/TR/CSP3/#grammardef-hash-source."""
-    return "sha256-" + base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
 
 
 def write_report(
@@ -503,3 +103,233 @@ def notebook_view(bundle: Bundle) -> str:
         else _FRAME.format(page=escape(bundle_page(selected, with_nodes=False)))
         for selected in each_entry_point(bundle)
     )
+
+
+def bundle_page(
+    bundle: Bundle,
+    profile: "Profile | DeviceProfile | str | os.PathLike[str] | None" = None,
+    trace: "RunTrace | None" = None,
+    *,
+    with_nodes: bool = True,
+) -> str:
+    """Return the HTML page of a bundle."""
+    bundle_name = folder_name(bundle.location)
+    style, script = _asset("report.css"), _asset("report.js")
+    entry_points = each_entry_point(bundle)
+    page = html_element(
+        "html",
+        _head(f"{bundle_name}: stages", style, script),
+        html_element(
+            "body",
+            html_element("h1", bundle_name),
+            *(element for selected in entry_points for element in _entry_point(selected, profile, trace)),
+            *(_node_section(entry_points, script) if with_nodes else []),
+        ),
+        lang="en",
+    )
+    return "<!DOCTYPE html>\n" + tostring(page, encoding="unicode", method="html") + "\n"
+
+
+def _entry_point(
+    bundle: Bundle, profile: "Profile | DeviceProfile | str | os.PathLike[str] | None", trace: "RunTrace | None"
+) -> list[Element]:
+    """The sections of an entry point, under its name if the bundle has several."""
+    plan = bundle.entry_point.plan
+    if plan is None:
+        raise CutError(f"{bundle.location}: the bundle contains no plan: cut it again with 'stagepack recut'")
+    profile_facts = None
+    if profile is not None:
+        plan, profile_facts = _profiled_plan(bundle, plan, profile)
+    costs = bundle_cut_facts(bundle, plan)
+    stage_times = [stage.time for stage in plan.stages]
+    return [
+        *([html_element("h2", f"Entry point {bundle.entry_point.name}")] if bundle.fragment else []),
+        _summary_section(bundle, costs, profile_facts),
+        html_element("h2", "Stages"),
+        scrollable(_stage_table(costs)),
+        html_element("h2", "Pipeline"),
+        html_element(
+            "p",
+            "Each box is a stage with its first module, its weights and its time; its bar is its time beside that of the slowest "
+            "stage. Labels are the bytes of one call. In red: values that skip stages. Dashed: inputs and results that pass stages.",
+        ),
+        scrollable(pipeline_drawing(costs)),
+        html_element("h2", "Edges"),
+        scrollable(_edge_table(costs)),
+        html_element("h2", "Balance"),
+        _balance_section(costs, stage_times),
+        *([] if trace is None else [html_element("h2", "Timeline"), timeline_section(trace, stage_times)]),
+    ]
+
+
+def _profiled_plan(
+    bundle: Bundle, plan: Plan, profile: "Profile | DeviceProfile | str | os.PathLike[str]"
+) -> tuple[Plan, dict[str, Any] | None]:
+    """The plan of a bundle with the times of a profile, and facts about these."""
+    from stagepack.partition.cut_options import CutOptions  # noqa: PLC0415 - numpy, only for other times
+    from stagepack.recutter import plan_bundle  # noqa: PLC0415 - the same
+
+    cut_options = CutOptions(plan=plan, profile=profile)
+    partition = plan_bundle(bundle, cut_options)
+    return partition.profiled_plan, cost_facts(cut_options, partition)
+
+
+def _summary_section(bundle: Bundle, cut_facts: dict[str, Any], profile_facts: dict[str, Any] | None) -> Element:
+    """Return the format, the size, the origin and the inputs of a bundle, and where its costs come from."""
+    facts = bundle_facts(bundle)
+    producer = f"stagepack {facts['producer']['stagepack']}, torch {facts['producer']['torch']}"
+    sizes = ", ".join(f"{symbol} = {size}" for symbol, size in cut_facts["sizes"].items())
+    stages = count_of("stage", len(cut_facts["stages"]))
+    is_measured = profile_facts is not None and "device" not in profile_facts
+    paragraphs: list[list[Child]] = [
+        [f"Format {facts['version']}, {format_bytes(facts['bytes'])}, {stages}, written by {producer}."],
+        ["sha256 ", html_element("code", facts["digest"])],
+        ["Inputs: ", html_element("code", format_inputs(bundle.entry_point)), "."],
+        [
+            f"{'Memory and transfers' if is_measured else 'Costs'} are estimates for one call"
+            + (f" with {sizes}." if sizes else ".")
+        ],
+    ]
+    lines = (*size_lines(bundle), *assumption_lines(profile_facts))
+    paragraphs += [[f"{line[0].upper()}{line[1:]}."] for line in lines]
+    return html_element("div", [html_element("p", paragraph) for paragraph in paragraphs])
+
+
+def _stage_table(cut_facts: dict[str, Any]) -> Element:
+    """Return the stages with their costs, drawn as bars relative to the largest of all stages."""
+    stages = cut_facts["stages"]
+    cost_columns = (
+        ("weights", "weight_bytes", format_bytes),
+        ("compute", "flops", format_flops),
+        ("memory", "memory", format_bytes),
+        ("time", "picoseconds", format_time),
+    )
+    largest = {key: max((stage[key] for stage in stages), default=0) or 1 for _, key, _ in cost_columns}
+    rows: list[list[Element]] = []
+    for stage in stages:
+        row = [
+            number_cell(str(stage["stage"])),
+            html_element("td", html_element("code", stage["starts_at"] or "the model")),
+            number_cell(str(stage["nodes"])),
+        ]
+        for column, key, format_cost in cost_columns:
+            text = memory_text(stage) if key == "memory" else format_cost(stage[key])
+            row.append(html_element("td", text, bar(column, stage[key] / largest[key]), class_="bar"))
+        rows.append(row)
+    return data_table(["#stage", "starts at", "#nodes", "weights", "compute", "memory", "time"], rows)
+
+
+def _edge_table(cut_facts: dict[str, Any]) -> Element:
+    """Return the edges with their sizes in one call."""
+    rows = []
+    for edge in cut_facts["edges"]:
+        targets = [*_stage_runs(edge["consumers"]), *(["result"] if edge["result"] else [])]
+        source = "input" if edge["producer"] is None else f"stage {edge['producer']}"
+        target = (", ".join(targets) or "(unused)") + (" (skip)" if edge["skips"] else "")
+        rows.append(
+            [
+                html_element("td", html_element("code", edge["name"])),
+                html_element("td", html_element("code", edge["value"])),
+                html_element("td", source, class_="short"),
+                html_element("td", target),
+                number_cell(format_bytes(edge["bytes"])),
+            ]
+        )
+    return data_table(["name", "value", "from", "to", "#bytes"], rows)
+
+
+def _stage_runs(stage_numbers: Sequence[int]) -> Iterator[str]:
+    """Yield the names of stages, three or more in a row as one text; the numbers ascend."""
+    for _, run in itertools.groupby(enumerate(stage_numbers), key=lambda entry: entry[1] - entry[0]):
+        numbers = [stage_number for _, stage_number in run]
+        if len(numbers) > 2:
+            yield f"stages {numbers[0]} to {numbers[-1]}"
+        else:
+            yield from (f"stage {stage_number}" for stage_number in numbers)
+
+
+def _balance_section(cut_facts: dict[str, Any], stage_times: Sequence[float]) -> Element:
+    """Return the balance of the stages, the transfer between them, and a chart of the pipeline bubble."""
+    bubble_shares = [bubble_share(stage_times, count) for count in range(1, _MAX_MICROBATCHES + 1)]
+    title = f"Share of the time that devices are idle, for 1 to {_MAX_MICROBATCHES} microbatches"
+    rows = [[number_cell(count), number_cell(f"{share:.1%}")] for count, share in cut_facts["bubble"].items()]
+    bubble_table = data_table(["#microbatches", "#idle"], rows)
+    bubble_table.set("class", "narrow")
+    balance = html_element("strong", f"{cut_facts['slowest_over_mean']:.2f}")
+    transfer = html_element("strong", format_bytes(cut_facts["traffic"]))
+    return html_element(
+        "div",
+        html_element("p", "Time of the slowest stage divided by the mean: ", balance, "."),
+        html_element("p", "Transfer between stages in one call: ", transfer, "."),
+        html_element("p", title, " (the pipeline bubble):"),
+        html_element("div", column_chart(bubble_shares, title), class_="wide"),
+        bubble_table,
+    )
+
+
+def _node_section(entry_points: Sequence[Bundle], script: str) -> list[Element]:
+    """The search field and the empty table of nodes, which the script of the page fills."""
+    rows = json.dumps([row for selected in entry_points for row in _node_rows(selected)], separators=(",", ":"))
+    # So no markup can begin or end in it.
+    rows = rows.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+    table = data_table(["#stage", "#node", "module", "operator", "outputs", "#compute"], [])
+    table.set("id", "node-list")
+    table[1].set("id", "node-rows")
+    return [
+        html_element("h2", "Nodes"),
+        html_element("p", html_element("label", "Search by module, operator, value or shape:", for_="node-search")),
+        html_element("input", type="search", id="node-search", autocomplete="off", spellcheck="false"),
+        html_element("p", "The list requires JavaScript.", id="node-count", aria_live="polite"),
+        scrollable(table),
+        html_element("button", "Show more", type="button", id="node-more", hidden="hidden"),
+        _verbatim("script", rows, type="application/json", id="nodes"),
+        _verbatim("script", script),
+    ]
+
+
+def _node_rows(bundle: Bundle) -> Iterator[list[str]]:
+    """Yield the cells of each node, for the table of nodes."""
+    prefix = f"{bundle.entry_point.name} " if bundle.fragment else ""
+    for stage_number in range(len(bundle.stages)):
+        graph = bundle.graph(stage_number)
+        for node_index, node in enumerate(graph.nodes):
+            outputs = [value for value in node.outputs if value is not None]
+            yield [
+                f"{prefix}{stage_number}",
+                str(node_index),
+                graph.scopes[node.scope].path,
+                graph.ops[node.op].name,
+                ", ".join(f"{value.name} {value.dtype}{format_shape(value.shape)}" for value in outputs),
+                format_flops(node.cost.flops),
+            ]
+
+
+def _head(title: str, style: str, script: str) -> Element:
+    policy = (
+        f"default-src 'none'; style-src '{_policy_digest(style)}'; script-src '{_policy_digest(script)}'; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    return html_element(
+        "head",
+        html_element("meta", charset="utf-8"),
+        html_element("meta", http_equiv="Content-Security-Policy", content=policy),
+        html_element("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        html_element("title", title),
+        _verbatim("style", style),
+    )
+
+
+def _verbatim(tag: str, content: str, **attributes: object) -> Element:
+    """Return a script or a style, whose content is written without escapes."""
+    element = html_element(tag, **attributes)
+    element.text = content
+    return element
+
+
+def _asset(file_name: str) -> str:
+    return files("stagepack.cli.report").joinpath(file_name).read_text(encoding="utf-8")
+
+
+def _policy_digest(content: str) -> str:
+    """Return the digest by which a policy allows a script or style: https://www.w3.org/TR/CSP3/#grammardef-hash-source."""
+    return "sha256-" + base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
