@@ -60,7 +60,3 @@ def test_a_model_that_is_captured_otherwise_is_named_at_each_size(source: Path) 
     assert lines[0] == "disagrees: the model itself, the example: differs from the captured program by 0.5"
     assert any("rows = 1" in line for line in lines)
     assert all("the model itself" in line for line in lines)
-
-
-def test_processes_are_a_road_of_the_comparison_alone(source: Path) -> None:
-    assert run("doctor", f"{source}:tower", "--processes").exit_code == 2

@@ -12,9 +12,8 @@ import pytest
 from click.testing import CliRunner
 
 from stagepack.cli import main
-from stagepack.format import limits
 from tests.cli.test_process import STAGEPACK
-from tests.hostile.attack import command_fails, run
+from tests.hostile.attack import command_fails
 
 COMMANDS = main.list_commands(click.Context(main))
 OUT = {"compile": "-o", "export": "-o", "k8s": "-o", "profile": "-o", "recut": "-o", "report": "-o", "triton": "-o"}
@@ -130,29 +129,6 @@ def test_a_path_that_is_no_bundle_is_named(command: str, path: str, found: str, 
 )
 def test_bad_input_is_said_in_one_line(arguments: list[str], says: str, folder: Path, sound: Path) -> None:
     command_fails(*(argument.replace("BUNDLE", str(sound)) for argument in arguments), says=says)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["inspect", ""], "Invalid value for 'BUNDLE': the path is empty"),
-        (["recut", "BUNDLE", "--stages", "2", "-o", ""], "Invalid value for '-o' / '--out': the path is empty"),
-        (["load", "BUNDLE", "--inputs", ""], "Invalid value for '--inputs': the path is empty"),
-        (["plan", "BUNDLE", "--stages", str(limits.STAGES + 1)], "is not in the range"),
-        (["plan", "BUNDLE", "--stages", "9" * 30], "is not in the range"),
-        (["load", "BUNDLE", "--device", "meta"], "tensors on the device meta have no data"),
-        (["serve", "BUNDLE", "--compiled", "x", "--runtime", "onnxruntime"], "--compiled requires the runtime torch"),
-        (["load", "BUNDLE", "--compiled", "x", "--runtime", "onnxruntime"], "--compiled requires the runtime torch"),
-        (["serve", "BUNDLE", "more=BUNDLE", "--compiled", "x"], "--compiled is the native code of one model"),
-        (["triton", "BUNDLE", "-o", "out", "--backend", "onnxruntime"], "requires --runtime onnxruntime"),
-    ],
-)
-def test_wrong_usage_is_said_before_anything_is_loaded(
-    arguments: list[str], says: str, folder: Path, sound: Path
-) -> None:
-    result = run(*(argument.replace("BUNDLE", str(sound)) for argument in arguments))
-    assert result.exit_code == 2, result.output
-    assert says in result.stderr
 
 
 def test_a_file_that_must_not_be_read_is_named(sound: Path, tmp_path: Path) -> None:

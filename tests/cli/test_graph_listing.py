@@ -79,12 +79,6 @@ def test_the_command_prints_one_stage_or_all(sound: Path) -> None:
     assert one_stage in all_stages
 
 
-def test_code_and_json_exclude_each_other(sound: Path) -> None:
-    result = run("inspect", str(sound), "--graph", "--json")
-    assert result.exit_code == 2
-    assert "--graph and --json cannot be used together" in result.stderr
-
-
 def test_names_with_braces_are_written_as_python_reads_them(tmp_path: Path) -> None:
     layers = torch.nn.ModuleDict(
         {

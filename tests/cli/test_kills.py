@@ -36,18 +36,8 @@ def bundle_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def start_recut(bundle_path: Path, out: Path) -> subprocess.Popen[str]:
-    command = [
-        sys.executable,
-        "-m",
-        "stagepack",
-        "recut",
-        str(bundle_path),
-        "--stages",
-        "4",
-        "-o",
-        str(out),
-        "--overwrite",
-    ]
+    options = ["--stages", "4", "-o", str(out), "--overwrite"]
+    command = [sys.executable, "-m", "stagepack", "recut", str(bundle_path), *options]
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, text=True)
 
 

@@ -94,20 +94,6 @@ def test_stages_without_nodes_are_counted(arguments: list[str], sound: Path, tmp
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["plan", "{sound}", "--inputs", "x.py:f"], "a bundle contains its example"),
-        (["plan", "{sound}", "--memory", "1GiB"], "--memory requires --stages"),
-        (["recut", "{sound}", "-o", "{out}"], "Missing a cut option"),
-    ],
-)
-def test_what_cannot_be_meant_is_wrong_usage(arguments: list[str], says: str, sound: Path, tmp_path: Path) -> None:
-    result = run(*(argument.format(sound=sound, out=tmp_path / "out") for argument in arguments))
-    assert result.exit_code == 2
-    assert says in result.stderr
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
         (
             ["plan", "{sound}", "--stages", "2", "--memory", "10B", "--memory", "10B"],
             r"no cut fits: .* stage \d needs [\d.]+ k?B ",
@@ -124,8 +110,6 @@ def test_what_cannot_be_meant_is_wrong_usage(arguments: list[str], says: str, so
         ),
         (["plan", "{sound}", "--stages", "2", "--speed", "1"], "expected 2 numbers, one for each stage, found 1"),
         (["plan", "{sound}", "--split-at", "nowhere"], "no operator comes from a module 'nowhere'"),
-        (["plan", "{sound}", "--plan", "{out}"], "the plan cannot be read: No such file"),
-        (["recut", "{out}", "--stages", "2", "-o", "{out}2"], "not a stagepack bundle"),
         (["recut", "{sound}", "--stages", "2", "-o", "{sound}"], "exists"),
     ],
 )

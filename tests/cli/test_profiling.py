@@ -31,7 +31,6 @@ def test_a_profile_says_what_was_measured(sound: Path, tmp_path: Path) -> None:
     total = sum(stage["seconds"] for stage in facts["stages"])
     assert sum(operator["seconds"] for operator in facts["operators"]) == pytest.approx(total, rel=0.5)
     assert sum(operator["nodes"] for operator in facts["operators"]) == len(content["nodes"])
-    command_fails("profile", str(sound), "-o", str(tmp_path / "times.json"), says="exists: choose another name")
 
 
 def test_a_plan_shows_measured_times(sound: Path, times: Path) -> None:
@@ -83,14 +82,6 @@ def test_recut_and_export_take_a_profile(sound: Path, times: Path, tmp_path: Pat
     assert [stage["nodes"] for stage in planned["stages"]] == node_counts
 
 
-@pytest.mark.parametrize("arguments", [("recut", "--split-at", "first"), ("recut",), ("export",)])
-def test_a_profile_chooses_among_cuts_into_stages(arguments: tuple[str, ...], sound: Path, times: Path) -> None:
-    command, *cut = arguments
-    result = run(command, str(sound), "-o", "out.stagepack", *cut, "--profile", str(times))
-    assert result.exit_code == 2
-    assert "--profile requires --stages" in result.stderr
-
-
 def test_a_profile_that_does_not_fit_is_refused(sound: Path, times: Path, tmp_path: Path) -> None:
     content = json.loads(times.read_text())
     (tmp_path / "other.json").write_text(json.dumps(content | {"model": "0" * 64}))
@@ -98,6 +89,3 @@ def test_a_profile_that_does_not_fit_is_refused(sound: Path, times: Path, tmp_pa
         "plan", str(sound), "--profile", str(tmp_path / "other.json"), says="profile: expected times of this model"
     )
     command_fails("plan", str(sound), "--profile", str(sound / "manifest.json"), says="expected a profile")
-    command_fails(
-        "profile", str(sound), "-o", str(tmp_path / "no" / "times.json"), "--runs", "1", says="cannot be written"
-    )

@@ -94,16 +94,6 @@ def test_names_of_a_bundle_are_text(editor: BundleEditor, tmp_path: Path) -> Non
     assert EVIL in {row[2] for row in json.loads(page.texts["script"][0])}
 
 
-def test_a_file_that_is_there_is_kept(sound: Path, tmp_path: Path) -> None:
-    (tmp_path / "page.html").write_text("mine")
-    command_fails(
-        "report", str(sound), "-o", str(tmp_path / "page.html"), says="exists: choose another name, or replace the file"
-    )
-    assert (tmp_path / "page.html").read_text() == "mine"
-    assert run("report", str(sound), "-o", str(tmp_path / "page.html"), "--overwrite").exit_code == 0
-    command_fails("report", str(sound), "-o", str(tmp_path / "nowhere" / "page.html"), says="cannot be written")
-
-
 def test_a_bundle_without_a_plan_says_so(editor: BundleEditor, tmp_path: Path) -> None:
     editor.edit_manifest(lambda manifest: manifest["entry_points"][0].pop("plan"))
     command_fails("report", str(editor.path), "-o", str(tmp_path / "page.html"), says="contains no plan: cut it again")

@@ -48,13 +48,6 @@ def program():
 
 def wrong():
     return 3
-
-def raises():
-    raise ValueError("no luck")
-
-def leaves():
-    import sys
-    sys.exit(7)
 """
 
 
@@ -116,22 +109,15 @@ def test_every_kind_of_source(
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (("tower.py:nothing",), "has no function 'nothing'"),
-        (("nowhere.py:make",), "nowhere.py: no such file"),
-        (("tower.py:wrong",), "expected a torch.nn.Module, or a module and its inputs, found int"),
-        (("tower.py:raises",), "raised ValueError: no luck"),
-        (("tower.py:leaves",), "raised SystemExit: 7"),
-        (("tower.py:make",), "expected example inputs for x, found none"),
         (("tower.py:make", "--inputs", "tower.py:wrong"), "expected stagepack.Inputs, a tuple or a dict"),
         (("tower.py:make", "--inputs", "tower.py"), "expected FILE.py:FUNCTION"),
         (
             ("tower.py:with_inputs", "--split-at", "layers.9"),
             "no operator comes from a module 'layers.9': close names are",
         ),
-        (("nowhere.pt2",), "no such file or folder; expected a folder, a hub name, a .pt2 file"),
     ],
 )
-def test_a_source_that_is_none_is_said_in_one_line(
+def test_inputs_and_cuts_that_are_none_are_said_in_one_line(
     arguments: tuple[str, ...], says: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folder)
@@ -139,10 +125,8 @@ def test_a_source_that_is_none_is_said_in_one_line(
     assert not list(tmp_path.iterdir())
 
 
-def test_export_refuses_two_ways_to_cut_and_an_output_that_exists(folder: Path) -> None:
+def test_export_keeps_an_output_that_exists(folder: Path) -> None:
     source, out = f"{folder}/tower.py:with_inputs", f"{folder}/tower.stagepack"
-    assert run("export", source, "-o", out, "--stages", "2", "--split-at", "layers.1").exit_code == 2
-    assert run("export", source, "-o", out, "--stages", "0").exit_code == 2
     assert "already exists: choose another name, or overwrite it (--overwrite; " in fails("export", source, "-o", out)
 
 

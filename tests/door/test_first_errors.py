@@ -18,12 +18,6 @@ from stagepack.errors import CutError, InputError, NotABundleError, OptionError,
 from tests.door.model import EXAMPLE, Scale
 
 
-def test_a_command_of_a_close_name_is_named() -> None:
-    result = CliRunner().invoke(main, ["verfy", "m.stagepack"])
-    assert result.exit_code == 2
-    assert "No such command 'verfy'. Did you mean stagepack verify?" in result.output
-
-
 def test_each_thing_that_is_no_bundle_has_its_own_message(exported: tuple[Path, object], tmp_path: Path) -> None:
     shutil.copytree(exported[0], tmp_path / "model.stagepack")
     (tmp_path / "empty.stagepack").mkdir()
