@@ -7,11 +7,11 @@ from typing import Final
 
 from stagepack.capture.model_folders import CONFIGURATION_NAME, read_adapter
 from stagepack.errors import ExportWarning, FileNotListedError, OptionError, OutputExistsError, warn_caller
+from stagepack.format.manifest import further_file_names
 from stagepack.format.reader import Bundle
 from stagepack.format.rules import FILE_NAME_PATTERN, MANIFEST_NAME, MODEL_CONFIG_NAME, format_names
 from stagepack.format.writer import BundleWriter
 from stagepack.opening import errors_name_bundle, opened_folder
-from stagepack.stored_bundle import further_file_names
 
 # What the format's own files end with.
 _RESERVED_SUFFIXES: Final = (".index.json", ".msgpack", ".onnx", ".safetensors", ".sig")
@@ -167,7 +167,7 @@ def remove_assets(bundle: str | os.PathLike[str] | Bundle, file_names: Iterable[
 
 def asset_names_of(bundle: Bundle) -> list[str]:
     """Return the names of the files that a bundle carries for others, such as ``config.json`` and ``tokenizer.json``."""
-    return sorted(further_file_names(bundle))
+    return sorted(further_file_names(bundle.manifest))
 
 
 def _opened_again(bundle: str | os.PathLike[str] | Bundle) -> Bundle:

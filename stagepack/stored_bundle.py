@@ -10,8 +10,9 @@ from stagepack.format.dtypes import TORCH_DTYPES
 from stagepack.format.file_checks import FileVersion
 from stagepack.format.file_writing import FileRange
 from stagepack.format.graph import Graph, Weight
+from stagepack.format.manifest import further_file_names
 from stagepack.format.reader import Bundle
-from stagepack.format.rules import INDEX_NAME, raise_problems
+from stagepack.format.rules import raise_problems
 from stagepack.format.validate.files import NamedWeights, check_example
 from stagepack.format.weights import StoredTensor, TensorSpec, read_weight_header
 from stagepack.format.writer import Pieces, TensorSource, check_output_path
@@ -33,21 +34,11 @@ def begin_rewriting(
         out=out,
         producer=bundle.manifest.producer,
         device=bundle.manifest.device,
-        files={file_name: bundle.read(file_name) for file_name in further_file_names(bundle)},
+        files={file_name: bundle.read(file_name) for file_name in further_file_names(bundle.manifest)},
         overwrite=overwrite,
         replaced_digest=bundle.digest if is_same_folder else None,
     )
     return builder, versions
-
-
-def further_file_names(bundle: Bundle) -> list[str]:
-    """Return the names of the files that depend neither on the cut nor on the weights, such as ``config.json``."""
-    rewritten_files = {INDEX_NAME}
-    for entry_point in bundle.entry_points:
-        rewritten_files.add(entry_point.example or "")
-        for stage in entry_point.stages:
-            rewritten_files |= {stage.graph, *stage.weights, *stage.onnx_files}
-    return [file_name for file_name in bundle.files if file_name not in rewritten_files]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -117,14 +117,13 @@ class _Options(BundleOptions):
 
     def load_options(self, stage_runtimes: list[str]) -> LoadOptions:
         """Return how the stages are loaded, in this process or in others."""
-        compile_mode: Any = self.compile_mode or False
         return LoadOptions(
             devices=self.devices,
             runtime=stage_runtimes,
             allow_ops=self.allow_ops,
             verify=self.verify,
             copy=self.copy_weights,
-            compile=compile_mode,
+            compile=self.compile_mode or False,
             compiled=self.compiled_folder,
             stream=self.stream,
             device_memory=memory_bytes(self.device_memory),
@@ -272,12 +271,8 @@ def _load_in_processes(
 ) -> dict[str, Any] | None:
     """Load and run stages in processes of their own; return facts about them. None in a process that torchrun started to run stages."""
     with progress("loading stages"):
-        pipeline = start_processes(
-            bundle,
-            options.processes,
-            options.load_options(stage_runtimes),
-            ProcessOptions(imports=options.imports),
-        )
+        process_options = ProcessOptions(imports=options.imports)
+        pipeline = start_processes(bundle, options.processes, options.load_options(stage_runtimes), process_options)
     if pipeline is None:
         return None
     timer.end("processes")

@@ -1,5 +1,6 @@
 """The bundles that `stagepack serve` is asked for -> models of the server."""
 
+import functools
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -17,13 +18,12 @@ from stagepack.opening import open_bundle
 from stagepack_loaders.call_limits import Limits
 from stagepack_loaders.distributed.launch_environment import is_launched_group
 from stagepack_loaders.generation.decoders import generating_entry_point
+from stagepack_loaders.options import LoadOptions, ProcessOptions
 
 if TYPE_CHECKING:
-    from stagepack_serving.server.loaded_bundle import LoadedBundle
-    from stagepack_serving.server.served_models import ServedModels
-
     from stagepack_loaders.pipeline import CallablePipeline
     from stagepack_serving.server.model_control import ModelControl
+    from stagepack_serving.server.model_registry import LoadedBundle, ModelRegistry
 
 # When no call is answered for so many deadlines of requests, a stage hangs, and its process is started again. A slow request alone, which
 # holds up those behind it, is no reason to.
@@ -46,17 +46,16 @@ def bundle_paths_by_name(bundle_arguments: tuple[str, ...]) -> dict[str, str]:
 class BundleLoading:
     """Loads bundles with the options of `stagepack serve`. Implements `BundleLoader`."""
 
-    def __init__(self, options: ServeOptions, models: "ServedModels") -> None:
+    def __init__(self, options: ServeOptions, models: "ModelRegistry") -> None:
         self._options = options
         self._models = models
         self._trusted_files = given_trusted_files()
 
     def __call__(self, model_name: str, version: int, path: str, *, unless_digest: str | None) -> "LoadedBundle | None":
         """See `BundleLoader`. None also in a process that torchrun has started to run stages, when the server has ended."""
-        from stagepack_serving.server.loaded_bundle import LoadedBundle  # noqa: PLC0415 - the same
-
         from stagepack_serving.server.generation.embedder import add_embedders  # noqa: PLC0415 - after the arguments are checked
         from stagepack_serving.server.generation.generator import add_generators  # noqa: PLC0415 - after the arguments are checked
+        from stagepack_serving.server.model_registry import LoadedBundle  # noqa: PLC0415 - the same
         from stagepack_serving.server.served_model import ServedModel  # noqa: PLC0415 - the same
 
         bundle = open_bundle(path, digest=self._options.digest, require_signature=self._trusted_files)
@@ -149,15 +148,16 @@ def _load_pipeline(
         pipeline = start_processes(
             bundle,
             options.processes,
-            devices=options.devices,
-            runtimes=runtimes,
-            allow_ops=options.allow_ops,
-            imports=options.imports,
-            verify=options.verify,
-            copy=options.copy_weights,
-            compiled_folder=options.compiled_folder,
-            max_restarts=options.max_restarts,
-            limits=Limits(value_bytes=options.max_value_bytes, stall_seconds=_STALLED_DEADLINES * deadline),
+            LoadOptions(
+                devices=options.devices,
+                runtime=runtimes,
+                allow_ops=options.allow_ops,
+                verify=options.verify,
+                copy=options.copy_weights,
+                compiled=options.compiled_folder,
+            ),
+            ProcessOptions(imports=options.imports, max_restarts=options.max_restarts),
+            Limits(value_bytes=options.max_value_bytes, stall_seconds=_STALLED_DEADLINES * deadline),
         )
         if pipeline is None:
             return None
@@ -187,15 +187,15 @@ def load_names(options: ServeOptions) -> list[str] | None:
     return list(options.load_names)
 
 
-def model_control(bundle_paths: Mapping[str, str], options: ServeOptions, models: "ServedModels") -> "ModelControl":
+def model_control(bundle_paths: Mapping[str, str], options: ServeOptions, models: "ModelRegistry") -> "ModelControl":
     """Return what loads the bundles of the command line."""
-    from stagepack_serving.server.model_repository import FixedBundles, RepositoryFolder  # noqa: PLC0415 - the same
+    from stagepack_serving.server import model_control as control  # noqa: PLC0415 - after the arguments are checked
 
-    from stagepack_serving.server.model_control import ModelControl  # noqa: PLC0415 - after the arguments are checked
-
-    return ModelControl(
+    return control.ModelControl(
         models,
-        FixedBundles(bundle_paths) if options.repository is None else RepositoryFolder(options.repository),
+        control.fixed_bundles(bundle_paths)
+        if options.repository is None
+        else functools.partial(control.repository_bundles, options.repository),
         BundleLoading(options, models),
         mode=options.control_mode,
         version_count=options.version_count,

@@ -1,7 +1,7 @@
 """The options of the subcommands that run bundles, and what these subcommands do with them. Runtimes are imported when they are needed."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import click
 
@@ -9,6 +9,7 @@ from stagepack.cli.command import PathType, flag
 from stagepack.format.reader import Bundle
 from stagepack_loaders.call_limits import Limits
 from stagepack_loaders.distributed.launch_environment import is_launched_group
+from stagepack_loaders.options import LoadOptions, ProcessOptions
 from stagepack_loaders.registry import DEFAULT_RUNTIME, choose_runtime, find_runtime, runtime_names
 from stagepack_loaders.registry import runtimes as registered_runtimes
 
@@ -112,16 +113,8 @@ def batching_text(max_batch: int, reason_without: str) -> str:
 def start_processes(
     bundle: Bundle,
     process_count: int | None,
-    *,
-    devices: Sequence[str],
-    runtimes: Sequence[str],
-    allow_ops: Sequence[str],
-    imports: Sequence[str],
-    verify: Verify = "full",
-    copy: bool = False,
-    compile_mode: Any = False,
-    compiled_folder: str | None = None,
-    max_restarts: int = 0,
+    options: LoadOptions,
+    processes: ProcessOptions,
     limits: Limits | None = None,
 ) -> "DistributedPipeline | None":
     """Start processes on this machine, or take those that torchrun has started.
@@ -130,34 +123,11 @@ def start_processes(
     The result is the pipeline; None in a process that torchrun started to run stages, when the pipeline is closed.
     """
     if process_count is None:
-        from stagepack_loaders.distributed.connect import connect  # noqa: PLC0415 - imports torch
+        from stagepack_loaders.distributed.connect import connect_launched  # noqa: PLC0415 - imports torch
 
-        return connect(
-            bundle,
-            tuple(devices),
-            runtime=runtimes,
-            allow_ops=allow_ops,
-            verify=verify,
-            copy=copy,
-            compile=compile_mode,
-            compiled=compiled_folder,
-            limits=limits,
-        )
+        return connect_launched(bundle, options, processes, (), limits or Limits())
     if is_launched_group():
         raise click.UsageError("torchrun has started the processes: leave out --processes")
-    from stagepack_loaders.load import load  # noqa: PLC0415 - imports torch
+    from stagepack_loaders.load import load_in_processes  # noqa: PLC0415 - imports torch
 
-    return load(
-        bundle,
-        list(devices),
-        runtime=list(runtimes),
-        allow_ops=allow_ops,
-        verify=verify,
-        copy=copy,
-        compile=compile_mode,
-        compiled=compiled_folder,
-        processes=process_count,
-        imports=imports,
-        max_restarts=max_restarts,
-        limits=limits,
-    )
+    return load_in_processes(bundle, process_count, options, processes, (), limits or Limits())

@@ -19,8 +19,7 @@ from stagepack.cli.shared_flags import require_packages
 from stagepack_loaders.distributed.launch_environment import is_launched_group, launched_rank
 
 if TYPE_CHECKING:
-    from stagepack_serving.server.served_models import ServedModels
-
+    from stagepack_serving.server.model_registry import ModelRegistry
     from stagepack_serving.server.security import ServerSecurity
     from stagepack_serving.server.served_model import ServedModel
     from stagepack_serving.server.server import ServerAddresses
@@ -60,9 +59,8 @@ def command(options: ServeOptions) -> None:
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # this command reports errors itself
     if options.threads is not None:  # before torch is imported, and for processes that are started
         os.environ["OMP_NUM_THREADS"] = str(options.threads)
-    from stagepack_serving.server.served_models import ACCESS_LOGGER, ServedModels  # noqa: PLC0415 - the same
-
     from stagepack_serving.server.metrics import Metrics  # noqa: PLC0415 - after the arguments are checked
+    from stagepack_serving.server.model_registry import ACCESS_LOGGER, ModelRegistry  # noqa: PLC0415 - the same
     from stagepack_serving.server.server import ServerAddresses, check_addresses, serve  # noqa: PLC0415 - the same
 
     _write_log(logging.getLogger("stagepack"), _LOG_FORMAT, options.log_level.upper())
@@ -71,7 +69,7 @@ def command(options: ServeOptions) -> None:
     logging.getLogger("grpc._cython.cygrpc").addFilter(_is_no_lost_client)
     _write_log(ACCESS_LOGGER, "%(asctime)s %(message)s", "INFO" if options.access_log else "CRITICAL")
     security = server_security(options)
-    models = ServedModels(options.limits(), Metrics())
+    models = ModelRegistry(options.limits(), Metrics())
     control = model_control(bundle_paths, options, models)
     addresses = ServerAddresses(host=options.host, http_port=options.http_port, grpc_port=options.grpc_port)
     if not is_launched_group() or launched_rank() == 0:
@@ -128,7 +126,7 @@ def server_security(options: ServeOptions) -> "ServerSecurity":
     )
 
 
-def _print_listening(addresses: "ServerAddresses", models: "ServedModels", options: ServeOptions) -> None:
+def _print_listening(addresses: "ServerAddresses", models: "ModelRegistry", options: ServeOptions) -> None:
     """Print the models and the addresses, when the server accepts requests."""
     if options.as_json:
         ports = {"host": addresses.host, "http_port": addresses.http_port, "grpc_port": addresses.grpc_port}

@@ -13,6 +13,7 @@ from msgspec import Struct
 from stagepack.format.chunks import File
 from stagepack.format.graph import Value
 from stagepack.format.limits import Int64
+from stagepack.format.rules import INDEX_NAME
 from stagepack.format.shapes import Guard, Symbol, format_shape
 from stagepack.format.tree import Signature
 
@@ -243,3 +244,13 @@ class Manifest(Struct, frozen=True, kw_only=True, omit_defaults=True):
     device: str
     features: tuple[str, ...] = ()
     sha256: str
+
+
+def further_file_names(manifest: Manifest) -> list[str]:
+    """Return the names of the files that depend neither on the cut nor on the weights, such as ``config.json``."""
+    rewritten_files = {INDEX_NAME}
+    for entry_point in manifest.entry_points:
+        rewritten_files.add(entry_point.example or "")
+        for stage in entry_point.stages:
+            rewritten_files |= {stage.graph, *stage.weights, *stage.onnx_files}
+    return [file.name for file in manifest.files if file.name not in rewritten_files]
