@@ -13,11 +13,17 @@ import stagepack
 from stagepack.format.chunks import check_content
 from tests.remote.http_server import HttpServer, Reply
 
-PROGRAM = Path(__file__).parent / "download_program.py"
+# Downloads all files of the bundle at a URL.
+PROGRAM = """
+import sys, stagepack
+bundle = stagepack.open(sys.argv[1])
+bundle.fetch(bundle.files)
+print(bundle.digest)
+"""
 
 
 def start(url: str) -> "subprocess.Popen[str]":
-    return subprocess.Popen([sys.executable, str(PROGRAM), url], stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen([sys.executable, "-c", PROGRAM, url], stdout=subprocess.PIPE, text=True)
 
 
 def limit_rate(_name: str, _index: int, reply: Reply) -> None:

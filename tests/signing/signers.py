@@ -1,15 +1,30 @@
-"""Keys and certificates for the tests, made by the package cryptography."""
+"""Keys and certificates for the tests, made by the package cryptography, and the commands `stagepack` and `model_signing`."""
 
+import subprocess
+import sys
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+from click.testing import CliRunner, Result
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
+from stagepack.cli import main
+
 PEM = serialization.Encoding.PEM
+MODEL_SIGNING = Path(sys.executable).with_name("model_signing")
+
+
+def run(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+def model_signing(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [str(MODEL_SIGNING), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 @dataclass(frozen=True, kw_only=True)

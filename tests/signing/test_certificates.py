@@ -10,8 +10,7 @@ from stagepack.errors import SignatureError
 
 pytest.importorskip("model_signing", reason="signatures are not tested: pip install '.[sign]' installs model_signing")
 
-from tests.signing.commands import model_signing, run
-from tests.signing.signers import Authority, Signer, make_authority
+from tests.signing.signers import Authority, Signer, make_authority, model_signing, run
 
 
 def test_certificates_are_followed_to_the_trusted_one(

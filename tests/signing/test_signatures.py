@@ -17,8 +17,7 @@ from tests.remote.http_server import HttpServer
 
 pytest.importorskip("model_signing", reason="signatures are not tested: pip install '.[sign]' installs model_signing")
 
-from tests.signing.commands import model_signing, run
-from tests.signing.signers import Authority, Signer, make_signer
+from tests.signing.signers import Authority, Signer, make_signer, model_signing, run
 
 
 def accepted_by_model_signing(bundle_path: Path, public_key: Path) -> bool:
