@@ -13,7 +13,6 @@ from typing import Any
 from stagepack.errors import InputError
 from stagepack.format.dtypes import SCALAR_DTYPES
 from stagepack.format.graph import Value
-from stagepack.format.manifest import Edge
 from stagepack.format.shapes import (
     Dim,
     Expr,
@@ -92,7 +91,7 @@ def bind_call(signature: Signature, args: tuple[Any, ...], kwargs: Mapping[str, 
 
 
 def check_values(
-    expected: Iterable[Value | Edge],
+    expected: Iterable[Value],
     bound: Mapping[str, BoundArgument],
     symbols: Iterable[Symbol],
     guards: Iterable[Guard] = (),
@@ -127,7 +126,7 @@ def check_values(
     return sizes
 
 
-def determined_symbols(values: Iterable[Value | Edge], symbols: Iterable[Symbol]) -> AbstractSet[str]:
+def determined_symbols(values: Iterable[Value], symbols: Iterable[Symbol]) -> AbstractSet[str]:
     """Return the names of the symbols whose sizes `check_values` finds from values."""
     # Any sizes do: which symbols are found depends on the dimensions only.
     sizes = {symbol.name: symbol.example or symbol.min or 1 for symbol in symbols}
@@ -257,7 +256,7 @@ def _arguments_by_parameter(signature: Signature, args: tuple[Any, ...], kwargs:
     return arguments
 
 
-def _checked_sizes(value: Value | Edge, argument: BoundArgument) -> Iterable[_Size]:
+def _checked_sizes(value: Value, argument: BoundArgument) -> Iterable[_Size]:
     """Check type, dtype and rank of an argument; return its sizes."""
     location, passed_value = argument.location, argument.value
     if value.dtype in SCALAR_DTYPES:

@@ -1,17 +1,10 @@
-"""Sign a bundle: write ``model.sig`` into its folder.
+"""Sign a bundle: write ``model.sig`` into its folder."""
 
-- Keys that signatures are made and verified with: model_signing takes elliptic curve keys only, and fails on others without a reason.
-"""
-
-import functools
 import hashlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from cryptography.exceptions import UnsupportedAlgorithm
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import load_pem_private_key, load_pem_public_key
 from model_signing import hashing, signing
 
 from stagepack.errors import OptionError, OutputExistsError, WriteError, named_errors
@@ -24,28 +17,7 @@ from stagepack.format.output_file import TemporaryFolder
 from stagepack.format.reader import Bundle
 from stagepack.format.rules import MANIFEST_NAME, SIGNATURE_NAME, rule_error
 from stagepack.remote.url import is_url
-from stagepack.signing.signature_file import SignatureFile
-
-# P-256, P-384 and P-521, as cryptography names them.
-_CURVES = frozenset({"secp256r1", "secp384r1", "secp521r1"})
-
-
-def check_key(path: str, content: bytes) -> None:
-    """Refuse a key of another kind than elliptic curves. What is no key, or is encrypted, is left to model_signing."""
-    for load_key in (load_pem_public_key, functools.partial(load_pem_private_key, password=None)):
-        try:
-            key = load_key(content)
-        except (ValueError, TypeError, UnsupportedAlgorithm):  # TypeError: it is encrypted
-            continue
-        if isinstance(key, ec.EllipticCurvePrivateKey | ec.EllipticCurvePublicKey):
-            kind = key.curve.name
-        else:
-            kind = type(key).__name__.removesuffix("PrivateKey").removesuffix("PublicKey")
-        if kind not in _CURVES:
-            raise OptionError(
-                f"{path}: expected an elliptic curve key of P-256, P-384 or P-521, found {kind}: make one with "
-                "'openssl genpkey -algorithm EC -pkeyopt ec_paramgen_curve:P-256'"
-            )
+from stagepack.signing.signature_file import SignatureFile, check_key
 
 
 def sign_bundle(

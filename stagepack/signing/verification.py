@@ -23,8 +23,7 @@ from stagepack.format.codec import stated_and_actual_digest
 from stagepack.format.file_checks import read_plain_file
 from stagepack.format.reader import Bundle
 from stagepack.format.rules import MANIFEST_NAME, SIGNATURE_NAME, format_names
-from stagepack.signing.sign import check_key
-from stagepack.signing.signature_file import SignatureFile
+from stagepack.signing.signature_file import SignatureFile, check_key
 
 _HASHES: Final[dict[str, Callable[[bytes], Any]]] = {
     "sha256": hashlib.sha256,

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from stagepack.format import limits
 from stagepack.format.dtypes import ITEM_SIZE, SCALAR_DTYPES
 from stagepack.format.graph import Value
-from stagepack.format.manifest import Edge
 from stagepack.format.rules import WORD_PATTERN, BrokenRule, format_names, is_identifier
 from stagepack.format.shapes import (
     OPERATIONS,
@@ -130,7 +129,7 @@ def check_dim(dim: Dim, symbols: set[str], location: str, depth: int = 0) -> Ite
             yield from check_dim(arg, symbols, location, depth + 1)
 
 
-def check_type(value: Value | Edge, symbols: set[str], rule: str, location: str) -> Iterator[BrokenRule]:
+def check_type(value: Value, symbols: set[str], rule: str, location: str) -> Iterator[BrokenRule]:
     """Yield the problems of the dtype, the shape and the expr of a value or an edge."""
     is_scalar = value.dtype in SCALAR_DTYPES
     if value.dtype not in ITEM_SIZE and not is_scalar and not WORD_PATTERN.fullmatch(value.dtype):
