@@ -44,6 +44,7 @@ def timed(load):
 
 # Page-locked memory to the device, in pieces of 256 MiB: the fastest that any loader could be.
 COPY_LIMIT = """
+import os
 size, piece = os.path.getsize(weights), 2**28
 source = torch.ones(piece, dtype=torch.uint8, pin_memory=device.type == "cuda")
 target = torch.empty(size, dtype=torch.uint8, device=device)
