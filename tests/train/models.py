@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 import stagepack
 from stagepack.format.reader import Bundle
+from stagepack_loaders.train.training import Training
 
 NEEDS_TORCH = pytest.mark.skipif(
     Version(torch.__version__) < Version("2.13"), reason=f"stagepack.train needs torch 2.13, found {torch.__version__}"
@@ -81,6 +82,34 @@ def cut(call: Call, count: int) -> Sequence[Call]:
     leaves, spec = pytree.tree_flatten(call)
     columns = [leaf.chunk(count) if leaf.dim() > 1 else [leaf] * count for leaf in leaves]
     return [pytree.tree_unflatten(list(part), spec) for part in zip(*columns, strict=True)]
+
+
+def assert_step(
+    training: Training,
+    model: torch.nn.Module,
+    loss: Callable[[Any, Any], torch.Tensor],
+    call: Call,
+    loss_tolerance: tuple[float, float],
+    gradient_tolerance: tuple[float, float],
+) -> None:
+    """Assert that a step gives the loss and the gradients of one process, and none where that has none. Tolerances: rtol, atol."""
+    args, target = call
+    expected_loss = loss(model(*args), target)
+    expected_loss.backward()
+    found_loss = training.step(*args, target=target)
+    rtol, atol = loss_tolerance
+    torch.testing.assert_close(found_loss, expected_loss.detach().double(), rtol=rtol, atol=atol)
+    assert_gradients(training, model, gradient_tolerance)
+
+
+def assert_gradients(training: Training, model: torch.nn.Module, tolerance: tuple[float, float]) -> None:
+    """Assert that parameters have the gradients of one process, and none where that has none."""
+    parameters, (rtol, atol) = dict(model.named_parameters()), tolerance
+    for name, parameter in training.named_parameters():
+        expected = parameters[name].grad
+        assert (parameter.grad is None) == (expected is None), f"step {training.steps}: {name}"
+        if expected is not None:
+            torch.testing.assert_close(parameter.grad, expected, rtol=rtol, atol=atol, msg=name)
 
 
 class TiedLanguageModel(torch.nn.Module):

@@ -11,6 +11,7 @@ from torch.export import Dim
 import stagepack
 from stagepack.errors import InputError, MicrobatchWarning, OptionError
 from stagepack.format.reader import Bundle
+from tests.train.models import assert_step
 
 pytestmark = pytest.mark.usefixtures("one_process")
 
@@ -58,12 +59,7 @@ def train(bundle: Bundle, **options: Any) -> Any:
 def assert_same(training: Any, model: torch.nn.Module, args: Any, target: Any) -> None:
     """Assert that a step has the loss and the gradients of one process."""
     model.zero_grad()
-    expected = torch.nn.functional.mse_loss(model(*args), target)
-    expected.backward()
-    torch.testing.assert_close(training.step(*args, target=target), expected.detach(), rtol=1e-10, atol=0)
-    gradients = {name: parameter.grad for name, parameter in training.named_parameters()}
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-8, atol=1e-12, msg=name)
+    assert_step(training, model, torch.nn.functional.mse_loss, (args, target), (1e-10, 0), (1e-8, 1e-12))
 
 
 @pytest.mark.parametrize("options", [{}, {"batch_dim": "batch"}, {"batch_dim": 1}], ids=["found", "named", "numbered"])

@@ -12,6 +12,7 @@ import stagepack
 from stagepack.errors import OptionError
 from stagepack.format.reader import Bundle
 from stagepack_loaders.train.training import Training
+from tests.train.models import assert_step
 
 pytestmark = pytest.mark.usefixtures("one_process")
 
@@ -79,16 +80,7 @@ def train(bundle: Bundle, loss: Callable[[Any, Any], torch.Tensor], **options: A
 
 def assert_same(training: Training, loss: Callable[[Any, Any], torch.Tensor], target: Any, rtol: float) -> None:
     """Assert that a step has the loss and the gradients of one process."""
-    model = new_model()
-    expected = loss(model(X), target)
-    expected.backward()
-    found = training.step(X, target=target)
-    torch.testing.assert_close(found, expected.detach().double(), rtol=rtol, atol=rtol)
-    parameters = dict(model.named_parameters())
-    for name, parameter in training.named_parameters():
-        assert (parameter.grad is None) == (parameters[name].grad is None), name
-        if parameter.grad is not None:
-            torch.testing.assert_close(parameter.grad, parameters[name].grad, rtol=rtol, atol=rtol)
+    assert_step(training, new_model(), loss, ((X,), target), (rtol, rtol), (rtol, rtol))
 
 
 MEANS: dict[str, tuple[Callable[[Any, Any], torch.Tensor], Any]] = {

@@ -39,11 +39,14 @@ from tests.train.models import (
     SEQUENCES,
     STEPS,
     TIED,
+    assert_gradients,
+    assert_step,
     cut,
 )
 
 KILL_STEP = 7
 CHECKPOINT_STEPS = 3
+GRADIENT_TOLERANCE = (1e-10, 1e-14)
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1),
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9, weight_decay=0.1),
@@ -168,7 +171,7 @@ def compare_branches(folder_name: str, *runs: str) -> None:
         training, model = open_run(Path(folder_name), f"branches:{run}"), BRANCHES.new()
         optimizers = [OPTIMIZERS[optimizer_name](list(owner.parameters())) for owner in (training, model)]
         for number in range(len(BRANCH_LOSSES)):
-            compare_step(training, model, BRANCHES.loss, BRANCHES.batch(number, 8))
+            assert_step(training, model, BRANCHES.loss, BRANCHES.batch(number, 8), (1e-12, 0), GRADIENT_TOLERANCE)
             for optimizer in optimizers:
                 optimizer.step()
             compare_parameters(training, model)
@@ -177,29 +180,17 @@ def compare_branches(folder_name: str, *runs: str) -> None:
                     optimizer.zero_grad()
         training.close()
         training = open_run(Path(folder_name), f"sequences:{run}", loss_reduction="sum")
-        compare_step(training, SEQUENCES.new(), SEQUENCES.loss, SEQUENCES.batch(0, 8))
+        assert_step(training, SEQUENCES.new(), SEQUENCES.loss, SEQUENCES.batch(0, 8), (1e-12, 0), GRADIENT_TOLERANCE)
         training.close()
         refuse_a_mean_of_means(Path(folder_name), run)
-
-
-def compare_step(training: Training, model: torch.nn.Module, loss: Any, batch: Any) -> None:
-    """Assert that a step gives the loss and gradients of one process, and none where that has none."""
-    args, target = batch
-    expected = loss(model(*args), target)
-    expected.backward()
-    torch.testing.assert_close(training.step(*args, target=target), expected.detach(), rtol=1e-12, atol=0)
-    compare_parameters(training, model)
 
 
 def compare_parameters(training: Training, model: torch.nn.Module) -> None:
     """Assert that parameters and their gradients are those of one process."""
     expected_parameters = dict(model.named_parameters())
     for name, parameter in training.named_parameters():
-        expected = expected_parameters[name]
-        torch.testing.assert_close(parameter, expected, rtol=1e-10, atol=1e-12)
-        assert (parameter.grad is None) == (expected.grad is None), f"step {training.steps}: {name}"
-        if expected.grad is not None:
-            torch.testing.assert_close(parameter.grad, expected.grad, rtol=1e-10, atol=1e-14)
+        torch.testing.assert_close(parameter, expected_parameters[name], rtol=1e-10, atol=1e-12)
+    assert_gradients(training, model, GRADIENT_TOLERANCE)
 
 
 def refuse_a_mean_of_means(folder: Path, run: str) -> None:
