@@ -23,21 +23,13 @@ DEFAULT_SEQUENCES: Final = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessMemory:
-    """The memory of its host that a process needs, in bytes.
+    """The memory of its host that a process needs, in bytes. Activations and state are 0 on other devices."""
 
-    Attributes:
-        weights: the weights of its stages. They are read through the memory of the host for other devices too, stage by stage.
-        activations: the activations of the stage that has most; 0 on other devices.
-        buffers: what arrives for the requests in flight.
-        state: the state of sequences; 0 on other devices.
-        process: the process itself, with its libraries.
-    """
-
-    weights: int
-    activations: int
-    buffers: int
-    state: int
-    process: int
+    weights: int  # of its stages; for other devices they are read through the memory of the host too, stage by stage
+    activations: int  # of the stage that has most
+    buffers: int  # for what arrives for the requests in flight
+    state: int  # of sequences
+    process: int  # itself, with its libraries
 
     @property
     def total(self) -> int:

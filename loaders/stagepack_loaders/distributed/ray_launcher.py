@@ -60,18 +60,6 @@ class _StartedActor:
         self.actor = actor
         self.result: Any = None
 
-    def find_end(self) -> ProcessEnd | None:
-        """Return how the actor has ended its run; None while it runs."""
-        if self.result is None or not ray.wait([self.result], timeout=0)[0]:
-            return None
-        try:
-            ray.get(self.result)
-        except RayTaskError as error:
-            return ProcessEnd(reason=f"its actor raised {type(error.cause).__name__}: {error.cause}")
-        except RayError as error:
-            return _actor_end(error)
-        return ProcessEnd(reason="its actor has ended its run")
-
 
 class RayLauncher(ProcessLauncher[_StartedActor]):
     """Starts a group of Ray actors, of which this process is the front, and runs no stages."""
@@ -163,7 +151,15 @@ class RayLauncher(ProcessLauncher[_StartedActor]):
         return msgspec.structs.replace(description, options=options)
 
     def _find_end(self, process: _StartedActor) -> ProcessEnd | None:
-        return process.find_end()
+        if process.result is None or not ray.wait([process.result], timeout=0)[0]:
+            return None
+        try:
+            ray.get(process.result)
+        except RayTaskError as error:
+            return ProcessEnd(reason=f"its actor raised {type(error.cause).__name__}: {error.cause}")
+        except RayError as error:
+            return _actor_end(error)
+        return ProcessEnd(reason="its actor has ended its run")
 
 
 def launch(

@@ -31,19 +31,12 @@ _REQUESTS_SENT_AHEAD = 4
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class StageRequest:
-    """A request on its way through the stages of one process.
+    """A request on its way through the stages of one process, with the values that the process has so far, by edge name."""
 
-    Attributes:
-        message: its number, sequence and sizes. Its kind is `FAIL` when a stage has failed on it.
-        layout: how its values travel.
-        values: the values that the process has so far, by edge name.
-        copies_results: at the front, whether results are copied out of memory that is shared with other processes.
-    """
-
-    message: ControlMessage
+    message: ControlMessage  # its kind is `FAIL` when a stage has failed on the request
     layout: RequestLayout
     values: dict[str, Any] = field(default_factory=dict)
-    copies_results: bool = True
+    copies_results: bool = True  # at the front: out of memory that is shared with other processes
 
     @property
     def has_failed(self) -> bool:
@@ -53,21 +46,13 @@ class StageRequest:
 
 @dataclass(slots=True, eq=False)
 class _OutgoingRoute:
-    """A route that begins at the process.
-
-    Attributes:
-        route: the route.
-        copies_at_once: whether what is sent on it may change as soon as it is sent.
-        copies_values: whether values are copied before they are sent.
-        last_layout: how the values of the last request travelled.
-        last_head: the head of its message, whose memory is used again if it may change.
-    """
+    """A route that begins at the process."""
 
     route: Route
-    copies_at_once: bool
-    copies_values: bool
-    last_layout: RouteLayout | None = None
-    last_head: MessageHead | None = None
+    copies_at_once: bool  # what is sent may change as soon as it is sent
+    copies_values: bool  # before they are sent
+    last_layout: RouteLayout | None = None  # of the last request
+    last_head: MessageHead | None = None  # whose memory is used again if it may change
 
     def head(self, layout: RouteLayout) -> MessageHead:
         """Return memory for the head of a message."""
@@ -78,14 +63,7 @@ class _OutgoingRoute:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _ProcessStage:
-    """A stage of the process, with what each request needs of it.
-
-    Attributes:
-        driver: the stage.
-        outgoing: the routes that bring its outputs to other processes.
-        runs: how often it has run.
-        busy_seconds: how long.
-    """
+    """A stage of the process, the routes that bring its outputs to other processes, and how often and how long it has run."""
 
     driver: StageDriver
     outgoing: tuple[_OutgoingRoute, ...]
@@ -94,11 +72,7 @@ class _ProcessStage:
 
 
 class StageWorker:
-    """The stages of one process. One thread uses it; `stage_counts` and `sequence_count` may be read from others.
-
-    Attributes:
-        spans: records what this thread does.
-    """
+    """The stages of one process. One thread uses it; `stage_counts` and `sequence_count` may be read from others."""
 
     def __init__(
         self,
