@@ -50,8 +50,8 @@ def split_large_json(json_part: memoryview) -> tuple[bytes, list[bytes | None]]:
     The result is the JSON part, in which the numbers of each input are ``[]``, and these numbers; None for an input without them. Both may
     hold NaN, Infinity and -Infinity.
     """
+    check_json_counts(json_part, _MAX_OBJECTS, brackets=b"{")
     content = bytes(json_part)
-    check_json_counts(content, _MAX_OBJECTS, brackets=b"{")
     outline, address = _decode_outline(content, _RequestOutline)
     spans = [None if fields.data is UNSET else _span(fields.data, address) for fields in outline.inputs]
     header_parts, position = [], 0
@@ -86,10 +86,14 @@ def decode_field(field_name: str, value: Raw, field_type: Any) -> Any:
         raise RequestError(RequestStatus.BAD_REQUEST, f"{field_name}: {error}") from None
 
 
-def check_json_counts(text: bytes | bytearray, max_containers: int, *, brackets: bytes) -> None:
+def check_json_counts(text: bytearray | memoryview, max_containers: int, *, brackets: bytes) -> None:
     """Refuse a JSON text of so many strings, and values in some brackets, that a parser would hold the interpreter for seconds."""
-    container_count = sum(text.count(bracket) for bracket in brackets)
-    string_count = (text.count(b'"') - text.count(b'\\"')) // 2  # quotes in a text are escaped
+    # By numpy, which does not hold the interpreter: `bytes.count` does, for 0.2 s and more in 60 MB of quotes.
+    characters = numpy.frombuffer(text, numpy.uint8)
+    container_count = sum(int(numpy.count_nonzero(characters == bracket)) for bracket in brackets)
+    quotes = characters == ord('"')
+    quotes[1:] &= characters[:-1] != ord("\\")  # quotes in a text are escaped
+    string_count = int(numpy.count_nonzero(quotes)) // 2
     if container_count > max_containers or string_count > _MAX_STRINGS:
         message = (
             f"expected at most {max_containers} lists and objects and {_MAX_STRINGS} strings beside the data of tensors, found "
