@@ -1,9 +1,7 @@
 """Interpret the graph of a stage: for a runtime that has a function of numpy arrays for each operator.
 
-`refuse_unsupported` and `run_nodes` belong together: `run_nodes` runs every graph that `refuse_unsupported` does not refuse.
-
-- Weights of a stage as read-only numpy arrays on its weight files, which are mapped.
-- Array operations on numpy arrays. Dtypes that numpy lacks, such as bfloat16, are those of ml_dtypes.
+`refuse_unsupported` and `run_nodes` belong together: `run_nodes` runs every graph that `refuse_unsupported` does not refuse. Dtypes that
+numpy lacks, such as bfloat16, are those of ml_dtypes.
 """
 
 import importlib
@@ -212,10 +210,7 @@ def _argument_value(argument: Argument, known_values: Mapping[str, Any]) -> Any:
 
 
 def map_stored_tensors(bundle: Bundle, stage_number: int, *, verify: bool) -> dict[str, Array]:
-    """Map the weight files of a stage. The arrays stay as they are when the bundle is replaced, removed or written into.
-
-    The result is the bytes of each stored tensor, by name.
-    """
+    """Return the bytes of each stored tensor of a stage, by name. They stay when the bundle is replaced, removed or written into."""
     weight_files = open_weight_files(bundle, bundle.stages[stage_number].weights, PrepareOptions(), verify=verify)
     return stored_tensors(weight_files)
 
@@ -233,10 +228,7 @@ def stored_tensors(weight_files: Mapping[str, WeightFile]) -> dict[str, Array]:
 
 
 def read_weight(weight: Weight, stored_tensors: Mapping[str, Array]) -> Array:
-    """Return a weight as a read-only array.
-
-    stored_tensors: the bytes of each stored tensor, from `map_stored_tensors`.
-    """
+    """Return a weight as a read-only array on the bytes of its stored tensor, from `map_stored_tensors`."""
     dtype = numpy_dtype(weight.dtype)
     if weight.zeros:
         zeros = numpy.zeros(weight.shape, dtype)

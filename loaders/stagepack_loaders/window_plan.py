@@ -163,13 +163,7 @@ def plan_window(uses: Sequence[WeightUse], memory_bytes: int) -> WindowPlan:
 
 
 class _Candidates(NamedTuple):
-    """The uses that can pass through the ring.
-
-    Attributes:
-        indices: their indices.
-        window_bytes: the size of the smallest ring for all of them.
-        least_bytes: that, and the size of the weights of all other uses.
-    """
+    """The uses that can pass through the ring, the smallest ring for all of them, and that with the weights of all other uses."""
 
     indices: list[int]
     window_bytes: int

@@ -140,9 +140,7 @@ class OnnxRuntimeStage(CallableStage):
     numpy arrays. Dtypes that numpy lacks, such as bfloat16, are those of ml_dtypes.
 
     Attributes:
-        runtime: ``"onnxruntime"``.
         session: the session that runs the stage; None if there is nothing to run.
-        device: the device it runs on.
         state: the content of the buffers that calls write, by name.
     """
 

@@ -154,10 +154,7 @@ def set_wait(
     wait: Callable[[], None],
     check_conversion: Callable[[Callable[[torch.Tensor], torch.Tensor]], None],
 ) -> None:
-    """Set what is called before weights are read or replaced, in a container and those inside it.
-
-    check_conversion: takes a function that converts tensors, and raises an error if weights cannot be converted by it.
-    """
+    """Set what is called before weights are read or replaced, in a container and those inside it."""
     for module in container.modules():
         if isinstance(module, Container):
             module.__dict__[_OWN] = replace(_facts(module), wait=wait, check_conversion=check_conversion)

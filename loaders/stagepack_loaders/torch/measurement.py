@@ -1,7 +1,4 @@
-"""Measure how long the nodes of a bundle take on the devices of this machine.
-
-- Stages that measure how long each of their nodes takes.
-"""
+"""Measure how long the nodes of a bundle take on the devices of this machine."""
 
 import platform
 import statistics
@@ -102,8 +99,6 @@ class StageMeasurement:
     """The times of one stage, each the median of several runs.
 
     Attributes:
-        stage: its number.
-        device: its device.
         seconds: the time of the stage as a whole.
         node_seconds: the time of each node by its number in the whole model. Nodes that the cut added have none. With these, the times of
             all nodes have the sum `seconds`.
@@ -184,13 +179,7 @@ def machine_name(devices: Iterable[torch.device]) -> str:
 
 
 class _MeasuredStage:
-    """A stage for a pipeline, which measures itself when it is run. Only while it runs it is loaded.
-
-    Attributes:
-        runtime: ``"torch"``.
-        device: the device it runs on.
-        measurement: its times, when it has run.
-    """
+    """A stage for a pipeline, which measures itself when it is run. Only while it runs it is loaded."""
 
     runtime = TorchStage.runtime
 

@@ -1,7 +1,4 @@
-"""A stage as a `torch.nn.Module`.
-
-- Inputs of a stage on their way to its device, and back to the caller if the stage writes them.
-"""
+"""A stage as a `torch.nn.Module`."""
 
 import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -53,10 +50,7 @@ class StageInputs:
         return written
 
     def write_counts(self, values: Sequence[Any], moved_values: Sequence[Any]) -> dict[int, int | None]:
-        """Return the moved inputs that the stage may write, by position, with a count of their writes; None if it is not known.
-
-        values: the inputs, in order.
-        """
+        """Return the moved inputs that the stage may write, by position, with a count of their writes; None if it is not known."""
         moved_positions = {position for position, value in enumerate(values) if moved_values[position] is not value}
         if not moved_positions:
             return {}
@@ -68,10 +62,7 @@ class StageInputs:
 
 
 def write_back(values: Sequence[Any], moved_values: Sequence[Any], counts: Mapping[int, int | None]) -> None:
-    """Write what a stage has written into moved inputs into the inputs themselves, as a stage on their device does.
-
-    values: the inputs, in order.
-    """
+    """Write what a stage has written into moved inputs into the inputs themselves, as a stage on their device does."""
     for position, count in counts.items():
         if count is None or write_count(moved_values[position]) != count:
             values[position].copy_(moved_values[position])
@@ -99,8 +90,6 @@ class StageCode:
     """What a stage runs, without its weights.
 
     Attributes:
-        stage_number: the number of the stage.
-        graph: the graph of the stage.
         guards: the conditions on sizes of the entry point.
         graph_module: the graph in torch.fx; it takes the inputs and then the weights.
         compiled_module: the same, compiled, or with questions for the weights (`GatedModule`); None to run `graph_module`.
@@ -265,13 +254,7 @@ class TorchStage(Container):
         return self._parts.state.tensors()
 
     def move(self, code: StageCode, device: torch.device, move_tensor: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Run on another device from now on.
-
-        Args:
-            code: what the stage runs there.
-            device: the device.
-            move_tensor: returns a tensor on this device in the place of one of the weights.
-        """
+        """Run on another device from now on, with the tensors that `move_tensor` returns in the place of the weights."""
         for slot in self._parts.slots:
             slot.put(move_tensor(slot.get()))
         self._parts.state.move(device)
@@ -301,11 +284,7 @@ class TorchStage(Container):
         return duplicate
 
     def __reduce_ex__(self, _: Any) -> NoReturn:
-        """Refuse to be pickled.
-
-        Raises:
-            TypeError: always.
-        """
+        """Refuse to be pickled."""
         raise TypeError(
             "a loaded stage cannot be pickled: pass on the bundle, or the state_dict, and load the stage there"
         )

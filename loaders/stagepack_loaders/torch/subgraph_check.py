@@ -198,12 +198,7 @@ _Facts = Sequence[Fact | None]
 
 
 class SubgraphFacts(NamedTuple):
-    """What a subgraph takes and returns.
-
-    Attributes:
-        inputs: its inputs by name.
-        result: its result.
-    """
+    """What a subgraph takes, by name, and returns."""
 
     inputs: Mapping[str, Fact]
     result: CallResult
@@ -226,10 +221,9 @@ def call_subgraphs(
     *,
     is_casting: bool,
 ) -> CallResult:
-    """Return what a higher-order operator returns.
+    """Return what a higher-order operator returns, with a reason if the call does not fit the subgraphs.
 
-    The result is the result; with a reason if the call does not fit the subgraphs, and empty where it is not known, as for
-        `flex_attention`, whose kernel decides what the subgraphs get.
+    Nothing is known of `flex_attention`, whose kernel decides what the subgraphs get.
     """
     call = _Call(facts, subgraphs, is_casting)
     try:

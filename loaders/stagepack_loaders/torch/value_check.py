@@ -101,12 +101,7 @@ _MAX_RESULTS = 10_000
 
 
 class MetaWork(NamedTuple):
-    """What limits a call.
-
-    Attributes:
-        is_excessive: whether the call should not be made.
-        reason: why the graph is refused; empty if the result is only not compared.
-    """
+    """Whether a call should not be made, and why the graph is refused then; without a reason, the result is only not compared."""
 
     is_excessive: bool
     reason: str = ""
