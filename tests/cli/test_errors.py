@@ -4,7 +4,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import click
@@ -12,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from stagepack.cli import main
+from tests.cli.absent_packages import run_without
 from tests.cli.test_process import STAGEPACK
 from tests.hostile.attack import command_fails
 
@@ -204,16 +204,8 @@ def test_unexpected_errors_are_one_line_too(error: Exception, says: str, monkeyp
     assert result.stderr.count("\n") == 1
 
 
-WITHOUT_PACKAGES = """
-import json, sys
-from click.testing import CliRunner
-
-class Absent:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in {"google", "grpc", "prometheus_client", "starlette", "tritonclient", "uvicorn"}:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-sys.meta_path.insert(0, Absent())
+SERVER_PACKAGES = {"google", "grpc", "prometheus_client", "starlette", "tritonclient", "uvicorn"}
+ERRORS = """
 from stagepack.cli import main
 
 print(json.dumps([CliRunner().invoke(main, arguments).stderr for arguments in json.loads(sys.argv[1])]))
@@ -223,10 +215,7 @@ print(json.dumps([CliRunner().invoke(main, arguments).stderr for arguments in js
 @pytest.mark.process
 def test_serving_without_its_packages_says_which_extra_installs_them(sound: Path, tmp_path: Path) -> None:
     lines = [["serve", str(sound)], ["triton", str(sound), "-o", str(tmp_path / "out")]]
-    result = subprocess.run(
-        [sys.executable, "-c", WITHOUT_PACKAGES, json.dumps(lines)], capture_output=True, text=True, check=True
-    )
-    serve_error, triton_error = json.loads(result.stdout)
+    serve_error, triton_error = json.loads(run_without(SERVER_PACKAGES, ERRORS, json.dumps(lines)))
     assert re.fullmatch(
         r"stagepack: the package '\S+' is not installed: the extra 'serve' of stagepack .*\n", serve_error
     )

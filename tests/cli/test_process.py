@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 import stagepack
 from stagepack_loaders.run_trace import RunTrace, Span, write_trace
+from tests.cli.absent_packages import run_without
 
 pytestmark = pytest.mark.process
 
@@ -138,16 +139,8 @@ def test_an_interrupt_during_the_imports_ends_the_command(tmp_path: Path) -> Non
     assert {path.name for path in tmp_path.iterdir()} <= {"net.py", "__pycache__"}
 
 
+PACKAGES = {"torch", "transformers", "sympy", "rich", "numpy"}
 WITHOUT = """
-import json, sys
-from click.testing import CliRunner
-
-class Absent:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in {"torch", "transformers", "sympy", "rich", "numpy"}:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-sys.meta_path.insert(0, Absent())
 import stagepack
 from stagepack.cli import main
 
@@ -158,7 +151,7 @@ for arguments in json.loads(sys.argv[2]):
 opened = stagepack.open(bundle)
 opened.verify()
 outcomes["weights"] = [[weight.names[0] for weight in opened.graph(number).weights] for number in range(len(opened.stages))]
-outcomes["imported"] = sorted({"torch", "transformers", "sympy", "rich", "numpy"} & set(sys.modules))
+outcomes["imported"] = sorted(set(PACKAGES) & set(sys.modules))
 print(json.dumps(outcomes))
 """
 
@@ -185,11 +178,7 @@ def test_a_machine_without_torch_opens_inspects_and_verifies(sound: Path, tmp_pa
     (tmp_path / "x.py").touch()
     helps = ["--help", "export --help", "load --help", "--version"]
     arguments = json.dumps([line.split() for line in [*works, *lacks, *helps]])
-    result = subprocess.run(
-        [sys.executable, "-c", WITHOUT, str(sound), arguments], capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 0, result.stderr
-    outcomes = json.loads(result.stdout)
+    outcomes = json.loads(run_without(PACKAGES, WITHOUT, str(sound), arguments))
     assert outcomes["imported"] == []
     assert outcomes["weights"][0] == ["embed.weight"]
     for line in [*works, *helps]:
@@ -214,16 +203,7 @@ def test_inspecting_imports_no_torch_where_it_is_installed(sound: Path) -> None:
 
 
 ONNXRUNTIME_ALONE = """
-import sys
 import numpy
-from click.testing import CliRunner
-
-class Absent:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in {"torch", "onnx", "onnxscript", "transformers", "sympy"}:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-sys.meta_path.insert(0, Absent())
 import stagepack
 from stagepack.cli import main
 
@@ -254,8 +234,7 @@ assert "torch" not in sys.modules
 def test_a_machine_with_onnxruntime_alone_runs_a_bundle(tmp_path: Path) -> None:
     tower = Path(__file__).parents[2] / "schema" / "frozen" / "1.0" / "tower.stagepack"
     out = tmp_path / "out.safetensors"
-    command = [sys.executable, "-c", ONNXRUNTIME_ALONE, str(tower), str(out)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.count("largest difference 0\n") == 3
+    lacking = {"torch", "onnx", "onnxscript", "transformers", "sympy"}
+    printed = run_without(lacking, ONNXRUNTIME_ALONE, str(tower), str(out))
+    assert printed.count("largest difference 0\n") == 3
     assert load_file(out)["output.0"].shape == (2, 3, 2)

@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -16,7 +17,13 @@ from tools.docs.page import ROOT, documented_pages
 from tools.docs.references import command_reference, error_reference, option_reference, rule_reference, specified_rules
 
 LINK_PATTERN = re.compile(r"\[[^\[\]]*\]\(([^()\s#]+)[^()\s]*\)")
-FENCE_PATTERN = re.compile(r"^( *)```.*?^\1```", re.MULTILINE | re.DOTALL)
+ANCHOR_PATTERN = re.compile(r"\]\((?!https?:|mailto:)([^()\s#]*)#([^()\s]+)\)")
+FENCE_PATTERN = re.compile(r"^( *)(```+)[^\n]*\n.*?^\1\2[ ]*$", re.MULTILINE | re.DOTALL)
+PAGES = sorted(
+    path
+    for pattern in ("*.md", "docs/**/*.md", "schema/**/*.md", "examples/*.md", "loaders/*.md")
+    for path in ROOT.glob(pattern)
+)
 
 
 def test_the_readme_is_short() -> None:
@@ -29,6 +36,28 @@ def test_links_lead_to_files_of_the_tree(page: Path) -> None:
     link_targets = [link_target for link_target in LINK_PATTERN.findall(page_text) if "://" not in link_target]
     missing_targets = [link_target for link_target in link_targets if not (ROOT / page.parent / link_target).exists()]
     assert not missing_targets
+
+
+def anchors(page: Path) -> Iterator[str]:
+    """The names of headings as GitHub makes them, and those of anchors."""
+    text = FENCE_PATTERN.sub("", page.read_text())
+    seen: dict[str, int] = {}
+    for heading in re.findall(r"^#+ +(.+?) *$", text, re.MULTILINE):
+        plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
+        slug = re.sub(r"[^\w\- ]", "", plain.lower()).replace(" ", "-")
+        yield slug if slug not in seen else f"{slug}-{seen[slug]}"
+        seen[slug] = seen.get(slug, 0) + 1
+    yield from re.findall(r"""<a (?:id|name)=["']([^"']+)["']""", text)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_each_link_to_a_part_of_a_page_has_an_anchor(page: Path) -> None:
+    missing = [
+        f"{target}#{anchor}"
+        for target, anchor in ANCHOR_PATTERN.findall(FENCE_PATTERN.sub("", page.read_text()))
+        if anchor not in anchors(page.parent / target if target else page)
+    ]
+    assert missing == []
 
 
 def test_the_diagrams_are_those_that_the_script_draws() -> None:
