@@ -19,7 +19,7 @@ from stagepack.capture.stated_inputs import StatedInputs, stated_inputs
 from stagepack.errors import ExportWarning, OptionError, warn_caller
 from stagepack.exporter import ExportOptions, export_captures
 from stagepack.format.manifest import Plan
-from stagepack.format.reader import Bundle, bundle_permissions
+from stagepack.format.reader import Bundle
 from stagepack.format.writer import check_output_path
 from stagepack.partition.cut_options import CutOptions, Policy, WeightSharing
 from stagepack.partition.profile import DeviceProfile, Profile
@@ -261,14 +261,11 @@ def _entry_point_cut_options(
 
 def _with_onnx(bundle: Bundle, rtol: float | None, atol: float | None) -> Bundle:
     """Add ONNX files; warn of stages that have none."""
-    from stagepack.onnx import add_onnx, added_to_new_bundle  # noqa: PLC0415 - packages that only this needs
+    from stagepack.onnx import add_onnx_to_new_bundle  # noqa: PLC0415 - packages that only this needs
 
-    for entry_point in bundle.entry_points:
-        selected = Bundle(bundle.path).select(entry_point.name)
-        with added_to_new_bundle(bundle):
-            conversion = add_onnx(selected, allow_ops=bundle_permissions(selected), rtol=rtol, atol=atol)
-        prefix = f"{entry_point.name}, " if len(bundle.entry_points) > 1 else ""
-        for stage_number, reason in conversion.torch_only.items():
+    for added in add_onnx_to_new_bundle(bundle, rtol=rtol, atol=atol):
+        prefix = f"{added.bundle.entry_point.name}, " if len(bundle.entry_points) > 1 else ""
+        for stage_number, reason in added.torch_only.items():
             warn_caller(ExportWarning(f"{prefix}stage {stage_number} runs in torch only: {reason}"))
     return Bundle(bundle.path)
 

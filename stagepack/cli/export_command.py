@@ -10,7 +10,7 @@ import click
 
 from stagepack.bundle_assets import exported_assets, read_assets
 from stagepack.capture.model_folders import check_source_path
-from stagepack.cli.bundle_facts import bundle_facts, each_entry_point, print_written
+from stagepack.cli.bundle_facts import bundle_facts, print_written
 from stagepack.cli.command import BundleType, PathType, argument, flag, option_object, subcommand
 from stagepack.cli.failures import shown_warnings
 from stagepack.cli.onnx_command import conversion_facts, print_conversion
@@ -18,7 +18,7 @@ from stagepack.cli.output import finite, print_json, print_line, progress
 from stagepack.cli.shared_flags import ATOL, DTYPE, JSON, OUT_BUNDLE, RTOL, CutFlags, Dtype, ExampleFlags
 from stagepack.cli.termination import orderly_termination
 from stagepack.extras import require_extras
-from stagepack.format.reader import Bundle, bundle_permissions
+from stagepack.format.reader import Bundle
 from stagepack.format.writer import check_output_path
 
 
@@ -208,20 +208,10 @@ def _write(
 
 
 def _add_onnx(bundle: Bundle, options: _Options, next_step: Callable[[str], None]) -> list[dict[str, Any]]:
-    from stagepack.onnx import add_onnx, added_to_new_bundle  # noqa: PLC0415 - packages that only this option needs
+    from stagepack.onnx import add_onnx_to_new_bundle  # noqa: PLC0415 - packages that only this option needs
 
-    onnx_facts: list[dict[str, Any]] = []
-    for selected in each_entry_point(bundle):
-        with added_to_new_bundle(bundle):
-            conversion = add_onnx(
-                Bundle(selected.path).select(selected.entry_point.name),
-                allow_ops=bundle_permissions(selected),
-                rtol=options.rtol,
-                atol=options.atol,
-                progress=next_step,
-            )
-        onnx_facts += conversion_facts(conversion)
-    return onnx_facts
+    results = add_onnx_to_new_bundle(bundle, rtol=options.rtol, atol=options.atol, progress=next_step)
+    return [stage_facts for added in results for stage_facts in conversion_facts(added)]
 
 
 def _print_export(options: _Options, bundle: Bundle, facts: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ from stagepack.errors import OptionError, StagepackError, WriteError
 from stagepack.format.file_checks import FileVersion
 from stagepack.format.manifest import Onnx
 from stagepack.format.output_file import TemporaryFolder
-from stagepack.format.reader import Bundle
+from stagepack.format.reader import Bundle, bundle_permissions
 from stagepack.format.writer import BundleWriter, check_output_path
 from stagepack.onnx.check import StageCheck, check_stages
 from stagepack.onnx.conversion import convert_stage, model_file, own_weight_file
@@ -82,15 +82,19 @@ def add_onnx(
     )
 
 
-@contextmanager
-def added_to_new_bundle(bundle: Bundle) -> Iterator[None]:
-    """Return a context that says in its errors that a bundle, which was to have ONNX models, is written without."""
-    try:
-        yield
-    except StagepackError as error:
-        further = f"{bundle.location} is written without the ONNX models that failed: mend the cause, and run `stagepack onnx` on it"
-        error.args = (f"{error}: {further}", *error.args[1:])
-        raise
+def add_onnx_to_new_bundle(
+    bundle: Bundle, *, rtol: float | None, atol: float | None, progress: Callable[[str], None] = lambda _: None
+) -> Iterator[AddedOnnx]:
+    """Add ONNX models to each entry point of a bundle that was just exported; errors say that it is written without them."""
+    for entry_point in bundle.entry_points:
+        # The entry point before this one has written the bundle anew.
+        selected = Bundle(bundle.path).select(entry_point.name)
+        try:
+            yield add_onnx(selected, allow_ops=bundle_permissions(selected), rtol=rtol, atol=atol, progress=progress)
+        except StagepackError as error:
+            further = f"{bundle.location} is written without the ONNX models that failed: mend the cause, and run `stagepack onnx` on it"
+            error.args = (f"{error}: {further}", *error.args[1:])
+            raise
 
 
 def _check_converted(
