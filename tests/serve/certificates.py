@@ -21,6 +21,14 @@ class Certificate:
     key_file: Path
 
 
+def secret_file(path: Path, content: bytes | str, permissions: int = 0o600) -> Path:
+    """A file with these permissions."""
+    path.touch(mode=0o600)
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    path.chmod(permissions)
+    return path
+
+
 def make_certificate(
     folder: Path,
     name: str,
@@ -36,17 +44,8 @@ def make_certificate(
     addresses = [x509.IPAddress(ipaddress.ip_address("127.0.0.1")), x509.DNSName("localhost")]
     signing_key = key if authority is None else authority.key
     # Python 3.13 requires of an authority that it says so: its default context is strict.
-    usage = {name: authority is None for name in ("key_cert_sign", "crl_sign")} | {
-        name: False
-        for name in (
-            "content_commitment",
-            "key_encipherment",
-            "data_encipherment",
-            "key_agreement",
-            "encipher_only",
-            "decipher_only",
-        )
-    }
+    usages = "content_commitment key_encipherment data_encipherment key_agreement encipher_only decipher_only"
+    usage = dict.fromkeys(usages.split(), False) | dict.fromkeys(("key_cert_sign", "crl_sign"), authority is None)
     certificate = (
         x509.CertificateBuilder()
         .subject_name(subject)
@@ -67,8 +66,6 @@ def make_certificate(
     )
     certificate_file, key_file = folder / f"{name}.pem", folder / f"{name}.key"
     certificate_file.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
-    key_file.touch(mode=0o600)
-    key_file.write_bytes(
-        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    )
+    pem = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    secret_file(key_file, key.private_bytes(*pem))
     return Certificate(certificate=certificate, key=key, certificate_file=certificate_file, key_file=key_file)

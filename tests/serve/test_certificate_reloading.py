@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.hazmat.primitives.serialization import Encoding
 
 from stagepack_serving.server.security import ServerSecurity, ServerTls, read_security
-from tests.serve.certificates import Certificate, make_certificate
+from tests.serve.certificates import Certificate, make_certificate, secret_file
 
 REFUSED = (ssl.SSLError, ConnectionResetError)
 
@@ -82,10 +82,7 @@ def install(folder: Path, server: Certificate, authority: Certificate) -> None:
         "ca.pem": authority.certificate_file,
     }
     for name, source in sources.items():
-        following = folder / f"{name}.new"
-        following.touch(mode=0o600)
-        following.write_bytes(source.read_bytes())
-        following.replace(folder / name)
+        secret_file(folder / f"{name}.new", source.read_bytes()).replace(folder / name)
 
 
 async def greet(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

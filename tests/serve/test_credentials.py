@@ -23,7 +23,7 @@ from stagepack_serving.server.security import (
     WatchedFiles,
     check_authorization,
 )
-from tests.serve.certificates import Certificate, make_certificate
+from tests.serve.certificates import Certificate, make_certificate, secret_file
 
 TOKEN = "right-token-0123456789"  # noqa: S105 - of these tests
 OTHER_TOKEN = "other-token-0123456789"  # noqa: S105 - of these tests
@@ -32,14 +32,6 @@ OTHER_TOKEN = "other-token-0123456789"  # noqa: S105 - of these tests
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> Certificate:
     return make_certificate(tmp_path_factory.mktemp("certificate"), "server")
-
-
-def secret_file(path: Path, content: bytes | str, permissions: int = 0o600) -> Path:
-    """A file with these permissions."""
-    path.touch(mode=0o600)
-    path.write_bytes(content.encode() if isinstance(content, str) else content)
-    path.chmod(permissions)
-    return path
 
 
 def encrypt(key: Path) -> bytes:

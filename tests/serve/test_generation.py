@@ -7,7 +7,6 @@ import json
 import queue
 import re
 import socket
-import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
@@ -37,6 +36,7 @@ from tests.serve.generating_model import (
 from tests.serve.servers import Server, grpc_client, post, stagepack_server
 from tests.serve.test_large_json import ask_meanwhile
 from tests.serve.test_serve import metrics
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.xdist_group("serve")
 GENERATE = "/v2/models/writer/generate"
@@ -361,10 +361,8 @@ def test_requests_of_openais_api_are_counted(server: Server, client: openai.Open
     client.completions.create(model="writer", prompt="a", max_tokens=1)
     with pytest.raises(openai.BadRequestError):
         client.completions.create(model="writer", prompt="a", n=2)
-    end_time = time.monotonic() + 10  # an answer is counted when all of it is sent
-    while [name for name in names if metrics(server).get(name, 0) == before.get(name, 0)]:
-        assert time.monotonic() < end_time
-        time.sleep(0.05)
+    # An answer is counted when all of it is sent.
+    wait_until(lambda: all(metrics(server).get(name, 0) > before.get(name, 0) for name in names))
 
 
 def test_generations_wait_for_a_place_and_do_not_mix(server: Server) -> None:
@@ -384,10 +382,7 @@ def test_a_client_that_goes_away_frees_its_place(server: Server) -> None:
             head = f"POST {GENERATE}_stream HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
             connection.sendall(head.encode() + body)
             assert connection.recv(15) == b"HTTP/1.1 200 OK"
-    end_time = time.monotonic() + 10
-    while metrics(server)["stagepack_sequences", "writer"] and time.monotonic() < end_time:
-        time.sleep(0.05)
-    assert metrics(server)["stagepack_sequences", "writer"] == 0
+    wait_until(lambda: metrics(server)["stagepack_sequences", "writer"] == 0)
     assert metrics(server)["stagepack_pending_requests", "writer"] == 0
 
 

@@ -66,6 +66,7 @@ REFUSED = [
     (request_of(tensor_of("FP32", [3], ["],[", 1, 2])), "FP32"),
     (request_of(tensor_of("FP32", [1], [1e39])), "overflow"),
     (request_of(tensor_of("INT8", [1], [200])), "INT8"),
+    (request_of(tensor_of("INT8", [1], [0.5])), "INT8"),
     (request_of(tensor_of("INT8", [1], [float("nan")])), "INT8"),
     (request_of(tensor_of("BOOL", [1], [1])), "BOOL"),
     (request_of(tensor_of("FP32", [2], [1, None])), "FP32"),

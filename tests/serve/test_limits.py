@@ -75,22 +75,14 @@ def test_a_packed_body(small: Server) -> None:
     ("change", "says"),
     [
         (lambda body: body.pop("inputs"), "inputs"),
-        (lambda body: body.update(inputs=3), "inputs"),
         (lambda body: body["inputs"][0].pop("data"), "data"),
-        (lambda body: body["inputs"][0].update(data=[1.0]), "16 elements"),
-        (lambda body: body["inputs"][0].update(data=["a"] * 16), "FP32"),
-        (lambda body: body["inputs"][0].update(data=[[1.0], [2.0, 3.0]]), "x"),
         (lambda body: body["inputs"][0].update(shape=[-2, -8]), "-2"),
         (lambda body: body["inputs"][0].update(shape=[2**62, 2**62]), "x"),
         (lambda body: body["inputs"][0].update(shape=[2**80]), "shape"),
         (lambda body: body["inputs"][0].update(shape=[0, 2**62, 2**62]), "x"),
         (lambda body: body["inputs"][0].update(shape=[1] * 65, data=[1.0]), "64"),
         (lambda body: body["inputs"][0].update(shape=[2**62] * 900), "64"),
-        (lambda body: body["inputs"][0].update(data=["x" * 1000, *range(1000)]), "FP32"),
         (lambda body: body["inputs"][0].update(data=[[1.0, 2.0]] * 8), "shape [2, 8]"),
-        (lambda body: body["inputs"][0].update(data=[1e39] + [0] * 15), "overflow"),
-        (lambda body: body["inputs"][0].update(datatype="INT8", data=[200] + [0] * 15), "INT8"),
-        (lambda body: body["inputs"][0].update(datatype="INT8", data=[0.5] + [0] * 15), "INT8"),
         (lambda body: body["inputs"][0].update(name="x" * 50_000), "..."),
         (lambda body: body["inputs"][0].update(datatype="BYTES"), "BYTES"),
         (lambda body: body["inputs"][0].update(datatype="BF16"), "BF16"),
@@ -196,10 +188,9 @@ def test_a_full_queue(slow: Path, options: tuple[str, ...]) -> None:
 @pytest.mark.slow
 def test_clients_that_hang_up_are_not_worked_for(slow: Path) -> None:
     with stagepack_server([slow]) as server:
-        values = {"times": 1500, "x": numpy.ones((256, 512)).tolist()}
         inputs = [
-            {"name": "x", "datatype": "FP32", "shape": [256, 512], "data": values["x"]},
-            {"name": "times", "datatype": "INT64", "shape": [1], "data": [values["times"]]},
+            {"name": "x", "datatype": "FP32", "shape": [256, 512], "data": numpy.ones((256, 512)).tolist()},
+            {"name": "times", "datatype": "INT64", "shape": [1], "data": [1500]},
         ]
         for _ in range(6):
             connection = http.client.HTTPConnection("127.0.0.1", server.http)
@@ -219,9 +210,14 @@ class Wide(torch.nn.Module):
         return x.repeat(10_000_000)
 
 
-def test_who_does_not_read_is_let_go(tmp_path: Path) -> None:
-    stagepack.export(Wide(), (torch.ones(1),), out=tmp_path / "wide.stagepack", stages=1)
-    with stagepack_server([tmp_path / "wide.stagepack"], "--deadline-s", "2", "--max-queue", "1") as server:
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("wide") / "wide.stagepack"
+    return stagepack.export(Wide(), (torch.ones(1),), out=out, stages=1).path
+
+
+def test_who_does_not_read_is_let_go(wide: Path) -> None:
+    with stagepack_server([wide], "--deadline-s", "2", "--max-queue", "1") as server:
         path, request_input = "/v2/models/wide/infer", {"name": "x", "datatype": "FP32", "shape": [1], "data": [1.0]}
         body = json.dumps({"inputs": [request_input], "parameters": {"binary_data_output": True}})
         with socket.create_connection(("127.0.0.1", server.http)) as plain:
@@ -235,12 +231,11 @@ def test_who_does_not_read_is_let_go(tmp_path: Path) -> None:
         assert server.answers() == {"TOO_LATE": 1, "BUSY": 1, "OK": 1}
 
 
-def test_an_answer_that_has_begun_is_not_cut_off(tmp_path: Path) -> None:
-    stagepack.export(Wide(), (torch.ones(1),), out=tmp_path / "wide.stagepack", stages=1)
+def test_an_answer_that_has_begun_is_not_cut_off(wide: Path) -> None:
     request_input = {"name": "x", "datatype": "FP32", "shape": [1], "data": [1.0]}
     parameters = {"binary_data_output": True, "timeout": 1_000_000}
     body = json.dumps({"inputs": [request_input], "parameters": parameters})
-    with stagepack_server([tmp_path / "wide.stagepack"]) as server:
+    with stagepack_server([wide]) as server:
         status = 504
         while status == 504:  # on a busy machine, the model itself may need more than the deadline of 1 s
             with contextlib.closing(http.client.HTTPConnection("127.0.0.1", server.http)) as connection:
@@ -255,10 +250,9 @@ def test_an_answer_that_has_begun_is_not_cut_off(tmp_path: Path) -> None:
         assert server.answers()["OK"] == 1
 
 
-def test_a_stream_whose_answers_are_not_read_is_ended(tmp_path: Path) -> None:
-    stagepack.export(Wide(), (torch.ones(1),), out=tmp_path / "wide.stagepack", stages=1)
+def test_a_stream_whose_answers_are_not_read_is_ended(wide: Path) -> None:
     with (
-        stagepack_server([tmp_path / "wide.stagepack"], "--deadline-s", "2") as server,
+        stagepack_server([wide], "--deadline-s", "2") as server,
         Client("grpc", server) as client,
         grpc.insecure_channel(f"127.0.0.1:{server.grpc}", options=[("grpc.max_receive_message_length", -1)]) as channel,
     ):
@@ -268,10 +262,7 @@ def test_a_stream_whose_answers_are_not_read_is_ended(tmp_path: Path) -> None:
         responses = GRPCInferenceServiceStub(channel).ModelStreamInfer(wide_requests(20, is_done))
         time.sleep(6)
         # Without an end, the server keeps the answers of all requests, 40 MB each.
-        end = time.monotonic() + 60
-        while server.memory() > bytes_before + 400_000_000 and time.monotonic() < end:
-            time.sleep(1)
-        assert server.memory() < bytes_before + 400_000_000
+        wait_until(lambda: server.memory() < bytes_before + 400_000_000, 60)
         with pytest.raises(grpc.RpcError) as caught:
             list(responses)
         assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED

@@ -25,8 +25,9 @@ from geventhttpclient.response import HTTPConnectionClosed
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
-from tests.serve.certificates import Certificate, make_certificate
+from tests.serve.certificates import Certificate, make_certificate, secret_file
 from tests.serve.servers import STAGEPACK, Server, stagepack_server
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.xdist_group("serve")
 
@@ -52,14 +53,18 @@ class Credentials:
         """The options of a server with TLS."""
         return ["--tls-certificate", str(self.server.certificate_file), "--tls-key", str(self.server.key_file)]
 
+    def channel(self, server: Server) -> Any:
+        """A channel of gRPC with the certificate of the client."""
+        files = (self.authority.certificate_file, self.client.key_file, self.client.certificate_file)
+        credentials = grpc.ssl_channel_credentials(*(file.read_bytes() for file in files))
+        return grpc.secure_channel(f"127.0.0.1:{server.grpc}", credentials)
+
 
 @pytest.fixture(scope="module")
 def credentials(tmp_path_factory: pytest.TempPathFactory) -> Credentials:
     folder = tmp_path_factory.mktemp("credentials")
     authority, other_authority = make_certificate(folder, "authority"), make_certificate(folder, "other_authority")
-    token_file = folder / "tokens"
-    token_file.touch(mode=0o600)
-    token_file.write_text(f"# of these tests\n\n{TOKEN}\n  {SECOND_TOKEN}  \n")
+    token_file = secret_file(folder / "tokens", f"# of these tests\n\n{TOKEN}\n  {SECOND_TOKEN}  \n")
     return Credentials(
         authority=authority,
         server=make_certificate(folder, "server", authority),
@@ -108,10 +113,10 @@ def curl_options(credentials: Credentials, client: Certificate | None = None) ->
 
 
 def test_curl_is_refused_without_the_right_certificates(server: Server, credentials: Credentials) -> None:
-    url, trust = f"https://127.0.0.1:{server.http}/v2/health/live", ["--cacert", credentials.authority.certificate_file]
-    mine = ["--cert", credentials.client.certificate_file, "--key", credentials.client.key_file]
+    url, options = f"https://127.0.0.1:{server.http}/v2/health/live", curl_options(credentials)
+    trust, mine = options[:2], options[2:]
     wrong_authority = ["--cacert", credentials.other_authority.certificate_file]
-    assert curl(url, *trust, *mine)[2] == "200"
+    assert curl(url, *options)[2] == "200"
     assert curl(url, *mine)[0] == 60  # the certificate of the server is of an unknown authority
     assert curl(url, *wrong_authority, *mine)[0] == 60
     for refused in (
@@ -226,12 +231,7 @@ def test_tritonclient_needs_a_certificate_and_a_token(server: Server, credential
 
 
 def test_the_health_service_of_grpc(server: Server, credentials: Credentials) -> None:
-    channel_credentials = grpc.ssl_channel_credentials(
-        credentials.authority.certificate_file.read_bytes(),
-        credentials.client.key_file.read_bytes(),
-        credentials.client.certificate_file.read_bytes(),
-    )
-    with grpc.secure_channel(f"127.0.0.1:{server.grpc}", channel_credentials) as channel:
+    with credentials.channel(server) as channel:
         health = health_pb2_grpc.HealthStub(channel)
 
         def status(service: str, **options: Any) -> Any:
@@ -259,12 +259,7 @@ def test_a_refused_message_is_not_read(server: Server, credentials: Credentials)
     with context.wrap_socket(plain, server_hostname="127.0.0.1") as encrypted:
         encrypted.sendall(b"POST /v2/models/skips/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 60000000\r\n\r\n")
         assert encrypted.recv(12) == b"HTTP/1.1 401"
-    channel_credentials = grpc.ssl_channel_credentials(
-        credentials.authority.certificate_file.read_bytes(),
-        credentials.client.key_file.read_bytes(),
-        credentials.client.certificate_file.read_bytes(),
-    )
-    with grpc.secure_channel(f"127.0.0.1:{server.grpc}", channel_credentials) as channel:
+    with credentials.channel(server) as channel:
         call = channel.stream_unary("/inference.GRPCInferenceService/ModelInfer")
         with pytest.raises(grpc.RpcError) as caught:
             call(_never(), timeout=10)
@@ -305,8 +300,7 @@ def test_the_token_is_nowhere_to_be_read(guarded: tuple[Server, Path], credentia
 @pytest.mark.slow
 def test_tls_without_client_certificates(bundles: Mapping[str, Path], credentials: Credentials) -> None:
     with stagepack_server([bundles["skips"]], *credentials.server_options()) as server:
-        trust = ["--cacert", credentials.authority.certificate_file]
-        assert curl(f"https://127.0.0.1:{server.http}/v2", *trust)[2] == "200"
+        assert curl(f"https://127.0.0.1:{server.http}/v2", *curl_options(credentials)[:2])[2] == "200"
         assert curl(f"http://127.0.0.1:{server.http}/v2")[0] != 0
         for protocol in ("http", "grpc"):
             with triton_client(protocol, server, credentials.authority, None) as raw:
@@ -321,9 +315,7 @@ def test_files_that_change_while_the_server_runs(
     served = make_certificate(tmp_path, "served", credentials.authority)
     key_of_another_kind = rsa.generate_private_key(65537, 2048)
     following = make_certificate(tmp_path, "following", credentials.other_authority, key=key_of_another_kind)
-    token_file = tmp_path / "tokens"
-    token_file.touch(mode=0o600)
-    token_file.write_text(TOKEN)
+    token_file = secret_file(tmp_path / "tokens", TOKEN)
     options = ["--tls-certificate", str(served.certificate_file), "--tls-key", str(served.key_file)]
     with stagepack_server([bundles["skips"]], *options, "--token-file", str(token_file)) as server:
 
@@ -340,10 +332,7 @@ def test_files_that_change_while_the_server_runs(
         served.certificate_file.write_bytes(following.certificate_file.read_bytes())
         served.key_file.write_bytes(following.key_file.read_bytes())
         token_file.write_text(SECOND_TOKEN)
-        until = time.monotonic() + 20
-        while not answers("http", credentials.other_authority, SECOND_TOKEN):
-            assert time.monotonic() < until
-            time.sleep(0.2)
+        wait_until(lambda: answers("http", credentials.other_authority, SECOND_TOKEN))
         for protocol in ("http", "grpc"):
             assert answers(protocol, credentials.other_authority, SECOND_TOKEN)
             assert not answers(protocol, credentials.other_authority, TOKEN)
@@ -399,9 +388,7 @@ def test_tokens_without_tls(bundles: Mapping[str, Path], credentials: Credential
 def test_an_error_ends_the_command_before_it_listens(
     bundles: Mapping[str, Path], credentials: Credentials, tmp_path: Path
 ) -> None:
-    token_file = tmp_path / "tokens"
-    token_file.touch(mode=0o644)
-    token_file.write_text(TOKEN)
+    token_file = secret_file(tmp_path / "tokens", TOKEN, 0o644)
     command = [STAGEPACK, "serve", str(bundles["skips"]), "--token-file", str(token_file)]
     completed = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert completed.returncode == 1
