@@ -113,19 +113,8 @@ def test_weights_that_were_replaced_are_used(bundle: Bundle) -> None:
         copy.deepcopy(stages[1])
 
 
-def _halve_by_load_state_dict(stage: Any) -> None:
-    halves = {weight_name: tensor / 2 for weight_name, tensor in stage.state_dict().items()}
-    stage.load_state_dict(halves, strict=False)
-
-
-def _halve_by_assignment(stage: Any) -> None:
-    halves = {weight_name: tensor / 2 for weight_name, tensor in stage.state_dict().items()}
-    stage.load_state_dict(halves, strict=False, assign=True)
-
-
-def _halve_in_place(stage: Any) -> None:
-    for parameter in stage.parameters():
-        parameter.mul_(0.5)
+def _halves(stage: Any) -> dict[str, torch.Tensor]:
+    return {weight_name: tensor / 2 for weight_name, tensor in stage.state_dict().items()}
 
 
 def _halve_data(stage: Any) -> None:
@@ -138,10 +127,17 @@ def _halve_in_numpy(stage: Any) -> None:
         numpy.multiply(parameter.detach().numpy(), 0.5, out=parameter.detach().numpy())
 
 
-@pytest.mark.parametrize(
-    "halve", [_halve_by_load_state_dict, _halve_by_assignment, _halve_in_place, _halve_data, _halve_in_numpy]
-)
-def test_what_is_written_into_weights_is_used(bundle: Bundle, halve: Callable[[Any], None]) -> None:
+HALVED: dict[str, Callable[[Any], object]] = {
+    "load_state_dict": lambda stage: stage.load_state_dict(_halves(stage), strict=False),
+    "assignment": lambda stage: stage.load_state_dict(_halves(stage), strict=False, assign=True),
+    "in place": lambda stage: [parameter.mul_(0.5) for parameter in stage.parameters()],
+    "data": _halve_data,
+    "numpy": _halve_in_numpy,
+}
+
+
+@pytest.mark.parametrize("halve", HALVED.values(), ids=HALVED)
+def test_what_is_written_into_weights_is_used(bundle: Bundle, halve: Callable[[Any], object]) -> None:
     stages = [stagepack.load_stage(bundle, 1, device_memory=limit) for limit in ("1GiB", "8MB")]
     original = stagepack.load_stage(bundle, 1)
     inputs = _inputs(original, torch.randn(2, 768))

@@ -112,15 +112,15 @@ def test_nothing_is_recorded_that_others_could_change(bundle: Path, monkeypatch:
     (bundle / NAME).chmod(0o664)
     assert [compared_bytes(bundle) for _ in range(2)] == [size, size]
     (bundle / NAME).chmod(0o644)
-    with monkeypatch.context() as patch:
-        patch.setattr(weight_files, "is_of_kind", lambda device, kinds: False)
-        assert [compared_bytes(bundle) for _ in range(2)] == [size, size]
-    with monkeypatch.context() as patch:
-        patch.setattr(weight_files, "_SETTLED_SECONDS", 60.0)
-        assert [compared_bytes(bundle) for _ in range(2)] == [size, size]
-    with monkeypatch.context() as patch:
-        patch.setenv(weight_files.FOLDER_VARIABLE, "")
-        assert [compared_bytes(bundle) for _ in range(2)] == [size, size]
+    changes: list[Callable[[pytest.MonkeyPatch], None]] = [
+        lambda patch: patch.setattr(weight_files, "is_of_kind", lambda device, kinds: False),
+        lambda patch: patch.setattr(weight_files, "_SETTLED_SECONDS", 60.0),
+        lambda patch: patch.setenv(weight_files.FOLDER_VARIABLE, ""),
+    ]
+    for change in changes:
+        with monkeypatch.context() as patch:
+            change(patch)
+            assert [compared_bytes(bundle) for _ in range(2)] == [size, size]
 
 
 def test_a_record_that_others_could_write_or_of_an_earlier_start_is_not_used(
