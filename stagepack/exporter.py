@@ -13,7 +13,7 @@ import torch
 from stagepack import self_check
 from stagepack.bundle_builder import BundleBuilder, EntryPointContent
 from stagepack.capture.hugging_face import NotIdenticalError, only_parameters
-from stagepack.capture.model_runs import are_identical
+from stagepack.capture.model_runs import EXAMPLE_SEED, are_identical
 from stagepack.capture.pretrained_model import model_files
 from stagepack.capture.programs import Capture
 from stagepack.capture.source import FORWARD
@@ -126,7 +126,7 @@ def _export(
             plan=partition.plan,
             symbols=program.graph.symbols,
             guards=program.guards,
-            seed=example.EXAMPLE_SEED,
+            seed=EXAMPLE_SEED,
         )
         content = EntryPointContent(
             entry_point=entry_point,

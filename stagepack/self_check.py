@@ -12,7 +12,7 @@ import torch
 from stagepack import errors
 from stagepack.capture.asked_properties import OtherInputs, Property, other_inputs
 from stagepack.capture.checkpoint import map_tensor
-from stagepack.capture.model_runs import are_identical, run_model_twice
+from stagepack.capture.model_runs import EXAMPLE_SEED, are_identical, run_model_twice
 from stagepack.capture.program_run import diverging_module
 from stagepack.capture.programs import Capture
 from stagepack.capture.torch_messages import suppress_warnings
@@ -23,7 +23,7 @@ from stagepack.format.reader import Bundle
 from stagepack.format.rules import format_names
 from stagepack.format.weights import StoredTensor
 from stagepack.linearize import LinearizedProgram
-from stagepack.linearize.example import EXAMPLE_SEED, example_inputs, run_example
+from stagepack.linearize.example import example_inputs, run_example
 from stagepack.linearize.operators import with_node_location
 from stagepack_loaders.base import PrepareOptions
 from stagepack_loaders.comparison import Difference
@@ -170,7 +170,7 @@ def report_difference(capture: Capture, inputs: Sequence[Any], largest: float, *
     """Say that the captured program answers otherwise than the model, and in which module the two part."""
     module = ""
     if capture.model is not None:
-        module = diverging_module(capture.model, capture.program, capture.inputs, inputs, EXAMPLE_SEED)
+        module = diverging_module(capture.model, capture.program, capture.inputs, inputs)
     part = f", first in {module}" if module else ""
     _refuse_difference(
         f"{capture.model_name}: the captured program answers the example otherwise than the model does, by {largest:g}{part}: the model "
@@ -183,7 +183,7 @@ def report_difference(capture: Capture, inputs: Sequence[Any], largest: float, *
 
 def check_second_call(capture: Capture, changed: Sequence[str], *, is_allowed: bool) -> None:
     """Compare two calls of a model that changes attributes of its own, which a bundle does not."""
-    if capture.model is None or are_identical(*run_model_twice(capture.model, capture.inputs, seed=EXAMPLE_SEED)):
+    if capture.model is None or are_identical(*run_model_twice(capture.model, capture.inputs)):
         return
     _refuse_difference(
         f"{capture.model_name}: a second call answers the example otherwise than the first: a call changes {format_names(changed)}, and "

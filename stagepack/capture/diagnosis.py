@@ -54,7 +54,7 @@ class FailingModule:
 def try_export(model: torch.nn.Module, inputs: Inputs, write: Callable[[Capture], object]) -> Iterator[CaptureAttempt]:
     """Capture a model in each way that may work, the simplest first. If that succeeds as it is, the last attempt writes it."""
     inputs = with_tensors(inputs)
-    yield (run := _attempt("the model runs", lambda: run_model(model, inputs, seed=0)))
+    yield (run := _attempt("the model runs", lambda: run_model(model, inputs)))
     if run.error is not None:
         return
     captures: list[Capture] = []

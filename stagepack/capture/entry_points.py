@@ -170,7 +170,7 @@ def record_module_inputs(model: torch.nn.Module, inputs: Inputs) -> dict[str, In
             if not isinstance(module, torch.jit.ScriptModule)  # it takes no hooks
         ]
         try:
-            run_model(model, inputs, seed=0)
+            run_model(model, inputs)
         finally:
             for handle in handles:
                 handle.remove()

@@ -75,11 +75,9 @@ class _ModuleCall(NamedTuple):
     results: tuple[torch.Tensor, ...]
 
 
-def diverging_module(
-    model: torch.nn.Module, program: ExportedProgram, inputs: Inputs, values: Sequence[Any], seed: int
-) -> str:
+def diverging_module(model: torch.nn.Module, program: ExportedProgram, inputs: Inputs, values: Sequence[Any]) -> str:
     """Return the first module whose result is among no values of the captured program, such as ``layers.0 (TransformerEncoderLayer)``."""
-    calls = _module_calls(model, inputs, seed)
+    calls = _module_calls(model, inputs)
     traced_paths = {path for node in program.graph.nodes for path in _module_paths(node)}
     differing = {index: call for index, call in enumerate(calls) if call.path in traced_paths}
 
@@ -100,12 +98,12 @@ def diverging_module(
         **dict(model.named_buffers(remove_duplicate=False)),
     }
     run = InterpretedProgram(program, weights, Comparison)
-    run_model(run, Inputs(args=tuple(values)), seed=seed, written=weights.values())
+    run_model(run, Inputs(args=tuple(values)), written=weights.values())
     first = next(iter(differing.values()), None)
     return "" if first is None else f"{first.path or 'the model itself'} ({first.type})"
 
 
-def _module_calls(model: torch.nn.Module, inputs: Inputs, seed: int) -> list[_ModuleCall]:
+def _module_calls(model: torch.nn.Module, inputs: Inputs) -> list[_ModuleCall]:
     """The calls of modules when the model runs its example, in the order in which they return."""
     paths = {id(module): path for path, module in model.named_modules()}
     calls: list[_ModuleCall] = []
@@ -123,7 +121,7 @@ def _module_calls(model: torch.nn.Module, inputs: Inputs, seed: int) -> list[_Mo
     # A hook of all modules: modules of torch such as TransformerEncoderLayer take another path where they have a hook of their own.
     handle = register_module_forward_hook(record)
     try:
-        run_model(model, inputs, seed=seed)
+        run_model(model, inputs)
     finally:
         handle.remove()
     return calls

@@ -16,7 +16,7 @@ from torch.export.graph_signature import ConstantArgument, InputKind
 from torch.func import functional_call
 
 from stagepack.capture.inputs import Inputs
-from stagepack.capture.model_runs import are_identical, preserve_module, run_model
+from stagepack.capture.model_runs import EXAMPLE_SEED, are_identical, preserve_module, run_model
 from stagepack.capture.programs import Capture
 from stagepack.capture.torch_messages import describe_error, suppress_warnings
 from stagepack.errors import CaptureError
@@ -26,7 +26,6 @@ from stagepack.format.operators import unsafe_operators
 from stagepack.format.shapes import Dim, Symbol, evaluate_dim, format_guard, guard_holds, symbol_names
 from stagepack.graph.analysis import GraphAnalysis
 from stagepack.linearize.declared_sizes import DeclaredDimension
-from stagepack.linearize.example import EXAMPLE_SEED
 from stagepack.linearize.observed_shapes import Observed, ObservedRun, Point, RankError, UnsafeArgumentsError
 from stagepack.linearize.program import LinearizedProgram
 from stagepack.torch_internals import (
@@ -244,7 +243,7 @@ class SizeTrial:
         args, kwargs = call_of_leaves(self._exported, leaves)
         try:
             inputs = Inputs(args=args, kwargs=kwargs)
-            return "", run_model(self._model, inputs, seed=EXAMPLE_SEED, written=self._written)
+            return "", run_model(self._model, inputs, written=self._written)
         except CaptureError as error:
             return f"the model fails: {describe_error(error.__cause__ or error)}", None
 
