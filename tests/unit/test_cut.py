@@ -156,6 +156,12 @@ def four_layers() -> Capture:
     return llama(4).capture()
 
 
+@pytest.fixture(scope="module")
+def skipping() -> Capture:
+    """Four layers, of which the first gives to the last, too."""
+    return named("values-skip-over-stages")[0].capture()
+
+
 @pytest.mark.parametrize("layers", [(1, 3), (0,), (2,), (1, 2, 3)])
 def test_between_the_layers_of_a_llama_the_hidden_state_crosses_alone(
     layers: tuple[int, ...], four_layers: Capture, tmp_path: Path
@@ -179,9 +185,8 @@ def test_what_is_computed_in_place_is_computed_again(tmp_path: Path) -> None:
     assert all("aten.add_.Tensor" in op_names for op_names in again)
 
 
-def test_split_at_starts_a_stage_at_each_module(tmp_path: Path) -> None:
-    capture = named("values-skip-over-stages")[0].capture()
-    bundle = export_capture(capture, out=tmp_path / "m.stagepack", cut_options=CutOptions(split_at=["b", "d"]))
+def test_split_at_starts_a_stage_at_each_module(skipping: Capture, tmp_path: Path) -> None:
+    bundle = export_capture(skipping, out=tmp_path / "m.stagepack", cut_options=CutOptions(split_at=["b", "d"]))
     first = [bundle.graph(stage).scopes[bundle.graph(stage).nodes[0].scope].path for stage in range(3)]
     assert first == ["a", "b", "d"]
     weight_names = [weight.names[0] for stage in range(3) for weight in bundle.graph(stage).weights]
@@ -189,20 +194,27 @@ def test_split_at_starts_a_stage_at_each_module(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("module_paths", "message"),
+    ("options", "message"),
     [
-        (["layers.9"], "no operator comes from a module 'layers.9'"),
-        (["a"], "'a' starts the model"),
-        (["b", "b"], "start at the same operator"),
+        ({"split_at": ["layers.9"]}, "no operator comes from a module 'layers.9'"),
+        ({"split_at": ["a"]}, "'a' starts the model"),
+        ({"split_at": ["b", "b"]}, "start at the same operator"),
+        ({"stages": 0}, "expected at least 1, found 0"),
+        (
+            {"policy": lambda node: node.index % 2},
+            r"cycle: stage [01] -\(\w+\)-> stage [01] -\(\w+\)-> stage [01]",
+        ),
+        *(
+            ({"policy": lambda _, answer=answer: answer}, "expected a stage number from 0 up")
+            for answer in (-1, 1.0, None, True)
+        ),
     ],
 )
-def test_split_at_says_what_is_wrong(module_paths: list[str], message: str, tmp_path: Path) -> None:
+def test_a_cut_that_cannot_be_is_refused(
+    options: dict[str, Any], message: str, skipping: Capture, tmp_path: Path
+) -> None:
     with pytest.raises(CutError, match=message):
-        export_capture(
-            named("values-skip-over-stages")[0].capture(),
-            out=tmp_path / "m.stagepack",
-            cut_options=CutOptions(split_at=module_paths),
-        )
+        export_capture(skipping, out=tmp_path / "m.stagepack", cut_options=CutOptions(**options))
 
 
 def test_a_cut_through_written_state_is_refused_or_moved(tmp_path: Path) -> None:
@@ -283,43 +295,18 @@ def test_a_policy_sees_nodes_and_may_go_back_and_forth(tmp_path: Path) -> None:
         assert torch.equal(ours, theirs)
 
 
-def test_a_policy_that_makes_a_cycle_gets_the_path(tmp_path: Path) -> None:
-    with pytest.raises(CutError, match=r"cycle: stage [01] -\(\w+\)-> stage [01] -\(\w+\)-> stage [01]"):
-        export_capture(
-            named("values-skip-over-stages")[0].capture(),
-            out=tmp_path / "m.stagepack",
-            cut_options=CutOptions(policy=lambda node: node.index % 2),
-        )
-
-
-@pytest.mark.parametrize("answer", [-1, 1.0, None, True])
-def test_a_policy_must_give_stage_numbers(answer: Any, tmp_path: Path) -> None:
-    with pytest.raises(CutError, match="expected a stage number from 0 up"):
-        export_capture(
-            named("values-skip-over-stages")[0].capture(),
-            out=tmp_path / "m.stagepack",
-            cut_options=CutOptions(policy=lambda _: answer),
-        )
-
-
-def test_more_stages_than_operators_leave_the_last_ones_empty(tmp_path: Path) -> None:
-    capture = named("values-skip-over-stages")[0].capture()
-    bundle = export_capture(capture, out=tmp_path / "m.stagepack", cut_options=CutOptions(stages=50))
+def test_more_stages_than_operators_leave_the_last_ones_empty(skipping: Capture, tmp_path: Path) -> None:
+    bundle = export_capture(skipping, out=tmp_path / "m.stagepack", cut_options=CutOptions(stages=50))
     counts = [stage.nodes for stage in bundle.stages]
     assert counts == [1] * sum(counts) + [0] * (50 - sum(counts))
-    assert torch.equal(stagepack.load(bundle)(*capture.inputs.args), capture.program.module()(*capture.inputs.args))
-    with pytest.raises(CutError, match="expected at least 1, found 0"):
-        export_capture(capture, out=tmp_path / "none.stagepack", cut_options=CutOptions(stages=0))
-
-
-def test_one_way_to_cut() -> None:
-    with pytest.raises(CutError, match="expected one way to cut, found stages and split_at"):
-        CutOptions(stages=2, split_at=["a"])
+    args = skipping.inputs.args
+    assert torch.equal(stagepack.load(bundle)(*args), skipping.program.module()(*args))
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"stages": 2, "split_at": ["a"]}, "expected one way to cut, found stages and split_at"),
         ({"split_at": "layers.2"}, r"split_at: expected a list, found 'layers.2'"),
         ({"stages": 1, "memory": "24GiB"}, r"memory: expected a list, found '24GiB'"),
         ({"stages": 1, "speeds": 2}, r"speeds: expected a list, found 2"),
