@@ -20,6 +20,7 @@ from stagepack.errors import DigestError, GroupError, InputError, StageLostError
 from stagepack.format.reader import Bundle
 from stagepack_loaders.distributed.pipeline import DistributedPipeline
 from stagepack_loaders.distributed.stage_process import DEVICE_LOST_STATUS, ProcessDescription
+from stagepack_loaders.options import ProcessOptions
 from tests.distributed.bundles import assert_gone, has_restarts, in_processes, process_ids
 from tests.distributed.forked_processes import ForkedProcesses
 from tests.distributed.operators import Losing, Waiting
@@ -201,7 +202,9 @@ class WithoutThird(ForkedProcesses):
 
     def _launch(self, description: ProcessDescription) -> Any:
         if description.rank == 3:
-            description = msgspec.structs.replace(description, imports=("tests.distributed.never_ready",))
+            processes = ProcessOptions(imports=["tests.distributed.never_ready"])
+            options = msgspec.structs.replace(description.options, processes=processes)
+            description = msgspec.structs.replace(description, options=options)
         return super()._launch(description)
 
 
