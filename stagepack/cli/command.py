@@ -73,11 +73,7 @@ class ByteSize(click.ParamType[int]):
 
 
 class _Parameters(NamedTuple):
-    """The arguments and options of a field.
-
-    Attributes:
-        declarations: for each, its class, its names on the command line, and its settings.
-    """
+    """The arguments and options of a field: for each, its class, its names on the command line, and its settings."""
 
     declarations: list[tuple[type[click.Parameter], list[str], dict[str, Any]]]
 
