@@ -4,10 +4,9 @@ The file tokenizer.json of such a bundle says how texts are cut and padded, too.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 import numpy
@@ -22,6 +21,7 @@ from stagepack.format.tree import DictTree, ValueLeaf
 from stagepack_loaders.base import ArrayOps
 from stagepack_loaders.elements import ELEMENT_DTYPES, Array
 from stagepack_loaders.generation.decoders import largest_size
+from stagepack_loaders.generation.generate import TextPipeline
 from stagepack_loaders.generation.prompts import TOKENIZER_FILE, read_tokenizer, tokenizer_errors
 
 if TYPE_CHECKING:
@@ -34,20 +34,6 @@ _TYPES: Final = "token_type_ids"
 _OFFSETS: Final = "offsets"
 _PROMPT_LENGTHS: Final = "prompt_length"
 _SETTINGS_FILE: Final = "config_sentence_transformers.json"
-
-
-class EncodingPipeline(Protocol):
-    """What `encode` needs of a `CallablePipeline`, which imports this module."""
-
-    @property
-    def arrays(self) -> ArrayOps:
-        """The operations on its arrays."""
-
-    def inference(self) -> AbstractContextManager[None]:
-        """Return a context for calls that need no gradients."""
-
-    def __call__(self, **inputs: Any) -> Any:
-        """Call the pipeline."""
 
 
 class EmbeddingSettings(Struct, frozen=True, kw_only=True):
@@ -226,7 +212,7 @@ def text_reader(bundle: Bundle) -> TextReader:
 
 
 def encode(
-    pipeline: "EncodingPipeline",
+    pipeline: TextPipeline,
     reader: TextReader,
     sentences: Any,
     prompt_name: str | None,

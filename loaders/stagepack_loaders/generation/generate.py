@@ -25,8 +25,8 @@ _MASK_INPUT = "attention_mask"
 TokenCallback = Callable[[Array], object]
 
 
-class GeneratingPipeline(Protocol):
-    """What generation needs of a `CallablePipeline`, which imports this module."""
+class TextPipeline(Protocol):
+    """What generation and embedding need of a `CallablePipeline`, which imports this module."""
 
     @property
     def bundle(self) -> Bundle:
@@ -51,11 +51,11 @@ class GeneratingPipeline(Protocol):
 
 
 def generate(
-    decoder: GeneratingPipeline,
+    decoder: TextPipeline,
     inputs: Any,
     attention_mask: Any,
     *,
-    encoder: GeneratingPipeline | None,
+    encoder: TextPipeline | None,
     on_tokens: TokenCallback | None,
     settings: Mapping[str, Any],
 ) -> Any:
@@ -112,12 +112,12 @@ def _check_batch(tokens: Array, edge: Edge, facts: DecoderFacts) -> None:
         raise InputError(f"{edge.name}: expected {expected}, found {count}: {advice}")
 
 
-def _main_input(encoder: GeneratingPipeline) -> Edge:
+def _main_input(encoder: TextPipeline) -> Edge:
     """What an encoder reads, beside its mask."""
     return next(edge for edge in encoder.inputs if edge.name != _MASK_INPUT)
 
 
-def _encoder_inputs(encoder: GeneratingPipeline, inputs: Any, prompts: Prompts) -> dict[str, Any]:
+def _encoder_inputs(encoder: TextPipeline, inputs: Any, prompts: Prompts) -> dict[str, Any]:
     """The inputs of an encoder by name: what it reads, and its mask if it takes one."""
     names = [edge.name for edge in encoder.inputs]
     # As the caller gave it, where that is an array of the batch: it may be on a device.
