@@ -236,4 +236,6 @@ def test_a_large_request_is_refused_and_takes_little_memory(
             details = call.details()
             assert call.code() == status
     assert says in details
-    assert peak_bytes(writer) - bytes_before < max(4 * len(content), 300_000_000)
+    # Two million empty messages take 250 MB when they are parsed.
+    most_bytes = 300_000_000 if len(content) <= MAX_PARSED_BYTES else 4 * len(content)
+    assert peak_bytes(writer) - bytes_before < most_bytes
