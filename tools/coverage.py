@@ -59,12 +59,10 @@ ELSEWHERE = {
         "tests/zoo/test_zoo.py::test_back_and_forth",
         "tests/unit/test_cut.py::test_a_policy_sees_nodes_and_may_go_back_and_forth",
     ],
-    "cuts: a cycle is refused with its path printed": [
-        "tests/unit/test_cut.py::test_a_policy_that_makes_a_cycle_gets_the_path"
-    ],
+    "cuts: a cycle is refused with its path printed": ["tests/unit/test_cut.py::test_a_cut_that_cannot_be_is_refused"],
     "cuts: before the first or after the last operator, two at one place": [
         "tests/unit/test_cut.py::test_empty_stages_are_refused",
-        "tests/unit/test_cut.py::test_split_at_says_what_is_wrong",
+        "tests/unit/test_cut.py::test_a_cut_that_cannot_be_is_refused",
     ],
     "cuts: more stages than nodes": [
         "tests/unit/test_cut.py::test_more_stages_than_operators_leave_the_last_ones_empty"

@@ -12,9 +12,10 @@ from stagepack.opening import BundleSource, TrustedSigners, errors_name_bundle
 from stagepack_loaders.base import Compile, SharedObjects, Verify
 from stagepack_loaders.call_limits import Limits, checked_limits
 from stagepack_loaders.generation.decoders import ENCODER_NAME, generating_entry_point
+from stagepack_loaders.load import load_pipeline
 from stagepack_loaders.options import LoadOptions, device_list
 from stagepack_loaders.pipeline import Pipeline
-from stagepack_loaders.preparation import load_pipeline, open_for_loading
+from stagepack_loaders.preparation import open_for_loading
 from stagepack_loaders.registry import DEFAULT_RUNTIME
 
 if TYPE_CHECKING:

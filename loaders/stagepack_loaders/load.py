@@ -2,14 +2,16 @@
 
 import os
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 from msgspec import structs
 
 from stagepack.errors import OptionError
 from stagepack.extras import explain_missing_packages
+from stagepack.format.reader import Bundle
 from stagepack.opening import BundleSource, TrustedSigners, errors_name_bundle
-from stagepack_loaders.base import Compile, Verify
+from stagepack_loaders.base import Compile, SharedObjects, Verify
 from stagepack_loaders.call_limits import Limits, checked_limits, value_limit
 from stagepack_loaders.distributed.launch_environment import is_launched_group, launched_size
 from stagepack_loaders.options import (
@@ -26,8 +28,9 @@ from stagepack_loaders.pipeline import Pipeline
 from stagepack_loaders.preparation import (
     check_load_options,
     compile_prepared,
-    load_pipeline,
+    finish_prepared,
     open_for_loading,
+    prepare_all,
     prepare_stage,
     reading_progress,
     runtime_of_each_stage,
@@ -340,3 +343,21 @@ def load_stage(
     with reading_progress(opened_bundle, [stage], options, types) as prepare_options:
         prepared_stages = {stage: prepare_stage(opened_bundle, stage, device, stage_runtime.name, prepare_options)}
         return compile_prepared(opened_bundle, prepared_stages, options)[stage].finish(verify=verify == "full")
+
+
+def load_pipeline(
+    bundle: Bundle, options: LoadOptions, types: Collection[type], limits: Limits, shared: SharedObjects | None = None
+) -> Pipeline:
+    """Load all stages of a bundle into this process.
+
+    shared: what stages share that are loaded together, also those of several entry points.
+    """
+    runtimes = runtime_of_each_stage(options.runtime, bundle)
+    check_load_options(runtimes, options)
+    limit = value_limit(bundle, limits)
+    with reading_progress(bundle, range(len(bundle.stages)), options) as prepare_options:
+        prepare_options = replace(prepare_options, shared=shared or SharedObjects())
+        prepared_stages = prepare_all(bundle, options.devices, [runtime.name for runtime in runtimes], prepare_options)
+        ready_stages = compile_prepared(bundle, prepared_stages, options)
+        stages = finish_prepared(bundle, ready_stages, verify=options.verify == "full")
+    return Pipeline(bundle, list(stages.values()), types, limit)

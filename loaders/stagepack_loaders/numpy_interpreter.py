@@ -1,136 +1,25 @@
 """Interpret the graph of a stage: for a runtime that has a function of numpy arrays for each operator.
 
-`refuse_unsupported` and `run_nodes` belong together: `run_nodes` runs every graph that `refuse_unsupported` does not refuse. Dtypes that
-numpy lacks, such as bfloat16, are those of ml_dtypes.
+`refuse_unsupported` and `run_nodes` belong together: `run_nodes` runs every graph that `refuse_unsupported` does not refuse.
 """
 
-import importlib
 import inspect
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any, Final
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import numpy
 from numpy.lib.stride_tricks import as_strided
-from safetensors import deserialize
-from safetensors.numpy import save_file
 
-from stagepack.errors import InputError, MissingPackageError, OperatorError
-from stagepack.format.dtypes import SCALAR_DTYPES, TORCH_DTYPES
-from stagepack.format.graph import Argument, Graph, ListArg, Node, Value, ValueArg, Weight
-from stagepack.format.manifest import Edge
+from stagepack.errors import OperatorError
+from stagepack.format.dtypes import SCALAR_DTYPES
+from stagepack.format.graph import Argument, Graph, ListArg, Node, ValueArg, Weight
 from stagepack.format.reader import Bundle
 from stagepack_loaders.base import PrepareOptions
-from stagepack_loaders.elements import COMPLEX_DTYPES, ELEMENT_DTYPES, Array
+from stagepack_loaders.elements import Array, numpy_dtype
 from stagepack_loaders.weight_files import WeightFile, open_weight_files
 
 # Operator name -> its function, a Python function whose parameters have the names and defaults of the schema.
 Operators = Mapping[str, Callable[..., Any]]
-
-
-def numpy_dtype(dtype: str) -> numpy.dtype[Any]:
-    """Return the numpy dtype of a torch name, such as ``float32`` or ``bfloat16``."""
-    if not is_extension_dtype(dtype):
-        return numpy.dtype(dtype)
-    try:
-        extension_types = importlib.import_module("ml_dtypes")
-    except ModuleNotFoundError:
-        message = f"numpy has no dtype {dtype}: pip install ml_dtypes installs it"
-        raise MissingPackageError(message, name="ml_dtypes") from None
-    extension_dtype: numpy.dtype[Any] = numpy.dtype(getattr(extension_types, dtype))
-    return extension_dtype
-
-
-def is_extension_dtype(dtype: str) -> bool:
-    """Whether numpy lacks a dtype that ml_dtypes has."""
-    return dtype.startswith(("bfloat", "float8"))
-
-
-class NumpyArrays:
-    """The operations of `stagepack_loaders.base.ArrayOps` on numpy arrays. Runtimes that work on these may use it or extend it."""
-
-    def is_array(self, value: object) -> bool:
-        """See `ArrayOps`."""
-        return isinstance(value, numpy.ndarray)
-
-    def load(self, path: Path) -> dict[str, Array]:
-        """See `ArrayOps`."""
-        return {
-            array_name: numpy.frombuffer(
-                header_entry["data"], numpy_dtype(TORCH_DTYPES[header_entry["dtype"]])
-            ).reshape(header_entry["shape"])
-            for array_name, header_entry in deserialize(path.read_bytes())
-        }
-
-    def save(self, arrays: Mapping[str, Array], path: Path) -> None:
-        """See `ArrayOps`."""
-        save_file(
-            {array_name: numpy.ascontiguousarray(array).reshape(array.shape) for array_name, array in arrays.items()},
-            path,
-        )
-
-    def copy(self, array: Array) -> Array:
-        """See `ArrayOps`."""
-        return array.copy()
-
-    def array(self, value: object) -> Array:
-        """See `ArrayOps`."""
-        return numpy.asarray(value)
-
-    def join(self, arrays: Sequence[Array]) -> Array:
-        """See `ArrayOps`."""
-        return numpy.concatenate(arrays)
-
-    def difference(self, actual: Array, expected: Array, rtol: float, atol: float) -> tuple[float, bool]:
-        """See `ArrayOps`."""
-        if actual.shape != expected.shape or actual.dtype != expected.dtype:
-            return math.inf, False
-        wide_dtype = numpy.complex128 if actual.dtype.kind == "c" else numpy.float64
-        with numpy.errstate(invalid="ignore"):
-            actual, expected = actual.astype(wide_dtype), expected.astype(wide_dtype)
-            are_equal = (actual == expected) | ((actual != actual) & (expected != expected))
-            distance = numpy.where(are_equal, 0.0, numpy.abs(actual - expected))
-            distance = numpy.where(numpy.isnan(distance), math.inf, distance)
-            # An infinity is near nothing but itself, though a part of it is infinite too.
-            are_close = are_equal | (numpy.isfinite(distance) & (distance <= atol + rtol * numpy.abs(expected)))
-        return float(distance.max(initial=0.0)), bool(are_close.all())
-
-    def on_host(self, _: Any) -> bool:
-        """See `ArrayOps`."""
-        return True
-
-    def to_elements(self, value: Any, dtype: str) -> Array:
-        """See `ArrayOps`."""
-        if dtype in SCALAR_DTYPES:
-            return numpy.array([value], ELEMENT_DTYPES[dtype])
-        if not isinstance(value, numpy.ndarray) or value.dtype.name != dtype:
-            actual = f"one of {value.dtype.name}" if isinstance(value, numpy.ndarray) else type(value).__name__
-            raise InputError(f"expected a numpy array of {dtype}, found {actual}")
-        if dtype in COMPLEX_DTYPES:
-            value = as_strided(value, (*value.shape, 1), (*value.strides, value.itemsize))
-        return numpy.atleast_1d(value.view(ELEMENT_DTYPES[dtype]))
-
-    def device_elements(self, value: Any, dtype: str) -> Any:
-        """See `ArrayOps`."""
-        return numpy.ascontiguousarray(self.to_elements(value, dtype))
-
-    def takes_device_memory(self, dtype: str) -> bool:
-        """See `ArrayOps`."""
-        return False
-
-    def from_elements(self, elements: Any, value_type: Value | Edge) -> Any:
-        """See `ArrayOps`."""
-        array = elements if isinstance(elements, numpy.ndarray) else numpy.from_dlpack(elements)
-        if value_type.dtype in SCALAR_DTYPES:
-            return array.item()
-        array = array.view(numpy_dtype(value_type.dtype))
-        if value_type.dtype in COMPLEX_DTYPES:
-            array = array[..., 0]
-        return array if value_type.shape else array.reshape(())
-
-
-NUMPY_ARRAYS: Final = NumpyArrays()
 
 
 def refuse_unsupported(bundle: Bundle, stage_number: int, graph: Graph, operators: Operators, title: str) -> None:

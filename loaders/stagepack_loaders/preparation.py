@@ -9,10 +9,8 @@ from stagepack.errors import OptionError
 from stagepack.format.reader import Bundle
 from stagepack.opening import BundleSource, TrustedSigners, opened
 from stagepack.terminal import byte_progress
-from stagepack_loaders.base import LoadedStage, PreparedStage, PrepareOptions, Runtime, SharedObjects, Verify
-from stagepack_loaders.call_limits import Limits, value_limit
+from stagepack_loaders.base import LoadedStage, PreparedStage, PrepareOptions, Runtime, Verify
 from stagepack_loaders.options import LoadOptions
-from stagepack_loaders.pipeline import Pipeline
 from stagepack_loaders.placement import place_stages
 from stagepack_loaders.registry import choose_runtime, find_runtime, import_runtime, runtimes
 
@@ -42,24 +40,6 @@ def runtime_of_each_stage(runtime: str | Sequence[str], bundle: Bundle) -> list[
     if len(runtime) != stage_count:
         raise OptionError(f"expected a runtime, or one for each of {stage_count} stages, found {len(runtime)}")
     return [choose_runtime(runtime_name, bundle, [number]) for number, runtime_name in enumerate(runtime)]
-
-
-def load_pipeline(
-    bundle: Bundle, options: LoadOptions, types: Collection[type], limits: Limits, shared: SharedObjects | None = None
-) -> Pipeline:
-    """Load all stages of a bundle into this process.
-
-    shared: what stages share that are loaded together, also those of several entry points.
-    """
-    runtimes = runtime_of_each_stage(options.runtime, bundle)
-    check_load_options(runtimes, options)
-    limit = value_limit(bundle, limits)
-    with reading_progress(bundle, range(len(bundle.stages)), options) as prepare_options:
-        prepare_options = replace(prepare_options, shared=shared or SharedObjects())
-        prepared_stages = prepare_all(bundle, options.devices, [runtime.name for runtime in runtimes], prepare_options)
-        ready_stages = compile_prepared(bundle, prepared_stages, options)
-        stages = finish_prepared(bundle, ready_stages, verify=options.verify == "full")
-    return Pipeline(bundle, list(stages.values()), types, limit)
 
 
 def prepare_all(

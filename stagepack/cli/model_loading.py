@@ -70,7 +70,6 @@ class BundleLoading:
                 try:
                     model = ServedModel(
                         name,
-                        pipeline.bundle,
                         pipeline,
                         self._models.limits,
                         self._models.metrics,

@@ -57,15 +57,6 @@ def decode_graph(content: bytes, file_name: str, *, newer: bool = False) -> Fold
     return graph
 
 
-def is_plain(value: object) -> bool:
-    """Whether the format can represent a constant: None, a bool, a float, an integer of 64 bits, a string without lone surrogates."""
-    if type(value) is int:
-        return -(2**63) <= value < 2**63
-    if type(value) is str:
-        return value.isascii() or not any("\ud800" <= character <= "\udfff" for character in value)
-    return value is None or type(value) in (bool, float)
-
-
 def encode_manifest(manifest: Manifest) -> bytes:
     """Return a manifest as indented JSON, with its own digest inserted. Equal manifests give equal bytes."""
     fields = msgspec.to_builtins(msgspec.structs.replace(manifest, sha256=ZERO_DIGEST))

@@ -61,3 +61,12 @@ TEMPLATE_CHARACTERS = 2 * NAME_CHARACTERS
 
 # Problems that one error lists.
 REPORTED_PROBLEMS = 1000
+
+
+def is_plain(value: object) -> bool:
+    """Whether the format can represent a constant: None, a bool, a float, an integer of 64 bits, a string without lone surrogates."""
+    if type(value) is int:
+        return -(2**63) <= value < 2**63
+    if type(value) is str:
+        return value.isascii() or not any("\ud800" <= character <= "\udfff" for character in value)
+    return value is None or type(value) in (bool, float)

@@ -10,8 +10,8 @@ from torch.export.graph_signature import InputKind, InputSpec
 from torch.fx import GraphModule
 
 from stagepack.errors import UnsupportedError
-from stagepack.format.codec import is_plain
 from stagepack.format.graph import Argument, ComplexArg, DtypeArg, LayoutArg, MemoryFormatArg
+from stagepack.format.limits import is_plain
 from stagepack.torch_internals import wrapped_attributes
 
 WeightKind = Literal["parameter", "buffer", "non_persistent_buffer", "constant"]

@@ -12,7 +12,7 @@ from torch.export.graph_signature import ConstantArgument
 
 from stagepack.capture.trace_records import CapturedRecord, TracedCall
 from stagepack.errors import UnsupportedError
-from stagepack.format.codec import is_plain
+from stagepack.format.limits import is_plain
 from stagepack.format.tree import (
     ConstantLeaf,
     DictTree,

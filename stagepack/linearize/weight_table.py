@@ -19,9 +19,9 @@ import torch
 from stagepack.capture.checkpoint import map_tensor
 from stagepack.capture.programs import Capture
 from stagepack.errors import UnsupportedError
-from stagepack.format.codec import is_plain
 from stagepack.format.dtypes import ITEM_SIZE
 from stagepack.format.graph import Weight
+from stagepack.format.limits import is_plain
 from stagepack.format.rules import is_tensor_name
 from stagepack.format.weights import StoredTensor, TensorSpec
 from stagepack.linearize.program_tensors import WeightKind, dtype_name

@@ -82,7 +82,7 @@ async def stop_the_server(model: ServedModel) -> None:
 
 @pytest.mark.parametrize("use", [start_again, go_away, close_the_sequence, stop_the_server])
 def test_no_state_is_left(use: Callable[[ServedModel], Awaitable[None]], pipeline: DistributedPipeline) -> None:
-    model = ServedModel("m", pipeline.bundle, pipeline, ServerLimits(max_pending_requests=100), Metrics())
+    model = ServedModel("m", pipeline, ServerLimits(max_pending_requests=100), Metrics())
 
     async def run() -> None:
         await use(model)
@@ -123,7 +123,7 @@ def test_answers_of_a_stage_of_the_front_are_not_written_by_the_next_request(
     pipeline = stagepack.distributed.connect(bundle)
     assert pipeline is not None
     with pipeline:
-        model = ServedModel("m", pipeline.bundle, pipeline, ServerLimits(), Metrics())
+        model = ServedModel("m", pipeline, ServerLimits(), Metrics())
         answers = asyncio.run(ask_often(model))
         assert model.close(20)
     assert [float(array[0]) for array in answers] == [1.0, 2.0, 3.0, 4.0, 5.0]
@@ -131,7 +131,7 @@ def test_answers_of_a_stage_of_the_front_are_not_written_by_the_next_request(
 
 def test_no_state_is_left_when_the_processes_start_again(counting: Bundle) -> None:
     with in_processes(counting, max_restarts=1) as pipeline:
-        model = ServedModel("m", pipeline.bundle, pipeline, ServerLimits(max_pending_requests=100), Metrics())
+        model = ServedModel("m", pipeline, ServerLimits(max_pending_requests=100), Metrics())
 
         async def run() -> None:
             assert await ask(model, start=True) == 1.0
@@ -151,7 +151,7 @@ def test_no_state_is_left_when_the_processes_start_again(counting: Bundle) -> No
 
 def test_sequences_of_clients_are_not_those_of_the_caller(pipeline: DistributedPipeline) -> None:
     """The pipeline that is served is used by its process, too."""
-    model = ServedModel("m", pipeline.bundle, pipeline, ServerLimits(), Metrics())
+    model = ServedModel("m", pipeline, ServerLimits(), Metrics())
     with pipeline.sequence() as first, pipeline.sequence() as second:
         for count in (1, 2, 3):
             for sequence in (first, second):

@@ -167,7 +167,7 @@ def _control() -> ModelControl:
     models = ModelRegistry(ServerLimits(deadline=20), Metrics())
     for name in MODELS:
         bundle = stagepack.open(SCHEMA / "frozen" / "1.0" / f"{name}.stagepack")
-        models.serve([ServedModel(name, bundle, stagepack.load(bundle), models.limits, models.metrics)])
+        models.serve([ServedModel(name, stagepack.load(bundle), models.limits, models.metrics)])
     return ModelControl(models, fixed_bundles({}), mock.Mock())
 
 

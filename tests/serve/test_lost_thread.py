@@ -45,7 +45,7 @@ signal.signal(signal.SIGUSR1, kill)
 def test_a_server_with_a_lost_thread_is_not_ready(tmp_path: Path) -> None:
     bundle = stagepack.export(torch.nn.Linear(2, 2), (torch.ones(1, 2),), out=tmp_path / "x.stagepack", stages=1)
     models = ModelRegistry(ServerLimits(), Metrics())
-    model = ServedModel("x", bundle, stagepack.load(bundle), models.limits, models.metrics)
+    model = ServedModel("x", stagepack.load(bundle), models.limits, models.metrics)
     models.serve([model])
     health = HealthService(models)
     assert models.is_ready

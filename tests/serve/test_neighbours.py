@@ -55,7 +55,7 @@ def model(bundle: Bundle) -> Iterator[ServedModel]:
 def served(bundle: Bundle, batching_delay: float) -> Iterator[ServedModel]:
     """The bundle as a server has it, without a port."""
     limits = ServerLimits(max_batch_size=BATCH_SIZE, batching_delay=batching_delay)
-    model = ServedModel("tagger", bundle, stagepack.load(bundle), limits, Metrics())
+    model = ServedModel("tagger", stagepack.load(bundle), limits, Metrics())
     assert model.max_batch_size == BATCH_SIZE
     yield model
     assert model.close(20)
@@ -156,6 +156,6 @@ def test_log_says_why_requests_run_alone(
 ) -> None:
     together = stagepack.open(bundles["together"])
     with caplog.at_level("DEBUG", "stagepack.serve"), served(bundle, 0):
-        assert ServedModel("mixed", together, stagepack.load(together), ServerLimits(), Metrics()).close(20)
+        assert ServedModel("mixed", stagepack.load(together), ServerLimits(), Metrics()).close(20)
     assert "mixed: requests run alone: aten.mean.dim computes one result from several rows" in caplog.messages
     assert f"tagger: batches of up to {BATCH_SIZE} rows" in caplog.messages

@@ -14,7 +14,7 @@ import pytest
 
 from stagepack.errors import StageLostError
 from stagepack.format.manifest import Edge
-from stagepack_loaders.numpy_interpreter import NUMPY_ARRAYS
+from stagepack_loaders.elements import NUMPY_ARRAYS
 from stagepack_serving.protocol.interface import InterfaceTensor
 from stagepack_serving.server.scheduler import CallBatch, QueuedCall, Scheduler
 

@@ -1,15 +1,12 @@
 """A pipeline over the processes that torchrun, or another launcher with its environment variables, has started."""
 
-import itertools
 import os
 from collections.abc import Callable, Collection, Sequence
-from datetime import timedelta
 
 from msgspec import structs
-from torch.distributed import TCPStore  # type: ignore[attr-defined] # public, and not in its type hints
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import Store
 
-from stagepack.errors import DeviceError, GroupError, OptionError, StageLostError, first_line
+from stagepack.errors import DeviceError, GroupError, OptionError, StageLostError
 from stagepack.format.reader import Bundle
 from stagepack.opening import BundleSource
 from stagepack_loaders.base import Compile, Verify
@@ -17,15 +14,12 @@ from stagepack_loaders.call_limits import Limits, checked_limits, value_limit
 from stagepack_loaders.distributed.front import FrontProcess
 from stagepack_loaders.distributed.launch_environment import (
     has_launcher,
-    has_store_of_launcher,
     is_torchrun,
     launched_address,
-    launched_port,
     launched_rank,
     launched_size,
-    restart_count,
 )
-from stagepack_loaders.distributed.meeting import chosen_address
+from stagepack_loaders.distributed.meeting import chosen_address, launched_store
 from stagepack_loaders.distributed.membership import (
     GroupOptions,
     absolute_bundle,
@@ -37,9 +31,6 @@ from stagepack_loaders.distributed.routes import FRONT_RANK, ConnectionLostError
 from stagepack_loaders.distributed.stage_process import end_with_parent, run_stage_process
 from stagepack_loaders.options import DEFAULT_IN_FLIGHT, LoadOptions, ProcessOptions, folder_name
 from stagepack_loaders.preparation import open_for_loading
-
-_CONNECTIONS = itertools.count()
-_STORE_TIMEOUT = timedelta(seconds=60)
 
 
 def connect(
@@ -136,30 +127,6 @@ def connect_launched(
         end_with_parent(os.getppid())
     run_stage_process(opened_bundle, store, rank, size, group)
     return None
-
-
-def launched_store(rank: int, seconds: float) -> Store:
-    """Return the store of the launcher, or of process 0, with names of its own for each start of the processes and for each pipeline.
-
-    seconds: how long to wait for process 0.
-    """
-    host, port = launched_address(), launched_port()
-    try:
-        store = TCPStore(
-            host,
-            port,
-            is_master=rank == FRONT_RANK and not has_store_of_launcher(),
-            wait_for_workers=False,  # the handshake does, and says which one is missing
-            timeout=timedelta(seconds=seconds),
-            multi_tenant=True,  # the application may have its own process group
-        )
-    except (RuntimeError, ValueError) as error:
-        raise GroupError(
-            f"expected the store of process 0 at {host}:{port}, by MASTER_ADDR and MASTER_PORT, within {seconds:g} s: "
-            f"{first_line(error)}"
-        ) from None
-    store.set_timeout(_STORE_TIMEOUT)
-    return PrefixStore(f"stagepack/{restart_count()}/{next(_CONNECTIONS)}", store)
 
 
 class _TorchrunLauncher:

@@ -2,24 +2,33 @@
 
 import contextlib
 import ipaddress
+import itertools
 import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from importlib.metadata import version
 from typing import TypeVar
 
 import msgspec
 import torch
 from msgspec import Struct
-from torch.distributed.distributed_c10d import Store
+from torch.distributed import TCPStore  # type: ignore[attr-defined] # public, and not in its type hints
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from stagepack.errors import GroupError, StageLostError, first_line
 from stagepack.format.reader import Bundle
+from stagepack_loaders.distributed.launch_environment import (
+    has_store_of_launcher,
+    launched_address,
+    launched_port,
+    restart_count,
+)
 from stagepack_loaders.distributed.process_group import ProcessGroup, host_name, machine_id
-from stagepack_loaders.distributed.routes import ConnectionLostError
+from stagepack_loaders.distributed.routes import FRONT_RANK, ConnectionLostError
 from stagepack_loaders.distributed.status import ErrorReport, lost_error, rebuild_error, report_error
 
 _POLL_SECONDS = 0.02
@@ -28,6 +37,8 @@ _START_ERROR_TOPIC = "start error"
 _LOST_CONNECTION_TOPIC = "lost connection"
 _INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 _ANY_PORT = 9  # nothing is sent to it
+_CONNECTIONS = itertools.count()
+_STORE_TIMEOUT = timedelta(seconds=60)
 Report = TypeVar("Report", bound=Struct)
 
 
@@ -221,3 +232,27 @@ def _address_towards(target: str) -> str | None:
 
 def _is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def launched_store(rank: int, seconds: float) -> Store:
+    """Return the store of the launcher, or of process 0, with names of its own for each start of the processes and for each pipeline.
+
+    seconds: how long to wait for process 0.
+    """
+    host, port = launched_address(), launched_port()
+    try:
+        store = TCPStore(
+            host,
+            port,
+            is_master=rank == FRONT_RANK and not has_store_of_launcher(),
+            wait_for_workers=False,  # the handshake does, and says which one is missing
+            timeout=timedelta(seconds=seconds),
+            multi_tenant=True,  # the application may have its own process group
+        )
+    except (RuntimeError, ValueError) as error:
+        raise GroupError(
+            f"expected the store of process 0 at {host}:{port}, by MASTER_ADDR and MASTER_PORT, within {seconds:g} s: "
+            f"{first_line(error)}"
+        ) from None
+    store.set_timeout(_STORE_TIMEOUT)
+    return PrefixStore(f"stagepack/{restart_count()}/{next(_CONNECTIONS)}", store)

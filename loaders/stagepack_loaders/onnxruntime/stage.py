@@ -26,8 +26,8 @@ from stagepack.format.reader import Bundle
 from stagepack.format.rules import raise_problems
 from stagepack.format.upgrade import is_newer_minor
 from stagepack.format.weights import parse_weight_header
-from stagepack_loaders.elements import Array
-from stagepack_loaders.numpy_interpreter import NumpyArrays, read_weight, stored_tensors
+from stagepack_loaders.elements import Array, NumpyArrays
+from stagepack_loaders.numpy_interpreter import read_weight, stored_tensors
 from stagepack_loaders.onnxruntime.values import (
     ENDS_PROCESS_WITHOUT_ELEMENTS,
     Device,

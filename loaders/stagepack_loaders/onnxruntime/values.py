@@ -15,8 +15,7 @@ from stagepack.format.graph import Value
 from stagepack.format.manifest import Edge
 from stagepack.format.onnx import COMPLEX_PART_DTYPES, ELEMENT_TYPES, SCALAR_TENSOR_DTYPES
 from stagepack.format.shapes import Symbol, evaluate_dim
-from stagepack_loaders.elements import Array
-from stagepack_loaders.numpy_interpreter import is_extension_dtype, numpy_dtype
+from stagepack_loaders.elements import Array, is_extension_dtype, numpy_dtype
 from stagepack_loaders.output_contract import OutputContract
 
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}

@@ -10,14 +10,13 @@ import torch.distributed
 from msgspec import Struct
 
 from stagepack.errors import StageLostError, first_line
-from stagepack_loaders.distributed.connect import launched_store
 from stagepack_loaders.distributed.launch_environment import (
     has_launcher,
     launched_address,
     launched_rank,
     launched_size,
 )
-from stagepack_loaders.distributed.meeting import exchange_reports
+from stagepack_loaders.distributed.meeting import exchange_reports, launched_store
 from stagepack_loaders.distributed.process_group import finished, host_name
 from stagepack_loaders.distributed.routes import FRONT_RANK, ConnectionLostError
 from stagepack_loaders.distributed.status import ProcessLost

@@ -9,7 +9,6 @@ from typing import Any
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from stagepack.errors import InputError, StageLostError, StagepackError
-from stagepack.format.reader import Bundle
 from stagepack_loaders.batching import batch_limit
 from stagepack_loaders.elements import Array
 from stagepack_loaders.pipeline import CallablePipeline
@@ -49,7 +48,6 @@ class ServedModel:
     def __init__(
         self,
         name: str,
-        bundle: Bundle,
         pipeline: CallablePipeline,
         limits: ServerLimits,
         metrics: Metrics,
@@ -59,7 +57,7 @@ class ServedModel:
     ) -> None:
         self.name = name
         self.version = version
-        self.bundle = bundle
+        self.bundle = bundle = pipeline.bundle
         self.interface = Interface(bundle.entry_point)
         self.pending_requests = 0
         self.generator: Any = None

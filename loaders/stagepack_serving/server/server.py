@@ -305,7 +305,7 @@ def serve_pipelines(
 
     def load_bundle(model_name: str, version: int, path: str, *, unless_digest: str | None) -> LoadedBundle:
         pipeline = pipelines[model_name]
-        model = ServedModel(model_name, pipeline.bundle, pipeline, models.limits, models.metrics, check_example=False)
+        model = ServedModel(model_name, pipeline, models.limits, models.metrics, check_example=False)
         add_generators([model])
         add_embedders([model])
         return LoadedBundle(version=version, digest=pipeline.bundle.digest, models=[model], end_processes=lambda: None)
