@@ -21,11 +21,12 @@ from stagepack.format.tree import DictTree, ValueLeaf
 from stagepack_loaders.base import ArrayOps
 from stagepack_loaders.elements import ELEMENT_DTYPES, Array
 from stagepack_loaders.generation.decoders import largest_size
-from stagepack_loaders.generation.generate import TextPipeline
 from stagepack_loaders.generation.prompts import TOKENIZER_FILE, read_tokenizer, tokenizer_errors
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+
+    from stagepack_loaders.generation.generate import TextPipeline
 
 _RESULT: Final = "sentence_embedding"
 _IDS: Final = "input_ids"
@@ -212,7 +213,7 @@ def text_reader(bundle: Bundle) -> TextReader:
 
 
 def encode(
-    pipeline: TextPipeline,
+    pipeline: "TextPipeline",
     reader: TextReader,
     sentences: Any,
     prompt_name: str | None,

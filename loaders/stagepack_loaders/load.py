@@ -2,18 +2,17 @@
 
 import os
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 from msgspec import structs
 
 from stagepack.errors import OptionError
 from stagepack.extras import explain_missing_packages
-from stagepack.format.reader import Bundle
 from stagepack.opening import BundleSource, TrustedSigners, errors_name_bundle
-from stagepack_loaders.base import Compile, SharedObjects, Verify
+from stagepack_loaders.base import Compile, Verify
 from stagepack_loaders.call_limits import Limits, checked_limits, value_limit
 from stagepack_loaders.distributed.launch_environment import is_launched_group, launched_size
+from stagepack_loaders.entry_points import load_pipeline
 from stagepack_loaders.options import (
     DEFAULT_IN_FLIGHT,
     LoadKeywords,
@@ -28,9 +27,7 @@ from stagepack_loaders.pipeline import Pipeline
 from stagepack_loaders.preparation import (
     check_load_options,
     compile_prepared,
-    finish_prepared,
     open_for_loading,
-    prepare_all,
     prepare_stage,
     reading_progress,
     runtime_of_each_stage,
@@ -226,8 +223,9 @@ def load_in_processes(
         )
     limit = value_limit(opened_bundle, limits)
     with explain_missing_packages():
-        from stagepack_loaders.distributed.membership import group_options  # noqa: PLC0415 - imports torch
-        from stagepack_loaders.distributed.process_launcher import start_local_pipeline  # noqa: PLC0415 - the same
+        from stagepack_loaders.distributed.membership import absolute_bundle, group_options  # noqa: PLC0415 - imports torch
+        from stagepack_loaders.distributed.pipeline import DistributedPipeline  # noqa: PLC0415 - the same
+        from stagepack_loaders.distributed.process_launcher import local_launcher  # noqa: PLC0415 - the same
 
     # The processes open the folder of the bundle, which must have all their files.
     opened_bundle.fetch(
@@ -237,7 +235,9 @@ def load_in_processes(
     )
     named = structs.replace(options, runtime=[stage_runtime.name for stage_runtime in runtimes])
     group = group_options(named, process_options, limits)
-    return start_local_pipeline(opened_bundle, process_count, group, types, limit)
+    opened_bundle = absolute_bundle(opened_bundle)
+    launcher = local_launcher(opened_bundle, process_count, group)
+    return DistributedPipeline(opened_bundle, launcher, types, process_options, limit)
 
 
 @overload
@@ -343,21 +343,3 @@ def load_stage(
     with reading_progress(opened_bundle, [stage], options, types) as prepare_options:
         prepared_stages = {stage: prepare_stage(opened_bundle, stage, device, stage_runtime.name, prepare_options)}
         return compile_prepared(opened_bundle, prepared_stages, options)[stage].finish(verify=verify == "full")
-
-
-def load_pipeline(
-    bundle: Bundle, options: LoadOptions, types: Collection[type], limits: Limits, shared: SharedObjects | None = None
-) -> Pipeline:
-    """Load all stages of a bundle into this process.
-
-    shared: what stages share that are loaded together, also those of several entry points.
-    """
-    runtimes = runtime_of_each_stage(options.runtime, bundle)
-    check_load_options(runtimes, options)
-    limit = value_limit(bundle, limits)
-    with reading_progress(bundle, range(len(bundle.stages)), options) as prepare_options:
-        prepare_options = replace(prepare_options, shared=shared or SharedObjects())
-        prepared_stages = prepare_all(bundle, options.devices, [runtime.name for runtime in runtimes], prepare_options)
-        ready_stages = compile_prepared(bundle, prepared_stages, options)
-        stages = finish_prepared(bundle, ready_stages, verify=options.verify == "full")
-    return Pipeline(bundle, list(stages.values()), types, limit)

@@ -18,7 +18,6 @@ from stagepack.format.manifest import Edge
 from stagepack.format.shapes import Symbol
 from stagepack_loaders.distributed.local_links import LinkReceiver, LinkSender, LocalLinks
 from stagepack_loaders.distributed.packing import (
-    LARGEST_KEPT_BYTES,
     PackedValues,
     ReceiveMemory,
     pack_command,
@@ -35,7 +34,7 @@ from stagepack_loaders.distributed.routes import (
     encode_sizes,
     head_capacity,
 )
-from stagepack_loaders.distributed.shared_blocks import UnusedBytes
+from stagepack_loaders.distributed.shared_blocks import LARGEST_KEPT_BYTES, UnusedBytes
 from stagepack_loaders.distributed.transfers import RouteReceivers, RouteSenders
 
 ROWS = Symbol(name="rows", min=0, max=2**20)

@@ -25,6 +25,7 @@ from stagepack_loaders.distributed.routes import (
     check_late_shapes,
     control_bytes,
 )
+from stagepack_loaders.distributed.shared_blocks import LARGEST_KEPT_BYTES
 from stagepack_loaders.exchange import to_array
 from stagepack_loaders.torch.arrays import TORCH_ARRAYS
 
@@ -32,8 +33,6 @@ from stagepack_loaders.torch.arrays import TORCH_ARRAYS
 _LARGEST_EXTENT_RATIO = 8
 _SMALL_EXTENT = 1024  # elements
 _SMALLEST_KEPT_BYTES = 2**18  # smaller memory comes from the heap, which is used again anyway
-# Of `ReceiveMemory`, in use or not; again of the unused blocks of the links from a process. `process_memory` counts both.
-LARGEST_KEPT_BYTES = 2**27
 _FREE_REFERENCES = 2  # of the list, and of the call that asks
 _TENSOR_DTYPES = {name: getattr(torch, name) for name in ITEM_SIZE}
 _SCALAR_TENSOR_DTYPES = {"symint": torch.int64, "symfloat": torch.float64, "symbool": torch.int64}

@@ -5,7 +5,7 @@ import os
 import subprocess
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 from msgspec import structs
@@ -13,12 +13,10 @@ from msgspec import structs
 from stagepack.errors import GroupError, OptionError, StageLostError, StagepackError
 from stagepack.format.reader import Bundle
 from stagepack.format.threads import usable_cpu_count
-from stagepack_loaders.call_limits import ValueLimit
 from stagepack_loaders.distributed import stage_process
 from stagepack_loaders.distributed.front import FrontProcess
 from stagepack_loaders.distributed.meeting import find_lost_connection, find_start_error
-from stagepack_loaders.distributed.membership import GroupOptions, absolute_bundle, join_group
-from stagepack_loaders.distributed.pipeline import DistributedPipeline
+from stagepack_loaders.distributed.membership import GroupOptions, join_group
 from stagepack_loaders.distributed.process_group import host_name, open_store
 from stagepack_loaders.distributed.routes import FRONT_RANK, ConnectionLostError, assign_stages, stages_of_rank
 from stagepack_loaders.distributed.stage_process import ProcessDescription
@@ -187,13 +185,13 @@ class LocalLauncher(ProcessLauncher["subprocess.Popen[bytes]"]):
         return None if status is None else ProcessEnd(reason=f"it ended with {exit_text(status)}", exit_status=status)
 
 
-def start_local_pipeline(
-    bundle: Bundle, process_count: int, options: GroupOptions, types: Collection[type], limit: ValueLimit | None
-) -> DistributedPipeline:
-    """Start processes of stages on this machine, and return the pipeline over them; see `stagepack.load`."""
-    bundle = absolute_bundle(bundle)
+def local_launcher(bundle: Bundle, process_count: int, options: GroupOptions) -> LocalLauncher:
+    """Return the launcher of processes of stages on this machine.
+
+    bundle: by its absolute path.
+    """
     stage_devices = place_stages(bundle.entry_point, options.load.devices)
     for runtime, device in zip(runtime_of_each_stage(options.load.runtime, bundle), stage_devices, strict=True):
         runtime.parse_device(device)
     local_options = over_processes(bundle, process_count, structs.replace(options, is_local=True))
-    return DistributedPipeline(bundle, LocalLauncher(bundle, local_options), types, options.processes, limit)
+    return LocalLauncher(bundle, local_options)

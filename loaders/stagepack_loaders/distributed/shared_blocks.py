@@ -14,7 +14,9 @@ from typing import Any
 import torch
 
 from stagepack.errors import first_line
-from stagepack_loaders.distributed.packing import LARGEST_KEPT_BYTES
+
+# Of `ReceiveMemory`, in use or not; again of the unused blocks of the links from a process. `process_memory` counts both.
+LARGEST_KEPT_BYTES = 2**27
 
 _SMALLEST_BLOCK = 2**18  # bytes
 _FREE_REFERENCES = 2  # to an array: of its block, and of the call that asks
