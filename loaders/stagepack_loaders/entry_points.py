@@ -1,6 +1,6 @@
 """Load the entry points of a bundle together, so that they share weights and state."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,7 @@ from stagepack_loaders.registry import DEFAULT_RUNTIME
 if TYPE_CHECKING:
     import torch
 
-    from stagepack_loaders.load import Devices
+    Devices = str | torch.device | Sequence[str | torch.device]
 
 
 class EntryPointPipelines(Mapping[str, Pipeline]):

@@ -38,9 +38,8 @@ if TYPE_CHECKING:
     import torch
 
     from stagepack_loaders.distributed.pipeline import DistributedPipeline
+    from stagepack_loaders.entry_points import Devices
     from stagepack_loaders.torch.stage import TorchStage
-
-    Devices = str | torch.device | Sequence[str | torch.device]
 
 
 @overload

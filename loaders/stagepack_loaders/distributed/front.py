@@ -1,7 +1,4 @@
-"""The process that is called: it sends requests to the processes of the stages and collects their results.
-
-- The requests that the front has sent and not answered, with the errors of stages on them.
-"""
+"""The process that is called: it sends requests to the processes of the stages, keeps those under way, and collects the results."""
 
 import math
 import threading
