@@ -3,11 +3,13 @@
 import itertools
 import threading
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -164,6 +166,7 @@ class LocalExecutor(Executor):
     Attributes:
         stages: the stages, in order.
         spans: records what they do.
+        call_numbers: the numbers of the calls to come.
     """
 
     def __init__(self, bundle: Bundle, stages: Sequence[LoadedStage], observe: StageObserver | None = None) -> None:
@@ -180,17 +183,20 @@ class LocalExecutor(Executor):
         for edge in entry_point.edges:
             if edge.consumers and edge.name not in results:
                 self._last_uses[edge.consumers[-1]].append(edge.name)
-        self._call_numbers = itertools.count(1)
+        self.call_numbers = itertools.count(1)
         self._lost: StageLostError | None = None
         self._observe = observe
         self._lanes = [list(self.stages)] if observe is None else device_lanes(self.stages)
         self._sequence_locks = [threading.Lock() for _ in self._lanes]
         # One in each lane, and one between two of them.
         self.most_calls = 2 * len(self._lanes) - 1
-        self._queues: list[SimpleQueue[_Call | None]] = [SimpleQueue() for _ in self._lanes[1:]]
-        for lane_number in range(1, len(self._lanes)):
-            thread_name = f"lane-{lane_number}"
-            threading.Thread(target=self._run_lane, args=(lane_number,), name=thread_name, daemon=True).start()
+        self._queues: list[_Tasks] = [SimpleQueue() for _ in self._lanes[1:]]
+        self._ended_lanes: dict[int, StageLostError] = {}
+        for lane_number, queue in enumerate(self._queues, 1):
+            arguments = (queue, self._queues[lane_number : lane_number + 1])
+            threading.Thread(target=_run_tasks, args=arguments, name=f"lane-{lane_number}", daemon=True).start()
+        # Only tasks refer to the executor: when nobody closes it, its threads end with it, after the calls in flight.
+        self._end = weakref.finalize(self, _end_threads, self._queues[:1])
 
     @property
     def arrays(self) -> ArrayOps:
@@ -211,13 +217,13 @@ class LocalExecutor(Executor):
         self, values: dict[str, Any], sizes: Mapping[str, int], sequence: Any = None, *, copies_results: bool = True
     ) -> "Future[dict[str, Any]]":
         """See `Executor`. Sequences of several threads take turns."""
-        call = _Call(next(self._call_numbers), values, sequence)
+        call = _Call(next(self.call_numbers), values, sequence)
         self._advance(call, 0)
         return call.answer
 
     def run(self, values: dict[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
         """See `Executor`. Without a future, which takes as long as the smallest stage."""
-        call_number = next(self._call_numbers)
+        call_number = next(self.call_numbers)
         for stage in self.stages:
             self._run_stage(stage, call_number, values, None)
         return values
@@ -260,34 +266,28 @@ class LocalExecutor(Executor):
             run_trace.dropped = self.spans.dropped
 
     def overlapping(self, observe: StageObserver) -> "LocalExecutor":
-        """See `Executor`."""
-        return LocalExecutor(self._bundle, [stage.loaded for stage in self.stages], observe)
+        """See `Executor`. A trace of either executor has the calls of both."""
+        executor = LocalExecutor(self._bundle, [stage.loaded for stage in self.stages], observe)
+        executor.spans, executor.call_numbers = self.spans, self.call_numbers
+        return executor
 
     def close(self) -> None:
         """End the threads of the lanes after the calls in flight."""
-        for queue in self._queues[:1]:
-            queue.put(None)
+        self._end()
 
-    def _run_lane(self, lane_number: int) -> None:
-        """Run calls on a lane in a thread of its own."""
-        queue = self._queues[lane_number - 1]
-        call = None
+    def _run_in_lane(self, call: _Call, lane_number: int) -> None:
+        """Run a call on a lane, in the thread of that."""
+        if lane_number in self._ended_lanes:
+            call.answer.set_exception(repeated_error(self._ended_lanes[lane_number]))
+            return
         try:
-            while (call := queue.get()) is not None:
-                try:
-                    self._advance(call, lane_number)
-                except Exception as error:  # noqa: BLE001 - the caller gets any error that the model raises
-                    call.answer.set_exception(error)
-                call = None  # its values are not kept until the next one comes
+            self._advance(call, lane_number)
+        except Exception as error:  # noqa: BLE001 - the caller gets any error that the model raises
+            call.answer.set_exception(error)
         except BaseException as error:  # noqa: BLE001 - such as SystemExit; without a word, all calls would wait for ever
-            lost = StageLostError(thread_end_text(lane_number, error))
+            self._ended_lanes[lane_number] = lost = StageLostError(thread_end_text(lane_number, error))
             self._lose(lost)
-            call = call or queue.get()
-            while call is not None:
-                call.answer.set_exception(repeated_error(lost))
-                call = queue.get()
-        for next_queue in self._queues[lane_number : lane_number + 1]:
-            next_queue.put(None)
+            call.answer.set_exception(repeated_error(lost))
 
     def _advance(self, call: _Call, lane_number: int) -> None:
         """Run a call on a lane; then pass it to the next lane, or answer it."""
@@ -298,7 +298,7 @@ class LocalExecutor(Executor):
             for stage in self._lanes[lane_number]:
                 self._run_stage(stage, call.call_number, call.values, call.states)
         if lane_number < len(self._queues):
-            self._queues[lane_number].put(call)
+            self._queues[lane_number].put(partial(self._run_in_lane, call, lane_number + 1))
         else:
             call.answer.set_result(call.values)
 
@@ -323,6 +323,22 @@ class LocalExecutor(Executor):
 
     def _lose(self, error: StageLostError) -> None:
         self._lost, self.has_ended = repeated_error(error), True  # its traceback has the values of the call
+
+
+_Tasks = SimpleQueue[Callable[[], None] | None]
+
+
+def _run_tasks(tasks: _Tasks, next_tasks: Sequence[_Tasks]) -> None:
+    """Run the tasks of a lane until its end, and tell the next lane."""
+    while (task := tasks.get()) is not None:
+        task()
+        del task  # the values of the call and the executor are not kept until the next one comes
+    _end_threads(next_tasks)
+
+
+def _end_threads(first_tasks: Sequence[_Tasks]) -> None:
+    for tasks in first_tasks:
+        tasks.put(None)
 
 
 def device_lanes(stages: Sequence[StageDriver]) -> list[list[StageDriver]]:

@@ -1,5 +1,6 @@
 """Stages of this process that work on several calls at the same time: a lane for each device, and what happens when its thread ends."""
 
+import gc
 import threading
 from typing import Any
 
@@ -85,3 +86,28 @@ def test_the_threads_of_lanes_end(bundle: Bundle, stages: list[Any]) -> None:
     assert result(answer, bundle) == 3
     lane.join(WAIT_SECONDS)
     assert not lane.is_alive()
+
+
+def test_the_threads_of_an_executor_that_nobody_closes_end_after_its_calls(bundle: Bundle, stages: list[Any]) -> None:
+    """A server that does not finish in time, and is given up."""
+    executor = LocalExecutor(bundle, stages, lambda number, seconds: None)
+    [lane] = [thread for thread in threading.enumerate() if thread.name == "lane-1"]
+    stages[2].may_run.clear()
+    answers = [submit(executor, bundle, number) for number in range(2)]
+    del executor
+    gc.collect()
+    stages[2].may_run.set()
+    assert [result(answer, bundle) for answer in answers] == [3, 4]
+    lane.join(WAIT_SECONDS)
+    assert not lane.is_alive()
+
+
+def test_a_trace_has_the_calls_of_a_server_too(bundle: Bundle, stages: list[Any]) -> None:
+    executor = LocalExecutor(bundle, stages)
+    overlapping = executor.overlapping(lambda number, seconds: None)
+    with executor.trace() as run_trace:
+        result(submit(overlapping, bundle, 0), bundle)
+        result(submit(executor, bundle, 0), bundle)
+    compute = [(span.request, span.stage) for span in run_trace.spans if span.kind == "compute"]
+    assert compute == [(1, 0), (1, 1), (1, 2), (2, 0), (2, 1), (2, 2)]
+    overlapping.close()
