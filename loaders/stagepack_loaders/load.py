@@ -178,6 +178,7 @@ def load(
         ...     logits = pipeline(input_ids)
     """
     limits = checked_limits(limits)
+    opened_bundle = open_for_loading(bundle, verify, require_signature)
     options = LoadOptions(
         devices=device_list(devices, device),
         runtime=runtime,
@@ -189,15 +190,20 @@ def load(
         stream=stream,
         device_memory=memory_bytes(device_memory),
     )
-    process_options = ProcessOptions(
-        imports=imports, max_restarts=max_restarts, in_flight=in_flight, microbatch_size=microbatch_size
-    )
-    opened_bundle = open_for_loading(bundle, verify, require_signature)
     if processes is False:
-        refuse_process_options(process_options, limits)
+        refuse_process_options(
+            imports=imports,
+            max_restarts=max_restarts,
+            in_flight=in_flight != DEFAULT_IN_FLIGHT,
+            stall_seconds=limits.stall_seconds,
+            microbatch_size=microbatch_size,
+        )
         return load_pipeline(opened_bundle, options, types, limits)
     if not isinstance(processes, int):
         raise OptionError(f"processes: expected True or a number of processes, found {processes!r}")
+    process_options = ProcessOptions(
+        imports=imports, max_restarts=max_restarts, in_flight=in_flight, microbatch_size=microbatch_size
+    )
     process_count = len(opened_bundle.stages) if processes is True else processes
     return load_in_processes(opened_bundle, process_count, options, process_options, types, limits)
 
@@ -323,6 +329,8 @@ def load_stage(
         >>> stage = stagepack.load_stage("m.stagepack", 1, device="cuda:0")
         >>> (hidden,) = stage(hidden)
     """
+    opened_bundle = open_for_loading(bundle, verify, require_signature)
+    opened_bundle.stage(stage)
     options = LoadOptions(
         devices=[device],
         runtime=runtime,
@@ -335,8 +343,6 @@ def load_stage(
         device_memory=memory_bytes(device_memory),
         modules=modules,
     )
-    opened_bundle = open_for_loading(bundle, verify, require_signature)
-    opened_bundle.stage(stage)
     stage_runtime = choose_runtime(runtime, opened_bundle, [stage])
     check_load_options([stage_runtime], options)
     with reading_progress(opened_bundle, [stage], options, types) as prepare_options:

@@ -10,7 +10,6 @@ from stagepack.errors import OptionError
 from stagepack.format.dtypes import parse_byte_size
 from stagepack.opening import TrustedSigners
 from stagepack_loaders.base import Compile, Verify
-from stagepack_loaders.call_limits import Limits
 from stagepack_loaders.registry import DEFAULT_RUNTIME
 
 # The largest number of requests on their way through the stages, unless the caller names another.
@@ -118,11 +117,8 @@ class ProcessOptions(Struct, frozen=True, kw_only=True):
             raise OptionError(f"start_seconds: expected more than 0 seconds, found {self.start_seconds!r}")
 
 
-def refuse_process_options(options: ProcessOptions, limits: Limits) -> None:
-    """Refuse options that only stages in processes of their own have."""
-    default = ProcessOptions()
-    changed = [field for field in options.__struct_fields__ if getattr(options, field) != getattr(default, field)]
-    if limits.stall_seconds is not None:
-        changed.append("stall_seconds")
-    if changed:
-        raise OptionError(f"{changed[0]}: only stages in processes of their own have it: give processes=True")
+def refuse_process_options(**options: object) -> None:
+    """Refuse options that only stages in processes of their own have; each has a value that is false where nobody asks for it."""
+    for option_name, value in options.items():
+        if value:
+            raise OptionError(f"{option_name}: only stages in processes of their own have it: give processes=True")

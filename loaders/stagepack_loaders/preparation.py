@@ -148,6 +148,7 @@ def compile_prepared(
     bundle: Bundle, prepared_stages: Mapping[int, PreparedStage], options: LoadOptions
 ) -> dict[int, PreparedStage]:
     """Return stages that run compiled as the caller asks, and the same stages if nothing is asked."""
+    check_load_options([find_runtime(stage.runtime) for stage in prepared_stages.values()], options)
     ready_stages = dict(prepared_stages)
     for runtime, stages in _stages_by_runtime(prepared_stages) if options.compiles else ():
         ready_stages.update(runtime.compile_stages(bundle, stages, options.compile, options.compiled))
