@@ -106,8 +106,11 @@ def _read_files(
     for group_start in range(0, len(entries), FILE_GROUP):
         copied, mapped = [], []
         with contextlib.ExitStack() as open_files:
-            for entry in entries[group_start : group_start + FILE_GROUP]:
-                descriptor = open_files.enter_context(open_plain_file(bundle.path, entry)).fileno()
+            group = entries[group_start : group_start + FILE_GROUP]
+            # Before leases take descriptors: a file that can have no lease is copied, but one that cannot be opened is an error.
+            files = [open_files.enter_context(open_plain_file(bundle.path, entry)) for entry in group]
+            for entry, file in zip(group, files, strict=True):
+                descriptor = file.fileno()
                 content = None if options.copy else _map_if_possible(descriptor, entry.name)
                 if content is None:
                     content = new_memory(entry.size)

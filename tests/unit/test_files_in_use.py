@@ -27,7 +27,8 @@ from stagepack_loaders.base import PrepareOptions
 from stagepack_loaders.file_leases import has_lease, map_with_lease, replace_by_copy, written_pages
 from stagepack_loaders.torch.stage import TorchStage
 from stagepack_loaders.weight_files import map_weight_file, open_weight_files
-from tests.bundle_editor import BundleEditor
+from tests.bundle_editor import BundleEditor, weight_file
+from tests.hostile.test_opening import open_file_limit
 from tools.fork_server import FORK_SERVER
 
 RUNTIMES = ("torch", "onnxruntime")
@@ -288,6 +289,18 @@ def test_files_without_a_lease_are_copied_and_compared(
     editor.flip_bit(NAME, 5000)
     with pytest.raises(DigestError, match=r"stage-0\.safetensors: the content was changed"):
         open_weight_files(stagepack.open(editor.path), [NAME], PrepareOptions(), verify=True)
+
+
+def test_files_are_copied_when_no_descriptor_is_left_for_a_lease(bundle: Path) -> None:
+    editor = BundleEditor.copy(bundle, bundle.parent / "many.stagepack")
+    names = [f"more-{number}.safetensors" for number in range(40)]
+    for name in names:
+        editor.write_file(name, weight_file(b"{}", b""))
+    opened = stagepack.open(editor.path)
+    with open_file_limit(60):
+        files = open_weight_files(opened, names, PrepareOptions(), verify=True)
+    assert files.keys() == set(names)
+    assert 0 < sum(has_lease(file.content) for file in files.values()) < 40
 
 
 def test_a_file_that_is_changed_while_it_is_compared_is_refused(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:

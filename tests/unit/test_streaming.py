@@ -6,6 +6,7 @@ import fcntl
 import os
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,9 @@ from stagepack.format.reader import Bundle
 from stagepack_loaders.base import PrepareOptions
 from stagepack_loaders.pipeline import Pipeline
 from stagepack_loaders.preparation import prepare_all
+from stagepack_loaders.torch.prepare import PreparedTorchStage, prepare_stages
 from stagepack_loaders.torch.weight_transfer import ArrivingFiles, empty_bytes
+from stagepack_loaders.torch.weights import ArrivingStore
 from stagepack_loaders.weight_files import FolderReader
 from tests.bundle_editor import BundleEditor
 
@@ -252,6 +255,47 @@ def test_a_file_that_is_missing_is_a_digest_error(tmp_path: Path) -> None:
 def test_options_that_exclude_streaming(bundle: Bundle, option: dict[str, Any]) -> None:
     with pytest.raises(OptionError, match="stream"):
         stagepack.load(bundle, stream=True, **option)
+
+
+@pytest.mark.usefixtures("no_gradients")
+def test_a_stage_that_does_not_ask_is_ready_when_its_weights_are(bundle: Bundle, tmp_path: Path) -> None:
+    """As on a GPU."""
+    x = torch.randn(2, 2048)
+    stage = _arriving(bundle).finish(verify=True)
+    assert torch.equal(stage(x)[0], stagepack.load(bundle)(x))
+    editor = BundleEditor.copy(bundle.path, tmp_path / "changed")
+    [weight_file] = bundle.stages[0].weights
+    editor.flip_bit(weight_file, bundle.files[weight_file].size - 5)
+    prepared = _arriving(stagepack.open(editor.path))
+    with pytest.raises(DigestError, match="expected blake3"):
+        prepared.finish(verify=True)
+
+
+def _arriving(bundle: Bundle) -> PreparedTorchStage:
+    """The stage, whose files threads will read into the memory of the device."""
+    [prepared] = prepare_stages(bundle, {0: torch.device("cpu")}, PrepareOptions()).values()
+    return replace(prepared, store=ArrivingStore(FolderReader(bundle.path)))
+
+
+def test_a_stage_that_uses_no_weight_does_not_wait_for_its_file(tmp_path: Path) -> None:
+    bundle = stagepack.export(Unused(), (torch.randn(3),), out=tmp_path / "m")
+    assert bundle.stages[0].weights
+    reader = HoldingReader(bundle.path, 0)
+    pipeline = _stream(bundle, reader)
+    x = torch.randn(3)
+    assert torch.equal(pipeline(x), x + 1)
+    reader.rest.set()
+
+
+class Unused(nn.Module):
+    """A weight that nothing uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 1
 
 
 @pytest.mark.parametrize("verify", [False, True])

@@ -88,7 +88,6 @@ def prepare_stages(
         stage_number: build_code(bundle, stage_number, parts[stage_number], device, options)
         for stage_number, device in placement.items()
     }
-    asks = options.stream or options.device_memory is not None
     # Only now: a stage that cannot run must not be downloaded first.
     weight_files = [file_name for stage_number in placement for file_name in bundle.stages[stage_number].weights]
     stream = bundle.stream(weight_files) if options.stream and placement else None
@@ -102,8 +101,9 @@ def prepare_stages(
             graph=graph,
             stored_tensors=bundle.tensors(stage_number, graph, stream, named_weights),
             device=placement[stage_number],
-            options=options,
-            uses=weight_uses(folded, graph) if asks else (),
+            # On another device than the CPU the weights are copies anyway.
+            options=options if placement[stage_number].type == "cpu" else replace(options, copy=False),
+            uses=weight_uses(folded, graph) if options.stream or options.device_memory is not None else (),
             stream=stream,
         )
         for stage_number, (folded, graph, _) in parts.items()
@@ -114,7 +114,7 @@ def prepare_stages(
         store = _choose_store(device, device_weights, options)
         for stage_number, stage in device_weights.items():
             code = codes[stage_number]
-            if asks and not (isinstance(store, WindowStore) and not store.has_window(stage_number)):
+            if store.has_gate(stage):
                 module = GatedModule(code.graph_module, parts[stage_number], device, stage.uses)
                 code = replace(code, compiled_module=module)
             prepared_stages[stage_number] = PreparedTorchStage(code=code, weights=stage, store=store)

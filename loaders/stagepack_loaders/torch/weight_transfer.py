@@ -205,9 +205,8 @@ class ArrivingFile:
         if problem is not None:
             error = DigestError([problem])
             if self._bundle.source is not None:
-                with contextlib.suppress(
-                    StagepackError, OSError
-                ):  # the thread would end, and a call would wait for ever
+                # An error of any kind would end the thread, and a call would wait for ever.
+                with contextlib.suppress(Exception):
                     self._bundle.source.discard([self._entry])  # so that the next load downloads it again
         if self._progress is not None:
             self._progress(chunk.end - chunk.start)

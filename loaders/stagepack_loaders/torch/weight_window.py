@@ -15,10 +15,10 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch.fx import GraphModule
 
-from stagepack.errors import OptionError, StagepackError, repeated_error
+from stagepack.errors import OptionError, Problem, StagepackError, repeated_error
 from stagepack.format.aliasing import alias_classes
 from stagepack.format.dtypes import ITEM_SIZE
-from stagepack.format.rules import rule_error
+from stagepack.format.rules import raise_problems
 from stagepack_loaders.file_leases import written_pages
 from stagepack_loaders.torch.weight_gate import WeightGate
 from stagepack_loaders.torch.weight_transfer import ByteRange, Transfers, current_event, empty_bytes
@@ -68,9 +68,9 @@ class WindowStore:
         self._plan = plan_window(joined_uses([planned.uses for planned in self._stages.values()]), memory_bytes)
         self._window = WeightWindow(self._plan, device, folder_reader.read_into) if self._plan.window_bytes else None
 
-    def has_window(self, stage_number: int) -> bool:
-        """Whether weights of a stage pass through."""
-        return any(position is not None for position in self._positions(stage_number))
+    def has_gate(self, stage: StageWeights) -> bool:
+        """See `WeightStore`: whether weights of the stage pass through."""
+        return any(position is not None for position in self._positions(stage.stage_number))
 
     def _positions(self, stage_number: int) -> Sequence[int | None]:
         planned = self._stages[stage_number]
@@ -84,7 +84,7 @@ class WindowStore:
         replaced = self._folder_reader.hold(stage.file_names)
         if replaced and stage.bundle.source is None:
             message = "the file was replaced while it was loaded: load the bundle again"
-            raise rule_error("D1", ", ".join(replaced), message)
+            raise_problems(Problem(rule="D1", where=file_name, message=message) for file_name in replaced)
         planned, positions = self._stages[stage.stage_number], self._positions(stage.stage_number)
         residency = self._plan.residency(planned.uses, planned.first_index)
         _LOGGER.info("stage %d on %s: %s", stage.stage_number, stage.device, residency)

@@ -42,7 +42,7 @@ class StageWeights:
     """The weights that a stage needs.
 
     Attributes:
-        uses: the uses of the weights that its module asks for; empty if it does not ask.
+        uses: the uses of its weights, for a store that may have a gate.
         stream: reads its files while they are downloaded; None if the folder has them.
     """
 
@@ -76,6 +76,9 @@ class LoadedWeights(NamedTuple):
 class WeightStore(Protocol):
     """Brings the weights of the stages that are loaded together. Those on one device share what is one tensor in the model."""
 
+    def has_gate(self, stage: StageWeights) -> bool:
+        """Whether `load` returns a gate, which the module of the stage has to ask for its weights."""
+
     def load(self, stage: StageWeights, *, verify: bool) -> LoadedWeights:
         """Bring the weights of a stage; `verify` compares its files with their digests."""
 
@@ -88,6 +91,10 @@ class WeightCache:
         self._verified_files: set[str] = set()
         self._stored: dict[tuple[str, torch.device], torch.Tensor] = {}
         self._weights: dict[tuple[str, torch.device], torch.Tensor] = {}
+
+    def has_gate(self, stage: StageWeights) -> bool:
+        """See `WeightStore`."""
+        return False
 
     def load(self, stage: StageWeights, *, verify: bool) -> LoadedWeights:
         """See `WeightStore`."""
@@ -204,6 +211,10 @@ class ArrivingStore:
         self._files: dict[tuple[torch.device, FileStream | None], ArrivingFiles] = {}
         self._weights: defaultdict[torch.device, dict[str, ArrivingWeight]] = defaultdict(dict)
 
+    def has_gate(self, stage: StageWeights) -> bool:
+        """See `WeightStore`."""
+        return stage.options.stream
+
     def load(self, stage: StageWeights, *, verify: bool) -> LoadedWeights:
         """See `WeightStore`. A stage that asks for its weights is ready when the buffers that calls write have arrived."""
         sources = self._arriving_files(stage, verify=verify)
@@ -214,14 +225,14 @@ class ArrivingStore:
                 known_weights[weight.names[0]] = ArrivingWeight(weight, stage, files)
         weights = [known_weights[weight.names[0]] for weight in stage.graph.weights]
         gate = ArrivingWeights(stage.uses, weights, list(files.values()), sources)
-        if stage.uses:
+        if self.has_gate(stage):
             for weight, arriving in zip(stage.graph.weights, weights, strict=True):
                 if stage.is_state(weight):
                     arriving.wait()
         else:
             gate.wait()
         tensors = {weight.value: arriving.tensor for weight, arriving in zip(stage.graph.weights, weights, strict=True)}
-        return LoadedWeights(tensors, gate)
+        return LoadedWeights(tensors, gate if self.has_gate(stage) else None)
 
     def _arriving_files(self, stage: StageWeights, *, verify: bool) -> ArrivingFiles:
         key = (stage.device, stage.stream)
