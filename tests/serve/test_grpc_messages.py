@@ -12,6 +12,8 @@ from tritonclient.grpc import service_pb2 as pb
 
 from stagepack_serving.server.errors import RequestError
 from stagepack_serving.server.grpc_messages import (
+    MAX_FIELDS,
+    MAX_OTHER_BYTES,
     MAX_PARSED_BYTES,
     decode_request,
     encode_response,
@@ -29,8 +31,9 @@ pytestmark = pytest.mark.xdist_group("serve")
 SERVICE = "/inference.GRPCInferenceService"
 INFER, STREAM, METADATA = f"{SERVICE}/ModelInfer", f"{SERVICE}/ModelStreamInfer", f"{SERVICE}/ModelMetadata"
 # Fields of a request, of an input and of its contents.
-MODEL_NAME, PARAMETERS, INPUTS, RAW_CONTENTS = 1, 4, 5, 7
-SHAPE, CONTENTS = 3, 5
+MODEL_NAME, MODEL_VERSION, PARAMETERS, INPUTS, OUTPUTS, RAW_CONTENTS = 1, 2, 4, 5, 6, 7
+INPUT_NAME, SHAPE, CONTENTS = 1, 3, 5
+OUTPUT_PARAMETERS = 2
 INT64_CONTENTS, BYTES_CONTENTS = 3, 8
 
 ARRAYS = {
@@ -104,8 +107,44 @@ TOO_LARGE = {
 def test_a_message_that_is_large_beside_raw_contents_is_not_parsed(name: str) -> None:
     with pytest.raises(RequestError, match=f"at most {MAX_PARSED_BYTES} bytes .* send tensors as raw_input_contents"):
         parse_inference(TOO_LARGE[name])
-    with pytest.raises(RequestError, match=f"at most {MAX_PARSED_BYTES} bytes"):
+    with pytest.raises(RequestError, match=f"at most {MAX_OTHER_BYTES} bytes"):
         parse_message(pb.ModelMetadataRequest.FromString, TOO_LARGE[name])
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        field(INPUTS, b"") * 600_000,
+        field(INPUTS, field(PARAMETERS, b"") * 600_000),
+        field(OUTPUTS, b"") * 600_000,
+        field(OUTPUTS, field(OUTPUT_PARAMETERS, b"") * 600_000),
+        field(PARAMETERS, b"") * 600_000,
+        field(RAW_CONTENTS, b"") * 600_000,
+        field(INPUTS, field(CONTENTS, field(BYTES_CONTENTS, b"") * 600_000)),
+        b"\x68\x01" * 600_000,
+    ],
+    ids=["inputs", "parameters", "outputs", "of outputs", "of the request", "raw", "strings", "unknown"],
+)
+def test_messages_of_many_parts_are_refused(content: bytes) -> None:
+    with pytest.raises(RequestError, match=f"at most {MAX_FIELDS} fields, found more"):
+        parse_inference(content)
+
+
+def test_large_tensors_are_accepted() -> None:
+    raw = raw_request(bytes(2_000_000), bytes(3_000_000))
+    typed, texts = raw_request(), raw_request()
+    typed.inputs.add(name="x").contents.fp32_contents.extend([0.5] * 300_000)
+    typed.inputs.add(name="y").contents.int64_contents.extend([2**62] * 300_000)
+    texts.inputs.add(name="x").contents.bytes_contents.append(bytes(2_000_000))
+    parts = raw_request(*[bytes(4000)] * (MAX_FIELDS // 4))
+    for message in (raw, typed, texts, parts):
+        content = message.SerializeToString()
+        assert len(content) > 2_000_000
+        parsed = parse_inference(content)
+        assert [bytes(raw_content) for raw_content in parsed.raw_contents] == message.raw_input_contents
+        assert list(parsed.message.inputs) == list(message.inputs)
+        with pytest.raises(RequestError, match="at most 1000000 bytes"):
+            parse_message(pb.ModelMetadataRequest.FromString, content)
 
 
 def test_large_raw_contents_are_not_copied() -> None:
@@ -136,11 +175,20 @@ def test_other_requests_are_parsed_as_they_are(content: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [field(RAW_CONTENTS, bytes(2_000_000))[:-1], b"\x2b" + bytes(2_000_000), b"\xff" * 2_000_000]
+    "content",
+    [
+        field(RAW_CONTENTS, bytes(2_000_000))[:-1],
+        field(INPUTS, field(CONTENTS, bytes(2_000_000))),  # a tag without a field
+        b"\x2b" + bytes(2_000_000),  # a group
+        b"\xff" * 2_000_000,
+    ],
+    ids=["short", "tag", "group", "number"],
 )
 def test_bytes_that_are_no_message(content: bytes) -> None:
-    with pytest.raises(DecodeError):
+    with pytest.raises((DecodeError, RequestError)):
         parse_inference(content)
+    with pytest.raises(DecodeError):
+        pb.ModelInferRequest.FromString(separate_raw_contents(content)[0])
 
 
 @pytest.mark.parametrize(
@@ -185,19 +233,57 @@ def test_a_compressed_message_counts_decompressed(small: Server) -> None:
     assert peak_bytes(small) - bytes_before < 130_000_000
 
 
+MODEL = field(MODEL_NAME, b"writer")
+
+
 @pytest.fixture(scope="module")
 def writer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with stagepack_server([export_decoder(tmp_path_factory.mktemp("prompts"))]) as server:
         yield server
 
 
-def large_request(input_name: str, datatype: str, model_name: str = "writer") -> bytes:
+def large_request(input_name: str, datatype: str, *input_fields: bytes, model: bytes = MODEL) -> bytes:
     """A request with more data than one for a text may have."""
     raw_content = bytes(3 * MAX_TEXT_BYTES)
-    request = pb.ModelInferRequest(model_name=model_name, raw_input_contents=[raw_content])
-    request.inputs.add(name=input_name, datatype=datatype, shape=[1, len(raw_content) // 8])
-    content: bytes = request.SerializeToString()
-    return content
+    tensor = pb.ModelInferRequest.InferInputTensor(name=input_name, datatype=datatype, shape=[1, len(raw_content) // 8])
+    return (
+        model + field(INPUTS, b"".join([tensor.SerializeToString(), *input_fields])) + field(RAW_CONTENTS, raw_content)
+    )
+
+
+PROMPT = large_request("input_ids", "INT64")
+TOO_LONG = {
+    "tokens": PROMPT,
+    "text": large_request("text_input", "BYTES"),
+    "version": field(MODEL_VERSION, b"1") + PROMPT,
+    # The parser takes the last text of a field, and leaves out a number in the place of a text.
+    "two models": field(MODEL_NAME, b"other") + PROMPT,
+    "a number as the model": PROMPT + bytes([MODEL_NAME * 8, 5]),
+    "two names": large_request("cache_position", "INT64", field(INPUT_NAME, b"input_ids")),
+}
+
+
+@pytest.mark.parametrize("method", [INFER, STREAM])
+@pytest.mark.parametrize("name", TOO_LONG)
+def test_a_large_request_for_a_text_is_refused(writer: Server, name: str, method: str) -> None:
+    """Also in a stream, which it ends."""
+    content, bytes_before = TOO_LONG[name], peak_bytes(writer)
+    status, details = refusal(writer, method, content)
+    expected = f"expected a request for a text of at most {MAX_TEXT_BYTES} bytes, found {len(content)}"
+    assert (status, details) == (grpc.StatusCode.RESOURCE_EXHAUSTED, expected)
+    assert peak_bytes(writer) - bytes_before < 4 * len(content)
+
+
+def refusal(server: Server, method: str, content: bytes) -> tuple[grpc.StatusCode | None, str]:
+    """Why a call with one message is refused; the status is None if an answer of a stream says why."""
+    options = [("grpc.max_send_message_length", -1)]
+    with grpc.insecure_channel(f"127.0.0.1:{server.grpc}", options=options) as channel:
+        call = channel.stream_stream(method)(iter([content]), timeout=60)
+        try:
+            [answer] = call
+        except grpc.RpcError:
+            return call.code(), call.details()
+        return None, pb.ModelStreamInferResponse.FromString(answer).error_message
 
 
 @pytest.mark.parametrize("method", [INFER, STREAM])
@@ -205,37 +291,26 @@ def large_request(input_name: str, datatype: str, model_name: str = "writer") ->
     ("content", "status", "says"),
     [
         (EMPTY_INPUTS, grpc.StatusCode.RESOURCE_EXHAUSTED, f"at most {MAX_PARSED_BYTES} bytes beside the raw contents"),
-        (EMPTY_INPUTS[: MAX_PARSED_BYTES // 2 * 2], grpc.StatusCode.NOT_FOUND, "unknown model ''"),
-        (
-            large_request("input_ids", "INT64"),
-            grpc.StatusCode.RESOURCE_EXHAUSTED,
-            f"expected a request for a text of at most {MAX_TEXT_BYTES} bytes, found",
-        ),
-        (large_request("text_input", "BYTES"), grpc.StatusCode.RESOURCE_EXHAUSTED, "expected a request for a text"),
+        (EMPTY_INPUTS[:MAX_PARSED_BYTES], grpc.StatusCode.INVALID_ARGUMENT, f"at most {MAX_FIELDS} fields"),
         (
             large_request("cache_position", "INT64"),
             grpc.StatusCode.INVALID_ARGUMENT,
             "the input 'input_ids' is missing",
         ),
-        (large_request("input_ids", "INT64", "unknown"), grpc.StatusCode.NOT_FOUND, "unknown model 'unknown'"),
+        (
+            large_request("input_ids", "INT64", model=field(MODEL_NAME, b"unknown")),
+            grpc.StatusCode.NOT_FOUND,
+            "unknown model 'unknown'",
+        ),
     ],
-    ids=["many inputs", "as many inputs as are parsed", "tokens", "text", "call of the decoder", "unknown model"],
+    ids=["many inputs", "many inputs in few bytes", "call of the decoder", "unknown model"],
 )
 def test_a_large_request_is_refused_and_takes_little_memory(
     writer: Server, method: str, content: bytes, status: grpc.StatusCode, says: str
 ) -> None:
     bytes_before = peak_bytes(writer)
-    options = [("grpc.max_send_message_length", -1)]
-    with grpc.insecure_channel(f"127.0.0.1:{writer.grpc}", options=options) as channel:
-        call = channel.stream_stream(method)(iter([content]), timeout=60)
-        try:
-            # A stream tells the error of one request in an answer.
-            [answer] = call
-            details = pb.ModelStreamInferResponse.FromString(answer).error_message
-        except grpc.RpcError:
-            details = call.details()
-            assert call.code() == status
+    found_status, details = refusal(writer, method, content)
+    # A stream tells in an answer why a request that was parsed is refused.
+    assert found_status == status or (method == STREAM and found_status is None)
     assert says in details
-    # Two million empty messages take 250 MB when they are parsed.
-    most_bytes = 300_000_000 if len(content) <= MAX_PARSED_BYTES else 4 * len(content)
-    assert peak_bytes(writer) - bytes_before < most_bytes
+    assert peak_bytes(writer) - bytes_before < 4 * len(content)

@@ -56,11 +56,16 @@ BODIES = [
     request_of(tensor_of("UINT64", [2], [2**63, 2**64 - 1])),
     request_of({"name": "x", "datatype": "FP32", "shape": [1]}, tensor_of("FP32", [1, 1], [[5]])),
     request_of(tensor_of("FP32", [0], [])),
+    request_of(tensor_of("FP32", [2, 0], [[], []]), tensor_of("INT64", [1, 0], [[]]), tensor_of("FP32", [0, 2], [])),
+    request_of(tensor_of("FP32", [1, 2, 0, 2**40], [[[], []]]), tensor_of("FP32", [3, 0], [])),
     request_of(),
 ]
 REFUSED = [
     (request_of(tensor_of("FP32", [2, 2], [[1, 2], [3]])), "2, 2"),
     (request_of(tensor_of("FP32", [2, 2], [[1], [2, 3, 4]])), "other sizes"),
+    (request_of(tensor_of("FP32", [2**40, 0], [[], []])), "other sizes"),
+    (request_of(tensor_of("FP32", [0, 2], [[]])), "other sizes"),
+    (request_of(tensor_of("FP32", [1, 2], [[], [1, 2]])), "FP32"),
     (request_of(tensor_of("FP32", [2, 2], [1, 2, 3, [4]])), "other sizes"),
     (request_of(tensor_of("FP32", [3], [1, "a", 3])), "Expected `float`"),
     (request_of(tensor_of("FP32", [3], ["],[", 1, 2])), "FP32"),

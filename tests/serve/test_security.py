@@ -266,6 +266,23 @@ def test_a_refused_message_is_not_read(server: Server, credentials: Credentials)
         assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED
 
 
+def test_only_who_has_a_token_learns_which_methods_of_grpc_there_are(server: Server, credentials: Credentials) -> None:
+    with credentials.channel(server) as channel:
+        for method in (
+            "/inference.GRPCInferenceService/Nothing",
+            "/nothing/Nothing",
+            "/inference.GRPCInferenceService/TraceSetting",
+        ):
+            call = channel.unary_unary(method)
+            for metadata, status in (
+                ((), grpc.StatusCode.UNAUTHENTICATED),
+                ((("authorization", f"Bearer {TOKEN}"),), grpc.StatusCode.UNIMPLEMENTED),
+            ):
+                with pytest.raises(grpc.RpcError) as caught:
+                    call(b"", metadata=metadata, timeout=20)
+                assert caught.value.code() == status
+
+
 def test_a_handshake_that_does_not_end(server: Server) -> None:
     with contextlib.ExitStack() as stack:
         connections = []
@@ -332,7 +349,7 @@ def test_files_that_change_while_the_server_runs(
         served.certificate_file.write_bytes(following.certificate_file.read_bytes())
         served.key_file.write_bytes(following.key_file.read_bytes())
         token_file.write_text(SECOND_TOKEN)
-        wait_until(lambda: answers("http", credentials.other_authority, SECOND_TOKEN))
+        wait_until(lambda: answers("http", credentials.other_authority, SECOND_TOKEN), 20)
         for protocol in ("http", "grpc"):
             assert answers(protocol, credentials.other_authority, SECOND_TOKEN)
             assert not answers(protocol, credentials.other_authority, TOKEN)

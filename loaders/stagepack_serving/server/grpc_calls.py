@@ -31,7 +31,7 @@ _METHODS_WITHOUT_TOKEN: Final = frozenset(
 _SENDING_SECONDS: Final = 0.5
 
 
-class CheckedMethods:
+class CheckedMethods(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has no types
     """Adds the methods of services to a gRPC server, checks the tokens of their calls, and parses their requests in the place of grpc.
 
     grpc would report bytes that are no message as an unknown error of the server. Generated code adds the methods of a service to this
@@ -47,6 +47,8 @@ class CheckedMethods:
         self._is_stopping = False
         self._is_idle = asyncio.Event()
         self._is_idle.set()
+        self._handlers: dict[str, Any] = {}
+        server.add_generic_rpc_handlers((self,))
 
     def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler]) -> None:
         """Add nothing: generated code adds all methods a second time, with their names."""
@@ -54,14 +56,17 @@ class CheckedMethods:
     def add_registered_method_handlers(self, service_name: str, handlers: Mapping[str, Any]) -> None:
         """Add the methods of a service.
 
-        They are added as generic ones. For each registered one, grpc would wait for its next call with a future of its own, and a call of
-        any method would begin and end the wait for all of them: 25 callbacks and 150 calls of Python for each request.
+        They are not registered at the server. For each registered one, grpc would wait for its next call with a future of its own, and a
+        call of any method would begin and end the wait for all of them: 25 callbacks and 150 calls of Python for each request.
         """
-        checked_handlers = {
-            method_name: self._checked_handler(f"/{service_name}/{method_name}", handler)
-            for method_name, handler in handlers.items()
-        }
-        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service_name, checked_handlers),))
+        for method_name, handler in handlers.items():
+            method = f"/{service_name}/{method_name}"
+            self._handlers[method] = self._checked_handler(method, handler)
+
+    def service(self, handler_call_details: Any) -> Any:
+        """Find the handler of a call. Without an accepted token, a client does not learn which methods there are."""
+        method = handler_call_details.method
+        return self._handlers.get(method) or self._refusing_handler(method)
 
     async def stop(self, seconds: float) -> None:
         """Refuse new calls, wait so long until the others are answered and the answers are sent, cancel the rest, and stop the server."""
@@ -113,14 +118,27 @@ class CheckedMethods:
 
         return grpc.stream_stream_rpc_method_handler(answer_with_stream, None, serialize)
 
+    def _refusing_handler(self, method: str) -> Any:
+        """The handler of a method that does not exist."""
+
+        async def refuse(_: AsyncIterator[bytes], context: Any) -> None:
+            error: Exception = NotImplementedError()
+            try:
+                self._begin(method, context)
+            except RequestError as refusal:
+                error = refusal
+            await _abort(context, method, error)
+
+        return grpc.stream_stream_rpc_method_handler(refuse)
+
     def _begin(self, method: str, context: Any) -> None:
-        """Count a call until it ends, unless the server is stopping or the call has no accepted token."""
+        """Count a call until it ends, unless it has no accepted token or the server is stopping."""
+        self._check_authorization(method, context)
         if self._is_stopping:
             raise RequestError(RequestStatus.BUSY, "this server is stopping: ask another one")
         self._call_count += 1
         self._is_idle.clear()
         context.add_done_callback(self._end)
-        self._check_authorization(method, context)
 
     def _end(self, _: Any) -> None:
         self._call_count -= 1
@@ -181,7 +199,7 @@ async def _abort(context: Any, method: str, error: Exception) -> None:
         case RequestError():
             await context.abort(error.status.grpc_code, str(error))
         case NotImplementedError():
-            # The generated class raises it in methods that `GrpcService` does not define.
+            # The generated class raises it, too, in methods that `GrpcService` does not define.
             await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"this server does not support {method}")
         case _:
             message = f"the request is not a message of the protocol: {error}"

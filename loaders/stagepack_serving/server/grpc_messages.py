@@ -20,17 +20,26 @@ from stagepack_serving.server.parameters import (
 from stagepack_serving.server.rest_large_request import with_pauses
 from stagepack_serving.server.tensor_decoding import tensor_from_bytes, tensor_from_numbers
 
-# What is parsed of a message, as in gRPC's own default. The parser makes 45 bytes of objects of one byte of empty inputs, and holds the
-# interpreter for 10 ms per megabyte: a request of 64 MB took 2.8 GB and 2.6 s.
+# What is parsed of a request, as in gRPC's own default. The parser holds the interpreter for 10 ms per megabyte.
 MAX_PARSED_BYTES: Final = 4_194_304
+# The parser makes 44 bytes of objects of one byte of empty inputs: a request of 64 MB took 2.8 GB and 2.6 s. A message without tensors has
+# at most so many bytes, and a larger request few fields: numbers, which become 16 times as large, are then all that grows.
+MAX_OTHER_BYTES: Final = 1_000_000
+MAX_FIELDS: Final = 20_000
 # The parser copies less in less time than it takes to look for what it would copy.
 _FEW_BYTES: Final = 65_536
-_MAX_FIELDS: Final = 4096
+_FEW_FIELDS: Final = 4096
 # What the parser takes.
 _MOST_TAG_BYTES: Final = 5
 _VARINT, _FIXED64, _DELIMITED, _FIXED32 = 0, 1, 2, 5
 _FIXED_BYTES: Final = {_FIXED64: 8, _FIXED32: 4}
 _RAW_INPUTS: Final = pb.ModelInferRequest.RAW_INPUT_CONTENTS_FIELD_NUMBER
+# The messages in a request with many fields, and in those.
+_PARTS: Final[Sequence[Sequence[int]]] = (
+    (pb.ModelInferRequest.INPUTS_FIELD_NUMBER, pb.ModelInferRequest.OUTPUTS_FIELD_NUMBER),
+    (pb.ModelInferRequest.InferInputTensor.CONTENTS_FIELD_NUMBER,),
+    (),
+)
 # Elements that are decoded at a time.
 _PIECE_ELEMENTS: Final = 16_384
 _RAW_OUTPUTS: Final = pb.ModelInferResponse.RAW_OUTPUT_CONTENTS_FIELD_NUMBER
@@ -81,15 +90,23 @@ class ParsedInference:
 def parse_inference(content: bytes) -> ParsedInference:
     """Parse the bytes of a ``ModelInferRequest``."""
     other_content, raw_contents = separate_raw_contents(content)
-    message = parse_message(pb.ModelInferRequest.FromString, other_content)
+    if len(other_content) > MAX_PARSED_BYTES:
+        expected = f"expected at most {MAX_PARSED_BYTES} bytes beside the raw contents of tensors"
+        advice = "send tensors as raw_input_contents"
+        raise RequestError(RequestStatus.TOO_LARGE, f"{expected}, found {len(other_content)}: {advice}")
+    if len(other_content) > MAX_OTHER_BYTES:
+        fields = _fields_of_parts(other_content, 0, len(other_content))
+        if any(True for _ in itertools.islice(fields, MAX_FIELDS, None)):
+            raise RequestError(RequestStatus.BAD_REQUEST, f"expected at most {MAX_FIELDS} fields, found more")
+    message = pb.ModelInferRequest.FromString(other_content)
     return ParsedInference(message, raw_contents or message.raw_input_contents, len(content))
 
 
 def parse_message(parser: Callable[[bytes], Any], content: bytes) -> Any:
-    """Parse a message, unless it is so large that its parser could take much memory and time."""
-    if len(content) > MAX_PARSED_BYTES:
-        message = f"expected at most {MAX_PARSED_BYTES} bytes beside the raw contents of tensors, found {len(content)}"
-        raise RequestError(RequestStatus.TOO_LARGE, f"{message}: send tensors as raw_input_contents")
+    """Parse a message without tensors, unless it is so large that its parser could take much memory and time."""
+    if len(content) > MAX_OTHER_BYTES:
+        message = f"expected a message of at most {MAX_OTHER_BYTES} bytes, found {len(content)}"
+        raise RequestError(RequestStatus.TOO_LARGE, message)
     return parser(content)
 
 
@@ -105,9 +122,10 @@ def separate_raw_contents(content: bytes) -> tuple[bytes, list[memoryview]]:
     view = memoryview(content)
     other_fields: list[memoryview] = []
     field_start = 0
+    most_fields = _FEW_FIELDS if len(content) <= MAX_OTHER_BYTES else MAX_FIELDS
     try:
-        for position, (field_number, start, end) in enumerate(_fields(content)):
-            if position >= _MAX_FIELDS:
+        for position, (field_number, start, end) in enumerate(_fields(content, 0, len(content))):
+            if position >= most_fields:
                 return content, []
             if field_number == _RAW_INPUTS:
                 raw_contents.append(view[start:end])
@@ -119,13 +137,20 @@ def separate_raw_contents(content: bytes) -> tuple[bytes, list[memoryview]]:
     return (b"".join(other_fields), raw_contents) if raw_contents else (content, raw_contents)
 
 
-def _fields(content: bytes) -> Iterator[tuple[int, int, int]]:
+def _fields_of_parts(content: bytes, position: int, end: int, depth: int = 0) -> Iterator[None]:
+    """Count the fields of a request, of its inputs and outputs, and of the contents of inputs."""
+    for field_number, start, field_end in _fields(content, position, end):
+        yield
+        if field_number in _PARTS[depth]:
+            yield from _fields_of_parts(content, start, field_end, depth + 1)
+
+
+def _fields(content: bytes, position: int, end: int) -> Iterator[tuple[int, int, int]]:
     """The number, the start and the end of each field of a message, half-open; 0 for what is neither a text, bytes nor a message.
 
     Source: https://protobuf.dev/programming-guides/encoding/.
     """
-    position = 0
-    while position < len(content):
+    while position < end:
         start = position
         tag, position = _read_varint(content, position)
         if position - start > _MOST_TAG_BYTES:
@@ -141,7 +166,7 @@ def _fields(content: bytes) -> Iterator[tuple[int, int, int]]:
             position += _FIXED_BYTES[wire_type]
         else:
             raise DecodeError(f"unexpected wire type {wire_type}")
-        if position > len(content):
+        if position > end:
             raise DecodeError("a field is longer than its message")
         yield tag >> 3 if wire_type == _DELIMITED else 0, start, position
 

@@ -17,7 +17,7 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceServicer
 
 from stagepack_serving.server.errors import RequestError, RequestStatus
-from stagepack_serving.server.generation.grpc_generation import asks_for_generation, generate_responses
+from stagepack_serving.server.generation.grpc_generation import asks_for_generation, check_text_size, generate_responses
 from stagepack_serving.server.grpc_calls import check_call_authorization
 from stagepack_serving.server.grpc_messages import (
     ParsedInference,
@@ -96,6 +96,7 @@ class GrpcService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # genera
         async def keep(response: bytes) -> None:
             responses.append(response)
 
+        check_text_size(self._models, request)
         await self._answer(request, context.time_remaining(), keep, streams=False)
         return responses[0]
 
@@ -147,11 +148,12 @@ class GrpcService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # genera
         try:
             async with asyncio.TaskGroup() as running:
                 async for request in _until_stopping(self._models.stopping, requests):
+                    check_text_size(self._models, request)
                     await unsent_answers.acquire()
                     running.create_task(answer(request))
         except ExceptionGroup as errors:
-            if (aborted := errors.subgroup(AbortError)) is not None:  # a message was refused, and its status is set
-                raise aborted.exceptions[0] from None
+            if (refused := errors.subgroup((AbortError, RequestError))) is not None:  # a message, which ends the stream
+                raise refused.exceptions[0] from None
             raise
 
     async def _answer(

@@ -95,20 +95,22 @@ def _check_datatype_and_shape(tensor_name: str, datatype: str, shape: Sequence[i
 def array_from_json(text: bytes, dtype: numpy.dtype[Any], shape: Sequence[int]) -> Array:
     """Decode numbers in a flat list, or in lists nested as the shape is."""
     number_type: Any = {"b": bool, "i": int, "u": int, "f": float}[dtype.kind]
-    arrays, separators = [], []
+    arrays, separators = [numpy.empty(0, dtype)], []
     for piece in with_pauses(_pieces(text)):
         separators.append(piece.translate(None, delete=_NUMBER_BYTES))
-        numbers = b"[%b]" % piece.strip(b",").translate(_BRACKETS_AS_SPACES)
-        arrays.append(numpy.array(_decode_json_numbers(numbers, list[number_type]), dtype))
+        numbers = piece.strip(b",").translate(_BRACKETS_AS_SPACES)
+        if numbers.strip(b", \t\r\n"):  # else it has empty lists alone
+            arrays.append(numpy.array(_decode_json_numbers(b"[%b]" % numbers, list[number_type]), dtype))
     array = numpy.concatenate(arrays)
     found_separators = b"".join(separators)
     if found_separators == b"[%b]" % (b"," * (array.size - 1)):
         return array
+    sizes = shape[: list(shape).index(0) + 1] if 0 in shape else shape  # an empty list has no lists
     if (
         not shape
         or array.size != math.prod(shape)
-        or len(found_separators) != _separator_count(shape)
-        or found_separators != _separators(shape)
+        or len(found_separators) != _separator_count(sizes)
+        or found_separators != _separators(sizes)
     ):
         raise ValueError("found no list, or lists of other sizes")
     return array.reshape(shape)
@@ -175,8 +177,8 @@ def _separators(shape: Sequence[int]) -> bytes:
 
 
 def _separator_count(shape: Sequence[int]) -> int:
-    """The number of brackets and commas of lists of a shape, of which no size is 0."""
+    """The number of brackets and commas of lists of a shape, of which no size but the last one is 0."""
     count = 0
     for size in reversed(shape):
-        count = 2 + size - 1 + size * count
+        count = 2 + max(size - 1, 0) + size * count
     return count
