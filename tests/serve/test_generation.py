@@ -362,7 +362,7 @@ def test_requests_of_openais_api_are_counted(server: Server, client: openai.Open
     with pytest.raises(openai.BadRequestError):
         client.completions.create(model="writer", prompt="a", n=2)
     # An answer is counted when all of it is sent.
-    wait_until(lambda: all(metrics(server).get(name, 0) > before.get(name, 0) for name in names))
+    wait_until(lambda: all(metrics(server).get(name, 0) > before.get(name, 0) for name in names), 10)
 
 
 def test_generations_wait_for_a_place_and_do_not_mix(server: Server) -> None:
@@ -382,7 +382,7 @@ def test_a_client_that_goes_away_frees_its_place(server: Server) -> None:
             head = f"POST {GENERATE}_stream HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
             connection.sendall(head.encode() + body)
             assert connection.recv(15) == b"HTTP/1.1 200 OK"
-    wait_until(lambda: metrics(server)["stagepack_sequences", "writer"] == 0)
+    wait_until(lambda: metrics(server)["stagepack_sequences", "writer"] == 0, 10)
     assert metrics(server)["stagepack_pending_requests", "writer"] == 0
 
 

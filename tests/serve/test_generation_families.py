@@ -98,7 +98,7 @@ def prompt_of(family: str) -> tuple[dict[str, torch.Tensor], str, Any]:
 @pytest.mark.parametrize("options", OPTIONS)
 def test_the_server_generates_the_tokens_of_transformers(server: Server, family: str, options: dict[str, Any]) -> None:
     if family not in [model["name"] for model in server.facts["models"]]:
-        pytest.skip("not served here")
+        pytest.skip("in processes, llama and t5 alone are served")
     prompts, name, values = prompt_of(family)
     model = make_model(family)
     expected = generated_by_transformers(family, model, prompts, SEED, max_new_tokens=COUNT, **options)[0].tolist()
@@ -119,7 +119,7 @@ def test_the_server_generates_the_tokens_of_transformers(server: Server, family:
 
 def test_features_of_another_size_are_refused(server: Server) -> None:
     if "whisper" not in [model["name"] for model in server.facts["models"]]:
-        pytest.skip("not served here")
+        pytest.skip("in processes, llama and t5 alone are served")
     for values, says in (([[0.5] * 7] * 3, "input_features"), ([["a"]], "Expected `float`, got `str`")):
         path, body = "/v2/models/whisper/generate", json.dumps({"input_features": values})
         status, answer, _ = post(server.http, path, body)
@@ -129,7 +129,7 @@ def test_features_of_another_size_are_refused(server: Server) -> None:
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family != "whisper"])
 def test_openai_streams_the_text_of_transformers(server: Server, family: str) -> None:
     if family not in [model["name"] for model in server.facts["models"]]:
-        pytest.skip("not served here")
+        pytest.skip("in processes, llama and t5 alone are served")
     model = make_model(family)
     with openai.OpenAI(base_url=f"http://127.0.0.1:{server.http}/v1", api_key="none", max_retries=0) as client:
         for text, is_chat in (("Once upon a time", False), ("<user>Hi 😀<assistant>", True)):

@@ -10,6 +10,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tritonclient.utils import InferenceServerException
 
+from stagepack_serving.server.limits import ServerLimits
+from stagepack_serving.server.metrics import Metrics
+from stagepack_serving.server.model_control import ModelControl, fixed_bundles
+from stagepack_serving.server.model_registry import ModelRegistry
+from stagepack_serving.server.rest_service import rest_application
 from tests.serve.servers import Client, post
 from tests.serve.version_models import (
     Repository,
@@ -46,6 +51,16 @@ def metrics(repository: Repository) -> Samples:
 def value_of(samples: Samples, metric_name: str, **labels: str) -> float:
     """The value of one sample."""
     return samples[metric_name, frozenset(labels.items())]
+
+
+def test_the_openapi_document_has_every_path_and_method(repository: Repository) -> None:
+    models = ModelRegistry(ServerLimits(), Metrics())
+    application: Any = rest_application(ModelControl(models, fixed_bundles({}), lambda *_, **__: None))
+    routed = {(route.path, method) for route in application._application.routes for method in route.methods - {"HEAD"}}
+    paths = json.loads(get(repository, "/openapi.json"))["paths"]
+    assert routed == {
+        (path, method.upper()) for path, operations in paths.items() for method in operations.keys() - {"parameters"}
+    }
 
 
 def test_the_openapi_document_describes_the_answers(repository: Repository) -> None:

@@ -183,12 +183,13 @@ def test_calls_are_answered_when_the_thread_has_ended() -> None:
     joined = [submit(scheduler, 1, batch_key="alike") for _ in range(2)]
     while not executor.submitted:
         time.sleep(0.01)
-    last = submit(scheduler, -3)
+    last, *queued = [submit(scheduler, value) for value in (-3, 1, 1, 1, 1)]
     with pytest.raises(StageLostError, match=r"the thread of lane 0 has ended: SystemExit: 3"):
         last.result(timeout=WAIT_SECONDS)
     assert not any(answer.done() for answer in joined)  # their batch still runs
     executor.finish_next(ValueError("one of the two cannot be used"))
     assert all(isinstance(answer.exception(timeout=WAIT_SECONDS), StageLostError) for answer in joined)
-    assert isinstance(submit(scheduler, 1).exception(timeout=WAIT_SECONDS), StageLostError)
+    queued.append(submit(scheduler, 1))
+    assert all(isinstance(answer.exception(timeout=WAIT_SECONDS), StageLostError) for answer in queued)
     assert scheduler.failure
     assert scheduler.close(WAIT_SECONDS)

@@ -1,5 +1,6 @@
 """`stagepack triton`: the model repository that it writes, what it replaces there, and a real `tritonserver` that loads it."""
 
+# Long because all its tests use the same bundles, which take seconds to export.
 import errno
 import itertools
 import os
@@ -263,6 +264,9 @@ def test_the_command(
     path = bundles.get(bundle_name, tmp_path / "nothing")
     result = CliRunner().invoke(main, ["triton", str(path), "-o", str(tmp_path / "repository"), *options])
     assert (result.exit_code, says in (result.stderr if status else result.stdout)) == (status, True), result.output
+    if not status:
+        again = CliRunner().invoke(main, ["triton", str(path), "-o", str(tmp_path / "repository"), *options])
+        assert (again.exit_code, "exists already" in again.stderr) == (1, True), again.output
 
 
 class SumsIfShort(torch.nn.Module):
@@ -312,8 +316,10 @@ def test_ensembles_with_names_like_parts_stay(bundles: Mapping[str, Path], tmp_p
     for model_name in ("net", "net_stage_7", "net_results"):
         write(bundles["half"], tmp_path, model_name)
     before = {path: content for path, content in contents(tmp_path).items() if path.startswith("net_stage_7")}
+    folders = set(os.listdir(tmp_path))
     write(bundles["half"], tmp_path, "net", overwrite=True)
     after = contents(tmp_path)
+    assert set(os.listdir(tmp_path)) == folders
     assert {path: content for path, content in after.items() if path.startswith("net_stage_7")} == before
     assert "net_results/config.pbtxt" in after
 
@@ -348,13 +354,13 @@ def test_steps_of_other_names_stay(bundles: Mapping[str, Path], tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    "added_file", ["net/labels.txt", "net_stage_0/2/mine.bin", "net_stage_1/1/labels.json", "net/a link"]
+    "added_file", ["net/labels.txt", "net_stage_0/2/mine.bin", "net_stage_1/1/labels.json", "net/2"]
 )
 def test_files_of_the_user_are_not_deleted(bundles: Mapping[str, Path], tmp_path: Path, added_file: str) -> None:
     write(bundles["half"], tmp_path, "net")
     folder_name, _, path_in_folder = added_file.partition("/")
     (tmp_path / added_file).parent.mkdir(exist_ok=True)
-    if path_in_folder == "a link":
+    if path_in_folder == "2":  # a link, called as a version
         (tmp_path / added_file).symlink_to(tmp_path / "net" / "1")
     else:
         (tmp_path / added_file).write_text("precious")
