@@ -105,6 +105,8 @@ def assert_step(
 def assert_gradients(training: Training, model: torch.nn.Module, tolerance: tuple[float, float]) -> None:
     """Assert that parameters have the gradients of one process, and none where that has none."""
     parameters, (rtol, atol) = dict(model.named_parameters()), tolerance
+    if torch.distributed.get_world_size() == 1:
+        assert {name for name, _ in training.named_parameters()} == set(parameters)
     for name, parameter in training.named_parameters():
         expected = parameters[name].grad
         assert (parameter.grad is None) == (expected is None), f"step {training.steps}: {name}"

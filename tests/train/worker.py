@@ -127,6 +127,7 @@ def make_mistakes(folder_name: str, run: str) -> None:
     give_different_batches(training)
     save_on_a_full_disk(training, Path(folder_name) / "full")
     freeze_one_copy(training)
+    training.close()
 
 
 def give_different_batches(training: Training) -> None:
@@ -180,7 +181,9 @@ def compare_branches(folder_name: str, *runs: str) -> None:
                     optimizer.zero_grad()
         training.close()
         training = open_run(Path(folder_name), f"sequences:{run}", loss_reduction="sum")
-        assert_step(training, SEQUENCES.new(), SEQUENCES.loss, SEQUENCES.batch(0, 8), (1e-12, 0), GRADIENT_TOLERANCE)
+        model = SEQUENCES.new()
+        assert_step(training, model, SEQUENCES.loss, SEQUENCES.batch(0, 8), (1e-12, 0), GRADIENT_TOLERANCE)
+        compare_parameters(training, model)
         training.close()
         refuse_a_mean_of_means(Path(folder_name), run)
 
@@ -279,10 +282,12 @@ def resume(bundle: str, schedule: str, folder_name: str, kill_rank: str) -> None
         optimizer.zero_grad()
         if training.steps % CHECKPOINT_STEPS == 0:
             save(training.state_dict(optimizer), checkpoint_id=folder / str(training.steps))
+    torch.distributed.destroy_process_group()
 
 
 def lose_while_training(bundle: str, pause: str) -> None:
     """Step until another process is lost; print when, and what the error says."""
+    torch.distributed.init_process_group("gloo")
     training = stagepack.train(bundle, TIED.loss, microbatches=4, schedule="1f1b", silence_seconds=3.0)
     args, target = TIED.batch(0, 8)
     try:
@@ -368,8 +373,8 @@ TASKS: dict[str, Callable[..., None]] = {
     "lose-start": lose_while_starting,
     "memory": measure_memory,
 }
-# `stagepack.train` makes the default group of the others.
-_WITH_OWN_GROUP = ("steps", "mistakes", "branches", "architecture", "lose")
+# In a group that is there before, and destroyed afterwards.
+_WITH_OWN_GROUP = ("steps", "mistakes", "branches", "architecture")
 
 
 def main() -> None:
@@ -379,6 +384,8 @@ def main() -> None:
     if task in _WITH_OWN_GROUP:
         torch.distributed.init_process_group("gloo")
     TASKS[task](*arguments)
+    if task in _WITH_OWN_GROUP:
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

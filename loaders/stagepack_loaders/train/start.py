@@ -199,7 +199,8 @@ def _find_warnings(bundle: Bundle, dimensions: BatchDimensions) -> Iterator[Warn
 
 
 def _check_torch() -> None:
-    if torch.__version__ < "2.13":
+    # The lowest of all versions of 2.13, the builds before its release among them.
+    if torch.__version__ < "2.13.dev0":
         raise UnsupportedError(
             f"stagepack.train: expected torch 2.13 or newer, found {torch.__version__}, whose schedules need a gradient for each value: "
             "upgrade torch, or train a loaded pipeline in one process, by a loop over loss.backward() and optimizer.step()"
