@@ -25,7 +25,7 @@ from stagepack.format.weights import TensorSpec
 from stagepack.format.writer import BundleWriter, Pieces, TensorSource
 from stagepack.graph.analysis import GraphAnalysis
 from stagepack.graph.folding import fold_graph
-from stagepack.partition.partitioner import CutStage
+from stagepack.partition.assignment import CutStage
 from stagepack.terminal import byte_progress
 
 _EXAMPLE_FILE_NAME = "example.safetensors"

@@ -16,7 +16,7 @@ from stagepack.format.rules import raise_problems
 from stagepack.format.validate.files import NamedWeights, check_example
 from stagepack.format.weights import StoredTensor, TensorSpec, read_weight_header
 from stagepack.format.writer import Pieces, TensorSource, check_output_path
-from stagepack.partition.partitioner import CutStage
+from stagepack.partition.assignment import CutStage
 
 
 def begin_rewriting(

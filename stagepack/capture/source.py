@@ -90,8 +90,8 @@ def capture_source_argument(
     if not _is_factory(source):
         return _capture_saved(source, example, weights, dtype)
     if weights is not None:
-        _refuse_dtype(source, dtype)
         stated = example.inputs()
+        _refuse_dtype(source, dtype)
         if isinstance(stated, dict):
             raise CaptureError(f"{weights}: weights of a checkpoint are for a model with one entry point")
         return {FORWARD: capture_with_checkpoint(lambda: _call_factory(source), stated, weights, example)}

@@ -59,7 +59,7 @@ SCHEMA_CHARACTERS = 4096
 # Characters of a template. A brace is two characters in a template, and a name may consist of braces.
 TEMPLATE_CHARACTERS = 2 * NAME_CHARACTERS
 
-# Problems that one error lists.
+# Problems of a manifest, a graph or a header that one error lists.
 REPORTED_PROBLEMS = 1000
 
 

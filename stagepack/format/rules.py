@@ -56,8 +56,12 @@ def rule_error(rule: str, location: str, message: str) -> FormatError:
 
 
 def raise_problems(problems: Iterable[Problem]) -> None:
-    """Raise one error with all problems, if there are any. Of very many problems, the first `limits.REPORTED_PROBLEMS` are reported."""
-    reported = list(itertools.islice(problems, limits.REPORTED_PROBLEMS))
+    """Raise one error with all problems, if there are any.
+
+    Of very many that are yet to be found, such as those of a stranger's graph, the first `limits.REPORTED_PROBLEMS` are reported. A list,
+    such as that of the damaged files of a bundle, is reported whole.
+    """
+    reported = problems if isinstance(problems, list) else list(itertools.islice(problems, limits.REPORTED_PROBLEMS))
     if reported:
         raise _error_of(reported)
 

@@ -9,10 +9,7 @@ from stagepack.format.assembly import GraphAssembler
 from stagepack.format.graph import Graph, Value, Weight
 from stagepack.format.manifest import EntryPoint, run_members
 from stagepack.format.rules import raise_problems
-from stagepack.format.traversal import (
-    input_names,
-    sort_module_calls,
-)
+from stagepack.format.traversal import input_names, sort_module_calls
 from stagepack.format.tree import value_names
 from stagepack.format.validate.whole_model import check_whole_model
 

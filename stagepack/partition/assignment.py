@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from stagepack.errors import CutError
 from stagepack.format.graph import Graph
-from stagepack.format.manifest import Plan
+from stagepack.format.manifest import Plan, Run
 from stagepack.graph.analysis import GraphAnalysis
 
 
@@ -83,6 +83,17 @@ def late_state_order(analysis: GraphAnalysis) -> NodeOrder:
         for value_name in (*used_names, *touched):
             first_uses[value_name] = min(first_uses[value_name], keys[node_number])
     return NodeOrder(keys)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CutStage:
+    """One stage of a cut. It stands here, without the solver and NumPy: what only reads or writes bundles uses it, too."""
+
+    graph: Graph
+    # The number of leading nodes that exist only in this stage.
+    added_count: int
+    # The numbers of its other nodes in the whole graph.
+    node_runs: tuple[Run, ...]
 
 
 class StageAssignment(NamedTuple):

@@ -12,10 +12,11 @@ from msgspec.structs import replace
 
 from stagepack.format.assembly import GraphAssembler
 from stagepack.format.graph import Graph, ModuleCall, Value, Weight
-from stagepack.format.manifest import Edge, Plan, PlannedStage, Run, to_runs
+from stagepack.format.manifest import Edge, Plan, PlannedStage, to_runs
 from stagepack.graph.analysis import GraphAnalysis
 from stagepack.graph.repeats import find_repeats, repeat_interiors
 from stagepack.partition.assignment import (
+    CutStage,
     NodeOrder,
     StageAssignment,
     assign_by_modules,
@@ -31,17 +32,6 @@ from stagepack.partition.profile import DeviceProfile, MeasuredCosts, Profile, d
 from stagepack.partition.recipes import CostedGraph, activation_bytes
 from stagepack.partition.rematerialize import StageNodes, ops_with_sym_size, rematerialize_values
 from stagepack.partition.solver import balance_stages
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CutStage:
-    """One stage."""
-
-    graph: Graph
-    # The number of leading nodes that exist only in this stage.
-    added_count: int
-    # The numbers of its other nodes in the whole graph.
-    node_runs: tuple[Run, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,6 +14,7 @@ import torch
 
 import stagepack
 from stagepack.errors import DigestError, FormatError, NotABundleError, OptionError, StagepackError
+from stagepack.format import limits
 from stagepack_loaders.base import Verify
 from tests.bundle_editor import BundleEditor
 from tests.hostile.attack import answer, command_fails, run
@@ -177,6 +178,15 @@ def test_all_damaged_files_are_named_at_once(editor: BundleEditor) -> None:
         "example.safetensors",
         "extra",
     }
+
+
+def test_more_unlisted_files_than_a_graph_may_report_problems_are_all_named(editor: BundleEditor) -> None:
+    names = {f"extra{number}" for number in range(limits.REPORTED_PROBLEMS + 1)}
+    for name in names:
+        (editor / name).touch()
+    with pytest.raises(DigestError) as caught:
+        stagepack.open(editor.path).verify(strict=True)
+    assert {problem.where for problem in caught.value.problems} == names
 
 
 NO_FILES: dict[str, Callable[[Path], object]] = {

@@ -295,6 +295,14 @@ def test_an_operator_that_refuses_its_arguments_is_in_the_error_and_in_no_log(
     assert caplog.records == []
 
 
+def test_very_many_problems_make_one_short_error(editor: BundleEditor) -> None:
+    editor.edit_graph(1, lambda fields: fields["nodes"].extend([{"op": 9}] * 5000))
+    with pytest.raises(FormatError) as caught:
+        stagepack.open(editor.path).graph(1)
+    assert len(caught.value.problems) <= 1000
+    assert len(str(caught.value)) < 5000
+
+
 @pytest.mark.parametrize(
     "name", ["self", "torch", "device", "inf", "print", "__debug__", "__class__", "_text_0", "x" * 1023]
 )

@@ -82,7 +82,10 @@ ATTACKS = [
         Seen.OPEN,
         (put("version", "2.0"), r"has format 2\.0.* reads 1\.x: upgrade stagepack"),
         (put("version", "1000.3"), r"has format 1000\.3"),
-        (put("features", ["sparse", "time-travel"]), r"needs the features \['sparse', 'time-travel'\].*upgrade"),
+        (
+            put("features", ["sparse", "time-travel"]),
+            r"needs the features \['sparse', 'time-travel'\].*upgrade stagepack",
+        ),
     ),
     *attacks(
         FormatError,

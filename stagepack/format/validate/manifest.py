@@ -18,13 +18,8 @@ from stagepack.format.rules import (
     format_names,
     is_identifier,
 )
-from stagepack.format.shapes import (
-    symbol_names,
-)
-from stagepack.format.tree import (
-    signature_features,
-    value_names,
-)
+from stagepack.format.shapes import symbol_names
+from stagepack.format.tree import signature_features, value_names
 from stagepack.format.validate.types import check_depth, check_guards, check_signature, check_symbols, check_type
 
 

@@ -10,10 +10,7 @@ from stagepack.format.graph import Graph, Node, Value, ValueArg
 from stagepack.format.manifest import Edge, EntryPoint, Stage
 from stagepack.format.operators import ALLOWED_NAMESPACES, SIZE_OPERATOR, operator_namespace
 from stagepack.format.rules import format_names
-from stagepack.format.shapes import (
-    Dim,
-    Symbol,
-)
+from stagepack.format.shapes import Dim, Symbol
 from stagepack.format.traversal import body_values
 
 # A broken rule and the message.

@@ -157,10 +157,7 @@ _ATEN: Final[tuple[tuple[Rule, str], ...]] = (
     (lookups.scatter, "scatter scatter_add scatter_reduce"),
     (rearrangement.selected, "select select_copy unbind unbind_copy"),
     (lookups.select_scatter, "select_scatter slice_scatter"),
-    (
-        rearrangement.split,
-        _SPLITS,
-    ),
+    (rearrangement.split, _SPLITS),
     (rearrangement.stacked, "stack"),
     (trailing(1, "self"), "stft"),
     (permuted(exchange("axis0", "axis1")), "swapaxes"),
