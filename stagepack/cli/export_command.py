@@ -128,9 +128,14 @@ def command(options: _Options) -> None:
         orderly_termination(),
         shown_warnings(),
     ):
+        if options.with_onnx:
+            # Before a bundle is written, which a package that cannot be imported would leave without ONNX files.
+            from stagepack.onnx import add_onnx_to_new_bundle  # noqa: PLC0415 - packages that only this option needs
         bundle, run_facts = _write(options, asset_contents, next_step)
         if options.with_onnx:
-            run_facts = {"onnx": _add_onnx(bundle, options, next_step)} | run_facts
+            results = add_onnx_to_new_bundle(bundle, rtol=options.rtol, atol=options.atol, progress=next_step)
+            onnx_facts = [stage_facts for added in results for stage_facts in conversion_facts(added)]
+            run_facts = {"onnx": onnx_facts} | run_facts
             bundle = Bundle(bundle.path)
     seconds = round(time.perf_counter() - start_time, 3)
     facts = bundle_facts(bundle) | run_facts | {"seconds": seconds}
@@ -205,13 +210,6 @@ def _write(
     )
     method = " and ".join(dict.fromkeys(capture.method for capture in captures.values()))
     return bundle, {"captured_by": method, "difference": finite(max(differences, default=0.0))}
-
-
-def _add_onnx(bundle: Bundle, options: _Options, next_step: Callable[[str], None]) -> list[dict[str, Any]]:
-    from stagepack.onnx import add_onnx_to_new_bundle  # noqa: PLC0415 - packages that only this option needs
-
-    results = add_onnx_to_new_bundle(bundle, rtol=options.rtol, atol=options.atol, progress=next_step)
-    return [stage_facts for added in results for stage_facts in conversion_facts(added)]
 
 
 def _print_export(options: _Options, bundle: Bundle, facts: dict[str, Any]) -> None:

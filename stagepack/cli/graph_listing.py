@@ -29,6 +29,7 @@ from stagepack.format.graph import (
     ValueArg,
 )
 from stagepack.format.shapes import format_shape
+from stagepack.format.traversal import body_values
 from stagepack.graph.region_functions import BodyItem, region_functions
 
 _INDENT = "    "
@@ -39,8 +40,8 @@ Statement = Node | str
 def graph_lines(folded: FoldedGraph, graph: Graph, function_name: str) -> Iterator[str]:
     """Yield the lines of a graph: its subgraphs and regions first, each before those that call it.
 
-    It yields one line. A region has the value names of its first call. The texts for its holes that occur in the names of weights and
-        modules, such as the number of a layer, are its parameters ``at0``, ``at1``.
+    A region has the value names of its first call. The texts for its holes that occur in the names of weights and modules, such as the
+    number of a layer, are its parameters ``at0``, ``at1``.
     """
     listing = _Listing(folded, graph)
     for subgraph_index, subgraph in enumerate(graph.subgraphs):
@@ -70,8 +71,7 @@ class _Listing:
         self._graph = graph
         self.body, self.region_functions = region_functions(folded, graph)
         self.graph_weights = {weight.value: f"weights[{weight.names[0]!r}]" for weight in graph.weights}
-        node_values = (value for node in graph.nodes for value in node.outputs if value is not None)
-        self._values = {value.name: value for value in (*graph.inputs, *node_values)}
+        self._values = {value.name: value for value in body_values(graph)}
 
     def region(self, region_index: int) -> Iterator[str]:
         """Yield the lines of the function of a region."""

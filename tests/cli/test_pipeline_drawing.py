@@ -117,8 +117,10 @@ def label_areas(drawing: Element) -> list[Area]:
 
 def segments(net: Element) -> Iterator[Area]:
     """The lines of a net, all at right angles."""
+    line = r"M([\d.]+) ([\d.]+)([HV])([\d.]+)"
     [path] = net.findall("path")
-    for x, y, direction, end in re.findall(r"M([\d.]+) ([\d.]+)([HV])([\d.]+)", path.get("d") or ""):
+    assert re.fullmatch(f"({line})+", path.get("d") or "")
+    for x, y, direction, end in re.findall(line, path.get("d") or ""):
         end_x, end_y = (end, y) if direction == "H" else (x, end)
         across, down = sorted((float(x), float(end_x))), sorted((float(y), float(end_y)))
         yield Area(across[0], down[0], across[1], down[1])

@@ -95,7 +95,10 @@ def test_the_help_of_a_command_describes_its_options(command: str, flag: str) ->
         (["k8s", "x", "-o", "y", "--volume", "host:models"], "expected an absolute path"),
         (["k8s", "x", "-o", "y", "--memory", "much"], "expected a number of bytes such as 24GiB, 24GB or"),
         (["k8s", "x", "-o", "y", "--image", "a\nb"], "control characters are not allowed"),
-        (["export", "x", "-o", "y", "--inputs", "a.py:f", "--input", "n=3"], "--inputs and --input cannot be used"),
+        (
+            ["export", "x", "-o", "y", "--inputs", "a.py:f", "--input", "n=3"],
+            "--inputs and --input cannot be used together",
+        ),
         (["export", "x", "-o", "y", "--profile", "z"], "--profile requires --stages"),
         (["recut", "x", "-o", "y", "--profile", "z"], "--profile requires --stages"),
         (["recut", "x", "-o", "y", "--split-at", "a", "--profile", "z"], "--profile requires --stages"),
@@ -123,8 +126,14 @@ def test_the_help_of_a_command_describes_its_options(command: str, flag: str) ->
             "expected one runtime, or one for each of 3 stages, found 2",
         ),
         (["load", "BUNDLE", "--stream", "--processes", "2"], "--stream cannot be used with --processes or torchrun"),
-        (["load", "BUNDLE", "--device-memory", "1GB", "--processes", "2"], "--device-memory cannot be used with"),
-        (["serve", "BUNDLE", "--device-memory", "1GB", "--processes", "2"], "--device-memory cannot be used with"),
+        (
+            ["load", "BUNDLE", "--device-memory", "1GB", "--processes", "2"],
+            "--device-memory cannot be used with --processes",
+        ),
+        (
+            ["serve", "BUNDLE", "--device-memory", "1GB", "--processes", "2"],
+            "--device-memory cannot be used with --processes",
+        ),
         (["serve", "BUNDLE", "--device-memory", "1GB", "--copy"], "--device-memory cannot be used with --copy"),
         (["serve", "BUNDLE", "--compiled", "x", "--runtime", "onnxruntime"], "--compiled requires the runtime torch"),
         (["serve", "BUNDLE", "more=BUNDLE", "--compiled", "x"], "--compiled is the native code of one model"),

@@ -146,6 +146,7 @@ def test_a_file_that_cannot_be_imported_is_said_in_one_line(text: str, says: str
         assert result.exit_code == 1, result.output
         assert result.stderr.count("\n") == 1
         assert says in result.stderr
+        assert not (user / "m.stagepack").exists()
 
 
 @pytest.mark.parametrize(

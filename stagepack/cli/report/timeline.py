@@ -118,7 +118,7 @@ def _estimated_drawing(process_times: Mapping[int, float], drawn_requests: Seque
             ready_time = free_times[process] = start + duration
             title = f"compute, request {request}: {format_time(duration * _PICOSECONDS)}"
             bars[process].append(_Bar("compute", request, title, start, duration))
-    end = max(*free_times.values(), 1)
+    end = max([1.0, *free_times.values()])
     rows: list[_Row] = []
     for process, process_bars in bars.items():
         share = sum(bar.duration for bar in process_bars) / end
