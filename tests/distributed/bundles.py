@@ -5,7 +5,7 @@ import copy
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -132,14 +132,26 @@ def process_ids(pipeline: DistributedPipeline) -> dict[int, int]:
     return {facts.rank: facts.process_id for facts in pipeline.stage_facts}
 
 
-def check_case(case: Case, folder: Path, processes: int, growths: Sequence[int | None]) -> None:
-    """Check that a model of the zoo answers requests in flight at once, of sizes that have grown so, as one process does, bit for bit."""
+def check_case(
+    case: Case, folder: Path, processes: int, growths: Sequence[int | None], check: Callable[..., None]
+) -> None:
+    """Check calls of a model of the zoo, of sizes that have grown so; those of one size are the same calls."""
     capture = case.capture()
     bundle = export_capture(capture, out=folder / "m.stagepack", cut_options=CutOptions(stages=processes))
-    calls = [
-        capture.inputs if growth is None else other_size(capture.program, capture.inputs, growth) for growth in growths
-    ]
-    check_in_flight(bundle, calls, types=case.classes(), imports=[case.operators] if case.operators else [])
+    inputs = {
+        growth: capture.inputs if growth is None else other_size(capture.program, capture.inputs, growth)
+        for growth in growths
+    }
+    imports = [case.operators] if case.operators else []
+    check(bundle, [inputs[growth] for growth in growths], types=case.classes(), imports=imports)
+
+
+def check_in_turn(bundle: Bundle, calls: Sequence[Inputs], **options: Any) -> None:
+    """Check that calls, one after the other, get the answers of one process, bit for bit. Equal calls have the same tensors."""
+    one = stagepack.load(bundle, types=options.get("types", ()), allow_ops=namespaces(bundle))
+    expected = answers(one, list(calls))
+    with in_processes(bundle, **options) as pipeline:
+        assert_equal(answers(pipeline, list(calls)), expected)
 
 
 def check_in_flight(bundle: Bundle, calls: Sequence[Inputs], **options: Any) -> None:

@@ -93,6 +93,12 @@ def test_fewer_processes_than_stages_share_them(layers: Bundle) -> None:
         assert torch.equal(pipeline(torch.arange(3)), stagepack.load(layers)(torch.arange(3)))
 
 
+def test_numpy_arrays_are_answered_with_numpy_arrays(layers: Bundle) -> None:
+    with in_processes(layers) as pipeline:
+        result = pipeline(torch.arange(3).numpy())
+    assert torch.equal(torch.from_numpy(result), stagepack.load(layers)(torch.arange(3)))
+
+
 def test_each_sequence_has_state_of_its_own(counting: Bundle) -> None:
     x = torch.arange(4.0)
     one = stagepack.load(counting)

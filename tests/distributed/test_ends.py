@@ -53,20 +53,26 @@ def is_running(process_id: int) -> bool:
         pytest.param("raise ValueError", 1, marks=pytest.mark.slow),
     ],
 )
-def test_a_script_ends_with_its_own_status_and_its_processes(layers: Bundle, last_line: str, status: int) -> None:
-    script = [
+def test_a_script_ends_with_its_own_status_and_its_processes(
+    layers: Bundle, tmp_path: Path, last_line: str, status: int
+) -> None:
+    script = tmp_path / "script.py"
+    lines = [
         "import sys, torch, stagepack",
         "pipeline = stagepack.load(sys.argv[1], processes=True)",
         "print(*(facts.process_id for facts in pipeline.stage_facts), flush=True)",
         "assert torch.equal(pipeline(torch.arange(4)), stagepack.load(sys.argv[1])(torch.arange(4)))",
         last_line,
     ]
-    finished = run_script(script, str(layers.path))
+    script.write_text("\n".join(lines))
+    finished = run_python(str(script), str(layers.path))
     assert finished.returncode == status, finished.stderr
     assert "terminate called" not in finished.stderr
     assert status or finished.stderr == ""
     numbers = finished.stdout.split()
     assert len(set(numbers)) == 3
+    if last_line == "pipeline.close()":  # it has waited for them
+        assert not any(Path(f"/proc/{number}").exists() for number in numbers)
     assert not any(is_running(int(number)) for number in numbers)
 
 

@@ -1,4 +1,4 @@
-"""Models of every kind, with 16 requests of changing sizes in flight, answer as in one process: values, containers and strides."""
+"""Models of every kind, also with 16 requests of changing sizes in flight, answer as in one process: values, containers and strides."""
 
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,7 +12,7 @@ from transformers.integrations.executorch import TorchExportableModuleWithStatic
 import stagepack
 from stagepack.capture.inputs import Inputs
 from stagepack.distributed import PipelineSequence
-from tests.distributed.bundles import check_case, check_in_flight, in_processes
+from tests.distributed.bundles import check_case, check_in_flight, check_in_turn, in_processes
 from tests.zoo.architectures.encoders import minilm_encoder_folder
 from tests.zoo.case import Case
 from tests.zoo.cases import CASES, named
@@ -32,7 +32,7 @@ MODELS = named(
     "weights-tied-at-both-ends",
 )
 IN_CI = ("values-u-net", 3)
-# Of 4 requests: one of each kind; `make test-zoo` runs all.
+# Of calls in turn: one of each kind; `make test-zoo` runs all.
 QUICK = named(
     "aliasing-inputs-written",
     "decoders-llama-tied",
@@ -54,20 +54,34 @@ DRAWING = {
     "operators-one-draw-used-in-every-layer",
     "regions-cond-that-draws",
 }
-RUNS = [(case, 2 + number % 3, 4) for number, case in enumerate(case for case in CASES if case.name not in DRAWING)]
-RUNS += [(case, processes, REQUESTS) for case in MODELS for processes in (2, 3, 4)]
 
 
-def run_param(case: Case, processes: int, requests: int) -> Any:
-    is_quick = case in QUICK if requests < REQUESTS else (case.name, processes) == IN_CI
-    marks = () if is_quick else pytest.mark.slow
-    return pytest.param(case, processes, requests, marks=marks, id=f"{name_of(case)}-{processes}-{requests}")
+def run_param(case: Case, processes: int, *, is_quick: bool) -> Any:
+    return pytest.param(case, processes, marks=() if is_quick else pytest.mark.slow, id=f"{name_of(case)}-{processes}")
 
 
-@pytest.mark.parametrize(("case", "processes", "requests"), [run_param(*run) for run in RUNS])
-def test_requests_in_flight(case: Case, processes: int, requests: int, tmp_path: Path) -> None:
-    growths = [None, 3, None, 3] if requests == 4 else [n % 5 if n % 3 else None for n in range(requests)]
-    check_case(case, tmp_path, processes, growths)
+@pytest.mark.parametrize(
+    ("case", "processes"),
+    [
+        run_param(case, 2 + number % 3, is_quick=case in QUICK)
+        for number, case in enumerate(case for case in CASES if case.name not in DRAWING)
+    ],
+)
+def test_processes_answer_as_one(case: Case, processes: int, tmp_path: Path) -> None:
+    check_case(case, tmp_path, processes, [None, 3, None, 3], check_in_turn)
+
+
+@pytest.mark.parametrize(
+    ("case", "processes"),
+    [
+        run_param(case, processes, is_quick=(case.name, processes) == IN_CI)
+        for case in MODELS
+        for processes in (2, 3, 4)
+    ],
+)
+def test_requests_in_flight(case: Case, processes: int, tmp_path: Path) -> None:
+    growths = [number % 5 if number % 3 else None for number in range(REQUESTS)]
+    check_case(case, tmp_path, processes, growths, check_in_flight)
 
 
 @pytest.mark.slow

@@ -241,7 +241,7 @@ def test_torchrun_starts_all_processes_again(layers: Bundle, expected: torch.Ten
 def test_wrong_usage(arguments: list[str], message: str, layers: Bundle) -> None:
     result = run("serve", str(layers.path), *arguments)
     assert result.exit_code == 2
-    assert message in result.output
+    assert message in result.stderr
 
 
 @pytest.mark.slow  # 10 s: its processes begin without torch
