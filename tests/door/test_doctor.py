@@ -145,7 +145,7 @@ def test_a_module_with_components_is_no_pipeline(folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_pipelines_of_diffusers_are_sources(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("diffusers")
+    pytest.importorskip("diffusers", reason="diffusers is not installed")
     (folder / "pipelines.py").write_text(PIPELINE)
     assert "ModuleDict has no forward" in run("export", "pipelines.py:pipeline", "-o", "m").stderr
     done = run("export", "pipelines.py:with_inputs", "-o", "m")

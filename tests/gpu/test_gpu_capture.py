@@ -129,7 +129,7 @@ def test_inputs_that_the_export_makes_are_on_the_device_of_the_model(device: tor
     bundle = stagepack.export(model, inputs="input=float32[batch=1..8,16]", out=tmp_path / "described")
     x = torch.randn(3, 16, device=device)
     assert torch.equal(stagepack.load(bundle, [str(device)])(x), model(x))
-    transformers = pytest.importorskip("transformers", exc_type=ImportError)
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed", exc_type=ImportError)
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32}
     config = transformers.BertConfig(**sizes, num_hidden_layers=2, num_attention_heads=2)
     bert = transformers.BertModel(config).eval().to(device)

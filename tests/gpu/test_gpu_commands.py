@@ -77,7 +77,7 @@ def test_a_device_is_said_in_the_ways_of_torch(bundle: Bundle, model: torch.nn.M
 
 @torch.no_grad()
 def test_arrays_of_other_libraries_on_the_device(bundle: Bundle, model: torch.nn.Module, cuda: torch.device) -> None:
-    cupy = pytest.importorskip("cupy", exc_type=ImportError)
+    cupy = pytest.importorskip("cupy", reason="cupy is not installed", exc_type=ImportError)
     x = torch.randn(3, 32)
     pipeline, array = stagepack.load(bundle, [str(cuda)]), cupy.asarray(x.numpy())
     with pytest.raises(InputError, match=r"found cupy\.ndarray: torch\.from_dlpack makes a tensor of it"):

@@ -13,7 +13,7 @@ from tests.gpu.answers import assert_close
 
 pytestmark = pytest.mark.gpu
 
-onnxruntime = pytest.importorskip("onnxruntime", exc_type=ImportError)
+onnxruntime = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed", exc_type=ImportError)
 pytest.importorskip("onnxscript", reason="ONNX models are written by onnxscript", exc_type=ImportError)
 
 

@@ -171,7 +171,7 @@ def test_quantized_weights(
     tmp_path: Path,
 ) -> None:
     """Some need CUDA, or products of float8, which a GPU of compute capability 8.9 or newer has."""
-    quantization = pytest.importorskip("torchao.quantization", exc_type=ImportError)
+    quantization = pytest.importorskip("torchao.quantization", reason="torchao is not installed", exc_type=ImportError)
     if capability and (device.type != "cuda" or torch.cuda.get_device_capability(device) < capability):
         pytest.skip(f"needs CUDA and the compute capability {capability}, found {device}")
     torch.manual_seed(0)

@@ -12,7 +12,7 @@ from stagepack.format.reader import Bundle
 from tests.gpu.answers import assert_close
 from tests.serve.generating_model import export_decoder
 
-transformers = pytest.importorskip("transformers", exc_type=ImportError)
+transformers = pytest.importorskip("transformers", reason="transformers is not installed", exc_type=ImportError)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("text")]
 
@@ -103,7 +103,7 @@ def test_a_server_writes_the_texts_of_the_pipeline(
 
 
 def test_sentences_are_encoded(device: torch.device, tmp_path: Path) -> None:
-    pytest.importorskip("sentence_transformers", exc_type=ImportError)
+    pytest.importorskip("sentence_transformers", reason="sentence_transformers is not installed", exc_type=ImportError)
     from tests.sentence_models import HIDDEN, TEXTS, sentence_model, sentence_transformers
 
     modules = sentence_transformers().sentence_transformer.modules

@@ -103,7 +103,7 @@ def is_free(port: int) -> bool:
 
 @pytest.mark.skipif(shutil.which("torchrun", path=str(Path(sys.executable).parent)) is None, reason="no torchrun")
 def test_two_pods_answer_and_stop_in_order(layers: Bundle, tmp_path: Path) -> None:
-    pytest.importorskip("tritonclient.http")
+    pytest.importorskip("tritonclient.http", reason="tritonclient is not installed")
     if not all(map(is_free, (8000, 8001, 29500))):
         pytest.skip("a port of the deployment is in use on this machine")
     worker_set, _, _ = write_deployment(layers, tmp_path, "--pods", "2", "--path", str(layers.path), "--name", "net")

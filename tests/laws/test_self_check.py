@@ -45,7 +45,7 @@ LOADED: dict[str, tuple[torch.nn.Module, tuple[torch.Tensor, ...]]] = {
         f"LayerNorm of {dtype}, decomposed": (torch.nn.LayerNorm(4, dtype=dtype), (torch.rand(2, 4, dtype=dtype),))
         for dtype in (torch.bfloat16, torch.float16)
     },
-    "scaled_mm": (Calls(scaled_product), (torch.eye(16).to(torch.float8_e4m3fn),) * 2),
+    "scaled_mm": (Calls(scaled_product), tuple(torch.eye(16).to(torch.float8_e4m3fn) for _ in range(2))),
     "as_strided": (Calls(lambda x: (x * 2)[1:].as_strided((2, 2), (3, 1), 0)), (torch.arange(12.0).reshape(4, 3),)),
     "list of integers": (Calls(of_list), (torch.arange(3),)),
     "list of floats": (Calls(of_list), (torch.rand(3),)),

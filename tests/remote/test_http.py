@@ -55,6 +55,12 @@ def test_a_stage_downloads_its_files_by_ranges(server: HttpServer, served: Path)
     assert torch.equal(stage(x)[0], local(x)[0])
 
 
+def test_stages_that_are_streamed(server: HttpServer, served: Path) -> None:
+    ids = torch.arange(6).reshape(2, 3)
+    expected = stagepack.load(served / "tiny.stagepack")(ids)["logits"]
+    assert torch.equal(stagepack.load(f"{server.url}/tiny.stagepack", stream=True)(ids)["logits"], expected)
+
+
 def test_a_second_time_nothing_is_downloaded(server: HttpServer, served: Path) -> None:
     url = f"{server.url}/tiny.stagepack"
     assert_right(stagepack.open(url), served / "tiny.stagepack")

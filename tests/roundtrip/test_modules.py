@@ -1,5 +1,6 @@
 """`load_stage(..., modules=True)`: the modules of the original model, each called on its own, and replaced."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,33 @@ def test_hooks_run_and_may_change_what_a_module_gives(twice: tuple[Any, Bundle, 
     assert torch.equal(stage(x)[0], model(x))
     assert len(seen) == 4
     assert torch.equal(seen[0], seen[2])
+
+
+@torch.no_grad()
+def test_a_module_of_the_users_may_call_the_one_it_replaces(twice: tuple[Any, Bundle, torch.Tensor]) -> None:
+    class Around(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = self.inner(x) + 1
+            return result
+
+    model, bundle, x = twice
+    stage: Any = stagepack.load_stage(bundle, 0, modules=True)
+    stage.block, model.block = Around(stage.block), Around(model.block)
+    assert torch.equal(stage(x)[0], model(x))
+
+
+@torch.no_grad()
+def test_a_copy_of_a_stage_stands_on_its_own(twice: tuple[Any, Bundle, torch.Tensor]) -> None:
+    model, bundle, x = twice
+    stage: Any = stagepack.load_stage(bundle, 0, modules=True)
+    other = copy.deepcopy(stage)
+    other.block[0].weight.zero_()
+    assert torch.equal(stage(x)[0], model(x))
+    assert not torch.equal(other(x)[0], stage(x)[0])
 
 
 @torch.no_grad()

@@ -244,7 +244,7 @@ def test_sizes_of_a_result_in_a_dataclass_are_dynamic(tmp_path: Path) -> None:
 
 @pytest.mark.process
 def test_model_outputs_give_their_fields(tmp_path: Path) -> None:
-    outputs = pytest.importorskip("transformers.utils").ModelOutput
+    outputs = pytest.importorskip("transformers.utils", reason="transformers is not installed").ModelOutput
 
     @dataclasses.dataclass
     class Late(outputs):  # type: ignore[valid-type, misc]

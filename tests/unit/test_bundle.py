@@ -1,6 +1,7 @@
 """A bundle as a whole: its bytes, what is read of it, and how it is called."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ from safetensors import safe_open
 import stagepack
 from stagepack.capture.inputs import Inputs
 from stagepack.capture.programs import capture_module, capture_program
-from stagepack.errors import CaptureError, InputError, UnsupportedError
+from stagepack.errors import CaptureError, DigestError, InputError, UnsupportedError
 from stagepack.exporter import export_capture
 from stagepack.format.codec import encode_graph, encode_manifest, read_graph
 from stagepack.format.folded_graph import trivially_folded
@@ -131,6 +132,19 @@ def test_weights_lie_in_the_order_of_their_first_use(tied_llama: Path) -> None:
     used = [weight.stored for weight in bundle.graph(1).weights]
     assert [name for name in used if places[name][0].name == "stage-1.safetensors"] == list(places)[:-1]
     assert all(place.start % 64 == 0 for _, place in places.values())
+
+
+def test_a_stage_needs_only_its_own_files(tied_llama: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "part.stagepack"
+    folder.mkdir()
+    for name in ("manifest.json", "stage-1.msgpack", "stage-1.safetensors", "shared-1.safetensors"):
+        shutil.copy(tied_llama / name, folder / name)
+    stage = stagepack.load_stage(folder, 1)
+    assert set(stage.state_dict()) < set(stagepack.load(tied_llama).state_dict())
+    with pytest.raises(DigestError, match=r"stage-0.msgpack: the file is missing \[D1\]"):
+        stagepack.load_stage(folder, 0)
+    with pytest.raises(IndexError, match="expected a stage from 0 to 2, found 3"):
+        stagepack.load_stage(folder, 3)
 
 
 def test_stages_run_one_by_one_as_the_pipeline_does(tied_llama: Path) -> None:

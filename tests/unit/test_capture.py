@@ -111,7 +111,7 @@ def test_numpy_arrays_are_example_inputs(tmp_path: Path) -> None:
 
 
 def test_an_error_in_a_library_has_its_package_and_its_line(x: torch.Tensor, tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
     class Calls(Net):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -124,7 +124,7 @@ def test_an_error_in_a_library_has_its_package_and_its_line(x: torch.Tensor, tmp
 
 
 def test_a_module_around_a_model_of_transformers_returns_its_cache(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     config = transformers.LlamaConfig(
         num_hidden_layers=1, hidden_size=8, intermediate_size=8, num_attention_heads=2, vocab_size=16
     )

@@ -39,13 +39,14 @@ def module_called_three_times(self: Any, x: torch.Tensor) -> torch.Tensor:
     return self.a(self.b(self.a(self.b(self.a(x)))))
 
 
-@row.of(
-    "one submodule under two names",
-    "ab",
-    held=lambda: dict.fromkeys(("first", "last"), torch.nn.Sequential(linear(), torch.nn.LayerNorm(4))),
-)
-def module_under_two_names(self: Any, x: torch.Tensor) -> torch.Tensor:
-    return self.last(self.b(self.first(self.a(x))))
+@row("one submodule under two names")
+def module_under_two_names() -> Model:
+    shared = torch.nn.Sequential(linear(), torch.nn.LayerNorm(4))
+
+    def run(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.b(self.first(self.a(x))))
+
+    return Lambda(run, first=shared, **linears("ab"), last=shared), given()
 
 
 _VIEWS = "transposed, expanded and overlapping views of one storage (aliasing is there again after loading)"
