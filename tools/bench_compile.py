@@ -99,7 +99,9 @@ def _whole(device: str, layers: int, hidden: int) -> dict[str, float]:
     whole = torch.compile(model)
     first_seconds = seconds_of(lambda: whole(ids, use_cache=False), _wait)
     compiled = bundle.parent / "compiled"
-    compile_ahead(bundle, compiled, device)
+    failures = [unit.reason for unit in compile_ahead(bundle, compiled, device) if unit.reason]
+    if failures:
+        raise SystemExit(f"not compiled ahead of time: {failures}")
     regions = stagepack.load(bundle, [device], compile=True)
     eager = stagepack.load(bundle, [device])
     regions(ids)
