@@ -51,6 +51,7 @@ lint: $(VENV)/ready
 	$(BIN)/lint-imports --no-logo --no-cache
 	$(BIN)/deptry .
 	$(BIN)/python tools/check_names.py stagepack loaders tools examples
+	$(BIN)/python tools/check_names.py --most-vague 6 tests
 
 typecheck: $(VENV)/ready
 	$(BIN)/mypy
