@@ -72,6 +72,8 @@ def test_one_connection_too_many(bundles: Mapping[str, Path]) -> None:
         status, answer, response = post(server.http, INFER, body)
         assert (status, response.headers["connection"]) == (503, "close")
         assert "3 connections" in answer["error"]
+        status, answer, response = post(server.http, "/v1/completions", "{}")
+        assert (status, answer["error"]["type"], response.headers["retry-after"]) == (503, "overloaded_error", "1")
         assert urllib.request.urlopen(f"http://127.0.0.1:{server.http}/v2/health/live").status == 200
         old_connection.request("POST", INFER, body)
         response = old_connection.getresponse()

@@ -231,7 +231,8 @@ def test_who_does_not_read_is_let_go(wide: Path) -> None:
         with socket.create_connection(("127.0.0.1", server.http)) as plain:
             plain.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
             wait_for_requests(server, "wide")
-            assert post(server.http, path, body)[0] == 503
+            status, _, response = post(server.http, path, body)
+            assert (status, response.headers["retry-after"]) == (503, "1")
             wait_until(lambda: request_counts(server, "wide")[0] == 0)
             with Client("grpc", server) as client:
                 assert client.ask("wide", {"x": numpy.ones(1, "float32")})["output"].shape == (10_000_000,)

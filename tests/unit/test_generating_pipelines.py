@@ -72,8 +72,10 @@ def test_wrong_calls_are_refused(llama: Path) -> None:
         pipeline.generate(torch.ones(5, 2, dtype=torch.int64), max_new_tokens=2)
     with pytest.raises(InputError, match="the cache has 64 positions"):
         pipeline.generate(torch.ones(1, 60, dtype=torch.int64), max_new_tokens=6)
-    with pytest.raises(InputError, match="unknown setting 'num_beams'"):
+    with pytest.raises(InputError, match=r"num_beams: expected 1 .* beam search are not supported"):
         pipeline.generate(torch.ones(1, 2, dtype=torch.int64), num_beams=2)
+    with pytest.raises(InputError, match="unknown setting 'num_groups'"):
+        pipeline.generate(torch.ones(1, 2, dtype=torch.int64), num_groups=2)
     with pytest.raises(InputError, match="expected no encoder="):
         pipeline.generate(torch.ones(1, 2, dtype=torch.int64), encoder=pipeline)
 

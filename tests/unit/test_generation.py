@@ -8,7 +8,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor, MistralConfig, MistralForCausalLM
 
 import stagepack
 from stagepack.errors import InputError, OptionError, StageFailedError, UnsupportedError
@@ -76,6 +76,50 @@ def test_tokens_are_those_of_transformers(llama: Any, options: dict[str, Any]) -
             (reason == "length") != bool({9, 41} & set(row[7:]))
             for reason, row in zip(reasons, expected.tolist(), strict=True)
         )
+
+
+class OpenAIPenalties(LogitsProcessor):
+    """The formula of OpenAI's documentation, for transformers."""
+
+    def __init__(self, prompt_length: int, presence: float, frequency: float) -> None:
+        self.prompt_length, self.presence, self.frequency = prompt_length, presence, frequency
+
+    def __call__(self, tokens: Any, scores: Any) -> Any:
+        new_tokens = tokens[:, self.prompt_length :]
+        counts = torch.zeros_like(scores).scatter_add_(1, new_tokens, torch.ones_like(new_tokens, dtype=scores.dtype))
+        return scores - counts * self.frequency - (counts > 0) * self.presence
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_penalties_of_openai_are_those_of_its_formula(llama: Any, do_sample: bool) -> None:
+    tokens = torch.randint(1, 99, (2, 7), generator=torch.Generator().manual_seed(1))
+    options = {"max_new_tokens": 30, "eos_token_id": [], "pad_token_id": 0, "do_sample": do_sample}
+    mask, bias = torch.ones_like(tokens), {3: 4.0, 17: -100.0}
+    torch.manual_seed(5)
+    expected = llama.generate(
+        tokens,
+        attention_mask=mask,
+        logits_processor=[OpenAIPenalties(7, 0.5, 1.5)],
+        sequence_bias={(token,): value for token, value in bias.items()},
+        **options,
+    )
+    options |= {"presence_penalty": 0.5, "frequency_penalty": 1.5, "logit_bias": bias, "seed": 5}
+    generated, _ = run_loop(llama, tokens, mask, GenerationSettings().override(options))
+    assert torch.equal(generated, expected)
+
+
+def test_a_logits_processor_changes_the_scores() -> None:
+    def forbid_the_likeliest(tokens: Any, scores: Any) -> Any:
+        assert tokens.tolist() == [[0, 1]]
+        return numpy.where(scores == scores.max(), -numpy.inf, scores)
+
+    assert choose_token([1, 9, 8], logits_processor=forbid_the_likeliest) == 2
+
+
+@pytest.mark.parametrize("token", [-1, 3])
+def test_a_bias_of_a_token_outside_the_vocabulary_is_refused(token: int) -> None:
+    with pytest.raises(InputError, match=f"logit_bias: expected tokens from 0 to 2, found {token}"):
+        choose_token([1, 2, 3], logit_bias={token: 1.0})
 
 
 def test_an_exported_model_has_the_tokens_of_transformers(llama: Any, tmp_path: Path) -> None:
@@ -156,6 +200,9 @@ def test_wrong_settings_are_refused(settings: dict[str, Any]) -> None:
         ("min_p", (-0.1, 1.5, math.nan), "0 to 1"),
         ("repetition_penalty", (0.0, -2.0, math.nan), "more than 0"),
         ("max_new_tokens", (0, -1), "1 or more"),
+        ("presence_penalty", (-2.1, 3.0, math.nan), "-2 to 2"),
+        ("frequency_penalty", (-2.1, 3.0, math.nan), "-2 to 2"),
+        ("num_beams", (0, 4), "1 (the settings of beam search are not supported)"),
     ],
 )
 def test_settings_out_of_range_are_refused(setting_name: str, wrong_values: tuple[float, ...], expected: str) -> None:

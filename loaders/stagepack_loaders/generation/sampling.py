@@ -6,12 +6,12 @@ transformers' own; without it, they are numpy's.
 
 import importlib
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, Protocol
 
 import numpy
 
-from stagepack.errors import StageFailedError
+from stagepack.errors import InputError, StageFailedError
 from stagepack_loaders.elements import Array
 from stagepack_loaders.generation.settings import GenerationSettings
 
@@ -44,6 +44,11 @@ class TokenSampler:
         with numpy.errstate(over="ignore"):
             if settings.repetition_penalty != 1.0:
                 scores = self._penalize_repetition(tokens, scores)
+            if settings.presence_penalty or settings.frequency_penalty:
+                scores -= self._penalties(tokens, scores)
+            _add_biases(scores, settings.logit_bias)
+            if settings.logits_processor is not None:
+                scores = settings.logits_processor(tokens, scores)
             if self._draw is None:
                 likeliest: Array = scores.argmax(1)
                 return likeliest
@@ -61,6 +66,14 @@ class TokenSampler:
         penalized = numpy.where(numpy.isfinite(used), penalized, used)
         numpy.put_along_axis(wider_scores, columns, penalized, 1)
         return wider_scores[:, :vocabulary_size]
+
+    def _penalties(self, tokens: Array, scores: Array) -> Array:
+        """What the tokens that were generated lose, [batch, vocabulary]."""
+        counts = numpy.zeros(scores.shape, numpy.float32)
+        for row, new_tokens in enumerate(tokens[:, self._is_padding.shape[1] :]):
+            numpy.add.at(counts[row], new_tokens, 1)
+        penalties: Array = self._settings.frequency_penalty * counts + self._settings.presence_penalty * (counts > 0)
+        return penalties.astype(numpy.float32)
 
     def _limit(self, scores: Array) -> Array:
         """Leave out the tokens that must not be drawn."""
@@ -118,6 +131,13 @@ def _drawing(seed: int | None) -> Drawing:
 def _suppress(scores: Array, tokens: Sequence[int]) -> None:
     """Rule out tokens, in place. As in transformers, numbers outside the vocabulary are ignored."""
     scores[:, [token for token in tokens if 0 <= token < scores.shape[1]]] = -numpy.inf
+
+
+def _add_biases(scores: Array, biases: Mapping[int, float]) -> None:
+    for token, bias in biases.items():
+        if not 0 <= token < scores.shape[1]:
+            raise InputError(f"logit_bias: expected tokens from 0 to {scores.shape[1] - 1}, found {token}")
+        scores[:, token] += numpy.float32(bias)
 
 
 def _require_finite_largest(scores: Array) -> None:

@@ -1,7 +1,7 @@
 """How tokens are chosen: the settings of transformers' ``generate`` that change what is generated."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import msgspec
@@ -41,12 +41,17 @@ _RANGES: Final[Mapping[str, _Range]] = {
     "top_p": _Range("0 to 1", lambda probability: 0 <= probability <= 1),
     "min_p": _Range("0 to 1", lambda probability: 0 <= probability <= 1),
     "repetition_penalty": _Range("more than 0", lambda penalty: penalty > 0, is_of_draws=False),
+    "presence_penalty": _Range("-2 to 2", lambda penalty: -2 <= penalty <= 2, is_of_draws=False),
+    "frequency_penalty": _Range("-2 to 2", lambda penalty: -2 <= penalty <= 2, is_of_draws=False),
+    "num_beams": _Range(
+        "1 (the settings of beam search are not supported)", lambda count: count == 1, is_of_draws=False
+    ),
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationSettings:
-    """How tokens are chosen. Names and defaults are those of transformers' ``GenerationConfig``.
+    """How tokens are chosen. Names and defaults are those of transformers' ``GenerationConfig``, and of OpenAI's API where it has none.
 
     Attributes:
         max_new_tokens: the largest number of new tokens; None if `max_length` bounds them.
@@ -58,6 +63,12 @@ class GenerationSettings:
         top_p: draw among the likeliest tokens that have this probability together.
         min_p: draw among tokens of this probability in relation to the likeliest one.
         repetition_penalty: more than 1 makes tokens of the text less likely.
+        presence_penalty: is subtracted from the logits of tokens that were generated.
+        frequency_penalty: is subtracted from the logits of a token for each time that it was generated.
+        logit_bias: is added to the logits of these tokens.
+        num_beams: 1, as there is no beam search.
+        logits_processor: called with the tokens so far, [batch, length], and the scores of the next token, [batch, vocabulary]; returns
+            the scores that tokens are chosen by, before those of `temperature` and what follows it.
         suppress_tokens: tokens that are never generated.
         begin_suppress_tokens: tokens that are not generated first.
         eos_token_id: tokens that end a text.
@@ -75,6 +86,11 @@ class GenerationSettings:
     top_p: float = 1.0
     min_p: float | None = None
     repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[Int64, float] = field(default_factory=dict)
+    num_beams: Int64 = 1
+    logits_processor: Any = None
     suppress_tokens: tuple[Int64, ...] = ()
     begin_suppress_tokens: tuple[Int64, ...] = ()
     eos_token_id: tuple[Int64, ...] = ()
@@ -141,18 +157,21 @@ class GenerationSettings:
             raise InputError(f"the settings of generation: {error}") from None
 
 
-def read_settings(bundle: Bundle) -> GenerationSettings:
-    """Read the settings in the file generation_config.json of a bundle."""
+_DEFAULTS: Final = GenerationSettings()
+
+
+def read_settings(bundle: Bundle, defaults: GenerationSettings = _DEFAULTS) -> GenerationSettings:
+    """Read the settings in the file generation_config.json of a bundle, over those that it has by default."""
     if _FILE_NAME not in bundle.files:
-        return GenerationSettings()
+        return defaults
     try:
         stored: Any = msgspec.json.decode(bundle.read(_FILE_NAME), type=dict[str, Any])
         known_values = {
             setting_name: value
             for setting_name, value in stored.items()
-            if setting_name in GenerationSettings.__dataclass_fields__
+            if setting_name in GenerationSettings.__dataclass_fields__.keys() - {"logits_processor"}
         }
-        return GenerationSettings().replace(known_values)
+        return defaults.replace(known_values)
     except (*JSON_ERRORS, InputError) as error:
         raise InputError(f"{bundle.location}: {_FILE_NAME}: {error}") from None
 

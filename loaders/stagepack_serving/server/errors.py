@@ -13,8 +13,13 @@ _MAX_MESSAGE_LENGTH: Final = 1000  # characters
 # OpenAI's names of errors by the status code of HTTP.
 _OPENAI_CODES: Final[Mapping[int, str]] = {
     HTTPStatus.NOT_FOUND: "model_not_found",
+    HTTPStatus.METHOD_NOT_ALLOWED: "method_not_supported",
     HTTPStatus.UNAUTHORIZED: "invalid_api_key",
 }
+# That of a prompt, or of its answer, that is longer than the cache.
+CONTEXT_CODE: Final = "context_length_exceeded"
+# Clients that try again wait so many seconds.
+_RETRY_SECONDS: Final = 1
 _OPENAI_TYPES: Final[Mapping[int, str]] = {
     HTTPStatus.SERVICE_UNAVAILABLE: "overloaded_error",
     HTTPStatus.GATEWAY_TIMEOUT: "timeout_error",
@@ -54,11 +59,13 @@ class RequestError(StagepackError):
 
     Attributes:
         status: why it is refused.
+        code: OpenAI's name of the error, where the status does not say it.
     """
 
-    def __init__(self, status: RequestStatus, message: str) -> None:
+    def __init__(self, status: RequestStatus, message: str, code: str | None = None) -> None:
         super().__init__(message if len(message) <= _MAX_MESSAGE_LENGTH else f"{message[:_MAX_MESSAGE_LENGTH]}...")
         self.status = status
+        self.code = code
 
 
 def refusal_fields(path: str, message: str, http_code: int, code: str | None = None) -> dict[str, Any]:
@@ -71,6 +78,11 @@ def refusal_fields(path: str, message: str, http_code: int, code: str | None = N
     return {
         "error": {"message": message, "type": error_type, "param": None, "code": code or _OPENAI_CODES.get(http_code)}
     }
+
+
+def refusal_headers(http_code: int) -> dict[str, str]:
+    """Return the headers of the answer to a request that is refused."""
+    return {"retry-after": str(_RETRY_SECONDS)} if http_code == HTTPStatus.SERVICE_UNAVAILABLE else {}
 
 
 def is_openai_path(path: str) -> bool:

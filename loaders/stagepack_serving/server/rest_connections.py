@@ -9,7 +9,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from stagepack_serving.server.errors import RequestError, RequestStatus, is_openai_path, refusal_fields
+from stagepack_serving.server.errors import RequestError, RequestStatus, is_openai_path, refusal_fields, refusal_headers
 from stagepack_serving.server.limits import ServerLimits
 from stagepack_serving.server.model_registry import ModelRegistry
 
@@ -91,7 +91,8 @@ class ConnectionCloser:
             self._models.metrics.count_answer("", "", protocol, RequestStatus.BUSY.name)
             message = f"{self._models.limits.max_connections} connections are open already: try again later"
             http_code = RequestStatus.BUSY.http_code
-            refusal = JSONResponse(refusal_fields(scope["path"], message, http_code), http_code)
+            fields = refusal_fields(scope["path"], message, http_code)
+            refusal = JSONResponse(fields, http_code, refusal_headers(http_code))
             await refusal(scope, exchange.receive, exchange.send)
         else:
             await self._application(scope, exchange.receive, exchange.send)

@@ -16,7 +16,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.types import ASGIApp
 
 from stagepack_serving.server import openapi_schemas as answers
-from stagepack_serving.server.errors import RequestError, refusal_fields
+from stagepack_serving.server.errors import RequestError, refusal_fields, refusal_headers
 from stagepack_serving.server.generation.generate_route import GenerateRoute
 from stagepack_serving.server.generation.openai_routes import openai_endpoints
 from stagepack_serving.server.log_settings import log_settings, update_log_settings
@@ -215,13 +215,15 @@ def _ready(is_ready: Callable[[Request], bool]) -> Callable[[Request], Awaitable
 
 
 async def _request_error_response(request: Request, error: RequestError) -> Response:
-    return _refusal(request, str(error), error.status.http_code)
+    return _refusal(request, str(error), error.status.http_code, error.code)
 
 
 async def _http_error_response(request: Request, error: HTTPException) -> Response:
     """The answer to an unknown path or method."""
     message = f"{request.method} {request.url.path}: {error.detail}"
-    return _refusal(request, message, error.status_code, "unknown_url")
+    refusal = _refusal(request, message, error.status_code, "unknown_url" if error.status_code == 404 else None)
+    refusal.headers.update(error.headers or {})  # those of an unknown method name the methods of the path
+    return refusal
 
 
 async def _bug_response(request: Request, error: Exception) -> Response:
@@ -230,4 +232,5 @@ async def _bug_response(request: Request, error: Exception) -> Response:
 
 
 def _refusal(request: Request, message: str, http_code: int, code: str | None = None) -> Response:
-    return JSONResponse(refusal_fields(request.url.path, message, http_code, code), http_code)
+    fields = refusal_fields(request.url.path, message, http_code, code)
+    return JSONResponse(fields, http_code, refusal_headers(http_code))

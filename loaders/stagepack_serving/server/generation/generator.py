@@ -3,7 +3,7 @@
 import asyncio
 import dataclasses
 import functools
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -12,11 +12,18 @@ from msgspec import Raw
 
 from stagepack.errors import InputError, StageFailedError
 from stagepack_loaders.elements import Array
-from stagepack_loaders.generation.decoders import ENCODER_NAME, DecoderFacts, decoder_facts, logits_as_floats
-from stagepack_loaders.generation.settings import read_settings
+from stagepack_loaders.generation.decoders import (
+    ENCODER_NAME,
+    DecoderFacts,
+    decoder_facts,
+    largest_size,
+    logits_as_floats,
+)
+from stagepack_loaders.generation.prompts import Prompts, check_tokens
+from stagepack_loaders.generation.settings import GenerationSettings, read_settings
 from stagepack_loaders.generation.token_loop import TokenLoop
 from stagepack_serving.protocol.datatypes import NUMPY_DTYPES
-from stagepack_serving.server.errors import RequestError, RequestStatus
+from stagepack_serving.server.errors import CONTEXT_CODE, RequestError, RequestStatus
 from stagepack_serving.server.generation.openai_requests import TEXT_INPUT, GenerateParameters, convert_fields
 from stagepack_serving.server.generation.text_stream import StopStrings, TextFormat, read_text_format
 from stagepack_serving.server.parameters import InferenceTensor
@@ -28,6 +35,8 @@ from stagepack_serving.server.tensor_decoding import array_from_json, nested_siz
 FinishReason = Literal["stop", "length"]
 # The input of a model that holds tokens.
 _IDS_INPUT: Final = "input_ids"
+# Of OpenAI's API: tokens are drawn among all.
+_OPENAI_DEFAULTS: Final = GenerationSettings(do_sample=True, top_k=0)
 # More than any prompt that fits: longer texts are not read.
 _MAX_CHARACTERS_PER_TOKEN: Final = 128
 # The input of an encoder that is 1 for tokens.
@@ -92,6 +101,7 @@ class Generator:
     def __init__(self, facts: DecoderFacts, decoder: ServedModel, encoder: ServedModel | None) -> None:
         self._facts = facts
         self._settings = read_settings(decoder.bundle)
+        self._openai_defaults = read_settings(decoder.bundle, _OPENAI_DEFAULTS)
         self._decoder = decoder
         self._encoder = encoder
         self._prompt_interface = (encoder or decoder).interface
@@ -111,7 +121,8 @@ class Generator:
             raise RequestError(RequestStatus.BAD_REQUEST, message)
         if len(text) > self._facts.max_positions * _MAX_CHARACTERS_PER_TOKEN:
             expected = f"expected at most {_MAX_CHARACTERS_PER_TOKEN} characters for each of {self._facts.max_positions} positions"
-            raise RequestError(RequestStatus.BAD_REQUEST, f"{self._decoder.name}: {expected}, found {len(text)}")
+            message = f"{self._decoder.name}: {expected}, found {len(text)}"
+            raise RequestError(RequestStatus.BAD_REQUEST, message, CONTEXT_CODE)
         # In a thread: a long text takes as long as other requests must not wait for.
         tokens = await asyncio.to_thread(self.text_format.encode, text, adds_special_tokens=adds_special_tokens)
         tensor = self._prompt_interface.inputs[self.prompt_name]
@@ -127,12 +138,37 @@ class Generator:
             prompt = await beside_loop(len(text), self._tensor_from_json, text)
         return self._check_prompt(prompt)
 
-    def chat_settings(self, prompt: Array) -> dict[str, int]:
-        """Return the settings of an answer in a conversation: it may take all positions that are left, unless the bundle says otherwise."""
-        if self._settings.max_new_tokens is not None:
-            return {}
+    def openai_settings(
+        self, prompt: Array, settings: Mapping[str, Any], default_count: int | None = None
+    ) -> dict[str, Any]:
+        """Return the settings of an answer over OpenAI's API: what neither the request nor the bundle says is as that API has it.
+
+        Without a largest number of new tokens, an answer may take the default, and all positions that are left.
+        """
+        defaults, room = self._openai_defaults, self._room(prompt)
+        new_settings: dict[str, Any] = {"do_sample": defaults.do_sample, "top_k": defaults.top_k, **settings}
+        new_settings.setdefault("max_new_tokens", max(1, min(default_count or defaults.max_new_tokens or room, room)))
+        wanted_count = new_settings["max_new_tokens"]
+        if wanted_count > room:
+            message = (
+                f"{self._decoder.name}: the context length is {self._facts.max_positions + 1} tokens, found a prompt of {prompt.shape[1]} "
+                f"and max_tokens of {wanted_count}: shorten the prompt, or ask for fewer tokens"
+            )
+            raise RequestError(RequestStatus.BAD_REQUEST, message, CONTEXT_CODE)
+        self._check_biases(new_settings.get("logit_bias", ()))
+        return new_settings
+
+    def _room(self, prompt: Array) -> int:
+        """The number of tokens that the cache has room for after a prompt. The last one takes no position: it is not read."""
         first_tokens = prompt if self._encoder is None else self._settings.first_tokens(1)
-        return {"max_new_tokens": max(1, self._facts.max_positions + 1 - first_tokens.shape[1])}
+        return self._facts.max_positions + 1 - int(first_tokens.shape[1])
+
+    def _check_biases(self, tokens: Iterable[int]) -> None:
+        vocabulary_size = self._facts.logits.shape[-1]
+        for token in tokens:
+            if token < 0 or (isinstance(vocabulary_size, int) and token >= vocabulary_size):
+                message = f"logit_bias: expected tokens from 0 to the end of the vocabulary ({vocabulary_size}), found {token}"
+                raise RequestError(RequestStatus.BAD_REQUEST, message)
 
     def close(self) -> None:
         """End the process that fills in the chat template."""
@@ -174,12 +210,44 @@ class Generator:
         try:
             shape = self._prompt_interface.check_input(prompt.name, prompt.datatype, prompt.array.shape)
         except InputError as error:
-            raise RequestError(RequestStatus.BAD_REQUEST, f"{self._decoder.name}: {error}") from None
+            code = CONTEXT_CODE if self._is_too_long(prompt) else None
+            raise RequestError(RequestStatus.BAD_REQUEST, f"{self._decoder.name}: {error}", code) from None
         expected_shape = [1, *self._prompt_interface.inputs[prompt.name].shape[1:]]
         if len(shape) != len(expected_shape) or shape[0] != 1 or not prompt.array.size:
             message = f"{prompt.name}: expected one prompt, the shape {expected_shape}, found {list(shape)}"
             raise RequestError(RequestStatus.BAD_REQUEST, message)
+        if prompt.name == _IDS_INPUT:
+            self._check_tokens(prompt.array)
         return prompt.array
+
+    def _is_too_long(self, prompt: InferenceTensor) -> bool:
+        """Whether a prompt has more tokens than the model reads."""
+        edge = self._prompt_interface.inputs[self.prompt_name].edge
+        is_batch = prompt.name == _IDS_INPUT and prompt.array.ndim == len(edge.shape) == 2
+        largest = (
+            largest_size(edge.shape[1], (self._encoder or self._decoder).bundle.entry_point.symbols)
+            if is_batch
+            else None
+        )
+        return largest is not None and prompt.array.shape[1] > largest
+
+    def _check_tokens(self, tokens: Array) -> None:
+        """Refuse tokens that the model does not have, which a runtime may read memory beyond its vocabulary for.
+
+        That of an encoder may be another one than that of the logits: what is beyond it is left to its runtime.
+        """
+        vocabulary_size = self._facts.logits.shape[-1]
+        tokenizer = None if self.text_format is None else self.text_format.tokenizer
+        if self._encoder is not None or not isinstance(vocabulary_size, int):
+            if tokens.min() < 0:
+                message = f"{self._decoder.name}: {_IDS_INPUT}: expected tokens from 0 on, found {tokens.min()}"
+                raise RequestError(RequestStatus.BAD_REQUEST, message)
+            return
+        try:
+            prompts = Prompts(tokens=tokens, mask=None, tokenizer=tokenizer)
+            check_tokens(self._decoder.bundle, prompts, vocabulary_size)
+        except InputError as error:
+            raise RequestError(RequestStatus.BAD_REQUEST, f"{self._decoder.name}: {error}") from None
 
     async def _start_loop(self, request: GenerationRequest) -> TokenLoop:
         """Run the encoder, if there is one."""

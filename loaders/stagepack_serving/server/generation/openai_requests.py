@@ -6,7 +6,7 @@ that would, and that this server does not support, are refused.
 
 import logging
 from collections.abc import Mapping
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 import msgspec
 from msgspec import Meta, Raw, Struct
@@ -18,10 +18,10 @@ from stagepack_serving.server.rest_large_request import decode_field, decode_fie
 
 _StopString = Annotated[str, Meta(min_length=1, max_length=1000)]
 _StopStrings = Annotated[list[_StopString], Meta(max_length=16)]
+_Penalty = Annotated[float, Meta(ge=-2, le=2)]
+_Bias = Annotated[float, Meta(ge=-100, le=100)]
 _Probability = Annotated[float, Meta(ge=0, le=1)]
 _TokenCount = Annotated[int, Meta(ge=1, le=2**31 - 1)]
-# OpenAI's default of `max_tokens` for completions. A chat may take all positions that are left.
-_COMPLETION_TOKENS: Final = 16
 # Fields that say nothing of the answer.
 _IGNORED_FIELDS: Final = frozenset(
     {
@@ -43,15 +43,12 @@ _NEUTRAL_VALUES: Final[Mapping[str, tuple[Any, ...]]] = {
     "audio": (),
     "best_of": (1,),
     "echo": (False,),
-    "frequency_penalty": (0,),
     "function_call": ("none",),
     "functions": ([],),
-    "logit_bias": ({},),
     "logprobs": (False,),
     "modalities": (["text"],),
     "n": (1,),
     "prediction": (),
-    "presence_penalty": (0,),
     "response_format": ({"type": "text"},),
     "suffix": ("",),
     "tool_choice": ("none",),
@@ -80,6 +77,8 @@ class SamplingFields(Struct, kw_only=True, forbid_unknown_fields=True):
     top_k: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
     min_p: _Probability | None = None
     repetition_penalty: Annotated[float, Meta(gt=0, le=1000)] | None = None
+    presence_penalty: _Penalty | None = None
+    frequency_penalty: _Penalty | None = None
     do_sample: bool | None = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: _StopString | _StopStrings | None = None
@@ -94,6 +93,9 @@ class SamplingFields(Struct, kw_only=True, forbid_unknown_fields=True):
             "top_k": self.top_k,
             "min_p": self.min_p,
             "repetition_penalty": self.repetition_penalty,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "num_beams": 1,  # whatever the bundle says
             "seed": self.seed,
         }
         return {setting: value for setting, value in settings.items() if value is not None}
@@ -113,7 +115,7 @@ class SamplingFields(Struct, kw_only=True, forbid_unknown_fields=True):
 def convert_fields(fields: Any, fields_type: type[Any]) -> Any:
     """Check the fields of a request."""
     try:
-        return msgspec.convert(fields, fields_type)
+        return msgspec.convert(fields, fields_type, str_keys=True)
     except msgspec.ValidationError as error:
         raise RequestError(RequestStatus.BAD_REQUEST, f"the request: {error}") from None
 
@@ -121,24 +123,34 @@ def convert_fields(fields: Any, fields_type: type[Any]) -> Any:
 class StreamOptions(Struct, kw_only=True):
     """Options of an answer that is a stream."""
 
-    include_usage: bool = False
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None  # of OpenAI's network, which this server is not
 
 
 class OpenAIFields(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     """Fields that both kinds of requests have."""
 
+    default_count: ClassVar[int | None] = None  # a chat may take all positions that are left
+
     model: str
     stream: bool = False
     stream_options: StreamOptions | None = None
+    logit_bias: dict[int, _Bias] = {}
 
     @property
     def includes_usage(self) -> bool:
         """Whether a stream ends with the numbers of tokens."""
-        return self.stream_options is not None and self.stream_options.include_usage
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings of a generation."""
+        return super().settings() | ({"logit_bias": self.logit_bias} if self.logit_bias else {})
 
 
 class CompletionFields(OpenAIFields, kw_only=True, forbid_unknown_fields=True):
     """A request for the continuation of a text: a string or tokens, also as the only item of a list."""
+
+    default_count: ClassVar[int | None] = 16  # of `max_tokens`, as OpenAI has it
 
     prompt: Raw
 
@@ -154,10 +166,6 @@ class CompletionFields(OpenAIFields, kw_only=True, forbid_unknown_fields=True):
         if len(prompts) != 1:
             raise RequestError(RequestStatus.BAD_REQUEST, "prompt: expected one string, or the tokens of one prompt")
         return prompts[0]
-
-    def settings(self) -> dict[str, Any]:
-        """Return the settings of a generation."""
-        return {"max_new_tokens": _COMPLETION_TOKENS} | super().settings()
 
 
 class _TextPart(Struct):
@@ -226,14 +234,15 @@ class EmbeddingFields(Struct, kw_only=True, forbid_unknown_fields=True):
 
 def decode_openai_request(body: bytearray, fields_type: type[OpenAIFields | EmbeddingFields]) -> Any:
     """Decode the body of a request."""
-    raw_fields = split_fields(body)
+    # `null` is as if the field was absent.
+    raw_fields = {field_name: value for field_name, value in split_fields(body).items() if bytes(value) != b"null"}
     if ignored_names := sorted(_IGNORED_FIELDS & raw_fields.keys()):
         _LOG.info("ignored fields of a request, which change no answer: %s", ", ".join(ignored_names))
     raw_fields = {field_name: value for field_name, value in raw_fields.items() if field_name not in ignored_names}
     prompts = {field_name: raw_fields.pop(field_name) for field_name in _PROMPT_FIELDS & raw_fields.keys()}
     fields = decode_fields(raw_fields)
     for field_name in fields.keys() & _NEUTRAL_VALUES.keys():
-        if fields.pop(field_name) not in (None, *_NEUTRAL_VALUES[field_name]):
+        if fields.pop(field_name) not in _NEUTRAL_VALUES[field_name]:
             message = f"{field_name}: this server does not support it: leave it out"
             raise RequestError(RequestStatus.BAD_REQUEST, message)
     return convert_fields(fields | prompts, fields_type)

@@ -146,7 +146,7 @@ class CompletionRoute(OpenAIRoute):
     async def _answer(self, model: ServedModel, fields: Any, channel: AnswerChannel, deadline: asyncio.Timeout) -> Any:
         generator = generator_of(model)
         prompt = await _read_prompt(generator, fields)
-        settings = (generator.chat_settings(prompt) if isinstance(fields, ChatFields) else {}) | fields.settings()
+        settings = generator.openai_settings(prompt, fields.settings(), fields.default_count)
         request = GenerationRequest(prompt=prompt, settings=settings, stop_strings=fields.stop_strings())
         answer = _TextAnswer(fields)
         text, token_count, finish_reason = "", 0, ""

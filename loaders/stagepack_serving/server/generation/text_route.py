@@ -82,7 +82,7 @@ class TextRoute(ABC):
                         await channel.send_json(answer)
         except RequestError as error:
             if channel.has_events:
-                await channel.send_event(refusal_fields(scope["path"], str(error), error.status.http_code))
+                await channel.send_event(refusal_fields(scope["path"], str(error), error.status.http_code, error.code))
                 await channel.end_events()
             elif not channel.is_started:
                 raise

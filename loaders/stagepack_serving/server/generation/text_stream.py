@@ -97,7 +97,7 @@ class TextFormat:
     """Texts as tokens, and conversations as texts if the bundle has a chat template."""
 
     def __init__(self, tokenizer: Tokenizer, chat_template: ChatTemplate | None) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = self._tokenizer = tokenizer
         added_tokens = tokenizer.get_added_tokens_decoder()
         self._special_tokens = frozenset(token for token, added in added_tokens.items() if added.special)
         self.chat_template = chat_template
