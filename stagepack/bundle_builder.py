@@ -13,9 +13,10 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from stagepack.format.codec import ZERO_DIGEST, encode_graph
 from stagepack.format.graph import Graph
+from stagepack.format.graph_codec import encode_graph
 from stagepack.format.manifest import VERSION, EntryPoint, Manifest, Producer, Stage
+from stagepack.format.manifest_codec import ZERO_DIGEST
 from stagepack.format.operators import ALLOWED_NAMESPACES, operator_namespace
 from stagepack.format.reader import Bundle, check_stages
 from stagepack.format.rules import INDEX_NAME, MODEL_CONFIG_NAME, raise_problems

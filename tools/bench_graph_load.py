@@ -15,8 +15,8 @@ import torch
 
 from stagepack.capture.programs import Capture, capture_module
 from stagepack.exporter import export_capture
-from stagepack.format.codec import GraphFile, encode_graph
 from stagepack.format.folded_graph import trivially_folded
+from stagepack.format.graph_codec import GraphFile, encode_graph
 from stagepack.format.reader import Bundle
 from stagepack.partition.cut_options import CutOptions
 from stagepack_loaders.torch.build import build_graph_module

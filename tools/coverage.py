@@ -22,9 +22,9 @@ import torch
 
 from stagepack.capture.inputs import Inputs
 from stagepack.capture.programs import Capture
-from stagepack.format.codec import encode_graph
 from stagepack.format.folded_graph import trivially_folded
 from stagepack.format.graph import Graph
+from stagepack.format.graph_codec import encode_graph
 from stagepack.graph.analysis import GraphAnalysis
 from stagepack.graph.assembly import canonical_graph
 from stagepack.graph.folding import fold_graph

@@ -14,7 +14,6 @@ from typing import Final, Protocol, Self
 from stagepack.errors import DigestError, FileNotListedError, NotABundleError, Problem, StagepackError
 from stagepack.format import limits
 from stagepack.format.chunks import ByteProgress, File, check_content
-from stagepack.format.codec import parse_manifest
 from stagepack.format.file_checks import (
     FileVersion,
     NotPlainFileError,
@@ -26,6 +25,7 @@ from stagepack.format.file_checks import (
     read_plain_file,
 )
 from stagepack.format.manifest import Manifest
+from stagepack.format.manifest_codec import parse_manifest
 from stagepack.format.rules import (
     MANIFEST_NAME,
     MODEL_CONFIG_NAME,

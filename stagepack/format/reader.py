@@ -17,8 +17,8 @@ from stagepack.errors import EntryPointError, FileNotListedError, OptionError, P
 from stagepack.format import limits
 from stagepack.format.bundle_files import BundleFiles, FileSource, FileStream
 from stagepack.format.chunks import ByteProgress
-from stagepack.format.codec import GraphFile, KeptGraphs
 from stagepack.format.graph import Graph, Weight
+from stagepack.format.graph_codec import GraphFile, KeptGraphs
 from stagepack.format.manifest import Edge, EntryPoint, Onnx, Stage, format_inputs, format_stage_count
 from stagepack.format.onnx import NEXT_STATE_PREFIX, STATE_PREFIX, OnnxModel, parse_onnx_model
 from stagepack.format.operators import needed_permissions

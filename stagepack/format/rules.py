@@ -121,3 +121,28 @@ def typed_errors(file_name: str, encoding: str) -> Iterator[None]:
     # Bytes that are not UTF-8 raise a ValueError.
     except (msgspec.DecodeError, ValueError) as error:
         raise rule_error("E1", file_name, f"not {encoding}: {str(error)[:300]}") from None
+
+
+def refuse_encoding(file_name: str, decoded: Any, expected: Any) -> None:
+    """Raise the error for content that is not the one encoding of its value."""
+    difference = _first_difference(decoded, expected, "$")
+    message = difference or "duplicate key, fields out of order, or a value that is not in its shortest form"
+    raise rule_error("E2", file_name, message)
+
+
+def _first_difference(decoded: Any, expected: Any, path: str) -> str | None:
+    """The first location where the decoded content has fields or items that its one encoding does not have, if there is one."""
+    if isinstance(decoded, dict) and isinstance(expected, dict):
+        extra_key = next((key for key in decoded if key not in expected), None)
+        if extra_key is not None:
+            return (
+                f"{path}: the field {str(extra_key)[:80]!r} is unknown, or has its default value and must be left out"
+            )
+        pairs = ((decoded[key], expected[key], f"{path}.{key}") for key in decoded)
+    elif isinstance(decoded, list | tuple) and isinstance(expected, list | tuple):
+        if len(decoded) != len(expected):
+            return f"{path}: expected {len(expected)} items, found {len(decoded)}"
+        pairs = ((*pair, f"{path}[{index}]") for index, pair in enumerate(zip(decoded, expected, strict=True)))
+    else:
+        return None
+    return next(filter(None, (_first_difference(*pair) for pair in pairs)), None)

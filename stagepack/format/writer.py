@@ -24,10 +24,10 @@ from stagepack.errors import (
 )
 from stagepack.format.bundle_files import BundleFiles, read_manifest
 from stagepack.format.chunks import ByteProgress, File
-from stagepack.format.codec import encode_manifest
 from stagepack.format.file_checks import FileVersion, changed_file_error, file_version, open_regular_file
 from stagepack.format.file_writing import FileRange, Piece, synchronize, write_pieces
 from stagepack.format.manifest import Manifest
+from stagepack.format.manifest_codec import encode_manifest
 from stagepack.format.output_file import TemporaryFolder, exchange_paths, is_bundle_folder, siblings
 from stagepack.format.rules import (
     FILE_NAME_PATTERN,

@@ -23,8 +23,8 @@ from stagepack.errors import (
 )
 from stagepack.format import limits
 from stagepack.format.chunks import File
-from stagepack.format.codec import parse_manifest
 from stagepack.format.file_writing import synchronize
+from stagepack.format.manifest_codec import parse_manifest
 from stagepack.format.reader import Bundle
 from stagepack.format.rules import MANIFEST_NAME, SIGNATURE_NAME, rule_error
 from stagepack.remote.cache import Cache, PartFile, cached_bundles, is_complete

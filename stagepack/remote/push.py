@@ -10,7 +10,7 @@ from huggingface_hub.utils.tqdm import disable_progress_bars
 
 from stagepack.errors import FormatError, NotABundleError, RemoteError, VersionError
 from stagepack.format import limits
-from stagepack.format.codec import parse_manifest
+from stagepack.format.manifest_codec import parse_manifest
 from stagepack.format.reader import Bundle
 from stagepack.format.rules import MANIFEST_NAME, SIGNATURE_NAME
 from stagepack.remote.hub import error_reason, open_hub_store

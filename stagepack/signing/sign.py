@@ -10,9 +10,9 @@ from model_signing import hashing, signing
 from stagepack.errors import OptionError, OutputExistsError, WriteError, named_errors
 from stagepack.format import limits
 from stagepack.format.chunks import ByteProgress
-from stagepack.format.codec import stated_and_actual_digest
 from stagepack.format.file_checks import read_plain_file
 from stagepack.format.file_writing import synchronize
+from stagepack.format.manifest_codec import stated_and_actual_digest
 from stagepack.format.output_file import TemporaryFolder
 from stagepack.format.reader import Bundle
 from stagepack.format.rules import MANIFEST_NAME, SIGNATURE_NAME, rule_error

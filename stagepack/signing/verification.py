@@ -19,8 +19,8 @@ from model_signing import hashing, manifest, verifying
 
 from stagepack.errors import FormatError, OptionError, SignatureError
 from stagepack.format import limits
-from stagepack.format.codec import stated_and_actual_digest
 from stagepack.format.file_checks import read_plain_file
+from stagepack.format.manifest_codec import stated_and_actual_digest
 from stagepack.format.reader import Bundle
 from stagepack.format.rules import MANIFEST_NAME, SIGNATURE_NAME, format_names
 from stagepack.signing.signature_file import SignatureFile, check_key

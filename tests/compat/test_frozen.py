@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import stagepack
-from stagepack.format.codec import encode_graph, encode_manifest
+from stagepack.format.graph_codec import encode_graph
+from stagepack.format.manifest_codec import encode_manifest
 from stagepack_loaders.example import replay_example
 
 FROZEN = sorted((Path(__file__).parents[2] / "schema" / "frozen").glob("*/*.stagepack"))

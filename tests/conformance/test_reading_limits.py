@@ -9,7 +9,8 @@ import msgpack
 import pytest
 
 from stagepack.errors import FormatError, LimitError
-from stagepack.format.codec import convert_manifest, read_graph
+from stagepack.format.graph_codec import read_graph
+from stagepack.format.manifest_codec import convert_manifest
 from stagepack.format.rules import parse_json, raise_problems
 from stagepack.format.upgrade import check_version
 from stagepack.format.validate.manifest import check_manifest

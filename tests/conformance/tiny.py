@@ -3,10 +3,11 @@
 import struct
 from pathlib import Path
 
-from stagepack.format.codec import ZERO_DIGEST, encode_graph
 from stagepack.format.folded_graph import trivially_folded
 from stagepack.format.graph import Graph, Node, Op, Scope, Value, ValueArg, Weight
+from stagepack.format.graph_codec import encode_graph
 from stagepack.format.manifest import Edge, EntryPoint, Manifest, Producer, Stage
+from stagepack.format.manifest_codec import ZERO_DIGEST
 from stagepack.format.shapes import Symbol
 from stagepack.format.tree import Parameter, SequenceTree, Signature, ValueLeaf
 from stagepack.format.weights import TensorSpec

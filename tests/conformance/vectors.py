@@ -14,8 +14,8 @@ from typing import Any
 import msgpack
 
 from stagepack.errors import FormatError, StagepackError
-from stagepack.format.codec import decode_graph, encode_graph, read_graph
 from stagepack.format.folded_graph import trivially_folded
+from stagepack.format.graph_codec import decode_graph, encode_graph, read_graph
 from stagepack.format.reader import Bundle
 from stagepack.format.shapes import Dim, evaluate_dim
 from stagepack.format.upgrade import is_newer_minor

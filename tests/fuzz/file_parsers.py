@@ -10,7 +10,8 @@ import safetensors
 from google.protobuf.message import DecodeError
 
 import stagepack
-from stagepack.format.codec import encode_graph, parse_manifest, read_graph
+from stagepack.format.graph_codec import encode_graph, read_graph
+from stagepack.format.manifest_codec import parse_manifest
 from stagepack.format.onnx import OnnxTensor, parse_onnx_model
 from stagepack.format.rules import raise_problems
 from stagepack.format.validate.files import check_onnx

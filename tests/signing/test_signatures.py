@@ -11,7 +11,7 @@ import pytest
 
 import stagepack
 from stagepack.errors import DigestError, ExportWarning, OptionError, OutputExistsError, SignatureError
-from stagepack.format.codec import stated_and_actual_digest
+from stagepack.format.manifest_codec import stated_and_actual_digest
 from stagepack.format.writer import BundleWriter
 from tests.remote.http_server import HttpServer
 

@@ -18,9 +18,10 @@ from stagepack.capture.inputs import Inputs
 from stagepack.capture.programs import capture_module, capture_program
 from stagepack.errors import CaptureError, DigestError, InputError, UnsupportedError
 from stagepack.exporter import export_capture
-from stagepack.format.codec import encode_graph, encode_manifest, read_graph
 from stagepack.format.folded_graph import trivially_folded
 from stagepack.format.graph import ModuleCall
+from stagepack.format.graph_codec import encode_graph, read_graph
+from stagepack.format.manifest_codec import encode_manifest
 from stagepack.format.traversal import output_names
 from stagepack.partition.cut_options import CutOptions
 from tests import plain_reader

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from stagepack.capture.inputs import Inputs
 from stagepack.capture.programs import capture_module
-from stagepack.format.codec import encode_graph, read_graph
 from stagepack.format.folded_graph import (
     Hole,
     TemplateError,
@@ -23,6 +22,7 @@ from stagepack.format.folded_graph import (
     unfold_graph,
 )
 from stagepack.format.graph import FoldedGraph, Graph, ModuleCall, Node, Op, Region, Scope, Value, ValueArg, Weight
+from stagepack.format.graph_codec import encode_graph, read_graph
 from stagepack.format.shapes import Expr, Symbol
 from stagepack.format.traversal import input_names, output_names
 from stagepack.format.tree import Parameter, SequenceTree, Signature, ValueLeaf

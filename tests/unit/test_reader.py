@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from stagepack.errors import FileNotListedError, LimitError, StagepackError
-from stagepack.format.codec import read_graph
 from stagepack.format.graph import Graph
+from stagepack.format.graph_codec import read_graph
 from stagepack.format.reader import Bundle
 from stagepack.format.weights import parse_weight_header
 from tests.bundle_editor import BundleEditor
@@ -72,7 +72,7 @@ def test_files_that_entry_points_share_are_read_once(tmp_path: Path, monkeypatch
 
         return parse
 
-    monkeypatch.setattr("stagepack.format.codec.read_graph", counted(read_graph))
+    monkeypatch.setattr("stagepack.format.graph_codec.read_graph", counted(read_graph))
     monkeypatch.setattr("stagepack.format.bundle_files.parse_weight_header", counted(parse_weight_header))
     Bundle(editor.path).verify()
     assert sorted(read) == ["stage-0.msgpack", "stage-0.safetensors", "stage-1.msgpack"]

@@ -16,10 +16,10 @@ import onnxruntime
 from onnxruntime import OrtValue
 
 from stagepack.format.chunks import File, FileRead, read_chunks
-from stagepack.format.codec import read_graph
 from stagepack.format.dtypes import SCALAR_DTYPES
 from stagepack.format.file_checks import open_plain_file
 from stagepack.format.graph import Value, Weight
+from stagepack.format.graph_codec import read_graph
 from stagepack.format.manifest import Edge
 from stagepack.format.onnx import NEXT_STATE_PREFIX, STATE_PREFIX, WRITTEN_PREFIX
 from stagepack.format.reader import Bundle
