@@ -8,11 +8,11 @@ from stagepack.errors import OptionError
 from stagepack.format.manifest import Plan
 from stagepack.format.reader import Bundle
 from stagepack.format.rules import MANIFEST_NAME
-from stagepack.opening import opened, split_entry_point
+from stagepack.opening import opened
 from stagepack.partition.cut_options import CutOptions, Policy, WeightSharing
 from stagepack.partition.profile import DeviceProfile, Profile
 from stagepack.recutter import plan_bundle
-from stagepack.remote.url import is_url
+from stagepack.remote.url import is_url, split_entry_point
 
 if TYPE_CHECKING:
     import torch

@@ -12,7 +12,7 @@ from stagepack.extras import explain_missing_packages
 from stagepack.format.chunks import ByteProgress
 from stagepack.format.reader import Bundle
 from stagepack.format.rules import DIGEST_PATTERN, MANIFEST_NAME, rule_error
-from stagepack.remote.url import BundleUrl, is_url
+from stagepack.remote.url import BundleUrl, is_url, split_entry_point
 
 if TYPE_CHECKING:
     from stagepack.signing.verification import VerifiedSignature
@@ -107,17 +107,6 @@ def open_bundle(
     if require_signature is not None:
         _verify_signature(bundle, require_signature)
     return bundle if name is None else bundle.select(name)
-
-
-def split_entry_point(source: str | os.PathLike[str]) -> tuple[str | os.PathLike[str], str | None]:
-    """Return a path or URL, and the name of the entry point after it, if there is one. A path that exists may have a ``#``."""
-    text = os.fspath(source)
-    if not text:
-        raise NotABundleError("expected the path of a bundle, found an empty text")
-    location, separator, name = text.rpartition("#")
-    if not separator or (not is_url(text) and os.path.lexists(text)):
-        return source, None
-    return location, name
 
 
 def _open_location(

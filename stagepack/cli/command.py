@@ -27,8 +27,7 @@ from stagepack.cli.failures import Failure
 from stagepack.errors import MissingPackageError, StagepackError
 from stagepack.format.dtypes import parse_byte_size
 from stagepack.format.rules import MANIFEST_NAME
-from stagepack.opening import split_entry_point
-from stagepack.remote.url import is_url, without_secrets
+from stagepack.remote.url import is_url, split_entry_point, without_secrets
 
 OptionsClass = TypeVar("OptionsClass")
 _METADATA = "parameter"

@@ -17,8 +17,8 @@ from stagepack.cli.failures import Failure, fail
 from stagepack.extras import require_extras
 from stagepack.format import limits
 from stagepack.format.reader import Bundle
-from stagepack.opening import open_bundle, split_entry_point
-from stagepack.remote.url import BundleUrl, is_url
+from stagepack.opening import open_bundle
+from stagepack.remote.url import BundleUrl, is_url, split_entry_point
 
 if TYPE_CHECKING:
     from stagepack.capture.stated_inputs import ExampleArguments

@@ -1,11 +1,12 @@
-"""URLs of bundles."""
+"""Where bundles are: their URLs, and the entry point that is named after a path or URL."""
 
+import os
 import re
 from dataclasses import dataclass
 from typing import Self
 from urllib.parse import urlsplit, urlunsplit
 
-from stagepack.errors import OptionError
+from stagepack.errors import NotABundleError, OptionError
 
 # A scheme has two characters or more, so that C:/ is a path.
 _URL_PATTERN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://", re.ASCII)
@@ -28,6 +29,17 @@ def without_secrets(text: str) -> str:
 def is_url(source: object) -> bool:
     """Whether the source of a bundle is a URL, such as ``s3://bucket/m.stagepack``, and not a path."""
     return isinstance(source, str) and _URL_PATTERN.match(source) is not None
+
+
+def split_entry_point(source: str | os.PathLike[str]) -> tuple[str | os.PathLike[str], str | None]:
+    """Return a path or URL, and the name of the entry point after it, if there is one. A path that exists may have a ``#``."""
+    text = os.fspath(source)
+    if not text:
+        raise NotABundleError("expected the path of a bundle, found an empty text")
+    location, separator, name = text.rpartition("#")
+    if not separator or (not is_url(text) and os.path.lexists(text)):
+        return source, None
+    return location, name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
