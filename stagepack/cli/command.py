@@ -112,10 +112,11 @@ def option_object(options_class: type[OptionsClass]) -> type[OptionsClass]:
     return dataclasses.dataclass(frozen=True, slots=True, kw_only=True)(options_class)
 
 
-def _click_parameters(options_class: Any) -> Iterator[click.Parameter]:
+def click_parameters(options_class: Any) -> Iterator[click.Parameter]:
+    """Yield the arguments and options of a class of `option_object`."""
     for field in dataclasses.fields(options_class):
         if _METADATA not in field.metadata:
-            yield from _click_parameters(field.type)
+            yield from click_parameters(field.type)
             continue
         for parameter_class, words, settings in field.metadata[_METADATA].declarations:
             of_type = {} if "flag_value" in settings else _settings_of_type(field.type, parameter_class)
@@ -159,7 +160,7 @@ def subcommand(command_name: str, *, examples: Sequence[str]) -> Callable[[Calla
         # click keeps the line breaks of a paragraph that starts with \b. Four spaces make it a code block in Markdown.
         lines = "\n".join(f"    {example}" for example in examples)
         description = f"{inspect.cleandoc(function.__doc__ or '')}\n\nExamples:\n\n\b\n{lines}"
-        return click.Command(command_name, params=[*_click_parameters(options_class)], callback=run, help=description)
+        return click.Command(command_name, params=[*click_parameters(options_class)], callback=run, help=description)
 
     return declare
 

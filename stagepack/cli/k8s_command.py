@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
-from stagepack.cli.command import ByteSize, argument, flag, option_object, subcommand
+from stagepack.cli.command import ByteSize, argument, click_parameters, flag, option_object, subcommand
 from stagepack.cli.failures import fail
 from stagepack.cli.output import count_of, format_bytes, print_json, print_line, print_table, printable
+from stagepack.cli.serve_options import ServeOptions
 from stagepack.cli.shared_flags import (
     ALLOW_OPS_MEANING,
     JSON,
@@ -71,8 +72,7 @@ def _check_serve_arguments(
     context: click.Context, parameter: click.Parameter, arguments: tuple[str, ...]
 ) -> tuple[str, ...]:
     """Refuse what `stagepack serve` would refuse in the pods, and what the deployment says already."""
-    from stagepack.cli.serve_command import command as serve  # noqa: PLC0415 - it needs the extra `serve`
-
+    serve = click.Command("serve", params=[*click_parameters(ServeOptions)])
     known_options = {name for option in serve.params for name in (*option.opts, *option.secondary_opts)}
     own_options = {name for option in context.command.params for name in option.opts} | _DEPLOYMENT_OPTIONS
     own_options -= {"--overwrite"}  # there it is about the file of --trace
