@@ -9,13 +9,13 @@ from torch.export import ExportedProgram
 
 from stagepack.bundle_assets import exported_assets, read_assets
 from stagepack.capture.entry_points import capture_entry_points, capture_modules, pipeline_module
-from stagepack.capture.example_inputs import example_inputs as made_example_inputs
+from stagepack.capture.example_inputs import example_inputs
 from stagepack.capture.generation import generating_model
-from stagepack.capture.inputs import Inputs, on_device_of
+from stagepack.capture.inputs import Inputs
 from stagepack.capture.pretrained_model import load_pretrained, model_files
 from stagepack.capture.programs import Capture
-from stagepack.capture.source import FORWARD, capture_source, capture_with_checkpoint, pretrained_inputs
-from stagepack.capture.stated_inputs import StatedInputs, stated_inputs
+from stagepack.capture.source import FORWARD, capture_source, capture_with_checkpoint, inputs_of_call
+from stagepack.capture.stated_inputs import StatedInputs
 from stagepack.errors import ExportWarning, OptionError, warn_caller
 from stagepack.exporter import ExportOptions, export_captures
 from stagepack.format.manifest import Plan
@@ -152,7 +152,7 @@ def export(
     """
     check_output_path(out, overwrite=overwrite)
     ways = {"policy": policy, "plan": plan, "memory": memory, "speeds": speeds, "profile": profile}
-    inputs = example_inputs(args, kwargs, dynamic_shapes, inputs, model)
+    inputs = inputs_of_call(args, kwargs, dynamic_shapes, inputs, model)
     asset_contents = read_assets(assets)
     source = model
     if generate is not None:
@@ -209,7 +209,7 @@ def _captures_of_functions(
     if entry_points is None:
         module = _loaded_module(model, dtype)
         if inputs == Inputs() and isinstance(model, str | os.PathLike):
-            inputs = made_example_inputs(module, os.fspath(model))
+            inputs = example_inputs(module, os.fspath(model))
         return capture_modules(module, inputs, modules)
     if inputs != Inputs() or modules:
         raise OptionError("entry_points: each has its own inputs: leave out args, kwargs, dynamic_shapes and modules")
@@ -268,27 +268,6 @@ def _with_onnx(bundle: Bundle, rtol: float | None, atol: float | None) -> Bundle
         for stage_number, reason in added.torch_only.items():
             warn_caller(ExportWarning(f"{prefix}stage {stage_number} runs in torch only: {reason}"))
     return Bundle(bundle.path)
-
-
-def example_inputs(
-    args: Any, kwargs: Any, dynamic_shapes: Any, stated: StatedInputs | None = None, model: object = None
-) -> Inputs:
-    """Return example inputs as `Inputs`.
-
-    kwargs: the inputs by name, or None.
-    """
-    if stated is not None:
-        if args or kwargs or dynamic_shapes is not None:
-            raise OptionError("inputs: they are in the place of args, kwargs and dynamic_shapes: leave these out")
-        is_pretrained = isinstance(model, str | os.PathLike) and not os.fspath(model).endswith(".pt2")
-        inputs = stated_inputs(stated, (lambda: pretrained_inputs(os.fspath(model))) if is_pretrained else None)  # type: ignore[call-overload]
-        return on_device_of(model, inputs) if isinstance(model, torch.nn.Module) and inputs is not stated else inputs
-    # A tensor is a sequence too: its rows would become the arguments.
-    if not isinstance(args, tuple | list):
-        raise OptionError(f"args: expected a tuple of example inputs, such as (x,), found {type(args).__name__}")
-    if not isinstance(kwargs, Mapping | None):
-        raise OptionError(f"kwargs: expected a dict of example inputs by name, found {type(kwargs).__name__}")
-    return Inputs(args=tuple(args), kwargs=dict(kwargs or {}), dynamic_shapes=dynamic_shapes)
 
 
 def _captured_model(

@@ -79,11 +79,10 @@ def plan_model(
         if args or kwargs or inputs is not None or dynamic_shapes is not None or dtype is not None:
             raise OptionError("args, kwargs, inputs, dynamic_shapes, dtype: a bundle has its own: leave them out")
         return plan_bundle(opened(model), cut_options).plan  # type: ignore[arg-type]
-    from stagepack.capture.source import capture_source  # noqa: PLC0415 - torch, which a bundle does not need
+    from stagepack.capture.source import capture_source, inputs_of_call  # noqa: PLC0415 - torch, which a bundle does not need
     from stagepack.exporter import plan_capture  # noqa: PLC0415 - the same
-    from stagepack.model_export import example_inputs  # noqa: PLC0415 - the same
 
-    example = example_inputs(args, kwargs, dynamic_shapes, inputs, model)
+    example = inputs_of_call(args, kwargs, dynamic_shapes, inputs, model)
     capture = capture_source(model, example, dtype=dtype)  # type: ignore[arg-type]
     partition, _ = plan_capture(capture, cut_options)
     return partition.plan

@@ -2,7 +2,7 @@
 
 import os
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from stagepack.capture.module_checkpoint import make_with_checkpoint
 from stagepack.capture.pretrained_model import is_transformers_model, load_pretrained
 from stagepack.capture.programs import SCRIPTED, Capture, capture_module, capture_program, load_program
 from stagepack.capture.sentence_pipeline import is_sentence_transformer, sentence_pipeline
-from stagepack.capture.stated_inputs import ExampleArguments, ExampleInputs, to_inputs
+from stagepack.capture.stated_inputs import ExampleArguments, ExampleInputs, StatedInputs, stated_inputs, to_inputs
 from stagepack.capture.torch_messages import advised_capture
 from stagepack.errors import CaptureError, OptionError
 from stagepack.torch_internals import uncompiled_module
@@ -188,6 +188,27 @@ def _inputs_of_saved(source: str, example: ExampleArguments) -> ExampleInputs | 
 def pretrained_inputs(source: str) -> Inputs:
     """Return the example inputs that are made for a Hugging Face model, of which no weights are loaded."""
     return example_inputs(load_pretrained(source, DeferredTensors()), source)
+
+
+def inputs_of_call(
+    args: Any, kwargs: Any, dynamic_shapes: Any, stated: StatedInputs | None = None, model: object = None
+) -> Inputs:
+    """Return the example inputs of a call of `stagepack.export` or `stagepack.plan`.
+
+    kwargs: the inputs by name, or None.
+    """
+    if stated is not None:
+        if args or kwargs or dynamic_shapes is not None:
+            raise OptionError("inputs: they are in the place of args, kwargs and dynamic_shapes: leave these out")
+        is_pretrained = isinstance(model, str | os.PathLike) and not os.fspath(model).endswith(".pt2")
+        inputs = stated_inputs(stated, (lambda: pretrained_inputs(os.fspath(model))) if is_pretrained else None)  # type: ignore[call-overload]
+        return on_device_of(model, inputs) if isinstance(model, torch.nn.Module) and inputs is not stated else inputs
+    # A tensor is a sequence too: its rows would become the arguments.
+    if not isinstance(args, tuple | list):
+        raise OptionError(f"args: expected a tuple of example inputs, such as (x,), found {type(args).__name__}")
+    if not isinstance(kwargs, Mapping | None):
+        raise OptionError(f"kwargs: expected a dict of example inputs by name, found {type(kwargs).__name__}")
+    return Inputs(args=tuple(args), kwargs=dict(kwargs or {}), dynamic_shapes=dynamic_shapes)
 
 
 def _completed(example: ExampleArguments, model: Any, inputs: ExampleInputs) -> ExampleInputs:
