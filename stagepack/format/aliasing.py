@@ -90,6 +90,23 @@ def written_inputs(graph: Graph) -> frozenset[str]:
     return frozenset(value.name for value in graph.inputs if classes.is_written(value.name))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageWrites:
+    """The values whose memory a stage writes."""
+
+    state: Sequence[str]
+    inputs: Sequence[str]
+
+
+def stage_writes(graph: Graph) -> StageWrites:
+    """Return the weights and inputs that a stage writes, by the names of their values."""
+    classes = alias_classes(graph)
+    return StageWrites(
+        state=tuple(weight.value for weight in graph.weights if classes.is_written(weight.value)),
+        inputs=tuple(value.name for value in graph.inputs if classes.is_written(value.name)),
+    )
+
+
 def written_weight_names(graph: Graph, classes: AliasClasses) -> tuple[str, ...]:
     """Return the first names of the weights that nodes write, in the order of the weight table."""
     return tuple(weight.names[0] for weight in graph.weights if classes.is_written(weight.value))

@@ -9,6 +9,7 @@ from torch.export import ExportedProgram
 from stagepack.capture.torch_messages import only_errors_logged
 from stagepack.capture.traced_code import sequences_of_any_length
 from stagepack.format import limits
+from stagepack.format.aliasing import StageWrites, stage_writes
 from stagepack.format.folded_graph import trivially_folded
 from stagepack.format.graph import Argument, Graph, Node, ValueArg
 from stagepack.format.manifest import Stage
@@ -16,7 +17,7 @@ from stagepack.format.onnx import onnx_element_type
 from stagepack.format.operators import ALLOWED_NAMESPACES, operator_namespace
 from stagepack.format.reader import Bundle
 from stagepack.format.shapes import Dim, Guard
-from stagepack.onnx.functional_stage import StageWrites, stage_writes, trace_stage
+from stagepack.onnx.functional_stage import trace_stage
 from stagepack.onnx.stage_model import OnnxFiles, StagePlace, finish_model
 from stagepack.torch_internals import operators_without_onnx_form
 from stagepack_loaders.base import PrepareOptions

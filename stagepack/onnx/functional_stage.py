@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from torch.export import Dim, ExportedProgram
 from torch.fx import GraphModule
 from torch.fx.node import map_aggregate
 
-from stagepack.format.aliasing import alias_classes
+from stagepack.format.aliasing import StageWrites, alias_classes, stage_writes
 from stagepack.format.folded_graph import trivially_folded
 from stagepack.format.graph import Graph, Value
 from stagepack.format.reader import Bundle
@@ -32,23 +31,6 @@ _WIDE_DTYPES = {
     torch.complex32: torch.complex128,
     torch.complex64: torch.complex128,
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageWrites:
-    """The values whose memory a stage writes."""
-
-    state: Sequence[str]
-    inputs: Sequence[str]
-
-
-def stage_writes(graph: Graph) -> StageWrites:
-    """Return the weights and inputs that a stage writes, by the names of their values."""
-    classes = alias_classes(graph)
-    return StageWrites(
-        state=tuple(weight.value for weight in graph.weights if classes.is_written(weight.value)),
-        inputs=tuple(value.name for value in graph.inputs if classes.is_written(value.name)),
-    )
 
 
 class FunctionalStage(torch.nn.Module):

@@ -17,6 +17,7 @@ from onnx_ir.passes import common
 from onnxscript import rewriter
 from onnxscript.optimizer import optimize_ir
 
+from stagepack.format.aliasing import StageWrites
 from stagepack.format.dtypes import ITEM_SIZE
 from stagepack.format.graph import Graph, Weight
 from stagepack.format.manifest import VERSION, Edge
@@ -31,7 +32,6 @@ from stagepack.format.onnx import (
 from stagepack.format.shapes import format_dim
 from stagepack.format.weights import StoredTensor, TensorSpec, tensor_layout
 from stagepack.onnx.empty_inputs import guard_empty_inputs
-from stagepack.onnx.functional_stage import StageWrites
 from stagepack.torch_internals import NO_MODULE_PREFIX
 
 _SCOPES_KEY = "pkg.torch.onnx.name_scopes"
