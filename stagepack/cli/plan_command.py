@@ -29,7 +29,7 @@ from stagepack.format.graph import Graph
 from stagepack.format.manifest import Plan
 from stagepack.format.output_file import check_output_file
 from stagepack.format.shapes import Symbol
-from stagepack.partition.operator_costs import estimated_operators
+from stagepack.partition.costs import estimated_operators
 
 if TYPE_CHECKING:
     from stagepack.partition.cut_options import CutOptions

@@ -5,11 +5,13 @@ a node takes as long as the slower of arithmetic and memory (the roofline model:
 doi:10.1145/1498765.1498785). Only the proportions of these times, and of those of sending values, decide where a model is cut.
 """
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from stagepack.format.graph import Graph, Node, value_bytes
 from stagepack.format.shapes import example_sizes
+from stagepack.partition.operator_costs import cost_source
 
 _FLOPS_PER_PICOSECOND = 50
 _BYTES_PER_PICOSECOND = 1
@@ -56,6 +58,16 @@ def graph_costs(graph: Graph, stored_bytes: Mapping[str, int]) -> GraphCosts:
         value_bytes={value.name: value_bytes(value, sizes) for value in (*graph.inputs, *node_values)},
         weight_bytes={weight.value: stored_bytes[weight.stored] for weight in graph.weights},
     )
+
+
+def estimated_operators(graphs: Iterable[Graph]) -> Mapping[str, int]:
+    """Count the nodes whose costs are estimates, by the name of their operator."""
+    counts: Counter[str] = Counter()
+    for graph in graphs:
+        estimated = {index: op.name for index, op in enumerate(graph.ops) if cost_source(op.name) == "estimated"}
+        nodes = (*graph.nodes, *(node for subgraph in graph.subgraphs for node in subgraph.nodes))
+        counts.update(estimated[node.op] for node in nodes if node.op in estimated)
+    return dict(sorted(counts.items()))
 
 
 def _node_time(node: Node) -> int:

@@ -4,12 +4,8 @@ No operator is free unless it moves no data. Operators have their namespace and 
 those that write in place: ``aten.add`` for ``aten.add_.Tensor``.
 """
 
-from collections import Counter
-from collections.abc import Iterable, Mapping
 from typing import Final, Literal
 
-from stagepack.format.graph import Graph
-from stagepack.format.operators import operator_namespace
 from stagepack.partition.flop_formulas import FLOP_FORMULAS
 
 # Families of operators that are all memory-bound, unless a table names them.
@@ -242,20 +238,10 @@ def operator_base_name(operator_name: str) -> str:
 def cost_source(operator_name: str) -> CostSource:
     """Return where the cost of the nodes that call an operator comes from."""
     base_name = operator_base_name(operator_name)
-    if base_name in FREE_OPERATORS or operator_namespace(operator_name) in _FREE_NAMESPACES:
+    if base_name in FREE_OPERATORS or base_name.partition(".")[0] in _FREE_NAMESPACES:
         return "free"
     if base_name in TORCH_COUNTED_OPERATORS or base_name in FLOP_FORMULAS or base_name in _CONTROL_FLOW:
         return "counted"
     if base_name in MEMORY_BOUND_OPERATORS or base_name.startswith(MEMORY_BOUND_PREFIXES):
         return "memory"
     return "estimated"
-
-
-def estimated_operators(graphs: Iterable[Graph]) -> Mapping[str, int]:
-    """Count the nodes whose costs are estimates, by the name of their operator."""
-    counts: Counter[str] = Counter()
-    for graph in graphs:
-        estimated = {index: op.name for index, op in enumerate(graph.ops) if cost_source(op.name) == "estimated"}
-        nodes = (*graph.nodes, *(node for subgraph in graph.subgraphs for node in subgraph.nodes))
-        counts.update(estimated[node.op] for node in nodes if node.op in estimated)
-    return dict(sorted(counts.items()))

@@ -16,13 +16,13 @@ from stagepack.capture.source import capture_source
 from stagepack.format.graph import Graph
 from stagepack.format.operators import is_denied_operator
 from stagepack.linearize import linearize_program
+from stagepack.partition.costs import estimated_operators
 from stagepack.partition.flop_formulas import FLOP_FORMULAS, OperatorCall, TensorShape, estimated_flops
 from stagepack.partition.operator_costs import (
     FREE_OPERATORS,
     MEMORY_BOUND_OPERATORS,
     TORCH_COUNTED_OPERATORS,
     cost_source,
-    estimated_operators,
     operator_base_name,
 )
 

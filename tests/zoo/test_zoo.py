@@ -18,8 +18,9 @@ from stagepack.format.shapes import example_sizes
 from stagepack.format.traversal import input_names, output_names
 from stagepack.graph.analysis import GraphAnalysis
 from stagepack.graph.assembly import join_stages
+from stagepack.partition.costs import estimated_operators
 from stagepack.partition.cut_options import CutOptions, PolicyNode
-from stagepack.partition.operator_costs import cost_source, estimated_operators
+from stagepack.partition.operator_costs import cost_source
 from tests.zoo.apart import load_apart
 from tests.zoo.architectures.refused import REASON, REFUSED
 from tests.zoo.case import Case, answers, assert_equal, captured_answers, other_size
