@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch.fx import Node as FxNode
 
-from stagepack.format.traversal import split_call_path
+from stagepack.format.rules import split_call_path
 from stagepack.format.tree import Record, type_name
 from stagepack.torch_internals import (
     EXPORT_ROOT,

@@ -50,6 +50,12 @@ def is_tensor_name(tensor_name: str) -> bool:
     return 0 < len(tensor_name) <= limits.NAME_CHARACTERS and not reserved
 
 
+def split_call_path(path: str) -> tuple[str, str]:
+    """Split the path of a module call into that of the module, and the number of the call in digits: empty for the first call."""
+    module_path, separator, call_number = path.rpartition("@")
+    return (module_path, call_number) if separator and call_number.isdecimal() else (path, "")
+
+
 def rule_error(rule: str, location: str, message: str) -> FormatError:
     """Return the error of one broken rule."""
     return _error_of([Problem(rule=rule, where=location, message=message)])

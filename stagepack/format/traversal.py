@@ -180,12 +180,6 @@ def subgraphs_with_scopes(
     return tuple([replace(subgraph, nodes=with_scopes(subgraph.nodes, new_scopes)) for subgraph in subgraphs])
 
 
-def split_call_path(path: str) -> tuple[str, str]:
-    """Split the path of a module call into that of the module, and the number of the call in digits: empty for the first call."""
-    module_path, separator, call_number = path.rpartition("@")
-    return (module_path, call_number) if separator and call_number.isdecimal() else (path, "")
-
-
 class NodeContents:
     """The contents of the nodes of a graph, which are equal for nodes that are the same in two graphs with other tables."""
 

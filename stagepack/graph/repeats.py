@@ -19,7 +19,8 @@ from msgspec.structs import replace
 from stagepack.format.aliasing import impurity_reason
 from stagepack.format.folded_graph import rename_value
 from stagepack.format.graph import Argument, Graph, Node, Value, ValueArg
-from stagepack.format.traversal import body_values, map_node_arguments, split_call_path
+from stagepack.format.rules import split_call_path
+from stagepack.format.traversal import body_values, map_node_arguments
 from stagepack.graph.analysis import GraphAnalysis
 from stagepack.graph.subsequences import Repeat, folding_gain, repeated_subsequences
 

@@ -30,8 +30,9 @@ from stagepack.capture.programs import Capture
 from stagepack.capture.trace_records import CallBoundary, TracedCall, TracedCalls, call_boundaries
 from stagepack.errors import UnsupportedError, first_line
 from stagepack.format.graph import Argument, Graph, ModuleCall, Scope, ValueArg
+from stagepack.format.rules import split_call_path
 from stagepack.format.shapes import Dim, Guard
-from stagepack.format.traversal import child_arguments, split_call_path
+from stagepack.format.traversal import child_arguments
 from stagepack.format.tree import UNUSED_VALUE, Signature
 from stagepack.graph.analysis import GraphAnalysis
 from stagepack.linearize.body import BodyBuilder, BoundArgument

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 import stagepack
 from stagepack.errors import CaptureError, CutError
 from stagepack.format.reader import Bundle
-from stagepack.format.traversal import split_call_path
+from stagepack.format.rules import split_call_path
 from tests.serve.generating_families import POSITIONS, make_model
 
 PROMPT = torch.tensor([[5, 9, 31, 42]])

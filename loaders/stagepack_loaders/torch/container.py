@@ -13,7 +13,7 @@ import torch
 
 from stagepack.errors import InputError
 from stagepack.format.graph import Weight
-from stagepack.format.traversal import split_call_path
+from stagepack.format.rules import split_call_path
 from stagepack.torch_internals import child_modules, mark_non_persistent, weight_tensors
 
 _OWN = "stagepack.container"

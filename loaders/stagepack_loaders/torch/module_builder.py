@@ -22,8 +22,9 @@ from stagepack.format.contract import BoundArgument, bind_call, check_constant, 
 from stagepack.format.dtypes import SCALAR_DTYPES
 from stagepack.format.folded_graph import rename_node
 from stagepack.format.graph import Cost, Graph, ModuleCall, Node, Value, ValueArg
+from stagepack.format.rules import split_call_path
 from stagepack.format.shapes import evaluate_dim, symbol_names
-from stagepack.format.traversal import input_names, output_names, passed_arguments, sort_module_calls, split_call_path
+from stagepack.format.traversal import input_names, output_names, passed_arguments, sort_module_calls
 from stagepack.format.tree import (
     ConstantLeaf,
     NonFiniteLeaf,
