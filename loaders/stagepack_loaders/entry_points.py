@@ -1,7 +1,6 @@
 """Load the entry points of a bundle together, so that they share weights and state."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
@@ -11,18 +10,12 @@ from stagepack.format.reader import Bundle
 from stagepack.format.rules import format_names
 from stagepack.opening import BundleSource, TrustedSigners, errors_name_bundle
 from stagepack_loaders.base import Compile, SharedObjects, Verify
-from stagepack_loaders.call_limits import Limits, checked_limits, value_limit
+from stagepack_loaders.call_limits import Limits, checked_limits
 from stagepack_loaders.generation.decoders import ENCODER_NAME, generating_entry_point
 from stagepack_loaders.options import LoadOptions, device_list
-from stagepack_loaders.pipeline import Pipeline
+from stagepack_loaders.pipeline import Pipeline, load_pipeline
 from stagepack_loaders.preparation import (
-    check_load_options,
-    compile_prepared,
-    finish_prepared,
     open_for_loading,
-    prepare_all,
-    reading_progress,
-    runtime_of_each_stage,
 )
 from stagepack_loaders.registry import DEFAULT_RUNTIME
 
@@ -165,21 +158,3 @@ def load_entry_points(
         placed = structs.replace(options, devices=device_list(devices_of_name.get(name), device))
         pipelines[name] = load_pipeline(opened_bundle.select(name), placed, types, limits, shared)
     return EntryPointPipelines(opened_bundle, pipelines)
-
-
-def load_pipeline(
-    bundle: Bundle, options: LoadOptions, types: Collection[type], limits: Limits, shared: SharedObjects | None = None
-) -> Pipeline:
-    """Load all stages of a bundle into this process.
-
-    shared: what stages share that are loaded together, also those of several entry points.
-    """
-    runtimes = runtime_of_each_stage(options.runtime, bundle)
-    check_load_options(runtimes, options)
-    limit = value_limit(bundle, limits)
-    with reading_progress(bundle, range(len(bundle.stages)), options) as prepare_options:
-        prepare_options = replace(prepare_options, shared=shared or SharedObjects())
-        prepared_stages = prepare_all(bundle, options.devices, [runtime.name for runtime in runtimes], prepare_options)
-        ready_stages = compile_prepared(bundle, prepared_stages, options)
-        stages = finish_prepared(bundle, ready_stages, verify=options.verify == "full")
-    return Pipeline(bundle, list(stages.values()), types, limit)

@@ -12,7 +12,6 @@ from stagepack.opening import BundleSource, TrustedSigners, errors_name_bundle
 from stagepack_loaders.base import Compile, Verify
 from stagepack_loaders.call_limits import Limits, checked_limits, value_limit
 from stagepack_loaders.distributed.launch_environment import is_launched_group, launched_size
-from stagepack_loaders.entry_points import load_pipeline
 from stagepack_loaders.options import (
     DEFAULT_IN_FLIGHT,
     LoadKeywords,
@@ -23,7 +22,7 @@ from stagepack_loaders.options import (
     memory_bytes,
     refuse_process_options,
 )
-from stagepack_loaders.pipeline import Pipeline
+from stagepack_loaders.pipeline import Pipeline, load_pipeline
 from stagepack_loaders.preparation import (
     check_load_options,
     compile_prepared,

@@ -1,11 +1,11 @@
 """A loaded bundle as one callable: it matches a call with the signature, checks it, has an executor run it, and builds the result."""
 
 import copy
-import sys
 from abc import ABC
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, Self
 
@@ -14,51 +14,27 @@ from stagepack.format.contract import bind_call, check_values
 from stagepack.format.manifest import Edge, format_inputs, format_stage_count
 from stagepack.format.reader import Bundle
 from stagepack.format.tree import ConstantLeaf, NonFiniteLeaf, ValueLeaf, constant_value, unflatten_tree, value_names
-from stagepack_loaders.base import ArrayOps, LoadedStage, Runtime
-from stagepack_loaders.call_limits import ValueLimit
+from stagepack_loaders.base import ArrayOps, LoadedStage, Runtime, SharedObjects
+from stagepack_loaders.call_limits import Limits, ValueLimit, value_limit
 from stagepack_loaders.embeddings import TextReader, encode, text_reader
 from stagepack_loaders.exchange import array_ops_of_call, check_shared_memory, to_array
 from stagepack_loaders.executor import CallFuture, Executor, LocalExecutor
 from stagepack_loaders.generation.generate import TokenCallback, generate
-from stagepack_loaders.options import device_list
+from stagepack_loaders.module_habits import FIXED_DTYPES, module_hint
+from stagepack_loaders.options import LoadOptions, device_list
 from stagepack_loaders.pipeline_sequence import PipelineSequence
 from stagepack_loaders.placement import place_stages
+from stagepack_loaders.preparation import (
+    check_load_options,
+    compile_prepared,
+    finish_prepared,
+    prepare_all,
+    reading_progress,
+    runtime_of_each_stage,
+)
 from stagepack_loaders.registry import TORCH_RUNTIME
 from stagepack_loaders.run_trace import RunTrace
 from stagepack_loaders.stages import CallableStage as CallableStage
-
-FIXED_DTYPES = "a bundle computes in the types of the export: export with --dtype, or in Python the model in that type"
-_TRAINING = "graphs compute as the model did at the export: export it in training mode, and train with stagepack.train"
-# What users of `torch.nn.Module` look for, and what takes its place.
-_MODULE_METHODS = {
-    **dict.fromkeys(("half", "bfloat16", "float", "double", "type"), FIXED_DTYPES),
-    **dict.fromkeys(("cuda", "cpu"), "move the stages with to(), such as to('cuda') or to(['cuda:0', 'cuda:1'])"),
-    "compile": "load the bundle with compile=True",
-    **dict.fromkeys(("train", "training"), _TRAINING),
-    **dict.fromkeys(
-        ("named_parameters", "buffers", "named_buffers"),
-        "state_dict() has the weights of all stages by their names in the model",
-    ),
-    "load_state_dict": "load into each stage, pipeline.stages[0].load_state_dict(weights, strict=False), or export with --graph-from",
-    "zero_grad": "an optimizer has it: torch.optim.SGD(pipeline.parameters(), lr).zero_grad()",
-    "forward": "call the pipeline itself, as the model is called",
-    "device": "its stages have one each: pipeline.devices",
-    "dtype": "its inputs have one each: pipeline.inputs[0].dtype",
-    "config": "the bundle has that of a transformers model: pipeline.bundle.read('config.json')",
-    **dict.fromkeys(
-        ("save", "save_pretrained", "push_to_hub"),
-        "stagepack.save(pipeline, out=...) writes a bundle; 'stagepack push' uploads it",
-    ),
-}
-
-
-def _module_hint(attribute_name: str) -> str:
-    """What takes the place of an attribute of `torch.nn.Module`; nothing for others."""
-    torch = sys.modules.get("torch")
-    if attribute_name in _MODULE_METHODS or torch is None or attribute_name.startswith("_"):
-        return _MODULE_METHODS.get(attribute_name, "")
-    is_of_modules = hasattr(torch.nn.Module, attribute_name)
-    return f"each of its stages is a module in PyTorch: pipeline.stages[0].{attribute_name}" if is_of_modules else ""
 
 
 class CallablePipeline(ABC):
@@ -94,7 +70,7 @@ class CallablePipeline(ABC):
         return f"<{type(self).__name__} {self.bundle.location!r}, {format_stage_count(len(self.devices))} on {placed}, {inputs}>"
 
     def __getattr__(self, attribute_name: str) -> Any:
-        hint = _module_hint(attribute_name)
+        hint = module_hint(attribute_name)
         raise AttributeError(f"{type(self).__name__} has no attribute {attribute_name!r}{hint and f': {hint}'}")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -393,3 +369,21 @@ class Pipeline(CallablePipeline):
                 if id(parameter) not in seen:
                     seen.add(id(parameter))
                     yield parameter
+
+
+def load_pipeline(
+    bundle: Bundle, options: LoadOptions, types: Collection[type], limits: Limits, shared: SharedObjects | None = None
+) -> Pipeline:
+    """Load all stages of a bundle into this process.
+
+    shared: what stages share that are loaded together, also those of several entry points.
+    """
+    runtimes = runtime_of_each_stage(options.runtime, bundle)
+    check_load_options(runtimes, options)
+    limit = value_limit(bundle, limits)
+    with reading_progress(bundle, range(len(bundle.stages)), options) as prepare_options:
+        prepare_options = replace(prepare_options, shared=shared or SharedObjects())
+        prepared_stages = prepare_all(bundle, options.devices, [runtime.name for runtime in runtimes], prepare_options)
+        ready_stages = compile_prepared(bundle, prepared_stages, options)
+        stages = finish_prepared(bundle, ready_stages, verify=options.verify == "full")
+    return Pipeline(bundle, list(stages.values()), types, limit)
