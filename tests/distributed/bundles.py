@@ -20,8 +20,8 @@ from stagepack.format.reader import Bundle
 from stagepack.partition.cut_options import CutOptions
 from stagepack_loaders.distributed.membership import GroupOptions
 from stagepack_loaders.distributed.pipeline import DistributedPipeline
-from stagepack_loaders.distributed.routes import assign_stages
 from stagepack_loaders.options import LoadOptions, ProcessOptions
+from stagepack_loaders.placement import place_stages
 from tests.distributed.forked_processes import ForkedProcesses
 from tests.zoo.case import Case, answers, assert_equal, other_size
 from tests.zoo.test_zoo import namespaces
@@ -102,7 +102,7 @@ def in_processes(
     options = GroupOptions(
         load=LoadOptions(allow_ops=tuple(namespaces(bundle)), runtime=runtime),
         processes=process_options,
-        rank_of_stage=assign_stages(bundle.entry_point, ranks),
+        rank_of_stage=tuple(place_stages(bundle.entry_point, ranks)),
         stall_seconds=stall_seconds,
         is_local=True,
     )

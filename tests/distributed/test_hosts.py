@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 import stagepack
 from stagepack.format.reader import Bundle
 from stagepack.format.rules import MANIFEST_NAME
-from stagepack_loaders.distributed.routes import assign_stages
+from stagepack_loaders.placement import place_stages
 from tests.distributed import host_client, host_program
 from tests.distributed.network_hosts import NetworkHost, network_hosts
 
@@ -138,7 +138,7 @@ def wait(processes: Processes, seconds: float = 60.0) -> list[tuple[int, str]]:
 
 def copy_for_rank(bundle: Bundle, rank: int, size: int, folder: Path) -> Path:
     """A copy of a bundle with the files of the stages of one rank alone, and the example for rank 0, which has the inputs."""
-    ranks = assign_stages(bundle.entry_point, range(size))
+    ranks = place_stages(bundle.entry_point, range(size))
     stages = [stage for stage, stage_rank in zip(bundle.stages, ranks, strict=True) if stage_rank == rank]
     names = {MANIFEST_NAME, *(name for stage in stages for name in (stage.graph, *stage.weights))}
     if rank == 0:

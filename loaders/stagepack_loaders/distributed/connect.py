@@ -27,9 +27,10 @@ from stagepack_loaders.distributed.membership import (
     join_group,
 )
 from stagepack_loaders.distributed.pipeline import DistributedPipeline
-from stagepack_loaders.distributed.routes import FRONT_RANK, ConnectionLostError, assign_stages
+from stagepack_loaders.distributed.routes import FRONT_RANK, ConnectionLostError
 from stagepack_loaders.distributed.stage_process import end_with_parent, run_stage_process
 from stagepack_loaders.options import DEFAULT_IN_FLIGHT, LoadOptions, ProcessOptions, folder_name
+from stagepack_loaders.placement import place_stages
 from stagepack_loaders.preparation import open_for_loading
 
 
@@ -111,7 +112,7 @@ def connect_launched(
     opened_bundle = absolute_bundle(open_for_loading(bundle, options.verify))
     rank, size = launched_rank(), launched_size()
     try:
-        rank_of_stage = assign_stages(opened_bundle.entry_point, range(size))
+        rank_of_stage = tuple(place_stages(opened_bundle.entry_point, range(size)))
     except DeviceError:
         raise GroupError(
             f"expected 1 to {len(opened_bundle.stages)} processes for {len(opened_bundle.stages)} stages, found {size}"

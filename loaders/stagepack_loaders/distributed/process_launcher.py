@@ -18,7 +18,7 @@ from stagepack_loaders.distributed.front import FrontProcess
 from stagepack_loaders.distributed.meeting import find_lost_connection, find_start_error
 from stagepack_loaders.distributed.membership import GroupOptions, join_group
 from stagepack_loaders.distributed.process_group import host_name, open_store
-from stagepack_loaders.distributed.routes import FRONT_RANK, ConnectionLostError, assign_stages, stages_of_rank
+from stagepack_loaders.distributed.routes import FRONT_RANK, ConnectionLostError, stages_of_rank
 from stagepack_loaders.distributed.stage_process import ProcessDescription
 from stagepack_loaders.distributed.status import ProcessEnd, exit_text, lost_error, stages_text
 from stagepack_loaders.placement import place_stages
@@ -146,7 +146,7 @@ def over_processes(bundle: Bundle, process_count: int, options: GroupOptions) ->
             f"expected 1 to {len(bundle.stages)} processes for {len(bundle.stages)} stages, found {process_count}"
         )
     ranks = range(FRONT_RANK + 1, FRONT_RANK + 1 + process_count)
-    return structs.replace(options, rank_of_stage=assign_stages(bundle.entry_point, ranks))
+    return structs.replace(options, rank_of_stage=tuple(place_stages(bundle.entry_point, ranks)))
 
 
 class LocalLauncher(ProcessLauncher["subprocess.Popen[bytes]"]):

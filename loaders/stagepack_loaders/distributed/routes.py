@@ -23,7 +23,6 @@ from stagepack.format.dtypes import ITEM_SIZE, SCALAR_DTYPES
 from stagepack.format.manifest import Edge, EntryPoint
 from stagepack.format.shapes import Symbol, evaluate_dim, format_range, size_in_range
 from stagepack.format.tree import value_names
-from stagepack_loaders.placement import place_stages
 
 # The rank of the process that is called, which has the inputs of the model and gets its results.
 FRONT_RANK = 0
@@ -66,11 +65,6 @@ class Route:
     def late_tag(self) -> int:
         """The tag of values whose shape depends on data."""
         return self.head_tag + 2
-
-
-def assign_stages(entry_point: EntryPoint, ranks: Sequence[int]) -> tuple[int, ...]:
-    """Return the rank that runs each stage. Consecutive stages share one if there are fewer ranks than stages."""
-    return tuple(place_stages(entry_point, ranks))
 
 
 def stages_of_rank(rank_of_stage: Sequence[int], rank: int) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from stagepack.format.reader import Bundle
 from stagepack.format.shapes import example_sizes
 from stagepack.graph.rows.analysis import batch_dimension
 from stagepack_loaders.distributed.process_memory import estimate_memory
-from stagepack_loaders.distributed.routes import assign_stages
+from stagepack_loaders.placement import place_stages
 
 # The server in the first process: its libraries, and requests that wait.
 _SERVER_BYTES = 512 * 2**20
@@ -73,7 +73,7 @@ class PodSize:
 
 def size_pods(bundle: Bundle, options: DeploymentOptions) -> tuple[PodSize, ...]:
     """Return what each pod of a group runs, of at most as many processes as stages, and the memory that it needs."""
-    rank_of_stage = assign_stages(bundle.entry_point, range(options.process_count))
+    rank_of_stage = tuple(place_stages(bundle.entry_point, range(options.process_count)))
     batch_symbol = batch_dimension(bundle, bundle.edges)
     sizes = {}
     if not isinstance(batch_symbol, str):
