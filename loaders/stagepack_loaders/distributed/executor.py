@@ -10,20 +10,18 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from stagepack.errors import OptionError, StageLostError, StagepackError, repeated_error
 from stagepack.format.reader import Bundle
 from stagepack_loaders.base import ArrayOps
+from stagepack_loaders.distributed.front import FrontProcess
 from stagepack_loaders.distributed.meeting import StageFacts
 from stagepack_loaders.distributed.routes import FRONT_RANK, ControlKind
 from stagepack_loaders.distributed.status import ProcessStatus
 from stagepack_loaders.executor import Executor, StageObserver
 from stagepack_loaders.run_trace import RunTrace
 from stagepack_loaders.torch.arrays import TORCH_ARRAYS
-
-if TYPE_CHECKING:
-    from stagepack_loaders.distributed.front import FrontProcess
 
 _LOGGER = logging.getLogger("stagepack")
 # How long calls in flight have when the pipeline was not closed before this process ends, or before it is collected.
@@ -38,7 +36,7 @@ SubmitValues = Callable[[Mapping[str, Any], Mapping[str, int]], "Future[dict[str
 class GroupLauncher(Protocol):
     """What starts the processes of a pipeline, and starts them again."""
 
-    def start(self, report_loss: Callable[[StageLostError], None], check: Callable[[], None]) -> "FrontProcess":
+    def start(self, report_loss: Callable[[StageLostError], None], check: Callable[[], None]) -> FrontProcess:
         """Return the front of a new group, when all processes have loaded their stages.
 
         Args:
@@ -67,7 +65,7 @@ class ProcessExecutor(Executor):
         divide: sends a batch in parts; None to send each as a whole.
     """
 
-    front: "FrontProcess"
+    front: FrontProcess
     divide: "Callable[[Mapping[str, Any], Mapping[str, int], SubmitValues], Future[dict[str, Any]]] | None" = None
 
     def __init__(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from msgspec import structs
 
@@ -15,6 +15,7 @@ from stagepack.errors import InputError, OptionError, StageLostError, repeated_e
 from stagepack.format.reader import Bundle
 from stagepack_loaders.distributed.group_trace import GroupTrace, SpanReport
 from stagepack_loaders.distributed.meeting import StageFacts
+from stagepack_loaders.distributed.membership import Membership
 from stagepack_loaders.distributed.packing import PackedValues, pack_command, pack_values, write_input
 from stagepack_loaders.distributed.process_group import SentMessages
 from stagepack_loaders.distributed.routes import (
@@ -32,9 +33,6 @@ from stagepack_loaders.distributed.status import ProcessEnd, ProcessStatus, Requ
 from stagepack_loaders.distributed.transfers import QueuedSenders, RouteReceivers, RouteSenders
 from stagepack_loaders.distributed.watch import GroupWatch, WatchEvents
 from stagepack_loaders.run_trace import trace_clock
-
-if TYPE_CHECKING:
-    from stagepack_loaders.distributed.membership import Membership
 
 _REPORT_SECONDS = 5.0
 _CLOSE_SECONDS = 0.01
@@ -106,7 +104,7 @@ class FrontProcess:
     def __init__(
         self,
         bundle: Bundle,
-        membership: "Membership",
+        membership: Membership,
         *,
         find_end: Callable[[int], ProcessEnd | None] | None = None,
         report_loss: Callable[[StageLostError], None] = lambda _: None,

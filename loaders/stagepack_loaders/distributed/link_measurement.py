@@ -11,8 +11,14 @@ import torch
 
 from stagepack.errors import GroupError
 from stagepack_loaders.distributed.local_links import LinkListener, connect_links, find_local_routes
-from stagepack_loaders.distributed.packing import MessageHead, allocate
-from stagepack_loaders.distributed.process_group import LOOPBACK, ProcessGroup, machine_id, open_store
+from stagepack_loaders.distributed.process_group import (
+    LOOPBACK,
+    MessageHead,
+    ProcessGroup,
+    allocate,
+    machine_id,
+    open_store,
+)
 from stagepack_loaders.distributed.routes import ConnectionLostError, Route, control_bytes
 from stagepack_loaders.python_process import module_command, module_environment
 

@@ -19,8 +19,7 @@ from typing import Final
 import torch
 
 from stagepack.format.shapes import Symbol
-from stagepack_loaders.distributed.packing import MessageHead
-from stagepack_loaders.distributed.process_group import machine_id
+from stagepack_loaders.distributed.process_group import MessageHead, machine_id
 from stagepack_loaders.distributed.routes import ConnectionLostError, Route, aligned, head_capacity
 from stagepack_loaders.distributed.shared_blocks import ReadBlocks, UnusedBytes, WrittenBlocks
 

@@ -4,8 +4,6 @@ A kernel may add in another order for other strides. So a receiver restores them
 process.
 """
 
-import ctypes
-import struct
 import sys
 import threading
 from collections.abc import Mapping, Sequence
@@ -18,6 +16,7 @@ from stagepack.errors import InputError
 from stagepack.format.dtypes import ITEM_SIZE, SCALAR_DTYPES
 from stagepack.format.manifest import Edge
 from stagepack.format.shapes import Symbol
+from stagepack_loaders.distributed.process_group import MessageHead, allocate
 from stagepack_loaders.distributed.routes import (
     RouteLayout,
     SmallTensor,
@@ -36,34 +35,6 @@ _SMALLEST_KEPT_BYTES = 2**18  # smaller memory comes from the heap, which is use
 _FREE_REFERENCES = 2  # of the list, and of the call that asks
 _TENSOR_DTYPES = {name: getattr(torch, name) for name in ITEM_SIZE}
 _SCALAR_TENSOR_DTYPES = {"symint": torch.int64, "symfloat": torch.float64, "symbool": torch.int64}
-
-
-class MessageHead:
-    """What goes first on a route for a request or command: words, and the data of small values. `view` is its `memory`."""
-
-    def __init__(self, byte_count: int) -> None:
-        self.memory = allocate(byte_count)
-        self.view = memoryview(self.memory.numpy())  # type: ignore[arg-type] # numpy arrays are buffers
-        self._address = self.memory.data_ptr()
-
-    def write(self, offset: int, words: Sequence[int]) -> None:
-        """Write words at an offset in bytes."""
-        struct.pack_into(f"<{len(words)}q", self.view, offset, *words)
-
-    def read(self, offset: int, count: int) -> tuple[int, ...]:
-        """Return the words at an offset in bytes."""
-        return struct.unpack_from(f"<{count}q", self.view, offset)
-
-    def write_data(self, offset: int, tensor: torch.Tensor) -> None:
-        """Copy the bytes of a contiguous tensor to an offset in bytes."""
-        ctypes.memmove(self._address + offset, tensor.data_ptr(), tensor.nbytes)
-
-    def data(self, layout: ValueLayout) -> torch.Tensor:
-        """The data of a value; empty for a value without elements that is not there."""
-        if layout.data_offset is None or not layout.byte_count:
-            return allocate(0)
-        # Its storage is its own bytes alone, which is what is written when a caller saves it.
-        return torch.frombuffer(self.view, dtype=torch.uint8, count=layout.byte_count, offset=layout.data_offset)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -229,11 +200,6 @@ def write_input(value: Any, content: torch.Tensor, edge: Edge) -> None:
     """Write into an input what the model has written; into a copy of it where the pipeline in one process would, too: it is read-only."""
     with torch.no_grad():
         to_array(value, edge, TORCH_ARRAYS).copy_(content)
-
-
-def allocate(byte_count: int) -> torch.Tensor:
-    """Return memory for bytes, aligned for every dtype."""
-    return torch.empty(byte_count, dtype=torch.uint8)
 
 
 class ReceiveMemory:

@@ -4,8 +4,10 @@ An application may have a process group of its own, and several pipelines; none 
 """
 
 import contextlib
+import ctypes
 import os
 import socket
+import struct
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -20,7 +22,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from stagepack.errors import GroupError, first_line
 from stagepack.torch_internals import gloo_process_group
-from stagepack_loaders.distributed.routes import ConnectionLostError
+from stagepack_loaders.distributed.routes import ConnectionLostError, ValueLayout
 
 # Gloo closes all connections of a process when one wait of it times out, so waits do not; lost processes are found by their heartbeats.
 _NO_TIMEOUT = timedelta(days=365)
@@ -32,6 +34,39 @@ _SHORTEST_TIMEOUT = timedelta(milliseconds=1)
 _ABORT_TAG = 2**30  # of messages that are never sent
 LOOPBACK = "127.0.0.1"
 Result = TypeVar("Result")
+
+
+def allocate(byte_count: int) -> torch.Tensor:
+    """Return memory for bytes, aligned for every dtype."""
+    return torch.empty(byte_count, dtype=torch.uint8)
+
+
+class MessageHead:
+    """What goes first on a route for a request or command: words, and the data of small values. `view` is its `memory`."""
+
+    def __init__(self, byte_count: int) -> None:
+        self.memory = allocate(byte_count)
+        self.view = memoryview(self.memory.numpy())  # type: ignore[arg-type] # numpy arrays are buffers
+        self._address = self.memory.data_ptr()
+
+    def write(self, offset: int, words: Sequence[int]) -> None:
+        """Write words at an offset in bytes."""
+        struct.pack_into(f"<{len(words)}q", self.view, offset, *words)
+
+    def read(self, offset: int, count: int) -> tuple[int, ...]:
+        """Return the words at an offset in bytes."""
+        return struct.unpack_from(f"<{count}q", self.view, offset)
+
+    def write_data(self, offset: int, tensor: torch.Tensor) -> None:
+        """Copy the bytes of a contiguous tensor to an offset in bytes."""
+        ctypes.memmove(self._address + offset, tensor.data_ptr(), tensor.nbytes)
+
+    def data(self, layout: ValueLayout) -> torch.Tensor:
+        """The data of a value; empty for a value without elements that is not there."""
+        if layout.data_offset is None or not layout.byte_count:
+            return allocate(0)
+        # Its storage is its own bytes alone, which is what is written when a caller saves it.
+        return torch.frombuffer(self.view, dtype=torch.uint8, count=layout.byte_count, offset=layout.data_offset)
 
 
 def open_store(host: str = LOOPBACK, port: int | None = None) -> Any:

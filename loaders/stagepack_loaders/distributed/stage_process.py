@@ -25,8 +25,7 @@ from stagepack.opening import open_bundle
 from stagepack_loaders.distributed.group_trace import report_spans
 from stagepack_loaders.distributed.meeting import tell_lost_connection, tell_start_error
 from stagepack_loaders.distributed.membership import GroupOptions, Membership, join_group
-from stagepack_loaders.distributed.packing import MessageHead
-from stagepack_loaders.distributed.process_group import open_store
+from stagepack_loaders.distributed.process_group import MessageHead, open_store
 from stagepack_loaders.distributed.routes import (
     ANNOUNCEMENT_TAG,
     FRONT_RANK,

@@ -5,12 +5,13 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from stagepack.format.manifest import EntryPoint
 from stagepack_loaders.base import Runtime
-from stagepack_loaders.distributed.packing import MessageHead, PackedValues, pack_command, pack_failure, pack_values
-from stagepack_loaders.distributed.process_group import SentMessages
+from stagepack_loaders.distributed.membership import Membership
+from stagepack_loaders.distributed.packing import PackedValues, pack_command, pack_failure, pack_values
+from stagepack_loaders.distributed.process_group import MessageHead, SentMessages
 from stagepack_loaders.distributed.routes import (
     ControlKind,
     ControlMessage,
@@ -22,9 +23,6 @@ from stagepack_loaders.distributed.status import StageCounts
 from stagepack_loaders.distributed.transfers import RouteSenders
 from stagepack_loaders.run_trace import ConsecutiveSpans, SpanRecorder
 from stagepack_loaders.stages import StageDriver, stage_driver
-
-if TYPE_CHECKING:
-    from stagepack_loaders.distributed.membership import Membership
 
 # A slow process holds up those before it: what gloo sent for the request so many before has arrived before another one is run, and of each
 # link all messages with bodies but so many are taken. Messages without bodies are limited by the memory of the socket of a link.
@@ -79,7 +77,7 @@ class StageWorker:
     def __init__(
         self,
         entry_point: EntryPoint,
-        membership: "Membership",
+        membership: Membership,
         report_failure: Callable[[int, int, Exception], None],
         spans: SpanRecorder,
     ) -> None:

@@ -15,8 +15,7 @@ from msgspec import Struct, structs
 from stagepack import errors
 from stagepack.errors import FormatError, Problem, StageLostError, StagepackError
 from stagepack_loaders.distributed.group_trace import SpanReport
-from stagepack_loaders.distributed.packing import allocate
-from stagepack_loaders.distributed.process_group import ProcessGroup, SentMessages
+from stagepack_loaders.distributed.process_group import ProcessGroup, SentMessages, allocate
 from stagepack_loaders.distributed.routes import FRONT_RANK, ConnectionLostError
 
 _STATUS_TAG = 2**20  # above all tags of routes

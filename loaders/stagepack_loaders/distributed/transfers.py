@@ -13,14 +13,13 @@ from stagepack.errors import InputError
 from stagepack.format.shapes import Symbol
 from stagepack_loaders.distributed.local_links import LinkReceiver, LocalLinks
 from stagepack_loaders.distributed.packing import (
-    MessageHead,
     PackedValues,
     ReceiveMemory,
     from_bytes,
     large_row_major,
     small_row_major,
 )
-from stagepack_loaders.distributed.process_group import ProcessGroup, Transfer
+from stagepack_loaders.distributed.process_group import MessageHead, ProcessGroup, Transfer
 from stagepack_loaders.distributed.routes import (
     WORD_BYTES,
     ConnectionLostError,
