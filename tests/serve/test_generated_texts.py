@@ -53,6 +53,16 @@ def test_parts_of_a_text_are_the_text_decoded_at_once(make_tokenizer: Any) -> No
         assert "".join(parts) == made.decode(tokens, skip_special_tokens=True)
 
 
+@pytest.mark.parametrize("make_tokenizer", [tokenizer, llama_tokenizer, t5_tokenizer])
+def test_the_bytes_of_tokens_are_those_of_their_text(make_tokenizer: Any) -> None:
+    made = make_tokenizer()
+    text_format, tokens = TextFormat(made, None), make_tokenizer().encode("a world é好").ids
+    tokens = [token for token in tokens if not text_format.is_special(token)]
+    content = b"".join(text_format.token_bytes(token) for token in tokens).decode()
+    assert content.lstrip(" ") == made.decode(tokens) == text_format.decode(tokens)
+    assert text_format.token_bytes(made.token_to_id("</s>")) == b"</s>"
+
+
 def test_a_character_is_sent_when_its_last_byte_has_come() -> None:
     made = tokenizer()
     stream = TextFormat(made, None).start_text()

@@ -334,10 +334,10 @@ def test_openai_draws_the_same_text_for_a_seed(client: openai.OpenAI) -> None:
     ("fields", "error_type", "says"),
     [
         ({"model": "reader"}, openai.NotFoundError, "unknown model 'reader'"),
-        ({"n": 2}, openai.BadRequestError, "n: this server does not support it"),
-        ({"logprobs": 3}, openai.BadRequestError, "logprobs: this server does not support it"),
-        ({"prompt": ["a", "b"]}, openai.BadRequestError, "prompt: expected one string"),
-        ({"prompt": []}, openai.BadRequestError, "prompt: expected one string"),
+        ({"n": 0}, openai.BadRequestError, "Expected `int` >= 1 - at `$.n`"),
+        ({"logprobs": 21}, openai.BadRequestError, "Expected `int` <= 20 - at `$.logprobs`"),
+        ({"prompt": ["a", 3]}, openai.BadRequestError, "Expected `int`, got `str`"),
+        ({"prompt": []}, openai.BadRequestError, "prompt: expected a string, the tokens of one, or a list of either"),
         ({"prompt": [1, "a"]}, openai.BadRequestError, "Expected `int`, got `str`"),
         ({"prompt": [True]}, openai.BadRequestError, "Expected `int`, got `bool`"),
         ({"max_tokens": 0}, openai.BadRequestError, "max_tokens"),
@@ -361,7 +361,7 @@ def test_requests_of_openais_api_are_counted(server: Server, client: openai.Open
     before = metrics(server)
     client.completions.create(model="writer", prompt="a", max_tokens=1)
     with pytest.raises(openai.BadRequestError):
-        client.completions.create(model="writer", prompt="a", n=2)
+        client.completions.create(model="writer", prompt="a", n=0)
     # An answer is counted when all of it is sent.
     wait_until(lambda: all(metrics(server).get(name, 0) > before.get(name, 0) for name in names), 10)
 

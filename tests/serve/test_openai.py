@@ -1,5 +1,6 @@
 """OpenAI's API as its clients meet it."""
 
+import ast
 import collections
 import json
 from collections.abc import Iterator
@@ -8,12 +9,15 @@ from typing import Any
 
 import openai
 import pytest
+import torch
 
-from tests.serve.generating_model import POSITIONS, VOCABULARY, export_decoder, tokenizer
+from stagepack_serving.server.generation.text_stream import TextFormat
+from tests.serve.generating_model import POSITIONS, VOCABULARY, Decoder, export_decoder, tokenizer
 from tests.serve.servers import Server, post, stagepack_server
 
 pytestmark = pytest.mark.xdist_group("serve")
 PROMPT = "Once upon"
+TEXT_FORMAT = TextFormat(tokenizer(), None)
 
 
 @pytest.fixture(scope="module")
@@ -137,3 +141,164 @@ def test_errors_of_all_paths_have_the_form_of_openai(server: Server) -> None:
         status, answer, headers = ask(server, method, path)
         assert (status, answer["error"]["code"]) == (405, "method_not_supported")
         assert sorted(headers["allow"].split(", ")) == allowed.split(", ")
+
+
+def drawn(client: openai.OpenAI, prompt: str, seed: int) -> str:
+    return complete(client, prompt, seed=seed, max_tokens=9).choices[0].text
+
+
+def test_several_prompts_have_n_texts_each(client: openai.OpenAI) -> None:
+    prompts = ["Once", "upon", "a time"]
+    expected = [drawn(client, prompt, seed) for prompt in prompts for seed in (3, 4)]
+    whole = complete(client, prompts, seed=3, n=2, max_tokens=9)
+    assert [(choice.index, choice.text) for choice in whole.choices] == list(enumerate(expected))
+    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (14, 54)
+    as_tokens = [tokenizer().encode(prompt).ids for prompt in prompts]
+    assert complete(client, as_tokens, seed=3, n=2, max_tokens=9).choices == whole.choices
+    texts, reasons = [""] * 6, [""] * 6
+    for event in complete(client, prompts, seed=3, n=2, max_tokens=9, best_of=2, stream=True):
+        [choice] = event.choices
+        texts[choice.index] += choice.text
+        reasons[choice.index] = choice.finish_reason or reasons[choice.index]
+    assert (texts, reasons) == (expected, ["length"] * 6)
+
+
+def test_a_chat_has_n_answers(client: openai.OpenAI) -> None:
+    request: Any = {"model": "writer", "messages": [{"role": "user", "content": "Hi"}], "seed": 3, "max_tokens": 9}
+    whole = client.chat.completions.create(**request, n=2)
+    expected = [
+        client.chat.completions.create(**request | {"seed": seed}).choices[0].message.content for seed in (3, 4)
+    ]
+    assert [choice.message.content for choice in whole.choices] == expected
+    texts, roles = ["", ""], []
+    for event in client.chat.completions.create(**request, n=2, stream=True):
+        texts[event.choices[0].index] += event.choices[0].delta.content
+        roles += [event.choices[0].index] if event.choices[0].delta.role else []
+    assert (texts, sorted(roles)) == (expected, [0, 1])
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"n": 129}, "Expected `int` <= 128"),
+        ({"prompt": ["a"] * 1025, "n": 2}, "with `n` for 1 to 2048 texts in all, found 1025 prompts"),
+        ({"n": 2, "best_of": 3}, "best_of: expected that of n, 2"),
+        ({"prompt": ["a", [1]]}, "Expected `int`, got `str`"),
+        ({"prompt": [[1], "a"]}, "expected data of INT64"),
+        ({"prompt": ["a", "b" * (POSITIONS + 1)]}, "context length"),
+        ({"max_tokens": 0}, "max_tokens: expected 1 or more, or `echo`"),
+        ({"suffix": "b"}, "suffix: this server does not support it"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused(client: openai.OpenAI, fields: Any, says: str) -> None:
+    with pytest.raises(openai.BadRequestError) as raised:
+        complete(client, **fields)
+    assert says in raised.value.message
+
+
+def scores(tokens: list[int]) -> Any:
+    """The logprobs of the next token at each position, [length, vocabulary], by the model without a cache."""
+    torch.manual_seed(0)
+    decoder, rows = Decoder().eval(), []
+    for length in range(1, len(tokens) + 1):
+        mask = (torch.arange(POSITIONS) < length).long()[None]
+        positions = torch.arange(length)
+        with torch.no_grad():
+            rows.append(
+                decoder(input_ids=torch.tensor([tokens[:length]]), cache_position=positions, attention_mask=mask)[0]
+            )
+    return torch.stack(rows).log_softmax(-1)
+
+
+def test_logprobs_of_a_completion_are_those_of_the_logits(client: openai.OpenAI) -> None:
+    options: Any = {"max_tokens": 12, "temperature": 0.5, "seed": 1, "frequency_penalty": 1.0, "logit_bias": {"65": 3}}
+    whole = complete(client, logprobs=3, **options).choices[0]
+    plain = complete(client, **options).choices[0]
+    assert (whole.text, plain.logprobs) == (plain.text, None)
+    given = whole.logprobs
+    contents = [token_content(token) for token in given.tokens]
+    assert b"".join(contents).decode(errors="replace") == whole.text
+    new_tokens = [token_of(content) for content in contents]
+    expected = scores([*tokenizer().encode(PROMPT).ids, *new_tokens])[len(PROMPT) - 1 :]
+    for position, token in enumerate(new_tokens):
+        assert given.token_logprobs[position] == pytest.approx(float(expected[position, token]), abs=1e-4)
+        likeliest = expected[position].topk(3)
+        found = given.top_logprobs[position]
+        assert set(found) >= {text_of(int(likely)) for likely in likeliest.indices}
+        assert len(found) <= 4
+        assert max(found.values()) == pytest.approx(float(likeliest.values[0]), abs=1e-4)
+    own = complete(client, logprobs=0, **options).choices[0].logprobs
+    assert own.token_logprobs == given.token_logprobs
+    assert [list(top) for top in own.top_logprobs] == [[token] for token in own.tokens]
+    parts = [part.choices[0] for part in complete(client, logprobs=3, stream=True, **options)]
+    assert [token for part in parts for token in part.logprobs.tokens] == given.tokens
+    assert [offset for part in parts for offset in part.logprobs.text_offset] == given.text_offset
+
+
+def token_content(token: str) -> bytes:
+    return ast.literal_eval(f"b'{token.removeprefix('bytes:')}'") if token.startswith("bytes:") else token.encode()
+
+
+def token_of(content: bytes) -> int:
+    return next(token for token in range(VOCABULARY) if TEXT_FORMAT.token_bytes(token) == content)
+
+
+def text_of(token: int) -> str:
+    content = TEXT_FORMAT.token_bytes(token)
+    try:
+        return content.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
+
+
+def test_an_echo_has_the_logprobs_of_the_prompt(client: openai.OpenAI) -> None:
+    options: Any = {"max_tokens": 5, "temperature": 0}
+    plain = complete(client, **options).choices[0].text
+    assert complete(client, echo=True, **options).choices[0].text == PROMPT + plain
+    echoed = complete(client, ["Oh", PROMPT], echo=True, logprobs=2, n=2, **options).choices
+    assert [choice.text for choice in echoed[2:]] == [PROMPT + plain] * 2
+    tokens = tokenizer().encode(PROMPT).ids
+    expected = scores(tokens)
+    given = echoed[2].logprobs
+    assert given == echoed[3].logprobs
+    assert (given.token_logprobs[0], given.top_logprobs[0]) == (None, None)
+    assert given.token_logprobs[1 : len(tokens)] == pytest.approx(
+        [float(expected[position, token]) for position, token in enumerate(tokens[1:])], abs=1e-4
+    )
+    assert given.text_offset[: len(PROMPT)] == list(range(len(PROMPT)))
+    alone = complete(client, tokens, echo=True, logprobs=2, max_tokens=0).choices[0]
+    assert (alone.text, alone.finish_reason) == (PROMPT, "length")
+    assert alone.logprobs.token_logprobs == given.token_logprobs[: len(tokens)]
+    streamed = list(complete(client, echo=True, stream=True, **options))
+    assert "".join(event.choices[0].text for event in streamed) == PROMPT + plain
+
+
+def test_logprobs_of_a_chat_are_objects(client: openai.OpenAI) -> None:
+    request: Any = {"model": "writer", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8}
+    request |= {"temperature": 0, "logprobs": True, "top_logprobs": 2}
+    choice = client.chat.completions.create(**request).choices[0]
+    assert choice.logprobs is not None
+    content = choice.logprobs.content
+    assert content is not None
+    assert b"".join(bytes(token.bytes or ()) for token in content).decode(errors="replace") == choice.message.content
+    assert all(token.logprob == token.top_logprobs[0].logprob for token in content)
+    assert [len(token.top_logprobs) for token in content] == [2] * 8
+    parts = list(client.chat.completions.create(**request, stream=True))
+    assert [token for part in parts for token in part.choices[0].logprobs.content or ()] == content
+    with pytest.raises(openai.BadRequestError, match="top_logprobs: expected `logprobs` to be true"):
+        client.chat.completions.create(**request | {"logprobs": False})
+
+
+@pytest.mark.parametrize("stop", [None, "", [], [""]])
+def test_a_stop_of_nothing_ends_no_text(client: openai.OpenAI, stop: Any) -> None:
+    assert complete(client, temperature=0, stop=stop).choices[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("is_list", [False, True])
+def test_a_stop_string_ends_each_text(client: openai.OpenAI, is_list: bool) -> None:
+    [token] = tokenizer().encode("b").ids
+    options: Any = {"temperature": 0, "logit_bias": {str(token): 100}, "stop": ["x", "bbb"] if is_list else "bbb"}
+    for choice in complete(client, ["a", "c"], **options).choices:
+        assert (choice.text, choice.finish_reason) == ("", "stop")
+    echoed = complete(client, "bbbb", echo=True, **options | {"max_tokens": 2}).choices[0]
+    assert (echoed.text, echoed.finish_reason) == ("bbbbbb", "length")

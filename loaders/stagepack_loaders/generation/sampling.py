@@ -7,6 +7,7 @@ transformers' own; without it, they are numpy's.
 import importlib
 import importlib.util
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 import numpy
@@ -94,6 +95,31 @@ class TokenSampler:
                 probabilities < settings.min_p * probabilities.max(1, keepdims=True), -numpy.inf, scores
             )
         return scores
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """How likely a token was, as the natural logarithm of its probability by the logits, before settings change them.
+
+    Attributes:
+        logprob: that of the token.
+        likeliest: the likeliest tokens, and theirs; the likeliest one first.
+    """
+
+    logprob: float
+    likeliest: tuple[tuple[int, float], ...] = ()
+
+
+def token_logprobs(logits: Array, token: int, count: int) -> TokenLogprobs:
+    """Return how likely a token was, and so many of the likeliest ones, by its logits, [vocabulary]."""
+    scores = logits.astype(numpy.float32)
+    differences = scores - scores.max()
+    logprobs = differences - numpy.log(numpy.exp(differences).sum())
+    count = min(count, len(logprobs))
+    likeliest = numpy.argpartition(-logprobs, count - 1)[:count] if count else numpy.empty(0, numpy.int64)
+    likeliest = likeliest[numpy.argsort(-logprobs[likeliest], kind="stable")]
+    pairs = zip(likeliest.tolist(), logprobs[likeliest].tolist(), strict=True)
+    return TokenLogprobs(float(logprobs[token]), tuple(pairs))
 
 
 class Drawing(Protocol):

@@ -20,6 +20,7 @@ from stagepack_loaders.generation.decoders import (
     logits_as_floats,
 )
 from stagepack_loaders.generation.prompts import Prompts, check_tokens
+from stagepack_loaders.generation.sampling import TokenLogprobs, token_logprobs
 from stagepack_loaders.generation.settings import GenerationSettings, read_settings
 from stagepack_loaders.generation.token_loop import TokenLoop
 from stagepack_serving.protocol.datatypes import NUMPY_DTYPES
@@ -34,7 +35,7 @@ from stagepack_serving.server.tensor_decoding import array_from_json, nested_siz
 # Why a text ends: a token or a string that ends it, or the largest number of tokens.
 FinishReason = Literal["stop", "length"]
 # The input of a model that holds tokens.
-_IDS_INPUT: Final = "input_ids"
+IDS_INPUT: Final = "input_ids"
 # Of OpenAI's API: tokens are drawn among all.
 _OPENAI_DEFAULTS: Final = GenerationSettings(do_sample=True, top_k=0)
 # More than any prompt that fits: longer texts are not read.
@@ -50,11 +51,13 @@ class GeneratedPart:
     Attributes:
         text: the text that is complete with it; often empty, since a character or a stop string may take several tokens.
         finish_reason: why the text ends with it; None if it goes on.
+        logprobs: how likely it was, if the request asks for it.
     """
 
     token: int
     text: str
     finish_reason: FinishReason | None = None
+    logprobs: TokenLogprobs | None = None
 
 
 class GeneratedText:
@@ -81,11 +84,16 @@ class GeneratedText:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationRequest:
-    """A request for a text after a prompt that `Generator.read_prompt` returned; settings that are absent are as the bundle has them."""
+    """A request for a text after a prompt that `Generator.read_prompt` returned; settings that are absent are as the bundle has them.
+
+    Attributes:
+        logprob_count: how many of the likeliest tokens each part has beside its own; None for parts without `GeneratedPart.logprobs`.
+    """
 
     prompt: Array
     settings: Mapping[str, Any]
     stop_strings: Sequence[str] = ()
+    logprob_count: int | None = None
 
 
 class Generator:
@@ -110,9 +118,14 @@ class Generator:
         [self._logits_output] = decoder.interface.outputs
 
     @property
+    def continues_prompt(self) -> bool:
+        """Whether a text goes on from its prompt; otherwise an encoder reads the prompt."""
+        return self._encoder is None
+
+    @property
     def reads_text(self) -> bool:
         """Whether a prompt may be a text."""
-        return self.text_format is not None and self.prompt_name == _IDS_INPUT
+        return self.text_format is not None and self.prompt_name == IDS_INPUT
 
     async def encode_text(self, text: str, *, adds_special_tokens: bool = True) -> Array:
         """Convert a text to a prompt, [1, length]."""
@@ -184,8 +197,12 @@ class Generator:
             text = GeneratedText(self.text_format, request.stop_strings)
 
             def take(logits: Array) -> GeneratedPart:
-                token = int(loop.take(logits_as_floats(logits, self._facts.logits))[0])
-                return text.add(token, loop.finish_reasons[0])
+                logits = logits_as_floats(logits, self._facts.logits)
+                token = int(loop.take(logits)[0])
+                part = text.add(token, loop.finish_reasons[0])
+                if request.logprob_count is None:
+                    return part
+                return dataclasses.replace(part, logprobs=token_logprobs(logits[0], token, request.logprob_count))
 
             is_finished = False
             while not is_finished:
@@ -216,14 +233,14 @@ class Generator:
         if len(shape) != len(expected_shape) or shape[0] != 1 or not prompt.array.size:
             message = f"{prompt.name}: expected one prompt, the shape {expected_shape}, found {list(shape)}"
             raise RequestError(RequestStatus.BAD_REQUEST, message)
-        if prompt.name == _IDS_INPUT:
+        if prompt.name == IDS_INPUT:
             self._check_tokens(prompt.array)
         return prompt.array
 
     def _is_too_long(self, prompt: InferenceTensor) -> bool:
         """Whether a prompt has more tokens than the model reads."""
         edge = self._prompt_interface.inputs[self.prompt_name].edge
-        is_batch = prompt.name == _IDS_INPUT and prompt.array.ndim == len(edge.shape) == 2
+        is_batch = prompt.name == IDS_INPUT and prompt.array.ndim == len(edge.shape) == 2
         largest = (
             largest_size(edge.shape[1], (self._encoder or self._decoder).bundle.entry_point.symbols)
             if is_batch
@@ -240,7 +257,7 @@ class Generator:
         tokenizer = None if self.text_format is None else self.text_format.tokenizer
         if self._encoder is not None or not isinstance(vocabulary_size, int):
             if tokens.min() < 0:
-                message = f"{self._decoder.name}: {_IDS_INPUT}: expected tokens from 0 on, found {tokens.min()}"
+                message = f"{self._decoder.name}: {IDS_INPUT}: expected tokens from 0 on, found {tokens.min()}"
                 raise RequestError(RequestStatus.BAD_REQUEST, message)
             return
         try:
@@ -262,6 +279,27 @@ class Generator:
             return TokenLoop(self._facts, settings, settings.first_tokens(1), encoder_hidden_states=rows)
         except InputError as error:
             raise RequestError(RequestStatus.BAD_REQUEST, f"{self._decoder.name}: {error}") from None
+
+
+def prompt_scoring(prompt: Array, logprob_count: int) -> GenerationRequest:
+    """Return a request whose parts have the tokens of a prompt after the first one, and how likely each was.
+
+    A decoder returns the logits of its last token alone, so that each token of the prompt takes a call.
+    """
+
+    def choose_next(tokens: Array, scores: Array) -> Array:
+        next_tokens = numpy.full_like(scores, -numpy.inf)
+        next_tokens[:, prompt[0, tokens.shape[1]]] = 0
+        return next_tokens
+
+    settings = {
+        "do_sample": False,
+        "eos_token_id": [],
+        "logits_processor": choose_next,
+        "max_new_tokens": prompt.shape[1] - 1,
+        "num_beams": 1,
+    }
+    return GenerationRequest(prompt=prompt[:, :1], settings=settings, logprob_count=logprob_count)
 
 
 def generator_of(model: ServedModel) -> Generator:

@@ -5,7 +5,9 @@ that would, and that this server does not support, are refused.
 """
 
 import logging
-from collections.abc import Mapping
+import re
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 import msgspec
@@ -20,6 +22,8 @@ _StopString = Annotated[str, Meta(min_length=1, max_length=1000)]
 _StopStrings = Annotated[list[_StopString], Meta(max_length=16)]
 _Penalty = Annotated[float, Meta(ge=-2, le=2)]
 _Bias = Annotated[float, Meta(ge=-100, le=100)]
+_OpenStopStrings = Annotated[list[Annotated[str, Meta(max_length=1000)]], Meta(max_length=16)]
+_LogprobCount = Annotated[int, Meta(ge=0, le=20)]
 _Probability = Annotated[float, Meta(ge=0, le=1)]
 _TokenCount = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 # Fields that say nothing of the answer.
@@ -41,24 +45,20 @@ _IGNORED_FIELDS: Final = frozenset(
 # Fields that ask for what this server does not have, unless they have one of these values.
 _NEUTRAL_VALUES: Final[Mapping[str, tuple[Any, ...]]] = {
     "audio": (),
-    "best_of": (1,),
-    "echo": (False,),
     "function_call": ("none",),
     "functions": ([],),
-    "logprobs": (False,),
     "modalities": (["text"],),
-    "n": (1,),
     "prediction": (),
     "response_format": ({"type": "text"},),
     "suffix": ("",),
     "tool_choice": ("none",),
     "tools": ([],),
-    "top_logprobs": (0,),
 }
 # Fields that may be large.
 _PROMPT_FIELDS: Final = frozenset({"input", "messages", "prompt"})
-# Of one request for embeddings, as OpenAI has it.
+# Of one request, as OpenAI has it for embeddings.
 _MOST_TEXTS: Final = 2048
+_NESTED_LIST: Final = re.compile(rb"\s*\[\s*\[")
 _LOG: Final = logging.getLogger("stagepack.serve")
 # The name of a prompt that is a text; others are named as the input of the model that they are.
 TEXT_INPUT: Final = "text_input"
@@ -136,6 +136,8 @@ class OpenAIFields(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     stream: bool = False
     stream_options: StreamOptions | None = None
     logit_bias: dict[int, _Bias] = {}
+    n: Annotated[int, Meta(ge=1, le=128)] = 1
+    stop: str | _OpenStopStrings | None = None
 
     @property
     def includes_usage(self) -> bool:
@@ -146,26 +148,57 @@ class OpenAIFields(SamplingFields, kw_only=True, forbid_unknown_fields=True):
         """Return the settings of a generation."""
         return super().settings() | ({"logit_bias": self.logit_bias} if self.logit_bias else {})
 
+    def stop_strings(self) -> list[str]:
+        """Return the strings that end the text."""
+        return [stop for stop in super().stop_strings() if stop]
+
+    @property
+    @abstractmethod
+    def logprob_count(self) -> int | None:
+        """How many of the likeliest tokens each token has beside its own logprob; None for no logprobs."""
+
 
 class CompletionFields(OpenAIFields, kw_only=True, forbid_unknown_fields=True):
-    """A request for the continuation of a text: a string or tokens, also as the only item of a list."""
+    """A request for the continuations of a text, or of several: a string or tokens, or a list of either."""
 
     default_count: ClassVar[int | None] = 16  # of `max_tokens`, as OpenAI has it
 
     prompt: Raw
+    max_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    logprobs: _LogprobCount | None = None
+    echo: bool = False
+    best_of: int | None = None
 
-    def single_prompt(self) -> str | Raw:
-        """Return the prompt."""
+    @property
+    def logprob_count(self) -> int | None:
+        """How many of the likeliest tokens each token has beside its own logprob; None for no logprobs."""
+        return self.logprobs
+
+    def prompts(self, *, has_tokens: bool) -> Sequence[str | Raw]:
+        """Return the prompts, each a text or JSON.
+
+        has_tokens: a prompt that is no text is a list of tokens, and not of other numbers, which may be nested.
+        """
         try:
             prompt = msgspec.json.decode(self.prompt, type=str | list[str])
         except msgspec.ValidationError:
-            return self.prompt
+            is_nested = _NESTED_LIST.match(memoryview(self.prompt)) is not None
+            prompt = decode_field("prompt", self.prompt, list[Raw]) if has_tokens and is_nested else [self.prompt]
         except JSON_ERRORS as error:
             raise RequestError(RequestStatus.BAD_REQUEST, f"prompt: {error}") from None
-        prompts: list[str] = [prompt] if isinstance(prompt, str) else prompt
-        if len(prompts) != 1:
-            raise RequestError(RequestStatus.BAD_REQUEST, "prompt: expected one string, or the tokens of one prompt")
-        return prompts[0]
+        prompts: list[str | Raw] = [prompt] if isinstance(prompt, str) else prompt
+        if not 1 <= len(prompts) * self.n <= _MOST_TEXTS:
+            expected = f"a string, the tokens of one, or a list of either, with `n` for 1 to {_MOST_TEXTS} texts in all"
+            raise RequestError(RequestStatus.BAD_REQUEST, f"prompt: expected {expected}, found {len(prompts)} prompts")
+        return prompts
+
+    def check(self) -> None:
+        """Check what the types of the fields do not say."""
+        if self.best_of not in (None, self.n):
+            message = f"best_of: expected that of n, {self.n}, as this server ranks no texts, found {self.best_of}"
+            raise RequestError(RequestStatus.BAD_REQUEST, message)
+        if self.max_tokens == 0 and not self.echo:
+            raise RequestError(RequestStatus.BAD_REQUEST, "max_tokens: expected 1 or more, or `echo`, found 0")
 
 
 class _TextPart(Struct):
@@ -191,6 +224,19 @@ class ChatFields(OpenAIFields, kw_only=True, forbid_unknown_fields=True):
 
     messages: Raw
     max_completion_tokens: _TokenCount | None = None  # the newer name of `max_tokens`
+    logprobs: bool = False
+    top_logprobs: _LogprobCount = 0
+
+    @property
+    def logprob_count(self) -> int | None:
+        """How many of the likeliest tokens each token has beside its own logprob; None for no logprobs."""
+        return self.top_logprobs if self.logprobs else None
+
+    def check(self) -> None:
+        """Check what the types of the fields do not say."""
+        if self.top_logprobs and not self.logprobs:
+            message = f"top_logprobs: expected `logprobs` to be true, found {self.top_logprobs} without it"
+            raise RequestError(RequestStatus.BAD_REQUEST, message)
 
     def template_messages(self) -> list[dict[str, Any]]:
         """Return the messages as templates expect them: each content is one string."""
@@ -215,6 +261,9 @@ class EmbeddingFields(Struct, kw_only=True, forbid_unknown_fields=True):
     dimensions: _TokenCount | None = None
     encoding_format: Literal["float", "base64"] = "float"
     prompt_name: str | None = None
+
+    def check(self) -> None:
+        """Check what the types of the fields do not say: nothing."""
 
     def sentences(self) -> list[str] | list[list[int]]:
         """Return the texts or the tokens of each text."""
@@ -245,7 +294,9 @@ def decode_openai_request(body: bytearray, fields_type: type[OpenAIFields | Embe
         if fields.pop(field_name) not in _NEUTRAL_VALUES[field_name]:
             message = f"{field_name}: this server does not support it: leave it out"
             raise RequestError(RequestStatus.BAD_REQUEST, message)
-    return convert_fields(fields | prompts, fields_type)
+    request = convert_fields(fields | prompts, fields_type)
+    request.check()
+    return request
 
 
 class GenerateParameters(SamplingFields, kw_only=True, forbid_unknown_fields=True):

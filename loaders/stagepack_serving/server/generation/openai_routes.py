@@ -6,9 +6,9 @@ Source: https://platform.openai.com/docs/api-reference.
 import asyncio
 import functools
 import time
-import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import Request
@@ -17,7 +17,15 @@ from starlette.responses import JSONResponse, Response
 from stagepack_loaders.elements import Array
 from stagepack_serving.server.errors import RequestError, RequestStatus
 from stagepack_serving.server.generation.embedder import embedder_of, embedding_answer
-from stagepack_serving.server.generation.generator import GenerationRequest, Generator, generator_of
+from stagepack_serving.server.generation.generator import (
+    IDS_INPUT,
+    GeneratedPart,
+    GenerationRequest,
+    Generator,
+    generator_of,
+    prompt_scoring,
+)
+from stagepack_serving.server.generation.openai_answers import ScoredToken, TextAnswer, TextChoice
 from stagepack_serving.server.generation.openai_requests import (
     ChatFields,
     CompletionFields,
@@ -35,45 +43,6 @@ from stagepack_serving.server.served_model import ServedModel
 
 # The last event of a stream.
 _DONE = "[DONE]"
-
-
-class _TextAnswer:
-    """The answer to a request for a completion or for a chat, whole or in events."""
-
-    def __init__(self, fields: OpenAIFields) -> None:
-        self._is_chat = isinstance(fields, ChatFields)
-        self._includes_usage = fields.includes_usage
-        self._has_role = False
-        id_prefix = "chatcmpl" if self._is_chat else "cmpl"
-        self._heading = {
-            "id": f"{id_prefix}-{uuid.uuid4().hex}",
-            "created": int(time.time()),
-            "model": fields.model,
-        }
-
-    def whole(self, text: str, finish_reason: str, usage: dict[str, int]) -> dict[str, Any]:
-        """Return the whole answer."""
-        if self._is_chat:
-            message = {"role": "assistant", "content": text, "refusal": None}
-            return self._with_choice("chat.completion", {"message": message}, finish_reason) | {"usage": usage}
-        return self._with_choice("text_completion", {"text": text}, finish_reason) | {"usage": usage}
-
-    def part(self, text: str, finish_reason: str | None) -> dict[str, Any]:
-        """Return an event with a part of the text. The first one of a chat has the role of the message."""
-        if not self._is_chat:
-            return self._with_choice("text_completion", {"text": text}, finish_reason)
-        role = {} if self._has_role else {"role": "assistant"}
-        self._has_role = True
-        return self._with_choice("chat.completion.chunk", {"delta": role | {"content": text}}, finish_reason)
-
-    def usage_event(self, usage: dict[str, int]) -> dict[str, Any]:
-        """Return the event after the last part of the text."""
-        return self.part("", None) | {"choices": [], "usage": usage}
-
-    def _with_choice(self, object_name: str, choice: dict[str, Any], finish_reason: str | None) -> dict[str, Any]:
-        usage = {"usage": None} if self._includes_usage else {}
-        choices = [{"index": 0, **choice, "logprobs": None, "finish_reason": finish_reason}]
-        return {**self._heading, "object": object_name, "choices": choices} | usage
 
 
 def openai_endpoints(models: ModelRegistry) -> list[Endpoint]:
@@ -140,33 +109,115 @@ class OpenAIRoute(TextRoute):
             raise
 
 
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    """A prompt: its tokens, or what else the model reads, and its text where it is one."""
+
+    array: Array
+    text: str | None = None
+
+
 class CompletionRoute(OpenAIRoute):
     """Generates texts."""
 
     async def _answer(self, model: ServedModel, fields: Any, channel: AnswerChannel, deadline: asyncio.Timeout) -> Any:
         generator = generator_of(model)
-        prompt = await _read_prompt(generator, fields)
-        settings = generator.openai_settings(prompt, fields.settings(), fields.default_count)
-        request = GenerationRequest(prompt=prompt, settings=settings, stop_strings=fields.stop_strings())
-        answer = _TextAnswer(fields)
-        text, token_count, finish_reason = "", 0, ""
-        async with aclosing(generator.generate(request)) as parts:
-            async for part in parts:
-                token_count += 1
-                finish_reason = part.finish_reason or ""
-                if not fields.stream:
-                    text += part.text
-                elif part.text or part.finish_reason or token_count == 1:
-                    await channel.send_event(answer.part(part.text, part.finish_reason))
-        usage = {"prompt_tokens": prompt.size, "completion_tokens": token_count}
-        usage["total_tokens"] = sum(usage.values())
+        prompts = await _read_prompts(generator, fields)
+        requests = [request for prompt in prompts for request in _generation_requests(generator, fields, prompt)]
+        answer = TextAnswer(fields, generator.text_format)
+        choices = [TextChoice(answer, index) for index in range(len(requests))]
+        if isinstance(fields, CompletionFields) and fields.echo:
+            await _echo(generator, fields, prompts, choices)
+        if fields.max_tokens == 0:
+            for choice in choices:
+                choice.finish_reason = "length"
+                if fields.stream:
+                    await channel.send_event(choice.event())
+        else:
+            async with aclosing(_generate_together(generator, requests)) as parts:
+                async for index, part in parts:
+                    choice = choices[index]
+                    choice.add(part)
+                    if fields.stream and choice.has_news:
+                        await channel.send_event(choice.event())
+        token_counts = sum(prompt.array.size for prompt in prompts), sum(choice.token_count for choice in choices)
+        usage = dict(
+            zip(("prompt_tokens", "completion_tokens", "total_tokens"), (*token_counts, sum(token_counts)), strict=True)
+        )
         if not fields.stream:
-            return answer.whole(text, finish_reason, usage)
+            return answer.whole(choices, usage)
         if fields.includes_usage:
-            await channel.send_event(answer.usage_event(usage))
+            await channel.send_event(answer.event([], usage))
         await channel.send_event(_DONE)
         await channel.end_events()
         return None
+
+
+def _generation_requests(generator: Generator, fields: OpenAIFields, prompt: _Prompt) -> Iterator[GenerationRequest]:
+    """The texts after a prompt. With a seed, each is that of a request for one text with the next seed."""
+    given_settings = fields.settings() | ({"max_new_tokens": 1} if fields.max_tokens == 0 else {})
+    settings = generator.openai_settings(prompt.array, given_settings, fields.default_count)
+    for number in range(fields.n):
+        seed = {} if fields.seed is None else {"seed": fields.seed + number}
+        yield GenerationRequest(
+            prompt=prompt.array,
+            settings=settings | seed,
+            stop_strings=fields.stop_strings(),
+            logprob_count=fields.logprob_count,
+        )
+
+
+async def _generate_together(
+    generator: Generator, requests: Sequence[GenerationRequest]
+) -> AsyncGenerator[tuple[int, GeneratedPart], None]:
+    """Generate texts at the same time: yield the parts of each, with its index, as they come."""
+    parts: asyncio.Queue[tuple[int, GeneratedPart | None]] = asyncio.Queue()
+
+    async def generate(index: int, request: GenerationRequest) -> None:
+        try:
+            async with aclosing(generator.generate(request)) as text_parts:
+                async for part in text_parts:
+                    parts.put_nowait((index, part))
+        finally:
+            parts.put_nowait((index, None))
+
+    tasks = [asyncio.ensure_future(generate(index, request)) for index, request in enumerate(requests)]
+    try:
+        running = len(tasks)
+        while running:
+            index, part = await parts.get()
+            if part is None:
+                await tasks[index]  # raises what ended it
+                running -= 1
+            else:
+                yield index, part
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _echo(
+    generator: Generator, fields: CompletionFields, prompts: Sequence[_Prompt], choices: Sequence[TextChoice]
+) -> None:
+    """Begin the choices with their prompts."""
+    if generator.text_format is None or not generator.continues_prompt:
+        message = (
+            f"{fields.model}: echo: expected a model that continues texts: this one has an encoder, or no tokenizer"
+        )
+        raise RequestError(RequestStatus.BAD_REQUEST, message)
+    for number, prompt in enumerate(prompts):
+        tokens = prompt.array[0].tolist()
+        text = generator.text_format.decode(tokens) if prompt.text is None else prompt.text
+        scored_tokens = []
+        if fields.logprob_count is not None:
+            scored_tokens.append(ScoredToken(tokens[0], None))
+            if len(tokens) > 1:
+                scoring = prompt_scoring(prompt.array, fields.logprob_count)
+                async with aclosing(generator.generate(scoring)) as parts:
+                    scored_tokens += [ScoredToken(part.token, part.logprobs) async for part in parts]
+        for choice in choices[number * fields.n : (number + 1) * fields.n]:
+            choice.echo(text, scored_tokens)
 
 
 class EmbeddingRoute(OpenAIRoute):
@@ -178,17 +229,21 @@ class EmbeddingRoute(OpenAIRoute):
         return await beside_loop(embeddings.vectors.nbytes, embedding_answer, fields, embeddings)
 
 
-async def _read_prompt(generator: Generator, fields: Any) -> Array:
-    """The prompt of a request."""
+async def _read_prompts(generator: Generator, fields: Any) -> list[_Prompt]:
+    """The prompts of a request."""
     if isinstance(fields, ChatFields):
         if generator.text_format is None or generator.text_format.chat_template is None:
             message = f"{fields.model}: the bundle has no chat template: ask for a completion"
             raise RequestError(RequestStatus.BAD_REQUEST, message)
         messages = await beside_loop(len(memoryview(fields.messages)), fields.template_messages)
         text = await generator.text_format.chat_template.render(messages)
-        return await generator.encode_text(text, adds_special_tokens=False)
-    prompt = await beside_loop(len(memoryview(fields.prompt)), fields.single_prompt)
-    return await generator.read_prompt(prompt)
+        return [_Prompt(await generator.encode_text(text, adds_special_tokens=False), text)]
+    prompts = await beside_loop(
+        len(memoryview(fields.prompt)), fields.prompts, has_tokens=generator.prompt_name == IDS_INPUT
+    )
+    return [
+        _Prompt(await generator.read_prompt(prompt), prompt if isinstance(prompt, str) else None) for prompt in prompts
+    ]
 
 
 def _text_models(models: ModelRegistry) -> list[ServedModel]:

@@ -16,6 +16,14 @@ from stagepack_serving.server.generation.chat_template import ChatTemplate
 
 # A token of the ByteFallback decoder of `tokenizers`. It decodes each run of such tokens as a whole.
 _BYTE_TOKEN: Final = re.compile("<0x[0-9A-Fa-f]{2}>")
+# What the ByteLevel decoder of `tokenizers` makes bytes of: printable characters are themselves, others follow at 256.
+_PRINTABLE: Final = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_OTHERS: Final = [byte for byte in range(256) if byte not in _PRINTABLE]
+_BYTE_OF_CHARACTER: Final = {chr(byte): byte for byte in _PRINTABLE} | {
+    chr(256 + number): byte for number, byte in enumerate(_OTHERS)
+}
+# What other tokenizers write for the space before a word.
+_WORD_START: Final = "\u2581"
 # What an incomplete UTF-8 character is decoded to.
 _REPLACEMENT: Final = "\ufffd"
 _TOKENIZER_CONFIG: Final = "tokenizer_config.json"
@@ -100,6 +108,7 @@ class TextFormat:
         self.tokenizer = self._tokenizer = tokenizer
         added_tokens = tokenizer.get_added_tokens_decoder()
         self._special_tokens = frozenset(token for token, added in added_tokens.items() if added.special)
+        self._is_byte_level = "ByteLevel" in repr(tokenizer.decoder)
         self.chat_template = chat_template
 
     def encode(self, text: str, *, adds_special_tokens: bool) -> list[int]:
@@ -112,6 +121,27 @@ class TextFormat:
             raise RequestError(RequestStatus.BAD_REQUEST, str(error)) from None
         tokens: list[int] = encoding.ids
         return tokens
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Convert tokens to a text, without special tokens."""
+        with tokenizer_errors("the tokens"):
+            text: str = self.tokenizer.decode(list(tokens), skip_special_tokens=True)
+        return text
+
+    def is_special(self, token: int) -> bool:
+        """Return whether a token is no text, such as the one that ends a text."""
+        return token in self._special_tokens
+
+    def token_bytes(self, token: int) -> bytes:
+        """Return what a token adds to a text, in UTF-8: a character may be torn apart."""
+        token_text = self.tokenizer.id_to_token(token) or ""
+        if _BYTE_TOKEN.fullmatch(token_text):
+            return bytes([int(token_text[3:5], 16)])
+        if token in self._special_tokens:
+            return token_text.encode()
+        if self._is_byte_level and all(character in _BYTE_OF_CHARACTER for character in token_text):
+            return bytes(_BYTE_OF_CHARACTER[character] for character in token_text)
+        return token_text.replace(_WORD_START, " ").encode()
 
     def start_text(self) -> TextStream:
         """Start to decode a text."""

@@ -1,0 +1,177 @@
+"""The answers of OpenAI's API to requests for texts: whole ones, and the events of streams.
+
+Source: https://platform.openai.com/docs/api-reference.
+"""
+
+import codecs
+import time
+import uuid
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from stagepack_loaders.generation.sampling import TokenLogprobs
+from stagepack_serving.server.generation.generator import GeneratedPart
+from stagepack_serving.server.generation.openai_requests import ChatFields, OpenAIFields
+from stagepack_serving.server.generation.text_stream import TextFormat
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredToken:
+    """A token of an answer, and how likely it was; None for the first one of a prompt."""
+
+    token: int
+    logprobs: TokenLogprobs | None
+
+
+class TextChoice:
+    """One of the texts of an answer, which grows by the parts that tokens add.
+
+    Attributes:
+        text: the text so far: an echo of the prompt, and what was generated.
+        token_count: how many tokens were generated.
+        finish_reason: why the text ends; None while it goes on.
+    """
+
+    def __init__(self, answer: "TextAnswer", index: int) -> None:
+        self._answer = answer
+        self._index = index
+        self._tokens: list[ScoredToken] = []
+        self._offsets = _TextOffsets(answer.text_format)
+        self._event_start = (0, 0)  # in the text and in the tokens
+        self._has_role = False
+        self.text = ""
+        self.token_count = 0
+        self.finish_reason: str | None = None
+
+    def echo(self, text: str, tokens: Iterable[ScoredToken]) -> None:
+        """Begin the text with the prompt."""
+        self.text += text
+        self._tokens += tokens
+
+    def add(self, part: GeneratedPart) -> None:
+        """Add what a token adds."""
+        self.token_count += 1
+        self.text += part.text
+        self.finish_reason = part.finish_reason
+        text_format = self._answer.text_format
+        ends_text = part.finish_reason == "stop" and text_format is not None and text_format.is_special(part.token)
+        if part.logprobs is not None and not ends_text:
+            self._tokens.append(ScoredToken(part.token, part.logprobs))
+
+    def whole(self) -> dict[str, Any]:
+        """Return the fields of the choice in the whole answer."""
+        if not self._answer.is_chat:
+            return self._fields({"text": self.text}, self._tokens)
+        message = {"role": "assistant", "content": self.text, "refusal": None}
+        return self._fields({"message": message}, self._tokens)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether there is more to send since the last event."""
+        return bool(not self._has_role or self.finish_reason or len(self.text) > self._event_start[0])
+
+    def event(self) -> dict[str, Any]:
+        """Return an event with what was added since the last one. The first one of a chat has the role of the message."""
+        text_start, token_start = self._event_start
+        self._event_start = len(self.text), len(self._tokens)
+        text, tokens = self.text[text_start:], self._tokens[token_start:]
+        role = {} if self._has_role else {"role": "assistant"}
+        self._has_role = True
+        fields = {"delta": role | {"content": text}} if self._answer.is_chat else {"text": text}
+        return self._answer.event([self._fields(fields, tokens)])
+
+    def _fields(self, content: dict[str, Any], tokens: Sequence[ScoredToken]) -> dict[str, Any]:
+        logprobs = None
+        if self._answer.has_logprobs:
+            form = _chat_logprobs if self._answer.is_chat else _completion_logprobs
+            logprobs = form(self._offsets, tokens)
+        return {"index": self._index, **content, "logprobs": logprobs, "finish_reason": self.finish_reason}
+
+
+class TextAnswer:
+    """The answer to a request for completions or for a chat, whole or in events."""
+
+    def __init__(self, fields: OpenAIFields, text_format: TextFormat | None) -> None:
+        self.is_chat = isinstance(fields, ChatFields)
+        self.has_logprobs = fields.logprob_count is not None
+        self.text_format = text_format
+        self._includes_usage = fields.includes_usage
+        id_prefix = "chatcmpl" if self.is_chat else "cmpl"
+        self._heading = {"id": f"{id_prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": fields.model}
+
+    def whole(self, choices: Iterable[TextChoice], usage: dict[str, int]) -> dict[str, Any]:
+        """Return the whole answer."""
+        object_name = "chat.completion" if self.is_chat else "text_completion"
+        return {
+            **self._heading,
+            "object": object_name,
+            "choices": [choice.whole() for choice in choices],
+            "usage": usage,
+        }
+
+    def event(self, choices: list[dict[str, Any]], usage: dict[str, int] | None = None) -> dict[str, Any]:
+        """Return an event; the one after the last part of the texts has no choices, but the usage."""
+        object_name = "chat.completion.chunk" if self.is_chat else "text_completion"
+        usage_fields = {"usage": usage} if self._includes_usage else {}
+        return {**self._heading, "object": object_name, "choices": choices, **usage_fields}
+
+
+class _TextOffsets:
+    """Where tokens begin in a text, in characters, and what they are as texts."""
+
+    def __init__(self, text_format: TextFormat | None) -> None:
+        self._text_format = text_format
+        self._decoder = codecs.getincrementaldecoder("utf-8")("ignore")
+        self._offset = 0
+
+    def add(self, token: int) -> int:
+        """Return where a token begins that follows those before."""
+        offset = self._offset
+        is_text = self._text_format is not None and not self._text_format.is_special(token)
+        if is_text:
+            self._offset += len(self._decoder.decode(self.content(token)))
+        return offset
+
+    def content(self, token: int) -> bytes:
+        """Return the bytes of a token."""
+        return b"" if self._text_format is None else self._text_format.token_bytes(token)
+
+    def text(self, token: int) -> str:
+        """Return a token as a text. Bytes that are no text are written as OpenAI writes them."""
+        content = self.content(token)
+        try:
+            return content.decode() if self._text_format is not None else f"token_id:{token}"
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
+
+
+def _completion_logprobs(offsets: _TextOffsets, tokens: Sequence[ScoredToken]) -> dict[str, Any]:
+    """The logprobs of a completion: lists with an item for each token."""
+    logprobs = [scored.logprobs for scored in tokens]
+    return {
+        "tokens": [offsets.text(scored.token) for scored in tokens],
+        "token_logprobs": [None if entry is None else entry.logprob for entry in logprobs],
+        "top_logprobs": [
+            None
+            if entry is None
+            else {offsets.text(token): logprob for token, logprob in entry.likeliest}
+            | {offsets.text(scored.token): entry.logprob}
+            for scored, entry in zip(tokens, logprobs, strict=True)
+        ],
+        "text_offset": [offsets.add(scored.token) for scored in tokens],
+    }
+
+
+def _chat_logprobs(offsets: _TextOffsets, tokens: Sequence[ScoredToken]) -> dict[str, Any]:
+    """The logprobs of a message: an object for each token."""
+
+    def entry(token: int, logprob: float) -> dict[str, Any]:
+        return {"token": offsets.text(token), "logprob": logprob, "bytes": list(offsets.content(token))}
+
+    content = []
+    for scored in tokens:
+        assert scored.logprobs is not None
+        likeliest = [entry(token, logprob) for token, logprob in scored.logprobs.likeliest]
+        content.append(entry(scored.token, scored.logprobs.logprob) | {"top_logprobs": likeliest})
+    return {"content": content, "refusal": None}
