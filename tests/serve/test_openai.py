@@ -3,14 +3,24 @@
 import ast
 import collections
 import json
+import re
 from collections.abc import Iterator
 from http.client import HTTPConnection
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 import torch
+from openai.types import completion_create_params, embedding_create_params
+from openai.types.chat import completion_create_params as chat_params
 
+from stagepack_serving.server.generation.openai_requests import (
+    ChatFields,
+    CompletionFields,
+    EmbeddingFields,
+    use_of_field,
+)
 from stagepack_serving.server.generation.text_stream import TextFormat
 from tests.serve.generating_model import POSITIONS, VOCABULARY, Decoder, export_decoder, tokenizer
 from tests.serve.servers import Server, post, stagepack_server
@@ -302,3 +312,29 @@ def test_a_stop_string_ends_each_text(client: openai.OpenAI, is_list: bool) -> N
         assert (choice.text, choice.finish_reason) == ("", "stop")
     echoed = complete(client, "bbbb", echo=True, **options | {"max_tokens": 2}).choices[0]
     assert (echoed.text, echoed.finish_reason) == ("bbbbbb", "length")
+
+
+KINDS: dict[str, tuple[type[Any], Any]] = {
+    "completions": (CompletionFields, completion_create_params.CompletionCreateParamsBase),
+    "chat": (ChatFields, chat_params.CompletionCreateParamsBase),
+    "embeddings": (EmbeddingFields, embedding_create_params.EmbeddingCreateParams),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_reference_has_every_field_of_a_request(kind: str) -> None:
+    """The fields of OpenAI's own client, and those of this server."""
+    fields_type, client_type = KINDS[kind]
+    uses = {name: use for name, kinds, use in field_rows("field of a request") if kind in kinds}
+    assert uses.keys() == client_type.__annotations__.keys() | set(fields_type.__struct_fields__)
+    assert uses == {name: use_of_field(fields_type, name) for name in uses}
+
+
+def field_rows(title: str) -> Iterator[tuple[str, list[str], str]]:
+    """The fields in a table of the reference: the name, the requests that have it, and the first word on it."""
+    page = (Path(__file__).parents[2] / "docs/reference/server.md").read_text()
+    table = page.split(f"| {title} |")[1].split("\n\n")[0]
+    for line in table.splitlines()[2:]:
+        names, kinds, use = line.strip("| ").split(" | ", 2)
+        for name in names.split(", "):
+            yield name.strip("`"), kinds.split(", "), re.split(r"\W", use)[0]

@@ -48,11 +48,13 @@ _NEUTRAL_VALUES: Final[Mapping[str, tuple[Any, ...]]] = {
     "function_call": ("none",),
     "functions": ([],),
     "modalities": (["text"],),
+    "moderation": (),
     "prediction": (),
     "response_format": ({"type": "text"},),
     "suffix": ("",),
     "tool_choice": ("none",),
     "tools": ([],),
+    "web_search_options": (),
 }
 # Fields that may be large.
 _PROMPT_FIELDS: Final = frozenset({"input", "messages", "prompt"})
@@ -297,6 +299,13 @@ def decode_openai_request(body: bytearray, fields_type: type[OpenAIFields | Embe
     request = convert_fields(fields | prompts, fields_type)
     request.check()
     return request
+
+
+def use_of_field(fields_type: type[OpenAIFields | EmbeddingFields], field_name: str) -> str:
+    """Return what requests of a type do with a field: it is "served", "ignored" or "refused"."""
+    if field_name in fields_type.__struct_fields__:
+        return "served"
+    return "ignored" if field_name in _IGNORED_FIELDS else "refused"
 
 
 class GenerateParameters(SamplingFields, kw_only=True, forbid_unknown_fields=True):
