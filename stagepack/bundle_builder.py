@@ -21,7 +21,7 @@ from stagepack.format.operators import ALLOWED_NAMESPACES, operator_namespace
 from stagepack.format.reader import Bundle, check_stages
 from stagepack.format.rules import INDEX_NAME, MODEL_CONFIG_NAME, raise_problems
 from stagepack.format.tree import signature_features
-from stagepack.format.validate.graph import check_graph
+from stagepack.format.validate.graph_rules import check_graph
 from stagepack.format.weights import TensorSpec
 from stagepack.format.writer import BundleWriter, Pieces, TensorSource
 from stagepack.graph.analysis import GraphAnalysis

@@ -25,8 +25,8 @@ from stagepack.format.reader import Bundle, bundle_permissions
 from stagepack.format.shapes import Symbol
 from stagepack.format.writer import TensorSource, check_output_path
 from stagepack.graph.analysis import GraphAnalysis
-from stagepack.graph.assembly import canonical_graph
-from stagepack.linearize import LinearizedProgram, example, linearize_program
+from stagepack.graph.model_assembly import canonical_graph
+from stagepack.linearize import LinearizedProgram, captured_example, linearize_program
 from stagepack.linearize.tried_sizes import with_tried_sizes
 from stagepack.linearize.weight_table import fill_modules, tensor_bytes
 from stagepack.partition.costs import graph_costs
@@ -167,8 +167,8 @@ def _linearize(capture: Capture) -> LinearizedProgram:
         return with_tried_sizes(capture, program)
     # An exported program has the inputs that it was traced with, or others that the caller passes.
     with self_check.refused_by_loaders():
-        program = with_tried_sizes(capture, example.with_example_sizes(capture, program))
-        example.check_example(capture, program)
+        program = with_tried_sizes(capture, captured_example.with_example_sizes(capture, program))
+        captured_example.check_example(capture, program)
     return program
 
 
@@ -214,7 +214,7 @@ class _Example:
     def _model_answer(self, written: Sequence[torch.Tensor] = ()) -> dict[str, torch.Tensor]:
         """The answer of the model to the example, which its second call gives too, unless it writes weights."""
         changed: list[str] = []
-        answer = example.run_example(self.capture, self.program, written, changed)
+        answer = captured_example.run_example(self.capture, self.program, written, changed)
         if changed and not _written_weights(self.program):
             self_check.check_second_call(self.capture, changed, is_allowed=self.options.allow_difference)
         return answer
@@ -231,8 +231,8 @@ class _Example:
         if capture.capture_loaded is not None:
             for inputs in (capture.inputs, *capture.further_inputs):
                 other = replace(capture, inputs=only_parameters(inputs, capture.inputs))
-                model_answer = expected if inputs is capture.inputs else example.run_example(other, program)
-                if not are_identical(model_answer, stages.run(example.example_inputs(other, program))):
+                model_answer = expected if inputs is capture.inputs else captured_example.run_example(other, program)
+                if not are_identical(model_answer, stages.run(captured_example.example_inputs(other, program))):
                     raise NotIdenticalError
         return self._record(stages, expected)
 
@@ -240,12 +240,12 @@ class _Example:
         """The inputs of the example and the answer of the loaded stages, which is compared with that of the model."""
         capture, program, options = self.capture, self.program, self.options
         options.progress("replay the example")
-        inputs = example.example_inputs(capture, program)
+        inputs = captured_example.example_inputs(capture, program)
         answer = stages.run(inputs)
         difference = stages.difference(answer, expected)
         options.compared(difference.largest)
         if not difference.within:
-            values = tuple(example.example_values(capture, program).values())
+            values = tuple(captured_example.example_values(capture, program).values())
             self_check.report_difference(capture, values, difference.largest, is_allowed=options.allow_difference)
         elif capture.questions:
             self_check.check_other_inputs(
@@ -255,8 +255,8 @@ class _Example:
         if any(tensor is not inputs[input_name] for input_name, tensor in recorded.items()):
             # Random numbers are drawn in the order of the memory, and a file has tensors without strides.
             answer = stages.run(recorded)
-        return example.tensor_source(
-            {f"{example.INPUT_PREFIX}{input_name}": tensor for input_name, tensor in recorded.items()} | answer
+        return captured_example.tensor_source(
+            {f"{captured_example.INPUT_PREFIX}{input_name}": tensor for input_name, tensor in recorded.items()} | answer
         )
 
 

@@ -14,8 +14,8 @@ from stagepack.format.graph import Graph
 from stagepack.format.manifest import Plan
 from stagepack.format.reader import Bundle
 from stagepack.format.rules import raise_problems
-from stagepack.format.validate.graph import check_graph
-from stagepack.graph.assembly import join_stages
+from stagepack.format.validate.graph_rules import check_graph
+from stagepack.graph.model_assembly import join_stages
 from stagepack.opening import BundleSource, errors_name_bundle, opened
 from stagepack.partition.costs import graph_costs
 from stagepack.partition.cut_options import CutOptions, Policy, WeightSharing

@@ -23,17 +23,17 @@ from stagepack.format.reader import Bundle
 from stagepack.format.rules import format_names
 from stagepack.format.weights import StoredTensor
 from stagepack.linearize import LinearizedProgram
-from stagepack.linearize.example import example_inputs, run_example
-from stagepack.linearize.operators import with_node_location
+from stagepack.linearize.captured_example import example_inputs, run_example
+from stagepack.linearize.op_tables import with_node_location
 from stagepack_loaders.base import PrepareOptions
 from stagepack_loaders.comparison import Difference
 from stagepack_loaders.example import compare_results, run_on_inputs
 from stagepack_loaders.pipeline import Pipeline
 from stagepack_loaders.preparation import finish_prepared, prepare_all
 from stagepack_loaders.registry import TORCH_RUNTIME
-from stagepack_loaders.torch.operators import resolve_operators
+from stagepack_loaders.torch.resolved_operators import resolve_operators
 from stagepack_loaders.torch.value_check import value_problems
-from stagepack_loaders.torch.weights import WeightCache
+from stagepack_loaders.torch.weight_store import WeightCache
 
 _SHOWN_PROBLEMS = 5
 # The fused kernel of a frozen encoder in evaluation mode writes zeros at padded rows.

@@ -24,7 +24,7 @@ from stagepack.format.graph import Graph, Weight
 from stagepack.format.reader import Bundle
 from stagepack.format.rules import MODEL_CONFIG_NAME
 from stagepack.format.writer import Pieces, TensorSource
-from stagepack.linearize.example import tensor_source
+from stagepack.linearize.captured_example import tensor_source
 from stagepack.linearize.program_tensors import dtype_name
 from stagepack.linearize.weight_table import is_all_zeros, tensor_bytes
 from stagepack.opening import errors_name_bundle, opened

@@ -24,7 +24,7 @@ from stagepack.capture.inputs import Inputs
 from stagepack.capture.programs import capture_program
 from stagepack.format.graph import Graph
 from stagepack.graph.analysis import GraphAnalysis
-from stagepack.graph.assembly import canonical_graph
+from stagepack.graph.model_assembly import canonical_graph
 from stagepack.linearize import linearize_program
 from stagepack.partition.assignment import assign_consecutive, execution_order
 from stagepack.partition.costs import graph_costs

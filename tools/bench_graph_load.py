@@ -20,7 +20,7 @@ from stagepack.format.graph_codec import GraphFile, encode_graph
 from stagepack.format.reader import Bundle
 from stagepack.partition.cut_options import CutOptions
 from stagepack_loaders.torch.build import build_graph_module
-from stagepack_loaders.torch.operators import resolve_operators
+from stagepack_loaders.torch.resolved_operators import resolve_operators
 from stagepack_loaders.torch.value_check import check_values
 from tools.benchmark_models import llama, token_inputs
 from tools.benchmark_results import BenchmarkResults, benchmark_parser, benchmark_results

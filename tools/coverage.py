@@ -26,8 +26,8 @@ from stagepack.format.folded_graph import trivially_folded
 from stagepack.format.graph import Graph
 from stagepack.format.graph_codec import encode_graph
 from stagepack.graph.analysis import GraphAnalysis
-from stagepack.graph.assembly import canonical_graph
 from stagepack.graph.folding import fold_graph
+from stagepack.graph.model_assembly import canonical_graph
 from stagepack.graph.repeats import find_repeats
 from stagepack.linearize import linearize_program
 from tests.libraries.case import LibraryCase

@@ -25,12 +25,12 @@ from stagepack.cli.shared_flags import (
 )
 from stagepack.format.output_file import check_output_file, output_file
 from stagepack.format.reader import Bundle
+from stagepack_serving.kubernetes.deployment_options import BundleVolume, DeploymentOptions
 from stagepack_serving.kubernetes.objects import memory_quantity, to_yaml
-from stagepack_serving.kubernetes.options import BundleVolume, DeploymentOptions
 from stagepack_serving.server.limits import ServerLimits
 
 if TYPE_CHECKING:
-    from stagepack_serving.kubernetes.options import PodSize
+    from stagepack_serving.kubernetes.deployment_options import PodSize
 
 # A name of a service, RFC 1035, short enough for the suffixes of its pods.
 _NAME_PATTERN = re.compile(r"[a-z]([-a-z0-9]{0,46}[a-z0-9])?")
@@ -210,8 +210,8 @@ def command(options: _Options) -> None:
     check_output_file(options.out, overwrite=options.overwrite)
     bundle = open_argument(options.bundle_path)
     deployment = _deployment_options(bundle, options)
+    from stagepack_serving.kubernetes.deployment_options import size_pods  # noqa: PLC0415 - the same
     from stagepack_serving.kubernetes.objects import deployment_objects  # noqa: PLC0415 - after the arguments are checked
-    from stagepack_serving.kubernetes.options import size_pods  # noqa: PLC0415 - the same
 
     pod_sizes = size_pods(bundle, deployment)
     text = _header(bundle, deployment, pod_sizes) + to_yaml(deployment_objects(bundle, deployment, pod_sizes))

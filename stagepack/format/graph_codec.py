@@ -13,8 +13,8 @@ from stagepack.format.folded_graph import unfold_graph
 from stagepack.format.graph import FoldedGraph, Graph
 from stagepack.format.rules import deep_nesting_refused, raise_problems, refuse_encoding, typed_errors
 from stagepack.format.validate.folded import check_folded
-from stagepack.format.validate.graph import check_graph
-from stagepack.format.validate.stage import StageGraph
+from stagepack.format.validate.graph_rules import check_graph
+from stagepack.format.validate.stage_rules import StageGraph
 
 _graph_encoder = msgspec.msgpack.Encoder()
 _graph_decoder = msgspec.msgpack.Decoder(FoldedGraph)

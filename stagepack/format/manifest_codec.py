@@ -22,7 +22,7 @@ from stagepack.format.rules import (
     typed_errors,
 )
 from stagepack.format.upgrade import check_version, is_newer_minor
-from stagepack.format.validate.manifest import check_manifest
+from stagepack.format.validate.manifest_rules import check_manifest
 
 ZERO_DIGEST = "0" * 64
 _DIGEST_FIELD = re.compile(rb'"sha256": "([0-9a-f]{64})"\n}\n\Z')

@@ -32,7 +32,7 @@ from stagepack.format.validate.files import (
     check_weights,
     weight_bytes,
 )
-from stagepack.format.validate.stage import EntryPointFacts, check_stage
+from stagepack.format.validate.stage_rules import EntryPointFacts, check_stage
 from stagepack.format.validate.whole_model import check_plan, check_whole_model
 from stagepack.format.weights import StoredTensor
 

@@ -38,7 +38,7 @@ from stagepack.format.rules import (
     rule_error,
 )
 from stagepack.format.threads import map_in_threads
-from stagepack.format.validate.manifest import check_manifest
+from stagepack.format.validate.manifest_rules import check_manifest
 from stagepack.format.weights import TensorSpec, weight_file_header
 
 # The content of a file or a tensor.

@@ -27,7 +27,7 @@ from stagepack.format.graph import (
 from stagepack.format.operators import is_denied_operator, needed_permission, operator_namespace
 from stagepack.format.traversal import child_arguments, subgraph_indices
 from stagepack.format.tree import UNUSED_VALUE
-from stagepack.linearize.operators import (
+from stagepack.linearize.op_tables import (
     Tables,
     context_module_position,
     observed_aliases,

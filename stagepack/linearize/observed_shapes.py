@@ -16,7 +16,7 @@ from stagepack.argument_guards import guarded_operator
 from stagepack.capture.program_run import run_nodes
 from stagepack.format.graph import Graph, Node, Value
 from stagepack.format.shapes import Dim, Symbol, evaluate_dim
-from stagepack.linearize.operators import context_module_position, opens_context
+from stagepack.linearize.op_tables import context_module_position, opens_context
 from stagepack.linearize.program import LinearizedProgram
 from stagepack.torch_internals import OperatorOverload
 

@@ -39,7 +39,7 @@ from stagepack.linearize.body import BodyBuilder, BoundArgument
 from stagepack.linearize.conditions import program_conditions
 from stagepack.linearize.declared_sizes import dimension_names, size_requests
 from stagepack.linearize.guards import program_guards
-from stagepack.linearize.operators import Tables, module_stack, with_node_location
+from stagepack.linearize.op_tables import Tables, module_stack, with_node_location
 from stagepack.linearize.program_tensors import constant_argument, inner_constants, program_device, program_tensors
 from stagepack.linearize.signature import Leaf, call_signature, program_signature
 from stagepack.linearize.symbols import SymbolTable, TracedSymbol

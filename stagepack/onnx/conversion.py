@@ -23,7 +23,7 @@ from stagepack.torch_internals import operators_without_onnx_form
 from stagepack_loaders.base import PrepareOptions
 from stagepack_loaders.torch.build import build_graph_module
 from stagepack_loaders.torch.prepare import read_parts
-from stagepack_loaders.torch.weights import WeightCache
+from stagepack_loaders.torch.weight_store import WeightCache
 
 _MAX_REASON_LENGTH = 300
 _CPU = torch.device("cpu")

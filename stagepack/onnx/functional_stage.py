@@ -18,8 +18,8 @@ from stagepack.onnx.replacements import call_replaced
 from stagepack.torch_internals import OperatorOverload, batch_norm_decompositions, operator_schema
 from stagepack_loaders.torch.arrays import TORCH_ARRAYS
 from stagepack_loaders.torch.build import build_graph_module
-from stagepack_loaders.torch.operators import resolve_operators
-from stagepack_loaders.torch.weights import WeightCache
+from stagepack_loaders.torch.resolved_operators import resolve_operators
+from stagepack_loaders.torch.weight_store import WeightCache
 
 # Inputs that torch.export would replace by their value in the example, so they are passed as tensors.
 PASSED_AS_TENSORS = {"symfloat": torch.float64, "symbool": torch.bool}

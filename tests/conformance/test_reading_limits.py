@@ -13,7 +13,7 @@ from stagepack.format.graph_codec import read_graph
 from stagepack.format.manifest_codec import convert_manifest
 from stagepack.format.rules import parse_json, raise_problems
 from stagepack.format.upgrade import check_version
-from stagepack.format.validate.manifest import check_manifest
+from stagepack.format.validate.manifest_rules import check_manifest
 from tests.conformance.vectors import TINY, VECTORS
 
 GRAPH = json.loads((VECTORS / "graph" / "base.json").read_text())

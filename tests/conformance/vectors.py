@@ -20,7 +20,7 @@ from stagepack.format.reader import Bundle
 from stagepack.format.shapes import Dim, evaluate_dim
 from stagepack.format.upgrade import is_newer_minor
 from stagepack.format.weights import read_weight_header
-from stagepack_loaders.torch.operators import resolve_operators
+from stagepack_loaders.torch.resolved_operators import resolve_operators
 from stagepack_loaders.torch.value_check import check_values
 from tests.bundle_editor import MANIFEST_NAME, BundleEditor, encode_header, encode_manifest, weight_file
 from tests.protobuf_fields import message

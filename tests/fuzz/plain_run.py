@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 
 from stagepack.format.graph import Argument, ComplexArg, DeviceArg, Graph, Node, Subgraph, SubgraphArg, ValueArg, Weight
 from stagepack.format.reader import Bundle
-from stagepack_loaders.torch.operators import resolve_operators
+from stagepack_loaders.torch.resolved_operators import resolve_operators
 from stagepack_loaders.torch.torch_attributes import torch_argument, torch_attribute
-from stagepack_loaders.torch.weights import as_weight
+from stagepack_loaders.torch.weight_store import as_weight
 
 
 class PlainModel:

@@ -12,7 +12,7 @@ import msgpack
 
 from stagepack.errors import StagepackError
 from stagepack.format.graph_codec import read_graph
-from stagepack.format.validate.stage import StageGraph
+from stagepack.format.validate.stage_rules import StageGraph
 from tests.bundle_editor import BundleEditor, sort_graph, sort_manifest
 from tests.fuzz.mutation import locations
 

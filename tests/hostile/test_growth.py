@@ -15,12 +15,12 @@ from stagepack.format.folded_graph import trivially_folded
 from stagepack.format.graph import Argument, Graph, ListArg, Node, Op, Scope, Subgraph, SubgraphArg, Value, ValueArg
 from stagepack.format.shapes import Dim, Expr
 from stagepack.format.traversal import subgraph_indices
-from stagepack.format.validate.graph import check_graph
+from stagepack.format.validate.graph_rules import check_graph
 from stagepack.graph.analysis import GraphAnalysis
-from stagepack.graph.assembly import canonical_graph
+from stagepack.graph.model_assembly import canonical_graph
 from stagepack.partition.assignment import node_dependencies
 from stagepack_loaders.torch.build import build_graph_module
-from stagepack_loaders.torch.operators import resolve_operators
+from stagepack_loaders.torch.resolved_operators import resolve_operators
 from tests.cli.test_pipeline_drawing import Edges, facts, to_all, u_net
 
 RELU = Op(name="aten.relu.default", schema="aten::relu(Tensor self) -> Tensor", parameters=("self",))

@@ -11,7 +11,7 @@ from stagepack.argument_guards import ARGUMENT_CHECKS, NEED_NO_OVERLAP, guarded_
 from stagepack.errors import FormatError, OperatorError
 from stagepack.format.operators import DENIED, LIST_FILE, REASONS, RUN_BY_DEFAULT, listed_verdicts, schema_parameters
 from stagepack.torch_internals import operator_schema
-from stagepack_loaders.torch.operators import BOUNDED_OPERATORS
+from stagepack_loaders.torch.resolved_operators import BOUNDED_OPERATORS
 from tests.bundle_editor import BundleEditor
 from tests.hostile.attack import command_fails, run
 from tools.operators.hostile_arguments import Call

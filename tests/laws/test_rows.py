@@ -13,7 +13,7 @@ from stagepack.capture.inputs import Inputs
 from stagepack.capture.programs import capture_program
 from stagepack.format.graph import Graph
 from stagepack.format.tree import value_names
-from stagepack.graph.rows.analysis import mixed_rows
+from stagepack.graph.rows.row_analysis import mixed_rows
 from stagepack.linearize import linearize_program
 from tests.laws.function_model import Calls
 

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import stagepack
 from stagepack.errors import GroupError, InputError, OptionError, StageLostError, StagepackError, WriteError
-from stagepack_loaders.train import meeting, start
+from stagepack_loaders.train import start, torch_meeting
 from stagepack_loaders.train.training import Training
 from tests.train.batches import MICROBATCHES, loss_of, new_optimizer, read_batch
 from tests.train.models import (
@@ -55,12 +55,12 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 MOMENTS: dict[str, Any] = {
     "init_process_group": torch.distributed,
     "open_for_loading": start,
-    "own_identity": meeting,
-    "open_store": meeting,
-    "check_identities": meeting,
-    "ProcessGroup": meeting,
-    "reachable_address": meeting,
-    "_facts": meeting,
+    "own_identity": torch_meeting,
+    "open_store": torch_meeting,
+    "check_identities": torch_meeting,
+    "ProcessGroup": torch_meeting,
+    "reachable_address": torch_meeting,
+    "_facts": torch_meeting,
     "ProcessWatch": start,
     "prepare_placed": start,
     "finish_prepared": start,

@@ -23,11 +23,11 @@ from stagepack.format.graph import (
     ValueArg,
 )
 from stagepack.format.shapes import Expr, evaluate_dim
-from stagepack.format.validate.graph import check_graph
+from stagepack.format.validate.graph_rules import check_graph
 from stagepack.graph.region_functions import folded_functions
 from stagepack.linearize import linearize_program
 from stagepack_loaders.torch.build import build_graph_module
-from stagepack_loaders.torch.operators import resolve_operators
+from stagepack_loaders.torch.resolved_operators import resolve_operators
 from stagepack_loaders.torch.torch_attributes import torch_attribute
 from tests.zoo import cases
 

@@ -266,7 +266,7 @@ def test_devices_named_by_the_author_stay(tmp_path: Path) -> None:
     """A program captured elsewhere than on the CPU names the CPU on purpose; its own device follows the loader."""
     from stagepack.linearize import linearize_program
     from stagepack_loaders.torch.build import build_graph_module
-    from stagepack_loaders.torch.operators import resolve_operators
+    from stagepack_loaders.torch.resolved_operators import resolve_operators
 
     class ToCpu(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -20,9 +20,9 @@ from stagepack.exporter import export_capture
 from stagepack.format.graph import Cost, Graph, Node, Op, Scope, Value, ValueArg, Weight
 from stagepack.format.manifest import EntryPoint, Stage
 from stagepack.format.tree import SequenceTree, Signature, ValueLeaf
-from stagepack.format.validate.graph import check_graph
+from stagepack.format.validate.graph_rules import check_graph
 from stagepack.graph.analysis import GraphAnalysis
-from stagepack.graph.assembly import canonical_graph, join_stages
+from stagepack.graph.model_assembly import canonical_graph, join_stages
 from stagepack.partition.assignment import assign_by_modules, assign_by_positions, assign_consecutive, execution_order
 from stagepack.partition.costs import graph_costs
 from stagepack.partition.cut_options import CutOptions, PolicyNode, assign_by_policy

@@ -27,8 +27,8 @@ from stagepack.format.shapes import Expr, Symbol
 from stagepack.format.traversal import input_names, output_names
 from stagepack.format.tree import Parameter, SequenceTree, Signature, ValueLeaf
 from stagepack.graph.analysis import GraphAnalysis
-from stagepack.graph.assembly import canonical_graph
 from stagepack.graph.folding import fold_graph
+from stagepack.graph.model_assembly import canonical_graph
 from stagepack.graph.repeats import find_repeats
 from stagepack.linearize import linearize_program
 

@@ -24,8 +24,8 @@ from stagepack_loaders.base import PrepareOptions
 from stagepack_loaders.pipeline import Pipeline
 from stagepack_loaders.preparation import prepare_all
 from stagepack_loaders.torch.prepare import PreparedTorchStage, prepare_stages
+from stagepack_loaders.torch.weight_store import ArrivingStore
 from stagepack_loaders.torch.weight_transfer import ArrivingFiles, empty_bytes
-from stagepack_loaders.torch.weights import ArrivingStore
 from stagepack_loaders.weight_files import FolderReader
 from tests.bundle_editor import BundleEditor
 

@@ -17,11 +17,11 @@ from stagepack.errors import CutError, UnsupportedError
 from stagepack.format.dtypes import ITEM_SIZE
 from stagepack.format.graph import Graph
 from stagepack.format.rules import PADDING_PREFIX
-from stagepack.format.validate.graph import check_graph
+from stagepack.format.validate.graph_rules import check_graph
 from stagepack.format.weights import ALIGNMENT, read_weight_header, weight_file_header
 from stagepack.linearize.program_tensors import WeightKind
 from stagepack.linearize.weight_table import tensor_bytes, weight_table
-from stagepack_loaders.torch.weights import WeightCache
+from stagepack_loaders.torch.weight_store import WeightCache
 
 CPU = torch.device("cpu")
 DTYPES = [getattr(torch, name) for name in ITEM_SIZE if name != "complex32"]  # torch cannot copy half complex numbers

@@ -17,7 +17,7 @@ from stagepack.format.reader import Bundle
 from stagepack.format.shapes import example_sizes
 from stagepack.format.traversal import input_names, output_names
 from stagepack.graph.analysis import GraphAnalysis
-from stagepack.graph.assembly import join_stages
+from stagepack.graph.model_assembly import join_stages
 from stagepack.partition.costs import estimated_operators
 from stagepack.partition.cut_options import CutOptions, PolicyNode
 from stagepack.partition.operator_costs import cost_source

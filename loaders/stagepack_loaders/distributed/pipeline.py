@@ -17,12 +17,12 @@ from stagepack.errors import DeviceError, OptionError, StagepackError
 from stagepack.format.manifest import format_stage_count
 from stagepack.format.reader import Bundle
 from stagepack.format.tree import value_names
-from stagepack.graph.rows.analysis import batch_dimension, end_edges
+from stagepack.graph.rows.row_analysis import batch_dimension, end_edges
 from stagepack_loaders import example
 from stagepack_loaders.batching import batch_limit
 from stagepack_loaders.call_limits import ValueLimit
-from stagepack_loaders.distributed.executor import GroupLauncher, ProcessExecutor, SubmitValues
 from stagepack_loaders.distributed.meeting import StageFacts
+from stagepack_loaders.distributed.process_executor import GroupLauncher, ProcessExecutor, SubmitValues
 from stagepack_loaders.distributed.status import ProcessStatus
 from stagepack_loaders.options import ProcessOptions
 from stagepack_loaders.pipeline import CallablePipeline

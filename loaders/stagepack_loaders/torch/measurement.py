@@ -22,8 +22,8 @@ from stagepack_loaders.placement import place_stages
 from stagepack_loaders.registry import find_runtime
 from stagepack_loaders.torch.build import GRAPH_NODE, build_graph_module
 from stagepack_loaders.torch.devices import parse_device
-from stagepack_loaders.torch.operators import resolve_operators
 from stagepack_loaders.torch.prepare import PreparedTorchStage, prepare_stages
+from stagepack_loaders.torch.resolved_operators import resolve_operators
 from stagepack_loaders.torch.stage import TorchStage
 
 _OVERHEAD_RUNS = 101

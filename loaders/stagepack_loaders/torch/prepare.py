@@ -27,13 +27,13 @@ from stagepack_loaders.base import PrepareOptions
 from stagepack_loaders.torch.build import StageParts, build_graph_module
 from stagepack_loaders.torch.devices import ZeroMemory, typed_memory_errors
 from stagepack_loaders.torch.module_builder import ModuleBuilder, ModuleCallBody
-from stagepack_loaders.torch.operators import resolve_operators
+from stagepack_loaders.torch.resolved_operators import resolve_operators
 from stagepack_loaders.torch.stage import StageCode, TorchStage
 from stagepack_loaders.torch.stage_memory import tensor_mover
 from stagepack_loaders.torch.value_check import check_values
 from stagepack_loaders.torch.weight_gate import GatedModule
+from stagepack_loaders.torch.weight_store import ArrivingStore, StageWeights, WeightCache, WeightStore
 from stagepack_loaders.torch.weight_window import WindowStore
-from stagepack_loaders.torch.weights import ArrivingStore, StageWeights, WeightCache, WeightStore
 from stagepack_loaders.weight_files import FolderReader, VerificationRecord
 from stagepack_loaders.window_plan import weight_uses
 

@@ -41,7 +41,7 @@ from stagepack.torch_internals import (
     operators_without_compiler,
     suppress_log_records,
 )
-from stagepack_loaders.torch.operators import check_call
+from stagepack_loaders.torch.resolved_operators import check_call
 from stagepack_loaders.torch.subgraph_check import (
     META,
     UNKNOWN_RESULT,

@@ -21,8 +21,15 @@ from stagepack.format.dtypes import ITEM_SIZE
 from stagepack.format.rules import raise_problems
 from stagepack_loaders.file_leases import written_pages
 from stagepack_loaders.torch.weight_gate import WeightGate
+from stagepack_loaders.torch.weight_store import (
+    LoadedWeights,
+    StageWeights,
+    WeightCache,
+    as_weight,
+    is_rearranged,
+    lay_out,
+)
 from stagepack_loaders.torch.weight_transfer import ByteRange, Transfers, current_event, empty_bytes
-from stagepack_loaders.torch.weights import LoadedWeights, StageWeights, WeightCache, as_weight, is_rearranged, lay_out
 from stagepack_loaders.weight_files import FolderReader, ReadInto
 from stagepack_loaders.window_plan import (
     PLACE_ALIGNMENT,

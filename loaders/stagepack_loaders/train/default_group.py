@@ -21,7 +21,7 @@ from stagepack_loaders.distributed.process_group import finished, host_name
 from stagepack_loaders.distributed.routes import FRONT_RANK, ConnectionLostError
 from stagepack_loaders.distributed.status import ProcessLost
 from stagepack_loaders.distributed.watch import SilenceClock
-from stagepack_loaders.train.meeting import KnownProcesses
+from stagepack_loaders.train.torch_meeting import KnownProcesses
 
 _START_SECONDS = 300.0
 _CHECK_SECONDS = 0.1

@@ -17,7 +17,7 @@ from stagepack.format.dtypes import SCALAR_DTYPES
 from stagepack.format.manifest import Edge
 from stagepack.format.tree import ConstantLeaf, NonFiniteLeaf, Tree, ValueLeaf, constant_value, unflatten_tree
 from stagepack_loaders.train.microbatches import Target
-from stagepack_loaders.train.options import TrainingOptions
+from stagepack_loaders.train.training_options import TrainingOptions
 
 _TAG = 2  # of losses; schedules use 0, gradients of shared parameters 1
 # Of rounding, for sums in another order. Losses that differ by more have their gradients compared, which do not cancel.

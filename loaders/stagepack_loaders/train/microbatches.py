@@ -16,7 +16,7 @@ from stagepack.format.manifest import Edge, EntryPoint
 from stagepack.format.reader import Bundle
 from stagepack.format.shapes import Dim, format_dim, format_shape, symbol_names
 from stagepack.format.tree import value_names
-from stagepack.graph.rows.analysis import find_rows
+from stagepack.graph.rows.row_analysis import find_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

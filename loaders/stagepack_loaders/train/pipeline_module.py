@@ -20,7 +20,7 @@ from stagepack.torch_internals import child_modules
 from stagepack_loaders.torch.build import INPUT_TYPES
 from stagepack_loaders.torch.stage import TorchStage
 from stagepack_loaders.train.boundaries import StageBoundary
-from stagepack_loaders.train.options import Recompute
+from stagepack_loaders.train.training_options import Recompute
 
 _REGION_PREFIX = "region_"
 Result = TypeVar("Result")

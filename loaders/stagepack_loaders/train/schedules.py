@@ -21,7 +21,6 @@ from stagepack.format.dtypes import SCALAR_DTYPES
 from stagepack.format.manifest import Edge
 from stagepack.format.shapes import evaluate_dim
 from stagepack_loaders.train.boundaries import StageBoundary
-from stagepack_loaders.train.options import TrainingOptions
 from stagepack_loaders.train.pipeline_module import (
     PipelineModule,
     backward_link,
@@ -29,6 +28,7 @@ from stagepack_loaders.train.pipeline_module import (
     generator_states,
     scalar_dtype,
 )
+from stagepack_loaders.train.training_options import TrainingOptions
 
 # The schedules of torch by name. The first two run one stage in each process.
 SCHEDULES: Mapping[str, Any] = {

@@ -24,7 +24,6 @@ from stagepack_loaders.torch.stage import TorchStage
 from stagepack_loaders.train.boundaries import find_boundaries
 from stagepack_loaders.train.loss import LossExchange, MicrobatchLoss
 from stagepack_loaders.train.microbatches import CallInputs, cut_inputs, fingerprint_of
-from stagepack_loaders.train.options import TrainingOptions
 from stagepack_loaders.train.pipeline_module import PipelineModule, random_numbers_of_stage
 from stagepack_loaders.train.process_watch import ProcessWatch
 from stagepack_loaders.train.schedules import ScheduleCache, splits_backward
@@ -35,6 +34,7 @@ from stagepack_loaders.train.shared_parameters import (
     average_loss,
     find_shared_parameters,
 )
+from stagepack_loaders.train.training_options import TrainingOptions
 
 # Each parameter has entries of its own, so that processes may have other parameters when they read them.
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)

@@ -11,7 +11,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from stagepack.format.reader import Bundle
-from stagepack_serving.kubernetes.options import DeploymentOptions, PodSize
+from stagepack_serving.kubernetes.deployment_options import DeploymentOptions, PodSize
 
 _MEBIBYTE = 2**20
 _ROUNDED_TO = 64 * _MEBIBYTE

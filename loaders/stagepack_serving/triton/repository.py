@@ -28,10 +28,10 @@ from stagepack.format.output_file import TemporaryFolder, exchange_paths
 from stagepack.format.reader import Bundle
 from stagepack.format.rules import MANIFEST_NAME
 from stagepack.format.shapes import format_guard, symbol_names
-from stagepack.graph.rows.analysis import batch_dimension
+from stagepack.graph.rows.row_analysis import batch_dimension
 from stagepack_serving.protocol.interface import Interface, InterfaceTensor, build_model_config
-from stagepack_serving.triton.options import RepositoryOptions
-from stagepack_serving.triton.stages import TritonModel, build_part_config, stage_models
+from stagepack_serving.triton.model_configs import TritonModel, build_part_config, stage_models
+from stagepack_serving.triton.repository_options import RepositoryOptions
 
 _RESULTS_MODULE = "results_model"
 # The first line of every configuration that stagepack writes.

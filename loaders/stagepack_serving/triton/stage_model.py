@@ -26,7 +26,7 @@ class TritonPythonModel:
     def initialize(self, args: Mapping[str, str]) -> None:
         """Load the stage on the device of the instance.
 
-        args: the arguments of Triton; ``model_config`` is the configuration that `stagepack_serving.triton.stages` built, as JSON.
+        args: the arguments of Triton; ``model_config`` is the configuration that `stagepack_serving.triton.model_configs` built, as JSON.
         """
         config = json.loads(args["model_config"])
         parameters = {

@@ -19,7 +19,15 @@ from xml.etree.ElementTree import Element, tostring
 from stagepack.cli.bundle_facts import bundle_facts, each_entry_point, size_lines
 from stagepack.cli.cost_facts import assumption_lines, bubble_share, bundle_cut_facts, cost_facts, memory_text
 from stagepack.cli.output import count_of, format_bytes, format_flops, format_time
-from stagepack.cli.report.elements import Child, bar, column_chart, data_table, html_element, number_cell, scrollable
+from stagepack.cli.report.html_elements import (
+    Child,
+    bar,
+    column_chart,
+    data_table,
+    html_element,
+    number_cell,
+    scrollable,
+)
 from stagepack.cli.report.pipeline_drawing import pipeline_drawing
 from stagepack.cli.report.timeline import timeline_section
 from stagepack.cli.shared_flags import folder_name

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from xml.etree.ElementTree import Element
 
 from stagepack.cli.output import format_bytes, format_time
-from stagepack.cli.report.elements import html_element
+from stagepack.cli.report.html_elements import html_element
 from stagepack.cli.stage_diagram import Arrow, arrows
 
 _LEFT, _TOP = 2, 2

@@ -8,7 +8,7 @@ from xml.etree.ElementTree import Element
 
 from stagepack.cli.cost_facts import bubble_share
 from stagepack.cli.output import count_of, format_time
-from stagepack.cli.report.elements import data_table, html_element, number_cell, scrollable
+from stagepack.cli.report.html_elements import data_table, html_element, number_cell, scrollable
 from stagepack.cli.run_tracing import trace_facts, window
 
 if TYPE_CHECKING:

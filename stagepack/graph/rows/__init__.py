@@ -1,1 +1,1 @@
-"""Whether a model keeps the rows of a batch apart: see `stagepack.graph.rows.analysis`."""
+"""Whether a model keeps the rows of a batch apart: see `stagepack.graph.rows.row_analysis`."""

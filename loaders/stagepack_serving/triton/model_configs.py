@@ -19,7 +19,7 @@ from stagepack_loaders.onnxruntime.runtime import no_onnx_error
 from stagepack_loaders.placement import place_stages
 from stagepack_loaders.registry import find_runtime
 from stagepack_serving.protocol.interface import InterfaceTensor, build_model_config
-from stagepack_serving.triton.options import RepositoryOptions
+from stagepack_serving.triton.repository_options import RepositoryOptions
 
 
 @dataclass(frozen=True, slots=True)

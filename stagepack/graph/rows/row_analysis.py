@@ -21,7 +21,7 @@ from stagepack.format.tree import value_names
 from stagepack.graph.rows.call import NodeCall, Tracked
 from stagepack.graph.rows.layout import ALONG, PAIRS, UNKNOWN, Rows, RowsMeetError, SizePoints, counts_rows, product
 from stagepack.graph.rows.lookups import batch_norm, batch_statistics
-from stagepack.graph.rows.operators import METADATA, OVERLOADS, POSITION_RULES, RULES
+from stagepack.graph.rows.operator_rules import METADATA, OVERLOADS, POSITION_RULES, RULES
 from stagepack.graph.rows.rearrangement import sliced
 
 # Parameters that switch the randomness of an operator off.

@@ -5,7 +5,7 @@ from typing import Literal
 
 from stagepack.format.reader import Bundle
 from stagepack.format.shapes import example_sizes
-from stagepack.graph.rows.analysis import batch_dimension
+from stagepack.graph.rows.row_analysis import batch_dimension
 from stagepack_loaders.distributed.process_memory import estimate_memory
 from stagepack_loaders.placement import place_stages
 
