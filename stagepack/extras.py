@@ -19,6 +19,7 @@ _EXTRAS = {
     "huggingface_hub": ("remote",),
     "h11": ("serve",),
     "jinja2": ("serve",),
+    "llguidance": ("structured",),
     "ml_dtypes": ("onnxruntime",),
     "model_signing": ("sign",),
     "onnx": ("onnx",),

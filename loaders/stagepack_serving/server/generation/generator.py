@@ -25,6 +25,7 @@ from stagepack_loaders.generation.settings import GenerationSettings, read_setti
 from stagepack_loaders.generation.token_loop import TokenLoop
 from stagepack_serving.protocol.datatypes import NUMPY_DTYPES
 from stagepack_serving.server.errors import CONTEXT_CODE, RequestError, RequestStatus
+from stagepack_serving.server.generation.json_grammar import GrammarTokens, JsonGrammar, read_grammar_tokens
 from stagepack_serving.server.generation.openai_requests import TEXT_INPUT, GenerateParameters, convert_fields
 from stagepack_serving.server.generation.text_stream import StopStrings, TextFormat, read_text_format
 from stagepack_serving.server.parameters import InferenceTensor
@@ -113,6 +114,7 @@ class Generator:
         self._decoder = decoder
         self._encoder = encoder
         self._prompt_interface = (encoder or decoder).interface
+        self._grammar_tokens: GrammarTokens | None = None
         self.text_format: TextFormat | None = read_text_format(decoder.bundle)
         self.prompt_name = next(name for name in self._prompt_interface.inputs if name.startswith("input_"))
         [self._logits_output] = decoder.interface.outputs
@@ -182,6 +184,13 @@ class Generator:
             if token < 0 or (isinstance(vocabulary_size, int) and token >= vocabulary_size):
                 message = f"logit_bias: expected tokens from 0 to the end of the vocabulary ({vocabulary_size}), found {token}"
                 raise RequestError(RequestStatus.BAD_REQUEST, message)
+
+    def compile_schema(self, schema: bytes) -> JsonGrammar:
+        """Compile a JSON schema that texts satisfy. It takes up to a second: call it in a thread."""
+        if self._grammar_tokens is None:
+            end_tokens = self._settings.eos_token_id
+            self._grammar_tokens = read_grammar_tokens(self.text_format, self._facts.logits.shape[-1], end_tokens)
+        return self._grammar_tokens.compile(schema)
 
     def close(self) -> None:
         """End the process that fills in the chat template."""

@@ -50,7 +50,6 @@ _NEUTRAL_VALUES: Final[Mapping[str, tuple[Any, ...]]] = {
     "modalities": (["text"],),
     "moderation": (),
     "prediction": (),
-    "response_format": ({"type": "text"},),
     "suffix": ("",),
     "tool_choice": ("none",),
     "tools": ([],),
@@ -58,6 +57,7 @@ _NEUTRAL_VALUES: Final[Mapping[str, tuple[Any, ...]]] = {
 }
 # Fields that may be large.
 _PROMPT_FIELDS: Final = frozenset({"input", "messages", "prompt"})
+_ANY_OBJECT: Final = b'{"type":"object"}'
 # Of one request, as OpenAI has it for embeddings.
 _MOST_TEXTS: Final = 2048
 _NESTED_LIST: Final = re.compile(rb"\s*\[\s*\[")
@@ -221,6 +221,28 @@ class _MessageHead(Struct):
         return "\n".join(part.text for part in self.content) if isinstance(self.content, list) else self.content
 
 
+class _JsonSchema(Struct):
+    """A schema of an answer; its name and description say nothing here, and `strict` is as if it was true."""
+
+    schema: dict[str, Any] | bool
+
+
+class _ResponseFormat(Struct, forbid_unknown_fields=True):
+    """What an answer is: a text, or JSON, of a schema or of any."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: _JsonSchema | None = None
+
+    def schema(self) -> bytes | None:
+        """Return the schema that an answer satisfies; None for a text."""
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            expected = "`json_schema` with the type json_schema, and only with it"
+            raise RequestError(RequestStatus.BAD_REQUEST, f"response_format: expected {expected}")
+        if self.json_schema is None:
+            return _ANY_OBJECT if self.type == "json_object" else None
+        return msgspec.json.encode(self.json_schema.schema)
+
+
 class ChatFields(OpenAIFields, kw_only=True, forbid_unknown_fields=True):
     """A request for the next message of a conversation. The fields of messages are those that the chat template knows."""
 
@@ -228,6 +250,11 @@ class ChatFields(OpenAIFields, kw_only=True, forbid_unknown_fields=True):
     max_completion_tokens: _TokenCount | None = None  # the newer name of `max_tokens`
     logprobs: bool = False
     top_logprobs: _LogprobCount = 0
+    response_format: _ResponseFormat | None = None
+
+    def schema(self) -> bytes | None:
+        """Return the JSON schema that an answer satisfies; None for a text."""
+        return None if self.response_format is None else self.response_format.schema()
 
     @property
     def logprob_count(self) -> int | None:

@@ -25,6 +25,7 @@ from stagepack_serving.server.generation.generator import (
     generator_of,
     prompt_scoring,
 )
+from stagepack_serving.server.generation.json_grammar import JsonGrammar
 from stagepack_serving.server.generation.openai_answers import ScoredToken, TextAnswer, TextChoice
 from stagepack_serving.server.generation.openai_requests import (
     ChatFields,
@@ -123,7 +124,11 @@ class CompletionRoute(OpenAIRoute):
     async def _answer(self, model: ServedModel, fields: Any, channel: AnswerChannel, deadline: asyncio.Timeout) -> Any:
         generator = generator_of(model)
         prompts = await _read_prompts(generator, fields)
-        requests = [request for prompt in prompts for request in _generation_requests(generator, fields, prompt)]
+        schema = fields.schema() if isinstance(fields, ChatFields) else None
+        grammar = None if schema is None else await asyncio.to_thread(generator.compile_schema, schema)
+        requests = [
+            request for prompt in prompts for request in _generation_requests(generator, fields, prompt, grammar)
+        ]
         answer = TextAnswer(fields, generator.text_format)
         choices = [TextChoice(answer, index) for index in range(len(requests))]
         if isinstance(fields, CompletionFields) and fields.echo:
@@ -153,7 +158,9 @@ class CompletionRoute(OpenAIRoute):
         return None
 
 
-def _generation_requests(generator: Generator, fields: OpenAIFields, prompt: _Prompt) -> Iterator[GenerationRequest]:
+def _generation_requests(
+    generator: Generator, fields: OpenAIFields, prompt: _Prompt, grammar: JsonGrammar | None
+) -> Iterator[GenerationRequest]:
     """The texts after a prompt. With a seed, each is that of a request for one text with the next seed."""
     given_settings = fields.settings() | ({"max_new_tokens": 1} if fields.max_tokens == 0 else {})
     settings = generator.openai_settings(prompt.array, given_settings, fields.default_count)
@@ -161,7 +168,7 @@ def _generation_requests(generator: Generator, fields: OpenAIFields, prompt: _Pr
         seed = {} if fields.seed is None else {"seed": fields.seed + number}
         yield GenerationRequest(
             prompt=prompt.array,
-            settings=settings | seed,
+            settings=settings | seed | ({} if grammar is None else {"logits_processor": grammar.start_text()}),
             stop_strings=fields.stop_strings(),
             logprob_count=fields.logprob_count,
         )
