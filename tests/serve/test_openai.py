@@ -4,20 +4,17 @@ import ast
 import collections
 import json
 import re
-import shutil
 from collections.abc import Iterator
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import openai
 import pytest
 import torch
 from openai.types import completion_create_params, embedding_create_params
 from openai.types.chat import completion_create_params as chat_params
 
-import stagepack
 from stagepack_serving.server.generation.openai_requests import (
     ChatFields,
     CompletionFields,
@@ -35,13 +32,7 @@ TEXT_FORMAT = TextFormat(tokenizer(), None)
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    writer = export_decoder(tmp_path_factory.mktemp("writer"))
-    # The same with a token that ends texts.
-    folder = tmp_path_factory.mktemp("ending")
-    (folder / "generation_config.json").write_text('{"eos_token_id": 1}')
-    ending = shutil.copytree(writer, folder / "ending.stagepack")
-    stagepack.add_assets(ending, [folder / "generation_config.json"])
-    with stagepack_server([writer, ending], "--max-sequences", "3") as server:
+    with stagepack_server([export_decoder(tmp_path_factory.mktemp("writer"))], "--max-sequences", "3") as server:
         yield server
 
 
@@ -321,84 +312,6 @@ def test_a_stop_string_ends_each_text(client: openai.OpenAI, is_list: bool) -> N
         assert (choice.text, choice.finish_reason) == ("", "stop")
     echoed = complete(client, "bbbb", echo=True, **options | {"max_tokens": 2}).choices[0]
     assert (echoed.text, echoed.finish_reason) == ("bbbbbb", "length")
-
-
-SCHEMA = {
-    "type": "object",
-    "properties": {"age": {"type": "integer", "minimum": 0, "maximum": 999}, "mood": {"enum": ["gut", "schlecht"]}},
-    "required": ["age", "mood"],
-    "additionalProperties": False,
-}
-
-
-def converse(client: openai.OpenAI, **fields: Any) -> Any:
-    """A conversation with the model whose texts end."""
-    messages = [{"role": "user", "content": "Hi"}]
-    return client.chat.completions.create(**{"model": "ending", "messages": messages, **fields})
-
-
-@pytest.mark.parametrize("temperature", [0, 1, 5])
-def test_an_answer_satisfies_a_json_schema(client: openai.OpenAI, temperature: float) -> None:
-    pytest.importorskip("llguidance")
-    response_format = {"type": "json_schema", "json_schema": {"name": "state", "schema": SCHEMA, "strict": True}}
-    # Without a preference for no whitespace, random weights write little else.
-    options = {
-        "temperature": temperature,
-        "seed": 1,
-        "n": 4,
-        "logit_bias": space_bias(),
-        "response_format": response_format,
-    }
-    for choice in converse(client, **options).choices:
-        jsonschema.validate(json.loads(choice.message.content), SCHEMA)
-        assert choice.finish_reason == "stop"
-
-
-def space_bias() -> dict[str, float]:
-    return {str(tokenizer().token_to_id(name)): -30 for name in ("\u0120", "\u010a", "\u0109")}
-
-
-def test_an_answer_is_a_json_object(client: openai.OpenAI) -> None:
-    pytest.importorskip("llguidance")
-    options: Any = {"response_format": {"type": "json_object"}, "temperature": 0, "logit_bias": space_bias()}
-    [end] = tokenizer().encode("}").ids
-    options["logit_bias"] = options["logit_bias"] | {str(end): 50}
-    assert json.loads(converse(client, **options).choices[0].message.content) == {}
-    text = "".join(event.choices[0].delta.content for event in converse(client, stream=True, **options))
-    assert json.loads(text) == {}
-
-
-@pytest.mark.parametrize(
-    ("response_format", "model", "says"),
-    [
-        ({"type": "json_schema"}, "ending", "response_format: expected `json_schema` with the type json_schema"),
-        ({"type": "xml"}, "ending", "response_format"),
-        (
-            {"type": "json_object"},
-            "writer",
-            "response_format: this server cannot answer with JSON: the bundle names no token",
-        ),
-        ({"type": "objekt"}, "ending", "expected a JSON schema that llguidance supports: Invalid type: objekt"),
-        ({"$ref": "#"}, "ending", "expected a JSON schema that llguidance supports"),
-        ({"$ref": "file:///etc/passwd"}, "ending", "expected a JSON schema that llguidance supports"),
-        ({"minimum": 3, "maximum": 2, "type": "integer"}, "ending", "Unsatisfiable schema"),
-        ([], "ending", "response_format"),
-    ],
-)
-def test_a_format_that_cannot_be_followed_is_refused(
-    client: openai.OpenAI, response_format: Any, model: str, says: str
-) -> None:
-    pytest.importorskip("llguidance")
-    is_schema = isinstance(response_format, dict) and response_format.get("type") not in (
-        "json_schema",
-        "xml",
-        "json_object",
-    )
-    if is_schema:
-        response_format = {"type": "json_schema", "json_schema": {"name": "a", "schema": response_format}}
-    with pytest.raises(openai.BadRequestError) as raised:
-        converse(client, model=model, response_format=response_format)
-    assert says in raised.value.message
 
 
 KINDS: dict[str, tuple[type[Any], Any]] = {

@@ -12,6 +12,7 @@ import msgspec
 
 from stagepack_loaders.python_process import module_command, module_environment
 from stagepack_serving.server.errors import RequestError, RequestStatus
+from stagepack_serving.server.generation.tool_calls import form_of_template
 
 _PROCESS_MODULE: Final = "stagepack_serving.server.generation.template_process"
 _MAX_SECONDS: Final = 10.0
@@ -20,19 +21,24 @@ _MAX_SECONDS: Final = 10.0
 class ChatTemplate:
     """The template of a bundle, which is filled in by a process of its own; see `template_process`.
 
+    Attributes:
+        call_form: how the model writes calls of tools; None if the template teaches none, or another form than those that are read.
+
     The process starts with the first conversation, and again after one that it did not survive.
     """
 
     def __init__(self, template: str, special_tokens: Mapping[str, str]) -> None:
         self._template = template
+        self.call_form = form_of_template(template)
         self._special_tokens = dict(special_tokens)
         self._process: subprocess.Popen[bytes] | None = None
         # Of its own: conversations that wait for it take no threads of other models, and are dropped when their clients go away.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="stagepack-chat-template")
 
-    async def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+    async def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """Write a conversation as a text, which ends where the answer of the assistant begins."""
         variables = {**self._special_tokens, "messages": messages, "add_generation_prompt": True}
+        variables |= {"tools": list(tools)} if tools else {}
         request = {"template": self._template, "variables": variables}
         answer_line = await asyncio.get_running_loop().run_in_executor(self._thread, self._exchange, request)
         if not answer_line:

@@ -185,12 +185,12 @@ class Generator:
                 message = f"logit_bias: expected tokens from 0 to the end of the vocabulary ({vocabulary_size}), found {token}"
                 raise RequestError(RequestStatus.BAD_REQUEST, message)
 
-    def compile_schema(self, schema: bytes) -> JsonGrammar:
-        """Compile a JSON schema that texts satisfy. It takes up to a second: call it in a thread."""
+    def compile_schema(self, schema: Mapping[str, Any] | bool, frame: tuple[str, str] = ("", "")) -> JsonGrammar:
+        """Compile the schema of JSON between two texts, which texts satisfy. It takes up to a second: call it in a thread."""
         if self._grammar_tokens is None:
             end_tokens = self._settings.eos_token_id
             self._grammar_tokens = read_grammar_tokens(self.text_format, self._facts.logits.shape[-1], end_tokens)
-        return self._grammar_tokens.compile(schema)
+        return self._grammar_tokens.compile(schema, frame)
 
     def close(self) -> None:
         """End the process that fills in the chat template."""

@@ -3,7 +3,8 @@
 Source: https://github.com/guidance-ai/llguidance. It bounds the time and the memory of grammars, which strangers choose.
 """
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy
@@ -47,14 +48,13 @@ class GrammarTokens:
         wrapper = llguidance.TokenizerWrapper(facts)
         self._tokenizer = llguidance.LLTokenizer(wrapper, n_vocab=vocabulary_size, eos_token=list(end_tokens))
 
-    def compile(self, schema: bytes) -> "JsonGrammar":
-        """Compile a schema, which is JSON."""
+    def compile(self, schema: Mapping[str, Any] | bool, frame: tuple[str, str] = ("", "")) -> "JsonGrammar":
+        """Compile a schema of the JSON that is between two texts."""
         matcher_type = self._library.LLMatcher
-        overrides = {"whitespace_pattern": _WHITESPACE, "whitespace_flexible": True, "lenient": False}
-        try:
-            grammar = matcher_type.grammar_from_json_schema(schema.decode(), overrides=overrides)
-        except ValueError as error:
-            raise _refused(str(error)) from None
+        options = {"whitespace_pattern": _WHITESPACE, "whitespace_flexible": True, "lenient": False}
+        fields = {**schema, "x-guidance": options} if isinstance(schema, Mapping) else schema
+        before, after = map(json.dumps, frame)
+        grammar = f"start: {before} answer {after}\nanswer: %json {json.dumps(fields)}"
         matcher = matcher_type(self._tokenizer, grammar, log_level=0)
         if not matcher.is_error():
             matcher.compute_bitmask()
@@ -84,14 +84,16 @@ class JsonGrammar:
             allowed_scores: Array = numpy.where(is_allowed, scores, -numpy.inf)
             if matcher.is_error() or not numpy.isfinite(allowed_scores).any():
                 reason = matcher.get_error().partition("\n")[0] or "all tokens that it allows are suppressed"
-                raise StageFailedError(f"response_format: no token follows that satisfies the schema: {reason}")
+                raise StageFailedError(f"no token follows that satisfies the schema of the answer: {reason}")
             return allowed_scores
 
         return process
 
 
 def _refused(reason: str) -> RequestError:
-    message = f"response_format: expected a JSON schema that llguidance supports: {reason.partition(chr(10))[0]}"
+    message = (
+        f"the schema of the answer: expected a JSON schema that llguidance supports: {reason.partition(chr(10))[0]}"
+    )
     return RequestError(RequestStatus.BAD_REQUEST, message)
 
 
@@ -111,4 +113,4 @@ def read_grammar_tokens(
             return GrammarTokens(text_format, vocabulary_size, end_tokens)
         except MissingPackageError as error:
             obstacle = str(error)
-    raise RequestError(RequestStatus.BAD_REQUEST, f"response_format: this server cannot answer with JSON: {obstacle}")
+    raise RequestError(RequestStatus.BAD_REQUEST, f"this server cannot answer with JSON of a schema: {obstacle}")

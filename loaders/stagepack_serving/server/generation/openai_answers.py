@@ -14,6 +14,7 @@ from stagepack_loaders.generation.sampling import TokenLogprobs
 from stagepack_serving.server.generation.generator import GeneratedPart
 from stagepack_serving.server.generation.openai_requests import ChatFields, OpenAIFields
 from stagepack_serving.server.generation.text_stream import TextFormat
+from stagepack_serving.server.generation.tool_calls import CallReader, ToolCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,37 +64,60 @@ class TextChoice:
         """Return the fields of the choice in the whole answer."""
         if not self._answer.is_chat:
             return self._fields({"text": self.text}, self._tokens)
-        message = {"role": "assistant", "content": self.text, "refusal": None}
-        return self._fields({"message": message}, self._tokens)
+        content, calls = self._content()
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if calls:
+            message |= {
+                "content": content if content.strip() else None,
+                "tool_calls": [call.fields() for call in calls],
+            }
+        return self._fields({"message": message}, self._tokens, calls_tools=bool(calls))
 
     @property
     def has_news(self) -> bool:
         """Whether there is more to send since the last event."""
-        return bool(not self._has_role or self.finish_reason or len(self.text) > self._event_start[0])
+        return bool(not self._has_role or self.finish_reason or len(self._content()[0]) > self._event_start[0])
 
     def event(self) -> dict[str, Any]:
         """Return an event with what was added since the last one. The first one of a chat has the role of the message."""
         text_start, token_start = self._event_start
-        self._event_start = len(self.text), len(self._tokens)
-        text, tokens = self.text[text_start:], self._tokens[token_start:]
+        text, calls = self._content()
+        self._event_start = len(text), len(self._tokens)
+        text, tokens = text[text_start:], self._tokens[token_start:]
         role = {} if self._has_role else {"role": "assistant"}
         self._has_role = True
-        fields = {"delta": role | {"content": text}} if self._answer.is_chat else {"text": text}
-        return self._answer.event([self._fields(fields, tokens)])
+        fields: dict[str, Any] = {"delta": role | {"content": text}} if self._answer.is_chat else {"text": text}
+        if calls:
+            fields["delta"]["tool_calls"] = [{"index": index} | call.fields() for index, call in enumerate(calls)]
+        return self._answer.event([self._fields(fields, tokens, calls_tools=bool(calls))])
 
-    def _fields(self, content: dict[str, Any], tokens: Sequence[ScoredToken]) -> dict[str, Any]:
+    def _content(self) -> tuple[str, list[ToolCall]]:
+        """The text without calls of tools, and the calls. While the text goes on, what may belong to a call is in neither."""
+        if self._answer.reader is None:
+            return self.text, []
+        return (
+            (self._answer.reader.spoken(self.text), [])
+            if self.finish_reason is None
+            else self._answer.reader.split(self.text)
+        )
+
+    def _fields(
+        self, content: dict[str, Any], tokens: Sequence[ScoredToken], *, calls_tools: bool = False
+    ) -> dict[str, Any]:
         logprobs = None
         if self._answer.has_logprobs:
             form = _chat_logprobs if self._answer.is_chat else _completion_logprobs
             logprobs = form(self._offsets, tokens)
-        return {"index": self._index, **content, "logprobs": logprobs, "finish_reason": self.finish_reason}
+        reason = "tool_calls" if calls_tools and self.finish_reason == "stop" else self.finish_reason
+        return {"index": self._index, **content, "logprobs": logprobs, "finish_reason": reason}
 
 
 class TextAnswer:
     """The answer to a request for completions or for a chat, whole or in events."""
 
-    def __init__(self, fields: OpenAIFields, text_format: TextFormat | None) -> None:
+    def __init__(self, fields: OpenAIFields, text_format: TextFormat | None, reader: CallReader | None) -> None:
         self.is_chat = isinstance(fields, ChatFields)
+        self.reader = reader
         self.has_logprobs = fields.logprob_count is not None
         self.text_format = text_format
         self._includes_usage = fields.includes_usage

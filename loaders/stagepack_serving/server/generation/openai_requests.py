@@ -16,6 +16,7 @@ from msgspec import Meta, Raw, Struct
 from stagepack.format.limits import Int64
 from stagepack.format.rules import JSON_ERRORS
 from stagepack_serving.server.errors import RequestError, RequestStatus
+from stagepack_serving.server.generation.tool_calls import ChosenTool, Tool
 from stagepack_serving.server.rest_large_request import decode_field, decode_fields, split_fields
 
 _StopString = Annotated[str, Meta(min_length=1, max_length=1000)]
@@ -30,7 +31,6 @@ _TokenCount = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 _IGNORED_FIELDS: Final = frozenset(
     {
         "metadata",
-        "parallel_tool_calls",
         "prompt_cache_key",
         "prompt_cache_options",
         "prompt_cache_retention",
@@ -51,13 +51,10 @@ _NEUTRAL_VALUES: Final[Mapping[str, tuple[Any, ...]]] = {
     "moderation": (),
     "prediction": (),
     "suffix": ("",),
-    "tool_choice": ("none",),
-    "tools": ([],),
     "web_search_options": (),
 }
 # Fields that may be large.
 _PROMPT_FIELDS: Final = frozenset({"input", "messages", "prompt"})
-_ANY_OBJECT: Final = b'{"type":"object"}'
 # Of one request, as OpenAI has it for embeddings.
 _MOST_TEXTS: Final = 2048
 _NESTED_LIST: Final = re.compile(rb"\s*\[\s*\[")
@@ -215,10 +212,25 @@ class _MessageHead(Struct):
 
     role: str
     content: str | list[_TextPart] | None = None
+    tool_calls: list[dict[str, Any]] | None = None
 
     def text(self) -> str | None:
         """The content, which may be in parts, as one text."""
         return "\n".join(part.text for part in self.content) if isinstance(self.content, list) else self.content
+
+    def calls(self) -> dict[str, Any]:
+        """The calls of tools with their arguments as objects, as templates expect them, in the fields of the message."""
+        if not self.tool_calls:
+            return {}
+        calls = [call | {"function": _with_arguments(call.get("function"))} for call in self.tool_calls]
+        return {"tool_calls": calls}
+
+
+def _with_arguments(function: Any) -> Any:
+    """A function of a call whose arguments are an object, and not its JSON."""
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
+        return function
+    return function | {"arguments": decode_field("tool_calls", Raw(function["arguments"].encode()), Any)}
 
 
 class _JsonSchema(Struct):
@@ -233,14 +245,18 @@ class _ResponseFormat(Struct, forbid_unknown_fields=True):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: _JsonSchema | None = None
 
-    def schema(self) -> bytes | None:
+    def schema(self) -> dict[str, Any] | bool | None:
         """Return the schema that an answer satisfies; None for a text."""
         if (self.type == "json_schema") != (self.json_schema is not None):
             expected = "`json_schema` with the type json_schema, and only with it"
             raise RequestError(RequestStatus.BAD_REQUEST, f"response_format: expected {expected}")
         if self.json_schema is None:
-            return _ANY_OBJECT if self.type == "json_object" else None
-        return msgspec.json.encode(self.json_schema.schema)
+            return {"type": "object"} if self.type == "json_object" else None
+        return self.json_schema.schema
+
+
+class _Tools(Struct):
+    tools: Annotated[list[Tool], Meta(max_length=128)]
 
 
 class ChatFields(OpenAIFields, kw_only=True, forbid_unknown_fields=True):
@@ -251,8 +267,11 @@ class ChatFields(OpenAIFields, kw_only=True, forbid_unknown_fields=True):
     logprobs: bool = False
     top_logprobs: _LogprobCount = 0
     response_format: _ResponseFormat | None = None
+    tools: list[dict[str, Any]] = []
+    tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
+    parallel_tool_calls: bool = True
 
-    def schema(self) -> bytes | None:
+    def schema(self) -> dict[str, Any] | bool | None:
         """Return the JSON schema that an answer satisfies; None for a text."""
         return None if self.response_format is None else self.response_format.schema()
 
@@ -266,12 +285,38 @@ class ChatFields(OpenAIFields, kw_only=True, forbid_unknown_fields=True):
         if self.top_logprobs and not self.logprobs:
             message = f"top_logprobs: expected `logprobs` to be true, found {self.top_logprobs} without it"
             raise RequestError(RequestStatus.BAD_REQUEST, message)
+        if not self.tools and self.tool_choice not in (None, "none"):
+            raise RequestError(RequestStatus.BAD_REQUEST, "tool_choice: expected `tools` beside it, found none")
+        if self.callable_tools() and self.schema() is not None:
+            message = "response_format: expected a text beside `tools`: a call of a tool is not JSON of the schema"
+            raise RequestError(RequestStatus.BAD_REQUEST, message)
+
+    def callable_tools(self) -> list[Tool]:
+        """Return the tools that the answer may call."""
+        if self.tool_choice == "none":
+            return []
+        tools: list[Tool] = convert_fields({"tools": self.tools}, _Tools).tools
+        if not isinstance(self.tool_choice, ChosenTool):
+            return tools
+        chosen_name = self.tool_choice.function.name
+        chosen_tools = [tool for tool in tools if tool.function.name == chosen_name]
+        if not chosen_tools:
+            message = f"tool_choice: expected the name of one of `tools`, found {chosen_name!r}"
+            raise RequestError(RequestStatus.BAD_REQUEST, message)
+        return chosen_tools
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer calls a tool."""
+        return self.tool_choice == "required" or isinstance(self.tool_choice, ChosenTool)
 
     def template_messages(self) -> list[dict[str, Any]]:
         """Return the messages as templates expect them: each content is one string."""
         heads = decode_field("messages", self.messages, Annotated[list[_MessageHead], Meta(min_length=1)])
         messages = decode_field("messages", self.messages, list[dict[str, Raw]])
-        return [message | {"content": head.text()} for head, message in zip(heads, messages, strict=True)]
+        return [
+            message | {"content": head.text()} | head.calls() for head, message in zip(heads, messages, strict=True)
+        ]
 
     def settings(self) -> dict[str, Any]:
         """Return the settings of a generation."""

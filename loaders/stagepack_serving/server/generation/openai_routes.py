@@ -35,6 +35,7 @@ from stagepack_serving.server.generation.openai_requests import (
     decode_openai_request,
 )
 from stagepack_serving.server.generation.text_route import AnswerChannel, TextRoute
+from stagepack_serving.server.generation.tool_calls import CallReader
 from stagepack_serving.server.model_registry import ModelRegistry, RequestScope
 from stagepack_serving.server.openapi import Endpoint
 from stagepack_serving.server.parameters import shorten_deadline
@@ -123,13 +124,13 @@ class CompletionRoute(OpenAIRoute):
 
     async def _answer(self, model: ServedModel, fields: Any, channel: AnswerChannel, deadline: asyncio.Timeout) -> Any:
         generator = generator_of(model)
+        reader = _call_reader(generator, fields) if isinstance(fields, ChatFields) else None
+        grammar = await _answer_grammar(generator, fields, reader) if isinstance(fields, ChatFields) else None
         prompts = await _read_prompts(generator, fields)
-        schema = fields.schema() if isinstance(fields, ChatFields) else None
-        grammar = None if schema is None else await asyncio.to_thread(generator.compile_schema, schema)
         requests = [
             request for prompt in prompts for request in _generation_requests(generator, fields, prompt, grammar)
         ]
-        answer = TextAnswer(fields, generator.text_format)
+        answer = TextAnswer(fields, generator.text_format, reader)
         choices = [TextChoice(answer, index) for index in range(len(requests))]
         if isinstance(fields, CompletionFields) and fields.echo:
             await _echo(generator, fields, prompts, choices)
@@ -172,6 +173,31 @@ def _generation_requests(
             stop_strings=fields.stop_strings(),
             logprob_count=fields.logprob_count,
         )
+
+
+def _call_reader(generator: Generator, fields: ChatFields) -> CallReader | None:
+    """What finds the calls of tools in an answer; None if it has none."""
+    tools = fields.callable_tools()
+    if not tools:
+        return None
+    text_format = generator.text_format
+    form = text_format.chat_template.call_form if text_format is not None and text_format.chat_template else None
+    if form is None:
+        expected = (
+            "a chat template with tools, whose calls have the form of Hermes and Qwen (<tool_call>), Mistral or Llama 3"
+        )
+        message = f"tools: the bundle of {fields.model} cannot call them: expected {expected}"
+        raise RequestError(RequestStatus.BAD_REQUEST, message)
+    names = frozenset(tool.function.name for tool in tools)
+    return CallReader(form, names, None if fields.parallel_tool_calls else 1)
+
+
+async def _answer_grammar(generator: Generator, fields: ChatFields, reader: CallReader | None) -> JsonGrammar | None:
+    """What rules out tokens that an answer must not have; None if it may have all."""
+    schema, frame = fields.schema(), ("", "")
+    if reader is not None and fields.must_call:
+        schema, frame = reader.form.schema(fields.callable_tools()), reader.form.frame()
+    return None if schema is None else await asyncio.to_thread(generator.compile_schema, schema, frame)
 
 
 async def _generate_together(
@@ -243,7 +269,8 @@ async def _read_prompts(generator: Generator, fields: Any) -> list[_Prompt]:
             message = f"{fields.model}: the bundle has no chat template: ask for a completion"
             raise RequestError(RequestStatus.BAD_REQUEST, message)
         messages = await beside_loop(len(memoryview(fields.messages)), fields.template_messages)
-        text = await generator.text_format.chat_template.render(messages)
+        tools = fields.tools if fields.callable_tools() else ()
+        text = await generator.text_format.chat_template.render(messages, tools)
         return [_Prompt(await generator.encode_text(text, adds_special_tokens=False), text)]
     prompts = await beside_loop(
         len(memoryview(fields.prompt)), fields.prompts, has_tokens=generator.prompt_name == IDS_INPUT

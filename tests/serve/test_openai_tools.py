@@ -1,0 +1,262 @@
+"""Answers over OpenAI's API that are JSON of a schema, or calls of tools."""
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import openai
+import pytest
+
+import stagepack
+from stagepack_serving.server.generation.tool_calls import CallForm, CallReader, ToolCall, form_of_template
+from tests.serve.generating_model import export_decoder, tokenizer
+from tests.serve.servers import Server, stagepack_server
+
+pytestmark = pytest.mark.xdist_group("serve")
+# What makes them those of models that call tools, and messages as short as the cache.
+CALLING_TEMPLATES = {
+    "hermes": "{# <tool_call> #}",
+    "mistral": "{# [TOOL_CALLS] #}",
+    "llama3": "{# Environment: ipython #}",
+    "coder": "{# <tool_call><function= #}",
+}
+CALLING_MESSAGES = (
+    "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}{% for message in messages %}<{{ message.role[0] }}>"
+    "{{ message.content or '' }}{% for call in message.tool_calls or [] %}{{ call.function.arguments.a + 1 }}{% endfor %}{% endfor %}"
+)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    writer = export_decoder(tmp_path_factory.mktemp("writer"))
+    # The same with a token that ends texts.
+    folder = tmp_path_factory.mktemp("ending")
+    (folder / "generation_config.json").write_text('{"eos_token_id": 1}')
+    ending = shutil.copytree(writer, folder / "ending.stagepack")
+    stagepack.add_assets(ending, [folder / "generation_config.json"])
+    callers = []
+    for model, template in CALLING_TEMPLATES.items():
+        callers.append(shutil.copytree(ending, folder / f"{model}.stagepack"))
+        (folder / "chat_template.jinja").write_text(template + CALLING_MESSAGES)
+        stagepack.add_assets(callers[-1], [folder / "chat_template.jinja"], overwrite=True)
+    with stagepack_server([writer, ending, *callers], "--max-sequences", "3") as server:
+        yield server
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    address = f"http://127.0.0.1:{server.http}/v1"
+    with openai.OpenAI(base_url=address, api_key="none", max_retries=0) as client:
+        yield client
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"age": {"type": "integer", "minimum": 0, "maximum": 999}, "mood": {"enum": ["gut", "schlecht"]}},
+    "required": ["age", "mood"],
+    "additionalProperties": False,
+}
+
+
+def converse(client: openai.OpenAI, **fields: Any) -> Any:
+    """A conversation with the model whose texts end."""
+    messages = [{"role": "user", "content": "Hi"}]
+    return client.chat.completions.create(**{"model": "ending", "messages": messages, **fields})
+
+
+@pytest.mark.parametrize("temperature", [0, 1, 5])
+def test_an_answer_satisfies_a_json_schema(client: openai.OpenAI, temperature: float) -> None:
+    pytest.importorskip("llguidance")
+    response_format = {"type": "json_schema", "json_schema": {"name": "state", "schema": SCHEMA, "strict": True}}
+    # Without a preference for no whitespace, random weights write little else.
+    options = {
+        "temperature": temperature,
+        "seed": 1,
+        "n": 4,
+        "logit_bias": space_bias(),
+        "response_format": response_format,
+    }
+    for choice in converse(client, **options).choices:
+        jsonschema.validate(json.loads(choice.message.content), SCHEMA)
+        assert choice.finish_reason == "stop"
+
+
+def space_bias() -> dict[str, float]:
+    return {str(tokenizer().token_to_id(name)): -30 for name in ("\u0120", "\u010a", "\u0109")}
+
+
+def test_an_answer_is_a_json_object(client: openai.OpenAI) -> None:
+    pytest.importorskip("llguidance")
+    options: Any = {"response_format": {"type": "json_object"}, "temperature": 0, "logit_bias": space_bias()}
+    [end] = tokenizer().encode("}").ids
+    options["logit_bias"] = options["logit_bias"] | {str(end): 50}
+    assert json.loads(converse(client, **options).choices[0].message.content) == {}
+    text = "".join(event.choices[0].delta.content for event in converse(client, stream=True, **options))
+    assert json.loads(text) == {}
+
+
+@pytest.mark.parametrize(
+    ("response_format", "model", "says"),
+    [
+        ({"type": "json_schema"}, "ending", "response_format: expected `json_schema` with the type json_schema"),
+        ({"type": "xml"}, "ending", "response_format"),
+        (
+            {"type": "json_object"},
+            "writer",
+            "this server cannot answer with JSON of a schema: the bundle names no token",
+        ),
+        ({"type": "objekt"}, "ending", "Invalid type: objekt"),
+        ({"$ref": "#"}, "ending", "expected a JSON schema that llguidance supports"),
+        ({"$ref": "file:///etc/passwd"}, "ending", "expected a JSON schema that llguidance supports"),
+        ({"minimum": 3, "maximum": 2, "type": "integer"}, "ending", "Unsatisfiable schema"),
+        ([], "ending", "response_format"),
+    ],
+)
+def test_a_format_that_cannot_be_followed_is_refused(
+    client: openai.OpenAI, response_format: Any, model: str, says: str
+) -> None:
+    pytest.importorskip("llguidance")
+    is_schema = isinstance(response_format, dict) and response_format.get("type") not in (
+        "json_schema",
+        "xml",
+        "json_object",
+    )
+    if is_schema:
+        response_format = {"type": "json_schema", "json_schema": {"name": "a", "schema": response_format}}
+    with pytest.raises(openai.BadRequestError) as raised:
+        converse(client, model=model, response_format=response_format)
+    assert says in raised.value.message
+
+
+TOOLS: Any = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": "Look something up",
+            "parameters": {
+                "type": "object",
+                "properties": {"a": {"type": "integer", "minimum": low, "maximum": low + 9}},
+                "required": ["a"],
+                "additionalProperties": False,
+            },
+        },
+    }
+    for name, low in (("f", 10), ("g", 20))
+]
+CHOSEN: Any = {"type": "function", "function": {"name": "g"}}
+
+
+@pytest.mark.parametrize("model", ["hermes", "mistral", "llama3"])
+@pytest.mark.parametrize("choice", ["required", CHOSEN])
+def test_a_tool_that_must_be_called_is_called(client: openai.OpenAI, model: str, choice: Any) -> None:
+    pytest.importorskip("llguidance")
+    request: Any = {"model": model, "tools": TOOLS, "tool_choice": choice, "seed": 3, "logit_bias": space_bias()}
+    whole = converse(client, **request, n=2)
+    for answer in whole.choices:
+        [call] = answer.message.tool_calls
+        assert (answer.finish_reason, answer.message.content, call.type) == ("tool_calls", None, "function")
+        low = {"f": 10, "g": 20}[call.function.name]
+        assert low <= json.loads(call.function.arguments)["a"] < low + 10
+        assert choice == "required" or call.function.name == "g"
+        assert re.fullmatch("[A-Za-z0-9]{9}", call.id)
+    deltas = [event.choices[0].delta for event in converse(client, **request, stream=True)]
+    [streamed] = [call for delta in deltas for call in delta.tool_calls or ()]
+    first_call = whole.choices[0].message.tool_calls[0].function
+    assert (streamed.index, streamed.function.name, streamed.function.arguments) == (
+        0,
+        first_call.name,
+        first_call.arguments,
+    )
+    assert not "".join(delta.content or "" for delta in deltas).strip()
+
+
+def test_tools_are_in_the_prompt_and_texts_without_calls_are_texts(client: openai.OpenAI) -> None:
+    request: Any = {"model": "hermes", "max_tokens": 5, "temperature": 0}
+    plain, offered = converse(client, **request), converse(client, **request, tools=TOOLS)
+    assert offered.usage.prompt_tokens == plain.usage.prompt_tokens + len("fg")
+    assert (offered.choices[0].message.tool_calls, offered.choices[0].finish_reason) == (None, "length")
+    streamed = converse(client, **request, tools=TOOLS, stream=True)
+    text = "".join(event.choices[0].delta.content or "" for event in streamed)
+    assert text == offered.choices[0].message.content
+    unused = converse(client, **request, tools=TOOLS, tool_choice="none")
+    assert unused.choices == plain.choices
+    call = {"id": "123456789", "type": "function", "function": {"name": "f", "arguments": '{"a": 3}'}}
+    messages = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "123456789", "content": "x"},
+    ]
+    answered = converse(client, **request, messages=messages)
+    assert answered.usage.prompt_tokens == len("<u>Hi<a>4<t>x")
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"model": "ending", "tools": TOOLS}, "tools: the bundle of ending cannot call them: expected a chat template"),
+        ({"model": "coder", "tools": TOOLS}, "tools: the bundle of coder cannot call them"),
+        ({"model": "hermes", "tools": [{"type": "function", "function": {"name": "a b"}}]}, "matching regex"),
+        ({"model": "hermes", "tools": [{"type": "custom"}]}, "type"),
+        ({"model": "hermes", "tool_choice": "auto"}, "tool_choice: expected `tools` beside it"),
+        (
+            {"model": "hermes", "tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "h"}}},
+            "tool_choice: expected the name of one of `tools`, found 'h'",
+        ),
+        (
+            {"model": "hermes", "tools": TOOLS, "response_format": {"type": "json_object"}},
+            "response_format: expected a text",
+        ),
+        ({"functions": [{"name": "a"}]}, "functions: this server does not support it"),
+    ],
+)
+def test_tools_that_cannot_be_called_are_refused(client: openai.OpenAI, fields: Any, says: str) -> None:
+    with pytest.raises(openai.BadRequestError) as raised:
+        converse(client, **fields)
+    assert says in raised.value.message
+
+
+HERMES, MISTRAL, LLAMA3, _ = (form_of_template(f"{template} tools") for template in CALLING_TEMPLATES.values())
+MARKED = '<tool_call>{"name":"f","arguments":{"a":1}}</tool_call>'
+CALLS = [ToolCall("f", '{"a": 1}'), ToolCall("g", '{"b": "ä", "c": [1, {"name": "f"}]}')]
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "content", "calls"),
+    [
+        (HERMES, '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>', "", CALLS[:1]),
+        (
+            HERMES,
+            f"So: {MARKED}\n<tool_call>\n" + '{"name":"g","arguments":{"b":"ä","c":[1,{"name":"f"}]}}',
+            "So: ",
+            CALLS,
+        ),
+        (HERMES, '<tool_call>{"name": "f"}</tool_call>', '<tool_call>{"name": "f"}</tool_call>', []),
+        (HERMES, "<tool_call>{</tool_call>", "<tool_call>{</tool_call>", []),
+        (HERMES, "a <b> <tool", "a <b> <tool", []),
+        (HERMES, '{"name": "f", "arguments": {"a": 1}}', '{"name": "f", "arguments": {"a": 1}}', []),
+        (MISTRAL, '[{"name": "f", "arguments": {"a": 1}}]', "", CALLS[:1]),
+        (MISTRAL, '[{"name": "h", "arguments": {"a": 1}}]', '[{"name": "h", "arguments": {"a": 1}}]', []),
+        (MISTRAL, "[1, 2]", "[1, 2]", []),
+        (MISTRAL, "[" * 100_000, "[" * 100_000, []),
+        (MISTRAL, "Hello", "Hello", []),
+        (LLAMA3, '{"name": "f", "parameters": {"a": 1}}', "", CALLS[:1]),
+        (
+            LLAMA3,
+            '{"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {"b": "ä", "c": [1, {"name": "f"}]}}',
+            "",
+            CALLS,
+        ),
+        (LLAMA3, '{"name": "f", "parameters": {"a": NaN}}', '{"name": "f", "parameters": {"a": NaN}}', []),
+        (LLAMA3, '{"name": "f", "parameters": {"a": 1}} and', '{"name": "f", "parameters": {"a": 1}} and', []),
+    ],
+)
+def test_calls_are_found_in_texts(form: CallForm, text: str, content: str, calls: list[ToolCall]) -> None:
+    reader = CallReader(form, frozenset("fg"))
+    assert reader.split(text) == (content, calls)
+    assert CallReader(form, frozenset("fg"), 1).split(text)[1] == calls[:1]
+    for length in range(0, len(text), max(1, len(text) // 100)):
+        assert content.startswith(reader.spoken(text[:length]))
