@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +22,37 @@ _LOOPS = {"higher_order.map_impl": 1, "higher_order.scan": 2, "higher_order.asso
 _QUANTIZED = (torch.int8, torch.uint8)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _TracedNode:
+    """A node whose cost is asked for."""
+
+    node: FxNode
+    operator_name: str
+    # The nodes of the graph that stand for weights.
+    weight_nodes: Collection[FxNode]
+
+    @property
+    def base_name(self) -> str:
+        """The name that the tables of costs have for the operator."""
+        return operator_base_name(self.operator_name)
+
+    def results(self) -> list[torch.Tensor]:
+        """The tensors that the node returns."""
+        return [meta for meta in _flat(traced_value(self.node)) if isinstance(meta, torch.Tensor)]
+
+    def operator_call(self) -> OperatorCall:
+        """The shapes that the node takes and returns, with the defaults of the parameters that it leaves out."""
+
+        def shape_of(argument: FxNode) -> Any:
+            meta = traced_value(argument)
+            if isinstance(meta, torch.Tensor):
+                return _tensor_shape(meta, is_weight=argument in self.weight_nodes)
+            return _example_size(meta) if isinstance(meta, torch.SymInt) else meta
+
+        arguments = {parameter: torch.fx.map_arg(value, shape_of) for parameter, value in _bound_arguments(self.node)}
+        return OperatorCall(arguments=arguments, results=[_tensor_shape(meta) for meta in self.results()])
+
+
 class CostModel:
     """Costs of nodes. What torch counts is cached by operator and sizes, since layers repeat."""
 
@@ -34,44 +66,43 @@ class CostModel:
 
         Each subgraph is executed once, or once for each step of a loop whose number of steps a shape tells.
         """
-        own_cost = self._own_cost(node, operator_name, weight_nodes)
+        own_cost = self._own_cost(_TracedNode(node=node, operator_name=operator_name, weight_nodes=weight_nodes))
         step_count = _step_count(node, operator_name)
         return Cost(
             flops=own_cost.flops + step_count * sum(cost.flops for cost in body_costs),
             bytes=own_cost.bytes + step_count * sum(cost.bytes for cost in body_costs),
         )
 
-    def _own_cost(self, node: FxNode, operator_name: str, weight_nodes: Collection[FxNode]) -> Cost:
+    def _own_cost(self, traced: _TracedNode) -> Cost:
         """The cost of a node without that of its subgraphs."""
-        base_name = operator_base_name(operator_name)
-        is_overload = isinstance(node.target, OperatorOverload)
-        if not is_overload and base_name not in FLOP_FORMULAS:
+        target = traced.node.target
+        is_overload = isinstance(target, OperatorOverload)
+        if not is_overload and traced.base_name not in FLOP_FORMULAS:
             return Cost()
-        if is_overload and node.target.is_view:  # type: ignore[union-attr]
+        if is_overload and target.is_view:  # type: ignore[union-attr]
             return Cost()
-        returned = [meta for meta in _flat(traced_value(node)) if isinstance(meta, torch.Tensor)]
-        used = [meta for meta in map(traced_value, node.all_input_nodes) if isinstance(meta, torch.Tensor)]
-        if base_name in _GATHERS:
+        returned = traced.results()
+        used = [meta for meta in map(traced_value, traced.node.all_input_nodes) if isinstance(meta, torch.Tensor)]
+        if traced.base_name in _GATHERS:
             used[:1] = returned
         bytes_moved = sum(_element_count(meta) * meta.element_size() for meta in (*returned, *used))
-        if base_name in REPEATED_READS:
-            bytes_moved += REPEATED_READS[base_name](_operator_call(node, weight_nodes, returned))
-        return Cost(flops=self._flops(node, operator_name, weight_nodes, returned), bytes=bytes_moved)
+        if traced.base_name in REPEATED_READS:
+            bytes_moved += REPEATED_READS[traced.base_name](traced.operator_call())
+        return Cost(flops=self._flops(traced), bytes=bytes_moved)
 
-    def _flops(
-        self, node: FxNode, operator_name: str, weight_nodes: Collection[FxNode], returned: Sequence[torch.Tensor]
-    ) -> int:
-        base_name = operator_base_name(operator_name)
+    def _flops(self, traced: _TracedNode) -> int:
+        base_name = traced.base_name
         if base_name in FLOP_FORMULAS:
-            return FLOP_FORMULAS[base_name](_operator_call(node, weight_nodes, returned))
-        if base_name in TORCH_COUNTED_OPERATORS or has_flop_formula(node.target):
+            return FLOP_FORMULAS[base_name](traced.operator_call())
+        if base_name in TORCH_COUNTED_OPERATORS or has_flop_formula(traced.node.target):
             try:
-                return self._counted_by_torch(node)
+                return self._counted_by_torch(traced.node)
             except Exception:  # noqa: BLE001 - operators refuse the sizes that stand for those that depend on data, by any class
-                return estimated_flops(_operator_call(node, weight_nodes, returned))
-        if cost_source(operator_name) == "estimated":
-            return estimated_flops(_operator_call(node, weight_nodes, returned))
+                return estimated_flops(traced.operator_call())
+        if cost_source(traced.operator_name) == "estimated":
+            return estimated_flops(traced.operator_call())
         # One operation for each element that is computed; moving integers is none.
+        returned = traced.results()
         is_floating_point = any(meta.is_floating_point() for meta in returned)
         return sum(map(_element_count, returned)) if is_floating_point else 0
 
@@ -98,19 +129,6 @@ class CostModel:
 def traced_value(node: FxNode) -> Any:
     """Return what the trace has for the value of a node."""
     return node.meta.get("val")
-
-
-def _operator_call(node: FxNode, weight_nodes: Collection[FxNode], returned: Sequence[torch.Tensor]) -> OperatorCall:
-    """The shapes that a node takes and returns, with the defaults of the parameters that it leaves out."""
-
-    def shape_of(argument: FxNode) -> Any:
-        meta = traced_value(argument)
-        if isinstance(meta, torch.Tensor):
-            return _tensor_shape(meta, is_weight=argument in weight_nodes)
-        return _example_size(meta) if isinstance(meta, torch.SymInt) else meta
-
-    arguments = {parameter: torch.fx.map_arg(value, shape_of) for parameter, value in _bound_arguments(node)}
-    return OperatorCall(arguments=arguments, results=[_tensor_shape(meta) for meta in returned])
 
 
 def _bound_arguments(node: FxNode) -> Iterator[tuple[str, Any]]:
