@@ -25,6 +25,7 @@ from stagepack.partition.cut_options import CutOptions, Policy, WeightSharing
 from stagepack.partition.profile import DeviceProfile, Profile
 from stagepack.torch_internals import uncompiled_module
 from stagepack.weight_replacement import replace_weights
+from stagepack_loaders.comparison import Tolerance
 
 
 def export(
@@ -186,7 +187,7 @@ def export(
             if not isinstance(model, str | os.PathLike):
                 raise OptionError(f"graph_from: expected the path of a checkpoint, found {type(model).__name__}")
             bundle = replace_weights(graph_from, model, out=out, allow_ops=allow_ops, overwrite=overwrite)
-            return _with_onnx(bundle, rtol, atol) if onnx else bundle
+            return _with_onnx(bundle, Tolerance(rtol, atol)) if onnx else bundle
         captures = {FORWARD: _captured_model(model, inputs, weights, dtype)}
     own_files = model_files(next(iter(captures.values())).model)
     options = ExportOptions(
@@ -195,7 +196,7 @@ def export(
         allow_difference=allow_difference,
     )
     bundle = export_captures(captures, out=out, cut_options=cut_options, options=options)
-    return _with_onnx(bundle, rtol, atol) if onnx else bundle
+    return _with_onnx(bundle, Tolerance(rtol, atol)) if onnx else bundle
 
 
 def _captures_of_functions(
@@ -259,11 +260,11 @@ def _entry_point_cut_options(
     }
 
 
-def _with_onnx(bundle: Bundle, rtol: float | None, atol: float | None) -> Bundle:
+def _with_onnx(bundle: Bundle, tolerance: Tolerance) -> Bundle:
     """Add ONNX files; warn of stages that have none."""
     from stagepack.onnx import add_onnx_to_new_bundle  # noqa: PLC0415 - packages that only this needs
 
-    for added in add_onnx_to_new_bundle(bundle, rtol=rtol, atol=atol):
+    for added in add_onnx_to_new_bundle(bundle, tolerance):
         prefix = f"{added.bundle.entry_point.name}, " if len(bundle.entry_points) > 1 else ""
         for stage_number, reason in added.torch_only.items():
             warn_caller(ExportWarning(f"{prefix}stage {stage_number} runs in torch only: {reason}"))

@@ -20,6 +20,7 @@ from stagepack.cli.termination import orderly_termination
 from stagepack.extras import require_extras
 from stagepack.format.reader import Bundle
 from stagepack.format.writer import check_output_path
+from stagepack_loaders.comparison import Tolerance
 
 
 @option_object
@@ -133,7 +134,7 @@ def command(options: _Options) -> None:
             from stagepack.onnx import add_onnx_to_new_bundle  # noqa: PLC0415 - packages that only this option needs
         bundle, run_facts = _write(options, asset_contents, next_step)
         if options.with_onnx:
-            results = add_onnx_to_new_bundle(bundle, rtol=options.rtol, atol=options.atol, progress=next_step)
+            results = add_onnx_to_new_bundle(bundle, Tolerance(options.rtol, options.atol), next_step)
             onnx_facts = [stage_facts for added in results for stage_facts in conversion_facts(added)]
             run_facts = {"onnx": onnx_facts} | run_facts
             bundle = Bundle(bundle.path)

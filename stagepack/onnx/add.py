@@ -57,9 +57,21 @@ def add_onnx(
     rtol: the difference that is allowed relative to each value, in the place of that of the dtype; nothing is then computed in float64.
         Integers must be equal all the same.
     """
-    if any(bound is not None and not bound >= 0 for bound in (rtol, atol)):
-        raise OptionError(f"rtol, atol: expected numbers that are not negative, found {rtol} and {atol}")
-    tolerance = None if rtol is None and atol is None else Tolerance(rtol, atol)
+    return add_onnx_within(bundle, allow_ops, Tolerance(rtol, atol), progress)
+
+
+@errors_name_bundle
+def add_onnx_within(
+    bundle: str | os.PathLike[str] | Bundle,
+    allow_ops: Collection[str],
+    tolerance: Tolerance,
+    progress: Callable[[str], None],
+) -> AddedOnnx:
+    """Add an ONNX model to each stage of a bundle; see `add_onnx`."""
+    if any(bound is not None and not bound >= 0 for bound in tolerance):
+        raise OptionError(
+            f"rtol, atol: expected numbers that are not negative, found {tolerance.rtol} and {tolerance.atol}"
+        )
     opened = opened_folder(bundle, "ONNX models")
     check_output_path(_resolved_path(opened), overwrite=True)
     versions = opened.check_digests(opened.files)
@@ -71,7 +83,8 @@ def add_onnx(
     refused = {stage_number: reason for stage_number, reason in conversions.items() if isinstance(reason, str)}
     converted = {stage_number: files for stage_number, files in conversions.items() if isinstance(files, OnnxFiles)}
     progress("run the example")
-    checks = _check_converted(opened, converted, versions, allow_ops, tolerance)
+    stated_tolerance = None if tolerance == Tolerance() else tolerance
+    checks = _check_converted(opened, converted, versions, allow_ops, stated_tolerance)
     matching = {stage_number: files for stage_number, files in converted.items() if checks[stage_number].within}
     differing = {stage_number: checks[stage_number].reason for stage_number in converted.keys() - matching.keys()}
     _write_bundle(opened, matching, versions, _resolved_path(opened), replaced_digest=opened.digest)
@@ -83,14 +96,14 @@ def add_onnx(
 
 
 def add_onnx_to_new_bundle(
-    bundle: Bundle, *, rtol: float | None, atol: float | None, progress: Callable[[str], None] = lambda _: None
+    bundle: Bundle, tolerance: Tolerance, progress: Callable[[str], None] = lambda _: None
 ) -> Iterator[AddedOnnx]:
     """Add ONNX models to each entry point of a bundle that was just exported; errors say that it is written without them."""
     for entry_point in bundle.entry_points:
         # The entry point before this one has written the bundle anew.
         selected = Bundle(bundle.path).select(entry_point.name)
         try:
-            yield add_onnx(selected, allow_ops=bundle_permissions(selected), rtol=rtol, atol=atol, progress=progress)
+            yield add_onnx_within(selected, bundle_permissions(selected), tolerance, progress)
         except StagepackError as error:
             further = f"{bundle.location} is written without the ONNX models that failed: mend the cause, and run `stagepack onnx` on it"
             error.args = (f"{error}: {further}", *error.args[1:])
