@@ -31,6 +31,19 @@ def boolean_parameter(parameters: Mapping[str, Any], parameter_name: str, defaul
     return value
 
 
+def sequence_parameters(parameters: Mapping[str, Any]) -> tuple[int | str, bool, bool]:
+    """Return the id of the sequence of a request, whether the request starts it, and whether it ends it."""
+    sequence_id = parameters.get("sequence_id", 0)
+    if not isinstance(sequence_id, int | str) or isinstance(sequence_id, bool) or not sequence_id:
+        raise RequestError(
+            RequestStatus.BAD_REQUEST,
+            "the model keeps state between calls: expected the parameter sequence_id, a non-zero integer or a string, "
+            f"found {sequence_id!r}; start a sequence with sequence_start",
+        )
+    is_start = boolean_parameter(parameters, "sequence_start")
+    return sequence_id, is_start, boolean_parameter(parameters, "sequence_end")
+
+
 def timeout_parameter(parameters: Mapping[str, Any]) -> float:
     """Return how long the client waits for the answer, in seconds."""
     timeout = parameters.get("timeout", 0)

@@ -7,12 +7,11 @@ https://github.com/triton-inference-server/server/blob/main/docs/protocol/extens
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 from stagepack_serving.server.errors import RequestError, RequestStatus
-from stagepack_serving.server.parameters import boolean_parameter
 
 # How often a request that waits for a place looks for sequences that have become idle for too long.
 _WATCH_SECONDS: Final = 0.2
@@ -63,14 +62,11 @@ class SequenceTable:
         return isinstance(sequence_id, int | str | RequestSequence) and sequence_id in self._by_id
 
     @contextlib.asynccontextmanager
-    async def turn(self, parameters: Mapping[str, Any]) -> AsyncIterator[RequestSequence]:
+    async def turn(self, sequence_id: int | str, is_start: bool, is_end: bool) -> AsyncIterator[RequestSequence]:
         """Wait until the earlier requests of the sequence are answered.
 
         The sequence ends with the context if the request says so, and if the body raises: the state may then be half written.
         """
-        sequence_id = _sequence_id(parameters)
-        is_start = boolean_parameter(parameters, "sequence_start")
-        is_end = boolean_parameter(parameters, "sequence_end")
         if is_start:
             self.remove(sequence_id)
             self._make_place()
@@ -145,17 +141,6 @@ class SequenceTable:
             return True
         self.remove_idle()
         return len(self._by_id) < self._max_sequences
-
-
-def _sequence_id(parameters: Mapping[str, Any]) -> int | str:
-    sequence_id = parameters.get("sequence_id", 0)
-    if not isinstance(sequence_id, int | str) or isinstance(sequence_id, bool) or not sequence_id:
-        raise RequestError(
-            RequestStatus.BAD_REQUEST,
-            "the model keeps state between calls: expected the parameter sequence_id, a non-zero integer or a string, "
-            f"found {sequence_id!r}; start a sequence with sequence_start",
-        )
-    return sequence_id
 
 
 def _unknown_sequence(sequence_id: int | str) -> RequestError:

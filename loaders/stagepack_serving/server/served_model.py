@@ -18,7 +18,13 @@ from stagepack_serving.server.example_check import run_example
 from stagepack_serving.server.limits import ServerLimits
 from stagepack_serving.server.metadata import FIRST_VERSION, model_metadata, served_model_config
 from stagepack_serving.server.metrics import Metrics
-from stagepack_serving.server.parameters import InferenceRequest, InferenceTensor, shorten_deadline, timeout_parameter
+from stagepack_serving.server.parameters import (
+    InferenceRequest,
+    InferenceTensor,
+    sequence_parameters,
+    shorten_deadline,
+    timeout_parameter,
+)
 from stagepack_serving.server.scheduler import CallBatch, QueuedCall, Scheduler
 from stagepack_serving.server.sequences import RequestSequence, SequenceTable
 from stagepack_serving.server.statistics import VersionStatistics
@@ -154,7 +160,7 @@ class ServedModel:
         if self._sequences is None:
             arrays = await self._run(call)
         else:
-            async with self._sequences.turn(request.parameters) as call.sequence:
+            async with self._sequences.turn(*sequence_parameters(request.parameters)) as call.sequence:
                 arrays = await self._run(call)
         output_names = self.interface.outputs if request.output_names is None else request.output_names
         outputs = [
