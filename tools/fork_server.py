@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -56,12 +57,15 @@ class ForkedProcess:
 
 
 class ForkedCommand(ForkedProcess):
-    """The command `stagepack`, with a pipe as its standard output. Variables that torch reads when it is imported have no effect."""
+    """The command `stagepack`, with a pipe as its standard output. Variables that torch reads when it is imported have no effect.
 
-    def __init__(self, *arguments: str) -> None:
+    errors: the file of its standard error; None for that of the fork server.
+    """
+
+    def __init__(self, *arguments: str, errors: Path | None = None) -> None:
         output, command_output = FORK_SERVER.Pipe(duplex=False)
         process = FORK_SERVER.Process(
-            target=_run_in_pipe, args=(arguments, command_output, dict(os.environ), os.getcwd())
+            target=_run_in_pipe, args=(arguments, command_output, errors, dict(os.environ), os.getcwd())
         )
         super().__init__(process)
         command_output.close()
@@ -69,9 +73,22 @@ class ForkedCommand(ForkedProcess):
         output.close()
 
 
-def _run_in_pipe(arguments: Sequence[str], output: Connection, environment: Mapping[str, str], folder: str) -> None:
+def run_forked(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    """Run the command `stagepack` to its end, with both of its outputs captured."""
+    with tempfile.NamedTemporaryFile() as file:
+        command = ForkedCommand(*arguments, errors=Path(file.name))
+        with command.stdout:
+            printed = command.stdout.read()
+        return subprocess.CompletedProcess(arguments, command.wait(), printed, Path(file.name).read_text())
+
+
+def _run_in_pipe(
+    arguments: Sequence[str], output: Connection, errors: Path | None, environment: Mapping[str, str], folder: str
+) -> None:
     os.dup2(output.fileno(), 1)
     output.close()
+    if errors is not None:
+        _write_errors(os.open(errors, os.O_WRONLY | os.O_APPEND))
     _run_command(arguments, environment, folder)
 
 
@@ -86,9 +103,13 @@ def command_with_log(
 def _run_in_log(arguments: Sequence[str], log_path: str, environment: Mapping[str, str], folder: str) -> None:
     log_descriptor = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     os.dup2(log_descriptor, 1)
-    os.dup2(log_descriptor, 2)
-    sys.stderr = os.fdopen(2, "w", encoding="utf-8", buffering=1)
+    _write_errors(log_descriptor)
     _run_command(arguments, environment, folder)
+
+
+def _write_errors(descriptor: int) -> None:
+    os.dup2(descriptor, 2)
+    sys.stderr = os.fdopen(2, "w", encoding="utf-8", buffering=1)
 
 
 def _run_command(arguments: Sequence[str], environment: Mapping[str, str], folder: str) -> None:

@@ -59,11 +59,15 @@ class Server:
 
 @contextlib.contextmanager
 def stagepack_server(
-    bundles: Sequence[str | Path], *options: str, prefix: Sequence[str] = (), is_forked: bool = True
+    bundles: Sequence[str | Path],
+    *options: str,
+    prefix: Sequence[str] = (),
+    is_forked: bool = True,
+    errors: Path | None = None,
 ) -> Iterator[Server]:
-    """`stagepack serve`; `prefix` is a command that runs it, such as nohup.
+    """`stagepack serve`; `prefix` is a command that runs it, such as nohup, and `errors` the file of its standard error if it is forked.
 
-    A forked server starts in a third of the time. It has imported torch, and its standard error is not that of the test.
+    A forked server starts in a third of the time. It has imported torch.
     """
     ports = ("--http-port", "0", "--grpc-port", "0")
     arguments = ("serve", *map(str, bundles), *ports, "--json", *options)
@@ -72,7 +76,7 @@ def stagepack_server(
         command = [*WITH_SIGNALS, *prefix, STAGEPACK, *arguments]
         process: Any = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     else:
-        process = ForkedCommand(*arguments)
+        process = ForkedCommand(*arguments, errors=errors)
     assert process.stdout is not None
     try:
         lines: list[str] = []

@@ -6,7 +6,6 @@ import http.client
 import itertools
 import json
 import socket
-import subprocess
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping
@@ -17,7 +16,8 @@ import grpc
 import pytest
 from tritonclient.utils import InferenceServerException
 
-from tests.serve.servers import INFER, STAGEPACK, Client, Server, post, skips_request, stagepack_server
+from tests.serve.servers import INFER, Client, Server, post, skips_request, stagepack_server
+from tools.fork_server import run_forked
 
 pytestmark = pytest.mark.xdist_group("serve")
 
@@ -203,8 +203,7 @@ def test_uploads_take_no_place_in_the_queue(bundles: Mapping[str, Path]) -> None
 def test_a_port_in_use(small: Server, bundles: Mapping[str, Path], option: str) -> None:
     port = small.http if option == "--http-port" else small.grpc
     other_option = "--grpc-port" if option == "--http-port" else "--http-port"
-    command = [STAGEPACK, "serve", str(bundles["skips"]), option, str(port), other_option, "0"]
-    completed = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    completed = run_forked("serve", str(bundles["skips"]), option, str(port), other_option, "0")
     assert completed.returncode == 1
     [line] = completed.stderr.splitlines()
     assert str(port) in line

@@ -16,16 +16,17 @@ from PIL import Image
 import stagepack
 from stagepack.examples.decoder import llama
 from tests.sentence_models import HIDDEN, sentence_model, sentence_transformers
-from tests.serve.servers import STAGEPACK, stagepack_server, triton_server, why_no_triton
+from tests.serve.servers import stagepack_server, triton_server, why_no_triton
 from tests.zoo.architectures.encoders import minilm_folder
+from tools.fork_server import run_forked
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 pytestmark = pytest.mark.xdist_group("serve")
 
 
 def export(source: str, out: Path, stages: int) -> Path:
-    command = [STAGEPACK, "export", f"{source}:make", "--inputs", f"{source}:inputs"]
-    subprocess.run([*command, "-o", out, "--stages", str(stages)], check=True, capture_output=True)
+    arguments = ["export", f"{source}:make", "--inputs", f"{source}:inputs", "-o", str(out), "--stages", str(stages)]
+    run_forked(*arguments).check_returncode()
     return out
 
 
@@ -84,7 +85,7 @@ def test_generation(decoder: Path) -> None:
 def test_generation_in_triton(decoder: Path, tmp_path: Path) -> None:
     if reason := why_no_triton():
         pytest.skip(reason)
-    subprocess.run([STAGEPACK, "triton", decoder, "-o", tmp_path / "repository"], check=True)
+    run_forked("triton", str(decoder), "-o", str(tmp_path / "repository")).check_returncode()
     (tmp_path / "triton").mkdir()
     with triton_server(tmp_path / "repository", tmp_path / "triton") as server:
         check_generation(server.grpc)

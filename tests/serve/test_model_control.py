@@ -184,17 +184,18 @@ def test_health_follows_the_models(repository: Repository) -> None:
     assert statuses == [unknown, serving, unknown]
 
 
-def test_the_log_of_a_refused_version_is_one_printable_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_log_of_a_refused_version_is_one_printable_line(tmp_path: Path) -> None:
+    (log := tmp_path / "log").touch()
     folder = export_scale(tmp_path / "models" / "scale" / "1", 1.0).parent
     options = ("--model-repository", str(folder.parent), "--model-control", "poll", "--poll-s", "0.2")
-    with stagepack_server([], *options, is_forked=False) as server:
+    with stagepack_server([], *options, errors=log) as server:
         repository = Repository(server, folder.parent)
         refused = BundleEditor.copy(folder / "1", tmp_path / "refused")
         evil_name = "\x1b[2J\x1b]0;owned\x07\n2026-01-01 00:00:00,000 INFO scale: version 2 was loaded\r"
         refused.edit_weight_header("stage-0.safetensors", lambda fields: fields.update({evil_name: {"dtype": "U8"}}))
         refused.path.rename(folder / "2")
         wait_until(lambda: "UNAVAILABLE" in repository.states("scale").values())
-    lines = capfd.readouterr().err.splitlines()
+    lines = log.read_text().splitlines()
     [line] = [line for line in lines if "refused" in line]
     assert r"\x1b[2J" in line
     assert all(line.isprintable() for line in lines)

@@ -26,8 +26,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
 from tests.serve.certificates import Certificate, make_certificate, secret_file
-from tests.serve.servers import STAGEPACK, Server, stagepack_server
+from tests.serve.servers import Server, stagepack_server
 from tests.waiting import wait_until
+from tools.fork_server import run_forked
 
 pytestmark = pytest.mark.xdist_group("serve")
 
@@ -406,8 +407,7 @@ def test_an_error_ends_the_command_before_it_listens(
     bundles: Mapping[str, Path], credentials: Credentials, tmp_path: Path
 ) -> None:
     token_file = secret_file(tmp_path / "tokens", TOKEN, 0o644)
-    command = [STAGEPACK, "serve", str(bundles["skips"]), "--token-file", str(token_file)]
-    completed = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    completed = run_forked("serve", str(bundles["skips"]), "--token-file", str(token_file))
     assert completed.returncode == 1
     [line] = completed.stderr.splitlines()
     assert "permissions 0644" in line

@@ -5,7 +5,6 @@ import concurrent.futures
 import queue
 import re
 import signal
-import subprocess
 import time
 import urllib.error
 import urllib.request
@@ -23,7 +22,8 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 from prometheus_client.parser import text_string_to_metric_families
 from tritonclient.utils import InferenceServerException
 
-from tests.serve.servers import STAGEPACK, Client, Server, stagepack_server
+from tests.serve.servers import Client, Server, stagepack_server
+from tools.fork_server import run_forked
 
 pytestmark = pytest.mark.xdist_group("serve")
 
@@ -146,8 +146,7 @@ def test_names_of_several_bundles(bundles: Mapping[str, Path]) -> None:
         for model_name in ("one", "two"):
             assert ask(server, "http", model_name, skips(2), outputs=["y"])["y"].shape == (2, 8)
         assert [model["name"] for model in server.facts["models"]] == ["one", "two", "half"]
-    command = [STAGEPACK, "serve", *[str(bundles["skips"])] * 2]
-    completed = subprocess.run(command, capture_output=True, text=True, check=False)
+    completed = run_forked("serve", *[str(bundles["skips"])] * 2)
     assert completed.returncode == 1
     assert "'skips'" in completed.stderr
 
@@ -264,13 +263,14 @@ def test_index_of_models(torch_server: Server) -> None:
         assert found_status == status
 
 
-def test_access_log(bundles: Mapping[str, Path], capfd: pytest.CaptureFixture[str]) -> None:
-    with stagepack_server([bundles["skips"]], "--access-log", is_forked=False) as server:
+def test_access_log(bundles: Mapping[str, Path], tmp_path: Path) -> None:
+    (log := tmp_path / "log").touch()
+    with stagepack_server([bundles["skips"]], "--access-log", errors=log) as server:
         for protocol in ("http", "grpc"):
             ask(server, protocol, "skips", skips(1))
         with pytest.raises(InferenceServerException):
             ask(server, "http", "skips", {"x": skips(1)["x"]})
-    lines = capfd.readouterr().err.splitlines()
+    lines = log.read_text().splitlines()
     time_pattern = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}"
     for line, request in zip(lines, ("rest skips 1 OK", "grpc skips 1 OK", "rest skips 1 BAD_REQUEST"), strict=True):
         assert re.fullmatch(rf"{time_pattern} {request} \d+\.\d ms", line), line
@@ -314,6 +314,6 @@ def test_a_bundle_that_fails_its_own_rules(bundles: Mapping[str, Path], tmp_path
         [bundles["skips"], "--device", "cuda:7"],
         [bundles["half"], "--runtime", "onnxruntime"],
     ):
-        completed = subprocess.run([STAGEPACK, "serve", *arguments], capture_output=True, text=True, check=False)
+        completed = run_forked("serve", *map(str, arguments))
         assert completed.returncode == 1
         assert len(completed.stderr.splitlines()) == 1

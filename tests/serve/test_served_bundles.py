@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable
@@ -19,7 +18,8 @@ from tritonclient.utils import InferenceServerException
 import stagepack
 from tests.cli.entry_point_model import translator
 from tests.serve.generating_model import export_decoder
-from tests.serve.servers import STAGEPACK, Client, infer_json, post_json, stagepack_server
+from tests.serve.servers import Client, infer_json, post_json, stagepack_server
+from tools.fork_server import run_forked
 
 pytestmark = pytest.mark.xdist_group("serve")
 
@@ -181,8 +181,7 @@ def test_a_request_at_which_a_value_is_too_large_is_refused(pairs: Path) -> None
 def test_bundles_that_are_too_large_at_any_sizes_or_in_their_example(pairs: Path) -> None:
     advice = "the example of the bundle exceeds --max-value-bytes: raise it"
     for name, limit, says in (("large", "1MB", "allow larger values"), ("pairs", "399", advice)):
-        command = [STAGEPACK, "serve", str(pairs / f"{name}.stagepack"), "--max-value-bytes", limit]
-        completed = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+        completed = run_forked("serve", str(pairs / f"{name}.stagepack"), "--max-value-bytes", limit)
         assert completed.returncode == 1
         assert "bytes for a value, found" in completed.stderr
         assert says in completed.stderr
