@@ -3,19 +3,52 @@
 `stagepack_loaders.generation.decoders` defines the inputs. Only models whose caches hold the keys and values of all tokens are supported.
 """
 
+import contextlib
 import inspect
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, EncoderDecoderCache
+from transformers import AttentionInterface
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    EncoderDecoderCache,
+)
 from transformers.modeling_outputs import BaseModelOutput
 
 from stagepack.capture.model_runs import take_parts
 from stagepack.errors import UnsupportedError
 
+# How transformers names the attention that a model uses, and where its configuration says so.
+_PACKED_ATTENTION: Final = "stagepack_packed"
+_ATTENTION_FIELD: Final = "_attn_implementation"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheCall:
+    """What a call does with a cache."""
+
+    # The rows and slots that its tokens take, [batch, 1] and [batch, length] or [1, length].
+    rows: torch.Tensor
+    slots: torch.Tensor
+    # The number of slots that its tokens may see.
+    seen_slots: Any
+    # The number of tokens before those of the call, for models that take no positions.
+    earlier_tokens: Any = 0
+    # The rows that move to another place before, and their places, [moves].
+    moved_rows: torch.Tensor | None = None
+    places: torch.Tensor | None = None
+
 
 class BufferLayer(CacheLayerMixin):
-    """The keys and values of one layer, in buffers of a module."""
+    """The keys and values of one layer, in buffers of a module.
+
+    They are [rows, slots, heads, head size], so that a token is written as one piece.
+    """
 
     is_compileable = True
     is_sliding = False
@@ -25,18 +58,16 @@ class BufferLayer(CacheLayerMixin):
         self.module = torch.nn.Module()
         self.module.register_buffer("keys", keys, persistent=False)
         self.module.register_buffer("values", values, persistent=False)
-        self._positions = torch.zeros(1, dtype=torch.int64)
-        self._earlier_tokens: Any = 0
+        self._call: Any = None
         self.is_initialized = True
 
     def _tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The buffers of the module, which a capture replaces while it runs the module."""
         return self.module.keys, self.module.values  # type: ignore[return-value]
 
-    def begin_call(self, positions: torch.Tensor, earlier_tokens: Any) -> None:
-        """State the slots that the tokens of a call take, [length]."""
-        self._positions = positions
-        self._earlier_tokens = earlier_tokens
+    def begin_call(self, call: CacheCall) -> None:
+        """State what a call does with the cache."""
+        self._call = call
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """See the base class; there is nothing to do."""
@@ -44,23 +75,33 @@ class BufferLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the keys and values of new tokens, and return those of all slots."""
-        keys, values = (buffer[: key_states.shape[0]] for buffer in self._tensors())
-        keys.index_copy_(2, self._positions, key_states)
-        values.index_copy_(2, self._positions, value_states)
+        """Write the keys and values of new tokens, and return those of the slots that may be seen."""
+        call, batch, seen = self._call, key_states.shape[0], []
+        for buffer, states in zip(self._tensors(), (key_states, value_states), strict=True):
+            if call.moved_rows is not None:
+                filled = buffer[:, : call.seen_slots]
+                filled.index_copy_(0, call.places, filled.index_select(0, call.moved_rows))
+            buffer.index_put_((call.rows, call.slots), states.transpose(1, 2))
+            seen.append(buffer[:batch, : call.seen_slots].transpose(1, 2))
+        keys, values = seen
         return keys, values
+
+    def clear(self) -> None:
+        """Set the buffers to zeros."""
+        for buffer in self._tensors():
+            buffer.zero_()
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """See the base class."""
-        return self.get_max_length(), 0
+        return self._call.seen_slots, 0
 
     def get_seq_length(self) -> Any:
         """Return the number of tokens before those of this call."""
-        return self._earlier_tokens
+        return self._call.earlier_tokens
 
     def get_max_length(self) -> int:
         """See the base class."""
-        size: int = self._tensors()[0].shape[2]
+        size: int = self._tensors()[0].shape[1]
         return size
 
 
@@ -71,32 +112,57 @@ class GeneratingDecoder(torch.nn.Module):
 
     def __init__(self, model: Any, max_positions: int, max_batch: int) -> None:
         super().__init__()
-        _check_windows(model, max_positions)
+        windows = _windows(model, max_positions)
         with torch.no_grad():
             seen = model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=model.device), use_cache=True)
-        layers = _buffer_layers(seen.past_key_values, max_batch, max_positions)
+        layers = _buffer_layers(seen.past_key_values, max_batch, max_positions + 1)
         take_parts(self, model, {"cache": _module_of(layers)})
         # In a tuple, else it would be a module of this one.
         self.__model = (model,)
         self.__layers = layers
+        self.__windows = windows
+        self.__group_size = _group_size(model)
+        self.__max_positions = max_positions
 
     def forward(
-        self, *, input_ids: torch.Tensor, cache_position: torch.Tensor, attention_mask: torch.Tensor
+        self,
+        *,
+        input_ids: torch.Tensor,
+        cache_position: torch.Tensor,
+        attention_mask: torch.Tensor,
+        cache_moves: torch.Tensor,
     ) -> torch.Tensor:
         """Return the logits of the last token, [batch, vocabulary]."""
         (model,) = self.__model
-        for layer in self.__layers:
-            layer.begin_call(cache_position, cache_position[0])
-        result = model(
-            input_ids=input_ids,
-            attention_mask=_causal_mask(attention_mask, cache_position, model.dtype),
-            position_ids=_position_ids(attention_mask, cache_position),
-            past_key_values=Cache(layers=list(self.__layers)),
-            use_cache=True,
-            logits_to_keep=1,
+        call = CacheCall(
+            rows=_rows(input_ids),
+            slots=cache_position,
+            seen_slots=attention_mask.shape[1],
+            moved_rows=cache_moves[:, 0],
+            places=cache_moves[:, 1],
         )
+        for layer in self.__layers:
+            layer.begin_call(call)
+        masks = {
+            layer_type: _causal_mask(attention_mask, cache_position, model.dtype, window, self.__group_size)
+            for layer_type, window in self.__windows.items()
+        }
+        with _packed_attention(model.config, self.__group_size):
+            result = model(
+                input_ids=input_ids,
+                attention_mask=masks if len(masks) > 1 else next(iter(masks.values())),
+                position_ids=_position_ids(cache_position, self.__max_positions),
+                past_key_values=Cache(layers=list(self.__layers)),
+                use_cache=True,
+                logits_to_keep=1,
+            )
         logits: torch.Tensor = result.logits[:, -1]
         return logits
+
+    def clear(self) -> None:
+        """Forget all texts."""
+        for layer in self.__layers:
+            layer.clear()
 
 
 class GeneratingSeq2Seq(torch.nn.Module):
@@ -112,12 +178,13 @@ class GeneratingSeq2Seq(torch.nn.Module):
             seen = model(
                 encoder_outputs=BaseModelOutput(last_hidden_state=rows), decoder_input_ids=tokens, use_cache=True
             ).past_key_values
-        layers = _buffer_layers(seen.self_attention_cache, max_batch, max_positions)
+        layers = _buffer_layers(seen.self_attention_cache, max_batch, max_positions + 1)
         cross_layers = _buffer_layers(seen.cross_attention_cache, max_batch, max_encoder_positions)
         take_parts(self, model, {"cache": _module_of(layers), "encoder_cache": _module_of(cross_layers)})
         self.__model = (model,)
         self.__layers = layers
         self.__cross_layers = cross_layers
+        self.__max_rows = max_encoder_positions
         self.__takes_positions = "decoder_position_ids" in inspect.signature(model.forward).parameters
 
     def encode(self, **inputs: torch.Tensor) -> torch.Tensor:
@@ -137,14 +204,20 @@ class GeneratingSeq2Seq(torch.nn.Module):
     ) -> torch.Tensor:
         """Return the logits of the last token, [batch, vocabulary]. The rows of the encoder are kept from row 0 on."""
         (model,) = self.__model
-        for layer in self.__layers:
-            layer.begin_call(cache_position, cache_position[0])
-        rows = torch.arange(encoder_hidden_states.shape[1], device=input_ids.device)
-        for layer in self.__cross_layers:
-            layer.begin_call(rows, 0)
+        rows, encoder_slots = _rows(input_ids), torch.arange(encoder_hidden_states.shape[1], device=input_ids.device)
+        call = CacheCall(
+            rows=rows,
+            slots=cache_position[None],
+            seen_slots=attention_mask.shape[1],
+            earlier_tokens=cache_position[0],
+        )
+        cross_call = CacheCall(rows=rows, slots=encoder_slots[None], seen_slots=self.__max_rows)
+        for layer, cross_layer in zip(self.__layers, self.__cross_layers, strict=True):
+            layer.begin_call(call)
+            cross_layer.begin_call(cross_call)
         further: dict[str, Any] = {}
         if self.__takes_positions:
-            further["decoder_position_ids"] = _position_ids(attention_mask, cache_position)
+            further["decoder_position_ids"] = cache_position.expand(input_ids.shape)
         if encoder_attention_mask is not None:
             is_seen = (encoder_attention_mask != 0)[:, None, None]
             further["attention_mask"] = _added_mask(is_seen, model.dtype)
@@ -153,7 +226,7 @@ class GeneratingSeq2Seq(torch.nn.Module):
         result = model(
             encoder_outputs=BaseModelOutput(last_hidden_state=encoder_hidden_states),
             decoder_input_ids=input_ids,
-            decoder_attention_mask=_causal_mask(attention_mask, cache_position, model.dtype),
+            decoder_attention_mask=_causal_mask(attention_mask, cache_position[None], model.dtype),
             past_key_values=caches,
             use_cache=True,
             **further,
@@ -162,50 +235,118 @@ class GeneratingSeq2Seq(torch.nn.Module):
         return logits
 
 
+def _rows(input_ids: torch.Tensor) -> torch.Tensor:
+    """The rows of the cache that the texts of a call have, [batch, 1]."""
+    return torch.arange(input_ids.shape[0], device=input_ids.device)[:, None]
+
+
 def _module_of(layers: list[BufferLayer]) -> torch.nn.Module:
     return torch.nn.ModuleList(layer.module for layer in layers)
 
 
-def _buffer_layers(seen_cache: Cache, max_batch: int, max_positions: int) -> list[BufferLayer]:
+def _buffer_layers(seen_cache: Cache, max_batch: int, slot_count: int) -> list[BufferLayer]:
     """The layers of a cache like one that the model has made."""
     layers = []
     for layer_number, layer in enumerate(seen_cache.layers):
-        if type(layer) is not DynamicLayer or layer.keys is None or layer.values is None:
+        # Subclasses of the two may keep something else.
+        is_known = type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)
+        if not isinstance(layer, DynamicLayer) or not is_known or layer.keys is None or layer.values is None:
             raise UnsupportedError(
                 f"generation: expected caches of the keys and values of all tokens, found {type(layer).__name__} in layer {layer_number}"
             )
         keys, values = (
-            torch.zeros(max_batch, seen.shape[1], max_positions, seen.shape[3], dtype=seen.dtype, device=seen.device)
+            torch.zeros(max_batch, slot_count, seen.shape[1], seen.shape[3], dtype=seen.dtype, device=seen.device)
             for seen in (layer.keys, layer.values)
         )
         layers.append(BufferLayer(keys, values))
     return layers
 
 
-def _causal_mask(attention_mask: torch.Tensor, cache_position: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What is added to the scores, [batch, 1, length, positions]: each token sees the tokens before it, and itself."""
+def _causal_mask(
+    attention_mask: torch.Tensor,
+    cache_position: torch.Tensor,
+    dtype: torch.dtype,
+    window: int | None = None,
+    group_size: int = 1,
+) -> torch.Tensor:
+    """What is added to the scores, [batch, 1, group size * length, slots]: each token sees the tokens up to itself, in its window."""
     slots = torch.arange(attention_mask.shape[1], device=attention_mask.device)
-    is_earlier = slots[None, :] < cache_position[:, None]
-    # Padding sees itself: a row without any slot would be NaN, and NaN spreads through the cache.
-    is_itself = slots[None, :] == cache_position[:, None]
-    is_seen = (is_earlier[None, None] & (attention_mask != 0)[:, None, None]) | is_itself[None, None]
-    return _added_mask(is_seen, dtype)
+    positions = cache_position[:, :, None]
+    is_seen = (slots <= positions) & (attention_mask != 0)[:, None]
+    if window is not None:
+        is_seen &= slots > positions - window
+    mask = _added_mask(is_seen[:, None], dtype)
+    if group_size > 1:
+        batch, _, length, slot_count = mask.shape
+        mask = mask.expand(batch, group_size, length, slot_count).reshape(batch, 1, group_size * length, slot_count)
+    return mask
 
 
 def _added_mask(is_seen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    # Not -inf: padding may see nothing, and its NaN would spread through the cache.
     return torch.where(is_seen, 0.0, torch.finfo(dtype).min).to(dtype)
 
 
-def _position_ids(attention_mask: torch.Tensor, cache_position: torch.Tensor) -> torch.Tensor:
-    """The positions of the tokens in their texts, which begin after the padding, [batch, length]."""
-    return (attention_mask.cumsum(-1) - 1).clamp(min=0)[:, cache_position]
+def _position_ids(cache_position: torch.Tensor, max_positions: int) -> torch.Tensor:
+    """The positions of tokens in their texts, [batch, length]. Padding, whose slot is `max_positions`, gets one that exists."""
+    return cache_position % max_positions
 
 
-def _check_windows(model: Any, max_positions: int) -> None:
+def _windows(model: Any, max_positions: int) -> dict[str, int | None]:
+    """How many tokens the layers of a model look back at, by the type of the layer; None for all."""
     config = model.config.get_text_config(decoder=True)
     window = getattr(config, "sliding_window", None)
+    window = window if window is not None and window < max_positions else None
     layer_types = getattr(config, "layer_types", None) or ["sliding_attention"]
-    if window is not None and window < max_positions and "sliding_attention" in layer_types:
-        raise UnsupportedError(
-            f"generation: the model looks back {window} tokens only, a cache of {max_positions} positions further: choose at most {window}"
-        )
+    windows = {"full_attention": None, "sliding_attention": window}
+    if unknown := set(layer_types) - windows.keys():
+        raise UnsupportedError(f"generation: expected layers of full or sliding attention, found {sorted(unknown)[0]}")
+    return {layer_type: windows[layer_type] for layer_type in dict.fromkeys(layer_types)}
+
+
+def _group_size(model: Any) -> int:
+    """The number of heads that share keys and values, if `_attend_packed` takes the place of the attention of the model; else 1."""
+    modules = model.modules()
+    sizes = {module.num_key_value_groups for module in modules if hasattr(module, "num_key_value_groups")}
+    is_replaced = getattr(model.config, _ATTENTION_FIELD) == "sdpa" and len(sizes) == 1
+    return int(sizes.pop()) if is_replaced else 1
+
+
+@contextlib.contextmanager
+def _packed_attention(config: Any, group_size: int) -> Iterator[None]:
+    """Let a model attend by `_attend_packed` if heads share keys and values."""
+    if group_size == 1:
+        yield
+        return
+    own_attention = getattr(config, _ATTENTION_FIELD)
+    setattr(config, _ATTENTION_FIELD, _PACKED_ATTENTION)
+    try:
+        yield
+    finally:
+        setattr(config, _ATTENTION_FIELD, own_attention)
+
+
+def _attend_packed(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor,
+    scaling: float | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend with the heads that share keys and values as one head with more queries.
+
+    It takes 0.03 to 0.3 of the time of keys and values that are expanded, on a CPU with one token, and half of the time of `enable_gqa`.
+    """
+    batch, head_count, length, head_size = query.shape
+    # Cloned: whether a view is possible would depend on the length, and bound it.
+    packed = query.flatten().view(batch, key.shape[1], -1, head_size)
+    attended = torch.nn.functional.scaled_dot_product_attention(
+        packed, key, value, attn_mask=attention_mask, scale=scaling
+    )
+    attended = attended.flatten().view(batch, head_count, length, value.shape[3])
+    return attended.transpose(1, 2), None
+
+
+AttentionInterface.register(_PACKED_ATTENTION, _attend_packed)

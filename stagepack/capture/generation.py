@@ -1,5 +1,7 @@
 """Models of transformers -> modules that generate, with their example inputs, and the files that generation needs beside them."""
 
+import itertools
+import logging
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -10,12 +12,16 @@ from stagepack.capture.inputs import Inputs, on_device_of
 from stagepack.capture.pretrained_model import is_transformers_model, model_files
 from stagepack.capture.programs import Capture, capture_module
 from stagepack.capture.source import FORWARD, load_model_argument
-from stagepack.errors import OptionError
+from stagepack.errors import OptionError, UnsupportedError
 from stagepack.extras import explain_missing_packages
 
 # Lengths of the example: of the prompt, and of what the encoder reads.
 _PROMPT_LENGTH: Final = 3
 _ENCODER_LENGTH: Final = 5
+_FILLED_LENGTH: Final = 4
+# Of the text whose logits are compared.
+_CHECKED_LENGTH: Final = 5
+_LOGGER = logging.getLogger("stagepack")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +59,7 @@ def generating_model(model: Any, max_positions: int, max_batch: int) -> Generati
     example = _Example(max_positions, max_batch)
     if not model.config.is_encoder_decoder:
         decoder = GeneratingDecoder(model, max_positions, max_batch)
+        _check_logits(model, decoder, max_positions)
         return GeneratingModel(
             module=decoder, inputs=on_device_of(model, example.decoder()), entry_points={}, files=files
         )
@@ -68,6 +75,32 @@ def generating_model(model: Any, max_positions: int, max_batch: int) -> Generati
     return GeneratingModel(
         module=pair, inputs=None, entry_points={"encode": encoder_inputs, "decode": decoder_inputs}, files=files
     )
+
+
+@torch.no_grad()
+def _check_logits(model: Any, decoder: Any, max_positions: int) -> None:
+    """Check that a text which is read in two calls has the logits of one that the model reads at once, without a cache."""
+    vocabulary_size = model.config.get_text_config(decoder=True).vocab_size
+    tokens = torch.arange(_CHECKED_LENGTH, device=model.device)[None] * 7 % vocabulary_size
+    expected = logits = model(input_ids=tokens, use_cache=False).logits[:, -1].double()
+    for start, end in itertools.pairwise((0, _PROMPT_LENGTH, _CHECKED_LENGTH)):
+        logits = decoder(
+            input_ids=tokens[:, start:end],
+            cache_position=torch.arange(start, end, device=model.device)[None],
+            attention_mask=torch.ones_like(tokens[:, :end]),
+            cache_moves=tokens.new_empty(0, 2),
+        )
+    decoder.clear()
+    if expected.is_meta:
+        return
+    difference, scale = float((logits - expected).abs().max()), float(expected.abs().max())
+    _LOGGER.info("generation: logits of up to %.3g differ from those of the model by at most %.3g", scale, difference)
+    allowed = scale * torch.finfo(model.dtype).eps ** 0.5
+    if not difference <= allowed:
+        raise UnsupportedError(
+            f"generation: expected the logits of the model without a cache up to {allowed:.3g}, found a difference of {difference:.3g}: "
+            f"{type(model).__name__} attends in a way that its masks do not say"
+        )
 
 
 def _position_limit(model: Any) -> int | None:
@@ -93,18 +126,37 @@ class _Example:
 
     def __init__(self, max_positions: int, max_batch: int) -> None:
         self._max_positions = max_positions
+        self._max_batch = max_batch
         self._batch_size = min(2, max_batch)
         self._batch = {0: torch.export.Dim("batch", min=1, max=max_batch)} if max_batch > 1 else {}
 
     def decoder(self) -> Inputs:
         """Inputs of a decoder that reads a prompt."""
-        length = torch.export.Dim("length", min=1, max=self._max_positions)
+        inputs = self._token_inputs()
+        kwargs = dict(inputs.kwargs)
+        kwargs["cache_position"] = kwargs["cache_position"].repeat(self._batch_size, 1)
+        kwargs["cache_moves"] = torch.zeros(self._batch_size, 2, dtype=torch.int64)
+        length = inputs.dynamic_shapes["cache_position"][0]
+        moves = torch.export.Dim("moves", min=0, max=self._max_batch)
+        shapes = inputs.dynamic_shapes | {
+            "cache_position": {**self._batch, 1: length},
+            "cache_moves": {0: moves} if self._batch else None,
+        }
+        return Inputs(kwargs=kwargs, dynamic_shapes=shapes)
+
+    def _token_inputs(self) -> Inputs:
+        """Inputs whose tokens have the same positions in all texts."""
+        length, filled = (torch.export.Dim(name, min=1, max=self._max_positions) for name in ("length", "filled"))
         kwargs = {
             "input_ids": torch.ones(self._batch_size, _PROMPT_LENGTH, dtype=torch.int64),
             "cache_position": torch.arange(_PROMPT_LENGTH),
-            "attention_mask": self._mask(_PROMPT_LENGTH, self._max_positions),
+            "attention_mask": self._mask(_PROMPT_LENGTH, _FILLED_LENGTH),
         }
-        shapes = {"input_ids": {**self._batch, 1: length}, "cache_position": {0: length}, "attention_mask": self._batch}
+        shapes = {
+            "input_ids": {**self._batch, 1: length},
+            "cache_position": {0: length},
+            "attention_mask": {**self._batch, 1: filled},
+        }
         return Inputs(kwargs=kwargs, dynamic_shapes=shapes)
 
     def token_encoder(self) -> Inputs:
@@ -122,7 +174,7 @@ class _Example:
 
     def decoder_after(self, rows: torch.Tensor, max_rows: int, *, has_mask: bool) -> Inputs:
         """Inputs of a decoder that reads what an encoder returns."""
-        inputs = self.decoder()
+        inputs = self._token_inputs()
         row_count = torch.export.Dim("rows", min=1, max=max_rows)
         kwargs = dict(inputs.kwargs) | {"encoder_hidden_states": rows}
         shapes = inputs.dynamic_shapes | {"encoder_hidden_states": {**self._batch, 1: row_count}}

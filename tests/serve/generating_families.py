@@ -4,12 +4,20 @@ from typing import Any
 
 import torch
 from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GemmaConfig,
+    GemmaForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     T5Config,
@@ -100,6 +108,13 @@ _MAKERS: dict[str, Any] = {
     "gpt2": _gpt2,
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**_LAYERS, head_dim=8)),
     "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**_LAYERS, num_local_experts=4, sliding_window=None)),
+    # Windows shorter than the texts.
+    "mistral": lambda: MistralForCausalLM(MistralConfig(**_LAYERS, sliding_window=6)),
+    "gemma": lambda: GemmaForCausalLM(GemmaConfig(**_LAYERS, head_dim=8)),
+    "gemma3": lambda: Gemma3ForCausalLM(
+        Gemma3TextConfig(**_LAYERS, head_dim=8, sliding_window=6, layer_types=["sliding_attention", "full_attention"])
+    ),
+    "phi": lambda: PhiForCausalLM(PhiConfig(**{**_LAYERS, "num_key_value_heads": 4})),
     "t5": _t5,
     "whisper": _whisper,
 }

@@ -1,5 +1,6 @@
 """The choice of tokens, compared with transformers' own."""
 
+import copy
 import math
 import re
 from pathlib import Path
@@ -8,14 +9,14 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor, MistralConfig, MistralForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor
 
 import stagepack
 from stagepack.errors import InputError, OptionError, StageFailedError, UnsupportedError
 from stagepack_loaders.generation.decoders import DecoderFacts, decoder_facts
 from stagepack_loaders.generation.sampling import TokenSampler
 from stagepack_loaders.generation.settings import GenerationSettings
-from stagepack_loaders.generation.token_loop import TokenLoop
+from stagepack_loaders.generation.token_loop import TokenLoop, row_inputs
 
 POSITIONS = 64
 
@@ -153,12 +154,52 @@ def test_exports_that_cannot_generate_are_refused(llama: Any, tmp_path: Path, op
         stagepack.export(torch.nn.Linear(1, 1), out=tmp_path / "out.stagepack", generate=64)
 
 
-def test_a_model_that_looks_back_only_a_little_is_refused(tmp_path: Path) -> None:
-    config = MistralConfig(
-        vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, sliding_window=16
-    )
-    with pytest.raises(UnsupportedError, match="choose at most 16"):
-        stagepack.export(MistralForCausalLM(config).eval(), out=tmp_path / "out.stagepack", generate=64)
+class Hasty(LlamaForCausalLM):
+    """A model whose attention no mask says: its answer depends on the size of the mask."""
+
+    def forward(self, *args: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
+        result = super().forward(*args, attention_mask=attention_mask, **kwargs)
+        return result if attention_mask is None else type(result)(logits=result.logits * attention_mask.shape[-1])
+
+
+def test_a_model_that_attends_in_another_way_is_refused(llama: Any, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="Hasty attends in a way that its masks do not say"):
+        stagepack.export(Hasty(llama.config).eval(), out=tmp_path / "out.stagepack", generate=POSITIONS)
+
+
+def test_layers_of_another_kind_are_refused(llama: Any, tmp_path: Path) -> None:
+    config = copy.deepcopy(llama.config)
+    config.layer_types = ["chunked_attention"]
+    with pytest.raises(UnsupportedError, match="expected layers of full or sliding attention, found chunked_attention"):
+        stagepack.export(LlamaForCausalLM(config).eval(), out=tmp_path / "out.stagepack", generate=POSITIONS)
+
+
+def test_texts_move_between_rows(llama: Any, tmp_path: Path) -> None:
+    """Two texts begin one after the other, in the first row; then the first one of them ends."""
+    bundle = stagepack.export(llama, out=tmp_path / "llama.stagepack", stages=2, generate=POSITIONS, generate_batch=3)
+    facts, pipe = decoder_facts(bundle.entry_point), stagepack.load(bundle)
+    assert facts is not None
+    first, second, third = ([7, 8, 9, 10], [3, 2], [50, 51])
+    calls: list[tuple[list[list[int]], list[int], list[tuple[int, int]], list[list[int]]]] = [
+        ([first], [0], [], [first]),
+        # Of several tokens, in a call of several rows; the first text only keeps its place.
+        ([second, []], [0, 4], [(0, 1)], [second, first]),
+        ([[5], [6]], [2, 4], [], [[*second, 5], [*first, 6]]),
+        ([third], [0], [(0, 2)], [third]),
+        # Texts 0 and 2 change places.
+        ([[11], [12], [13]], [3, 5, 2], [(2, 0), (0, 2)], [[*second, 5, 11], [*first, 6, 12], [*third, 13]]),
+        # The text in row 0 has ended.
+        ([[14], [15]], [3, 6], [(2, 0)], [[*third, 13, 14], [*first, 6, 12, 15]]),
+    ]
+    for new_tokens, lengths, moves, texts in calls:
+        moved_length = max([len(text) for text in (first, second, third)]) + 3 if moves else 0
+        inputs = row_inputs(facts, [numpy.array(tokens) for tokens in new_tokens], lengths, moves, moved_length)
+        with torch.no_grad():
+            logits = pipe(**{name: torch.from_numpy(array) for name, array in inputs.items()})
+            for row, text in enumerate(texts):
+                if new_tokens[row]:
+                    expected = llama(torch.tensor([text])).logits[0, -1]
+                    torch.testing.assert_close(logits[row], expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_cache_that_is_too_small_is_named() -> None:

@@ -1,10 +1,4 @@
-"""Which entry points generate: their inputs, and the sizes of their caches.
-
-A decoder takes ``input_ids`` [batch, length], ``cache_position`` [length], the slots of the cache that these tokens take, and
-``attention_mask`` [batch, positions], which is 1 for the slots that hold a token. After an encoder it takes ``encoder_hidden_states``
-[batch, rows, hidden] too, whose rows it keeps, and the ``encoder_attention_mask`` [batch, encoder positions] if the model has one. It
-returns the logits [batch, vocabulary] of the last token. One graph reads a prompt and single tokens, and its state is the cache.
-"""
+"""Which entry points generate: their inputs, and the sizes of their caches. The schema has the contract (SPEC.md, "Generation")."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -22,6 +16,7 @@ from stagepack_loaders.elements import Array
 ENCODER_NAME: Final = "encode"
 
 _TOKEN_INPUTS: Final = frozenset({"input_ids", "cache_position", "attention_mask"})
+_MOVES: Final = "cache_moves"
 _ENCODER_INPUT: Final = "encoder_hidden_states"
 _ENCODER_MASK: Final = "encoder_attention_mask"
 
@@ -36,6 +31,8 @@ class DecoderFacts:
         takes_encoder: whether it reads what an encoder returns.
         encoder_positions: the size of the mask of the encoder's rows; None if the decoder has no such mask.
         max_batch: the largest number of texts; None for any.
+        has_rows: whether each text has positions, and a row of the cache, of its own.
+        attends_to_filled: whether a call attends to as many slots as its mask has, and not to the whole cache.
     """
 
     max_positions: int
@@ -43,18 +40,22 @@ class DecoderFacts:
     takes_encoder: bool
     encoder_positions: int | None
     max_batch: int | None = None
+    has_rows: bool = False
+    attends_to_filled: bool = False
 
 
 def decoder_facts(entry_point: EntryPoint) -> DecoderFacts | None:
     """Return what generation needs to know of a decoder."""
     inputs = {edge.name: edge for edge in entry_point.inputs}
     results = [leaf for leaf in tree_leaves(entry_point.signature.result) if isinstance(leaf, ValueLeaf)]
-    unknown_inputs = inputs.keys() - _TOKEN_INPUTS - {_ENCODER_INPUT, _ENCODER_MASK}
+    unknown_inputs = inputs.keys() - _TOKEN_INPUTS - {_ENCODER_INPUT, _ENCODER_MASK, _MOVES}
     if not inputs.keys() >= _TOKEN_INPUTS or unknown_inputs or len(results) != 1:
         return None
-    max_positions = _mask_size(inputs["attention_mask"])
+    has_rows = _MOVES in inputs
+    mask = inputs["attention_mask"].shape
+    max_positions = largest_size(mask[1], entry_point.symbols) if len(mask) == 2 else None
     encoder_positions = _mask_size(inputs[_ENCODER_MASK]) if _ENCODER_MASK in inputs else None
-    if max_positions is None or not inputs["input_ids"].shape:
+    if max_positions is None or not inputs["input_ids"].shape or len(inputs["cache_position"].shape) != 1 + has_rows:
         return None
     [logits] = (edge for edge in entry_point.edges if edge.name == results[0].name)
     return DecoderFacts(
@@ -63,6 +64,8 @@ def decoder_facts(entry_point: EntryPoint) -> DecoderFacts | None:
         takes_encoder=_ENCODER_INPUT in inputs,
         encoder_positions=encoder_positions,
         max_batch=largest_size(inputs["input_ids"].shape[0], entry_point.symbols),
+        has_rows=has_rows,
+        attends_to_filled=not isinstance(mask[1], int),
     )
 
 

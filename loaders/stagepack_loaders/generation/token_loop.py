@@ -3,6 +3,7 @@
 It does no calls itself, so that a caller in one thread, many threads and an event loop can drive it.
 """
 
+from collections.abc import Sequence
 from typing import Final, Literal
 
 import numpy
@@ -46,6 +47,7 @@ class TokenLoop:
         end_tokens = settings.eos_token_id or (0,)
         self._padding_token = end_tokens[0] if settings.pad_token_id is None else settings.pad_token_id
         self._read_length = 0
+        self._facts = facts
         self._mask = numpy.zeros((batch, facts.max_positions), numpy.int64)
         self._mask[:, :length] = 1 if attention_mask is None else attention_mask
         self._sampler = TokenSampler(settings, self._mask[:, :length] == 0)
@@ -67,10 +69,17 @@ class TokenLoop:
         self._read_length = end
         if start:
             self._mask[:, start:end] = 1
+        if self._facts.has_rows:
+            is_token = self._mask != 0
+            new_tokens = [
+                row[is_new] for row, is_new in zip(self.tokens[:, start:], is_token[:, start:end], strict=True)
+            ]
+            return row_inputs(self._facts, new_tokens, is_token[:, :start].sum(1).tolist())
+        seen_slots = end if self._facts.attends_to_filled else self._facts.max_positions
         inputs = {
             "input_ids": self.tokens[:, start:end],
             "cache_position": numpy.arange(start, end),
-            "attention_mask": self._mask.copy(),
+            "attention_mask": self._mask[:, :seen_slots].copy(),
         }
         if self._encoder_rows is not None:
             inputs["encoder_hidden_states"] = self._encoder_rows
@@ -98,6 +107,37 @@ class TokenLoop:
                 elif is_last:
                     self.finish_reasons[row] = "length"
         return chosen
+
+
+def row_inputs(
+    facts: DecoderFacts,
+    new_tokens: Sequence[Array],
+    lengths: Sequence[int],
+    moves: Sequence[tuple[int, int]] = (),
+    moved_length: int = 0,
+) -> dict[str, Array]:
+    """Return the inputs of a call of a decoder whose texts have rows of their own.
+
+    new_tokens: the tokens that each row reads, [length]; none for a row that only keeps its place.
+    lengths: the number of tokens that each row holds.
+    moves: the rows that move to another place before, and where they go.
+    moved_length: the number of tokens of the longest one of them.
+    """
+    length = max(len(tokens) for tokens in new_tokens)
+    input_ids = numpy.zeros((len(new_tokens), length), numpy.int64)
+    positions = numpy.full((len(new_tokens), length), facts.max_positions)
+    for row, (tokens, start) in enumerate(zip(new_tokens, lengths, strict=True)):
+        if len(tokens):
+            input_ids[row, length - len(tokens) :] = tokens
+            positions[row, length - len(tokens) :] = numpy.arange(start, start + len(tokens))
+    ends = numpy.array([start + len(tokens) for tokens, start in zip(new_tokens, lengths, strict=True)])
+    slots = numpy.arange(max(1, moved_length, ends.max()))
+    return {
+        "input_ids": input_ids,
+        "cache_position": positions,
+        "attention_mask": (slots < ends[:, None]).astype(numpy.int64),
+        "cache_moves": numpy.array(moves, numpy.int64).reshape(-1, 2),
+    }
 
 
 def _last_length(facts: DecoderFacts, settings: GenerationSettings, length: int) -> int:

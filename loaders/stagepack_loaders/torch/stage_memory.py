@@ -1,6 +1,8 @@
 """The memory of the weights of loaded stages: its content at loading, and its way to other devices. Weights may share memory."""
 
+import mmap
 from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Final
 
 import torch
 
@@ -10,6 +12,8 @@ from stagepack_loaders.torch.container import Slot
 
 # The first and the last byte of tensors that overlap, half-open.
 _Span = tuple[int, int]
+# Less is in the memory of torch, which takes no mapping for each.
+_MAPPED_ZERO_BYTES: Final = 2**20
 
 
 class StageState:
@@ -53,22 +57,36 @@ class StageState:
         self._initial = [initial_content.to(device) for initial_content in self._initial]
 
     def fresh(self) -> list[torch.Tensor]:
-        """Return new memory with the content at loading."""
-        return [initial_content.clone(memory_format=torch.contiguous_format) for initial_content in self._initial]
+        """Return buffers with new memory of the content at loading."""
+        memories = [_new_memory(initial_content) for initial_content in self._initial]
+        buffers = [(slot.get(), memories[memory_index]) for slot, memory_index in self._written]
+        return [_on_memory(buffer, memory, int(buffer.storage_offset()), buffer.device) for buffer, memory in buffers]
 
-    @torch.no_grad()
-    def swap(self, buffer_memories: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Exchange the memory for that of `fresh` or `swap`; return the previous one.
+    def swap(self, buffers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Exchange the buffers for those of `fresh` or `swap`; return the previous ones.
 
-        The buffers become other tensors: results of earlier calls that are views of the buffers keep the previous memory.
+        Results of earlier calls that are views of the buffers keep the previous memory.
         """
-        previous_memories = list(buffer_memories)
-        for slot, memory_index in self._written:
-            tensor = slot.get()
-            previous_memories[memory_index] = _memory(tensor)
-            offset = int(tensor.storage_offset())
-            slot.put(_on_memory(tensor, buffer_memories[memory_index], offset, tensor.device))
-        return previous_memories
+        previous = self.tensors()
+        for (slot, _), buffer in zip(self._written, buffers, strict=True):
+            slot.put(buffer)
+        return previous
+
+
+def _new_memory(content: torch.Tensor) -> torch.Tensor:
+    """Memory with a content, of bytes."""
+    if content.stride() == (0,):
+        return zero_bytes(len(content), content.device)
+    return content.clone(memory_format=torch.contiguous_format)
+
+
+def zero_bytes(byte_count: int, device: torch.device) -> torch.Tensor:
+    """Return new memory of zeros, [byte_count]."""
+    if device.type == "cpu" and byte_count >= _MAPPED_ZERO_BYTES:
+        # `torch.zeros` writes all of its memory. A mapping takes a page when that is written or read: none at first.
+        mapped_zeros = mmap.mmap(-1, byte_count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return torch.frombuffer(mapped_zeros, dtype=torch.uint8)
+    return torch.zeros(byte_count, dtype=torch.uint8, device=device)
 
 
 def tensor_mover(

@@ -6,14 +6,13 @@
 """
 
 import math
-import mmap
 import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -24,14 +23,12 @@ from stagepack.format.reader import Bundle
 from stagepack.format.rules import rule_error
 from stagepack.format.weights import StoredTensor
 from stagepack_loaders.base import PrepareOptions
+from stagepack_loaders.torch.stage_memory import zero_bytes
 from stagepack_loaders.torch.torch_attributes import torch_attribute
 from stagepack_loaders.torch.weight_gate import WeightGate
 from stagepack_loaders.torch.weight_transfer import ArrivingFile, ArrivingFiles, ByteRange
 from stagepack_loaders.weight_files import FolderReader, WeightFile, map_weight_file, open_weight_files
 from stagepack_loaders.window_plan import Residency, WeightUse
-
-# Smaller weights of zeros are in the memory of torch, which takes no mapping for each.
-_MAPPED_ZERO_BYTES: Final = 2**20
 
 # The file and the position in it of each stored tensor, by name.
 StoredTensors = Mapping[str, tuple[Path, StoredTensor]]
@@ -193,12 +190,7 @@ def zero_weight(weight: Weight, device: torch.device) -> torch.Tensor:
     """Return a weight of zeros, which no file holds."""
     dtype: torch.dtype = torch_attribute(weight.dtype, torch.dtype)
     byte_count = math.prod(weight.shape) * dtype.itemsize
-    if device.type == "cpu" and byte_count >= _MAPPED_ZERO_BYTES:
-        # `torch.zeros` writes all of its memory. A mapping takes a page when that is written or read: none at loading.
-        mapped_zeros = mmap.mmap(-1, byte_count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        zeros = torch.frombuffer(mapped_zeros, dtype=torch.uint8).view(dtype).reshape(weight.shape)
-    else:
-        zeros = torch.zeros(weight.shape, dtype=dtype, device=device)
+    zeros = zero_bytes(byte_count, device).view(dtype).reshape(weight.shape)
     # Weights that are stored themselves have no gaps, with any strides (G9).
     return zeros if weight.strides is None else zeros.as_strided(weight.shape, weight.strides)
 
