@@ -30,7 +30,7 @@ help:
 	@echo "make test-changed  the tests that import what differs from main, or from BASE"
 	@echo "make test-torch TORCH=2.15.0  the tests under another torch, in an environment of its own; every target takes TORCH"
 	@echo "make test-zoo  the slow tests, which make test leaves out: every model of the zoo, Ray, faults of many processes, ..."
-	@echo "make test-libraries  models of other libraries (diffusers, timm, ...), in an environment of its own; make test runs those of torch"
+	@echo "make test-libraries  models of other libraries (diffusers, timm, ...) and clients of the server, in an environment of its own; make test runs those of torch"
 	@echo "make fuzz      all fuzzers, FUZZ_SECONDS each, by default an hour; make fuzz-short 3 minutes of bundles and 20 s of each parser"
 	@echo "make gpu       tests and benchmarks on a GPU, in 8 minutes, with $(PYTHON) and the wheels that make gpu-wheels collects; see docs/contributing/gpu.md"
 	@echo "make docs      the site of docs/, in build/site; make docs-outputs writes what is generated into the pages: references, diagrams, outputs of commands"
@@ -100,15 +100,17 @@ gpu:
 gpu-wheels: $(VENV)/ready
 	$(BIN)/python -m tools.gpu_wheels $(GPU_WHEELS)
 
-# The libraries, and by a line of a .pth file all that is in $(VENV): 0.4 GB to download, 0.9 GB installed. openai-whisper requires triton,
+# The libraries, and by a line of a .pth file all that is in $(VENV): 0.5 GB to download, 1.1 GB installed. openai-whisper requires triton,
 # which only its transcription uses; sam2 builds no CUDA code, and against the torch that is there. The extension of torchaudio, which no
 # model here uses, is built with CUDA, and without it torchaudio is not imported.
-LIBRARIES_INSTALL = $(BIN)/python -m pip --python $(LIBRARIES)/bin/python install --quiet --no-compile --constraint $(VENV)/constraints.txt --constraint tests/libraries/constraints.txt
+# llama-index-llms-openai requires another openai than $(VENV) has, and litellm another certifi and importlib_metadata.
+LIBRARIES_INSTALL = $(BIN)/python -m pip --python $(LIBRARIES)/bin/python install --quiet --no-compile --constraint $(LIBRARIES)/constraints.txt --constraint tests/libraries/constraints.txt
 $(LIBRARIES)/ready: $(VENV)/ready tests/libraries/constraints.txt
-	@echo "$(LIBRARIES) is made or completed now: 0.4 GB to download, 0.9 GB of disk beside $(VENV)."
+	@echo "$(LIBRARIES) is made or completed now: 0.5 GB to download, 1.1 GB of disk beside $(VENV)."
 	test -e $(LIBRARIES)/bin/python || $(PYTHON) -m venv --without-pip $(SYSTEM_PACKAGES) $(LIBRARIES)
 	echo "import site; site.addsitedir('$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" > \
 		$$($(LIBRARIES)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth
+	sed '/^\(certifi\|importlib_metadata\|openai\)==/d' $(VENV)/constraints.txt > $(LIBRARIES)/constraints.txt
 	$(LIBRARIES_INSTALL) $$($(BIN)/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["libraries"])')
 	$(LIBRARIES_INSTALL) --no-deps openai-whisper
 	SAM2_BUILD_CUDA=0 $(LIBRARIES_INSTALL) --no-deps --no-build-isolation sam2

@@ -166,8 +166,9 @@ class Generator:
         wanted_count = new_settings["max_new_tokens"]
         if wanted_count > room:
             message = (
-                f"{self._decoder.name}: the context length is {self._facts.max_positions + 1} tokens, found a prompt of {prompt.shape[1]} "
-                f"and max_tokens of {wanted_count}: shorten the prompt, or ask for fewer tokens"
+                # Libraries of clients look for these words of OpenAI.
+                f"{self._decoder.name}: this model's maximum context length is {self._facts.max_positions + 1} tokens, found a prompt of "
+                f"{prompt.shape[1]} and max_tokens of {wanted_count}: shorten the prompt, or ask for fewer tokens"
             )
             raise RequestError(RequestStatus.BAD_REQUEST, message, CONTEXT_CODE)
         self._check_biases(new_settings.get("logit_bias", ()))
