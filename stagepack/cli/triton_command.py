@@ -21,6 +21,7 @@ from stagepack.cli.shared_flags import (
 )
 from stagepack.extras import explain_missing_packages
 from stagepack.format.reader import Bundle
+from stagepack_loaders.generation.decoders import decoder_facts
 from stagepack_loaders.registry import TORCH_RUNTIME
 from stagepack_serving.server.limits import ServerLimits
 
@@ -109,12 +110,18 @@ def command(options: _Options) -> None:
     max_batch, reason_without = _largest_batch(bundle, options)
     repository_options = _repository_options(options, max_batch)
     models = write_repository(bundle, options.out, repository_options, overwrite=options.overwrite)
+    # Triton's extension needs a model that takes text_input and answers with several responses; an ensemble is one call of the decoder.
+    lacks_generate = decoder_facts(bundle.entry_point) is not None
     if options.as_json:
         facts = {"repository": options.out, "models": models, "batch": max_batch, "alone": reason_without or None}
-        print_json(facts)
+        print_json(facts | ({"generate": None} if lacks_generate else {}))
     else:
         print_line(f"wrote {', '.join(models)} into {options.out}")
         print_line(f"clients call {repository_options.model_name}; {batching_text(max_batch, reason_without)}")
+        if lacks_generate:
+            print_line(
+                "there is no generate: clients drive the decoder, a sequence for each text; stagepack serve has /generate"
+            )
 
 
 def _largest_batch(bundle: Bundle, options: _Options) -> tuple[int, str]:

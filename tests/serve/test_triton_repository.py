@@ -25,6 +25,7 @@ from stagepack.format.output_file import exchange_paths
 from stagepack_serving.triton import repository
 from stagepack_serving.triton.repository import write_repository
 from stagepack_serving.triton.repository_options import RepositoryOptions
+from tests.serve.generating_model import export_decoder
 from tests.serve.servers import Client, triton_server, why_no_triton
 
 MEMORY = "/dev/shm"  # noqa: S108 - another file system than that of temporary files
@@ -279,6 +280,21 @@ class SumsIfShort(torch.nn.Module):
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         total = self.first(x).sum() if x.shape[0] + y.shape[0] < 9 else x.sum()
         return self.second(y) + total
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_the_repository_of_a_decoder_has_no_generate(tmp_path: Path, as_json: bool) -> None:
+    arguments = [
+        "triton",
+        str(export_decoder(tmp_path)),
+        "-o",
+        str(tmp_path / "repository"),
+        *["--json"][: int(as_json)],
+    ]
+    result = CliRunner().invoke(main, arguments, catch_exceptions=False)
+    assert result.exit_code == 0
+    says = '"generate": null' if as_json else "there is no generate: clients drive the decoder"
+    assert says in result.output
 
 
 def test_guard_that_no_model_of_the_repository_checks_is_refused(tmp_path: Path) -> None:
