@@ -147,6 +147,28 @@ def test_openai_streams_the_text_of_transformers(server: Server, family: str) ->
                 assert "".join(part.choices[0].text for part in parts) == expected
 
 
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "whisper"])
+def test_openai_draws_the_tokens_of_transformers(server: Server, family: str) -> None:
+    """The text at place i is that of transformers for the seed + i."""
+    if family not in [model["name"] for model in server.facts["models"]]:
+        pytest.skip("in processes, llama and t5 alone are served")
+    prompts = {"input_ids": torch.tensor([[9, 30, 77, 31]]), "attention_mask": torch.ones(1, 4, dtype=torch.int64)}
+    options = {"temperature": 0.8, "top_p": 0.95, "repetition_penalty": 1.2}
+    expected = [
+        generated_by_transformers(
+            family, make_model(family), prompts, seed, max_new_tokens=COUNT, do_sample=True, top_k=0, **options
+        )
+        for seed in (SEED, SEED + 1)
+    ]
+    body = {"model": family, "prompt": [9, 30, 77, 31], "max_tokens": COUNT, "seed": SEED, "n": 2, **options}
+    status, answer, _ = post(server.http, "/v1/completions", json.dumps(body))
+    assert status == 200, answer
+    assert [choice["text"] for choice in answer["choices"]] == [tokenizer().decode(row[0].tolist()) for row in expected]
+    if family in SEQ2SEQ:
+        status, answer, _ = post(server.http, "/v1/completions", json.dumps(body | {"prompt": [-1]}))
+        assert (status, "expected tokens from 0 on, found -1" in answer["error"]["message"]) == (400, True), answer
+
+
 def test_grpc_streams_a_text(server: Server) -> None:
     with contextlib.closing(grpc_client(server.grpc)) as client:
         responses = stream_responses(client, [text_input("Hello")], model="t5", parameters={"max_tokens": 9})

@@ -4,7 +4,10 @@ import ast
 import collections
 import json
 import re
+import socket
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,8 @@ from stagepack_serving.server.generation.openai_requests import (
 from stagepack_serving.server.generation.text_stream import TextFormat
 from tests.serve.generating_model import POSITIONS, VOCABULARY, Decoder, export_decoder, tokenizer
 from tests.serve.servers import Server, post, stagepack_server
+from tests.serve.test_serve import metrics
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.xdist_group("serve")
 PROMPT = "Once upon"
@@ -171,6 +176,25 @@ def test_several_prompts_have_n_texts_each(client: openai.OpenAI) -> None:
         texts[choice.index] += choice.text
         reasons[choice.index] = choice.finish_reason or reasons[choice.index]
     assert (texts, reasons) == (expected, ["length"] * 6)
+
+
+def test_a_client_that_goes_away_frees_the_places_of_all_texts(server: Server) -> None:
+    body = json.dumps({"model": "writer", "prompt": ["a", "b"], "n": 4, "max_tokens": 90, "stream": True}).encode()
+    with socket.create_connection(("127.0.0.1", server.http)) as connection:
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+        connection.sendall(head.encode() + body)
+        assert connection.recv(15) == b"HTTP/1.1 200 OK"
+    wait_until(lambda: metrics(server)["stagepack_sequences", "writer"] == 0, 10)
+    assert metrics(server)["stagepack_pending_requests", "writer"] == 0
+
+
+def test_others_are_answered_while_a_request_has_many_texts(client: openai.OpenAI) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        many = pool.submit(complete, client, ["a"] * 16, n=128, max_tokens=1)
+        time.sleep(0.5)
+        assert len(complete(client, max_tokens=1).choices) == 1
+        assert not many.done()
+        assert len(many.result().choices) == 2048
 
 
 def test_a_chat_has_n_answers(client: openai.OpenAI) -> None:
@@ -328,6 +352,29 @@ def test_the_reference_has_every_field_of_a_request(kind: str) -> None:
     uses = {name: use for name, kinds, use in field_rows("field of a request") if kind in kinds}
     assert uses.keys() == client_type.__annotations__.keys() | set(fields_type.__struct_fields__)
     assert uses == {name: use_of_field(fields_type, name) for name in uses}
+
+
+def test_the_reference_has_every_field_of_an_answer(client: openai.OpenAI) -> None:
+    """The fields of the types of OpenAI's own client, and those that this server sends."""
+    messages: Any = [{"role": "user", "content": "Hi"}]
+    request: Any = {"model": "writer", "messages": messages, "max_tokens": 1}
+    events = list(client.chat.completions.create(**request, stream=True, stream_options={"include_usage": True}))
+    whole, text = client.chat.completions.create(**request), complete(client, max_tokens=1)
+    objects: dict[str, list[Any]] = {
+        "answer": [whole, text],
+        "event": events,
+        "choice": [whole.choices[0], text.choices[0], events[0].choices[0]],
+        "message": [whole.choices[0].message, events[0].choices[0].delta],
+        "usage": [whole.usage, text.usage, events[-1].usage],
+    }
+    for kind, examples in objects.items():
+        uses = {name: use for name, kinds, use in field_rows("field of an answer") if kind in kinds}
+        known_fields = {name for example in examples for name in type(example).model_fields}
+        sent_fields = {name for example in examples for name in example.model_fields_set}
+        # Those of answers and of events are in one row.
+        assert known_fields - uses.keys() == set()
+        assert sent_fields | {"tool_calls"} >= {name for name, use in uses.items() if use == "served"}
+        assert sent_fields <= {name for name, use in uses.items() if use == "served"}
 
 
 def field_rows(title: str) -> Iterator[tuple[str, list[str], str]]:

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 import stagepack
 from stagepack_serving.server.generation.tool_calls import CallForm, CallReader, ToolCall, form_of_template
 from tests.serve.generating_model import export_decoder, tokenizer
-from tests.serve.servers import Server, stagepack_server
+from tests.serve.servers import Server, post, stagepack_server
 
 pytestmark = pytest.mark.xdist_group("serve")
 # What makes them those of models that call tools, and messages as short as the cache.
@@ -129,6 +130,32 @@ def test_a_format_that_cannot_be_followed_is_refused(
     with pytest.raises(openai.BadRequestError) as raised:
         converse(client, model=model, response_format=response_format)
     assert says in raised.value.message
+
+
+HOSTILE_SCHEMAS = {
+    "deep": '{"items":' * 900 + "{}" + "}" * 900,
+    "deeper": '{"items":' * 90_000 + "{}" + "}" * 90_000,
+    "product": json.dumps(
+        {"allOf": [{"anyOf": [{"properties": {f"k{i}{j}": {}}} for j in range(6)]} for i in range(10)]}
+    ),
+    "cycle": '{"$defs":{"a":{"$ref":"#/$defs/b"},"b":{"$ref":"#/$defs/a"}},"$ref":"#/$defs/a"}',
+    "expression": '{"type":"string","pattern":"((a{1,1000}){1,1000}){1,1000}b"}',
+    "other grammar": '{"x-guidance":{"whitespace_pattern":"(a*)*"},"$ref":"https://example.com"}',
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE_SCHEMAS)
+def test_schemas_of_strangers_are_bounded(server: Server, name: str) -> None:
+    pytest.importorskip("llguidance")
+    schema = '{"type":"json_schema","json_schema":{"name":"a","schema":' + HOSTILE_SCHEMAS[name] + "}}"
+    body = (
+        '{"model":"ending","messages":[{"role":"user","content":"a"}],"max_tokens":3,"response_format":' + schema + "}"
+    )
+    memory, start_time = server.memory(), time.monotonic()
+    status, answer, _ = post(server.http, "/v1/chat/completions", body)
+    assert status == (200 if name == "expression" else 400), answer
+    assert time.monotonic() - start_time < 5
+    assert server.memory() < memory + 200_000_000
 
 
 TOOLS: Any = [

@@ -6,7 +6,7 @@ transformers' own; without it, they are numpy's.
 
 import importlib
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -27,6 +27,8 @@ class TokenSampler:
         self._settings = settings
         self._is_padding = is_padding
         self._draw = _drawing(settings.seed) if settings.do_sample else None
+        biases = settings.logit_bias
+        self._biases = numpy.array(list(biases), numpy.int64), numpy.array(list(biases.values()), numpy.float32)
 
     def choose(self, tokens: Array, logits: Array) -> Array:
         """Choose the next tokens.
@@ -47,7 +49,7 @@ class TokenSampler:
                 scores = self._penalize_repetition(tokens, scores)
             if settings.presence_penalty or settings.frequency_penalty:
                 scores -= self._penalties(tokens, scores)
-            _add_biases(scores, settings.logit_bias)
+            _add_biases(scores, *self._biases)
             if settings.logits_processor is not None:
                 scores = settings.logits_processor(tokens, scores)
             if self._draw is None:
@@ -159,11 +161,11 @@ def _suppress(scores: Array, tokens: Sequence[int]) -> None:
     scores[:, [token for token in tokens if 0 <= token < scores.shape[1]]] = -numpy.inf
 
 
-def _add_biases(scores: Array, biases: Mapping[int, float]) -> None:
-    for token, bias in biases.items():
-        if not 0 <= token < scores.shape[1]:
-            raise InputError(f"logit_bias: expected tokens from 0 to {scores.shape[1] - 1}, found {token}")
-        scores[:, token] += numpy.float32(bias)
+def _add_biases(scores: Array, tokens: Array, biases: Array) -> None:
+    outside = tokens[(tokens < 0) | (tokens >= scores.shape[1])]
+    if len(outside):
+        raise InputError(f"logit_bias: expected tokens from 0 to {scores.shape[1] - 1}, found {outside[0]}")
+    scores[:, tokens] += biases
 
 
 def _require_finite_largest(scores: Array) -> None:
