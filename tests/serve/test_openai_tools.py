@@ -10,6 +10,7 @@ from typing import Any
 import jsonschema
 import openai
 import pytest
+from pydantic import BaseModel, Field
 
 import stagepack
 from stagepack_serving.server.generation.tool_calls import CallForm, CallReader, ToolCall, form_of_template
@@ -130,6 +131,30 @@ def test_a_format_that_cannot_be_followed_is_refused(
     with pytest.raises(openai.BadRequestError) as raised:
         converse(client, model=model, response_format=response_format)
     assert says in raised.value.message
+
+
+class State(BaseModel):
+    """What an answer is read as, and the arguments of a tool."""
+
+    a: int = Field(ge=0, le=9)
+
+
+def test_the_client_reads_answers_and_calls_as_objects(client: openai.OpenAI) -> None:
+    pytest.importorskip("llguidance")
+    messages: Any = [{"role": "user", "content": "Hi"}]
+    request: Any = {"model": "hermes", "messages": messages, "logit_bias": space_bias(), "seed": 1}
+    parsed = client.chat.completions.parse(**request, response_format=State).choices[0].message.parsed
+    assert isinstance(parsed, State)
+    tools = [openai.pydantic_function_tool(State, name="f")]
+    called = client.chat.completions.parse(**request, tools=tools, tool_choice="required").choices[0].message
+    assert called.tool_calls is not None
+    assert isinstance(called.tool_calls[0].function.parsed_arguments, State)
+    with client.chat.completions.stream(**request, tools=tools, tool_choice="required") as stream:
+        [event] = [event for event in stream if event.type == "tool_calls.function.arguments.done"]
+        assert event.parsed_arguments == called.tool_calls[0].function.parsed_arguments
+        assert stream.get_final_completion().choices[0].finish_reason == "tool_calls"
+    with client.chat.completions.stream(**request, response_format=State) as stream:
+        assert stream.get_final_completion().choices[0].message.parsed == parsed
 
 
 HOSTILE_SCHEMAS = {

@@ -6,7 +6,7 @@ Source: https://platform.openai.com/docs/api-reference.
 import codecs
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,18 +78,24 @@ class TextChoice:
         """Whether there is more to send since the last event."""
         return bool(not self._has_role or self.finish_reason or len(self._content()[0]) > self._event_start[0])
 
-    def event(self) -> dict[str, Any]:
-        """Return an event with what was added since the last one. The first one of a chat has the role of the message."""
+    def events(self) -> Iterator[dict[str, Any]]:
+        """Yield events with what was added since the last one. The first one of a chat has the role of the message."""
         text_start, token_start = self._event_start
         text, calls = self._content()
         self._event_start = len(text), len(self._tokens)
         text, tokens = text[text_start:], self._tokens[token_start:]
         role = {} if self._has_role else {"role": "assistant"}
         self._has_role = True
-        fields: dict[str, Any] = {"delta": role | {"content": text}} if self._answer.is_chat else {"text": text}
+        if not self._answer.is_chat:
+            yield self._answer.event([self._fields({"text": text}, tokens)])
+            return
         if calls:
-            fields["delta"]["tool_calls"] = [{"index": index} | call.fields() for index, call in enumerate(calls)]
-        return self._answer.event([self._fields(fields, tokens, calls_tools=bool(calls))])
+            # Alone, as OpenAI's client ends no call in the event that begins it.
+            call_fields = [{"index": index} | call.fields() for index, call in enumerate(calls)]
+            delta = role | {"content": text or None, "tool_calls": call_fields}
+            yield self._answer.event([self._fields({"delta": delta}, tokens) | {"finish_reason": None}])
+            role, text, tokens = {}, "", []
+        yield self._answer.event([self._fields({"delta": role | {"content": text}}, tokens, calls_tools=bool(calls))])
 
     def _content(self) -> tuple[str, list[ToolCall]]:
         """The text without calls of tools, and the calls. While the text goes on, what may belong to a call is in neither."""

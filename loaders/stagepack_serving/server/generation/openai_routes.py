@@ -139,15 +139,15 @@ class CompletionRoute(OpenAIRoute):
         if fields.max_tokens == 0:
             for choice in choices:
                 choice.finish_reason = "length"
-                if fields.stream:
-                    await channel.send_event(choice.event())
+                for event in choice.events() if fields.stream else ():
+                    await channel.send_event(event)
         else:
             async with aclosing(_generate_together(generator, requests)) as parts:
                 async for index, part in parts:
                     choice = choices[index]
                     choice.add(part)
-                    if fields.stream and choice.has_news:
-                        await channel.send_event(choice.event())
+                    for event in choice.events() if fields.stream and choice.has_news else ():
+                        await channel.send_event(event)
         token_counts = sum(prompt.array.size for prompt in prompts), sum(choice.token_count for choice in choices)
         usage = dict(
             zip(("prompt_tokens", "completion_tokens", "total_tokens"), (*token_counts, sum(token_counts)), strict=True)
