@@ -243,6 +243,10 @@ def test_tools_are_in_the_prompt_and_texts_without_calls_are_texts(client: opena
         {"role": "tool", "tool_call_id": "123456789", "content": "x"},
     ]
     answered = converse(client, **request, messages=messages)
+    developer = converse(client, **request, messages=[{"role": "developer", "content": "Be brief"}])
+    assert (
+        developer.choices == converse(client, **request, messages=[{"role": "system", "content": "Be brief"}]).choices
+    )
     assert answered.usage.prompt_tokens == len("<u>Hi<a>4<t>x")
 
 

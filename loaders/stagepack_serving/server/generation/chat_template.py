@@ -37,6 +37,10 @@ class ChatTemplate:
 
     async def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """Write a conversation as a text, which ends where the answer of the assistant begins."""
+        if "developer" not in self._template:  # OpenAI's newer name of that role
+            messages = [
+                {**message, "role": "system"} if message.get("role") == "developer" else message for message in messages
+            ]
         variables = {**self._special_tokens, "messages": messages, "add_generation_prompt": True}
         variables |= {"tools": list(tools)} if tools else {}
         request = {"template": self._template, "variables": variables}

@@ -315,7 +315,8 @@ class ChatFields(OpenAIFields, kw_only=True, forbid_unknown_fields=True):
         heads = decode_field("messages", self.messages, Annotated[list[_MessageHead], Meta(min_length=1)])
         messages = decode_field("messages", self.messages, list[dict[str, Raw]])
         return [
-            message | {"content": head.text()} | head.calls() for head, message in zip(heads, messages, strict=True)
+            message | {"role": head.role, "content": head.text()} | head.calls()
+            for head, message in zip(heads, messages, strict=True)
         ]
 
     def settings(self) -> dict[str, Any]:
