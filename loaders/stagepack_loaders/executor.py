@@ -32,6 +32,7 @@ class Executor(ABC):
     Attributes:
         written_inputs: the inputs of the model that a stage writes into.
         most_calls: how many calls at the same time keep all stages at work. With few, calls gather meanwhile, and become larger batches.
+        lane_count: the number of devices or processes, each of which works on a call of its own.
         has_ended: whether no call will be answered any more.
         restart_count: changes when the state of all sequences is lost.
         returns_state: whether a result may be a view of the state of its sequence, which the next call writes.
@@ -39,6 +40,7 @@ class Executor(ABC):
 
     written_inputs: frozenset[str] = frozenset()
     most_calls: int = 1
+    lane_count: int = 1
     has_ended: bool = False
     restart_count: int = 0
     returns_state: bool = True
@@ -188,8 +190,9 @@ class LocalExecutor(Executor):
         self._observe = observe
         self._lanes = [list(self.stages)] if observe is None else device_lanes(self.stages)
         self._sequence_locks = [threading.Lock() for _ in self._lanes]
+        self.lane_count = len(self._lanes)
         # One in each lane, and one between two of them.
-        self.most_calls = 2 * len(self._lanes) - 1
+        self.most_calls = 2 * self.lane_count - 1
         self._queues: list[_Tasks] = [SimpleQueue() for _ in self._lanes[1:]]
         self._ended_lanes: dict[int, StageLostError] = {}
         for lane_number, queue in enumerate(self._queues, 1):

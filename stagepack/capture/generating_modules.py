@@ -130,7 +130,7 @@ class GeneratingDecoder(torch.nn.Module):
         input_ids: torch.Tensor,
         cache_position: torch.Tensor,
         attention_mask: torch.Tensor,
-        cache_moves: torch.Tensor,
+        cache_moves: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the logits of the last token, [batch, vocabulary]."""
         (model,) = self.__model
@@ -138,8 +138,8 @@ class GeneratingDecoder(torch.nn.Module):
             rows=_rows(input_ids),
             slots=cache_position,
             seen_slots=attention_mask.shape[1],
-            moved_rows=cache_moves[:, 0],
-            places=cache_moves[:, 1],
+            moved_rows=None if cache_moves is None else cache_moves[:, 0],
+            places=None if cache_moves is None else cache_moves[:, 1],
         )
         for layer in self.__layers:
             layer.begin_call(call)

@@ -88,7 +88,6 @@ def _check_logits(model: Any, decoder: Any, max_positions: int) -> None:
             input_ids=tokens[:, start:end],
             cache_position=torch.arange(start, end, device=model.device)[None],
             attention_mask=torch.ones_like(tokens[:, :end]),
-            cache_moves=tokens.new_empty(0, 2),
         )
     decoder.clear()
     if expected.is_meta:
@@ -135,13 +134,11 @@ class _Example:
         inputs = self._token_inputs()
         kwargs = dict(inputs.kwargs)
         kwargs["cache_position"] = kwargs["cache_position"].repeat(self._batch_size, 1)
-        kwargs["cache_moves"] = torch.zeros(self._batch_size, 2, dtype=torch.int64)
         length = inputs.dynamic_shapes["cache_position"][0]
-        moves = torch.export.Dim("moves", min=0, max=self._max_batch)
-        shapes = inputs.dynamic_shapes | {
-            "cache_position": {**self._batch, 1: length},
-            "cache_moves": {0: moves} if self._batch else None,
-        }
+        shapes = inputs.dynamic_shapes | {"cache_position": {**self._batch, 1: length}}
+        if self._batch:  # a single row does not move
+            kwargs["cache_moves"] = torch.zeros(self._batch_size, 2, dtype=torch.int64)
+            shapes["cache_moves"] = {0: torch.export.Dim("moves", min=0, max=self._max_batch)}
         return Inputs(kwargs=kwargs, dynamic_shapes=shapes)
 
     def _token_inputs(self) -> Inputs:

@@ -165,7 +165,8 @@ class ServeOptions:
     )
     max_batch_size: int = limit_flag(
         "--max-batch N",
-        "Largest batch size that requests to a model are combined into; 1 runs each request alone.",
+        "Largest batch size that requests to a model are combined into, and largest number of texts that are generated at once; 1 runs "
+        "each request alone.",
         Count(),
         _DEFAULT.max_batch_size,
     )
@@ -212,6 +213,12 @@ class ServeOptions:
         "Longest time that a request may take, in seconds.",
         Amount(minimum=1e-3),
         _DEFAULT.deadline,
+    )
+    max_waiting_tokens: int = limit_flag(
+        "--max-tokens-waiting N",
+        "Largest number of tokens of prompts that wait for a model to begin with their texts.",
+        Count(),
+        _DEFAULT.max_waiting_tokens,
     )
     max_sequences: int = limit_flag(
         "--max-sequences N", "Largest number of sequences whose state a model keeps.", Count(), _DEFAULT.max_sequences

@@ -266,7 +266,8 @@ class ProcessExecutor(Executor):
         """Run the recorded example in processes that have been started."""
         ranks = [facts.rank for facts in self.stage_facts]
         # One that each process works on, one that it takes next, and one that is answered.
-        self.most_calls = len(set(ranks)) + 2
+        self.lane_count = len(set(ranks))
+        self.most_calls = self.lane_count + 2
         self.returns_state = FRONT_RANK in ranks
         is_first_start = not self._has_started
         self._is_state_lost = False

@@ -32,6 +32,7 @@ class DecoderFacts:
         encoder_positions: the size of the mask of the encoder's rows; None if the decoder has no such mask.
         max_batch: the largest number of texts; None for any.
         has_rows: whether each text has positions, and a row of the cache, of its own.
+        moves_rows: whether a text may move to another row.
         attends_to_filled: whether a call attends to as many slots as its mask has, and not to the whole cache.
     """
 
@@ -41,6 +42,7 @@ class DecoderFacts:
     encoder_positions: int | None
     max_batch: int | None = None
     has_rows: bool = False
+    moves_rows: bool = False
     attends_to_filled: bool = False
 
 
@@ -51,11 +53,11 @@ def decoder_facts(entry_point: EntryPoint) -> DecoderFacts | None:
     unknown_inputs = inputs.keys() - _TOKEN_INPUTS - {_ENCODER_INPUT, _ENCODER_MASK, _MOVES}
     if not inputs.keys() >= _TOKEN_INPUTS or unknown_inputs or len(results) != 1:
         return None
-    has_rows = _MOVES in inputs
+    position_rank = len(inputs["cache_position"].shape)
     mask = inputs["attention_mask"].shape
     max_positions = largest_size(mask[1], entry_point.symbols) if len(mask) == 2 else None
     encoder_positions = _mask_size(inputs[_ENCODER_MASK]) if _ENCODER_MASK in inputs else None
-    if max_positions is None or not inputs["input_ids"].shape or len(inputs["cache_position"].shape) != 1 + has_rows:
+    if max_positions is None or not inputs["input_ids"].shape or position_rank not in (1, 2):
         return None
     [logits] = (edge for edge in entry_point.edges if edge.name == results[0].name)
     return DecoderFacts(
@@ -64,7 +66,8 @@ def decoder_facts(entry_point: EntryPoint) -> DecoderFacts | None:
         takes_encoder=_ENCODER_INPUT in inputs,
         encoder_positions=encoder_positions,
         max_batch=largest_size(inputs["input_ids"].shape[0], entry_point.symbols),
-        has_rows=has_rows,
+        has_rows=position_rank == 2,
+        moves_rows=_MOVES in inputs,
         attends_to_filled=not isinstance(mask[1], int),
     )
 

@@ -132,12 +132,14 @@ def row_inputs(
             positions[row, length - len(tokens) :] = numpy.arange(start, start + len(tokens))
     ends = numpy.array([start + len(tokens) for tokens, start in zip(new_tokens, lengths, strict=True)])
     slots = numpy.arange(max(1, moved_length, ends.max()))
-    return {
+    inputs = {
         "input_ids": input_ids,
         "cache_position": positions,
         "attention_mask": (slots < ends[:, None]).astype(numpy.int64),
-        "cache_moves": numpy.array(moves, numpy.int64).reshape(-1, 2),
     }
+    if facts.moves_rows:
+        inputs["cache_moves"] = numpy.array(moves, numpy.int64).reshape(-1, 2)
+    return inputs
 
 
 def _last_length(facts: DecoderFacts, settings: GenerationSettings, length: int) -> int:

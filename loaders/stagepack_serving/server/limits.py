@@ -12,7 +12,8 @@ class ServerLimits:
     """Limits of a server, or of each model that it serves.
 
     Attributes:
-        max_batch_size: the largest batch that requests to a model are joined to; 1 runs each request alone.
+        max_batch_size: the largest batch that requests to a model are joined to, and the largest number of texts that a model generates at
+            once; 1 runs each request alone.
         batching_delay: the time that a request waits for others to join its batch, in seconds.
         max_pending_requests: the number of requests to a model that are accepted and not answered yet.
         max_connections: the number of open HTTP connections, of open gRPC connections, and of gRPC requests at a time.
@@ -20,6 +21,7 @@ class ServerLimits:
             preface of HTTP/2), in seconds; the head of a later request has the same time from its first byte.
         max_request_bytes: the size of a request, both as received and decompressed, in bytes.
         deadline: the time from the head of a request to its answer, and again from the first byte of the answer to the last, in seconds.
+        max_waiting_tokens: the number of tokens of prompts that wait for a model to begin with their texts.
         max_sequences: the number of sequences whose state a model keeps.
         sequence_idle: the time without requests after which a sequence may be evicted for a new one, in seconds.
         linger: the time after SIGTERM or SIGHUP in which the server still accepts requests, in seconds: load balancers need it to learn
@@ -34,6 +36,7 @@ class ServerLimits:
     first_request: float = 10.0
     max_request_bytes: int = 64_000_000
     deadline: float = 60.0
+    max_waiting_tokens: int = 262_144
     max_sequences: int = 8
     sequence_idle: float = 60.0
     linger: float = 1.0

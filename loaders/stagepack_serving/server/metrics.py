@@ -45,6 +45,13 @@ class Metrics:
         self.sent_bytes = Counter(
             "stagepack_sent_bytes", "Bytes of output tensors.", BY_VERSION, registry=self.registry
         )
+        self.generated_tokens = Counter(
+            "stagepack_generated_tokens", "Tokens of generated texts.", BY_VERSION, registry=self.registry
+        )
+        self.first_token_seconds = self._seconds(
+            "first_token", "Time from the prompt of a text to its first token.", BY_VERSION
+        )
+        self.token_seconds = self._seconds("token", "Time from a token of a text to the next one.", BY_VERSION)
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=self.registry)
 

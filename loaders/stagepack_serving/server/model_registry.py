@@ -246,7 +246,7 @@ def _version_metrics(models: Iterable["ServedModel"]) -> Iterator[Metric]:
 
     While a version is replaced by another one of the same number, both are counted together.
     """
-    pending, sequences, weights, runs, busy, sent, queue = (Counter[tuple[str, ...]]() for _ in range(7))
+    pending, sequences, weights, runs, busy, sent, queue, texts, held = (Counter[tuple[str, ...]]() for _ in range(9))
     digests: dict[tuple[str, ...], int] = {}
     for model in models:
         labels = (model.name, model.version)
@@ -254,6 +254,9 @@ def _version_metrics(models: Iterable["ServedModel"]) -> Iterator[Metric]:
         sequences[labels] += model.sequence_count
         weights[labels] += model.weight_bytes
         digests[(*labels, model.bundle.digest)] = 1
+        if model.generator is not None and model.generator.text_loop is not None:
+            texts[labels] += model.generator.text_loop.text_count
+            held[labels] += model.generator.text_loop.held_tokens
         for rank, status in model.process_statuses().items():
             sent[(*labels, str(rank))] += status.sent_bytes
             queue[(*labels, str(rank))] += status.pending_requests
@@ -262,6 +265,8 @@ def _version_metrics(models: Iterable["ServedModel"]) -> Iterator[Metric]:
                 busy[(*labels, str(stage.stage))] += stage.busy_seconds
     yield _fill(GaugeMetricFamily, "pending_requests", "Requests that are not answered yet.", "", pending)
     yield _fill(GaugeMetricFamily, "sequences", "Sequences whose state is kept.", "", sequences)
+    yield _fill(GaugeMetricFamily, "texts", "Texts that are generated, or wait for a row of the cache.", "", texts)
+    yield _fill(GaugeMetricFamily, "cache_tokens", "Tokens that the cache of a decoder holds.", "", held)
     yield _fill(GaugeMetricFamily, "weight_bytes", "Bytes of the weights of a loaded version.", "", weights)
     yield _fill(
         GaugeMetricFamily, "model_info", "1 for the digest of the bundle of a loaded version.", "digest", digests

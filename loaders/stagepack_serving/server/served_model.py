@@ -49,6 +49,9 @@ class ServedModel:
         embedder: embeds texts with the model; None for a model that does not.
         on_sequence_start: called with the id of each sequence that a request starts.
         statistics: what the version has done.
+        limits: the limits of the server.
+        metrics: what the server has done.
+        lane_count: the number of devices or processes, each of which works on a call of its own.
     """
 
     def __init__(
@@ -71,9 +74,9 @@ class ServedModel:
         self.on_sequence_start: Callable[[int | str], None] = lambda _: None
         self.devices = list(dict.fromkeys(pipeline.devices))
         self.weight_bytes = sum(stage.weight_bytes for stage in bundle.stages)
-        self._limits = limits
+        self.limits = limits
         self._limit = pipeline.limit
-        self._metrics = metrics
+        self.metrics = metrics
         self.max_batch_size, self.unbatched_reason = batch_limit(
             bundle, self.interface.edges, limits.max_batch_size, pipeline
         )
@@ -89,6 +92,7 @@ class ServedModel:
         ]
         self._pipeline = pipeline  # its processes end with it
         self._executor = pipeline.executor.overlapping(lambda number, seconds: stage_seconds[number].observe(seconds))
+        self.lane_count = self._executor.lane_count
         self._restart_count = self._executor.restart_count
         self._scheduler = Scheduler(
             self._executor,
@@ -126,7 +130,7 @@ class ServedModel:
     @contextlib.contextmanager
     def reserve_place(self) -> Iterator[None]:
         """Count a request among those that are not answered yet, for the duration of the context."""
-        if self.pending_requests >= self._limits.max_pending_requests:
+        if self.pending_requests >= self.limits.max_pending_requests:
             raise RequestError(
                 RequestStatus.BUSY,
                 f"{self.name}: {self.pending_requests} requests are waiting already: try again later",
@@ -147,7 +151,7 @@ class ServedModel:
             self.name,
             self.version,
             self.interface,
-            self._limits,
+            self.limits,
             max_batch_size=self.max_batch_size,
             has_state=self._sequences is not None,
         )
@@ -169,7 +173,7 @@ class ServedModel:
             )
             for output_name in output_names
         ]
-        self._metrics.sent_bytes.labels(self.name, self.version).inc(sum(tensor.array.nbytes for tensor in outputs))
+        self.metrics.sent_bytes.labels(self.name, self.version).inc(sum(tensor.array.nbytes for tensor in outputs))
         return outputs
 
     def process_statuses(self) -> Mapping[int, Any]:
@@ -248,7 +252,7 @@ class ServedModel:
         except InputError as error:
             raise RequestError(RequestStatus.BAD_REQUEST, f"{self.name}: {error}") from None
         received_bytes = sum(array.nbytes for array in inputs.values())
-        self._metrics.received_bytes.labels(self.name, self.version).inc(received_bytes)
+        self.metrics.received_bytes.labels(self.name, self.version).inc(received_bytes)
         if self.max_batch_size == 1:
             return QueuedCall(inputs=inputs, sizes=sizes)
         batch_key = tuple(sorted((input_name, shape[1:]) for input_name, shape in edge_shapes.items()))
@@ -291,7 +295,7 @@ class ServedModel:
             raise RequestError(RequestStatus.MODEL_FAILED, f"{self.name}: {error}") from error
 
     def _record_batch(self, batch: CallBatch) -> None:
-        queue_seconds = self._metrics.queue_seconds.labels(self.name, self.version)
+        queue_seconds = self.metrics.queue_seconds.labels(self.name, self.version)
         for call in batch.calls:
             queue_seconds.observe(batch.start_time - call.arrival)
-        self._metrics.batch_sizes.labels(self.name, self.version).observe(sum(call.batch_size for call in batch.calls))
+        self.metrics.batch_sizes.labels(self.name, self.version).observe(sum(call.batch_size for call in batch.calls))

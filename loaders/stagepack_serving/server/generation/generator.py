@@ -1,6 +1,7 @@
 """Generation with a served decoder, token by token."""
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
@@ -27,6 +28,7 @@ from stagepack_serving.protocol.datatypes import NUMPY_DTYPES
 from stagepack_serving.server.errors import CONTEXT_CODE, RequestError, RequestStatus
 from stagepack_serving.server.generation.json_grammar import GrammarTokens, JsonGrammar, read_grammar_tokens
 from stagepack_serving.server.generation.openai_requests import TEXT_INPUT, GenerateParameters, convert_fields
+from stagepack_serving.server.generation.text_loop import TextLoop
 from stagepack_serving.server.generation.text_stream import StopStrings, TextFormat, read_text_format
 from stagepack_serving.server.parameters import InferenceTensor
 from stagepack_serving.server.rest_large_request import beside_loop
@@ -100,9 +102,11 @@ class GenerationRequest:
 class Generator:
     """Generates texts with a decoder, and with its encoder if it has one.
 
-    Each generation is a sequence of calls of the decoder with a state of its own, so that generations at the same time fill the stages.
+    Texts whose rows are their own are generated as one batch, or one for each device or process. Otherwise each text is a sequence of calls
+    with a state of its own, so that texts at the same time fill the stages.
 
     Attributes:
+        text_loop: generates texts as batches; None for a decoder whose texts have no rows of their own.
         text_format: the tokenizer and the chat template; None for a bundle without a tokenizer.
         prompt_name: the input that holds the prompt: of the encoder, or of a decoder without one.
     """
@@ -115,6 +119,7 @@ class Generator:
         self._encoder = encoder
         self._prompt_interface = (encoder or decoder).interface
         self._grammar_tokens: GrammarTokens | None = None
+        self.text_loop = TextLoop(decoder, facts) if facts.has_rows else None
         self.text_format: TextFormat | None = read_text_format(decoder.bundle)
         self.prompt_name = next(name for name in self._prompt_interface.inputs if name.startswith("input_"))
         [self._logits_output] = decoder.interface.outputs
@@ -202,24 +207,30 @@ class Generator:
         """Generate a text."""
         if request.stop_strings and self.text_format is None:
             raise RequestError(RequestStatus.BAD_REQUEST, "stop: the bundle has no tokenizer.json, so there is no text")
+        text = GeneratedText(self.text_format, request.stop_strings)
+
+        def take(loop: TokenLoop, logits: Array) -> GeneratedPart:
+            logits = logits_as_floats(logits, self._facts.logits)
+            token = int(loop.take(logits)[0])
+            part = text.add(token, loop.finish_reasons[0])
+            if request.logprob_count is None:
+                return part
+            return dataclasses.replace(part, logprobs=token_logprobs(logits[0], token, request.logprob_count))
+
+        if self.text_loop is not None:
+            loop = await self._start_loop(request)
+            async with contextlib.aclosing(self.text_loop.generate(loop, functools.partial(take, loop))) as parts:
+                async for part in parts:
+                    yield part
+            return
         async with self._decoder.reserve_sequence() as sequence:
             loop = await self._start_loop(request)
-            text = GeneratedText(self.text_format, request.stop_strings)
-
-            def take(logits: Array) -> GeneratedPart:
-                logits = logits_as_floats(logits, self._facts.logits)
-                token = int(loop.take(logits)[0])
-                part = text.add(token, loop.finish_reasons[0])
-                if request.logprob_count is None:
-                    return part
-                return dataclasses.replace(part, logprobs=token_logprobs(logits[0], token, request.logprob_count))
-
             is_finished = False
             while not is_finished:
                 outputs = await self._decoder.call(loop.next_inputs(), sequence)
                 # In a thread: to draw one of many tokens takes longer than other requests should wait.
                 try:
-                    part = await asyncio.to_thread(take, outputs[self._logits_output])
+                    part = await asyncio.to_thread(take, loop, outputs[self._logits_output])
                 except StageFailedError as error:
                     raise RequestError(RequestStatus.MODEL_FAILED, f"{self._decoder.name}: {error}") from error
                 is_finished = part.finish_reason is not None

@@ -1,0 +1,141 @@
+"""Texts that are generated as one batch: each begins in a row of the cache that is free, and ends while others go on.
+
+It does no calls itself, as `TokenLoop`.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Final
+
+from stagepack_loaders.elements import Array
+from stagepack_loaders.generation.decoders import DecoderFacts
+from stagepack_loaders.generation.token_loop import TokenLoop, row_inputs
+
+# Tokens of prompts that a call reads while other texts wait for their next token, and while none does.
+_CHUNK_TOKENS: Final = 256
+_ALONE_TOKENS: Final = 2048
+
+
+@dataclass(slots=True, eq=False)
+class BatchedText:
+    """A text of a batch.
+
+    Attributes:
+        loop: the text; its only prompt has no padding.
+        read_count: the number of its tokens that the cache holds.
+        row: its row of the cache; None before its first call.
+    """
+
+    loop: TokenLoop
+    read_count: int = 0
+    row: int | None = None
+
+    @property
+    def unread_tokens(self) -> Array:
+        """The tokens that the decoder has not read, [length]."""
+        unread: Array = self.loop.tokens[0, self.read_count :]
+        return unread
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchCall:
+    """A call of the decoder.
+
+    Attributes:
+        inputs: its inputs by name.
+        texts: the texts whose next token its logits choose, by their position in the batch of the call.
+    """
+
+    inputs: dict[str, Array]
+    texts: dict[int, BatchedText]
+
+
+class TextBatch:
+    """Plans the calls of a decoder whose texts have rows of their own (`DecoderFacts.has_rows`).
+
+    The rows in use are the first ones of the cache. Prompts are read in the rows before those of the other texts, so that a call can leave
+    the others out; long ones in parts, between which the others go on.
+
+    Attributes:
+        most_texts: the number of rows.
+    """
+
+    def __init__(self, facts: DecoderFacts, most_texts: int) -> None:
+        self.most_texts = most_texts
+        self._facts = facts
+        self._texts: list[BatchedText] = []
+        self._waiting: deque[BatchedText] = deque()
+        self._others_wait = False
+
+    def __len__(self) -> int:
+        """The number of texts that are under way, or wait for a row."""
+        return len(self._texts) + len(self._waiting)
+
+    @property
+    def waiting_tokens(self) -> int:
+        """The number of tokens of the texts that wait for a row."""
+        return sum(len(text.unread_tokens) for text in self._waiting)
+
+    @property
+    def held_tokens(self) -> int:
+        """The number of tokens that the cache holds."""
+        return sum(text.read_count for text in self._texts)
+
+    def add(self, loop: TokenLoop) -> BatchedText:
+        """Let a text begin as soon as a row is free; first come, first served."""
+        text = BatchedText(loop)
+        self._waiting.append(text)
+        return text
+
+    def remove(self, text: BatchedText) -> None:
+        """End a text before its last token, if it has not ended yet."""
+        for texts in (self._texts, self._waiting):
+            if text in texts:
+                texts.remove(text)
+
+    def next_call(self) -> BatchCall | None:
+        """Plan the next call, which has to be made; None if there are no texts. The loops get its logits before the call after it."""
+        self._texts = [text for text in self._texts if not text.loop.is_finished]
+        while self._waiting and len(self._texts) < self.most_texts:
+            self._texts.append(self._waiting.popleft())
+        if not self._texts:
+            return None
+        prompts = [text for text in self._texts if len(text.unread_tokens) > 1]
+        others = [text for text in self._texts if len(text.unread_tokens) == 1]
+        moves, moved_length = self._arrange(prompts, others)
+        reads_prompts = bool(prompts) and not (others and self._others_wait)
+        self._others_wait = reads_prompts and bool(others)
+        if reads_prompts:
+            in_call = prompts
+            limit = max(1, (_CHUNK_TOKENS if others else _ALONE_TOKENS) // len(prompts))
+        else:
+            in_call, limit = prompts + others, 1
+        in_call = sorted(in_call, key=_row_of)
+        # Those of prompts only keep their place while the others go on.
+        new_tokens = [
+            text.unread_tokens[: limit if reads_prompts or len(text.unread_tokens) == 1 else 0] for text in in_call
+        ]
+        lengths = [text.read_count for text in in_call]
+        inputs = row_inputs(self._facts, new_tokens, lengths, moves, moved_length)
+        for text, tokens in zip(in_call, new_tokens, strict=True):
+            text.read_count += len(tokens)
+        texts = {position: text for position, text in enumerate(in_call) if not len(text.unread_tokens)}
+        return BatchCall(inputs=inputs, texts=texts)
+
+    def _arrange(self, prompts: list[BatchedText], others: list[BatchedText]) -> tuple[list[tuple[int, int]], int]:
+        """Give texts their rows, those of prompts first; return the moves, and the length of the longest text that moves."""
+        moves, moved_length = [], 0
+        for texts, rows in ((prompts, range(len(prompts))), (others, range(len(prompts), len(self._texts)))):
+            moving = [text for text in texts if text.row not in rows]
+            free_rows = sorted(set(rows) - {text.row for text in texts})
+            for text, row in zip(moving, free_rows, strict=True):
+                if text.row is not None:
+                    moves.append((text.row, row))
+                    moved_length = max(moved_length, text.read_count)
+                text.row = row
+        return moves, moved_length
+
+
+def _row_of(text: BatchedText) -> int:
+    assert text.row is not None
+    return text.row

@@ -1,0 +1,134 @@
+"""Texts that begin and end while others go on, in the rows of one cache, have the tokens of texts that are alone."""
+
+import random
+from typing import Any
+
+import numpy
+import pytest
+
+import stagepack
+from stagepack_loaders.generation import text_batch
+from stagepack_loaders.generation.decoders import DecoderFacts, decoder_facts, logits_as_floats
+from stagepack_loaders.generation.settings import GenerationSettings
+from stagepack_loaders.generation.text_batch import BatchCall, BatchedText, TextBatch
+from stagepack_loaders.generation.token_loop import TokenLoop
+from tests.serve.generating_families import POSITIONS, VOCABULARY, make_model
+
+ROWS = 5
+
+
+@pytest.fixture(scope="module", params=["torch", "onnxruntime"])
+def pipeline(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("batch")
+    bundle = stagepack.export(
+        make_model("qwen3"), out=folder / "m.stagepack", stages=2, generate=POSITIONS, generate_batch=ROWS
+    )
+    if request.param == "onnxruntime":
+        stagepack.add_onnx(bundle)
+    return stagepack.load(bundle.path, runtime=request.param)
+
+
+@pytest.fixture
+def facts(pipeline: Any) -> DecoderFacts:
+    facts = decoder_facts(pipeline.bundle.entry_point)
+    assert facts is not None
+    return facts
+
+
+class Texts:
+    """Texts of drawn lengths, greedy and sampled, with the tokens that each has alone."""
+
+    def __init__(self, pipeline: Any, facts: DecoderFacts, seed: int) -> None:
+        self.pipeline, self.facts = pipeline, facts
+        self.random = random.Random(seed)  # noqa: S311 - of a test
+        self.expected: dict[BatchedText, list[int]] = {}
+        self.sequence: Any = None
+
+    def begin(self, batch: TextBatch) -> None:
+        length = self.random.choice((1, 2, 3, 9, 30))
+        prompt = numpy.array([[self.random.randrange(2, VOCABULARY) for _ in range(length)]])
+        options = {"max_new_tokens": self.random.randint(1, 20), "seed": self.random.randrange(99), "eos_token_id": [1]}
+        options |= self.random.choice(({}, {"do_sample": True, "temperature": 0.9}))
+        loop = TokenLoop(self.facts, GenerationSettings().override(options), prompt)
+        self.expected[batch.add(loop)] = self.pipeline.generate(prompt, **options)[0].tolist()
+
+    def step(self, batch: TextBatch) -> bool:
+        """Make a call of the batch; check the texts that end."""
+        call = batch.next_call()
+        if call is None:
+            return False
+        assert len(call.inputs["input_ids"]) <= ROWS
+        logits = self.sequence(**call.inputs)
+        for position, text in call.texts.items():
+            text.loop.take(logits_as_floats(logits[position : position + 1], self.facts.logits))
+            if text.loop.is_finished:
+                assert text.loop.tokens[0].tolist() == self.expected.pop(text)
+        return True
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_drawn_texts_are_those_of_each_alone(
+    pipeline: Any, facts: DecoderFacts, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts are read in parts while others go on; some texts are removed."""
+    monkeypatch.setattr(text_batch, "_CHUNK_TOKENS", 8)
+    texts, batch = Texts(pipeline, facts, seed), TextBatch(facts, ROWS)
+    with pipeline.inference(), pipeline.sequence() as texts.sequence:
+        for _ in range(60):
+            for _ in range(texts.random.choice((0, 0, 0, 1, 1, 3))):
+                texts.begin(batch)
+            if texts.expected and texts.random.random() < 0.1:
+                removed = texts.random.choice(list(texts.expected))
+                batch.remove(removed)
+                del texts.expected[removed]
+            texts.step(batch)
+        while texts.step(batch):
+            pass
+    assert not texts.expected
+    assert (len(batch), batch.waiting_tokens, batch.held_tokens) == (0, 0, 0)
+
+
+def prompt_loop(facts: DecoderFacts, length: int) -> TokenLoop:
+    return TokenLoop(facts, GenerationSettings(max_new_tokens=5), numpy.full((1, length), 7))
+
+
+def next_call(batch: TextBatch) -> BatchCall:
+    """The next call, whose texts get a token."""
+    call = batch.next_call()
+    assert call is not None
+    for text in call.texts.values():
+        text.loop.take(numpy.zeros((1, VOCABULARY), numpy.float32))
+    return call
+
+
+def test_others_go_on_while_a_long_prompt_is_read(facts: DecoderFacts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_batch, "_CHUNK_TOKENS", 4)
+    batch = TextBatch(facts, ROWS)
+    short = batch.add(prompt_loop(facts, 3))
+    calls = [next_call(batch)]
+    batch.add(prompt_loop(facts, 10))
+    calls += [next_call(batch) for _ in range(5)]
+    # The long prompt is in the first row, where the other text has begun.
+    assert calls[1].inputs["cache_moves"].tolist() == [[0, 1]]
+    assert [(call.inputs["input_ids"].shape, short in call.texts.values()) for call in calls] == [
+        ((1, 3), True),
+        ((1, 4), False),
+        ((2, 1), True),
+        ((1, 4), False),
+        ((2, 1), True),
+        ((1, 2), False),
+    ]
+
+
+def test_texts_begin_in_their_order_when_a_row_is_free(facts: DecoderFacts) -> None:
+    batch = TextBatch(facts, 2)
+    texts = [batch.add(prompt_loop(facts, length)) for length in (2, 2, 3, 4)]
+    assert len(batch) == 4
+    assert set(next_call(batch).texts.values()) == set(texts[:2])
+    assert (batch.waiting_tokens, batch.held_tokens) == (7, 4)
+    batch.remove(texts[0])
+    call = next_call(batch)
+    assert list(call.texts.values()) == [texts[2]]
+    # The other text stays in row 1.
+    assert call.inputs["cache_moves"].tolist() == []
+    assert call.inputs["cache_position"].tolist() == [[0, 1, 2]]
