@@ -170,6 +170,11 @@ class ServeOptions:
         Count(),
         _DEFAULT.max_batch_size,
     )
+    exact: bool = flag(
+        "--exact",
+        "Run each request, and generate each text, alone, as --max-batch 1 does: what it answers then has the same bits whatever else is "
+        "asked. In a batch, they may differ by rounding.",
+    )
     batching_delay: float = limit_flag(
         "--max-delay-ms MS",
         "Batching delay: how long a request waits for others to join its batch, in milliseconds.",
@@ -245,7 +250,8 @@ class ServeOptions:
 
     def limits(self) -> ServerLimits:
         """Return the limits of the server."""
-        return ServerLimits(**{field.name: getattr(self, field.name) for field in fields(ServerLimits)})
+        values = {field.name: getattr(self, field.name) for field in fields(ServerLimits)}
+        return ServerLimits(**values | ({"max_batch_size": 1} if self.exact else {}))
 
 
 def check_sources(bundle_paths: Mapping[str, str], options: ServeOptions) -> None:

@@ -1,0 +1,221 @@
+"""Texts of many clients are generated as one batch: what each says, who waits, and what ends before its time."""
+
+import contextlib
+import http.client
+import json
+import os
+import random
+import signal
+import socket
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import stagepack
+from tests.distributed.test_serving import stage_process_ids
+from tests.serve.generating_families import POSITIONS, VOCABULARY, make_model
+from tests.serve.servers import Server, post, stagepack_server
+from tests.serve.test_serve import metrics
+from tests.waiting import wait_until
+
+pytestmark = pytest.mark.xdist_group("serve")
+ROWS, CLIENTS = 4, 12
+GENERATE = "/v2/models/qwen/generate"
+MODES: Mapping[str, tuple[str, ...]] = {
+    "one process": (),
+    "processes": ("--processes", "2"),
+    "ONNX Runtime": ("--runtime", "onnxruntime"),
+    "exact": ("--exact",),
+}
+Request = tuple[dict[str, Any], list[int]]
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("texts") / "qwen.stagepack"
+    model = make_model("qwen3")
+    model.generation_config.eos_token_id = None  # texts are as long as they may be
+    stagepack.export(model, out=path, stages=2, generate=POSITIONS, generate_batch=ROWS)
+    return path
+
+
+@pytest.fixture(scope="module")
+def requests(bundle: Path) -> list[Request]:
+    """Requests of drawn lengths, greedy and sampled, and the new tokens of each alone."""
+    drawn, pipeline = random.Random(0), stagepack.load(bundle)  # noqa: S311 - of a test
+    requests = []
+    for number in range(40):
+        length = drawn.choice((1, 2, 5, 17, 40))
+        tokens = [drawn.randrange(2, VOCABULARY) for _ in range(length)]
+        settings: dict[str, Any] = {"max_new_tokens": drawn.randint(1, 20)}
+        if number % 2:
+            settings |= {"do_sample": True, "temperature": 0.8, "seed": number}
+        generated = pipeline.generate(torch.tensor([tokens]), **settings)
+        requests.append(({"input_ids": tokens, "parameters": settings}, generated[0, length:].tolist()))
+    return requests
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(mode, marks=() if mode in ("one process", "processes") else pytest.mark.slow) for mode in MODES
+    ],
+)
+def server(request: pytest.FixtureRequest, bundle: Path) -> Iterator[Server]:
+    if request.param == "ONNX Runtime":
+        stagepack.add_onnx(bundle)
+    with stagepack_server([bundle], *MODES[request.param], "--deadline-s", "50") as server:
+        yield server
+
+
+def generate(server: Server, body: Mapping[str, Any]) -> tuple[int, Any]:
+    status, answer, _ = post(server.http, GENERATE, json.dumps(body))
+    return status, answer
+
+
+def begin_stream(server: Server, body: Mapping[str, Any]) -> socket.socket:
+    """A client that has the head of an answer."""
+    content = json.dumps(body).encode()
+    connection = socket.create_connection(("127.0.0.1", server.http))
+    head = f"POST {GENERATE}_stream HTTP/1.1\r\nhost: x\r\ncontent-length: {len(content)}\r\n\r\n"
+    connection.sendall(head.encode() + content)
+    assert connection.recv(15) == b"HTTP/1.1 200 OK"
+    return connection
+
+
+def is_idle(server: Server) -> bool:
+    found = metrics(server)
+    names = ("texts", "cache_tokens", "sequences", "pending_requests")
+    return all(found[f"stagepack_{name}", "qwen"] == 0 for name in names)
+
+
+def test_each_client_gets_the_tokens_of_its_text_alone(server: Server, requests: list[Request]) -> None:
+    with ThreadPoolExecutor(CLIENTS) as clients:
+        answers = list(clients.map(lambda request: generate(server, request[0]), requests * 2))
+    assert [(status, answer["output_ids"]) for status, answer in answers] == [
+        (200, tokens) for _, tokens in requests * 2
+    ]
+    assert is_idle(server)
+
+
+def test_texts_that_nobody_waits_for_leave_their_rows(server: Server, requests: list[Request]) -> None:
+    endless = {"input_ids": [3], "parameters": {"max_new_tokens": POSITIONS}}
+    for connection in [begin_stream(server, endless) for _ in range(2 * ROWS)]:
+        connection.close()
+    body, tokens = requests[0]
+    assert generate(server, body) == (200, {**generate(server, body)[1], "output_ids": tokens})
+    wait_until(lambda: is_idle(server), 10)
+
+
+def test_what_is_measured(server: Server, requests: list[Request]) -> None:
+    before = metrics(server)
+    counts = [len(generate(server, body)[1]["output_ids"]) for body, _ in requests[:5]]
+    after = metrics(server)
+
+    def added(name: str) -> float:
+        found: float = after[f"stagepack_{name}", "qwen"] - before[f"stagepack_{name}", "qwen"]
+        return found
+
+    assert added("generated_tokens_total") == sum(counts)
+    assert added("first_token_seconds_count") == len(counts)
+    assert added("token_seconds_count") == sum(counts) - len(counts)
+
+
+def test_prompts_wait_up_to_a_number_of_tokens(bundle: Path) -> None:
+    body = {"input_ids": [3] * 30, "parameters": {"max_new_tokens": 35}}
+    with stagepack_server([bundle], "--max-batch", "1", "--max-tokens-waiting", "70") as server:
+        with ThreadPoolExecutor(CLIENTS) as clients:
+            answers = list(clients.map(lambda _: generate(server, body), range(CLIENTS)))
+        refused = [answer["error"] for status, answer in answers if status == 503]
+        assert all("tokens wait already, and at most 70 may: try again later" in error for error in refused)
+        assert {status for status, _ in answers} == {200, 503}
+        assert generate(server, body)[0] == 200
+
+
+def ask(server: Server, drawn: random.Random, requests: list[Request]) -> str:
+    """One request of a drawn kind; what came of it."""
+    body, tokens = drawn.choice(requests)
+    kind = drawn.choice(("whole", "whole", "stream", "goes away", "deadline", "wrong"))
+    if kind == "wrong":
+        body = {"input_ids": [VOCABULARY + drawn.randrange(9)]}
+    if kind == "deadline":
+        body = {**body, "parameters": {**body["parameters"], "timeout": drawn.choice((1, 2000, 10_000))}}
+    if kind == "goes away":
+        with contextlib.suppress(AssertionError, OSError):
+            begin_stream(server, body).close()
+        return "gone"
+    if kind != "stream":
+        status, answer = generate(server, body)
+        if status == 200:
+            assert answer["output_ids"] == tokens
+        else:
+            assert status in {"wrong": (400,), "deadline": (504, 503), "whole": (503,)}[kind], answer
+            assert answer["error"]
+        return f"{kind} {status}"
+    connection = http.client.HTTPConnection("127.0.0.1", server.http, timeout=100)
+    with contextlib.closing(connection):
+        connection.request("POST", f"{GENERATE}_stream", json.dumps(body))
+        response = connection.getresponse()
+        content = response.read().decode()
+    if response.status != 200:
+        assert (response.status, bool(json.loads(content)["error"])) == (503, True)
+        return f"stream {response.status}"
+    parts = [json.loads(event.removeprefix("data: ")) for event in content.split("\n\n")[:-1]]
+    found = [token for part in parts if "output_ids" in part for token in part["output_ids"]]
+    if "error" in parts[-1]:
+        assert found == tokens[: len(found)]
+        return "stream error"
+    assert found == tokens
+    return "stream 200"
+
+
+def check_drawn_requests(server: Server, requests: list[Request], count: int, most_bytes: int) -> None:
+    """Each ends in one whole answer or one typed error; then nothing is left of them."""
+    seeds = range(count)
+
+    def run(seed: int) -> str:
+        return ask(server, random.Random(seed), requests)  # noqa: S311 - of a test
+
+    with ThreadPoolExecutor(CLIENTS) as clients:
+        results = list(clients.map(run, seeds[: count // 10]))
+        bytes_before = server.memory()
+        results += list(clients.map(run, seeds[count // 10 :]))
+    assert sum(result in ("whole 200", "stream 200") for result in results) > count / 4
+    wait_until(lambda: is_idle(server), 20)
+    assert server.memory() - bytes_before < most_bytes
+
+
+def test_drawn_requests(server: Server, requests: list[Request]) -> None:
+    check_drawn_requests(server, requests, 300, 60_000_000)
+
+
+@pytest.mark.slow  # 10 minutes
+@pytest.mark.parametrize("mode", MODES)
+def test_ten_thousand_drawn_requests(bundle: Path, requests: list[Request], mode: str) -> None:
+    if mode == "ONNX Runtime":
+        stagepack.add_onnx(bundle)
+    with stagepack_server([bundle], *MODES[mode]) as server:
+        check_drawn_requests(server, requests, 10_000, 60_000_000)
+        assert server.stop() == 0
+
+
+@pytest.mark.slow  # 20 s: a process that is killed is started again
+def test_texts_of_a_process_that_is_killed_get_an_error_and_later_ones_their_tokens(
+    bundle: Path, requests: list[Request]
+) -> None:
+    endless = {"input_ids": [3], "parameters": {"max_new_tokens": POSITIONS}}
+    with stagepack_server([bundle], *MODES["processes"]) as server, ThreadPoolExecutor(CLIENTS) as clients:
+        for _ in range(3):
+            pending = [clients.submit(generate, server, endless) for _ in range(CLIENTS)]
+            wait_until(lambda: metrics(server)["stagepack_cache_tokens", "qwen"] > 0, 10)
+            os.kill(stage_process_ids(server)[0], signal.SIGKILL)
+            for answer in pending:
+                status, fields = answer.result()
+                assert status in (200, 503), fields
+            wait_until(lambda: generate(server, requests[0][0])[0] == 200, 60)
+            assert generate(server, requests[0][0])[1]["output_ids"] == requests[0][1]
+        wait_until(lambda: is_idle(server), 20)
