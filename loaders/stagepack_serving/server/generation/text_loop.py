@@ -128,11 +128,7 @@ class TextLoop:
         return sum(lane.batch.held_tokens for lane in self._lanes)
 
     async def generate(self, loop: TokenLoop, take: TakeLogits) -> AsyncGenerator[Any, None]:
-        """Generate a text in the lane with the fewest ones; yield what `take` returns.
-
-        Raises:
-            RequestError: the model cannot be called, or too many prompts wait.
-        """
+        """Generate a text in the lane with the fewest ones; yield what `take` returns. With too many prompts that wait, it is refused."""
         lane = min(self._lanes, key=lambda lane: len(lane.batch))
         waiting_count, prompt_length = sum(lane.batch.waiting_tokens for lane in self._lanes), loop.tokens.shape[1]
         most_waiting = self._decoder.limits.max_waiting_tokens
