@@ -74,68 +74,78 @@ class TextBatch:
     @property
     def waiting_tokens(self) -> int:
         """The number of tokens of the texts that wait for a row."""
-        return sum(len(text.unread_tokens) for text in self._waiting)
+        return sum(len(batched_text.unread_tokens) for batched_text in self._waiting)
 
     @property
     def held_tokens(self) -> int:
         """The number of tokens that the cache holds."""
-        return sum(text.read_count for text in self._texts)
+        return sum(batched_text.read_count for batched_text in self._texts)
 
     def add(self, loop: TokenLoop) -> BatchedText:
         """Let a text begin as soon as a row is free; first come, first served."""
-        text = BatchedText(loop)
-        self._waiting.append(text)
-        return text
+        batched_text = BatchedText(loop)
+        self._waiting.append(batched_text)
+        return batched_text
 
-    def remove(self, text: BatchedText) -> None:
+    def remove(self, batched_text: BatchedText) -> None:
         """End a text before its last token, if it has not ended yet."""
         for texts in (self._texts, self._waiting):
-            if text in texts:
-                texts.remove(text)
+            if batched_text in texts:
+                texts.remove(batched_text)
 
     def next_call(self) -> BatchCall | None:
         """Plan the next call, which has to be made; None if there are no texts. The loops get its logits before the call after it."""
-        self._texts = [text for text in self._texts if not text.loop.is_finished]
+        self._texts = [batched_text for batched_text in self._texts if not batched_text.loop.is_finished]
         while self._waiting and len(self._texts) < self.most_texts:
             self._texts.append(self._waiting.popleft())
         if not self._texts:
             return None
-        prompts = [text for text in self._texts if len(text.unread_tokens) > 1]
-        others = [text for text in self._texts if len(text.unread_tokens) == 1]
-        moves, moved_length = self._arrange(prompts, others)
-        reads_prompts = bool(prompts) and not (others and self._others_wait)
-        self._others_wait = reads_prompts and bool(others)
+        prompt_texts = [batched_text for batched_text in self._texts if len(batched_text.unread_tokens) > 1]
+        decoding_texts = [batched_text for batched_text in self._texts if len(batched_text.unread_tokens) == 1]
+        moves, moved_length = self._arrange(prompt_texts, decoding_texts)
+        reads_prompts = bool(prompt_texts) and not (decoding_texts and self._others_wait)
+        self._others_wait = reads_prompts and bool(decoding_texts)
         if reads_prompts:
-            in_call = prompts
-            limit = max(1, (_CHUNK_TOKENS if others else _ALONE_TOKENS) // len(prompts))
+            in_call = prompt_texts
+            limit = max(1, (_CHUNK_TOKENS if decoding_texts else _ALONE_TOKENS) // len(prompt_texts))
         else:
-            in_call, limit = prompts + others, 1
+            in_call, limit = prompt_texts + decoding_texts, 1
         in_call = sorted(in_call, key=_row_of)
         # Those of prompts only keep their place while the others go on.
         new_tokens = [
-            text.unread_tokens[: limit if reads_prompts or len(text.unread_tokens) == 1 else 0] for text in in_call
+            batched_text.unread_tokens[: limit if reads_prompts or len(batched_text.unread_tokens) == 1 else 0]
+            for batched_text in in_call
         ]
-        lengths = [text.read_count for text in in_call]
+        lengths = [batched_text.read_count for batched_text in in_call]
         inputs = row_inputs(self._facts, new_tokens, lengths, moves, moved_length)
-        for text, tokens in zip(in_call, new_tokens, strict=True):
-            text.read_count += len(tokens)
-        texts = {position: text for position, text in enumerate(in_call) if not len(text.unread_tokens)}
+        for batched_text, tokens in zip(in_call, new_tokens, strict=True):
+            batched_text.read_count += len(tokens)
+        texts = {
+            position: batched_text
+            for position, batched_text in enumerate(in_call)
+            if not len(batched_text.unread_tokens)
+        }
         return BatchCall(inputs=inputs, texts=texts)
 
-    def _arrange(self, prompts: list[BatchedText], others: list[BatchedText]) -> tuple[list[tuple[int, int]], int]:
+    def _arrange(
+        self, prompt_texts: list[BatchedText], decoding_texts: list[BatchedText]
+    ) -> tuple[list[tuple[int, int]], int]:
         """Give texts their rows, those of prompts first; return the moves, and the length of the longest text that moves."""
         moves, moved_length = [], 0
-        for texts, rows in ((prompts, range(len(prompts))), (others, range(len(prompts), len(self._texts)))):
-            moving = [text for text in texts if text.row not in rows]
-            free_rows = sorted(set(rows) - {text.row for text in texts})
-            for text, row in zip(moving, free_rows, strict=True):
-                if text.row is not None:
-                    moves.append((text.row, row))
-                    moved_length = max(moved_length, text.read_count)
-                text.row = row
+        for texts, rows in (
+            (prompt_texts, range(len(prompt_texts))),
+            (decoding_texts, range(len(prompt_texts), len(self._texts))),
+        ):
+            moving = [batched_text for batched_text in texts if batched_text.row not in rows]
+            free_rows = sorted(set(rows) - {batched_text.row for batched_text in texts})
+            for batched_text, row in zip(moving, free_rows, strict=True):
+                if batched_text.row is not None:
+                    moves.append((batched_text.row, row))
+                    moved_length = max(moved_length, batched_text.read_count)
+                batched_text.row = row
         return moves, moved_length
 
 
-def _row_of(text: BatchedText) -> int:
-    assert text.row is not None
-    return text.row
+def _row_of(batched_text: BatchedText) -> int:
+    assert batched_text.row is not None
+    return batched_text.row

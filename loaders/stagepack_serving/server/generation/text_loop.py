@@ -41,16 +41,16 @@ class _Lane:
 
     def add(self, loop: TokenLoop, take: TakeLogits) -> _Text:
         """Begin a text."""
-        text = _Text(self.batch.add(loop), take, time.monotonic())
-        self._texts[text.batched] = text
+        running_text = _Text(self.batch.add(loop), take, time.monotonic())
+        self._texts[running_text.batched] = running_text
         if self._task is None:
             self._task = asyncio.create_task(self._run())
-        return text
+        return running_text
 
-    def remove(self, text: _Text) -> None:
+    def remove(self, running_text: _Text) -> None:
         """End a text, if it has not ended."""
-        self._texts.pop(text.batched, None)
-        self.batch.remove(text.batched)
+        self._texts.pop(running_text.batched, None)
+        self.batch.remove(running_text.batched)
 
     async def _run(self) -> None:
         """Make calls while there are texts. An error of a call ends them all: the cache may be half written."""
@@ -63,8 +63,8 @@ class _Lane:
                         parts = await asyncio.to_thread(self._take, call, outputs[self._logits_output])
                         self._hand_out(parts)
         except Exception as error:  # noqa: BLE001 - the requests get any error
-            for text in list(self._texts.values()):
-                self._end(text, error)
+            for running_text in list(self._texts.values()):
+                self._end(running_text, error)
         finally:
             self._task = None
 
@@ -74,32 +74,32 @@ class _Lane:
         texts = dict(self._texts)
         for position, batched in call.texts.items():
             if batched in texts:
-                text = texts[batched]
+                running_text = texts[batched]
                 try:
-                    parts.append((text, text.take(logits[position : position + 1])))
+                    parts.append((running_text, running_text.take(logits[position : position + 1])))
                 except StageFailedError as error:
                     message = f"{self._decoder.name}: {error}"
-                    parts.append((text, RequestError(RequestStatus.MODEL_FAILED, message)))
+                    parts.append((running_text, RequestError(RequestStatus.MODEL_FAILED, message)))
                 except Exception as error:  # noqa: BLE001 - of one text: the others go on
-                    parts.append((text, error))
+                    parts.append((running_text, error))
         return parts
 
     def _hand_out(self, parts: Sequence[tuple[_Text, Any]]) -> None:
         metrics, labels = self._decoder.metrics, (self._decoder.name, self._decoder.version)
         now = time.monotonic()
         metrics.generated_tokens.labels(*labels).inc(len(parts))
-        for text, part in parts:
-            seconds = metrics.token_seconds if text.has_begun else metrics.first_token_seconds
-            seconds.labels(*labels).observe(now - text.last_time)
-            text.last_time, text.has_begun = now, True
+        for running_text, part in parts:
+            seconds = metrics.token_seconds if running_text.has_begun else metrics.first_token_seconds
+            seconds.labels(*labels).observe(now - running_text.last_time)
+            running_text.last_time, running_text.has_begun = now, True
             if isinstance(part, Exception) or part.finish_reason is not None:
-                self._end(text, part)
+                self._end(running_text, part)
             else:
-                text.parts.put_nowait(part)
+                running_text.parts.put_nowait(part)
 
-    def _end(self, text: _Text, part: Any) -> None:
-        self.remove(text)
-        text.parts.put_nowait(part)
+    def _end(self, running_text: _Text, part: Any) -> None:
+        self.remove(running_text)
+        running_text.parts.put_nowait(part)
 
 
 class TextLoop:
@@ -135,14 +135,14 @@ class TextLoop:
         if waiting_count and waiting_count + prompt_length > most_waiting:
             found = f"prompts of {waiting_count} tokens wait already, and at most {most_waiting} may"
             raise RequestError(RequestStatus.BUSY, f"{self._decoder.name}: {found}: try again later")
-        text = lane.add(loop, take)
+        running_text = lane.add(loop, take)
         try:
             while True:
-                part = await text.parts.get()
+                part = await running_text.parts.get()
                 if isinstance(part, Exception):
                     raise part
                 yield part
                 if part.finish_reason is not None:
                     return
         finally:
-            lane.remove(text)
+            lane.remove(running_text)
