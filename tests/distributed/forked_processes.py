@@ -1,6 +1,8 @@
 """Processes of stages that the fork server starts."""
 
+from contextlib import AbstractContextManager
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 import torch
@@ -22,6 +24,11 @@ class ForkedProcesses(LocalLauncher):
     def process_ids(self) -> dict[int, int]:
         """The number of each process at the operating system, by rank."""
         return {rank: process.pid for rank, process in self._processes.items()}
+
+
+def forked_launches() -> AbstractContextManager[object]:
+    """Return a context in which `stagepack.load` and the command fork the processes of stages: they begin with torch imported."""
+    return patch.object(LocalLauncher, "_launch", ForkedProcesses._launch)
 
 
 def _run_process(content: bytes) -> None:

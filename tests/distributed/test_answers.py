@@ -15,6 +15,7 @@ import stagepack
 from stagepack.errors import InputError, OptionError
 from stagepack.format.reader import Bundle
 from tests.distributed.bundles import in_processes, process_ids, run_python
+from tests.distributed.forked_processes import forked_launches
 from tests.distributed.operators import Waiting
 from tests.roundtrip.test_shared_inputs import WritesFirst
 from tests.waiting import wait_until
@@ -125,7 +126,7 @@ def test_results_of_requests_in_flight_are_not_views_of_state(counting: Bundle) 
 
 def test_large_batches_go_in_parts(layers: Bundle) -> None:
     one = stagepack.load(layers)
-    with stagepack.load(layers, processes=True, microbatch_size=4) as pipeline:
+    with forked_launches(), stagepack.load(layers, processes=True, microbatch_size=4) as pipeline:
         for rows in (1, 4, 5, 10):
             ids = torch.arange(rows) % 7
             torch.testing.assert_close(pipeline(ids), one(ids))

@@ -13,6 +13,7 @@ import stagepack
 from stagepack.errors import OutputExistsError
 from stagepack.graph.rows.row_analysis import end_edges
 from stagepack_loaders.batching import batch_limit
+from tests.distributed.forked_processes import forked_launches
 from tests.door.model import EXAMPLE, Scale
 from tests.hostile.attack import run
 
@@ -75,7 +76,7 @@ def test_a_folder_of_links_or_with_other_files_is_a_bundle(
     assert run("verify", str(path), "--run").exit_code == 0
     for options in ({}, {"verify": "off"}, {"stream": True}):
         assert torch.equal(stagepack.load(path, **options)(EXAMPLE), expected), options
-    with stagepack.load(path, processes=True) as pipe:
+    with forked_launches(), stagepack.load(path, processes=True) as pipe:
         assert torch.equal(pipe(EXAMPLE), expected)
     in_onnx = stagepack.load(path, runtime="onnxruntime")
     assert torch.allclose(torch.as_tensor(in_onnx(EXAMPLE)), expected, atol=1e-5)

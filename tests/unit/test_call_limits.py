@@ -10,6 +10,7 @@ import stagepack
 from stagepack.errors import InputError, OptionError, ValueSizeError
 from stagepack.format.reader import Bundle
 from tests.bundle_editor import BundleEditor
+from tests.distributed.forked_processes import forked_launches
 
 ROWS = torch.export.Dim("rows", min=1, max=1 << 20)
 
@@ -51,7 +52,8 @@ def largest(rows: int) -> int:
 def test_a_call_with_a_larger_value_is_refused(options: dict[str, Any], distances: Bundle) -> None:
     x = torch.rand(100, 4)
     expected = stagepack.load(distances)(x)
-    pipeline = stagepack.load(distances, limits=stagepack.Limits(value_bytes=largest(100)), **options)
+    with forked_launches():
+        pipeline = stagepack.load(distances, limits=stagepack.Limits(value_bytes=largest(100)), **options)
     try:
         torch.testing.assert_close(pipeline(x), expected)
         for rows in (101, 1 << 20):

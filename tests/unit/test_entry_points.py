@@ -10,6 +10,7 @@ import stagepack
 from stagepack.bundle_comparison import compare_bundles
 from stagepack.errors import CaptureError, EntryPointError, OptionError
 from stagepack.weight_replacement import replace_weights
+from tests.distributed.forked_processes import forked_launches
 
 
 class Autoencoder(torch.nn.Module):
@@ -198,7 +199,7 @@ def test_onnx_models_are_added_to_each_entry_point(bundle: stagepack.Bundle, tmp
 @pytest.mark.process
 def test_entry_points_run_in_processes(bundle: stagepack.Bundle, model: Autoencoder) -> None:
     hidden = torch.randn(2, 3, 8)
-    with stagepack.load(bundle.select("decode"), processes=True) as pipeline, torch.no_grad():
+    with forked_launches(), stagepack.load(bundle.select("decode"), processes=True) as pipeline, torch.no_grad():
         assert torch.equal(pipeline(hidden)[0], model.decode(hidden)[0])
     model.calls.zero_()
 

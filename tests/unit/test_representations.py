@@ -8,6 +8,7 @@ import torch
 
 import stagepack
 from stagepack.examples.tower import Tower, inputs
+from tests.distributed.forked_processes import forked_launches
 
 
 @pytest.mark.process
@@ -20,7 +21,7 @@ def test_bundles_and_pipelines_say_what_they_are(tmp_path: Path) -> None:
     assert repr(pipeline) == f"<Pipeline '{path}', 2 stages on cpu, x: float32[rows, 64]>"
     assert pipeline.inputs == bundle.inputs
     assert [(edge.name, edge.dtype, edge.shape) for edge in bundle.inputs] == [("x", "float32", ("rows", 64))]
-    with stagepack.load(bundle, processes=True) as processes:
+    with forked_launches(), stagepack.load(bundle, processes=True) as processes:
         assert repr(processes) == f"<DistributedPipeline '{path}', 2 stages, ready>"
 
 
