@@ -9,7 +9,7 @@ import subprocess
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from stagepack.errors import GroupError, NotABundleError, OptionError, StageLost
 from stagepack.format.reader import Bundle
 from stagepack_loaders.pipeline_sequence import PipelineSequence
 from tests.distributed.bundles import assert_gone, in_processes, process_ids, run_python
+from tests.distributed.forked_processes import forked_launches
 from tests.distributed.operators import Waiting
 from tests.waiting import wait_until
 
@@ -32,6 +33,13 @@ IDS = torch.arange(6)
 def waiting(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     out = tmp_path_factory.mktemp("waiting") / "waiting.stagepack"
     return stagepack.export(Waiting(), (torch.zeros(3),), out=out, split_at=["second"])
+
+
+@pytest.fixture
+def forks() -> Iterator[None]:
+    """Fork processes, also those that are started again."""
+    with forked_launches():
+        yield
 
 
 def run_script(lines: Sequence[str], *arguments: str) -> "subprocess.CompletedProcess[str]":
@@ -100,7 +108,8 @@ def test_a_fork_has_results_of_its_own_and_leaves_the_pipeline_to_its_parent(lay
 
 
 def test_a_pipeline_that_nobody_has_any_more_ends_its_processes(layers: Bundle) -> None:
-    pipeline = stagepack.load(layers, processes=2)
+    with forked_launches():
+        pipeline = stagepack.load(layers, processes=2)
     pipeline(IDS)
     numbers = process_ids(pipeline)
     del pipeline
@@ -197,7 +206,7 @@ def test_calls_that_a_lost_pipeline_refuses_are_not_kept(layers: Bundle) -> None
 
 
 def test_the_inputs_of_a_call_are_not_kept_after_it(layers: Bundle) -> None:
-    with stagepack.load(layers, processes=2) as pipeline:
+    with forked_launches(), stagepack.load(layers, processes=2) as pipeline:
         ids = IDS.clone()
         reference = weakref.ref(ids)
         pipeline(ids)
@@ -266,6 +275,7 @@ def test_restarts_read_the_bundle_of_a_relative_path(
         assert pipeline(IDS).shape == (6, 16)
 
 
+@pytest.mark.usefixtures("forks")
 def test_closing_gives_up_restarts_that_fail(layers: Bundle, tmp_path: Path) -> None:
     bundle = Bundle(shutil.copytree(layers.path, tmp_path / "copy.stagepack"))
     pipeline = stagepack.load(bundle, processes=1, max_restarts=1000)
@@ -278,6 +288,7 @@ def test_closing_gives_up_restarts_that_fail(layers: Bundle, tmp_path: Path) -> 
     assert "ended" in repr(pipeline)
 
 
+@pytest.mark.usefixtures("forks")
 def test_an_interrupted_close_ends_the_processes(waiting: Bundle) -> None:
     pipeline = stagepack.load(waiting, processes=2, imports=[Waiting.__module__], allow_ops=["stagepack_waiting"])
     numbers = process_ids(pipeline)

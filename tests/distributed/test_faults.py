@@ -210,8 +210,8 @@ class WithoutThird(ForkedProcesses):
 
 def test_a_process_that_does_not_come_is_named(layers: Bundle) -> None:
     with (
-        pytest.raises(GroupError, match=r"expected 4 processes, after 5 s there is no identity of rank 3"),
-        in_processes(layers, launcher=WithoutThird, start_seconds=5),
+        pytest.raises(GroupError, match=r"expected 4 processes, after 3 s there is no identity of rank 3"),
+        in_processes(layers, launcher=WithoutThird, start_seconds=3),
     ):
         pass
 
