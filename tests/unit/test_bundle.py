@@ -15,7 +15,7 @@ from safetensors import safe_open
 
 import stagepack
 from stagepack.capture.inputs import Inputs
-from stagepack.capture.programs import capture_module, capture_program
+from stagepack.capture.programs import Capture, capture_module, capture_program
 from stagepack.errors import CaptureError, DigestError, InputError, UnsupportedError
 from stagepack.exporter import export_capture
 from stagepack.format.folded_graph import trivially_folded
@@ -25,16 +25,20 @@ from stagepack.format.manifest_codec import encode_manifest
 from stagepack.format.traversal import output_names
 from stagepack.partition.cut_options import CutOptions
 from tests import plain_reader
-from tests.zoo.architectures.decoders import llama
 from tests.zoo.cases import named
 
 
 @pytest.fixture(scope="module")
-def tied_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama whose first and last stage share a weight, in three stages."""
-    case = named("decoders-llama-tied")[0]
+def tied_capture() -> Capture:
+    """A Llama whose first and last layer share a weight."""
+    return named("decoders-llama-tied")[0].capture()
+
+
+@pytest.fixture(scope="module")
+def tied_llama(tied_capture: Capture, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The Llama in three stages."""
     out = tmp_path_factory.mktemp("bundle") / "llama.stagepack"
-    export_capture(case.capture(), out=out, cut_options=CutOptions(stages=3))
+    export_capture(tied_capture, out=out, cut_options=CutOptions(stages=3))
     return out
 
 
@@ -71,10 +75,10 @@ def test_reading_and_writing_gives_the_same_bytes(tied_llama: Path) -> None:
         assert encode_graph(bundle.graph_file(number).folded) == (tied_llama / stage.graph).read_bytes()
 
 
-def test_plain_libraries_read_every_node_and_weight(tied_llama: Path) -> None:
+def test_plain_libraries_read_every_node_and_weight(tied_llama: Path, tied_capture: Capture) -> None:
     """What SPEC.md promises to readers in other languages: json, msgpack and safetensors are enough."""
     manifest = json.loads((tied_llama / "manifest.json").read_text())
-    model = dict(named("decoders-llama-tied")[0].capture().model.named_parameters())  # type: ignore[union-attr]
+    model = dict(tied_capture.model.named_parameters())  # type: ignore[union-attr]
     nodes, weights = [], {}
     for number, stage in enumerate(manifest["entry_points"][0]["stages"]):
         graph = msgpack.unpackb((tied_llama / stage["graph"]).read_bytes())
@@ -110,7 +114,7 @@ def plain_call(call: ModuleCall) -> dict[str, Any]:
     return fields
 
 
-def test_weights_of_several_stages_are_stored_once_and_shared(tied_llama: Path) -> None:
+def test_weights_of_several_stages_are_stored_once_and_shared(tied_llama: Path, tied_capture: Capture) -> None:
     bundle = stagepack.open(tied_llama)
     assert [stage.weights for stage in bundle.stages] == [
         ("stage-0.safetensors", "shared-0.safetensors", "shared-1.safetensors", "stage-0-constants.safetensors"),
@@ -121,7 +125,7 @@ def test_weights_of_several_stages_are_stored_once_and_shared(tied_llama: Path) 
     state = pipe.state_dict()
     assert state["model.embed_tokens.weight"] is not None
     assert state["model.embed_tokens.weight"].data_ptr() == state["lm_head.weight"].data_ptr()
-    model = named("decoders-llama-tied")[0].capture().model
+    model = tied_capture.model
     assert model is not None
     assert state.keys() == model.state_dict().keys()
     assert sum(p.numel() for p in pipe.parameters()) == sum(p.numel() for p in model.parameters())
@@ -291,9 +295,8 @@ def test_devices_named_by_the_author_stay(tmp_path: Path) -> None:
     assert ("aten.to.dtype_layout", ["cpu"]) in named
 
 
-def test_capture_names_dimensions_by_the_callers_names() -> None:
-    bundle_capture = llama(1).capture()
-    assert bundle_capture.inputs.dynamic_shapes
+def test_capture_names_dimensions_by_the_callers_names(tied_capture: Capture) -> None:
+    assert tied_capture.inputs.dynamic_shapes
     batch = torch.export.Dim("rows", min=2, max=9)
     capture = capture_module(torch.nn.Linear(4, 4), Inputs(args=(torch.randn(3, 4),), dynamic_shapes=({0: batch},)))
     from stagepack.linearize.declared_sizes import dimension_names

@@ -44,7 +44,7 @@ def test_stages_that_go_back_and_forth_are_joined_in_the_order_of_the_model(tmp_
 def test_a_plan_is_written_edited_and_given_back(tmp_path: Path) -> None:
     from stagepack.partition.cut_options import write_plan
 
-    capture = llama(4).capture()
+    capture = llama(2).capture()
     bundle = export_capture(capture, out=tmp_path / "m.stagepack", cut_options=CutOptions(stages=2))
     path = tmp_path / "plan.json"
     assert bundle.entry_point.plan is not None

@@ -1,6 +1,7 @@
 """The rules of form of the source: where docstrings have sections, and what is imported by a string."""
 
 import ast
+import functools
 import re
 import tomllib
 from collections.abc import Iterator
@@ -32,6 +33,11 @@ PUBLIC_MODULES = {"stagepack.errors", "stagepack_loaders.base"}
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def module_name(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removeprefix("loaders.").removesuffix(".__init__")
 
@@ -58,7 +64,7 @@ def test_docstrings_have_sections_on_public_names_and_interfaces_alone() -> None
     found = [
         name
         for source in SOURCES
-        for name, is_interface, function in functions(ast.parse(source.read_text()), module_name(source))
+        for name, is_interface, function in functions(parsed(source), module_name(source))
         if any(section in (ast.get_docstring(function) or "") for section in SECTIONS)
         if not is_public(name) and (not is_interface or re.match("_[^_]", function.name))
     ]
@@ -69,7 +75,7 @@ def test_the_class_is_described_and_not_its_init() -> None:
     found = [
         name
         for source in SOURCES
-        for name, _, function in functions(ast.parse(source.read_text()), module_name(source))
+        for name, _, function in functions(parsed(source), module_name(source))
         if function.name == "__init__" and ast.get_docstring(function)
     ]
     assert found == []
@@ -79,7 +85,7 @@ def test_only_the_package_imports_its_own_modules_by_a_string() -> None:
     found = [
         f"{source.relative_to(ROOT)}:{node.lineno}"
         for source in SOURCES
-        for node in ast.walk(ast.parse(source.read_text()))
+        for node in ast.walk(parsed(source))
         if isinstance(node, ast.Call)
         and ast.unparse(node.func).endswith("import_module")
         and isinstance(node.args[0], ast.Constant)
