@@ -60,12 +60,16 @@ class ForkedCommand(ForkedProcess):
     """The command `stagepack`, with a pipe as its standard output. Variables that torch reads when it is imported have no effect.
 
     errors: the file of its standard error; None for that of the fork server.
+    constants: other values of constants in its modules, by their dotted names, such as how long it waits for a client.
     """
 
-    def __init__(self, *arguments: str, errors: Path | None = None) -> None:
+    def __init__(
+        self, *arguments: str, errors: Path | None = None, constants: Mapping[str, float] | None = None
+    ) -> None:
         output, command_output = FORK_SERVER.Pipe(duplex=False)
         process = FORK_SERVER.Process(
-            target=_run_in_pipe, args=(arguments, command_output, errors, dict(os.environ), os.getcwd())
+            target=_run_in_pipe,
+            args=(arguments, command_output, errors, constants or {}, dict(os.environ), os.getcwd()),
         )
         super().__init__(process)
         command_output.close()
@@ -83,8 +87,16 @@ def run_forked(*arguments: str) -> "subprocess.CompletedProcess[str]":
 
 
 def _run_in_pipe(
-    arguments: Sequence[str], output: Connection, errors: Path | None, environment: Mapping[str, str], folder: str
+    arguments: Sequence[str],
+    output: Connection,
+    errors: Path | None,
+    constants: Mapping[str, float],
+    environment: Mapping[str, str],
+    folder: str,
 ) -> None:
+    for constant_name, value in constants.items():
+        module_name, _, attribute = constant_name.rpartition(".")
+        setattr(importlib.import_module(module_name), attribute, value)
     os.dup2(output.fileno(), 1)
     output.close()
     if errors is not None:

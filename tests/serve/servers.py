@@ -64,8 +64,9 @@ def stagepack_server(
     prefix: Sequence[str] = (),
     is_forked: bool = True,
     errors: Path | None = None,
+    constants: Mapping[str, float] | None = None,
 ) -> Iterator[Server]:
-    """`stagepack serve`; `prefix` is a command that runs it, such as nohup, and `errors` the file of its standard error if it is forked.
+    """`stagepack serve`; `prefix` is a command that runs it, such as nohup. For `errors` and `constants` see `ForkedCommand`.
 
     A forked server starts in a third of the time. It has imported torch.
     """
@@ -76,7 +77,7 @@ def stagepack_server(
         command = [*WITH_SIGNALS, *prefix, STAGEPACK, *arguments]
         process: Any = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     else:
-        process = ForkedCommand(*arguments, errors=errors)
+        process = ForkedCommand(*arguments, errors=errors, constants=constants)
     assert process.stdout is not None
     try:
         lines: list[str] = []

@@ -22,6 +22,17 @@ from tools.fork_server import run_forked
 pytestmark = pytest.mark.xdist_group("serve")
 
 
+# A connection that is refused is closed after this time, and not after 5 s.
+GRACE = {"stagepack_serving.server.rest_connections._GRACE_SECONDS": 1.0}
+
+
+@pytest.fixture(scope="module")
+def hasty(bundles: Mapping[str, Path]) -> Iterator[Server]:
+    """A server of narrow limits that closes refused connections soon."""
+    with stagepack_server([bundles["skips"]], "--max-body-mb", "0.1", constants=GRACE) as server:
+        yield server
+
+
 @pytest.mark.parametrize(
     "head",
     [
@@ -29,8 +40,8 @@ pytestmark = pytest.mark.xdist_group("serve")
         pytest.param("Content-Length: 200000", marks=pytest.mark.slow),
     ],
 )
-def test_a_body_that_is_too_large_by_its_head(small: Server, head: Any) -> None:
-    with socket.create_connection(("127.0.0.1", small.http), timeout=20) as plain:
+def test_a_body_that_is_too_large_by_its_head(hasty: Server, head: Any) -> None:
+    with socket.create_connection(("127.0.0.1", hasty.http), timeout=20) as plain:
         plain.sendall(f"POST {INFER} HTTP/1.1\r\nHost: x\r\n{head}\r\n\r\n".encode())
         start_time = time.monotonic()
         assert plain.recv(12) == b"HTTP/1.1 413"
@@ -39,13 +50,13 @@ def test_a_body_that_is_too_large_by_its_head(small: Server, head: Any) -> None:
             pass
 
 
-def test_an_upload_without_end(small: Server) -> None:
-    with socket.create_connection(("127.0.0.1", small.http), timeout=20) as plain:
+def test_an_upload_without_end(hasty: Server) -> None:
+    with socket.create_connection(("127.0.0.1", hasty.http), timeout=20) as plain:
         plain.sendall(f"POST {INFER} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n".encode())
         chunks = itertools.repeat(b"8000\r\n" + bytes(0x8000) + b"\r\n")
         with pytest.raises(ConnectionError):
             collections.deque(map(plain.sendall, chunks), maxlen=0)
-    assert post(small.http, INFER, json.dumps(skips_request()))[0] == 200
+    assert post(hasty.http, INFER, json.dumps(skips_request()))[0] == 200
 
 
 def test_a_length_and_chunks_end_the_connection(small: Server) -> None:
@@ -62,7 +73,10 @@ def test_a_length_and_chunks_end_the_connection(small: Server) -> None:
 
 def test_one_connection_too_many(bundles: Mapping[str, Path]) -> None:
     body = json.dumps(skips_request())
-    with stagepack_server([bundles["skips"]], "--max-connections", "3") as server, contextlib.ExitStack() as stack:
+    with (
+        stagepack_server([bundles["skips"]], "--max-connections", "3", constants=GRACE) as server,
+        contextlib.ExitStack() as stack,
+    ):
         old_connection = stack.enter_context(contextlib.closing(http.client.HTTPConnection("127.0.0.1", server.http)))
         old_connection.request("POST", INFER, body)
         assert old_connection.getresponse().read()
