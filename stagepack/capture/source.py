@@ -3,7 +3,7 @@
 import os
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,6 +27,43 @@ from stagepack.torch_internals import uncompiled_module
 # The name of the only entry point of a model.
 FORWARD = "forward"
 NO_EXAMPLE = ExampleArguments()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _NamedModel:
+    """A model that the command line names, and the dtype that its weights are converted to."""
+
+    source: str
+    dtype: str | None = None
+
+    @property
+    def is_factory(self) -> bool:
+        """Whether a function makes it."""
+        return ":" in self.source and not os.path.exists(self.source)
+
+    def refuse_dtype(self) -> None:
+        """Refuse a dtype for a model that a function makes."""
+        if self.dtype is not None:
+            raise OptionError(
+                f"dtype: it is for a Hugging Face folder or hub name: let {self.source} return a module of this dtype"
+            )
+
+    def load(self) -> tuple[Any, ExampleInputs | None]:
+        """Return the model, and the inputs that its factory returns, if it does."""
+        if not self.is_factory:
+            return load_pretrained(self.source, dtype=self.dtype), None
+        self.refuse_dtype()
+        return _call_factory(self.source)
+
+    def load_with_inputs(self, example: ExampleArguments) -> tuple[Any, ExampleInputs]:
+        """Return the model and its example inputs."""
+        if self.is_factory:
+            inputs = example.inputs()
+            model, factory_inputs = self.load()
+            return model, _completed(example, model, inputs or factory_inputs or Inputs())
+        model, _ = self.load()
+        inputs = example.inputs(lambda: example_inputs(model, self.source)) or example_inputs(model, self.source)
+        return model, _completed(example, model, inputs)
 
 
 def capture_source(
@@ -87,15 +124,16 @@ def capture_source_argument(
             raise CaptureError(f"{weights}: weights of a checkpoint are for a whole model")
         model, model_inputs = load_source_argument(source, example, dtype)
         return capture_modules(model, model_inputs, modules)
-    if not _is_factory(source):
+    named = _NamedModel(source=source, dtype=dtype)
+    if not named.is_factory:
         return _capture_saved(source, example, weights, dtype)
     if weights is not None:
         stated = example.inputs()
-        _refuse_dtype(source, dtype)
+        named.refuse_dtype()
         if isinstance(stated, dict):
             raise CaptureError(f"{weights}: weights of a checkpoint are for a model with one entry point")
         return {FORWARD: capture_with_checkpoint(lambda: _call_factory(source), stated, weights, example)}
-    model, inputs = _loaded_with_inputs(source, example, dtype)
+    model, inputs = named.load_with_inputs(example)
     if isinstance(inputs, dict):
         return capture_entry_points(_module_of_functions(source, model), inputs)
     return {FORWARD: capture_source(model, inputs)}
@@ -117,7 +155,7 @@ def load_source_argument(
     source: str, example: ExampleArguments = NO_EXAMPLE, dtype: str | None = None
 ) -> tuple[torch.nn.Module, Inputs]:
     """Return the model that the command line names, and its example inputs, without capturing it."""
-    model, inputs = _loaded_with_inputs(source, example, dtype)
+    model, inputs = _NamedModel(source=source, dtype=dtype).load_with_inputs(example)
     if not isinstance(model, torch.nn.Module) or isinstance(inputs, dict):
         raise CaptureError(f"{source}: expected a torch.nn.Module and the inputs of one call")
     return model, inputs
@@ -130,7 +168,7 @@ def load_functions(source: str, example: ExampleArguments) -> dict[str, tuple[An
         if isinstance(program_inputs, dict):
             raise CaptureError(f"{source}: expected the inputs of one call, found those of several entry points")
         return {FORWARD: (load_program(source), program_inputs)}
-    model, inputs = _loaded_with_inputs(source, example, None)
+    model, inputs = _NamedModel(source=source).load_with_inputs(example)
     if not isinstance(inputs, dict):
         return {FORWARD: (model, inputs)}
     functions = function_modules(_module_of_functions(source, model), inputs)
@@ -143,31 +181,9 @@ def _module_of_functions(source: str, model: Any) -> torch.nn.Module:
     return model
 
 
-def _loaded_with_inputs(source: str, example: ExampleArguments, dtype: str | None) -> tuple[Any, ExampleInputs]:
-    if _is_factory(source):
-        inputs = example.inputs()
-        model, factory_inputs = _loaded(source, dtype)
-        return model, _completed(example, model, inputs or factory_inputs or Inputs())
-    model, _ = _loaded(source, dtype)
-    inputs = example.inputs(lambda: example_inputs(model, source)) or example_inputs(model, source)
-    return model, _completed(example, model, inputs)
-
-
 def load_model_argument(source: str, dtype: str | None = None) -> Any:
     """Return the model that the command line names, without example inputs; see `load_source_argument`."""
-    return _loaded(source, dtype)[0]
-
-
-def _loaded(source: str, dtype: str | None) -> tuple[Any, ExampleInputs | None]:
-    """The model of a source and the inputs that its factory returns, if it does."""
-    if not _is_factory(source):
-        return load_pretrained(source, dtype=dtype), None
-    _refuse_dtype(source, dtype)
-    return _call_factory(source)
-
-
-def _is_factory(source: str) -> bool:
-    return ":" in source and not os.path.exists(source)
+    return _NamedModel(source=source, dtype=dtype).load()[0]
 
 
 def _inputs_of_saved(source: str, example: ExampleArguments) -> ExampleInputs | None:
@@ -220,13 +236,6 @@ def _completed(example: ExampleArguments, model: Any, inputs: ExampleInputs) -> 
     if not isinstance(model, torch.nn.Module):
         raise OptionError("the sizes of an exported program are fixed or dynamic already: leave out --dynamic")
     return example.complete(inputs, model.forward)
-
-
-def _refuse_dtype(source: str, dtype: str | None) -> None:
-    if dtype is not None:
-        raise OptionError(
-            f"dtype: it is for a Hugging Face folder or hub name: let {source} return a module of this dtype"
-        )
 
 
 def capture_with_checkpoint(
