@@ -11,6 +11,7 @@ import openai
 import pytest
 import torch
 import tritonclient.grpc
+from transformers import PreTrainedTokenizerFast
 
 import stagepack
 from stagepack_loaders.generation.decoders import decoder_facts, generating_entry_point
@@ -167,6 +168,24 @@ def test_openai_draws_the_tokens_of_transformers(server: Server, family: str) ->
     if family in SEQ2SEQ:
         status, answer, _ = post(server.http, "/v1/completions", json.dumps(body | {"prompt": [-1]}))
         assert (status, "expected tokens from 0 on, found -1" in answer["error"]["message"]) == (400, True), answer
+
+
+def test_a_stop_string_ends_a_text_where_it_does_in_transformers(server: Server) -> None:
+    prompts = {"input_ids": torch.tensor([[9, 30, 77, 31]]), "attention_mask": torch.ones(1, 4, dtype=torch.int64)}
+    model, options = make_model("llama"), {"max_new_tokens": COUNT, "do_sample": False}
+    text = tokenizer().decode(generated_by_transformers("llama", model, prompts, 0, **options)[0].tolist())
+    fast_tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer())
+    stops = {text[start : start + length] for length in (1, 2) for start in range(len(text))}
+    stops = {stop for stop in stops if stop.isprintable() and stop.isascii()}
+    assert len(stops) > 3
+    for stop in stops:
+        expected = generated_by_transformers(
+            "llama", model, prompts, 0, stop_strings=[stop], tokenizer=fast_tokenizer, **options
+        )[0].tolist()
+        body = {"model": "llama", "prompt": [9, 30, 77, 31], "max_tokens": COUNT, "temperature": 0, "stop": stop}
+        _, answer, _ = post(server.http, "/v1/completions", json.dumps(body))
+        assert answer["usage"]["completion_tokens"] == len(expected)
+        assert answer["choices"][0]["text"] == tokenizer().decode(expected).partition(stop)[0]
 
 
 def test_grpc_streams_a_text(server: Server) -> None:
