@@ -32,16 +32,15 @@ _ATTENTION_FIELD: Final = "_attn_implementation"
 class CacheCall:
     """What a call does with a cache."""
 
-    # The rows and slots that its tokens take, [batch, 1] and [batch, length] or [1, length].
+    # The rows and slots that are written, [tokens]: those of the tokens of the call, and then those of tokens that move.
     rows: torch.Tensor
     slots: torch.Tensor
     # The number of slots that its tokens may see.
     seen_slots: Any
     # The number of tokens before those of the call, for models that take no positions.
     earlier_tokens: Any = 0
-    # The rows that move to another place before, and their places, [moves].
-    moved_rows: torch.Tensor | None = None
-    places: torch.Tensor | None = None
+    # Where the tokens that move are, [moves] each.
+    sources: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 class BufferLayer(CacheLayerMixin):
@@ -78,10 +77,10 @@ class BufferLayer(CacheLayerMixin):
         """Write the keys and values of new tokens, and return those of the slots that may be seen."""
         call, batch, seen = self._call, key_states.shape[0], []
         for buffer, states in zip(self._tensors(), (key_states, value_states), strict=True):
-            if call.moved_rows is not None:
-                filled = buffer[:, : call.seen_slots]
-                filled.index_copy_(0, call.places, filled.index_select(0, call.moved_rows))
-            buffer.index_put_((call.rows, call.slots), states.transpose(1, 2))
+            written = states.transpose(1, 2).flatten(0, 1)
+            if call.sources is not None:
+                written = torch.cat((written, buffer[call.sources]))
+            buffer.index_put_((call.rows, call.slots), written)
             seen.append(buffer[:batch, : call.seen_slots].transpose(1, 2))
         keys, values = seen
         return keys, values
@@ -134,13 +133,12 @@ class GeneratingDecoder(torch.nn.Module):
     ) -> torch.Tensor:
         """Return the logits of the last token, [batch, vocabulary]."""
         (model,) = self.__model
-        call = CacheCall(
-            rows=_rows(input_ids),
-            slots=cache_position,
-            seen_slots=attention_mask.shape[1],
-            moved_rows=None if cache_moves is None else cache_moves[:, 0],
-            places=None if cache_moves is None else cache_moves[:, 1],
-        )
+        rows, slots, sources = _rows(cache_position), cache_position.flatten(), None
+        if cache_moves is not None:
+            source_rows, source_slots, target_rows, target_slots = cache_moves.unbind(1)
+            rows, slots = torch.cat((rows, target_rows)), torch.cat((slots, target_slots))
+            sources = (source_rows, source_slots)
+        call = CacheCall(rows=rows, slots=slots, seen_slots=attention_mask.shape[1], sources=sources)
         for layer in self.__layers:
             layer.begin_call(call)
         masks = {
@@ -204,14 +202,18 @@ class GeneratingSeq2Seq(torch.nn.Module):
     ) -> torch.Tensor:
         """Return the logits of the last token, [batch, vocabulary]. The rows of the encoder are kept from row 0 on."""
         (model,) = self.__model
-        rows, encoder_slots = _rows(input_ids), torch.arange(encoder_hidden_states.shape[1], device=input_ids.device)
+        positions = cache_position.expand(input_ids.shape)
+        encoder_slots = torch.arange(encoder_hidden_states.shape[1], device=input_ids.device)
+        encoder_positions = encoder_slots.expand(encoder_hidden_states.shape[:2])
         call = CacheCall(
-            rows=rows,
-            slots=cache_position[None],
+            rows=_rows(positions),
+            slots=positions.flatten(),
             seen_slots=attention_mask.shape[1],
             earlier_tokens=cache_position[0],
         )
-        cross_call = CacheCall(rows=rows, slots=encoder_slots[None], seen_slots=self.__max_rows)
+        cross_call = CacheCall(
+            rows=_rows(encoder_positions), slots=encoder_positions.flatten(), seen_slots=self.__max_rows
+        )
         for layer, cross_layer in zip(self.__layers, self.__cross_layers, strict=True):
             layer.begin_call(call)
             cross_layer.begin_call(cross_call)
@@ -235,9 +237,10 @@ class GeneratingSeq2Seq(torch.nn.Module):
         return logits
 
 
-def _rows(input_ids: torch.Tensor) -> torch.Tensor:
-    """The rows of the cache that the texts of a call have, [batch, 1]."""
-    return torch.arange(input_ids.shape[0], device=input_ids.device)[:, None]
+def _rows(positions: torch.Tensor) -> torch.Tensor:
+    """The row of the cache that each token has, [batch * length], by the positions of the tokens."""
+    rows = torch.arange(positions.shape[0], device=positions.device)
+    return rows[:, None].expand(positions.shape).flatten()
 
 
 def _module_of(layers: list[BufferLayer]) -> torch.nn.Module:

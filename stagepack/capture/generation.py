@@ -137,8 +137,8 @@ class _Example:
         length = inputs.dynamic_shapes["cache_position"][0]
         shapes = inputs.dynamic_shapes | {"cache_position": {**self._batch, 1: length}}
         if self._batch:  # a single row does not move
-            kwargs["cache_moves"] = torch.zeros(self._batch_size, 2, dtype=torch.int64)
-            shapes["cache_moves"] = {0: torch.export.Dim("moves", min=0, max=self._max_batch)}
+            kwargs["cache_moves"] = torch.zeros(self._batch_size, 4, dtype=torch.int64)
+            shapes["cache_moves"] = {0: torch.export.Dim("moves", min=0, max=self._max_batch * self._max_positions)}
         return Inputs(kwargs=kwargs, dynamic_shapes=shapes)
 
     def _token_inputs(self) -> Inputs:

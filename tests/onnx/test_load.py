@@ -18,6 +18,7 @@ from stagepack_loaders.onnxruntime.stage import OnnxRuntimeStage
 from stagepack_loaders.onnxruntime.values import to_numpy, to_ort
 from stagepack_loaders.registry import find_runtime
 from stagepack_loaders.torch.arrays import TORCH_ARRAYS
+from tests.onnx.converted import in_onnxruntime
 
 COUNTING = Path(__file__).parents[2] / "schema" / "frozen" / "1.0" / "counting.stagepack"
 X = numpy.arange(60, dtype="float32").reshape(5, 3, 4) % 7 - 3
@@ -197,3 +198,52 @@ def test_a_changed_file_is_seen_before_it_is_run(tower: Path, tmp_path: Path) ->
         (path / name).write_bytes(content)
         with pytest.raises(stagepack.errors.DigestError, match=name):
             stagepack.load(path, runtime="onnxruntime")
+
+
+class Kept(torch.nn.Module):
+    """Rows that a call writes into a buffer; `how` says what else it does with the buffer."""
+
+    rows: torch.Tensor
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.register_buffer("rows", torch.zeros(4, 2) if how != "begins with ones" else torch.ones(4, 2))
+
+    def forward(self, places: torch.Tensor, new_rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        old_rows = self.rows[torch.tensor([0, 1])]
+        earlier = self.rows * 2 if self.how == "is read before" else old_rows
+        written = new_rows + old_rows if self.how != "is read beside" else new_rows
+        self.rows.index_put_((places,), written)
+        if self.how == "is returned":
+            return self.rows[:2] + 1, self.rows
+        return self.rows[:2] + 1, earlier + 1
+
+
+@pytest.mark.parametrize(
+    ("how", "in_place"),
+    [
+        ("is read for what is written", True),
+        ("begins with ones", False),
+        ("is read before", False),
+        ("is read beside", False),
+        ("is returned", False),
+    ],
+)
+def test_a_cache_is_written_where_it_is(tmp_path: Path, how: str, in_place: bool) -> None:
+    args = torch.tensor([1, 0]), torch.arange(4.0).reshape(2, 2)
+    pipe = in_onnxruntime(Kept(how).eval(), args, tmp_path)
+    [stage], expected = pipe.stages, stagepack.load(tmp_path / "m.stagepack")
+    with torch.no_grad():
+        for _ in range(3):
+            before = stage.state["rows"].data_ptr()
+            for found, wanted in zip(pipe(*args), expected(*args), strict=True):
+                assert torch.equal(found, wanted)
+            assert (stage.state["rows"].data_ptr() == before) == in_place
+        with pipe.sequence() as first, expected.sequence() as first_expected:
+            for _ in range(2):  # the state of the pipeline itself stays
+                assert torch.equal(first(*args)[0], first_expected(*args)[0])
+                assert torch.equal(pipe(*args)[0], expected(*args)[0])
+        pipe.reset_state()
+        expected.reset_state()
+        assert torch.equal(pipe(*args)[0], expected(*args)[0])

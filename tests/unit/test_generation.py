@@ -180,20 +180,21 @@ def test_texts_move_between_rows(llama: Any, tmp_path: Path) -> None:
     facts, pipe = decoder_facts(bundle.entry_point), stagepack.load(bundle)
     assert facts is not None
     first, second, third = ([7, 8, 9, 10], [3, 2], [50, 51])
-    calls: list[tuple[list[list[int]], list[int], list[tuple[int, int]], list[list[int]]]] = [
+    # The new tokens and the lengths by row, the moves (the row, its length, and where it goes), and the texts by row.
+    calls: list[tuple[list[list[int]], list[int], list[tuple[int, int, int]], list[list[int]]]] = [
         ([first], [0], [], [first]),
         # Of several tokens, in a call of several rows; the first text only keeps its place.
-        ([second, []], [0, 4], [(0, 1)], [second, first]),
+        ([second, []], [0, 4], [(0, 4, 1)], [second, first]),
         ([[5], [6]], [2, 4], [], [[*second, 5], [*first, 6]]),
-        ([third], [0], [(0, 2)], [third]),
+        ([third], [0], [(0, 3, 2)], [third]),
         # Texts 0 and 2 change places.
-        ([[11], [12], [13]], [3, 5, 2], [(2, 0), (0, 2)], [[*second, 5, 11], [*first, 6, 12], [*third, 13]]),
+        ([[11], [12], [13]], [3, 5, 2], [(2, 3, 0), (0, 2, 2)], [[*second, 5, 11], [*first, 6, 12], [*third, 13]]),
         # The text in row 0 has ended.
-        ([[14], [15]], [3, 6], [(2, 0)], [[*third, 13, 14], [*first, 6, 12, 15]]),
+        ([[14], [15]], [3, 6], [(2, 3, 0)], [[*third, 13, 14], [*first, 6, 12, 15]]),
     ]
     for new_tokens, lengths, moves, texts in calls:
-        moved_length = max([len(text) for text in (first, second, third)]) + 3 if moves else 0
-        inputs = row_inputs(facts, [numpy.array(tokens) for tokens in new_tokens], lengths, moves, moved_length)
+        moved = [numpy.array([[row, slot, place, slot] for slot in range(length)]) for row, length, place in moves]
+        inputs = row_inputs(facts, [numpy.array(tokens) for tokens in new_tokens], lengths, moved)
         with torch.no_grad():
             logits = pipe(**{name: torch.from_numpy(array) for name, array in inputs.items()})
             for row, text in enumerate(texts):

@@ -7,6 +7,8 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Final
 
+import numpy
+
 from stagepack_loaders.elements import Array
 from stagepack_loaders.generation.decoders import DecoderFacts
 from stagepack_loaders.generation.token_loop import TokenLoop, row_inputs
@@ -102,7 +104,7 @@ class TextBatch:
             return None
         prompt_texts = [batched_text for batched_text in self._texts if len(batched_text.unread_tokens) > 1]
         decoding_texts = [batched_text for batched_text in self._texts if len(batched_text.unread_tokens) == 1]
-        moves, moved_length = self._arrange(prompt_texts, decoding_texts)
+        moves = self._arrange(prompt_texts, decoding_texts)
         reads_prompts = bool(prompt_texts) and not (decoding_texts and self._others_wait)
         self._others_wait = reads_prompts and bool(decoding_texts)
         if reads_prompts:
@@ -117,7 +119,7 @@ class TextBatch:
             for batched_text in in_call
         ]
         lengths = [batched_text.read_count for batched_text in in_call]
-        inputs = row_inputs(self._facts, new_tokens, lengths, moves, moved_length)
+        inputs = row_inputs(self._facts, new_tokens, lengths, moves)
         for batched_text, tokens in zip(in_call, new_tokens, strict=True):
             batched_text.read_count += len(tokens)
         texts = {
@@ -127,11 +129,9 @@ class TextBatch:
         }
         return BatchCall(inputs=inputs, texts=texts)
 
-    def _arrange(
-        self, prompt_texts: list[BatchedText], decoding_texts: list[BatchedText]
-    ) -> tuple[list[tuple[int, int]], int]:
-        """Give texts their rows, those of prompts first; return the moves, and the length of the longest text that moves."""
-        moves, moved_length = [], 0
+    def _arrange(self, prompt_texts: list[BatchedText], decoding_texts: list[BatchedText]) -> list[Array]:
+        """Give texts their rows, those of prompts first; return the moves of their tokens, [moves, 4] for each text."""
+        moves = []
         for texts, rows in (
             (prompt_texts, range(len(prompt_texts))),
             (decoding_texts, range(len(prompt_texts), len(self._texts))),
@@ -140,10 +140,11 @@ class TextBatch:
             free_rows = sorted(set(rows) - {batched_text.row for batched_text in texts})
             for batched_text, row in zip(moving, free_rows, strict=True):
                 if batched_text.row is not None:
-                    moves.append((batched_text.row, row))
-                    moved_length = max(moved_length, batched_text.read_count)
+                    slots = numpy.arange(batched_text.read_count)
+                    ends = numpy.full_like(slots, batched_text.row), slots, numpy.full_like(slots, row), slots
+                    moves.append(numpy.stack(ends, 1))
                 batched_text.row = row
-        return moves, moved_length
+        return moves
 
 
 def _row_of(batched_text: BatchedText) -> int:

@@ -113,15 +113,13 @@ def row_inputs(
     facts: DecoderFacts,
     new_tokens: Sequence[Array],
     lengths: Sequence[int],
-    moves: Sequence[tuple[int, int]] = (),
-    moved_length: int = 0,
+    moves: Sequence[Array] = (),
 ) -> dict[str, Array]:
     """Return the inputs of a call of a decoder whose texts have rows of their own.
 
     new_tokens: the tokens that each row reads, [length]; none for a row that only keeps its place.
     lengths: the number of tokens that each row holds.
-    moves: the rows that move to another place before, and where they go.
-    moved_length: the number of tokens of the longest one of them.
+    moves: the tokens that move to another place: the row and the slot where each is, and where it goes, [moves, 4].
     """
     length = max(len(tokens) for tokens in new_tokens)
     input_ids = numpy.zeros((len(new_tokens), length), numpy.int64)
@@ -131,14 +129,14 @@ def row_inputs(
             input_ids[row, length - len(tokens) :] = tokens
             positions[row, length - len(tokens) :] = numpy.arange(start, start + len(tokens))
     ends = numpy.array([start + len(tokens) for tokens, start in zip(new_tokens, lengths, strict=True)])
-    slots = numpy.arange(max(1, moved_length, ends.max()))
+    slots = numpy.arange(max(1, ends.max()))
     inputs = {
         "input_ids": input_ids,
         "cache_position": positions,
         "attention_mask": (slots < ends[:, None]).astype(numpy.int64),
     }
     if facts.moves_rows:
-        inputs["cache_moves"] = numpy.array(moves, numpy.int64).reshape(-1, 2)
+        inputs["cache_moves"] = numpy.concatenate([numpy.empty((0, 4), numpy.int64), *moves])
     return inputs
 
 

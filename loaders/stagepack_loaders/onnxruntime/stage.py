@@ -7,6 +7,7 @@ import contextlib
 import mmap
 import threading
 import weakref
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Final
@@ -18,12 +19,13 @@ from onnxruntime import OrtValue
 from stagepack.format.chunks import File, FileRead, read_chunks
 from stagepack.format.dtypes import SCALAR_DTYPES
 from stagepack.format.file_checks import open_plain_file
-from stagepack.format.graph import Value, Weight
+from stagepack.format.graph import Graph, Value, ValueArg, Weight
 from stagepack.format.graph_codec import read_graph
 from stagepack.format.manifest import Edge
 from stagepack.format.onnx import NEXT_STATE_PREFIX, STATE_PREFIX, WRITTEN_PREFIX
 from stagepack.format.reader import Bundle
 from stagepack.format.rules import raise_problems
+from stagepack.format.traversal import input_names, output_names
 from stagepack.format.upgrade import is_newer_minor
 from stagepack.format.weights import parse_weight_header
 from stagepack_loaders.elements import Array, NumpyArrays
@@ -94,9 +96,59 @@ class StageWeights:
             if weight.names[0] in weight_names:
                 yield weight, read_weight(weight, self._stored)
 
+    def written_in_place(self) -> frozenset[str]:
+        """The names of the buffers that the session may write where they are, and need not copy in each call."""
+        return _buffers_in_place(self._graph)
+
     @cached_property
     def _table(self) -> tuple[Weight, ...]:
-        return read_graph(self._graph_content, self._graph_name, newer=self._newer, module_calls=False).graph.weights
+        return self._graph.weights
+
+    @property
+    def _graph(self) -> Graph:
+        return read_graph(self._graph_content, self._graph_name, newer=self._newer, module_calls=False).graph
+
+
+def _buffers_in_place(graph: Graph) -> frozenset[str]:
+    """The buffers of zeros that one ``index_put_`` writes, of which nothing but copies for its own arguments is read before.
+
+    ScatterND, which it becomes, copies what it writes into unless that has the memory of its result already.
+    """
+    writes: dict[str, int] = {}
+    uses: defaultdict[str, list[int]] = defaultdict(list)
+    producers: dict[str, int] = {}
+    for node_number, node in enumerate(graph.nodes):
+        for value_name in set(input_names(node)):
+            uses[value_name].append(node_number)
+        producers |= dict.fromkeys(output_names(node), node_number)
+        is_write = graph.ops[node.op].name == "aten.index_put_.default" and len(node.args) == 3  # without `accumulate`
+        if is_write and isinstance(node.args[0], ValueArg):
+            writes[node.args[0].name] = node_number
+    found: set[str] = set()
+    for weight in graph.weights:
+        write = writes.get(weight.value)
+        if write is None or not weight.zeros or weight.base is not None:
+            continue
+        node = graph.nodes[write]
+        read_before = {number for name in input_names(node)[1:] for number in _earlier_nodes(graph, name, producers)}
+        reads = [node_number for node_number in uses[weight.value] if node_number != write]
+        results = {weight.value, *output_names(node)}
+        is_copied = all(graph.ops[graph.nodes[number].op].name == "aten.index.Tensor" for number in reads)
+        if is_copied and read_before.issuperset(reads) and results.isdisjoint(graph.outputs):
+            found.update(weight.names)
+    return frozenset(found)
+
+
+def _earlier_nodes(graph: Graph, value_name: str, producers: Mapping[str, int]) -> set[int]:
+    """The nodes that a value is computed by."""
+    earlier: set[int] = set()
+    pending = [value_name]
+    while pending:
+        node_number = producers.get(pending.pop())
+        if node_number is not None and node_number not in earlier:
+            earlier.add(node_number)
+            pending += input_names(graph.nodes[node_number])
+    return earlier
 
 
 class _OpenFiles:
@@ -167,6 +219,7 @@ class OnnxRuntimeStage(CallableStage):
             if output_name.startswith(WRITTEN_PREFIX)
         ]
         self._lock = threading.Lock()
+        self._in_place = weights.written_in_place() & set(self._state_names)
         self.state = self.fresh_state()
         further_outputs = [*self._next_state_types(), *self._written_types()]
         self._types = SessionTypes(self.inputs, self.outputs, further_outputs, bundle.entry_point.symbols)
@@ -194,7 +247,13 @@ class OnnxRuntimeStage(CallableStage):
         binding.synchronize_outputs()
         output_values = self._types.checked_outputs(described_inputs, binding.get_outputs())
         written_start = len(self.outputs) + len(self.state)
-        self.state = dict(zip(self.state, output_values[len(self.outputs) : written_start], strict=True))
+        # A value that is written in place stays: it keeps the memory, which may be an array's.
+        self.state = {
+            buffer_name: value if buffer_name in self._in_place else next_value
+            for (buffer_name, value), next_value in zip(
+                self.state.items(), output_values[len(self.outputs) : written_start], strict=True
+            )
+        }
         dtypes = {edge.name: edge.dtype for edge in self.inputs}
         for edge_name, content in zip(self._written_names, output_values[written_start:], strict=True):
             write_input(inputs[edge_name], content, dtypes[edge_name])
@@ -211,10 +270,13 @@ class OnnxRuntimeStage(CallableStage):
         for edge in self.outputs:
             on_host = edge.dtype in SCALAR_DTYPES
             binding.bind_output(edge.name, *(("cpu", 0) if on_host else (self.device.type, self.device.index)))
-        next_state = (NEXT_STATE_PREFIX + buffer_name for buffer_name in self.state)
-        written_inputs = (WRITTEN_PREFIX + edge_name for edge_name in self._written_names)
-        for output_name in (*next_state, *written_inputs):
-            binding.bind_output(output_name, self.device.type, self.device.index)
+        for buffer_name, value in self.state.items():
+            if buffer_name in self._in_place:
+                binding.bind_ortvalue_output(NEXT_STATE_PREFIX + buffer_name, value)
+            else:
+                binding.bind_output(NEXT_STATE_PREFIX + buffer_name, self.device.type, self.device.index)
+        for edge_name in self._written_names:
+            binding.bind_output(WRITTEN_PREFIX + edge_name, self.device.type, self.device.index)
         return binding
 
     def _next_state_types(self) -> Iterator[Value]:
