@@ -4,6 +4,7 @@ import contextlib
 import importlib
 import multiprocessing
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -59,17 +60,22 @@ class ForkedProcess:
 class ForkedCommand(ForkedProcess):
     """The command `stagepack`, with a pipe as its standard output. Variables that torch reads when it is imported have no effect.
 
+    script: a file of Python code that runs in its place.
     errors: the file of its standard error; None for that of the fork server.
     constants: other values of constants in its modules, by their dotted names, such as how long it waits for a client.
     """
 
     def __init__(
-        self, *arguments: str, errors: Path | None = None, constants: Mapping[str, float] | None = None
+        self,
+        *arguments: str,
+        script: Path | None = None,
+        errors: Path | None = None,
+        constants: Mapping[str, float] | None = None,
     ) -> None:
         output, command_output = FORK_SERVER.Pipe(duplex=False)
         process = FORK_SERVER.Process(
             target=_run_in_pipe,
-            args=(arguments, command_output, errors, constants or {}, dict(os.environ), os.getcwd()),
+            args=(arguments, script, command_output, errors, constants or {}, dict(os.environ), os.getcwd()),
         )
         super().__init__(process)
         command_output.close()
@@ -77,10 +83,10 @@ class ForkedCommand(ForkedProcess):
         output.close()
 
 
-def run_forked(*arguments: str) -> "subprocess.CompletedProcess[str]":
-    """Run the command `stagepack` to its end, with both of its outputs captured."""
+def run_forked(*arguments: str, script: Path | None = None) -> "subprocess.CompletedProcess[str]":
+    """Run the command `stagepack`, or a script, to its end, with both of its outputs captured."""
     with tempfile.NamedTemporaryFile() as file:
-        command = ForkedCommand(*arguments, errors=Path(file.name))
+        command = ForkedCommand(*arguments, script=script, errors=Path(file.name))
         with command.stdout:
             printed = command.stdout.read()
         return subprocess.CompletedProcess(arguments, command.wait(), printed, Path(file.name).read_text())
@@ -88,6 +94,7 @@ def run_forked(*arguments: str) -> "subprocess.CompletedProcess[str]":
 
 def _run_in_pipe(
     arguments: Sequence[str],
+    script: Path | None,
     output: Connection,
     errors: Path | None,
     constants: Mapping[str, float],
@@ -101,7 +108,7 @@ def _run_in_pipe(
     output.close()
     if errors is not None:
         _write_errors(os.open(errors, os.O_WRONLY | os.O_APPEND))
-    _run_command(arguments, environment, folder)
+    _run_command(arguments, environment, folder, script)
 
 
 def command_with_log(
@@ -124,7 +131,9 @@ def _write_errors(descriptor: int) -> None:
     sys.stderr = os.fdopen(2, "w", encoding="utf-8", buffering=1)
 
 
-def _run_command(arguments: Sequence[str], environment: Mapping[str, str], folder: str) -> None:
+def _run_command(
+    arguments: Sequence[str], environment: Mapping[str, str], folder: str, script: Path | None = None
+) -> None:
     # A process inherits signals that are ignored.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -134,7 +143,10 @@ def _run_command(arguments: Sequence[str], environment: Mapping[str, str], folde
     sys.stdout = os.fdopen(1, "w", encoding="utf-8")
     sys.argv = ["stagepack", *arguments]
     try:
-        importlib.import_module("stagepack.cli").main(prog_name="stagepack")
+        if script is None:
+            importlib.import_module("stagepack.cli").main(prog_name="stagepack")
+        else:
+            runpy.run_path(str(script), run_name="__main__")
     finally:
         with contextlib.suppress(OSError):
             sys.stdout.flush()

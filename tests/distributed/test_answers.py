@@ -138,7 +138,7 @@ def test_large_batches_go_in_parts(layers: Bundle) -> None:
 
 
 def test_batches_whose_rows_depend_on_each_other_are_not_cut(counting: Bundle) -> None:
-    with pytest.raises(OptionError, match="cannot be cut: the model keeps state between calls"):
+    with forked_launches(), pytest.raises(OptionError, match="cannot be cut: the model keeps state between calls"):
         stagepack.load(counting, processes=True, microbatch_size=2)
 
 

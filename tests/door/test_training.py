@@ -1,7 +1,5 @@
 """Training in one process, such as that of a debugger, without torchrun."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +9,7 @@ from packaging.version import Version
 import stagepack
 from stagepack.errors import UnsupportedError
 from tests.train.models import NEEDS_TORCH
+from tools.fork_server import run_forked
 
 PROGRAM = """
 import sys, torch, stagepack
@@ -31,8 +30,8 @@ except stagepack.errors.OptionError as error:
 @NEEDS_TORCH
 @pytest.mark.process
 def test_one_process_trains_all_stages(exported: tuple[Path, torch.Tensor], tmp_path: Path) -> None:
-    arguments = [sys.executable, "-c", PROGRAM, str(exported[0]), str(tmp_path)]
-    done = subprocess.run(arguments, capture_output=True, text=True, check=False)
+    (script := tmp_path / "script.py").write_text(PROGRAM)
+    done = run_forked(str(exported[0]), str(tmp_path), script=script)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[:2] == ["1 True True", "2 True True"]

@@ -1,10 +1,7 @@
 """What the commands do, in Python: plan, report, serve. `stagepack.compile` is tested with the compiler."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import urllib.request
 from pathlib import Path
 
@@ -14,6 +11,7 @@ import torch
 import stagepack
 from stagepack.errors import ExportWarning, OptionError, OutputExistsError
 from stagepack.examples.tower import Tower, inputs
+from tools.fork_server import ForkedCommand
 
 SERVER = """
 import sys, stagepack
@@ -55,16 +53,16 @@ def test_report_writes_a_page(bundle: stagepack.Bundle, tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-def test_serve_answers_until_it_is_told_to_stop(bundle: stagepack.Bundle) -> None:
-    command = [sys.executable, "-c", SERVER, str(bundle.path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ) as process:
-        assert process.stdout is not None
+def test_serve_answers_until_it_is_told_to_stop(bundle: stagepack.Bundle, tmp_path: Path) -> None:
+    (script := tmp_path / "script.py").write_text(SERVER)
+    process = ForkedCommand(str(bundle.path), script=script)
+    with process.stdout:
         port = int(process.stdout.readline())
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/v2/models/tower") as answer:
             assert json.load(answer)["inputs"][0]["name"] == "x"
         process.send_signal(signal.SIGTERM)
         assert process.stdout.read() == "stopped\n"
-    assert process.returncode == 0
+    assert process.wait() == 0
     for wrong, says in (
         ({}, "at least one"),
         ({"m": bundle}, "expected a pipeline that stagepack.load returns for 'm'"),

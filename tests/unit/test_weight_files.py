@@ -1,8 +1,6 @@
 """Weights on the CPU: mapped by default, copied on request. `tests/serve/test_served_bundles.py` changes files that are mapped."""
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +11,7 @@ from stagepack.errors import DigestError
 from stagepack_loaders.base import PrepareOptions
 from stagepack_loaders.weight_files import open_weight_files
 from tests.bundle_editor import BundleEditor
+from tools.fork_server import run_forked
 
 SIZE = 1024
 
@@ -48,8 +47,8 @@ def linear(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_copy_in_any_runtime_needs_no_file(runtime: str, tmp_path: Path) -> None:
     path = tmp_path / "m.stagepack"
     shutil.copytree(TOWER, path)
-    command = [sys.executable, "-c", CUT_EXAMPLE_SHORT, str(path), runtime]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    (script := tmp_path / "script.py").write_text(CUT_EXAMPLE_SHORT)
+    found = run_forked(str(path), runtime, script=script)
     assert found.returncode == 0, (found.returncode, found.stderr)
 
 
