@@ -138,7 +138,7 @@ def test_the_example_shows_the_files() -> None:
 
 @pytest.mark.process
 def test_the_example_reads_without_stagepack() -> None:
-    code = re.search(r"```python\n(.*?)```\n\nIt prints `(.*)`", SPEC, re.DOTALL)
+    code = re.search(r"```python\n(.*?)```\n\nIt prints `(.*?)`", SPEC, re.DOTALL)
     assert code
     assert "stagepack" not in code[1]
     done = subprocess.run([sys.executable, "-I", "-c", code[1], str(TINY)], capture_output=True, text=True, check=True)
