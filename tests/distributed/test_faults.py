@@ -218,7 +218,7 @@ def test_a_process_that_does_not_come_is_named(layers: Bundle) -> None:
 
 def test_a_process_that_ends_before_it_is_ready_is_told(layers: Bundle) -> None:
     with pytest.raises(StageLostError, match="was lost before it was ready: it ended with exit status 7") as caught:
-        stagepack.load(layers, processes=True, imports=["tests.distributed.ends_early"])
+        stagepack.load(layers, processes=1, imports=["tests.distributed.ends_early"])
     assert caught.value.exit_status == 7
 
 
