@@ -31,8 +31,9 @@ class QueuedCall:
         sequence: the sequence whose state the call uses; None for a model without state.
         ends_sequence: whether this is no call, but the end of its sequence.
         is_abandoned: whether nobody waits for the answer any more.
+        finish: what makes the answer of the output arrays, for a call that runs alone; None for these themselves.
         arrival: when the call was made, in seconds of `time.monotonic`.
-        answer: the output arrays by name.
+        answer: the output arrays by name, or what `finish` makes of them.
     """
 
     inputs: Mapping[str, Array]
@@ -42,8 +43,9 @@ class QueuedCall:
     sequence: RequestSequence | None = None
     ends_sequence: bool = False
     is_abandoned: bool = False
+    finish: Callable[[Mapping[str, Array]], Any] | None = None
     arrival: float = field(default_factory=time.monotonic)
-    answer: "Future[Mapping[str, Array]]" = field(default_factory=Future)
+    answer: "Future[Any]" = field(default_factory=Future)
 
 
 @dataclass(slots=True, eq=False)
@@ -285,7 +287,7 @@ def _concatenate(inputs: Sequence[Mapping[str, Array]]) -> Mapping[str, Array]:
 def _set_answers(calls: Sequence[QueuedCall], outputs: Mapping[str, Array]) -> None:
     """Split the outputs of a batch along the first dimension, and answer its calls."""
     if len(calls) == 1:
-        calls[0].answer.set_result(outputs)
+        calls[0].answer.set_result(outputs if calls[0].finish is None else calls[0].finish(outputs))
         return
     end_positions = itertools.accumulate(call.batch_size for call in calls)
     for call, end in zip(calls, end_positions, strict=True):

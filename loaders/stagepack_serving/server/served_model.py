@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from tritonclient.grpc.model_config_pb2 import ModelConfig
@@ -77,15 +78,17 @@ class ServedModel:
         self.limits = limits
         self._limit = pipeline.limit
         self.metrics = metrics
-        self.max_batch_size, self.unbatched_reason = batch_limit(
-            bundle, self.interface.edges, limits.max_batch_size, pipeline
-        )
+        # In a thread that ends: the threads of OpenMP that a thread makes stay with it, and with more of them than cores, those of all
+        # threads wait in the kernel for each other; a small decoder then takes 1.4 times as long.
+        with ThreadPoolExecutor(1) as trial:
+            limit_of_batches = trial.submit(batch_limit, bundle, self.interface.edges, limits.max_batch_size, pipeline)
+            self.max_batch_size, self.unbatched_reason = limit_of_batches.result()
+            if bundle.example is not None:
+                trial.submit(run_example, pipeline, bundle, check=check_example).result()
         if self.unbatched_reason:
             _LOG.info("%s: requests run alone: %s", name, self.unbatched_reason)
         elif self.max_batch_size > 1:
             _LOG.debug("%s: batches of up to %d rows", name, self.max_batch_size)
-        if bundle.example is not None:
-            run_example(pipeline, bundle, check=check_example)
         self.statistics = VersionStatistics(self.max_batch_size)
         stage_seconds = [
             metrics.stage_seconds.labels(name, version, str(number)) for number in range(len(bundle.stages))
@@ -193,16 +196,24 @@ class ServedModel:
             async with self._sequences.reserve() as sequence:
                 yield sequence
 
-    async def call(self, inputs: Mapping[str, Array], sequence: RequestSequence | None) -> Mapping[str, Array]:
-        """Run the model on inputs of the dtypes that it takes."""
+    async def call(
+        self,
+        inputs: Mapping[str, Array],
+        sequence: RequestSequence | None,
+        finish: Callable[[Mapping[str, Array]], Any] | None = None,
+    ) -> Any:
+        """Run the model on inputs of the dtypes that it takes; return its outputs, or what `finish` makes of them.
+
+        finish: called in the thread that has run the last stage, which calls wait for anyway: a thread of its own would take cores from it.
+        """
         self._check_state(sequence)
         try:
             sizes = self._check_sizes(inputs, {input_name: array.shape for input_name, array in inputs.items()})
         except InputError as error:
             raise RequestError(RequestStatus.BAD_REQUEST, f"{self.name}: {error}") from None
-        outputs = await self._run(QueuedCall(inputs=inputs, sizes=sizes, sequence=sequence))
+        result = await self._run(QueuedCall(inputs=inputs, sizes=sizes, sequence=sequence, finish=finish))
         self._check_state(sequence)
-        return outputs
+        return result
 
     def unavailable_reason(self) -> str:
         """Return why the model answers no requests now; empty if it does."""
@@ -279,7 +290,7 @@ class ServedModel:
             self._limit.check(sizes)
         return sizes
 
-    async def _run(self, call: QueuedCall) -> Mapping[str, Array]:
+    async def _run(self, call: QueuedCall) -> Any:
         self._scheduler.submit(call)
         try:
             return await asyncio.wrap_future(call.answer)

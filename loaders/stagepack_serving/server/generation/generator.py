@@ -11,7 +11,7 @@ from typing import Any, Final, Literal
 import numpy
 from msgspec import Raw
 
-from stagepack.errors import InputError, StageFailedError
+from stagepack.errors import InputError
 from stagepack_loaders.elements import Array
 from stagepack_loaders.generation.decoders import (
     ENCODER_NAME,
@@ -227,12 +227,9 @@ class Generator:
             loop = await self._start_loop(request)
             is_finished = False
             while not is_finished:
-                outputs = await self._decoder.call(loop.next_inputs(), sequence)
-                # In a thread: to draw one of many tokens takes longer than other requests should wait.
-                try:
-                    part = await asyncio.to_thread(take, loop, outputs[self._logits_output])
-                except StageFailedError as error:
-                    raise RequestError(RequestStatus.MODEL_FAILED, f"{self._decoder.name}: {error}") from error
+                part = await self._decoder.call(
+                    loop.next_inputs(), sequence, lambda outputs: take(loop, outputs[self._logits_output])
+                )
                 is_finished = part.finish_reason is not None
                 yield part
 

@@ -1,8 +1,9 @@
 """Runs the texts that a decoder generates as batches: each step, all texts under way in one call."""
 
 import asyncio
+import functools
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,19 +59,17 @@ class _Lane:
             while len(self.batch):
                 async with self._decoder.reserve_sequence() as sequence:
                     while (call := self.batch.next_call()) is not None:
-                        outputs = await self._decoder.call(call.inputs, sequence)
-                        # In a thread: to draw one of many tokens takes longer than other requests should wait.
-                        parts = await asyncio.to_thread(self._take, call, outputs[self._logits_output])
-                        self._hand_out(parts)
+                        take = functools.partial(self._take, call)
+                        self._hand_out(await self._decoder.call(call.inputs, sequence, take))
         except Exception as error:  # noqa: BLE001 - the requests get any error
             for running_text in list(self._texts.values()):
                 self._end(running_text, error)
         finally:
             self._task = None
 
-    def _take(self, call: BatchCall, logits: Array) -> list[tuple[_Text, Any]]:
-        """The parts that a call adds to texts, or why one gets no part. Runs in a thread, while requests may end."""
-        parts: list[tuple[_Text, Any]] = []
+    def _take(self, call: BatchCall, outputs: Mapping[str, Array]) -> list[tuple[_Text, Any]]:
+        """The parts that a call adds to texts, or why one gets no part. Runs in another thread, while requests may end."""
+        logits, parts = outputs[self._logits_output], list[tuple[_Text, Any]]()
         texts = dict(self._texts)
         for position, batched in call.texts.items():
             if batched in texts:
