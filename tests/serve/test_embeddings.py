@@ -159,7 +159,7 @@ def test_errors_below_v1_have_the_form_of_openai(client: openai.OpenAI, server: 
     assert {found.id for found in client.models.list()} == {"sentences", "static"}
     for path, code, body in (
         ("/v1/images/generations", "unknown_url", b"{}"),
-        ("/v1/models", "unknown_url", b"{}"),
+        ("/v1/models", "method_not_supported", b"{}"),
         ("/v1/embeddings", None, b"{"),
         ("/v1/embeddings", None, b"x" * 17_000_000),
     ):
