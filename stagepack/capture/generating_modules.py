@@ -44,25 +44,25 @@ class CacheCall:
 
 
 class BufferLayer(CacheLayerMixin):
-    """The keys and values of one layer, in buffers of a module.
+    """The keys and values of one layer, in a buffer of a module.
 
-    They are [rows, slots, heads, head size], so that a token is written as one piece.
+    It is [rows, slots, heads, sizes of a key and of a value], so that a token is written as one piece.
     """
 
     is_compileable = True
     is_sliding = False
 
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def __init__(self, tokens: torch.Tensor, key_size: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.module = torch.nn.Module()
-        self.module.register_buffer("keys", keys, persistent=False)
-        self.module.register_buffer("values", values, persistent=False)
+        self.module.register_buffer("tokens", tokens, persistent=False)
+        self._sizes = [key_size, tokens.shape[3] - key_size]
         self._call: Any = None
         self.is_initialized = True
 
-    def _tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The buffers of the module, which a capture replaces while it runs the module."""
-        return self.module.keys, self.module.values  # type: ignore[return-value]
+    def _tokens(self) -> torch.Tensor:
+        """The buffer of the module, which a capture replaces while it runs the module."""
+        return self.module.tokens  # type: ignore[return-value]
 
     def begin_call(self, call: CacheCall) -> None:
         """State what a call does with the cache."""
@@ -75,20 +75,18 @@ class BufferLayer(CacheLayerMixin):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the keys and values of new tokens, and return those of the slots that may be seen."""
-        call, batch, seen = self._call, key_states.shape[0], []
-        for buffer, states in zip(self._tensors(), (key_states, value_states), strict=True):
-            written = states.transpose(1, 2).flatten(0, 1)
-            if call.sources is not None:
-                written = torch.cat((written, buffer[call.sources]))
-            buffer.index_put_((call.rows, call.slots), written)
-            seen.append(buffer[:batch, : call.seen_slots].transpose(1, 2))
-        keys, values = seen
+        call, tokens = self._call, self._tokens()
+        written = torch.cat((key_states.transpose(1, 2), value_states.transpose(1, 2)), -1).flatten(0, 1)
+        if call.sources is not None:
+            written = torch.cat((written, tokens[call.sources]))
+        tokens.index_put_((call.rows, call.slots), written)
+        seen = tokens[: key_states.shape[0], : call.seen_slots].transpose(1, 2)
+        keys, values = seen.split(self._sizes, -1)
         return keys, values
 
     def clear(self) -> None:
-        """Set the buffers to zeros."""
-        for buffer in self._tensors():
-            buffer.zero_()
+        """Set the buffer to zeros."""
+        self._tokens().zero_()
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """See the base class."""
@@ -100,7 +98,7 @@ class BufferLayer(CacheLayerMixin):
 
     def get_max_length(self) -> int:
         """See the base class."""
-        size: int = self._tensors()[0].shape[1]
+        size: int = self._tokens().shape[1]
         return size
 
 
@@ -257,11 +255,9 @@ def _buffer_layers(seen_cache: Cache, max_batch: int, slot_count: int) -> list[B
             raise UnsupportedError(
                 f"generation: expected caches of the keys and values of all tokens, found {type(layer).__name__} in layer {layer_number}"
             )
-        keys, values = (
-            torch.zeros(max_batch, slot_count, seen.shape[1], seen.shape[3], dtype=seen.dtype, device=seen.device)
-            for seen in (layer.keys, layer.values)
-        )
-        layers.append(BufferLayer(keys, values))
+        key_size = layer.keys.shape[3]
+        size = key_size + layer.values.shape[3]
+        layers.append(BufferLayer(layer.keys.new_zeros(max_batch, slot_count, layer.keys.shape[1], size), key_size))
     return layers
 
 
