@@ -50,7 +50,7 @@ def export(
     shared: WeightSharing = "replicate",
     dynamic_shapes: Any = None,
     generate: int | None = None,
-    generate_batch: int = 1,
+    generate_batch: int = 8,
     assets: Sequence[str | os.PathLike[str]] = (),
     onnx: bool = False,
     rtol: float | None = None,
@@ -104,7 +104,8 @@ def export(
         dynamic_shapes: the dimensions that may change, as ``torch.export.export`` takes them; parameters may be left out.
         generate: of a language or speech model of transformers: the number of positions of its key-value cache. The cache becomes state of
             the stages, and the bundle generates; its inputs are then made here. `stagepack_loaders.generation.decoders` says which.
-        generate_batch: the number of texts that the cache holds.
+        generate_batch: the number of texts that the cache holds, which a server generates at once. On a CPU, memory is taken where texts
+            are written; on a GPU, for all of them.
         assets: further files for the bundle, such as ``tokenizer.json`` and ``chat_template.jinja``: `stagepack serve` reads texts with
             them. Those of a Hugging Face folder or hub name are taken without being named. `stagepack.add_assets` adds some later.
         onnx: also add ONNX files, as `stagepack.add_onnx` does. A stage that has no ONNX form is named by a warning.

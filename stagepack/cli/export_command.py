@@ -51,9 +51,10 @@ class _Options:
     )
     generate_batch: int = flag(
         "--generate-batch N",
-        "With --generate: the number of texts that the cache holds.",
+        "With --generate: the number of texts that the cache holds, which a server generates at once. On a CPU, memory is taken where "
+        "texts are written; on a GPU, for all of them.",
         type=click.IntRange(1),
-        default=1,
+        default=8,
     )
     assets: tuple[str, ...] = flag(
         "--asset FILE",

@@ -144,7 +144,7 @@ def test_a_cache_for_one_text_is_exported_again_for_several(tmp_path: Path) -> N
     assets = [tmp_path / "tokenizer.json"]
     for family in ("llama", "t5"):
         path = tmp_path / f"{family}.stagepack"
-        stagepack.export(make_model(family), out=path, generate=POSITIONS, assets=assets)
+        stagepack.export(make_model(family), out=path, generate=POSITIONS, generate_batch=1, assets=assets)
         says = "expected 1 text, found 2: export again with --generate-batch 2 (in Python generate_batch=2)"
         with pytest.raises(InputError, match=f"^input_ids: {re.escape(says)}$"):
             stagepack.load_entry_points(path).generate(["one", "two"], max_new_tokens=5)

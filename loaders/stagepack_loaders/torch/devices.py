@@ -74,7 +74,8 @@ class ZeroMemory:
         if self._byte_count > 2**26 and self._byte_count > (available_bytes := available_host_bytes()):
             raise DeviceError(
                 f"the weights of zeros do not fit into the memory of this host: expected at most {format_bytes(available_bytes)}, "
-                f"found {format_bytes(self._byte_count)}: choose another device, or fewer stages in one process"
+                f"found {format_bytes(self._byte_count)}: choose another device, fewer stages in one process, or a smaller "
+                "cache (--generate, --generate-batch)"
             )
 
 
