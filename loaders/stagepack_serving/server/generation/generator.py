@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import numpy
 from msgspec import Raw
@@ -21,7 +21,7 @@ from stagepack_loaders.generation.decoders import (
     logits_as_floats,
 )
 from stagepack_loaders.generation.prompts import Prompts, check_tokens
-from stagepack_loaders.generation.sampling import TokenLogprobs, token_logprobs
+from stagepack_loaders.generation.sampling import token_logprobs
 from stagepack_loaders.generation.settings import GenerationSettings, read_settings
 from stagepack_loaders.generation.token_loop import TokenLoop
 from stagepack_serving.protocol.datatypes import NUMPY_DTYPES
@@ -29,14 +29,12 @@ from stagepack_serving.server.errors import CONTEXT_CODE, RequestError, RequestS
 from stagepack_serving.server.generation.json_grammar import GrammarTokens, JsonGrammar, read_grammar_tokens
 from stagepack_serving.server.generation.openai_requests import TEXT_INPUT, GenerateParameters, convert_fields
 from stagepack_serving.server.generation.text_loop import TextLoop
-from stagepack_serving.server.generation.text_stream import StopStrings, TextFormat, read_text_format
+from stagepack_serving.server.generation.text_stream import GeneratedPart, GeneratedText, TextFormat, read_text_format
 from stagepack_serving.server.parameters import InferenceTensor
 from stagepack_serving.server.rest_large_request import beside_loop
 from stagepack_serving.server.served_model import ServedModel
 from stagepack_serving.server.tensor_decoding import array_from_json, nested_sizes, tensor_from_numbers
 
-# Why a text ends: a token or a string that ends it, or the largest number of tokens.
-FinishReason = Literal["stop", "length"]
 # The input of a model that holds tokens.
 IDS_INPUT: Final = "input_ids"
 # Of OpenAI's API: tokens are drawn among all.
@@ -45,44 +43,6 @@ _OPENAI_DEFAULTS: Final = GenerationSettings(do_sample=True, top_k=0)
 _MAX_CHARACTERS_PER_TOKEN: Final = 128
 # The input of an encoder that is 1 for tokens.
 _MASK_INPUT: Final = "attention_mask"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GeneratedPart:
-    """What one token adds to a text.
-
-    Attributes:
-        text: the text that is complete with it; often empty, since a character or a stop string may take several tokens.
-        finish_reason: why the text ends with it; None if it goes on.
-        logprobs: how likely it was, if the request asks for it.
-    """
-
-    token: int
-    text: str
-    finish_reason: FinishReason | None = None
-    logprobs: TokenLogprobs | None = None
-
-
-class GeneratedText:
-    """A text that grows by tokens."""
-
-    def __init__(self, text_format: TextFormat | None, stop_strings: Sequence[str]) -> None:
-        self._stream = None if text_format is None else text_format.start_text()
-        self._stop_strings = StopStrings(stop_strings)
-
-    def add(self, token: int, finish_reason: FinishReason | None) -> GeneratedPart:
-        """Add a token, and why it is the last one of the model; None if it is not."""
-        if self._stream is None:
-            return GeneratedPart(token=token, text="", finish_reason=finish_reason)
-        new_text = self._stream.add(token)
-        if finish_reason is not None:
-            new_text += self._stream.finish()
-        text = self._stop_strings.add(new_text)
-        if self._stop_strings.is_found:
-            return GeneratedPart(token=token, text=text, finish_reason="stop")
-        if finish_reason is not None:
-            text += self._stop_strings.finish()
-        return GeneratedPart(token=token, text=text, finish_reason=finish_reason)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from stagepack_loaders.generation.sampling import TokenLogprobs
-from stagepack_serving.server.generation.generator import GeneratedPart
 from stagepack_serving.server.generation.openai_requests import ChatFields, OpenAIFields
-from stagepack_serving.server.generation.text_stream import TextFormat
+from stagepack_serving.server.generation.text_stream import GeneratedPart, TextFormat
 from stagepack_serving.server.generation.tool_calls import CallReader, ToolCall
 
 

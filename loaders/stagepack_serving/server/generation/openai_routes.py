@@ -19,7 +19,6 @@ from stagepack_serving.server.errors import RequestError, RequestStatus
 from stagepack_serving.server.generation.embedder import embedder_of, embedding_answer
 from stagepack_serving.server.generation.generator import (
     IDS_INPUT,
-    GeneratedPart,
     GenerationRequest,
     Generator,
     generator_of,
@@ -35,6 +34,7 @@ from stagepack_serving.server.generation.openai_requests import (
     decode_openai_request,
 )
 from stagepack_serving.server.generation.text_route import AnswerChannel, TextRoute
+from stagepack_serving.server.generation.text_stream import GeneratedPart
 from stagepack_serving.server.generation.tool_calls import CallReader
 from stagepack_serving.server.model_registry import ModelRegistry, RequestScope
 from stagepack_serving.server.openapi import Endpoint

@@ -2,7 +2,8 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Any, Final, Literal
 
 import msgspec
 from tokenizers import Tokenizer
@@ -11,9 +12,12 @@ from stagepack.errors import InputError
 from stagepack.format.reader import Bundle
 from stagepack.format.rules import JSON_ERRORS
 from stagepack_loaders.generation.prompts import read_tokenizer, tokenizer_errors
+from stagepack_loaders.generation.sampling import TokenLogprobs
 from stagepack_serving.server.errors import AssetError, RequestError, RequestStatus
 from stagepack_serving.server.generation.chat_template import ChatTemplate
 
+# Why a text ends: a token or a string that ends it, or the largest number of tokens.
+FinishReason = Literal["stop", "length"]
 # A token of the ByteFallback decoder of `tokenizers`. It decodes each run of such tokens as a whole.
 _BYTE_TOKEN: Final = re.compile("<0x[0-9A-Fa-f]{2}>")
 # What the ByteLevel decoder of `tokenizers` makes bytes of: printable characters are themselves, others follow at 256.
@@ -146,6 +150,44 @@ class TextFormat:
     def start_text(self) -> TextStream:
         """Start to decode a text."""
         return TextStream(self._tokenizer, self._special_tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeneratedPart:
+    """What one token adds to a text.
+
+    Attributes:
+        text: the text that is complete with it; often empty, since a character or a stop string may take several tokens.
+        finish_reason: why the text ends with it; None if it goes on.
+        logprobs: how likely it was, if the request asks for it.
+    """
+
+    token: int
+    text: str
+    finish_reason: FinishReason | None = None
+    logprobs: TokenLogprobs | None = None
+
+
+class GeneratedText:
+    """A text that grows by tokens."""
+
+    def __init__(self, text_format: TextFormat | None, stop_strings: Sequence[str]) -> None:
+        self._stream = None if text_format is None else text_format.start_text()
+        self._stop_strings = StopStrings(stop_strings)
+
+    def add(self, token: int, finish_reason: FinishReason | None) -> GeneratedPart:
+        """Add a token, and why it is the last one of the model; None if it is not."""
+        if self._stream is None:
+            return GeneratedPart(token=token, text="", finish_reason=finish_reason)
+        new_text = self._stream.add(token)
+        if finish_reason is not None:
+            new_text += self._stream.finish()
+        text = self._stop_strings.add(new_text)
+        if self._stop_strings.is_found:
+            return GeneratedPart(token=token, text=text, finish_reason="stop")
+        if finish_reason is not None:
+            text += self._stop_strings.finish()
+        return GeneratedPart(token=token, text=text, finish_reason=finish_reason)
 
 
 def read_text_format(bundle: Bundle) -> TextFormat | None:
