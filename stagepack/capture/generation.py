@@ -137,7 +137,8 @@ class _Example:
         length = inputs.dynamic_shapes["cache_position"][0]
         shapes = inputs.dynamic_shapes | {"cache_position": {**self._batch, 1: length}}
         if self._batch:  # a single row does not move
-            kwargs["cache_moves"] = torch.zeros(self._batch_size, 4, dtype=torch.int64)
+            # To the slot of padding: a call writes each other one at most once.
+            kwargs["cache_moves"] = torch.tensor([[0, 0, 0, self._max_positions]] * 2)
             shapes["cache_moves"] = {0: torch.export.Dim("moves", min=0, max=self._max_batch * self._max_positions)}
         return Inputs(kwargs=kwargs, dynamic_shapes=shapes)
 
