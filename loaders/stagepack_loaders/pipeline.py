@@ -172,16 +172,16 @@ class CallablePipeline(ABC):
             encoder: of a model with an encoder: its pipeline.
             on_tokens: called with the new tokens, [batch], as soon as they are there.
             **settings: how tokens are chosen: the fields of `GenerationSettings`, such as ``max_new_tokens=100``, ``do_sample=True``,
-                ``temperature=0.7``, ``seed=0``. Others are those of generation_config.json in the bundle, and the defaults of
-                transformers.
+                ``temperature=0.7``, ``seed=0``, ``stop_strings=["END"]``, ``num_return_sequences=3``. Others are those of
+                generation_config.json in the bundle, and the defaults of transformers.
 
         Returns:
             All tokens of the decoder, [batch, length], as an array of the kind and on the device of `inputs`: with the tokens that it
-            began with. For a text the text of these tokens.
+            began with. For a text the text of these tokens. With ``num_return_sequences``, the texts of a prompt follow each other.
 
         Raises:
             InputError: the bundle has no decoder of this kind, a setting is unknown or out of range, a text has no tokens, a token is not
-                one of the model, or the cache has not enough positions or holds fewer texts.
+                one of the model, the cache has not enough positions or holds fewer texts, or there are ``stop_strings`` and no tokenizer.
 
         Examples:
             >>> pipeline = stagepack.load("llama.stagepack")

@@ -1,5 +1,6 @@
 """Pipelines that generate: the tokens are those of transformers' own `generate`."""
 
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from transformers import PreTrainedTokenizerFast
 
 import stagepack
 from stagepack.errors import InputError
@@ -17,6 +19,7 @@ from tests.serve.generating_families import (
     make_model,
     make_prompts,
 )
+from tests.serve.generating_model import tokenizer
 
 SETTINGS: tuple[dict[str, Any], ...] = ({}, {"do_sample": True, "top_p": 0.9, "temperature": 1.2})
 
@@ -29,7 +32,9 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def export_family(family: str, folder: Path) -> Path:
     """Export a small model in two stages."""
     path = folder / f"{family}.stagepack"
-    stagepack.export(make_model(family), out=path, stages=2, generate=POSITIONS, generate_batch=4)
+    (folder / "tokenizer.json").write_text(tokenizer().to_str())
+    assets = [folder / "tokenizer.json"]
+    stagepack.export(make_model(family), out=path, stages=2, generate=POSITIONS, generate_batch=4, assets=assets)
     return path
 
 
@@ -55,6 +60,47 @@ def test_a_pipeline_generates(llama: Path) -> None:
     assert numpy.array_equal(numpy.stack(seen, 1), arrays[:, tokens.shape[1] :])
 
 
+@pytest.mark.parametrize("family", ["llama", "t5"])
+def test_stop_strings_end_texts_where_they_do_in_transformers(family: str, llama: Path, tmp_path: Path) -> None:
+    path = llama if family == "llama" else export_family(family, tmp_path)
+    pipeline, model, prompts = stagepack.load_entry_points(path), make_model(family), make_prompts(family, 4)
+    options: dict[str, Any] = {"max_new_tokens": 20, "do_sample": True, "temperature": 1.2}
+    drawn = generated_by_transformers(family, model, prompts, 5, **options)
+    pairs = [tokenizer().decode(row[start : start + 2].tolist()) for row in drawn for start in range(2, 12)]
+    # No characters that are torn apart.
+    pairs = [pair for pair in pairs if len(pair) == 2 and pair.isascii()]
+    assert len(pairs) > 3
+    stops: tuple[str | list[str], ...] = (pairs[0], pairs[-1][0], pairs[:3], ["not there", *pairs])
+    fast_tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer())
+    for stop in stops:
+        expected = generated_by_transformers(
+            family, model, prompts, 5, stop_strings=stop, tokenizer=fast_tokenizer, **options
+        )
+        tokens = pipeline.generate(*prompts.values(), stop_strings=stop, seed=5, **options)
+        assert torch.equal(tokens[:, -expected.shape[1] :], expected), stop
+        assert not torch.equal(expected, drawn)
+
+
+@pytest.mark.parametrize("family", ["llama", "t5"])
+def test_a_prompt_is_continued_to_several_texts_as_in_transformers(family: str, llama: Path, tmp_path: Path) -> None:
+    path = llama if family == "llama" else export_family(family, tmp_path)
+    pipeline, model = stagepack.load_entry_points(path), make_model(family)
+    for batch_size, count in ((1, 4), (2, 2)):
+        prompts = make_prompts(family, 4)
+        prompts = {name: array[:batch_size] for name, array in prompts.items()}
+        options = {"max_new_tokens": 20, "do_sample": True, "num_return_sequences": count}
+        expected = generated_by_transformers(family, model, prompts, 5, **options)
+        tokens = pipeline.generate(*prompts.values(), seed=5, **options)
+        assert torch.equal(tokens[:, -expected.shape[1] :], expected)
+
+
+def test_one_text_is_continued_to_a_list_of_texts(llama: Path) -> None:
+    pipeline = stagepack.load(llama)
+    options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": True, "seed": 3, "num_return_sequences": 2}
+    tokens = pipeline.generate([tokenizer().encode("Once").ids], **options)
+    assert pipeline.generate("Once", **options) == tokenizer().decode_batch(tokens.tolist())
+
+
 def test_threads_generate_at_the_same_time(llama: Path) -> None:
     pipeline = stagepack.load(llama)
     prompts = [make_prompts("llama", batch_size) for batch_size in (1, 2, 3, 4)]
@@ -76,8 +122,28 @@ def test_wrong_calls_are_refused(llama: Path) -> None:
         pipeline.generate(torch.ones(1, 2, dtype=torch.int64), num_beams=2)
     with pytest.raises(InputError, match="unknown setting 'num_groups'"):
         pipeline.generate(torch.ones(1, 2, dtype=torch.int64), num_groups=2)
+    several: dict[str, Any] = {"do_sample": True, "num_return_sequences": 3}
+    with pytest.raises(
+        InputError,
+        match=r"expected 1 to 4 texts, found 6 \(2 times num_return_sequences, 3\): .* --generate-batch 6 ",
+    ):
+        pipeline.generate(torch.ones(2, 2, dtype=torch.int64), **several)
+    with pytest.raises(InputError, match=r"num_return_sequences: expected 1 .*, found 3: pass do_sample=True"):
+        pipeline.generate(torch.ones(1, 2, dtype=torch.int64), num_return_sequences=3)
+    with pytest.raises(InputError, match=r"settings of generation: .* of length >= 1"):
+        pipeline.generate(torch.ones(1, 2, dtype=torch.int64), stop_strings="")
     with pytest.raises(InputError, match="expected no encoder="):
         pipeline.generate(torch.ones(1, 2, dtype=torch.int64), encoder=pipeline)
+
+
+def test_stop_strings_need_a_tokenizer(llama: Path, tmp_path: Path) -> None:
+    path = tmp_path / "m.stagepack"
+    shutil.copytree(llama, path)
+    stagepack.remove_assets(path, ["tokenizer.json"])
+    with pytest.raises(
+        InputError, match=r"stop_strings: expected a bundle with tokenizer.json, found none: stagepack asset add"
+    ):
+        stagepack.load(path).generate([1, 2], stop_strings="a")
 
 
 def test_other_models_do_not_generate(tmp_path: Path) -> None:

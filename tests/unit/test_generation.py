@@ -2,6 +2,7 @@
 
 import copy
 import math
+import random
 import re
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor, PreTrainedTokenizerFast, StopStringCriteria
 
 import stagepack
 from stagepack.errors import InputError, OptionError, StageFailedError, UnsupportedError
@@ -17,6 +19,8 @@ from stagepack_loaders.generation.decoders import DecoderFacts, decoder_facts
 from stagepack_loaders.generation.sampling import TokenSampler
 from stagepack_loaders.generation.settings import GenerationSettings
 from stagepack_loaders.generation.token_loop import TokenLoop, row_inputs
+from stagepack_loaders.generation.token_texts import StopStringMatcher
+from tests.serve.generating_model import tokenizer as byte_tokenizer
 
 POSITIONS = 64
 
@@ -121,6 +125,42 @@ def test_a_logits_processor_changes_the_scores() -> None:
 def test_a_bias_of_a_token_outside_the_vocabulary_is_refused(token: int) -> None:
     with pytest.raises(InputError, match=f"logit_bias: expected tokens from 0 to 2, found {token}"):
         choose_token([1, 2, 3], logit_bias={token: 1.0})
+
+
+def llama_2_tokenizer() -> Tokenizer:
+    """Words, and bytes where there is no word."""
+    words = ["<unk>", "<s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abcdef", "▁b", "好", "▁ab", "cad"]
+    made = Tokenizer(models.BPE({word: token for token, word in enumerate(words)}, [], byte_fallback=True))
+    made.add_special_tokens(words[:2])
+    made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return made
+
+
+def bert_tokenizer() -> Tokenizer:
+    """Words and their parts."""
+    words = ["[UNK]", "[CLS]", *"abcdef", "##a", "##cdef", "##b", "##cad", "b", "ab", "好", "##é"]
+    made = Tokenizer(models.WordPiece({word: token for token, word in enumerate(words)}))
+    made.add_special_tokens(words[:2])
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    made.decoder = decoders.WordPiece()
+    return made
+
+
+@pytest.mark.parametrize("make_tokenizer", [byte_tokenizer, llama_2_tokenizer, bert_tokenizer])
+def test_stop_strings_are_found_where_transformers_finds_them(make_tokenizer: Any) -> None:
+    made, draw = make_tokenizer(), random.Random(0)  # noqa: S311 - reproducible
+    fast_tokenizer, tokens_of_texts = PreTrainedTokenizerFast(tokenizer_object=made), made.encode("ab caddab 好é").ids
+    found_count = 0
+    for stop_strings in (["a"], ["ab"], [" b", "dd"], ["caddab"], ["好"], ["é", "<s>", "[CLS]"]):
+        criteria = StopStringCriteria(fast_tokenizer, stop_strings)
+        matcher = StopStringMatcher(made, stop_strings)
+        for _ in range(100):
+            noise = [draw.choice([*tokens_of_texts, draw.randrange(made.get_vocab_size() + 2)]) for _ in range(9)]
+            tokens = noise if draw.random() < 0.5 else [*noise, *tokens_of_texts[: draw.randrange(9)]]
+            expected = bool(criteria(torch.tensor([tokens]), None))
+            assert matcher.is_at_end(numpy.array(tokens)) == expected, (stop_strings, tokens)
+            found_count += expected
+    assert 30 < found_count < 570
 
 
 def test_an_exported_model_has_the_tokens_of_transformers(llama: Any, tmp_path: Path) -> None:

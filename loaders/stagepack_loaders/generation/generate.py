@@ -13,9 +13,17 @@ from stagepack_loaders.base import ArrayOps
 from stagepack_loaders.elements import Array
 from stagepack_loaders.exchange import array_ops_of_call, to_elements
 from stagepack_loaders.generation.decoders import DecoderFacts, decoder_facts, logits_as_floats
-from stagepack_loaders.generation.prompts import Prompts, check_tokens, named_inputs, read_prompts
-from stagepack_loaders.generation.settings import read_settings
+from stagepack_loaders.generation.prompts import (
+    TOKENIZER_FILE,
+    Prompts,
+    check_tokens,
+    named_inputs,
+    read_prompts,
+    read_tokenizer,
+)
+from stagepack_loaders.generation.settings import GenerationSettings, read_settings
 from stagepack_loaders.generation.token_loop import TokenLoop
+from stagepack_loaders.generation.token_texts import StopStringMatcher
 from stagepack_loaders.pipeline_sequence import PipelineSequence
 
 _IDS_INPUT = "input_ids"
@@ -76,15 +84,24 @@ def generate(
     vocabulary_size = facts.logits.shape[-1]
     if encoder is None and isinstance(vocabulary_size, int):
         check_tokens(decoder.bundle, prompts, vocabulary_size)
-    _check_batch(prompts.tokens, edges[_IDS_INPUT] if encoder is None else _main_input(encoder), facts)
+    text_count = _sequence_count(chosen_settings)
+    _check_batch(prompts.tokens, text_count, edges[_IDS_INPUT] if encoder is None else _main_input(encoder), facts)
+    repeated = prompts.repeat(text_count)
+    stop_strings = _stop_strings(decoder.bundle, prompts, chosen_settings)
     with decoder.inference(), decoder.sequence() as sequence:
         if encoder is None:
-            loop = TokenLoop(facts, chosen_settings, prompts.tokens, prompts.mask)
+            loop = TokenLoop(facts, chosen_settings, repeated.tokens, repeated.mask, stop_strings=stop_strings)
         else:
             rows = encoder(**_encoder_inputs(encoder, inputs, prompts))
-            first_tokens = chosen_settings.first_tokens(len(rows))
+            if text_count > 1:
+                rows = rows[numpy.repeat(numpy.arange(len(rows)), text_count).tolist()]
             loop = TokenLoop(
-                facts, chosen_settings, first_tokens, encoder_hidden_states=rows, encoder_attention_mask=prompts.mask
+                facts,
+                chosen_settings,
+                chosen_settings.first_tokens(len(rows)),
+                encoder_hidden_states=rows,
+                encoder_attention_mask=repeated.mask,
+                stop_strings=stop_strings,
             )
         while not loop.is_finished:
             call_inputs = {
@@ -96,20 +113,42 @@ def generate(
             if on_tokens is not None:
                 on_tokens(new_tokens)
     if prompts.tokenizer is not None:
-        return prompts.texts(loop.tokens)
+        return repeated.texts(loop.tokens)
     tokens = array_ops_of_call([inputs], decoder.arrays).from_elements(loop.tokens, edges[_IDS_INPUT])
     # A tensor of torch is on the device of that of the caller.
     return tokens.to(inputs.device) if hasattr(tokens, "to") and hasattr(inputs, "device") else tokens
 
 
-def _check_batch(tokens: Array, edge: Edge, facts: DecoderFacts) -> None:
+def _sequence_count(settings: GenerationSettings) -> int:
+    """The number of texts that each prompt is continued to."""
+    count = settings.num_return_sequences
+    if count > 1 and not settings.do_sample:
+        raise InputError(
+            f"num_return_sequences: expected 1 where the likeliest tokens are taken, found {count}: pass do_sample=True"
+        )
+    return count
+
+
+def _stop_strings(bundle: Bundle, prompts: Prompts, settings: GenerationSettings) -> StopStringMatcher | None:
+    if not settings.stop_strings:
+        return None
+    tokenizer = prompts.tokenizer or read_tokenizer(bundle)
+    if tokenizer is None:
+        raise InputError(
+            f"{bundle.location}: stop_strings: expected a bundle with {TOKENIZER_FILE}, found none: stagepack asset add adds one"
+        )
+    return StopStringMatcher(tokenizer, settings.stop_strings)
+
+
+def _check_batch(tokens: Array, text_count: int, edge: Edge, facts: DecoderFacts) -> None:
     """Check that the cache holds all texts; what has another rank than the input is left to the call, which names it."""
     largest = facts.max_batch
-    if largest is not None and 0 < tokens.ndim == len(edge.shape) and len(tokens) > largest:
-        count = len(tokens)
+    count = len(tokens) * text_count
+    if largest is not None and 0 < tokens.ndim == len(edge.shape) and count > largest:
         expected = "1 text" if largest == 1 else f"1 to {largest} texts"
         advice = f"export again with --generate-batch {count} (in Python generate_batch={count})"
-        raise InputError(f"{edge.name}: expected {expected}, found {count}: {advice}")
+        found = f"{count}" if text_count == 1 else f"{count} ({len(tokens)} times num_return_sequences, {text_count})"
+        raise InputError(f"{edge.name}: expected {expected}, found {found}: {advice}")
 
 
 def _main_input(encoder: TextPipeline) -> Edge:

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy
@@ -36,6 +36,13 @@ class Prompts:
     mask: Array | None
     tokenizer: "Tokenizer | None" = None
     is_single: bool = False
+
+    def repeat(self, count: int) -> "Prompts":
+        """Return each text so many times, one after the other."""
+        if count == 1:
+            return self
+        mask = None if self.mask is None else numpy.repeat(self.mask, count, 0)
+        return replace(self, tokens=numpy.repeat(self.tokens, count, 0), mask=mask, is_single=False)
 
     def texts(self, tokens: Array) -> str | list[str]:
         """Return the texts of tokens, without special tokens."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 import numpy
@@ -14,8 +14,10 @@ from stagepack.format.rules import JSON_ERRORS
 from stagepack_loaders.elements import Array
 
 _FILE_NAME: Final = "generation_config.json"
-# A single token is written without a list.
-_TOKEN_LISTS: Final = frozenset({"suppress_tokens", "begin_suppress_tokens", "eos_token_id", "decoder_input_ids"})
+# A single token or string is written without a list.
+_LISTS: Final = frozenset(
+    {"suppress_tokens", "begin_suppress_tokens", "eos_token_id", "decoder_input_ids", "stop_strings"}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,7 @@ _RANGES: Final[Mapping[str, _Range]] = {
     "repetition_penalty": _Range("more than 0", lambda penalty: penalty > 0, is_of_draws=False),
     "presence_penalty": _Range("-2 to 2", lambda penalty: -2 <= penalty <= 2, is_of_draws=False),
     "frequency_penalty": _Range("-2 to 2", lambda penalty: -2 <= penalty <= 2, is_of_draws=False),
+    "num_return_sequences": _Range("1 or more", lambda count: count >= 1, is_of_draws=False),
     "num_beams": _Range(
         "1 (the settings of beam search are not supported)", lambda count: count == 1, is_of_draws=False
     ),
@@ -72,6 +75,9 @@ class GenerationSettings:
         suppress_tokens: tokens that are never generated.
         begin_suppress_tokens: tokens that are not generated first.
         eos_token_id: tokens that end a text.
+        stop_strings: strings that end a text, with the token that completes one of them; the bundle needs a tokenizer. Of the pipeline's
+            ``generate``: requests to a server have their own.
+        num_return_sequences: the number of texts that each prompt is continued to, which are drawn. Of the pipeline's ``generate`` too.
         pad_token_id: what follows a text that ends before others of its batch; None for the first token that ends a text.
         decoder_start_token_id: the token that a decoder after an encoder begins with.
         decoder_input_ids: the tokens that it begins with, in the place of that one.
@@ -94,6 +100,8 @@ class GenerationSettings:
     suppress_tokens: tuple[Int64, ...] = ()
     begin_suppress_tokens: tuple[Int64, ...] = ()
     eos_token_id: tuple[Int64, ...] = ()
+    stop_strings: tuple[Annotated[str, msgspec.Meta(min_length=1)], ...] = ()
+    num_return_sequences: Int64 = 1
     pad_token_id: Int64 | None = None
     decoder_start_token_id: Int64 = 0
     decoder_input_ids: tuple[Int64, ...] = ()
@@ -149,9 +157,9 @@ class GenerationSettings:
             raise InputError(f"unknown setting {sorted(unknown)[0]!r}: expected one of {', '.join(known_names)}")
         new_values = {setting_name: value for setting_name, value in settings.items() if value is not None}
         try:
-            for setting_name in _TOKEN_LISTS & new_values.keys():
-                tokens = new_values[setting_name]
-                new_values[setting_name] = [tokens] if isinstance(tokens, int) else list(tokens)
+            for setting_name in _LISTS & new_values.keys():
+                value = new_values[setting_name]
+                new_values[setting_name] = [value] if isinstance(value, int | str) else list(value)
             return msgspec.convert(_as_fields(self) | new_values, GenerationSettings)
         except (msgspec.ValidationError, TypeError) as error:
             raise InputError(f"the settings of generation: {error}") from None

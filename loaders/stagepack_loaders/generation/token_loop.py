@@ -13,8 +13,9 @@ from stagepack_loaders.elements import Array
 from stagepack_loaders.generation.decoders import DecoderFacts
 from stagepack_loaders.generation.sampling import TokenSampler
 from stagepack_loaders.generation.settings import GenerationSettings
+from stagepack_loaders.generation.token_texts import StopStringMatcher
 
-# Why a text ends: a token that ends it, or the largest number of tokens.
+# Why a text ends: a token or a string that ends it, or the largest number of tokens.
 FinishReason = Literal["stop", "length"]
 # Without a setting, as in transformers.
 _DEFAULT_NEW_TOKENS: Final = 20
@@ -37,12 +38,14 @@ class TokenLoop:
         attention_mask: Array | None = None,
         encoder_hidden_states: Array | None = None,
         encoder_attention_mask: Array | None = None,
+        stop_strings: StopStringMatcher | None = None,
     ) -> None:
         batch, length = tokens.shape
         last_length = _last_length(facts, settings, length)
         self.tokens = tokens.astype(numpy.int64)
         self.finish_reasons: list[FinishReason | None] = [None] * batch
         self._settings = settings
+        self._stop_strings = stop_strings
         self._last_length = last_length
         end_tokens = settings.eos_token_id or (0,)
         self._padding_token = end_tokens[0] if settings.pad_token_id is None else settings.pad_token_id
@@ -102,11 +105,14 @@ class TokenLoop:
         is_last = self.tokens.shape[1] >= self._last_length
         for row, token in enumerate(chosen.tolist()):
             if self.finish_reasons[row] is None:
-                if token in self._settings.eos_token_id:
+                if token in self._settings.eos_token_id or self._is_stopped(row):
                     self.finish_reasons[row] = "stop"
                 elif is_last:
                     self.finish_reasons[row] = "length"
         return chosen
+
+    def _is_stopped(self, row: int) -> bool:
+        return self._stop_strings is not None and self._stop_strings.is_at_end(self.tokens[row])
 
 
 def row_inputs(

@@ -1,6 +1,5 @@
 """Texts as tokens that arrive one by one, and the tokenizer and chat template that a bundle carries as assets."""
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
@@ -13,19 +12,12 @@ from stagepack.format.reader import Bundle
 from stagepack.format.rules import JSON_ERRORS
 from stagepack_loaders.generation.prompts import read_tokenizer, tokenizer_errors
 from stagepack_loaders.generation.sampling import TokenLogprobs
+from stagepack_loaders.generation.token_texts import BYTE_OF_CHARACTER, BYTE_TOKEN
 from stagepack_serving.server.errors import AssetError, RequestError, RequestStatus
 from stagepack_serving.server.generation.chat_template import ChatTemplate
 
 # Why a text ends: a token or a string that ends it, or the largest number of tokens.
 FinishReason = Literal["stop", "length"]
-# A token of the ByteFallback decoder of `tokenizers`. It decodes each run of such tokens as a whole.
-_BYTE_TOKEN: Final = re.compile("<0x[0-9A-Fa-f]{2}>")
-# What the ByteLevel decoder of `tokenizers` makes bytes of: printable characters are themselves, others follow at 256.
-_PRINTABLE: Final = [*range(33, 127), *range(161, 173), *range(174, 256)]
-_OTHERS: Final = [byte for byte in range(256) if byte not in _PRINTABLE]
-_BYTE_OF_CHARACTER: Final = {chr(byte): byte for byte in _PRINTABLE} | {
-    chr(256 + number): byte for number, byte in enumerate(_OTHERS)
-}
 # What other tokenizers write for the space before a word.
 _WORD_START: Final = "\u2581"
 # What an incomplete UTF-8 character is decoded to.
@@ -55,7 +47,8 @@ class TextStream:
         if token_text is None or token in self._special_tokens:
             return ""
         self._new_tokens.append(token)
-        text = "" if _BYTE_TOKEN.fullmatch(token_text) else self._new_text()
+        # The ByteFallback decoder decodes each run of such tokens as a whole.
+        text = "" if BYTE_TOKEN.fullmatch(token_text) else self._new_text()
         if not text or text.endswith(_REPLACEMENT):
             return ""
         self._settled_tokens, self._new_tokens = self._new_tokens, []
@@ -139,12 +132,12 @@ class TextFormat:
     def token_bytes(self, token: int) -> bytes:
         """Return what a token adds to a text, in UTF-8: a character may be torn apart."""
         token_text = self.tokenizer.id_to_token(token) or ""
-        if _BYTE_TOKEN.fullmatch(token_text):
+        if BYTE_TOKEN.fullmatch(token_text):
             return bytes([int(token_text[3:5], 16)])
         if token in self._special_tokens:
             return token_text.encode()
-        if self._is_byte_level and all(character in _BYTE_OF_CHARACTER for character in token_text):
-            return bytes(_BYTE_OF_CHARACTER[character] for character in token_text)
+        if self._is_byte_level and all(character in BYTE_OF_CHARACTER for character in token_text):
+            return bytes(BYTE_OF_CHARACTER[character] for character in token_text)
         return token_text.replace(_WORD_START, " ").encode()
 
     def start_text(self) -> TextStream:
