@@ -19,8 +19,9 @@ from stagepack.extras import explain_missing_packages
 _PROMPT_LENGTH: Final = 3
 _ENCODER_LENGTH: Final = 5
 _FILLED_LENGTH: Final = 4
-# Of the text whose logits are compared.
-_CHECKED_LENGTH: Final = 5
+# Of the text whose logits are compared: without a window, and of a window.
+_CHECKED_LENGTH: Final = 8
+_CHECKED_WINDOW: Final = 64
 _LOGGER = logging.getLogger("stagepack")
 
 
@@ -81,9 +82,12 @@ def generating_model(model: Any, max_positions: int, max_batch: int) -> Generati
 def _check_logits(model: Any, decoder: Any, max_positions: int) -> None:
     """Check that a text which is read in two calls has the logits of one that the model reads at once, without a cache."""
     vocabulary_size = model.config.get_text_config(decoder=True).vocab_size
-    tokens = torch.arange(_CHECKED_LENGTH, device=model.device)[None] * 7 % vocabulary_size
+    window = getattr(model.config.get_text_config(decoder=True), "sliding_window", None) or 0
+    # Longer than a window, if that is short.
+    length = min(window + 2 if 0 < window <= _CHECKED_WINDOW else _CHECKED_LENGTH, max_positions)
+    tokens = torch.arange(length, device=model.device)[None] * 7 % vocabulary_size
     expected = logits = model(input_ids=tokens, use_cache=False).logits[:, -1].double()
-    for start, end in itertools.pairwise((0, _PROMPT_LENGTH, _CHECKED_LENGTH)):
+    for start, end in itertools.pairwise((0, length // 2, length)):
         logits = decoder(
             input_ids=tokens[:, start:end],
             cache_position=torch.arange(start, end, device=model.device)[None],
