@@ -1,22 +1,28 @@
 """The scheduler with stages that run elsewhere: no thread waits for them, and every call is answered, also when a thread ends."""
 
 import gc
+import subprocess
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Mapping
 from concurrent.futures import Future
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy
 import pytest
+import torch
 
+import stagepack
 from stagepack.errors import StageLostError
 from stagepack.format.manifest import Edge
 from stagepack_loaders.elements import NUMPY_ARRAYS
 from stagepack_serving.protocol.interface import InterfaceTensor
 from stagepack_serving.server.scheduler import CallBatch, QueuedCall, Scheduler
+from tests.distributed.bundles import tree_environment
 
 WAIT_SECONDS = 20
 
@@ -193,3 +199,28 @@ def test_calls_are_answered_when_the_thread_has_ended() -> None:
     assert all(isinstance(answer.exception(timeout=WAIT_SECONDS), StageLostError) for answer in queued)
     assert scheduler.failure
     assert scheduler.close(WAIT_SECONDS)
+
+
+@pytest.mark.process
+def test_the_example_of_a_bundle_leaves_no_threads(tmp_path: Path) -> None:
+    """Threads of OpenMP that stay, with more of them than cores, make those of later calls wait in the kernel."""
+    model = torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.ReLU())
+    rows = torch.export.Dim("rows")
+    bundle = stagepack.export(model, (torch.randn(512, 512),), out=tmp_path / "m", dynamic_shapes=({0: rows},))
+    lines = [
+        "import os, sys, time, torch, stagepack",
+        "from stagepack_serving.server.limits import ServerLimits",
+        "from stagepack_serving.server.metrics import Metrics",
+        "from stagepack_serving.server.served_model import ServedModel",
+        "pipeline = stagepack.load(sys.argv[1])",
+        "before = len(os.listdir('/proc/self/task'))",
+        "model = ServedModel('m', pipeline, ServerLimits(), Metrics())",
+        "time.sleep(1)  # threads of OpenMP end after the thread that made them",
+        "print(model.max_batch_size, len(os.listdir('/proc/self/task')) - before)",
+        "model.close(5)",
+    ]
+    arguments = [sys.executable, "-c", "\n".join(lines), str(bundle.path)]
+    environment = tree_environment() | {"OMP_NUM_THREADS": "2"}
+    finished = subprocess.run(arguments, capture_output=True, text=True, env=environment, check=False)
+    # That of the scheduler.
+    assert finished.stdout == "32 1\n", finished.stderr
