@@ -1,6 +1,7 @@
 """The choice of tokens, compared with transformers' own."""
 
 import copy
+import json
 import math
 import random
 import re
@@ -17,7 +18,7 @@ import stagepack
 from stagepack.errors import InputError, OptionError, StageFailedError, UnsupportedError
 from stagepack_loaders.generation.decoders import DecoderFacts, decoder_facts
 from stagepack_loaders.generation.sampling import TokenSampler
-from stagepack_loaders.generation.settings import GenerationSettings
+from stagepack_loaders.generation.settings import GenerationSettings, read_settings
 from stagepack_loaders.generation.token_loop import TokenLoop, row_inputs
 from stagepack_loaders.generation.token_texts import StopStringMatcher
 from tests.serve.generating_model import tokenizer as byte_tokenizer
@@ -305,6 +306,33 @@ def test_the_ends_of_ranges_are_taken_and_unused_settings_too() -> None:
     GenerationSettings().override({"top_p": 1.0, "min_p": 0.0, "do_sample": True})
     # As in transformers.
     GenerationSettings().override({"do_sample": False, "temperature": 0.0, "top_k": -1, "top_p": 2.0, "min_p": -1.0})
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        (
+            {"no_repeat_ngram_size": 3, "forced_bos_token_id": 0, "top_k": 3},
+            "forced_bos_token_id, no_repeat_ngram_size",
+        ),
+        ({"sequence_bias": [[[3], 1.0]], "bad_words_ids": [[1]]}, "bad_words_ids, sequence_bias"),
+        ({"min_length": 0, "typical_p": 1.0, "sequence_bias": {}, "guidance_scale": None, "epsilon_cutoff": 0.0}, None),
+        ({"transformers_version": "5", "bos_token_id": 1, "use_cache": True, "output_scores": False}, None),
+    ],
+)
+def test_settings_that_are_not_supported_are_named_once(
+    settings: dict[str, Any], named: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    bundle = stagepack.export(torch.nn.Linear(1, 1), (torch.ones(1, 1),), out=tmp_path / "linear.stagepack")
+    (tmp_path / "generation_config.json").write_text(json.dumps(settings))
+    stagepack.add_assets(bundle.path, [tmp_path / "generation_config.json"])
+    for opened in (stagepack.open(bundle.path), stagepack.open(bundle.path)):
+        caplog.clear()
+        with caplog.at_level("WARNING", "stagepack"):
+            read_settings(opened)
+            read_settings(opened)
+        says = f"generation_config.json: {named} is not supported: tokens differ from those of transformers"
+        assert caplog.messages == ([f"{opened.location}: {says}"] if named else [])
 
 
 def choose_token(logits: list[float], **settings: Any) -> int:

@@ -1,5 +1,7 @@
 """How tokens are chosen: the settings of transformers' ``generate`` that change what is generated."""
 
+import logging
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Final
@@ -13,11 +15,39 @@ from stagepack.format.reader import Bundle
 from stagepack.format.rules import JSON_ERRORS
 from stagepack_loaders.elements import Array
 
+_LOGGER: Final = logging.getLogger("stagepack")
 _FILE_NAME: Final = "generation_config.json"
 # A single token or string is written without a list.
 _LISTS: Final = frozenset(
     {"suppress_tokens", "begin_suppress_tokens", "eos_token_id", "decoder_input_ids", "stop_strings"}
 )
+
+# Settings of transformers that are not read, with the values, beside null, that change no tokens.
+_UNSUPPORTED: Final[Mapping[str, tuple[Any, ...]]] = {
+    "bad_words_ids": ([],),
+    "diversity_penalty": (0,),
+    "dola_layers": (),
+    "encoder_no_repeat_ngram_size": (0,),
+    "encoder_repetition_penalty": (1,),
+    "epsilon_cutoff": (0,),
+    "eta_cutoff": (0,),
+    "exponential_decay_length_penalty": (),
+    "force_words_ids": ([],),
+    "forced_bos_token_id": (),
+    "forced_eos_token_id": ([],),
+    "guidance_scale": (1,),
+    "min_length": (0,),
+    "min_new_tokens": (0,),
+    "no_repeat_ngram_size": (0,),
+    "penalty_alpha": (0,),
+    "sequence_bias": ({}, []),
+    "token_healing": (False,),
+    "top_h": (),
+    "typical_p": (1,),
+    "watermarking_config": (),
+}
+# They are named in the log once, and not for each text.
+_CHECKED_BUNDLES: Final = weakref.WeakSet[Bundle]()
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +199,10 @@ _DEFAULTS: Final = GenerationSettings()
 
 
 def read_settings(bundle: Bundle, defaults: GenerationSettings = _DEFAULTS) -> GenerationSettings:
-    """Read the settings in the file generation_config.json of a bundle, over those that it has by default."""
+    """Read the settings in the file generation_config.json of a bundle, over those that it has by default.
+
+    The log names settings of the file that are not supported, once for a bundle.
+    """
     if _FILE_NAME not in bundle.files:
         return defaults
     try:
@@ -179,9 +212,19 @@ def read_settings(bundle: Bundle, defaults: GenerationSettings = _DEFAULTS) -> G
             for setting_name, value in stored.items()
             if setting_name in GenerationSettings.__dataclass_fields__.keys() - {"logits_processor"}
         }
-        return defaults.replace(known_values)
+        settings = defaults.replace(known_values)
     except (*JSON_ERRORS, InputError) as error:
         raise InputError(f"{bundle.location}: {_FILE_NAME}: {error}") from None
+    unsupported_names = [
+        setting_name
+        for setting_name, neutral_values in _UNSUPPORTED.items()
+        if stored.get(setting_name) not in (None, *neutral_values)
+    ]
+    if unsupported_names and bundle not in _CHECKED_BUNDLES:
+        _CHECKED_BUNDLES.add(bundle)
+        message = "%s: %s: %s is not supported: tokens differ from those of transformers"
+        _LOGGER.warning(message, bundle.location, _FILE_NAME, ", ".join(unsupported_names))
+    return settings
 
 
 def _as_fields(settings: GenerationSettings) -> dict[str, Any]:
