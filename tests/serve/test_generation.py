@@ -150,6 +150,11 @@ def test_a_text_ends_before_a_stop_string(server: Server) -> None:
         ({"text_input": "a", "parameters": 3}, "parameters: expected an object"),
         ({"text_input": "a", "parameters": {"temperatur": 3}}, "unknown field `temperatur`"),
         ({"text_input": "a", "max_tokens": "3"}, "max_tokens"),
+        ({"text_input": ""}, "input_ids: the prompt has no tokens: expected one or more"),
+        (
+            {"text_input": "a", "temperature": 0, "do_sample": True},
+            "temperature: expected more than 0 beside `do_sample`",
+        ),
         ({"text_input": "a", "stop": [""]}, "stop"),
         ({"text_input": "a", "id": 7}, "id: expected a string of at most 1024 characters, found int"),
         ({"text_input": "a", "id": "7" * 1025}, "id: expected a string of at most 1024 characters, found 1025"),
@@ -253,7 +258,7 @@ TOKENS = numpy.array([[5, 6, 7]])
         (TOKENS[0], "expected one prompt, the shape [1, -1], found [3]"),
         (TOKENS[None], "expected one prompt, the shape [1, -1], found [1, 1, 3]"),
         (TOKENS.repeat(2, 0), "expected one prompt, the shape [1, -1], found [2, 3]"),
-        (TOKENS[:, :0], "expected one prompt, the shape [1, -1], found [1, 0]"),
+        (TOKENS[:, :0], "input_ids: the prompt has no tokens"),
         ((TOKENS + 0.9).astype("float32"), "expected the datatype INT64, found FP32"),
     ],
 )
@@ -341,6 +346,12 @@ def test_openai_draws_the_same_text_for_a_seed(client: openai.OpenAI) -> None:
         ({"prompt": [1, "a"]}, openai.BadRequestError, "Expected `int`, got `str`"),
         ({"prompt": [True]}, openai.BadRequestError, "Expected `int`, got `bool`"),
         ({"max_tokens": 0}, openai.BadRequestError, "max_tokens"),
+        ({"prompt": ""}, openai.BadRequestError, "input_ids: the prompt has no tokens"),
+        (
+            {"extra_body": {"do_sample": True}, "temperature": 0},
+            openai.BadRequestError,
+            "temperature: expected more than 0",
+        ),
         ({"extra_body": {"temp": 1}}, openai.BadRequestError, "unknown field `temp`"),
         ({"extra_body": {"top_k": 3}, "user": "me", "n": 1}, None, ""),
     ],

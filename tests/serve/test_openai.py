@@ -18,6 +18,7 @@ import torch
 from openai.types import completion_create_params, embedding_create_params
 from openai.types.chat import completion_create_params as chat_params
 
+import stagepack
 from stagepack_serving.server.generation.openai_requests import (
     ChatFields,
     CompletionFields,
@@ -37,7 +38,14 @@ TEXT_FORMAT = TextFormat(tokenizer(), None)
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with stagepack_server([export_decoder(tmp_path_factory.mktemp("writer"))], "--max-sequences", "3") as server:
+    folder = tmp_path_factory.mktemp("writer")
+    writer = export_decoder(folder)
+    # With tokens up to the end of the vocabulary, and one that has no logits.
+    larger = tokenizer()
+    larger.add_tokens(["<last but one>", "<last>", "<unscored>"])
+    (folder / "tokenizer.json").write_text(larger.to_str())
+    stagepack.add_assets(writer, [folder / "tokenizer.json"], overwrite=True)
+    with stagepack_server([writer], "--max-sequences", "3") as server:
         yield server
 
 
@@ -121,7 +129,7 @@ def test_an_answer_without_a_length_takes_what_is_left(client: openai.OpenAI) ->
     assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (5, "length")
 
 
-@pytest.mark.parametrize("prompt", [[-1], [3, -(2**60)], [VOCABULARY]])
+@pytest.mark.parametrize("prompt", [[-1], [3, -(2**60)], [VOCABULARY + 1]])
 def test_tokens_outside_the_vocabulary_are_refused(client: openai.OpenAI, prompt: list[int]) -> None:
     with pytest.raises(openai.BadRequestError, match="expected tokens from 0 to"):
         complete(client, prompt)
@@ -222,6 +230,11 @@ def test_a_chat_has_n_answers(client: openai.OpenAI) -> None:
         ({"prompt": ["a", "b" * (POSITIONS + 1)]}, "context length"),
         ({"max_tokens": 0}, "max_tokens: expected 1 or more, or `echo`"),
         ({"suffix": "b"}, "suffix: this server does not support it"),
+        ({"prompt": [[]]}, "input_ids: the prompt has no tokens"),
+        (
+            {"prompt": "a<unscored>", "echo": True, "logprobs": 0},
+            f"logprobs: expected tokens that the model has logits of, 0 to {VOCABULARY - 1}, beside `echo`, found {VOCABULARY}",
+        ),
     ],
 )
 def test_what_cannot_be_answered_is_refused(client: openai.OpenAI, fields: Any, says: str) -> None:

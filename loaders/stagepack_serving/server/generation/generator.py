@@ -37,6 +37,7 @@ from stagepack_serving.server.tensor_decoding import array_from_json, nested_siz
 
 # The input of a model that holds tokens.
 IDS_INPUT: Final = "input_ids"
+_NO_TOKENS: Final = f"{IDS_INPUT}: the prompt has no tokens: expected one or more"
 # Of OpenAI's API: tokens are drawn among all.
 _OPENAI_DEFAULTS: Final = GenerationSettings(do_sample=True, top_k=0)
 # More than any prompt that fits: longer texts are not read.
@@ -115,6 +116,8 @@ class Generator:
             return await self.encode_text(prompt)
         if isinstance(prompt, Raw):
             text = bytes(prompt)
+            if self.prompt_name == IDS_INPUT and not text.strip(b"[] \t\r\n"):
+                raise RequestError(RequestStatus.BAD_REQUEST, _NO_TOKENS)
             prompt = await beside_loop(len(text), self._tensor_from_json, text)
         return self._check_prompt(prompt)
 
@@ -157,6 +160,31 @@ class Generator:
             end_tokens = self._settings.eos_token_id
             self._grammar_tokens = read_grammar_tokens(self.text_format, self._facts.logits.shape[-1], end_tokens)
         return self._grammar_tokens.compile(schema, frame)
+
+    def prompt_scoring(self, prompt: Array, logprob_count: int) -> GenerationRequest:
+        """Return a request whose parts have the tokens of a prompt after the first one, and how likely each was.
+
+        A decoder returns the logits of its last token alone, so that each token of the prompt takes a call.
+        """
+        vocabulary_size, last_token = self._facts.logits.shape[-1], prompt[0, 1:].max()
+        if isinstance(vocabulary_size, int) and last_token >= vocabulary_size:
+            expected = f"tokens that the model has logits of, 0 to {vocabulary_size - 1}, beside `echo`"
+            message = f"logprobs: expected {expected}, found {last_token} in the prompt"
+            raise RequestError(RequestStatus.BAD_REQUEST, message)
+
+        def choose_next(tokens: Array, scores: Array) -> Array:
+            next_tokens = numpy.full_like(scores, -numpy.inf)
+            next_tokens[:, prompt[0, tokens.shape[1]]] = 0
+            return next_tokens
+
+        settings = {
+            "do_sample": False,
+            "eos_token_id": [],
+            "logits_processor": choose_next,
+            "max_new_tokens": prompt.shape[1] - 1,
+            "num_beams": 1,
+        }
+        return GenerationRequest(prompt=prompt[:, :1], settings=settings, logprob_count=logprob_count)
 
     def close(self) -> None:
         """End the process that fills in the chat template."""
@@ -207,6 +235,8 @@ class Generator:
         except InputError as error:
             code = CONTEXT_CODE if self._is_too_long(prompt) else None
             raise RequestError(RequestStatus.BAD_REQUEST, f"{self._decoder.name}: {error}", code) from None
+        if prompt.name == IDS_INPUT and tuple(shape) == (1, 0):
+            raise RequestError(RequestStatus.BAD_REQUEST, _NO_TOKENS)
         expected_shape = [1, *self._prompt_interface.inputs[prompt.name].shape[1:]]
         if len(shape) != len(expected_shape) or shape[0] != 1 or not prompt.array.size:
             message = f"{prompt.name}: expected one prompt, the shape {expected_shape}, found {list(shape)}"
@@ -257,27 +287,6 @@ class Generator:
             return TokenLoop(self._facts, settings, settings.first_tokens(1), encoder_hidden_states=rows)
         except InputError as error:
             raise RequestError(RequestStatus.BAD_REQUEST, f"{self._decoder.name}: {error}") from None
-
-
-def prompt_scoring(prompt: Array, logprob_count: int) -> GenerationRequest:
-    """Return a request whose parts have the tokens of a prompt after the first one, and how likely each was.
-
-    A decoder returns the logits of its last token alone, so that each token of the prompt takes a call.
-    """
-
-    def choose_next(tokens: Array, scores: Array) -> Array:
-        next_tokens = numpy.full_like(scores, -numpy.inf)
-        next_tokens[:, prompt[0, tokens.shape[1]]] = 0
-        return next_tokens
-
-    settings = {
-        "do_sample": False,
-        "eos_token_id": [],
-        "logits_processor": choose_next,
-        "max_new_tokens": prompt.shape[1] - 1,
-        "num_beams": 1,
-    }
-    return GenerationRequest(prompt=prompt[:, :1], settings=settings, logprob_count=logprob_count)
 
 
 def generator_of(model: ServedModel) -> Generator:

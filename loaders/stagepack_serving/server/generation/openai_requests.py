@@ -66,8 +66,8 @@ TEXT_INPUT: Final = "text_input"
 class SamplingFields(Struct, kw_only=True, forbid_unknown_fields=True):
     """The fields that say how tokens are chosen. Those that are absent are as the bundle has them.
 
-    A temperature of 0 takes the likeliest token. Without `do_sample`, tokens are drawn if a temperature, `top_p`, `top_k` or `min_p` says
-    so. Strings that end the text are not part of it.
+    A temperature of 0 takes the likeliest token, and is refused beside `do_sample`. Without `do_sample`, tokens are drawn if a temperature,
+    `top_p`, `top_k` or `min_p` says so. Strings that end the text are not part of it.
     """
 
     max_tokens: _TokenCount | None = None
@@ -82,20 +82,18 @@ class SamplingFields(Struct, kw_only=True, forbid_unknown_fields=True):
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: _StopString | _StopStrings | None = None
 
+    def __post_init__(self) -> None:
+        if self.temperature == 0 and self.do_sample:
+            raise ValueError("temperature: expected more than 0 beside `do_sample`, found 0")
+
     def settings(self) -> dict[str, Any]:
         """Return the settings of a generation."""
-        settings = {
+        own_names = [name for name in SamplingFields.__struct_fields__ if name not in ("max_tokens", "stop")]
+        settings = {name: getattr(self, name) for name in own_names} | {
             "max_new_tokens": self.max_tokens,
             "do_sample": self._draws(),
             "temperature": self.temperature or None,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-            "min_p": self.min_p,
-            "repetition_penalty": self.repetition_penalty,
-            "presence_penalty": self.presence_penalty,
-            "frequency_penalty": self.frequency_penalty,
             "num_beams": 1,  # whatever the bundle says
-            "seed": self.seed,
         }
         return {setting: value for setting, value in settings.items() if value is not None}
 
@@ -105,10 +103,11 @@ class SamplingFields(Struct, kw_only=True, forbid_unknown_fields=True):
 
     def _draws(self) -> bool | None:
         """Whether tokens are drawn; None if the request does not say it."""
-        if self.do_sample is not None or self.temperature is None:
-            draws = None if (self.top_p, self.top_k, self.min_p) == (None, None, None) else True
-            return draws if self.do_sample is None else self.do_sample
-        return self.temperature > 0
+        if self.do_sample is not None:
+            return self.do_sample
+        if self.temperature is not None:
+            return self.temperature > 0
+        return None if (self.top_p, self.top_k, self.min_p) == (None, None, None) else True
 
 
 def convert_fields(fields: Any, fields_type: type[Any]) -> Any:

@@ -22,7 +22,6 @@ from stagepack_serving.server.generation.generator import (
     GenerationRequest,
     Generator,
     generator_of,
-    prompt_scoring,
 )
 from stagepack_serving.server.generation.json_grammar import JsonGrammar
 from stagepack_serving.server.generation.openai_answers import ScoredToken, TextAnswer, TextChoice
@@ -249,7 +248,7 @@ async def _echo(
         if fields.logprob_count is not None:
             scored_tokens.append(ScoredToken(tokens[0], None))
             if len(tokens) > 1:
-                scoring = prompt_scoring(prompt.array, fields.logprob_count)
+                scoring = generator.prompt_scoring(prompt.array, fields.logprob_count)
                 async with aclosing(generator.generate(scoring)) as parts:
                     scored_tokens += [ScoredToken(part.token, part.logprobs) async for part in parts]
         for choice in choices[number * fields.n : (number + 1) * fields.n]:
