@@ -1,7 +1,8 @@
 """Models of transformers -> modules that generate, with their example inputs, and the files that generation needs beside them."""
 
-import itertools
+import contextlib
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -12,7 +13,7 @@ from stagepack.capture.inputs import Inputs, on_device_of
 from stagepack.capture.pretrained_model import is_transformers_model, model_files
 from stagepack.capture.programs import Capture, capture_module
 from stagepack.capture.source import FORWARD, load_model_argument
-from stagepack.errors import OptionError, UnsupportedError
+from stagepack.errors import OptionError, StagepackError, UnsupportedError, first_line
 from stagepack.extras import explain_missing_packages
 
 # Lengths of the example: of the prompt, and of what the encoder reads.
@@ -58,19 +59,22 @@ def generating_model(model: Any, max_positions: int, max_batch: int) -> Generati
 
     files = model_files(model)
     example = _Example(max_positions, max_batch)
+    _check_rotation(model, max_positions)
     if not model.config.is_encoder_decoder:
-        decoder = GeneratingDecoder(model, max_positions, max_batch)
-        _check_logits(model, decoder, max_positions)
+        with _run_errors(model):
+            decoder = GeneratingDecoder(model, max_positions, max_batch)
+            _check_logits(model, decoder, max_positions, max_batch)
         return GeneratingModel(
             module=decoder, inputs=on_device_of(model, example.decoder()), entry_points={}, files=files
         )
     takes_tokens = model.main_input_name == "input_ids"
     encoder_rows = max_positions if takes_tokens else model.config.max_source_positions
-    pair = GeneratingSeq2Seq(model, max_positions, encoder_rows, max_batch)
+    with _run_errors(model):
+        pair = GeneratingSeq2Seq(model, max_positions, encoder_rows, max_batch)
     encoder_inputs = on_device_of(
         model, example.token_encoder() if takes_tokens else example.speech_encoder(model.config, model.dtype)
     )
-    with torch.no_grad():
+    with torch.no_grad(), _run_errors(model):
         rows = pair.encode(**encoder_inputs.kwargs)
     decoder_inputs = on_device_of(model, example.decoder_after(rows, encoder_rows, has_mask=takes_tokens))
     return GeneratingModel(
@@ -78,21 +82,61 @@ def generating_model(model: Any, max_positions: int, max_batch: int) -> Generati
     )
 
 
-@torch.no_grad()
-def _check_logits(model: Any, decoder: Any, max_positions: int) -> None:
-    """Check that a text which is read in two calls has the logits of one that the model reads at once, without a cache."""
-    vocabulary_size = model.config.get_text_config(decoder=True).vocab_size
-    window = getattr(model.config.get_text_config(decoder=True), "sliding_window", None) or 0
-    # Longer than a window, if that is short.
-    length = min(window + 2 if 0 < window <= _CHECKED_WINDOW else _CHECKED_LENGTH, max_positions)
-    tokens = torch.arange(length, device=model.device)[None] * 7 % vocabulary_size
-    expected = logits = model(input_ids=tokens, use_cache=False).logits[:, -1].double()
-    for start, end in itertools.pairwise((0, length // 2, length)):
-        logits = decoder(
-            input_ids=tokens[:, start:end],
-            cache_position=torch.arange(start, end, device=model.device)[None],
-            attention_mask=torch.ones_like(tokens[:, :end]),
+@contextlib.contextmanager
+def _run_errors(model: Any) -> Iterator[None]:
+    """Say of which model an error is that its own code raises, for a cache or a mask that it does not take."""
+    try:
+        yield
+    except StagepackError:
+        raise
+    except Exception as error:
+        reason = first_line(error) or type(error).__name__
+        raise UnsupportedError(
+            f"generation: {type(model).__name__} does not run with a cache of fixed size and a mask [batch, 1, length, slots]: {reason}"
+        ) from error
+
+
+def _check_rotation(model: Any, max_positions: int) -> None:
+    """Refuse positions that are rotated by other angles when a batch has a long text: texts would depend on those beside them."""
+    config = model.config.get_text_config(decoder=True)
+    parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    for rope in [parameters, *(value for value in parameters.values() if isinstance(value, dict))]:
+        rope_type = rope.get("rope_type", rope.get("type"))
+        original = rope.get("original_max_position_embeddings") or getattr(
+            config, "original_max_position_embeddings", None
         )
+        if rope_type == "dynamic" or (rope_type == "longrope" and (original is None or max_positions > original)):
+            cure = "" if rope_type == "dynamic" or original is None else f": choose at most {original} positions"
+            raise UnsupportedError(
+                f"generation: expected angles of positions that no other text changes, found the rope type {rope_type!r}{cure}"
+            )
+
+
+@torch.no_grad()
+def _check_logits(model: Any, decoder: Any, max_positions: int, max_batch: int) -> None:
+    """Check that a text that two calls read, the second one beside a short text, has the logits that the model has without a cache."""
+    config = model.config.get_text_config(decoder=True)
+    windows = [getattr(config, field_name, None) for field_name in ("sliding_window", "window_size", "local_attention")]
+    # Longer than a window, if that is short.
+    longest = max([0, *(window for window in windows if isinstance(window, int) and window <= _CHECKED_WINDOW)])
+    length = min(max(longest + 2, _CHECKED_LENGTH), max_positions)
+    texts = [torch.arange(size, device=model.device) * 7 % config.vocab_size for size in (length, 2)[:max_batch]]
+    expected = torch.cat([model(input_ids=text[None], use_cache=False).logits[:, -1] for text in texts]).double()
+    half = length // 2
+    decoder(
+        input_ids=texts[0][None, :half],
+        cache_position=torch.arange(half, device=model.device)[None],
+        attention_mask=torch.ones_like(texts[0][None, :half]),
+    )
+    input_ids = texts[0].new_zeros(len(texts), length - half)
+    positions = torch.full_like(input_ids, max_positions)
+    mask = texts[0].new_zeros(len(texts), length)
+    for row, (text, start) in enumerate(zip(texts, (half, 0), strict=False)):
+        count = len(text) - start
+        input_ids[row, -count:] = text[start:]
+        positions[row, -count:] = torch.arange(start, len(text), device=model.device)
+        mask[row, : len(text)] = 1
+    logits = decoder(input_ids=input_ids, cache_position=positions, attention_mask=mask)
     decoder.clear()
     if expected.is_meta:
         return
@@ -142,7 +186,8 @@ class _Example:
         shapes = inputs.dynamic_shapes | {"cache_position": {**self._batch, 1: length}}
         if self._batch:  # a single row does not move
             # To the slot of padding: a call writes each other one at most once.
-            kwargs["cache_moves"] = torch.tensor([[0, 0, 0, self._max_positions]] * 2)
+            moves = [[0, 0, row, self._max_positions] for row in range(self._batch_size)]
+            kwargs["cache_moves"] = torch.tensor(moves)
             shapes["cache_moves"] = {0: torch.export.Dim("moves", min=0, max=self._max_batch * self._max_positions)}
         return Inputs(kwargs=kwargs, dynamic_shapes=shapes)
 

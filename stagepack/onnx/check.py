@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from stagepack.capture.torch_messages import suppress_warnings
-from stagepack.errors import OperatorError, StagepackError
+from stagepack.errors import InputError, OperatorError, StagepackError
 from stagepack.format.graph import Value
 from stagepack.format.manifest import Edge
 from stagepack.format.reader import Bundle
@@ -16,6 +16,7 @@ from stagepack.format.shapes import example_sizes
 from stagepack.onnx.draws import DRAWS, RANDOM_OPERATORS, Draw, call_count, compare_draws
 from stagepack.onnx.functional_stage import float64_answers, rounding_error
 from stagepack.onnx.other_sizes import Sizes, call_bytes, format_sizes, inputs_at, sizes_to_check
+from stagepack.torch_internals import TorchDispatchMode
 from stagepack_loaders.base import PrepareOptions
 from stagepack_loaders.comparison import TOLERANCE, Tolerance, compare_arrays
 from stagepack_loaders.example import read_example_inputs
@@ -106,6 +107,20 @@ def check_stages(
         yield replace(stage.check, unchecked=tuple(sizes for sizes in other_sizes if sizes not in reached))
 
 
+class _Writes(TorchDispatchMode):
+    """Finds calls of ``index_put_`` that write different values to one place: which one stays is not defined."""
+
+    are_in_conflict = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """See the base class."""
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.index_put_.default and not (len(args) > 3 and args[3]):
+            written = args[0][tuple(slice(None) if index is None else index for index in args[1])]
+            self.are_in_conflict |= not torch.equal(written, args[2].expand_as(written))
+        return result
+
+
 @dataclass(slots=True)
 class _CheckedStage:
     """A stage that is checked, call after call."""
@@ -118,6 +133,7 @@ class _CheckedStage:
     # The stage in ONNX Runtime; None if there is nothing to check, or no more.
     onnx_stage: Any = field(init=False, default=None)
     check: StageCheck = field(init=False, default_factory=StageCheck)
+    _writes_conflict: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         options = PrepareOptions(allow_ops=self.allow_ops)
@@ -137,6 +153,8 @@ class _CheckedStage:
         # The stage may write into its inputs.
         original_inputs = _copies(inputs)
         outputs, torch_answers = self._run_torch(inputs)
+        if self._writes_conflict and call.sizes is not None:
+            raise InputError("the call writes several values to one place, of which any may stay")
         call.values.update(zip(entry.outputs, outputs, strict=True))
         if self.onnx_stage is None:
             return
@@ -211,9 +229,11 @@ class _CheckedStage:
     def _run_torch(self, inputs: list[Any], seed: int = 0) -> tuple[tuple[Any, ...], list[_Answer]]:
         """Run the stage in torch, which may write into its inputs; return the outputs, and all answers."""
         self.torch_stage.reset_state()
-        with torch.no_grad(), torch.random.fork_rng(devices=[]), typed_stage_errors(self.stage_number):
+        writes = _Writes()  # type: ignore[no-untyped-call]
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), typed_stage_errors(self.stage_number), writes:
             torch.manual_seed(seed)
             outputs = self.torch_stage.run(inputs)
+        self._writes_conflict = writes.are_in_conflict
         tensors = dict(self.torch_stage.named_parameters(remove_duplicate=False))
         tensors |= self.torch_stage.named_buffers(remove_duplicate=False)
         state = {

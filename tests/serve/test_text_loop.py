@@ -18,6 +18,7 @@ import torch
 import stagepack
 from tests.distributed.test_serving import stage_process_ids
 from tests.serve.generating_families import POSITIONS, VOCABULARY, make_model
+from tests.serve.generating_model import tokenizer
 from tests.serve.servers import Server, post, stagepack_server
 from tests.serve.test_serve import metrics
 from tests.waiting import wait_until
@@ -219,3 +220,68 @@ def test_texts_of_a_process_that_is_killed_get_an_error_and_later_ones_their_tok
             wait_until(lambda: generate(server, requests[0][0])[0] == 200, 60)
             assert generate(server, requests[0][0])[1]["output_ids"] == requests[0][1]
         wait_until(lambda: is_idle(server), 20)
+
+
+def test_a_text_whose_call_fails_does_not_end_the_others(tmp_path: Path) -> None:
+    """The tokenizer of a bundle may have tokens that its model has not."""
+    path = tmp_path / "writer.stagepack"
+    model = make_model("qwen3")
+    model.generation_config.eos_token_id = None
+    wider = tokenizer()
+    wider.add_tokens(["<more>"])
+    (tmp_path / "tokenizer.json").write_text(wider.to_str())
+    assets = [tmp_path / "tokenizer.json"]
+    bundle = stagepack.export(model, out=path, stages=2, generate=POSITIONS, generate_batch=ROWS, assets=assets)
+    settings: dict[str, Any] = {"max_new_tokens": 50}
+    prompts = [[3, 4], [5], [6, 7, 8]]
+    pipeline = stagepack.load(bundle)
+    expected = [pipeline.generate(torch.tensor([prompt]), **settings)[0, len(prompt) :].tolist() for prompt in prompts]
+    with stagepack_server([f"qwen={path}"]) as server, ThreadPoolExecutor(CLIENTS) as clients:
+        wrong = clients.map(lambda _: generate(server, {"input_ids": [9, VOCABULARY]}), range(4))
+        pending = [
+            clients.submit(generate, server, {"input_ids": prompt, "parameters": settings}) for prompt in prompts
+        ]
+        assert all(status in (400, 500) for status, _ in wrong)
+        assert [(answer.result()[0], answer.result()[1]["output_ids"]) for answer in pending] == [
+            (200, tokens) for tokens in expected
+        ]
+        wait_until(lambda: is_idle(server), 10)
+
+
+def test_texts_that_are_too_large_together_are_generated_with_fewer(bundle: Path) -> None:
+    body = {"input_ids": [3] * 30, "parameters": {"max_new_tokens": 5}}
+    with stagepack_server([bundle], "--max-value-bytes", "40000") as server, ThreadPoolExecutor(CLIENTS) as clients:
+        assert generate(server, body)[0] == 200
+        answers = list(clients.map(lambda _: generate(server, body), range(CLIENTS)))
+        assert [status for status, _ in answers] == [200] * CLIENTS
+
+
+def test_texts_of_a_cache_for_one_take_turns(tmp_path: Path) -> None:
+    model = make_model("qwen3")
+    model.generation_config.eos_token_id = None
+    path = tmp_path / "qwen.stagepack"
+    bundle = stagepack.export(model, out=path, stages=2, generate=POSITIONS, generate_batch=1)
+    assert "cache_moves" not in {edge.name for edge in bundle.inputs}
+    with stagepack_server([path]) as server, ThreadPoolExecutor(CLIENTS) as clients:
+        long = [
+            clients.submit(generate, server, {"input_ids": [3], "parameters": {"max_new_tokens": POSITIONS}})
+            for _ in range(6)
+        ]
+        wait_until(lambda: metrics(server)["stagepack_texts", "qwen"] == len(long), 10)
+        assert generate(server, {"input_ids": [4], "parameters": {"max_new_tokens": 1}})[0] == 200
+        assert not any(answer.done() for answer in long)
+        assert len({tuple(answer.result()[1]["output_ids"]) for answer in long}) == 1
+
+
+@pytest.mark.parametrize("count", [1, 3 * ROWS])
+def test_a_request_for_many_texts_does_not_wait_for_itself(tmp_path: Path, count: int) -> None:
+    model = make_model("qwen3")
+    model.generation_config.eos_token_id = None
+    (tmp_path / "tokenizer.json").write_text(tokenizer().to_str())
+    path = tmp_path / "qwen.stagepack"
+    assets = [tmp_path / "tokenizer.json"]
+    stagepack.export(model, out=path, stages=1, generate=POSITIONS, generate_batch=ROWS, assets=assets)
+    with stagepack_server([path], "--max-tokens-waiting", "5") as server:
+        body = {"model": "qwen", "prompt": [3] * 30, "n": count, "max_tokens": 3}
+        status, answer, _ = post(server.http, "/v1/completions", json.dumps(body))
+        assert (status, len(answer["choices"])) == (200, count)

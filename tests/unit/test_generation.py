@@ -12,7 +12,17 @@ import numpy
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor, PreTrainedTokenizerFast, StopStringCriteria
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LogitsProcessor,
+    PreTrainedTokenizerFast,
+    StopStringCriteria,
+)
 
 import stagepack
 from stagepack.errors import InputError, OptionError, StageFailedError, UnsupportedError
@@ -206,6 +216,38 @@ class Hasty(LlamaForCausalLM):
 def test_a_model_that_attends_in_another_way_is_refused(llama: Any, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="Hasty attends in a way that its masks do not say"):
         stagepack.export(Hasty(llama.config).eval(), out=tmp_path / "out.stagepack", generate=POSITIONS)
+
+
+SMALL: dict[str, Any] = {"vocab_size": 99, "hidden_size": 32}
+LOCAL: dict[str, Any] = {
+    "attention_types": [[["global", "local"], 1]],
+    "window_size": 6,
+    "max_position_embeddings": POSITIONS,
+}
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        # Its windows are those of the longest text of a batch.
+        (lambda: GPTNeoForCausalLM(GPTNeoConfig(**SMALL, **LOCAL, num_layers=2, num_heads=4)), "that its masks do not"),
+        (lambda: BloomForCausalLM(BloomConfig(**SMALL, n_layer=1, n_head=4)), "BloomForCausalLM does not run with a"),
+        (lambda: rotated("longrope"), "found the rope type 'longrope': choose at most 16 positions"),
+        (lambda: rotated("dynamic"), "found the rope type 'dynamic'"),
+    ],
+)
+def test_models_whose_texts_depend_on_each_other_are_refused(make: Any, says: str, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match=says):
+        stagepack.export(make().eval(), out=tmp_path / "out.stagepack", generate=POSITIONS, generate_batch=4)
+
+
+def rotated(rope_type: str) -> Any:
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": 16}
+    rope = {"rope_type": rope_type, "rope_theta": 1e4, "factor": 4.0} | (factors if rope_type == "longrope" else {})
+    config = LlamaConfig(
+        **SMALL, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, rope_parameters=rope
+    )
+    return LlamaForCausalLM(config)
 
 
 def test_layers_of_another_kind_are_refused(llama: Any, tmp_path: Path) -> None:

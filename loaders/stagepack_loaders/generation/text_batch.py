@@ -62,44 +62,62 @@ class TextBatch:
         most_texts: the number of rows.
     """
 
-    def __init__(self, facts: DecoderFacts, most_texts: int) -> None:
+    def __init__(self, facts: DecoderFacts, most_texts: int, waiting: deque[BatchedText] | None = None) -> None:
         self.most_texts = most_texts
         self._facts = facts
         self._texts: list[BatchedText] = []
-        self._waiting: deque[BatchedText] = deque()
+        self._beginning: deque[BatchedText] = deque()
+        # Those that several batches take from when they have a free row.
+        self._waiting: deque[BatchedText] = deque() if waiting is None else waiting
+        self._limit = most_texts
         self._others_wait = False
 
     def __len__(self) -> int:
-        """The number of texts that are under way, or wait for a row."""
-        return len(self._texts) + len(self._waiting)
-
-    @property
-    def waiting_tokens(self) -> int:
-        """The number of tokens of the texts that wait for a row."""
-        return sum(len(batched_text.unread_tokens) for batched_text in self._waiting)
+        """The number of texts that have a row, or get one in the next call."""
+        return len(self._texts) + len(self._beginning)
 
     @property
     def held_tokens(self) -> int:
         """The number of tokens that the cache holds."""
         return sum(batched_text.read_count for batched_text in self._texts)
 
-    def add(self, loop: TokenLoop) -> BatchedText:
+    def add(self, batched_text: BatchedText) -> None:
         """Let a text begin as soon as a row is free; first come, first served."""
-        batched_text = BatchedText(loop)
-        self._waiting.append(batched_text)
-        return batched_text
+        self._beginning.append(batched_text)
 
     def remove(self, batched_text: BatchedText) -> None:
         """End a text before its last token, if it has not ended yet."""
-        for texts in (self._texts, self._waiting):
+        for texts in (self._texts, self._beginning):
             if batched_text in texts:
                 texts.remove(batched_text)
 
+    def take_any(self) -> BatchedText | None:
+        """Take out a text that has a row, or gets one in the next call; None if there is none."""
+        texts = self._texts or self._beginning
+        return texts.pop() if texts else None
+
+    def begin_again(self) -> BatchedText | None:
+        """After a call that failed, read all texts again, half as many at once; return the text that fails alone, which ends."""
+        failed_texts = [batched_text for batched_text in self._texts if not batched_text.loop.is_finished]
+        self._texts = []
+        if len(failed_texts) == 1:
+            self._limit = self.most_texts
+            return failed_texts[0]
+        self._limit = max(1, len(failed_texts) // 2)
+        for batched_text in failed_texts:
+            batched_text.read_count, batched_text.row = 0, None
+        self._beginning.extendleft(reversed(failed_texts))
+        return None
+
     def next_call(self) -> BatchCall | None:
         """Plan the next call, which has to be made; None if there are no texts. The loops get its logits before the call after it."""
-        self._texts = [batched_text for batched_text in self._texts if not batched_text.loop.is_finished]
-        while self._waiting and len(self._texts) < self.most_texts:
-            self._texts.append(self._waiting.popleft())
+        going_on = [batched_text for batched_text in self._texts if not batched_text.loop.is_finished]
+        if len(going_on) < len(self._texts):
+            self._limit = min(self.most_texts, self._limit + 1)
+        self._texts = going_on
+        for queue in (self._beginning, self._waiting):
+            while queue and len(self._texts) < self._limit:
+                self._texts.append(queue.popleft())
         if not self._texts:
             return None
         prompt_texts = [batched_text for batched_text in self._texts if len(batched_text.unread_tokens) > 1]

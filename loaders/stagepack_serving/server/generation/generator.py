@@ -86,6 +86,11 @@ class Generator:
         [self._logits_output] = decoder.interface.outputs
 
     @property
+    def texts_at_once(self) -> int:
+        """How many texts of one request are generated at once: more would wait before the texts of other requests."""
+        return self._decoder.limits.max_sequences if self.text_loop is None else self.text_loop.row_count
+
+    @property
     def continues_prompt(self) -> bool:
         """Whether a text goes on from its prompt; otherwise an encoder reads the prompt."""
         return self._encoder is None

@@ -44,8 +44,6 @@ from stagepack_serving.server.served_model import ServedModel
 
 # The last event of a stream.
 _DONE = "[DONE]"
-# Of one request. More would wait for the places of sequences before the texts of other requests.
-_TEXTS_AT_ONCE = 64
 
 
 def openai_endpoints(models: ModelRegistry) -> list[Endpoint]:
@@ -206,7 +204,7 @@ async def _generate_together(
 ) -> AsyncGenerator[tuple[int, GeneratedPart], None]:
     """Generate texts at the same time: yield the parts of each, with its index, as they come."""
     parts: asyncio.Queue[tuple[int, GeneratedPart | None]] = asyncio.Queue()
-    turns = asyncio.Semaphore(_TEXTS_AT_ONCE)
+    turns = asyncio.Semaphore(generator.texts_at_once)
 
     async def generate(index: int, request: GenerationRequest) -> None:
         try:

@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,39 +34,47 @@ class _Text:
 class _Lane:
     """One batch, and its sequence of calls while it has texts."""
 
-    def __init__(self, decoder: ServedModel, facts: DecoderFacts, most_texts: int) -> None:
-        self.batch = TextBatch(facts, most_texts)
+    def __init__(
+        self, decoder: ServedModel, batch: TextBatch, texts: dict[BatchedText, _Text], waiting: deque[BatchedText]
+    ) -> None:
+        self.batch = batch
         self._decoder = decoder
-        self._texts: dict[BatchedText, _Text] = {}
+        self._texts = texts
+        self._waiting = waiting
         self._task: asyncio.Task[None] | None = None
         [self._logits_output] = decoder.interface.outputs
 
-    def add(self, loop: TokenLoop, take: TakeLogits) -> _Text:
-        """Begin a text."""
-        running_text = _Text(self.batch.add(loop), take, time.monotonic())
-        self._texts[running_text.batched] = running_text
+    def start(self) -> None:
+        """Make calls, if none are made."""
         if self._task is None:
             self._task = asyncio.create_task(self._run())
-        return running_text
-
-    def remove(self, running_text: _Text) -> None:
-        """End a text, if it has not ended."""
-        self._texts.pop(running_text.batched, None)
-        self.batch.remove(running_text.batched)
 
     async def _run(self) -> None:
-        """Make calls while there are texts. An error of a call ends them all: the cache may be half written."""
+        """Make calls while there are texts."""
         try:
-            while len(self.batch):
+            while len(self.batch) or self._waiting:
                 async with self._decoder.reserve_sequence() as sequence:
                     while (call := self.batch.next_call()) is not None:
                         take = functools.partial(self._take, call)
-                        self._hand_out(await self._decoder.call(call.inputs, sequence, take))
+                        try:
+                            self._hand_out(await self._decoder.call(call.inputs, sequence, take))
+                        except RequestError as error:
+                            self._begin_again(error)
         except Exception as error:  # noqa: BLE001 - the requests get any error
-            for running_text in list(self._texts.values()):
-                self._end(running_text, error)
+            while (batched := self.batch.take_any()) is not None:
+                self._end(batched, error)
+            while self._waiting:
+                self._end(self._waiting.popleft(), error)
         finally:
             self._task = None
+
+    def _begin_again(self, error: RequestError) -> None:
+        """After a call that failed, find the text that it fails for: the cache may be half written, and is read again."""
+        if error.status is RequestStatus.BUSY:  # the state is lost
+            raise error
+        failed = self.batch.begin_again()
+        if failed is not None:
+            self._end(failed, error)
 
     def _take(self, call: BatchCall, outputs: Mapping[str, Array]) -> list[tuple[_Text, Any]]:
         """The parts that a call adds to texts, or why one gets no part. Runs in another thread, while requests may end."""
@@ -86,19 +95,23 @@ class _Lane:
     def _hand_out(self, parts: Sequence[tuple[_Text, Any]]) -> None:
         metrics, labels = self._decoder.metrics, (self._decoder.name, self._decoder.version)
         now = time.monotonic()
-        metrics.generated_tokens.labels(*labels).inc(len(parts))
+        metrics.generated_tokens.labels(*labels).inc(sum(not isinstance(part, Exception) for _, part in parts))
         for running_text, part in parts:
+            if isinstance(part, Exception):
+                self._end(running_text.batched, part)
+                continue
             seconds = metrics.token_seconds if running_text.has_begun else metrics.first_token_seconds
             seconds.labels(*labels).observe(now - running_text.last_time)
             running_text.last_time, running_text.has_begun = now, True
-            if isinstance(part, Exception) or part.finish_reason is not None:
-                self._end(running_text, part)
+            if part.finish_reason is not None:
+                self._end(running_text.batched, part)
             else:
                 running_text.parts.put_nowait(part)
 
-    def _end(self, running_text: _Text, part: Any) -> None:
-        self.remove(running_text)
-        running_text.parts.put_nowait(part)
+    def _end(self, batched: BatchedText, part: Any) -> None:
+        self.batch.remove(batched)
+        if batched in self._texts:  # else nobody waits for it
+            self._texts.pop(batched).parts.put_nowait(part)
 
 
 class TextLoop:
@@ -106,20 +119,27 @@ class TextLoop:
 
     While a lane of the decoder, a device or a process, runs a call of one batch, the other lanes run those of other batches. What a text
     says depends on the texts beside it as far as the rounding of sums depends on the size of a batch.
+
+    Attributes:
+        row_count: the number of texts that are under way at most.
     """
 
     def __init__(self, decoder: ServedModel, facts: DecoderFacts) -> None:
-        most_texts = min(decoder.limits.max_batch_size, facts.max_batch or decoder.limits.max_batch_size)
-        # Several texts alone, if they must not share a call.
-        lane_count = decoder.lane_count if decoder.limits.max_batch_size == 1 else min(decoder.lane_count, most_texts)
-        rows = 1 if not facts.moves_rows else most_texts
+        limits = decoder.limits
+        rows = min(limits.max_batch_size, facts.max_batch or limits.max_batch_size) if facts.moves_rows else 1
+        # Texts that share no call take turns.
+        lane_count = limits.max_sequences if rows == 1 else min(decoder.lane_count, rows, limits.max_sequences)
         self._decoder = decoder
-        self._lanes = [_Lane(decoder, facts, rows) for _ in range(lane_count)]
+        self._texts: dict[BatchedText, _Text] = {}
+        self._waiting: deque[BatchedText] = deque()
+        batches = [TextBatch(facts, rows, self._waiting) for _ in range(lane_count)]
+        self._lanes = [_Lane(decoder, batch, self._texts, self._waiting) for batch in batches]
+        self.row_count = rows * lane_count
 
     @property
     def text_count(self) -> int:
         """The number of texts that are under way, or wait for a row of the cache."""
-        return sum(len(lane.batch) for lane in self._lanes)
+        return len(self._texts)
 
     @property
     def held_tokens(self) -> int:
@@ -128,13 +148,16 @@ class TextLoop:
 
     async def generate(self, loop: TokenLoop, take: TakeLogits) -> AsyncGenerator[Any, None]:
         """Generate a text in the lane with the fewest ones; yield what `take` returns. With too many prompts that wait, it is refused."""
+        running_text = _Text(BatchedText(loop), take, time.monotonic())
+        batched = running_text.batched
         lane = min(self._lanes, key=lambda lane: len(lane.batch))
-        waiting_count, prompt_length = sum(lane.batch.waiting_tokens for lane in self._lanes), loop.tokens.shape[1]
-        most_waiting = self._decoder.limits.max_waiting_tokens
-        if waiting_count and waiting_count + prompt_length > most_waiting:
-            found = f"prompts of {waiting_count} tokens wait already, and at most {most_waiting} may"
-            raise RequestError(RequestStatus.BUSY, f"{self._decoder.name}: {found}: try again later")
-        running_text = lane.add(loop, take)
+        if len(lane.batch) < lane.batch.most_texts:
+            lane.batch.add(batched)
+        else:
+            self._check_waiting(loop.tokens.shape[1])
+            self._waiting.append(batched)
+        self._texts[batched] = running_text
+        lane.start()
         try:
             while True:
                 part = await running_text.parts.get()
@@ -144,4 +167,15 @@ class TextLoop:
                 if part.finish_reason is not None:
                     return
         finally:
-            lane.remove(running_text)
+            self._texts.pop(batched, None)
+            for lane in self._lanes:
+                lane.batch.remove(batched)
+            if batched in self._waiting:
+                self._waiting.remove(batched)
+
+    def _check_waiting(self, prompt_length: int) -> None:
+        waiting_count = sum(len(batched.unread_tokens) for batched in self._waiting)
+        most_waiting = self._decoder.limits.max_waiting_tokens
+        if waiting_count and waiting_count + prompt_length > most_waiting:
+            found = f"prompts of {waiting_count} tokens wait already, and at most {most_waiting} may"
+            raise RequestError(RequestStatus.BUSY, f"{self._decoder.name}: {found}: try again later")
