@@ -120,22 +120,24 @@ def _check_logits(model: Any, decoder: Any, max_positions: int, max_batch: int) 
     # Longer than a window, if that is short.
     longest = max([0, *(window for window in windows if isinstance(window, int) and window <= _CHECKED_WINDOW)])
     length = min(max(longest + 2, _CHECKED_LENGTH), max_positions)
-    texts = [torch.arange(size, device=model.device) * 7 % config.vocab_size for size in (length, 2)[:max_batch]]
-    expected = torch.cat([model(input_ids=text[None], use_cache=False).logits[:, -1] for text in texts]).double()
+    token_rows = [torch.arange(size, device=model.device) * 7 % config.vocab_size for size in (length, 2)[:max_batch]]
+    expected = torch.cat(
+        [model(input_ids=row_tokens[None], use_cache=False).logits[:, -1] for row_tokens in token_rows]
+    ).double()
     half = length // 2
     decoder(
-        input_ids=texts[0][None, :half],
+        input_ids=token_rows[0][None, :half],
         cache_position=torch.arange(half, device=model.device)[None],
-        attention_mask=torch.ones_like(texts[0][None, :half]),
+        attention_mask=torch.ones_like(token_rows[0][None, :half]),
     )
-    input_ids = texts[0].new_zeros(len(texts), length - half)
+    input_ids = token_rows[0].new_zeros(len(token_rows), length - half)
     positions = torch.full_like(input_ids, max_positions)
-    mask = texts[0].new_zeros(len(texts), length)
-    for row, (text, start) in enumerate(zip(texts, (half, 0), strict=False)):
-        count = len(text) - start
-        input_ids[row, -count:] = text[start:]
-        positions[row, -count:] = torch.arange(start, len(text), device=model.device)
-        mask[row, : len(text)] = 1
+    mask = token_rows[0].new_zeros(len(token_rows), length)
+    for row, (row_tokens, start) in enumerate(zip(token_rows, (half, 0), strict=False)):
+        count = len(row_tokens) - start
+        input_ids[row, -count:] = row_tokens[start:]
+        positions[row, -count:] = torch.arange(start, len(row_tokens), device=model.device)
+        mask[row, : len(row_tokens)] = 1
     logits = decoder(input_ids=input_ids, cache_position=positions, attention_mask=mask)
     decoder.clear()
     if expected.is_meta:

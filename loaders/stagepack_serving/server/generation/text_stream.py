@@ -48,11 +48,11 @@ class TextStream:
             return ""
         self._new_tokens.append(token)
         # The ByteFallback decoder decodes each run of such tokens as a whole.
-        text = "" if BYTE_TOKEN.fullmatch(token_text) else self._new_text()
-        if not text or text.endswith(_REPLACEMENT):
+        content = "" if BYTE_TOKEN.fullmatch(token_text) else self._new_text()
+        if not content or content.endswith(_REPLACEMENT):
             return ""
         self._settled_tokens, self._new_tokens = self._new_tokens, []
-        return text
+        return content
 
     def finish(self) -> str:
         """End the text."""
@@ -63,8 +63,8 @@ class TextStream:
         return self._decode(self._settled_tokens + self._new_tokens)[len(settled_text) :]
 
     def _decode(self, tokens: list[int]) -> str:
-        text: str = self._tokenizer.decode(tokens, skip_special_tokens=False) if tokens else ""
-        return text
+        content: str = self._tokenizer.decode(tokens, skip_special_tokens=False) if tokens else ""
+        return content
 
 
 class StopStrings:
@@ -75,27 +75,27 @@ class StopStrings:
         self._held_text = ""
         self.is_found = False
 
-    def add(self, text: str) -> str:
+    def add(self, content: str) -> str:
         """Add a part of the text."""
-        text = self._held_text + text
-        positions = [position for stop in self._stop_strings if (position := text.find(stop)) >= 0]
+        content = self._held_text + content
+        positions = [position for stop in self._stop_strings if (position := content.find(stop)) >= 0]
         if positions:
             self.is_found, self._held_text = True, ""
-            return text[: min(positions)]
-        held_length = max((_overlap(text, stop) for stop in self._stop_strings), default=0)
-        sent_length = len(text) - held_length
-        self._held_text = text[sent_length:]
-        return text[:sent_length]
+            return content[: min(positions)]
+        held_length = max((_overlap(content, stop) for stop in self._stop_strings), default=0)
+        sent_length = len(content) - held_length
+        self._held_text = content[sent_length:]
+        return content[:sent_length]
 
     def finish(self) -> str:
         """End the text."""
         return self._held_text
 
 
-def _overlap(text: str, stop_string: str) -> int:
+def _overlap(content: str, stop_string: str) -> int:
     """The length of the longest end of a text that begins a stop string."""
-    longest = min(len(text), len(stop_string) - 1)
-    return next((length for length in range(longest, 0, -1) if text.endswith(stop_string[:length])), 0)
+    longest = min(len(content), len(stop_string) - 1)
+    return next((length for length in range(longest, 0, -1) if content.endswith(stop_string[:length])), 0)
 
 
 class TextFormat:
@@ -108,12 +108,12 @@ class TextFormat:
         self._is_byte_level = "ByteLevel" in repr(tokenizer.decoder)
         self.chat_template = chat_template
 
-    def encode(self, text: str, *, adds_special_tokens: bool) -> list[int]:
+    def encode(self, content: str, *, adds_special_tokens: bool) -> list[int]:
         """Convert a text to tokens. A filled in chat template has the special tokens that begin and end a text already."""
         try:
             with tokenizer_errors("the text"):
                 # Of a batch, since `encode` stops all threads of Python until it ends: 4 s for 4 MB of text.
-                [encoding] = self._tokenizer.encode_batch([text], add_special_tokens=adds_special_tokens)
+                [encoding] = self._tokenizer.encode_batch([content], add_special_tokens=adds_special_tokens)
         except InputError as error:
             raise RequestError(RequestStatus.BAD_REQUEST, str(error)) from None
         tokens: list[int] = encoding.ids
@@ -122,8 +122,8 @@ class TextFormat:
     def decode(self, tokens: Sequence[int]) -> str:
         """Convert tokens to a text, without special tokens."""
         with tokenizer_errors("the tokens"):
-            text: str = self.tokenizer.decode(list(tokens), skip_special_tokens=True)
-        return text
+            content: str = self.tokenizer.decode(list(tokens), skip_special_tokens=True)
+        return content
 
     def is_special(self, token: int) -> bool:
         """Return whether a token is no text, such as the one that ends a text."""
@@ -175,12 +175,12 @@ class GeneratedText:
         new_text = self._stream.add(token)
         if finish_reason is not None:
             new_text += self._stream.finish()
-        text = self._stop_strings.add(new_text)
+        content = self._stop_strings.add(new_text)
         if self._stop_strings.is_found:
-            return GeneratedPart(token=token, text=text, finish_reason="stop")
+            return GeneratedPart(token=token, text=content, finish_reason="stop")
         if finish_reason is not None:
-            text += self._stop_strings.finish()
-        return GeneratedPart(token=token, text=text, finish_reason=finish_reason)
+            content += self._stop_strings.finish()
+        return GeneratedPart(token=token, text=content, finish_reason=finish_reason)
 
 
 def read_text_format(bundle: Bundle) -> TextFormat | None:
@@ -222,7 +222,7 @@ def _special_token_texts(fields: Mapping[str, Any]) -> dict[str, str]:
     """The texts of the special tokens by name, such as ``bos_token``: each is a string, or an object with more facts."""
     texts = {}
     for field_name, value in fields.items():
-        text = value.get("content") if isinstance(value, dict) else value
-        if field_name.endswith("_token") and isinstance(text, str):
-            texts[field_name] = text
+        content = value.get("content") if isinstance(value, dict) else value
+        if field_name.endswith("_token") and isinstance(content, str):
+            texts[field_name] = content
     return texts
