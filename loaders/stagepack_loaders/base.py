@@ -346,8 +346,11 @@ class Runtime(ABC):
     def seed(self, seed: int) -> None:  # noqa: B027 - a default
         """Seed the random generators as they were when the example was recorded. Default: nothing."""
 
-    def inference(self) -> AbstractContextManager[Any]:
-        """Return a context for calls that need no gradients. Default: an empty one."""
+    def inference(self, *, for_autograd: bool = True) -> AbstractContextManager[Any]:
+        """Return a context for calls that need no gradients. Default: an empty one.
+
+        for_autograd: whether what they return may be used later where gradients are computed.
+        """
         return nullcontext()
 
     def wait(self, device: Any) -> None:  # noqa: B027 - a default

@@ -103,8 +103,8 @@ class Executor(ABC):
         """Seed the random generators of all runtimes."""
 
     @abstractmethod
-    def inference(self) -> AbstractContextManager[None]:
-        """Return a context for calls that need no gradients."""
+    def inference(self, *, for_autograd: bool = True) -> AbstractContextManager[None]:
+        """Return a context for calls that need no gradients; see `Runtime.inference`."""
 
     @abstractmethod
     def trace(self) -> AbstractContextManager[RunTrace]:
@@ -250,11 +250,11 @@ class LocalExecutor(Executor):
             runtime.seed(seed)
 
     @contextmanager
-    def inference(self) -> Iterator[None]:
+    def inference(self, *, for_autograd: bool = True) -> Iterator[None]:
         """See `Executor`."""
         with ExitStack() as contexts:
             for runtime in self._runtimes:
-                contexts.enter_context(runtime.inference())
+                contexts.enter_context(runtime.inference(for_autograd=for_autograd))
             yield
 
     @contextmanager
@@ -295,7 +295,7 @@ class LocalExecutor(Executor):
     def _advance(self, call: _Call, lane_number: int) -> None:
         """Run a call on a lane; then pass it to the next lane, or answer it."""
         with (
-            nullcontext() if self._observe is None else self.inference(),
+            nullcontext() if self._observe is None else self.inference(for_autograd=False),
             nullcontext() if call.states is None else self._sequence_locks[lane_number],
         ):
             for stage in self._lanes[lane_number]:

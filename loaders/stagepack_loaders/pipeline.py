@@ -104,9 +104,16 @@ class CallablePipeline(ABC):
         finally:
             self.limit = limit
 
-    def inference(self) -> AbstractContextManager[None]:
-        """Return a context for calls that need no gradients, in all runtimes. Stages in other processes never compute them."""
-        return self.executor.inference()
+    def inference(self, *, for_autograd: bool = True) -> AbstractContextManager[None]:
+        """Return a context for calls that need no gradients, in all runtimes. Stages in other processes never compute them.
+
+        Args:
+            for_autograd: whether what they return may be used later where gradients are computed; otherwise, calls are a little faster.
+
+        Returns:
+            The context.
+        """
+        return self.executor.inference(for_autograd=for_autograd)
 
     def trace(self) -> AbstractContextManager[RunTrace]:
         """Return a context in which each process records what it does for each call. At most one at a time.

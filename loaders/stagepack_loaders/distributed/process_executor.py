@@ -161,7 +161,7 @@ class ProcessExecutor(Executor):
         """See `Executor`. The generators of all processes get the same seed."""
         self._command(ControlKind.SEED, seed=seed)
 
-    def inference(self) -> AbstractContextManager[None]:
+    def inference(self, *, for_autograd: bool = True) -> AbstractContextManager[None]:
         """See `Executor`. Calls never compute gradients."""
         return nullcontext()
 

@@ -182,7 +182,7 @@ class _StageProcess:
 
     def serve(self) -> None:
         """Do what the front says, until it closes the pipeline."""
-        with self._worker.inference():
+        with self._worker.inference(for_autograd=False):
             while (message := self._next_message()).kind != ControlKind.CLOSE:
                 if message.kind in REQUEST_KINDS:
                     self._run(message)

@@ -120,11 +120,11 @@ class StageWorker:
         return len(self._sequence_states)
 
     @contextmanager
-    def inference(self) -> Iterator[None]:
+    def inference(self, *, for_autograd: bool = True) -> Iterator[None]:
         """Return the context in which the thread calls `run_request`."""
         with ExitStack() as contexts:
             for runtime in self._runtimes():
-                contexts.enter_context(runtime.inference())
+                contexts.enter_context(runtime.inference(for_autograd=for_autograd))
             yield
 
     def run_request(self, request: StageRequest) -> None:

@@ -48,7 +48,7 @@ class TextPipeline(Protocol):
     def arrays(self) -> ArrayOps:
         """The operations on its arrays."""
 
-    def inference(self) -> AbstractContextManager[None]:
+    def inference(self, *, for_autograd: bool = True) -> AbstractContextManager[None]:
         """Return a context for calls that need no gradients."""
 
     def sequence(self) -> PipelineSequence:
@@ -88,7 +88,7 @@ def generate(
     _check_batch(prompts.tokens, text_count, edges[_IDS_INPUT] if encoder is None else _main_input(encoder), facts)
     repeated = prompts.repeat(text_count)
     stop_strings = _stop_strings(decoder.bundle, prompts, chosen_settings)
-    with decoder.inference(), decoder.sequence() as sequence:
+    with decoder.inference(for_autograd=False), decoder.sequence() as sequence:
         if encoder is None:
             loop = TokenLoop(facts, chosen_settings, repeated.tokens, repeated.mask, stop_strings=stop_strings)
         else:
