@@ -1,7 +1,6 @@
 """What a caller of `generate` gives -> the tokens of a batch, and its answer as an array or a text of the same kind."""
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -12,6 +11,7 @@ from stagepack.extras import explain_missing_packages
 from stagepack.format.reader import Bundle
 from stagepack_loaders.elements import Array
 from stagepack_loaders.generation.settings import GenerationSettings
+from stagepack_loaders.generation.token_texts import tokenizer_errors
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -109,18 +109,6 @@ def _require_tokens(rows: Sequence[Sequence[int]]) -> None:
         if not row:
             place = "the text" if len(rows) == 1 else f"the text at position {position}"
             raise InputError(f"generate: {place} has no tokens: give a text")
-
-
-@contextlib.contextmanager
-def tokenizer_errors(what: str) -> Iterator[None]:
-    """Raise an `InputError` in the place of what the package tokenizers raises, which has no class of its own."""
-    try:
-        yield
-    except BaseException as error:
-        # A panic of the library, which is written in Rust, is no `Exception`.
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        raise InputError(f"the tokenizer of the bundle fails on {what}: {error}") from None
 
 
 def read_tokenizer(bundle: Bundle, *, cuts_and_pads: bool = False) -> "Tokenizer | None":

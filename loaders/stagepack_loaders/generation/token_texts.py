@@ -1,11 +1,12 @@
 """What each token adds to a text, and the strings that end a text."""
 
+import contextlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
+from stagepack.errors import InputError
 from stagepack_loaders.elements import Array
-from stagepack_loaders.generation.prompts import tokenizer_errors
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -20,6 +21,18 @@ BYTE_OF_CHARACTER: Final = {chr(byte): byte for byte in _PRINTABLE} | {
 }
 # A decoder treats the first token of a text in its own way, so that others are decoded after this text.
 _PREFIX: Final = "abcdef"
+
+
+@contextlib.contextmanager
+def tokenizer_errors(what: str) -> Iterator[None]:
+    """Raise an `InputError` in the place of what the package tokenizers raises, which has no class of its own."""
+    try:
+        yield
+    except BaseException as error:
+        # A panic of the library, which is written in Rust, is no `Exception`.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise InputError(f"the tokenizer of the bundle fails on {what}: {error}") from None
 
 
 class StopStringMatcher:

@@ -10,9 +10,9 @@ from tokenizers import Tokenizer
 from stagepack.errors import InputError
 from stagepack.format.reader import Bundle
 from stagepack.format.rules import JSON_ERRORS
-from stagepack_loaders.generation.prompts import read_tokenizer, tokenizer_errors
+from stagepack_loaders.generation.prompts import read_tokenizer
 from stagepack_loaders.generation.sampling import TokenLogprobs
-from stagepack_loaders.generation.token_texts import BYTE_OF_CHARACTER, BYTE_TOKEN
+from stagepack_loaders.generation.token_texts import BYTE_OF_CHARACTER, BYTE_TOKEN, tokenizer_errors
 from stagepack_serving.server.errors import AssetError, RequestError, RequestStatus
 from stagepack_serving.server.generation.chat_template import ChatTemplate
 
