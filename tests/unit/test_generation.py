@@ -1,5 +1,7 @@
 """The choice of tokens, compared with transformers' own."""
 
+# Long because all its tests compare with one small model of transformers.
+
 import copy
 import json
 import math
