@@ -110,6 +110,7 @@ def check_stages(
 class _Writes(TorchDispatchMode):
     """Finds calls of ``index_put_`` that write different values to one place: which one stays is not defined."""
 
+    supports_higher_order_operators = True
     are_in_conflict = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

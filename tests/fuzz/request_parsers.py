@@ -236,8 +236,11 @@ def _read_text_fields(body: bytearray) -> None:
             fields.stop_strings()
             if isinstance(fields, ChatFields):
                 fields.template_messages()
+                fields.schema()
+                fields.callable_tools()
             else:
-                fields.single_prompt()
+                for has_tokens in (False, True):
+                    fields.prompts(has_tokens=has_tokens)
         except RequestError:
             pass
     with contextlib.suppress(RequestError, msgspec.DecodeError, UnicodeDecodeError):
