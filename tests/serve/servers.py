@@ -308,3 +308,10 @@ def ask_slow(server: Server, times: int, protocol: str = "http", **options: Any)
     with Client(protocol, server) as client:
         inputs = {"x": numpy.ones((256, 512), "float32"), "times": numpy.array([times])}
         return client.ask("slow", inputs, outputs=["output"], **options)["output"]
+
+
+def openai_client(server: Server) -> Any:
+    """A client of OpenAI's API, which does not ask again."""
+    import openai
+
+    return openai.OpenAI(base_url=f"http://127.0.0.1:{server.http}/v1", api_key="none", max_retries=0)

@@ -18,7 +18,7 @@ from stagepack_serving.server.generation.openai_requests import (
     decode_openai_request,
 )
 from tests.sentence_models import HIDDEN, POSITIONS, TEXTS, sentence_model, sentence_transformers, tokenizer
-from tests.serve.servers import Server, post, stagepack_server
+from tests.serve.servers import Server, openai_client, post, stagepack_server
 from tests.serve.test_serve import metrics
 
 pytestmark = pytest.mark.xdist_group("serve")
@@ -56,8 +56,7 @@ def server(model: Any, static: Any, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture
 def client(server: Server) -> Iterator[openai.OpenAI]:
-    address = f"http://127.0.0.1:{server.http}/v1"
-    with openai.OpenAI(base_url=address, api_key="none", max_retries=0) as client:
+    with openai_client(server) as client:
         yield client
 
 

@@ -33,7 +33,7 @@ from tests.serve.generating_model import (
     export_decoder,
     tokenizer,
 )
-from tests.serve.servers import Server, grpc_client, post, stagepack_server
+from tests.serve.servers import Server, grpc_client, openai_client, post, stagepack_server
 from tests.serve.test_large_json import ask_meanwhile
 from tests.serve.test_serve import metrics
 from tests.waiting import wait_until
@@ -66,8 +66,7 @@ def server(writer: Path, diverged: Path) -> Iterator[Server]:
 
 @pytest.fixture
 def client(server: Server) -> Iterator[openai.OpenAI]:
-    address = f"http://127.0.0.1:{server.http}/v1"
-    with openai.OpenAI(base_url=address, api_key="none", max_retries=0) as client:
+    with openai_client(server) as client:
         yield client
 
 

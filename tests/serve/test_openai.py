@@ -27,7 +27,7 @@ from stagepack_serving.server.generation.openai_requests import (
 )
 from stagepack_serving.server.generation.text_stream import TextFormat
 from tests.serve.generating_model import POSITIONS, VOCABULARY, Decoder, export_decoder, tokenizer
-from tests.serve.servers import Server, post, stagepack_server
+from tests.serve.servers import Server, openai_client, post, stagepack_server
 from tests.serve.test_serve import metrics
 from tests.waiting import wait_until
 
@@ -51,8 +51,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture
 def client(server: Server) -> Iterator[openai.OpenAI]:
-    address = f"http://127.0.0.1:{server.http}/v1"
-    with openai.OpenAI(base_url=address, api_key="none", max_retries=0) as client:
+    with openai_client(server) as client:
         yield client
 
 

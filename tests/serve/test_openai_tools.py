@@ -15,7 +15,7 @@ from pydantic import BaseModel, Field
 import stagepack
 from stagepack_serving.server.generation.tool_calls import CallForm, CallReader, ToolCall, form_of_template
 from tests.serve.generating_model import export_decoder, tokenizer
-from tests.serve.servers import Server, post, stagepack_server
+from tests.serve.servers import Server, openai_client, post, stagepack_server
 
 pytestmark = pytest.mark.xdist_group("serve")
 # What makes them those of models that call tools, and messages as short as the cache.
@@ -50,8 +50,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture
 def client(server: Server) -> Iterator[openai.OpenAI]:
-    address = f"http://127.0.0.1:{server.http}/v1"
-    with openai.OpenAI(base_url=address, api_key="none", max_retries=0) as client:
+    with openai_client(server) as client:
         yield client
 
 

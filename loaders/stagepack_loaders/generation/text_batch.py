@@ -100,9 +100,9 @@ class TextBatch:
         """After a call that failed, read all texts again, half as many at once; return the text that fails alone, which ends."""
         failed_texts = [batched_text for batched_text in self._texts if not batched_text.loop.is_finished]
         self._texts = []
-        if len(failed_texts) == 1:
+        if len(failed_texts) <= 1:
             self._limit = self.most_texts
-            return failed_texts[0]
+            return failed_texts[0] if failed_texts else None
         self._limit = max(1, len(failed_texts) // 2)
         for batched_text in failed_texts:
             batched_text.read_count, batched_text.row = 0, None

@@ -73,10 +73,8 @@ class TokenLoop:
         if start:
             self._mask[:, start:end] = 1
         if self._facts.has_rows:
-            is_token = self._mask != 0
-            new_tokens = [
-                row[is_new] for row, is_new in zip(self.tokens[:, start:], is_token[:, start:end], strict=True)
-            ]
+            is_token = self._mask[:, :end] != 0
+            new_tokens = [row[is_new] for row, is_new in zip(self.tokens[:, start:], is_token[:, start:], strict=True)]
             return row_inputs(self._facts, new_tokens, is_token[:, :start].sum(1).tolist())
         seen_slots = end if self._facts.attends_to_filled else self._facts.max_positions
         inputs = {

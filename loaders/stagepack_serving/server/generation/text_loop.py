@@ -151,7 +151,7 @@ class TextLoop:
         running_text = _Text(BatchedText(loop), take, time.monotonic())
         batched = running_text.batched
         lane = min(self._lanes, key=lambda lane: len(lane.batch))
-        if len(lane.batch) < lane.batch.most_texts:
+        if len(lane.batch) < lane.batch.most_texts and not self._waiting:  # first come, first served
             lane.batch.add(batched)
         else:
             self._check_waiting(loop.tokens.shape[1])
