@@ -27,9 +27,8 @@ from transformers import (
 )
 
 import stagepack
-from stagepack.errors import InputError, OptionError, StageFailedError, UnsupportedError
+from stagepack.errors import InputError, OptionError, UnsupportedError
 from stagepack_loaders.generation.decoders import DecoderFacts, decoder_facts
-from stagepack_loaders.generation.sampling import TokenSampler
 from stagepack_loaders.generation.settings import GenerationSettings, read_settings
 from stagepack_loaders.generation.token_loop import TokenLoop, row_inputs
 from stagepack_loaders.generation.token_texts import StopStringMatcher
@@ -124,20 +123,6 @@ def test_penalties_of_openai_are_those_of_its_formula(llama: Any, do_sample: boo
     options |= {"presence_penalty": 0.5, "frequency_penalty": 1.5, "logit_bias": bias, "seed": 5}
     generated, _ = run_loop(llama, tokens, mask, GenerationSettings().override(options))
     assert torch.equal(generated, expected)
-
-
-def test_a_logits_processor_changes_the_scores() -> None:
-    def forbid_the_likeliest(tokens: Any, scores: Any) -> Any:
-        assert tokens.tolist() == [[0, 1]]
-        return numpy.where(scores == scores.max(), -numpy.inf, scores)
-
-    assert choose_token([1, 9, 8], logits_processor=forbid_the_likeliest) == 2
-
-
-@pytest.mark.parametrize("token", [-1, 3])
-def test_a_bias_of_a_token_outside_the_vocabulary_is_refused(token: int) -> None:
-    with pytest.raises(InputError, match=f"logit_bias: expected tokens from 0 to 2, found {token}"):
-        choose_token([1, 2, 3], logit_bias={token: 1.0})
 
 
 def llama_2_tokenizer() -> Tokenizer:
@@ -377,36 +362,3 @@ def test_settings_that_are_not_supported_are_named_once(
             read_settings(opened)
         says = f"generation_config.json: {named} is not supported: tokens differ from those of transformers"
         assert caplog.messages == ([f"{opened.location}: {says}"] if named else [])
-
-
-def choose_token(logits: list[float], **settings: Any) -> int:
-    sampler = TokenSampler(GenerationSettings().override(settings), numpy.zeros((1, 1), bool))
-    return int(sampler.choose(numpy.array([[0, 1]]), numpy.array([logits], numpy.float32))[0])
-
-
-@pytest.mark.parametrize("temperature", [1e-320, 1e-38, 1e-3])
-@pytest.mark.parametrize("logits", [[1, 2, 9, 3], [-1, -2, -0.5, -3], [-3e38, 0, 3e38, 1]])
-def test_a_small_temperature_takes_the_likeliest_token(logits: list[float], temperature: float) -> None:
-    assert choose_token(logits, do_sample=True, temperature=temperature, top_p=0.9, min_p=0.1) == 2
-
-
-@pytest.mark.parametrize("do_sample", [False, True])
-@pytest.mark.parametrize(("penalty", "token"), [(1e-320, 0), (1e-40, 0), (1e38, 2)])
-def test_extreme_penalties_choose_a_token(penalty: float, token: int, do_sample: bool) -> None:
-    assert choose_token([3, -1, 2.5, -100], repetition_penalty=penalty, do_sample=do_sample, top_k=1) == token
-
-
-@pytest.mark.parametrize("do_sample", [False, True])
-@pytest.mark.parametrize(
-    ("logits", "suppressed"),
-    [([1, numpy.nan, 2], []), ([1, numpy.inf, 2], []), ([-numpy.inf] * 3, []), ([1, 2, 3], [0, 1, 2])],
-)
-def test_logits_without_a_likeliest_token_are_named(logits: Any, suppressed: list[int], do_sample: bool) -> None:
-    with pytest.raises(StageFailedError, match="expected a finite largest value among the tokens"):
-        choose_token(logits, do_sample=do_sample, suppress_tokens=suppressed)
-
-
-@pytest.mark.parametrize("setting_name", ["suppress_tokens", "begin_suppress_tokens"])
-def test_suppressed_tokens_outside_the_vocabulary_are_ignored(setting_name: str) -> None:
-    sampler = TokenSampler(GenerationSettings().override({setting_name: [99, -2, 3, 2**62]}), numpy.zeros((1, 2), bool))
-    assert sampler.choose(numpy.array([[0, 1]]), numpy.array([[1.0, 2.0, 9.0, 10.0]])) == [2]

@@ -1,14 +1,14 @@
 """The choice of the next token by its logits, as transformers makes it.
 
 The order of the steps is that of ``GenerationMixin._get_logits_processor``. With torch, seeded draws are those of torch's generator, and so
-transformers' own; without it, they are numpy's.
+transformers' own; all others are numpy's.
 """
 
 import importlib
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy
 
@@ -26,7 +26,7 @@ class TokenSampler:
     def __init__(self, settings: GenerationSettings, is_padding: Array) -> None:
         self._settings = settings
         self._is_padding = is_padding
-        self._draw = _drawing(settings.seed) if settings.do_sample else None
+        self._draws = _start_draws(settings.seed) if settings.do_sample else None
         biases = settings.logit_bias
         self._biases = numpy.array(list(biases), numpy.int64), numpy.array(list(biases.values()), numpy.float32)
 
@@ -48,14 +48,14 @@ class TokenSampler:
             if settings.repetition_penalty != 1.0:
                 scores = self._penalize_repetition(tokens, scores)
             if settings.presence_penalty or settings.frequency_penalty:
-                scores -= self._penalties(tokens, scores)
+                self._penalize_new_tokens(tokens, scores)
             _add_biases(scores, *self._biases)
             if settings.logits_processor is not None:
                 scores = settings.logits_processor(tokens, scores)
-            if self._draw is None:
+            if self._draws is None:
                 likeliest: Array = scores.argmax(1)
                 return likeliest
-            return self._draw(_softmax(self._limit(scores)))
+            return self._draws.draw(_softmax(self._limit(scores, self._draws.sort)))
 
     def _penalize_repetition(self, tokens: Array, scores: Array) -> Array:
         """Make the tokens so far less likely, but for padding and those that have no logits."""
@@ -70,15 +70,15 @@ class TokenSampler:
         numpy.put_along_axis(wider_scores, columns, penalized, 1)
         return wider_scores[:, :vocabulary_size]
 
-    def _penalties(self, tokens: Array, scores: Array) -> Array:
-        """What the tokens that were generated lose, [batch, vocabulary]."""
-        counts = numpy.zeros(scores.shape, numpy.float32)
+    def _penalize_new_tokens(self, tokens: Array, scores: Array) -> None:
+        """Make the tokens that were generated less likely, in place."""
+        settings = self._settings
         for row, new_tokens in enumerate(tokens[:, self._is_padding.shape[1] :]):
-            numpy.add.at(counts[row], new_tokens, 1)
-        penalties: Array = self._settings.frequency_penalty * counts + self._settings.presence_penalty * (counts > 0)
-        return penalties.astype(numpy.float32)
+            repeated, counts = numpy.unique(new_tokens, return_counts=True)
+            penalties = settings.frequency_penalty * counts + settings.presence_penalty
+            scores[row, repeated] -= penalties.astype(numpy.float32)
 
-    def _limit(self, scores: Array) -> Array:
+    def _limit(self, scores: Array, sort: Callable[[Array, Array], Array]) -> Array:
         """Leave out the tokens that must not be drawn."""
         settings = self._settings
         scores = _divide(scores, settings.temperature)
@@ -86,11 +86,8 @@ class TokenSampler:
             lowest = numpy.partition(scores, -settings.top_k, 1)[:, -settings.top_k, None]
             scores = numpy.where(scores < lowest, -numpy.inf, scores)
         if settings.top_p < 1.0:
-            order = scores.argsort(1, kind="stable")
-            ascending = numpy.take_along_axis(scores, order, 1)
-            is_removed = _softmax(ascending).cumsum(1) <= 1 - settings.top_p
-            is_removed[:, -1] = False
-            numpy.put_along_axis(scores, order, numpy.where(is_removed, -numpy.inf, ascending), 1)
+            for row_scores in scores:
+                _remove_least_likely(row_scores, 1 - settings.top_p, sort)
         if settings.min_p is not None:
             probabilities = _softmax(scores)
             scores = numpy.where(
@@ -124,36 +121,87 @@ def token_logprobs(logits: Array, token: int, count: int) -> TokenLogprobs:
     return TokenLogprobs(float(logprobs[token]), tuple(pairs))
 
 
-class Drawing(Protocol):
-    """Draws a token of each text by probabilities, [batch, vocabulary]."""
+class _NumpyDraws:
+    """Draws of numpy's generator."""
 
-    def __call__(self, probabilities: Array) -> Array:
-        """Draw the tokens, [batch]."""
+    def __init__(self, seed: int | None) -> None:
+        self._generator = numpy.random.default_rng(None if seed is None else seed % 2**64)
+
+    def sort(self, scores: Array, tokens: Array) -> Array:
+        """Sort some tokens, [count], by all scores, [vocabulary], in ascending order."""
+        return tokens[scores[tokens].argsort(kind="stable")]
+
+    def draw(self, probabilities: Array) -> Array:
+        """Draw a token of each text, [batch], by probabilities, [batch, vocabulary]."""
+        return numpy.array([self._draw_one(row) for row in probabilities])
+
+    def _draw_one(self, probabilities: Array) -> int:
+        tokens = numpy.flatnonzero(probabilities > 0)
+        ends = probabilities[tokens].cumsum(dtype=numpy.float64)
+        return int(tokens[ends.searchsorted(self._generator.random() * ends[-1], "right")])
 
 
-def _drawing(seed: int | None) -> Drawing:
-    if importlib.util.find_spec("torch") is None:
-        generator = numpy.random.default_rng(seed)
+class _TorchDraws(_NumpyDraws):
+    """Draws of torch's generator, as transformers makes them. One takes 3 ms with a vocabulary of 152,000; numpy's takes 0.4 ms."""
 
-        def draw(probabilities: Array) -> Array:
-            limits = probabilities.cumsum(1)
-            drawn: Array = (limits < generator.random((len(limits), 1)) * limits[:, -1:]).sum(1)
-            return drawn
+    def __init__(self, torch: Any, seed: int) -> None:
+        super().__init__(None)
+        self._torch = torch
+        self._torch_generator = torch.Generator().manual_seed(seed)
 
-        return draw
-    # By name: servers with another runtime work without it.
-    torch: Any = importlib.import_module("torch")
-    torch_generator = torch.Generator()
-    if seed is None:
-        torch_generator.seed()
-    else:
-        torch_generator.manual_seed(seed)
+    def sort(self, scores: Array, tokens: Array) -> Array:
+        ascending = super().sort(scores, tokens)
+        sorted_scores = scores[ascending]
+        if (sorted_scores[1:] > sorted_scores[:-1]).all():
+            return ascending
+        # torch sorts equal scores in an order that depends on all others.
+        order: Array = self._torch.from_numpy(scores).sort().indices.numpy()
+        is_sorted = numpy.zeros(len(scores), bool)
+        is_sorted[tokens] = True
+        return order[is_sorted[order]]
 
-    def draw_in_torch(probabilities: Array) -> Array:
-        drawn: Array = torch.multinomial(torch.from_numpy(probabilities), 1, generator=torch_generator).numpy()
+    def draw(self, probabilities: Array) -> Array:
+        tensor = self._torch.from_numpy(probabilities)
+        drawn: Array = self._torch.multinomial(tensor, 1, generator=self._torch_generator).numpy()
         return drawn[:, 0]
 
-    return draw_in_torch
+
+def _start_draws(seed: int | None) -> _NumpyDraws:
+    if seed is None or importlib.util.find_spec("torch") is None:
+        return _NumpyDraws(seed)
+    # By name: servers with another runtime work without it.
+    return _TorchDraws(importlib.import_module("torch"), seed)
+
+
+def _remove_least_likely(scores: Array, limit: float, sort: Callable[[Array, Array], Array]) -> None:
+    """Rule out the least likely tokens that have at most this probability together, in place, but never the likeliest one.
+
+    scores: those of one text, [vocabulary].
+    """
+    probabilities = _softmax(scores[None])[0]
+    # The others have at most half of the limit together.
+    tokens = numpy.flatnonzero(probabilities > numpy.float32(limit / len(scores) / 2))
+    masses = probabilities[tokens]
+    other_mass = probabilities.sum(dtype=numpy.float64) - masses.sum(dtype=numpy.float64)
+    # Bins of values that are equal in exponent and 7 bits: to sort a vocabulary of 152,000 takes 11 ms, this 1.
+    bins = masses.view(numpy.int32) >> 16
+    bin_ends = other_mass + numpy.bincount(bins, masses).cumsum()
+    last_bin = len(bin_ends) - 1
+    edge_bin = min(_end_of_mass(bin_ends, limit), last_bin)
+    edge_tokens = sort(scores, tokens[bins == edge_bin])
+    edge_start = bin_ends[edge_bin - 1] if edge_bin else other_mass
+    edge_count = _end_of_mass(edge_start + probabilities[edge_tokens].cumsum(dtype=numpy.float64), limit)
+    if edge_bin == last_bin:
+        edge_count = min(edge_count, len(edge_tokens) - 1)
+    kept_tokens = numpy.concatenate([tokens[bins > edge_bin], edge_tokens[edge_count:]])
+    kept_scores = scores[kept_tokens]
+    scores[:] = -numpy.inf
+    scores[kept_tokens] = kept_scores
+
+
+def _end_of_mass(ends: Array, limit: float) -> int:
+    """The number of sums that are at most the limit. As in torch, sums are float64, and are compared as float32."""
+    return int(ends.astype(numpy.float32).searchsorted(numpy.float32(limit), "right"))
 
 
 def _suppress(scores: Array, tokens: Sequence[int]) -> None:
