@@ -163,6 +163,7 @@ class CallablePipeline(ABC):
         *,
         encoder: "CallablePipeline | None" = None,
         on_tokens: TokenCallback | None = None,
+        return_logprobs: bool = False,
         **settings: Any,
     ) -> Any:
         """Generate tokens, as ``generate`` of transformers does. The pipeline is that of a bundle with a decoder and its cache.
@@ -178,6 +179,8 @@ class CallablePipeline(ABC):
                 beginning. None for no padding, or for that of the padding token of the model.
             encoder: of a model with an encoder: its pipeline.
             on_tokens: called with the new tokens, [batch], as soon as they are there.
+            return_logprobs: return how likely each new token was, too: the natural logarithm of its probability by the logits, before
+                settings change them.
             **settings: how tokens are chosen: the fields of `GenerationSettings`, such as ``max_new_tokens=100``, ``do_sample=True``,
                 ``temperature=0.7``, ``seed=0``, ``stop_strings=["END"]``, ``num_return_sequences=3``. Others are those of
                 generation_config.json in the bundle, and the defaults of transformers.
@@ -185,6 +188,7 @@ class CallablePipeline(ABC):
         Returns:
             All tokens of the decoder, [batch, length], as an array of the kind and on the device of `inputs`: with the tokens that it
             began with. For a text the text of these tokens. With ``num_return_sequences``, the texts of a prompt follow each other.
+            With ``return_logprobs``, a pair of this and the logprobs, float32 [batch, new tokens]; 0 after the end of a text.
 
         Raises:
             InputError: the bundle has no decoder of this kind, a setting is unknown or out of range, a text has no tokens, a token is not
@@ -195,7 +199,7 @@ class CallablePipeline(ABC):
             >>> tokens = pipeline.generate(**tokenizer(texts, return_tensors="pt", padding=True), max_new_tokens=50)
             >>> text = pipeline.generate("Once upon a time", max_new_tokens=50)
         """
-        return generate(self, inputs, attention_mask, encoder=encoder, on_tokens=on_tokens, settings=settings)
+        return generate(self, inputs, attention_mask, settings, encoder, on_tokens, return_logprobs=return_logprobs)
 
     def encode(
         self, sentences: Any, *, prompt_name: str | None = None, prompt: str | None = None, batch_size: int = 32

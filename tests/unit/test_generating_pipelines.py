@@ -94,6 +94,37 @@ def test_a_prompt_is_continued_to_several_texts_as_in_transformers(family: str, 
         assert torch.equal(tokens[:, -expected.shape[1] :], expected)
 
 
+@pytest.mark.parametrize("family", ["llama", "t5"])
+def test_logprobs_are_the_transition_scores_of_transformers(family: str, llama: Path, tmp_path: Path) -> None:
+    path = llama if family == "llama" else export_family(family, tmp_path)
+    pipeline, model, prompts = stagepack.load_entry_points(path), make_model(family), make_prompts(family, 4)
+    options: dict[str, Any] = {"max_new_tokens": 20, "do_sample": True, "temperature": 2.0, "top_k": 7}
+    # One of the texts ends in the middle.
+    options["eos_token_id"] = int(generated_by_transformers(family, model, prompts, 5, **options)[0, 9])
+    torch.manual_seed(5)
+    expected = model.generate(**prompts, **options, return_dict_in_generate=True, output_logits=True)
+    scores = model.compute_transition_scores(expected.sequences, expected.logits, normalize_logits=True)
+    tokens, logprobs = pipeline.generate(*prompts.values(), seed=5, return_logprobs=True, **options)
+    assert torch.equal(tokens, expected.sequences)
+    is_end = tokens[:, -scores.shape[1] :] == options["eos_token_id"]
+    is_after_end = is_end.cumsum(1) > is_end.long()
+    assert is_after_end.any()
+    torch.testing.assert_close(logprobs, scores.masked_fill(is_after_end, 0))
+    arrays = [prompt.numpy() for prompt in prompts.values()]
+    _, logprob_array = pipeline.generate(*arrays, seed=5, return_logprobs=True, **options)
+    assert isinstance(logprob_array, numpy.ndarray)
+    assert logprob_array.tolist() == logprobs.tolist()
+
+
+def test_a_text_has_logprobs(llama: Path) -> None:
+    pipeline = stagepack.load(llama)
+    tokens, expected = pipeline.generate(tokenizer().encode("Once").ids, max_new_tokens=3, return_logprobs=True)
+    text, logprobs = pipeline.generate("Once", max_new_tokens=3, return_logprobs=True)
+    assert text == tokenizer().decode(tokens[0].tolist())
+    assert logprobs.shape == (1, 3)
+    assert torch.equal(logprobs, expected)
+
+
 def test_one_text_is_continued_to_a_list_of_texts(llama: Path) -> None:
     pipeline = stagepack.load(llama)
     options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": True, "seed": 3, "num_return_sequences": 2}

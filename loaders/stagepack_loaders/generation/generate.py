@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import numpy
+from msgspec.structs import replace
 
 from stagepack.errors import InputError
 from stagepack.format.manifest import Edge
@@ -21,6 +22,7 @@ from stagepack_loaders.generation.prompts import (
     read_prompts,
     read_tokenizer,
 )
+from stagepack_loaders.generation.sampling import token_logprobs
 from stagepack_loaders.generation.settings import GenerationSettings, read_settings
 from stagepack_loaders.generation.token_loop import TokenLoop
 from stagepack_loaders.generation.token_texts import StopStringMatcher
@@ -62,10 +64,11 @@ def generate(
     decoder: TextPipeline,
     inputs: Any,
     attention_mask: Any,
-    *,
+    settings: Mapping[str, Any],
     encoder: TextPipeline | None,
     on_tokens: TokenCallback | None,
-    settings: Mapping[str, Any],
+    *,
+    return_logprobs: bool,
 ) -> Any:
     """Generate tokens; see `CallablePipeline.generate`.
 
@@ -103,20 +106,35 @@ def generate(
                 encoder_attention_mask=repeated.mask,
                 stop_strings=stop_strings,
             )
+        logprobs: list[Array] = []
         while not loop.is_finished:
             call_inputs = {
                 name: decoder.arrays.from_elements(value, edges[name]) if isinstance(value, numpy.ndarray) else value
                 for name, value in loop.next_inputs().items()
             }
-            logits = sequence(**call_inputs)
-            new_tokens = loop.take(logits_as_floats(to_elements(logits, facts.logits), facts.logits))
+            logits = logits_as_floats(to_elements(sequence(**call_inputs), facts.logits), facts.logits)
+            goes_on = [reason is None for reason in loop.finish_reasons]
+            new_tokens = loop.take(logits)
+            if return_logprobs:
+                logprobs.append(numpy.where(goes_on, _logprobs(logits, new_tokens), numpy.float32(0)))
             if on_tokens is not None:
                 on_tokens(new_tokens)
-    if prompts.tokenizer is not None:
-        return repeated.texts(loop.tokens)
-    tokens = array_ops_of_call([inputs], decoder.arrays).from_elements(loop.tokens, edges[_IDS_INPUT])
-    # A tensor of torch is on the device of that of the caller.
-    return tokens.to(inputs.device) if hasattr(tokens, "to") and hasattr(inputs, "device") else tokens
+    arrays = array_ops_of_call([inputs], decoder.arrays)
+
+    def to_caller(array: Array, dtype: str) -> Any:
+        converted = arrays.from_elements(array, replace(edges[_IDS_INPUT], dtype=dtype))
+        # A tensor of torch is on the device of that of the caller.
+        return converted.to(inputs.device) if hasattr(converted, "to") and hasattr(inputs, "device") else converted
+
+    has_texts = prompts.tokenizer is not None
+    answer = repeated.texts(loop.tokens) if has_texts else to_caller(loop.tokens, edges[_IDS_INPUT].dtype)
+    return (answer, to_caller(numpy.stack(logprobs, 1), "float32")) if return_logprobs else answer
+
+
+def _logprobs(logits: Array, tokens: Array) -> Array:
+    """How likely the tokens of a batch were, [batch]."""
+    rows = zip(logits, tokens.tolist(), strict=True)
+    return numpy.array([token_logprobs(row_logits, token, 0).logprob for row_logits, token in rows], numpy.float32)
 
 
 def _sequence_count(settings: GenerationSettings) -> int:
