@@ -155,6 +155,30 @@ def progress(first_step: str) -> Iterator[Callable[[str], None]]:
 
 
 @contextlib.contextmanager
+def status_line() -> Iterator[Callable[[str | None], None]]:
+    """Show a line on a terminal, or none while its text is None; nothing in a pipe. What is printed meanwhile stands above it."""
+    if not _is_terminal(sys.stderr):
+        yield lambda _: None
+        return
+    from rich.console import Console  # noqa: PLC0415 - 80 ms, which only a terminal needs
+    from rich.text import Text  # noqa: PLC0415 - the same
+
+    status = Console(stderr=True).status("", refresh_per_second=2)
+
+    def show(line: str | None) -> None:
+        if line is None:
+            status.stop()
+        else:
+            status.update(Text(printable(line)))
+            status.start()
+
+    try:
+        yield show
+    finally:
+        status.stop()
+
+
+@contextlib.contextmanager
 def byte_progress(step: str, total_bytes: int | None = None) -> Iterator[Callable[[int], None]]:
     """Show on a terminal how many bytes are done, after a second; nothing in a pipe.
 

@@ -1,9 +1,11 @@
 """`stagepack serve`."""
 
+import asyncio
 import logging
 import os
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Final
 
@@ -12,7 +14,7 @@ import click
 from stagepack.cli.command import subcommand
 from stagepack.cli.failures import fail
 from stagepack.cli.model_loading import bundle_paths_by_name, load_names, model_control
-from stagepack.cli.output import PrintableFormatter, count_of, print_json, print_line, progress
+from stagepack.cli.output import PrintableFormatter, count_of, print_json, print_line, progress, status_line
 from stagepack.cli.run_options import batching_text
 from stagepack.cli.serve_options import ServeOptions, check_options, check_security_options, check_sources
 from stagepack.cli.shared_flags import require_packages
@@ -82,9 +84,13 @@ def command(options: ServeOptions) -> None:
             )
         if not is_front:
             return
-        is_drained = serve(
-            control, addresses, lambda bound_addresses: _print_listening(bound_addresses, models, options), security
-        )
+        with status_line() as show:
+
+            def on_listening(bound_addresses: ServerAddresses) -> None:
+                _print_listening(bound_addresses, models, options)
+                _show_texts(models, show, time.monotonic(), 0)
+
+            is_drained = serve(control, addresses, on_listening, security)
         _print_stopped(models.metrics.answer_counts, options.as_json)
         failure = "; ".join(reason for model in models if (reason := model.unavailable_reason()))
         if not is_drained:  # threads that still work on abandoned requests would keep the process alive
@@ -98,9 +104,17 @@ def command(options: ServeOptions) -> None:
         fail(failure)
 
 
+class _ErrorOutput(logging.StreamHandler[Any]):
+    """Writes to standard error, which is another object while a line of progress is shown."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.setStream(sys.stderr)
+        super().emit(record)
+
+
 def _write_log(logger: logging.Logger, line_format: str, level: str) -> None:
     """Write the records of a logger to standard error, and nowhere else."""
-    handler = logging.StreamHandler()
+    handler = _ErrorOutput()
     handler.setFormatter(PrintableFormatter(line_format))
     logger.addHandler(handler)
     logger.setLevel(level)
@@ -135,12 +149,23 @@ def _print_listening(addresses: "ServerAddresses", models: "ModelRegistry", opti
     for model in models.serving:
         facts = _model_facts(model)
         devices = " ".join(facts["devices"])
-        print_line(
-            f"{model.name}: {count_of('stage', facts['stages'])} on {devices}; {batching_text(facts['batch'], facts['alone'])}"
-        )
+        if model.generator is None:
+            joining = batching_text(facts["batch"], facts["alone"])
+        else:
+            joining = f"up to {count_of('text', model.generator.texts_at_once)} at once"
+        print_line(f"{model.name}: {count_of('stage', facts['stages'])} on {devices}; {joining}")
     host = f"[{addresses.host}]" if ":" in addresses.host else addresses.host
     scheme, encryption = ("http", "") if options.tls_certificate is None else ("https", " with TLS")
     print_line(f"REST on {scheme}://{host}:{addresses.http_port}, gRPC on {host}:{addresses.grpc_port}{encryption}")
+
+
+def _show_texts(models: "ModelRegistry", show: Callable[[str | None], None], since: float, counted: int) -> None:
+    """Show how many texts are generated, and how fast; again each second."""
+    now, token_count = time.monotonic(), models.metrics.token_count
+    text_count = sum(model.generator.text_count for model in models if model.generator is not None)
+    rate = (token_count - counted) / max(now - since, 1e-3)
+    show(f"{count_of('text', text_count)} under way, {rate:.0f} tokens/s" if text_count else None)
+    asyncio.get_running_loop().call_later(1, _show_texts, models, show, now, token_count)
 
 
 def _print_stopped(counts: Mapping[str, int], as_json: bool) -> None:

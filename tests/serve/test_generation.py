@@ -382,8 +382,13 @@ def test_generations_wait_for_a_place_and_do_not_mix(server: Server) -> None:
     def generate(prompt: str) -> Any:
         return post(server.http, GENERATE, json.dumps({"text_input": prompt, "max_tokens": 40}))[1]["text_output"]
 
+    before = metrics(server)
     with ThreadPoolExecutor(len(prompts)) as pool:
         assert list(pool.map(generate, prompts)) == [expected_text(prompt, 40) for prompt in prompts]
+    after = metrics(server)
+    counts = {"generated_tokens_total": 40, "first_token_seconds_count": 1, "token_seconds_count": 39}
+    names = [(f"stagepack_{name}", "writer") for name in counts]
+    assert [after[name] - before[name] for name in names] == [len(prompts) * count for count in counts.values()]
 
 
 def test_a_client_that_goes_away_frees_its_place(server: Server) -> None:
@@ -394,6 +399,7 @@ def test_a_client_that_goes_away_frees_its_place(server: Server) -> None:
             connection.sendall(head.encode() + body)
             assert connection.recv(15) == b"HTTP/1.1 200 OK"
     wait_until(lambda: metrics(server)["stagepack_sequences", "writer"] == 0, 10)
+    wait_until(lambda: metrics(server)["stagepack_texts", "writer"] == 0, 10)
     assert metrics(server)["stagepack_pending_requests", "writer"] == 0
 
 

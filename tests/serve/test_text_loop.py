@@ -5,9 +5,13 @@ import contextlib
 import http.client
 import json
 import os
+import pty
 import random
+import re
 import signal
 import socket
+import subprocess
+import threading
 from collections.abc import AsyncIterator, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,7 +31,7 @@ from stagepack_serving.server.metrics import Metrics
 from tests.distributed.test_serving import stage_process_ids
 from tests.serve.generating_families import POSITIONS, VOCABULARY, make_model
 from tests.serve.generating_model import tokenizer
-from tests.serve.servers import Server, post, stagepack_server
+from tests.serve.servers import STAGEPACK, WITH_SIGNALS, Server, post, stagepack_server
 from tests.serve.test_serve import metrics
 from tests.waiting import wait_until
 
@@ -143,6 +147,46 @@ def test_prompts_wait_up_to_a_number_of_tokens(bundle: Path) -> None:
         assert all("tokens wait already, and at most 70 may: try again later" in error for error in refused)
         assert {status for status, _ in answers} == {200, 503}
         assert generate(server, body)[0] == 200
+
+
+def test_a_terminal_shows_how_fast_texts_are_generated(bundle: Path, requests: list[Request]) -> None:
+    ours, theirs = pty.openpty()
+    command = [STAGEPACK, "serve", str(bundle), "--http-port", "0", "--grpc-port", "0", "--access-log"]
+    process = subprocess.Popen([*WITH_SIGNALS, *command], stdin=theirs, stdout=theirs, stderr=theirs, text=True)
+    os.close(theirs)
+    shown = ""
+
+    def read_until(pattern: str) -> re.Match[str]:
+        nonlocal shown
+        while not (match := re.search(pattern, shown)):
+            shown += os.read(ours, 1000).decode()
+        return match
+
+    try:
+        server = Server(process, int(read_until(r"http://127.0.0.1:(\d+)")[1]), 0, {})
+        assert f"qwen: 2 stages on cpu; up to {ROWS} texts at once" in shown
+        assert "tokens/s" not in shown
+        with ThreadPoolExecutor(2) as clients:
+            is_shown = threading.Event()
+
+            def ask_until_shown(request: Request) -> None:
+                while not is_shown.is_set():
+                    assert generate(server, request[0])[1]["output_ids"] == request[1]
+
+            asking = [clients.submit(ask_until_shown, request) for request in requests[-2:]]
+            read_until(r"[12] texts? under way, [1-9]\d* tokens/s")
+            is_shown.set()
+            for future in asking:
+                future.result()
+        process.send_signal(signal.SIGINT)
+        read_until("stopped: .* OK\r\n")
+        assert process.wait(timeout=60) == 0
+        assert shown.rindex("\x1b[?25h") < shown.index("stopped")  # the cursor is back
+        assert re.search(r"[\d:]{8},\d{3} rest qwen 1 OK", shown)
+        assert not re.search(r"tokens/s\d", shown)  # the line makes room for what is logged
+    finally:
+        process.kill()
+        os.close(ours)
 
 
 def ask(server: Server, drawn: random.Random, requests: list[Request]) -> str:

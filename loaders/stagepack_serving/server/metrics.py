@@ -19,6 +19,7 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.answer_counts: Counts[str] = Counts()  # by status, such as OK or BAD_REQUEST
+        self.token_count = 0  # of generated texts, of all models
         self.requests = Counter(
             "stagepack_requests",
             "Answered and refused requests; the model is empty if its name is unknown.",
@@ -63,6 +64,12 @@ class Metrics:
         self.requests.labels(model_name, version, protocol, status).inc()
         if seconds is not None:
             self.request_seconds.labels(model_name, version, protocol).observe(seconds)
+
+    def count_token(self, model_name: str, version: str, seconds: float, *, is_first: bool) -> None:
+        """Count a token of a text, so many seconds after the one before it, or after the prompt."""
+        self.token_count += 1
+        self.generated_tokens.labels(model_name, version).inc()
+        (self.first_token_seconds if is_first else self.token_seconds).labels(model_name, version).observe(seconds)
 
     def remove_version(self, model_name: str, version: str) -> None:
         """Remove what was measured of a version that is closed, so that a server that loads many versions does not grow."""

@@ -254,9 +254,10 @@ def _version_metrics(models: Iterable["ServedModel"]) -> Iterator[Metric]:
         sequences[labels] += model.sequence_count
         weights[labels] += model.weight_bytes
         digests[(*labels, model.bundle.digest)] = 1
-        if model.generator is not None and model.generator.text_loop is not None:
-            texts[labels] += model.generator.text_loop.text_count
-            held[labels] += model.generator.text_loop.held_tokens
+        if model.generator is not None:
+            texts[labels] += model.generator.text_count
+            if model.generator.text_loop is not None:
+                held[labels] += model.generator.text_loop.held_tokens
         for rank, status in model.process_statuses().items():
             sent[(*labels, str(rank))] += status.sent_bytes
             queue[(*labels, str(rank))] += status.pending_requests
@@ -265,7 +266,7 @@ def _version_metrics(models: Iterable["ServedModel"]) -> Iterator[Metric]:
                 busy[(*labels, str(stage.stage))] += stage.busy_seconds
     yield _fill(GaugeMetricFamily, "pending_requests", "Requests that are not answered yet.", "", pending)
     yield _fill(GaugeMetricFamily, "sequences", "Sequences whose state is kept.", "", sequences)
-    yield _fill(GaugeMetricFamily, "texts", "Texts that are generated, or wait for a row of the cache.", "", texts)
+    yield _fill(GaugeMetricFamily, "texts", "Texts that are generated, or wait for it.", "", texts)
     yield _fill(GaugeMetricFamily, "cache_tokens", "Tokens that the cache of a decoder holds.", "", held)
     yield _fill(GaugeMetricFamily, "weight_bytes", "Bytes of the weights of a loaded version.", "", weights)
     yield _fill(

@@ -4,7 +4,8 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+import time
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -80,6 +81,7 @@ class Generator:
         self._encoder = encoder
         self._prompt_interface = (encoder or decoder).interface
         self._grammar_tokens: GrammarTokens | None = None
+        self._sequence_count = 0  # texts that are sequences of calls
         self.text_loop = TextLoop(decoder, facts) if facts.has_rows else None
         self.text_format: TextFormat | None = read_text_format(decoder.bundle)
         self.prompt_name = next(name for name in self._prompt_interface.inputs if name.startswith("input_"))
@@ -89,6 +91,11 @@ class Generator:
     def texts_at_once(self) -> int:
         """How many texts of one request are generated at once: more would wait before the texts of other requests."""
         return self._decoder.limits.max_sequences if self.text_loop is None else self.text_loop.row_count
+
+    @property
+    def text_count(self) -> int:
+        """How many texts are generated, or wait for it."""
+        return self._sequence_count if self.text_loop is None else self.text_loop.text_count
 
     @property
     def continues_prompt(self) -> bool:
@@ -216,15 +223,30 @@ class Generator:
                 async for part in parts:
                     yield part
             return
-        async with self._decoder.reserve_sequence() as sequence:
+        self._sequence_count += 1
+        try:
+            async with contextlib.aclosing(self._generate_alone(request, take)) as parts:
+                async for part in parts:
+                    yield part
+        finally:
+            self._sequence_count -= 1
+
+    async def _generate_alone(
+        self, request: GenerationRequest, take: Callable[[TokenLoop, Array], GeneratedPart]
+    ) -> AsyncGenerator[GeneratedPart, None]:
+        """Generate a text as a sequence of calls."""
+        decoder, start_time, is_first = self._decoder, time.monotonic(), True
+        async with decoder.reserve_sequence() as sequence:
             loop = await self._start_loop(request)
-            is_finished = False
-            while not is_finished:
-                part = await self._decoder.call(
+            part: GeneratedPart | None = None
+            while part is None or part.finish_reason is None:
+                part = await decoder.call(
                     loop.next_inputs(), sequence, lambda outputs: take(loop, outputs[self._logits_output])
                 )
-                is_finished = part.finish_reason is not None
+                seconds = time.monotonic() - start_time
+                decoder.metrics.count_token(decoder.name, decoder.version, seconds, is_first=is_first)
                 yield part
+                start_time, is_first = time.monotonic(), False
 
     def _tensor_from_json(self, text: bytes) -> InferenceTensor:
         tensor, shape = self._prompt_interface.inputs[self.prompt_name], nested_sizes(text)

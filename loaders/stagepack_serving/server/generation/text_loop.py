@@ -93,15 +93,13 @@ class _Lane:
         return parts
 
     def _hand_out(self, parts: Sequence[tuple[_Text, Any]]) -> None:
-        metrics, labels = self._decoder.metrics, (self._decoder.name, self._decoder.version)
         now = time.monotonic()
-        metrics.generated_tokens.labels(*labels).inc(sum(not isinstance(part, Exception) for _, part in parts))
         for running_text, part in parts:
             if isinstance(part, Exception):
                 self._end(running_text.batched, part)
                 continue
-            seconds = metrics.token_seconds if running_text.has_begun else metrics.first_token_seconds
-            seconds.labels(*labels).observe(now - running_text.last_time)
+            seconds, is_first = now - running_text.last_time, not running_text.has_begun
+            self._decoder.metrics.count_token(self._decoder.name, self._decoder.version, seconds, is_first=is_first)
             running_text.last_time, running_text.has_begun = now, True
             if part.finish_reason is not None:
                 self._end(running_text.batched, part)
