@@ -4,12 +4,13 @@ import asyncio
 import contextlib
 import functools
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import grpc
 from google.protobuf.message import DecodeError
 
 from stagepack_serving.server.errors import RequestError, RequestStatus
+from stagepack_serving.server.grpc_limits import OpenCall, OpenCalls, ResetGuard
 from stagepack_serving.server.grpc_messages import parse_inference, parse_message
 from stagepack_serving.server.model_registry import ModelRegistry
 from stagepack_serving.server.security import AuthenticationError, TokenCheck, check_authorization
@@ -42,11 +43,9 @@ class CheckedMethods(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has 
         self._server = server
         self._models = models
         self._check_token = check_token
-        # Of calls from their start until their answers are written.
-        self._call_count = 0
+        self._calls = OpenCalls(models.limits.max_connections)
+        self._resets = ResetGuard()
         self._is_stopping = False
-        self._is_idle = asyncio.Event()
-        self._is_idle.set()
         self._handlers: dict[str, Any] = {}
         server.add_generic_rpc_handlers((self,))
 
@@ -71,9 +70,9 @@ class CheckedMethods(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has 
     async def stop(self, seconds: float) -> None:
         """Refuse new calls, wait so long until the others are answered and the answers are sent, cancel the rest, and stop the server."""
         self._is_stopping = True
-        if self._call_count:
+        if self._calls:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._is_idle.wait(), seconds)
+                await asyncio.wait_for(self._calls.wait_until_empty(), seconds)
             await asyncio.sleep(_SENDING_SECONDS)
         await self._server.stop(0)
 
@@ -87,34 +86,35 @@ class CheckedMethods(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has 
         if handler.unary_unary is not None:
             # As if the client sent a stream: grpc waits for ever for the message before it calls the handler of one message.
             async def answer_request(_: AsyncIterator[bytes], context: Any) -> Any:
+                call = self._open_call()
                 try:
-                    self._begin(method, context)
-                    return await handler.unary_unary(parse(await self._first_message(context)), context)
+                    self._begin(method, context, call)
+                    return await handler.unary_unary(parse(await _only_message(context, call)), context)
                 except (DecodeError, NotImplementedError, RequestError) as error:
                     await _abort(context, method, error)
+                except asyncio.CancelledError:
+                    self._resets.count(call, context.peer())
+                    raise
 
             return grpc.stream_unary_rpc_method_handler(answer_request, None, serialize)
 
-        async def answer_with_stream(contents: AsyncIterator[bytes], context: Any) -> None:
-            async def requests() -> AsyncIterator[Any]:
-                async for content in contents:
-                    try:
-                        # A token may be withdrawn while the stream is open.
-                        self._check_authorization(method, context)
-                        request = parse(content)
-                    except (DecodeError, RequestError) as error:
-                        await _abort(context, method, error)
-                    yield request
-
+        async def answer_with_stream(_: AsyncIterator[bytes], context: Any) -> None:
+            call = self._open_call(is_watch=handler.unary_stream is not None)
             try:
-                self._begin(method, context)
+                self._begin(method, context, call)
                 if handler.unary_stream is not None:
-                    responses = handler.unary_stream(parse(await self._first_message(context)), context)
+                    responses = handler.unary_stream(parse(await _only_message(context, call)), context)
+                    await call.wait(self._send_all(responses, context, call))
                 else:
-                    responses = handler.stream_stream(requests(), context)
-                await self._send_all(responses, context)
+                    # A token may be withdrawn while the stream is open.
+                    check_authorization = functools.partial(self._check_authorization, method, context)
+                    requests = RequestStream(context, call, parse, check_authorization)
+                    await self._send_all(handler.stream_stream(requests, context), context, call)
             except (DecodeError, RequestError) as error:
                 await _abort(context, method, error)
+            except asyncio.CancelledError:
+                self._resets.count(call, context.peer())
+                raise
 
         return grpc.stream_stream_rpc_method_handler(answer_with_stream, None, serialize)
 
@@ -124,26 +124,28 @@ class CheckedMethods(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has 
         async def refuse(_: AsyncIterator[bytes], context: Any) -> None:
             error: Exception = NotImplementedError()
             try:
-                self._begin(method, context)
+                self._begin(method, context, self._open_call())
             except RequestError as refusal:
                 error = refusal
             await _abort(context, method, error)
 
         return grpc.stream_stream_rpc_method_handler(refuse)
 
-    def _begin(self, method: str, context: Any) -> None:
-        """Count a call until it ends, unless it has no accepted token or the server is stopping."""
+    def _open_call(self, *, is_watch: bool = False) -> OpenCall:
+        return OpenCall(is_watch=is_watch, idle_seconds=self._models.limits.deadline)
+
+    def _begin(self, method: str, context: Any, call: OpenCall) -> None:
+        """Count a call until it ends, unless it has no accepted token or the server is stopping or full."""
         self._check_authorization(method, context)
         if self._is_stopping:
             raise RequestError(RequestStatus.BUSY, "this server is stopping: ask another one")
-        self._call_count += 1
-        self._is_idle.clear()
-        context.add_done_callback(self._end)
-
-    def _end(self, _: Any) -> None:
-        self._call_count -= 1
-        if not self._call_count:
-            self._is_idle.set()
+        is_refused = True
+        try:
+            is_refused = self._calls.add(call, is_health=method in _METHODS_WITHOUT_TOKEN)
+        finally:
+            if is_refused:  # this call, or the one whose place it has
+                self._models.metrics.count_answer("", "", "grpc", RequestStatus.BUSY.name)
+        context.add_done_callback(lambda _: self._calls.remove(call))
 
     def _check_authorization(self, method: str, context: Any) -> None:
         if self._check_token is not None and method not in _METHODS_WITHOUT_TOKEN:
@@ -153,32 +155,61 @@ class CheckedMethods(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has 
                 self._models.metrics.count_answer("", "", "grpc", error.status.name)
                 raise
 
-    async def _first_message(self, context: Any) -> bytes:
-        """The only message of a call."""
-        try:
-            async with asyncio.timeout(self._models.limits.deadline):
-                # Not from the iterator of messages, which would be left before its end: the event loop would end it in a task of its own.
-                content = await context.read()
-        except TimeoutError:
-            raise RequestError(RequestStatus.TOO_LATE, "the request was not complete before the deadline") from None
-        if not isinstance(content, bytes):
-            raise RequestError(RequestStatus.BAD_REQUEST, "expected a message, found none")
-        return content
-
-    async def _send_all(self, responses: AsyncGenerator[Any], context: Any) -> None:
+    async def _send_all(self, responses: AsyncGenerator[Any], context: Any, call: OpenCall) -> None:
         """Send the responses of a stream; end the call if the client does not read one before the deadline."""
         # By themselves: with the first response, they would wait for a client that does not read, and the status after them.
         await context.send_initial_metadata(())
         async with contextlib.aclosing(responses):
             async for response in responses:
                 try:
-                    async with asyncio.timeout(self._models.limits.deadline):
-                        # Returns when the buffers of the connection have the response.
-                        await context.write(response)
+                    with call.working():
+                        async with asyncio.timeout(self._models.limits.deadline):
+                            # Returns when the buffers of the connection have the response.
+                            await context.write(response)
                 except TimeoutError:
                     context.set_code(RequestStatus.TOO_LATE.grpc_code)
                     context.set_details("the client did not read an answer before the deadline")
                     return
+
+
+class RequestStream:
+    """The messages of a stream. It ends at the deadline without a request that comes or is being answered."""
+
+    def __init__(
+        self,
+        context: Any,
+        call: OpenCall,
+        parse: Callable[[bytes], Any],
+        check_authorization: Callable[[], None],
+    ) -> None:
+        self._context = context
+        self._call = call
+        self._parse = parse
+        self._check_authorization = check_authorization
+        # The context in which a request is answered.
+        self.working = call.working
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Any:
+        content = await self._call.wait(self._context.read())
+        if not isinstance(content, bytes):
+            raise StopAsyncIteration
+        self._check_authorization()
+        try:
+            return self._parse(content)
+        except DecodeError as error:
+            raise _format_error(error) from None
+
+
+async def _only_message(context: Any, call: OpenCall) -> bytes:
+    """The message of a call that has one."""
+    # Not from the iterator of messages, which would be left before its end: the event loop would end it in a task of its own.
+    content = await call.wait(context.read())
+    if not isinstance(content, bytes):
+        raise RequestError(RequestStatus.BAD_REQUEST, "expected a message, found none")
+    return content
 
 
 def check_call_authorization(check_token: TokenCheck, context: Any) -> None:
@@ -202,5 +233,8 @@ async def _abort(context: Any, method: str, error: Exception) -> None:
             # The generated class raises it, too, in methods that `GrpcService` does not define.
             await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"this server does not support {method}")
         case _:
-            message = f"the request is not a message of the protocol: {error}"
-            await context.abort(RequestStatus.BAD_REQUEST.grpc_code, message)
+            await _abort(context, method, _format_error(error))
+
+
+def _format_error(error: Exception) -> RequestError:
+    return RequestError(RequestStatus.BAD_REQUEST, f"the request is not a message of the protocol: {error}")

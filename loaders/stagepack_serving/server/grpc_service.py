@@ -10,7 +10,6 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, Final
 
-from grpc.aio import AbortError
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthServicer
 from tritonclient.grpc import service_pb2 as pb
@@ -18,7 +17,7 @@ from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceServicer
 
 from stagepack_serving.server.errors import RequestError, RequestStatus
 from stagepack_serving.server.generation.grpc_generation import asks_for_generation, check_text_size, generate_responses
-from stagepack_serving.server.grpc_calls import check_call_authorization
+from stagepack_serving.server.grpc_calls import RequestStream, check_call_authorization
 from stagepack_serving.server.grpc_messages import (
     ParsedInference,
     decode_parameters,
@@ -119,7 +118,7 @@ class GrpcService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # genera
 
     async def _answer_stream(
         self,
-        requests: AsyncIterator[ParsedInference],
+        requests: RequestStream,
         responses: asyncio.Queue[bytes | None],
         unsent_answers: asyncio.Semaphore,
         context: Any,
@@ -137,7 +136,8 @@ class GrpcService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # genera
                 responses.put_nowait(encode_stream_response(response))
 
             try:
-                await self._answer(request, context.time_remaining(), put, streams=True)
+                with requests.working():
+                    await self._answer(request, context.time_remaining(), put, streams=True)
             except RequestError as error:
                 if not has_place:
                     await unsent_answers.acquire()
@@ -152,7 +152,7 @@ class GrpcService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # genera
                     await unsent_answers.acquire()
                     running.create_task(answer(request))
         except ExceptionGroup as errors:
-            if (refused := errors.subgroup((AbortError, RequestError))) is not None:  # a message, which ends the stream
+            if (refused := errors.subgroup(RequestError)) is not None:  # a message, which ends the stream
                 raise refused.exceptions[0] from None
             raise
 

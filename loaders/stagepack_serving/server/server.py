@@ -28,6 +28,7 @@ from stagepack_serving.server.errors import AddressError
 from stagepack_serving.server.generation.embedder import add_embedders
 from stagepack_serving.server.generation.generator import add_generators
 from stagepack_serving.server.grpc_calls import CheckedMethods
+from stagepack_serving.server.grpc_limits import MAX_CONNECTION_CALLS, MAX_RECEIVED_CALLS
 from stagepack_serving.server.grpc_service import INFERENCE_SERVICE, GrpcService, HealthService
 from stagepack_serving.server.limits import ServerLimits
 from stagepack_serving.server.metrics import Metrics
@@ -207,8 +208,12 @@ def _create_grpc_server(
         ("grpc.server_handshake_timeout_ms", math.ceil(1000 * models.limits.first_request)),
         # The client connects again with its next call.
         ("grpc.max_connection_idle_ms", 1000 * _KEEP_ALIVE_SECONDS),
+        ("grpc.max_concurrent_streams", MAX_CONNECTION_CALLS),
+        ("grpc.server.max_pending_requests", MAX_RECEIVED_CALLS),
+        # Between the two numbers, grpc cancels some calls, and more the nearer their number is to the second one.
+        ("grpc.server.max_pending_requests_hard_limit", 2 * MAX_RECEIVED_CALLS),
     ]
-    server = grpc.aio.server(options=options, maximum_concurrent_rpcs=models.limits.max_connections)
+    server = grpc.aio.server(options=options)
     methods = CheckedMethods(server, models, security.check_token)
     add_GRPCInferenceServiceServicer_to_server(GrpcService(control), methods)
     add_HealthServicer_to_server(HealthService(models, security.check_token), methods)

@@ -1,0 +1,145 @@
+"""Clients over gRPC that hold calls, open too many or take them back: others are answered meanwhile, and all know what became of theirs."""
+
+import asyncio
+import collections
+import itertools
+import json
+import re
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import grpc
+import numpy
+import pytest
+from tritonclient.grpc import service_pb2 as pb
+from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
+
+from stagepack_serving.server.errors import RequestError
+from stagepack_serving.server.grpc_limits import OpenCall, OpenCalls
+from tests.serve.attacks import GRPC_ATTACKS, attacking
+from tests.serve.servers import INFER, Server, http_client, post, skips_request, stagepack_server
+
+pytestmark = pytest.mark.xdist_group("serve")
+CALLS = 300
+# p99 at most doubles on a quiet machine; here, others take processors away.
+GENEROUS_RATIO, GENEROUS_SECONDS = 4, 0.02
+
+
+@pytest.fixture(scope="module")
+def server(bundles: Mapping[str, Path]) -> Iterator[Server]:
+    with stagepack_server([bundles["skips"]]) as server:
+        yield server
+
+
+def skips_message() -> pb.ModelInferRequest:
+    """A request to the bundle ``skips``."""
+    contents = [numpy.ones((2, size), "float32").tobytes() for size in (8, 1)]
+    request = pb.ModelInferRequest(model_name="skips", raw_input_contents=contents)
+    for input_name, size in (("x", 8), ("weight", 1)):
+        request.inputs.add(name=input_name, datatype="FP32", shape=[2, size])
+    return request
+
+
+def slow_seconds(server: Server) -> float:
+    """How long the slowest hundredth of calls takes, all of which are answered, as are those for the health of the server."""
+    request, durations = skips_message(), []
+    with grpc.insecure_channel(f"127.0.0.1:{server.grpc}") as channel, http_client(server.http) as client:
+        stub = GRPCInferenceServiceStub(channel)
+        for _ in range(CALLS):
+            start_time = time.monotonic()
+            assert stub.ModelInfer(request, timeout=20).outputs
+            durations.append(time.monotonic() - start_time)
+            assert stub.ServerReady(pb.ServerReadyRequest(), timeout=20).ready
+            assert client.is_server_ready()
+    return sorted(durations)[-CALLS // 100]
+
+
+@pytest.mark.parametrize("attack_name", GRPC_ATTACKS)
+def test_an_attack_over_grpc_keeps_no_other_client_waiting(server: Server, attack_name: str) -> None:
+    quiet_seconds = slow_seconds(server)
+    with attacking(attack_name, server.grpc):
+        attacked_seconds = slow_seconds(server)
+    assert attacked_seconds < GENEROUS_RATIO * max(quiet_seconds, GENEROUS_SECONDS)
+
+
+def test_calls_beyond_the_limit_are_refused_and_counted(bundles: Mapping[str, Path]) -> None:
+    call_count, channel_count = 3000, 6
+
+    async def ask_all(address: str) -> collections.Counter[str]:
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        channels = [grpc.aio.insecure_channel(address, options) for _ in range(channel_count)]
+        stubs = itertools.cycle(map(GRPCInferenceServiceStub, channels))
+        calls = [stub.ModelInfer(skips_message(), timeout=60) for stub in itertools.islice(stubs, call_count)]
+        statuses = collections.Counter([(await call.code()).name for call in calls])
+        for channel in channels:
+            await channel.close()
+        return statuses
+
+    with stagepack_server([bundles["skips"]], "--max-connections", "64") as server:
+        statuses = asyncio.run(ask_all(f"127.0.0.1:{server.grpc}"))
+        page = urllib.request.urlopen(f"http://127.0.0.1:{server.http}/metrics").read().decode()
+    assert set(statuses) == {"OK", "UNAVAILABLE"}
+    samples = re.findall(r'^stagepack_requests_total{.*status="(\w+)".*} (.*)$', page, re.MULTILINE)
+    counts = collections.Counter({status: round(float(count)) for status, count in samples})
+    assert counts == {"OK": statuses["OK"], "BUSY": statuses["UNAVAILABLE"]}
+
+
+def test_a_stream_ends_at_the_deadline_without_a_request(bundles: Mapping[str, Path]) -> None:
+    def ask_sometimes() -> Iterator[pb.ModelInferRequest]:
+        for _ in range(4):
+            yield skips_message()
+            time.sleep(0.5)
+        time.sleep(60)
+
+    with (
+        stagepack_server([bundles["skips"]], "--deadline-s", "1.5") as server,
+        grpc.insecure_channel(f"127.0.0.1:{server.grpc}") as channel,
+    ):
+        responses = GRPCInferenceServiceStub(channel).ModelStreamInfer(ask_sometimes())
+        assert [next(responses).error_message for _ in range(4)] == [""] * 4
+        with pytest.raises(grpc.RpcError) as raised:
+            next(responses)
+        assert raised.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+        assert post(server.http, INFER, json.dumps(skips_request()))[0] == 200
+
+
+def test_longest_idle_call_makes_place_first() -> None:
+    async def fill() -> list[str]:
+        open_calls, ended_calls, never = OpenCalls(3), [], asyncio.Event()
+
+        async def wait(call_name: str, *, is_watch: bool) -> None:
+            call = OpenCall(is_watch=is_watch, idle_seconds=60)
+            open_calls.add(call, is_health=False)
+            try:
+                await call.wait(never.wait())
+            except RequestError:
+                ended_calls.append(call_name)
+                open_calls.remove(call)
+
+        async with asyncio.TaskGroup() as waiting:
+            for call_name in ("watch", "older", "newer", "fourth", "fifth", "sixth"):
+                waiting.create_task(wait(call_name, is_watch=call_name == "watch"))
+                await asyncio.sleep(0.01)
+            never.set()
+        return ended_calls
+
+    assert asyncio.run(fill()) == ["older", "newer", "fourth"]
+
+
+def test_calls_at_work_make_no_place() -> None:
+    async def fill() -> None:
+        open_calls, never = OpenCalls(1), asyncio.Event()
+        call = OpenCall(is_watch=False, idle_seconds=60)
+        open_calls.add(call, is_health=False)
+        waiting = asyncio.create_task(call.wait(never.wait()))
+        await asyncio.sleep(0)
+        with call.working():
+            with pytest.raises(RequestError, match="1 calls are open already"):
+                open_calls.add(OpenCall(is_watch=False, idle_seconds=60), is_health=False)
+            open_calls.add(OpenCall(is_watch=False, idle_seconds=60), is_health=True)
+        never.set()
+        assert await waiting
+
+    asyncio.run(fill())
