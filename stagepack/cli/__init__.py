@@ -39,6 +39,7 @@ _COMMAND_GROUPS = {
         "load": "Load a bundle and run its example.",
         "profile": "Measure how long the operators of a bundle take.",
         "serve": "Serve bundles over the Open Inference Protocol.",
+        "bench": "Measure how fast a server answers.",
         "triton": "Write a bundle into a Triton model repository.",
         "k8s": "Write a deployment on Kubernetes.",
     },

@@ -1,0 +1,209 @@
+"""Closed and open loops of clients.
+
+An open loop is that of wrk2: requests have times at which they are to be sent, which do not depend on answers, and latencies count from
+these times, so that a server that stalls delays no request that would have shown it (coordinated omission). Source:
+https://github.com/giltene/wrk2.
+"""
+
+import asyncio
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy
+
+from stagepack_serving.bench.answers import TextTimes
+from stagepack_serving.bench.http_client import HttpClient, NoAnswerError
+from stagepack_serving.bench.request_source import RequestSource
+
+TIMED_OUT: Final = "timed out"
+NOT_WHOLE: Final = "not whole"
+# So many requests were under way that it had no place before the end.
+NOT_SENT: Final = "not sent"
+# How often it is looked at how late the event loop is.
+_LAG_SECONDS: Final = 0.02
+# A server that has too much to do answers with them.
+_BUSY: Final = (429, 503)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """What clients do; times are in seconds.
+
+    Attributes:
+        clients: the number of clients of a closed loop; the largest number of requests under way of an open one.
+        rate: the requests a second of an open loop; None for a closed one.
+        is_poisson: whether the requests of an open loop are independent of each other, or come at equal intervals.
+        seconds: how long is measured.
+        warmup: how long requests are sent before that.
+        deadline: the time after which an answer is too late to be good; None for no such time.
+        timeout: the time after sending a request at which a client gives it up, and closes its connection.
+        retries: how often a client asks again, if it has given up or the server is too busy.
+        seed: that of the random numbers.
+    """
+
+    clients: int = 1
+    rate: float | None = None
+    is_poisson: bool = True
+    seconds: float = 10.0
+    warmup: float = 1.0
+    deadline: float | None = None
+    timeout: float = 60.0
+    retries: int = 0
+    seed: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class Exchange:
+    """A request and what became of it; times are those of `time.perf_counter`.
+
+    Attributes:
+        start: when it was to be sent.
+        sent: when it was sent for the first time.
+        outcome: the status of its last answer, or why it has none.
+        attempt_start: when it was sent, or to be sent, for the last time.
+        attempts: how often it was sent.
+    """
+
+    start: float
+    sent: float
+    attempt_start: float
+    end: float = 0.0
+    outcome: str = ""
+    attempts: int = 0
+    text: TextTimes | None = None
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether it has one whole answer without an error."""
+        return self.outcome == "200"
+
+    def is_good(self, deadline: float | None) -> bool:
+        """Whether it was answered before the deadline, which each attempt has anew."""
+        return self.is_answered and (deadline is None or self.end - self.attempt_start <= deadline)
+
+
+@dataclass(slots=True, kw_only=True)
+class LoadRecord:
+    """What happened in a run.
+
+    Attributes:
+        window: when the measurement began and ended.
+        cpu_seconds: the processor time of this process in the window.
+        lags: how late the event loop was at moments in the window, in seconds.
+    """
+
+    window: tuple[float, float]
+    exchanges: list[Exchange] = field(default_factory=list)
+    cpu_seconds: float = 0.0
+    lags: list[float] = field(default_factory=list)
+
+
+async def run_load(client: HttpClient, source: RequestSource, options: LoadOptions) -> LoadRecord:
+    """Send requests, and wait for the answers to those that were sent in time."""
+    begin = time.perf_counter() + options.warmup
+    run = _Run(client, source, options, LoadRecord(window=(begin, begin + options.seconds)))
+    client_task = asyncio.create_task(run.measure_client())
+    await (run.closed_loop() if options.rate is None else run.open_loop(options.rate))
+    await client_task
+    return run.record
+
+
+class _Run:
+    def __init__(self, client: HttpClient, source: RequestSource, options: LoadOptions, record: LoadRecord) -> None:
+        self._client = client
+        self._source = source
+        self._options = options
+        self._requests = itertools.cycle(source.requests)
+        self.record = record
+
+    async def measure_client(self) -> None:
+        """Measure in the window how busy this process is, and how long it waits for a processor."""
+        begin, end = self.record.window
+        await asyncio.sleep(begin - time.perf_counter())
+        cpu_start = time.process_time()
+        while (wake_time := time.perf_counter() + _LAG_SECONDS) < end:
+            await asyncio.sleep(_LAG_SECONDS)
+            self.record.lags.append(time.perf_counter() - wake_time)
+        self.record.cpu_seconds = time.process_time() - cpu_start
+
+    async def closed_loop(self) -> None:
+        """Let each client send a request when it has the answer to the one before."""
+
+        async def ask_on() -> None:
+            while (now := time.perf_counter()) < self.record.window[1]:
+                await self._exchange(now)
+
+        await asyncio.gather(*(ask_on() for _ in range(self._options.clients)))
+
+    async def open_loop(self, rate: float) -> None:
+        """Send requests at their times, whatever became of those before."""
+        places = asyncio.Semaphore(self._options.clients)
+        under_way: set[asyncio.Task[None]] = set()
+
+        async def ask(start: float) -> None:
+            async with places:
+                await self._exchange(start)
+
+        def begin(start: float) -> None:
+            task = asyncio.create_task(ask(start))
+            under_way.add(task)
+            task.add_done_callback(under_way.discard)
+
+        begin_time, end_time = time.perf_counter(), self.record.window[1]
+        count = int((end_time - begin_time) * rate * 2 + 100)
+        random = numpy.random.default_rng(self._options.seed)
+        gaps = random.exponential(1 / rate, count) if self._options.is_poisson else numpy.full(count, 1 / rate)
+        times = begin_time + numpy.cumsum(gaps)
+        await _call_at(times[times < end_time].tolist(), begin)
+        while under_way:
+            await asyncio.wait(under_way)
+
+    async def _exchange(self, start: float) -> None:
+        """Send a request until it is answered, or the client asks no more."""
+        options, request = self._options, next(self._requests)
+        now = time.perf_counter()
+        exchange = Exchange(start=start, sent=now, attempt_start=start, end=now, outcome=NOT_SENT)
+        self.record.exchanges.append(exchange)
+        asks_again = now < self.record.window[1]
+        while asks_again:
+            exchange.attempts += 1
+            reader, retry_after = self._source.answer_reader(), 0.0
+            try:
+                async with asyncio.timeout(options.timeout):
+                    answer = await self._client.ask(request, reader.read)
+                exchange.outcome = str(answer.status)
+                if answer.status == 200 and not reader.is_whole:
+                    exchange.outcome = NOT_WHOLE
+                asks_again, retry_after = answer.status in _BUSY, answer.retry_after or 0.0
+            except TimeoutError:
+                exchange.outcome, asks_again = TIMED_OUT, True
+            except NoAnswerError as error:
+                exchange.outcome, asks_again = error.outcome, True
+            exchange.end, exchange.text = time.perf_counter(), reader.times
+            is_over = exchange.end + retry_after >= self.record.window[1]
+            asks_again = asks_again and not is_over and exchange.attempts <= options.retries
+            if asks_again:
+                await asyncio.sleep(retry_after)
+                exchange.attempt_start = time.perf_counter()
+
+
+async def _call_at(times: list[float], function: Callable[[float], None]) -> None:
+    """Call a function in the event loop at these times, in order, with the time.
+
+    A thread waits for each: the timers of event loops are late by up to a millisecond, which is as long as an answer takes.
+    """
+    loop, is_over = asyncio.get_running_loop(), asyncio.Event()
+
+    def wait() -> None:
+        for next_time in times:
+            if (seconds := next_time - time.perf_counter()) > 0:
+                time.sleep(seconds)
+            loop.call_soon_threadsafe(function, next_time)
+        loop.call_soon_threadsafe(is_over.set)
+
+    threading.Thread(target=wait, name="pacer", daemon=True).start()
+    await is_over.wait()

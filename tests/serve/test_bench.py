@@ -1,0 +1,259 @@
+"""`stagepack bench` counts what a server does, and nothing else as good."""
+
+import asyncio
+import contextlib
+import json
+import re
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.hostile.attack import command_fails, run
+from tests.serve.generating_model import export_decoder
+from tests.serve.servers import Server, skips_request, stagepack_server
+
+BODY = b'{"outputs": []}'
+HEAD = b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 15\r\n"
+
+
+def bench(source: str, *options: str) -> Mapping[str, Any]:
+    """The facts of a short run."""
+    result = run("bench", source, "--seconds", "1", "--warmup-s", "0.2", "--json", *options)
+    assert result.exit_code == 0, result.output
+    facts: Mapping[str, Any] = json.loads(result.stdout)
+    return facts
+
+
+def url(server: Server) -> str:
+    return f"http://127.0.0.1:{server.http}"
+
+
+def answered(server: Server, model: str) -> float:
+    """How many requests the server itself has answered with success."""
+    page = urllib.request.urlopen(f"http://127.0.0.1:{server.http}/metrics").read().decode()
+    counts = re.findall(rf'^stagepack_requests_total{{model="{model}",.*status="OK".*}} (.*)$', page, re.MULTILINE)
+    return sum(map(float, counts))
+
+
+@contextlib.contextmanager
+def scripted_server(answer: Callable[[int], bytes | None]) -> Iterator[str]:
+    """A server that sends these bytes for each request by its number and closes, or keeps silent for None. Yields its URL."""
+    ready, loop = threading.Event(), asyncio.new_event_loop()
+    ports: list[int] = []
+
+    async def serve_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            head = await reader.readuntil(b"\r\n\r\n")
+            length = re.search(rb"content-length: (\d+)", head)
+            await reader.readexactly(int(length[1]) if length else 0)
+            numbers.append(len(numbers))
+            content = answer(numbers[-1])
+            if content is None:
+                await reader.read()
+            else:
+                writer.write(content)
+                await writer.drain()
+        writer.close()
+
+    async def serve() -> None:
+        server = await asyncio.start_server(serve_connection, "127.0.0.1", 0)
+        ports.append(server.sockets[0].getsockname()[1])
+        ready.set()
+        await ended.wait()
+        server.close()
+
+    numbers: list[int] = []
+    ended = asyncio.Event()
+    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
+    thread.start()
+    ready.wait()
+    try:
+        yield f"http://127.0.0.1:{ports[0]}"
+    finally:
+        loop.call_soon_threadsafe(ended.set)
+        thread.join()
+        loop.close()
+
+
+@pytest.fixture
+def inference_file(tmp_path: Path) -> Path:
+    path = tmp_path / "requests.jsonl"
+    path.write_text("\n".join(json.dumps(skips_request(rows)) for rows in (1, 2)))
+    return path
+
+
+@pytest.mark.process
+def test_a_closed_loop_counts_what_the_server_counts(torch_server: Server) -> None:
+    before = answered(torch_server, "skips")
+    facts = bench(
+        url(torch_server),
+        "--model",
+        "skips",
+        "--clients",
+        "2",
+        "--warmup-s",
+        "0",
+        "--shape",
+        "x=3,8",
+        "--shape",
+        "weight=3,1",
+    )
+    assert set(facts["outcomes"]) == {"200"}
+    # One more is sent before the measurement, and one for each client is answered after it.
+    assert answered(torch_server, "skips") - before == facts["requests"] + 1
+    assert facts["requests"] - 2 <= facts["throughput"] <= facts["requests"]
+    # Little's law: two requests are always under way.
+    assert facts["latency"]["mean"] * facts["requests"] == pytest.approx(2, rel=0.3)
+
+
+@pytest.mark.process
+def test_an_open_loop_sends_at_its_rate(torch_server: Server, inference_file: Path) -> None:
+    options = ("--model", "skips", "--requests", str(inference_file), "--rate", "40", "--arrivals", "constant")
+    facts = bench(url(torch_server), *options, "--deadline-ms", "60000")
+    assert facts["requests"] == pytest.approx(40, abs=1)
+    assert facts["outcomes"] == {"200": facts["requests"]}
+    assert facts["good"] == facts["requests"]
+    assert facts["attempts"] == facts["requests"]
+
+
+@pytest.mark.process
+def test_a_text_has_the_tokens_that_were_asked_for(tmp_path: Path) -> None:
+    with stagepack_server([export_decoder(tmp_path)]) as server:
+        facts = bench(url(server), "--clients", "2", "--prompt-tokens", "5", "--output-tokens", "7")
+    text_count = facts["outcomes"].pop("200")
+    assert not facts["outcomes"]
+    assert facts["api"] == "completions"
+    assert facts["text"]["prompt_tokens"] == 5 * text_count
+    assert facts["text"]["output_tokens"] <= 7 * text_count
+    assert 0 < facts["text"]["ttft"]["mean"] < facts["latency"]["mean"]
+    assert facts["text"]["output_tokens_per_second"] > 0
+
+
+@pytest.mark.process
+def test_a_bundle_has_a_server_of_its_own(bundles: Mapping[str, Path]) -> None:
+    result = run("bench", str(bundles["skips"]), "--seconds", "0.5", "--rate", "20", "--", "--max-batch", "4")
+    assert result.exit_code == 0, result.output
+    assert re.search(r"^  200 +\d+  100.0%$", result.stdout, re.MULTILINE)
+    assert "skips (infer) at http://127.0.0.1:" in result.stdout
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    ("content", "outcome"),
+    [
+        (HEAD + b"\r\n" + BODY[:7], "cut off"),
+        (b'HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n5\r\n{"out', "cut off"),
+        (b"nonsense\r\n\r\n", "cut off"),
+        (b"", "cut off"),
+        (b"HTTP/1.1 503 Busy\r\nconnection: close\r\ncontent-length: 0\r\nretry-after: 100\r\n\r\n", "503"),
+        (b"HTTP/1.1 500 Bug\r\nconnection: close\r\ncontent-length: 0\r\n\r\n", "500"),
+        (None, "timed out"),
+    ],
+)
+def test_what_is_no_whole_answer_is_not_good(content: bytes | None, outcome: str, inference_file: Path) -> None:
+    def answer(number: int) -> bytes | None:
+        return HEAD + b"\r\n" + BODY if number % 2 == 0 else content
+
+    with scripted_server(answer) as server_url:
+        options = ("--model", "m", "--requests", str(inference_file), "--timeout-s", "0.1", "--clients", "1")
+        facts = bench(server_url, *options)
+    assert set(facts["outcomes"]) == {"200", outcome}
+    assert facts["good"] == facts["outcomes"]["200"]
+    assert abs(facts["outcomes"]["200"] - facts["outcomes"][outcome]) <= 1
+    assert facts["attempts"] == facts["requests"]
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(
+    "events",
+    [
+        'data: {"choices": [{"text": "a"}]}\n\n',
+        'data: {"choices": [{"text": "a"}]}\n\ndata: {"error": {"message": "late"}}\n\ndata: [DONE]\n\n',
+        "data: [DONE]\n\n",
+        "data: {]\n\ndata: [DONE]\n\n",
+    ],
+)
+def test_a_stream_without_its_end_or_with_an_error_is_not_good(events: str, tmp_path: Path) -> None:
+    usage = '{"choices": [], "usage": {"completion_tokens": 3}}'
+    whole = f'data: {{"choices": [{{"text": "a"}}], "usage": null}}\n\ndata: {usage}\n\ndata: [DONE]\n\n'
+    path = tmp_path / "requests.jsonl"
+    path.write_text('{"prompt": "a", "model": "m"}')
+
+    def answer(number: int) -> bytes:
+        content = (whole if number % 2 == 0 else events).encode()
+        return b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: %d\r\n\r\n%s" % (len(content), content)
+
+    with scripted_server(answer) as server_url:
+        facts = bench(server_url, "--requests", str(path))
+    assert set(facts["outcomes"]) == {"200", "not whole"}
+    assert facts["text"]["output_tokens"] == 3 * facts["outcomes"]["200"]
+
+
+@pytest.mark.process
+def test_a_client_asks_again(inference_file: Path) -> None:
+    contents = [HEAD + b"\r\n" + BODY, b"HTTP/1.1 503 Busy\r\nconnection: close\r\ncontent-length: 0\r\n\r\n", None]
+    with scripted_server(lambda number: contents[number % 3]) as server_url:
+        options = ("--model", "m", "--requests", str(inference_file), "--deadline-ms", "50", "--retry", "2")
+        facts = bench(server_url, *options)
+    assert facts["timeout"] == 0.05
+    # The last one may end with the measurement.
+    assert facts["outcomes"]["200"] >= facts["requests"] - 1
+    assert facts["attempts"] == pytest.approx(3 * facts["requests"], abs=3)
+    assert facts["latency"]["p50"] > 0.05
+
+
+@pytest.mark.process
+def test_a_server_that_stalls_delays_no_request_of_an_open_loop(inference_file: Path) -> None:
+    # For half a second of a run of a second, nothing is answered: the requests of that time wait a quarter of a second on average.
+    stall_start: list[float] = []
+
+    def answer(number: int) -> bytes:
+        if number == 10:
+            stall_start.append(time.perf_counter())
+            time.sleep(0.5)
+        return HEAD + b"\r\n" + BODY
+
+    with scripted_server(answer) as server_url:
+        options = ("--model", "m", "--requests", str(inference_file), "--rate", "50", "--arrivals", "constant")
+        facts = bench(server_url, *options)
+    assert facts["requests"] == pytest.approx(50, abs=1)
+    assert facts["latency"]["max"] > 0.45
+    assert facts["latency"]["mean"] > 0.1
+
+
+def test_wrong_uses_are_refused(inference_file: Path, tmp_path: Path) -> None:
+    nowhere = "http://127.0.0.1:9"
+    assert "does not answer" in command_fails("bench", nowhere)
+    assert "no connection" in command_fails("bench", nowhere, "--model", "m", "--requests", str(inference_file))
+    assert "expected the URL of a server" in command_fails("bench", "http://a b:x/", "--model", "m")
+    (tmp_path / "bad.jsonl").write_text('{"inputs": []}\n[]')
+    assert "line 2: expected a JSON object" in command_fails(
+        "bench", nowhere, "--requests", str(tmp_path / "bad.jsonl")
+    )
+    (tmp_path / "bad.jsonl").write_text('{"inputs": []}\n{"prompt": "a"}')
+    assert "expected requests of one kind" in command_fails("bench", nowhere, "--requests", str(tmp_path / "bad.jsonl"))
+    result = run("bench", nowhere, "--", "--max-batch", "2")
+    assert result.exit_code == 2
+    assert "options after '--' are those of one that is started" in result.output
+
+
+@pytest.mark.process
+def test_a_server_refuses_the_first_request(torch_server: Server) -> None:
+    message = command_fails(
+        "bench",
+        url(torch_server),
+        "--model",
+        "minilm",
+        "--shape",
+        "input_ids=1,9999",
+        "--shape",
+        "attention_mask=1,9999",
+    )
+    assert "the first request to the model minilm has the answer 400" in message
+    assert "name one of" in command_fails("bench", url(torch_server))
+    assert "no such input" in command_fails("bench", url(torch_server), "--model", "skips", "--shape", "z=1")
