@@ -234,6 +234,11 @@ class GeneratingSeq2Seq(torch.nn.Module):
         logits: torch.Tensor = result.logits[:, -1]
         return logits
 
+    def clear(self) -> None:
+        """Forget all texts."""
+        for layer in (*self.__layers, *self.__cross_layers):
+            layer.clear()
+
 
 def _rows(positions: torch.Tensor) -> torch.Tensor:
     """The row of the cache that each token has, [batch * length], by the positions of the tokens."""

@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -75,6 +75,7 @@ def generating_model(model: Any, max_positions: int, max_batch: int) -> Generati
         model, example.token_encoder() if takes_tokens else example.speech_encoder(model.config, model.dtype)
     )
     with torch.no_grad(), _run_errors(model):
+        _check_logits_of_pair(model, pair, encoder_inputs.kwargs, max_positions, encoder_rows)
         rows = pair.encode(**encoder_inputs.kwargs)
     decoder_inputs = on_device_of(model, example.decoder_after(rows, encoder_rows, has_mask=takes_tokens))
     return GeneratingModel(
@@ -123,7 +124,7 @@ def _check_logits(model: Any, decoder: Any, max_positions: int, max_batch: int) 
     token_rows = [torch.arange(size, device=model.device) * 7 % config.vocab_size for size in (length, 2)[:max_batch]]
     expected = torch.cat(
         [model(input_ids=row_tokens[None], use_cache=False).logits[:, -1] for row_tokens in token_rows]
-    ).double()
+    )
     half = length // 2
     decoder(
         input_ids=token_rows[0][None, :half],
@@ -140,8 +141,53 @@ def _check_logits(model: Any, decoder: Any, max_positions: int, max_batch: int) 
         mask[row, : len(row_tokens)] = 1
     logits = decoder(input_ids=input_ids, cache_position=positions, attention_mask=mask)
     decoder.clear()
+    _require_equal(model, logits, expected)
+
+
+def _check_logits_of_pair(
+    model: Any, pair: Any, encoder_inputs: Mapping[str, torch.Tensor], max_positions: int, max_encoder_positions: int
+) -> None:
+    """Check that texts that two calls of the decoder read, after texts of several lengths, have the logits that the model has alone."""
+    inputs = dict(encoder_inputs)
+    batch_size = len(next(iter(inputs.values())))
+    length = min(_CHECKED_LENGTH, max_positions)
+    vocabulary_size = model.config.get_text_config(decoder=True).vocab_size
+    decoder_tokens = (torch.arange(batch_size * length, device=model.device) * 7 % vocabulary_size).view(batch_size, -1)
+    decoder_inputs = {}
+    if "input_ids" in inputs:
+        vocabulary_size = model.get_encoder().get_input_embeddings().num_embeddings
+        inputs["input_ids"] = (inputs["input_ids"].flatten().cumsum(0) * 5 % vocabulary_size).view(batch_size, -1)
+        inputs["attention_mask"] = inputs["attention_mask"].clone()
+        inputs["attention_mask"][1:, 2:] = 0
+        padding = (0, max_encoder_positions - _ENCODER_LENGTH)
+        decoder_inputs["encoder_attention_mask"] = torch.nn.functional.pad(inputs["attention_mask"], padding)
+    expected = []
+    for row in range(batch_size):
+        row_inputs = {input_name: array[row : row + 1] for input_name, array in inputs.items()}
+        if "input_ids" in inputs:
+            row_length = 2 if row else _ENCODER_LENGTH
+            row_inputs = {input_name: array[:, :row_length] for input_name, array in row_inputs.items()}
+        result = model(**row_inputs, decoder_input_ids=decoder_tokens[row : row + 1], use_cache=False)
+        expected.append(result.logits[:, -1])
+    encoder_rows = pair.encode(**inputs)
+    for start, end in ((0, length // 2), (length // 2, length)):
+        logits = pair.decode(
+            input_ids=decoder_tokens[:, start:end],
+            cache_position=torch.arange(start, end, device=model.device),
+            attention_mask=torch.ones_like(decoder_tokens[:, :end]),
+            # Those that the first call has kept need not come again.
+            encoder_hidden_states=encoder_rows if start == 0 else encoder_rows[:, :1],
+            **decoder_inputs,
+        )
+    pair.clear()
+    _require_equal(model, logits, torch.cat(expected))
+
+
+def _require_equal(model: Any, logits: torch.Tensor, expected: torch.Tensor) -> None:
+    """Check that the logits are those of the model without a cache."""
     if expected.is_meta:
         return
+    expected = expected.double()
     difference, scale = float((logits - expected).abs().max()), float(expected.abs().max())
     _LOGGER.info("generation: logits of up to %.3g differ from those of the model by at most %.3g", scale, difference)
     allowed = scale * torch.finfo(model.dtype).eps ** 0.5

@@ -24,14 +24,18 @@ from transformers import (
     LogitsProcessor,
     PreTrainedTokenizerFast,
     StopStringCriteria,
+    T5ForConditionalGeneration,
+    WhisperForConditionalGeneration,
 )
 
 import stagepack
+from stagepack.capture.generation import generating_model
 from stagepack.errors import InputError, OptionError, UnsupportedError
 from stagepack_loaders.generation.decoders import DecoderFacts, decoder_facts
 from stagepack_loaders.generation.settings import GenerationSettings, read_settings
 from stagepack_loaders.generation.token_loop import TokenLoop, row_inputs
 from stagepack_loaders.generation.token_texts import StopStringMatcher
+from tests.serve.generating_families import make_model
 from tests.serve.generating_model import tokenizer as byte_tokenizer
 
 POSITIONS = 64
@@ -203,6 +207,54 @@ class Hasty(LlamaForCausalLM):
 def test_a_model_that_attends_in_another_way_is_refused(llama: Any, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="Hasty attends in a way that its masks do not say"):
         stagepack.export(Hasty(llama.config).eval(), out=tmp_path / "out.stagepack", generate=POSITIONS)
+
+
+class HastyT5(T5ForConditionalGeneration):
+    """A decoder whose answer depends on the size of its mask."""
+
+    def forward(self, *args: Any, decoder_attention_mask: Any = None, **kwargs: Any) -> Any:
+        result = super().forward(*args, decoder_attention_mask=decoder_attention_mask, **kwargs)
+        result.logits *= 1 if decoder_attention_mask is None else decoder_attention_mask.shape[-1]
+        return result
+
+
+class HeedlessT5(T5ForConditionalGeneration):
+    """A decoder that sees the padding of what the encoder reads."""
+
+    def forward(self, *args: Any, attention_mask: Any = None, encoder_outputs: Any = None, **kwargs: Any) -> Any:
+        mask = attention_mask if encoder_outputs is None else None
+        return super().forward(*args, attention_mask=mask, encoder_outputs=encoder_outputs, **kwargs)
+
+
+class HastyWhisper(WhisperForConditionalGeneration):
+    """A decoder that forgets what earlier calls read."""
+
+    def forward(self, *args: Any, decoder_attention_mask: Any = None, **kwargs: Any) -> Any:
+        if decoder_attention_mask is not None:
+            decoder_attention_mask = decoder_attention_mask.clone()
+            decoder_attention_mask[..., 0] = torch.finfo(decoder_attention_mask.dtype).min
+        return super().forward(*args, decoder_attention_mask=decoder_attention_mask, **kwargs)
+
+
+@pytest.mark.parametrize("model_type", [HastyT5, HeedlessT5, HastyWhisper])
+def test_a_model_with_an_encoder_that_attends_in_another_way_is_refused(model_type: Any, tmp_path: Path) -> None:
+    model = make_model("whisper" if model_type is HastyWhisper else "t5")
+    model.__class__ = model_type
+    with pytest.raises(UnsupportedError, match=f"{model_type.__name__} attends in a way that its masks do not say"):
+        stagepack.export(model, out=tmp_path / "out.stagepack", generate=POSITIONS, generate_batch=2)
+
+
+@pytest.mark.parametrize("family", ["t5", "whisper"])
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_logits_of_a_model_with_an_encoder_are_compared(
+    family: str, batch_size: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", "stagepack"):
+        made = generating_model(make_model(family), POSITIONS, batch_size)
+    [difference] = re.findall(r"differ from those of the model by at most (\S+)", caplog.text)
+    assert float(difference) < 1e-5
+    # Nothing of the texts is left.
+    assert not any(buffer.any() for name, buffer in made.module.named_buffers() if "cache" in name)
 
 
 SMALL: dict[str, Any] = {"vocab_size": 99, "hidden_size": 32}
