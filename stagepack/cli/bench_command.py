@@ -164,8 +164,8 @@ class _Options:
     examples=[
         "stagepack bench net.stagepack --clients 8",
         "stagepack bench net.stagepack --clients 8 -- --max-batch 64 --processes 2",
-        "stagepack bench http://localhost:8000 --rate 200 --deadline-ms 100",
-        "stagepack bench http://localhost:8000 --rate 90 --deadline-ms 500 --retry 3",
+        "stagepack bench http://server:8000 --rate 200 --deadline-ms 100",
+        "stagepack bench http://server:8000 --rate 900 --deadline-ms 500 --retry 3",
         "stagepack bench llama.stagepack --prompt-tokens 512 --output-tokens 64",
     ],
 )
