@@ -6,7 +6,7 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,6 +24,28 @@ from stagepack_loaders.stages import StageDriver, stage_driver
 
 # Called with the number of a stage that has run, and for how many seconds.
 StageObserver = Callable[[int, float], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallOptions:
+    """How a call is run.
+
+    Attributes:
+        copies_results: False for a caller who soon drops the results, and does not fork: large ones may be in memory that is shared with
+            other processes, of which there is little.
+        cancellation: done when nobody waits for the results any more. The call then ends before its next stage, with `CancelledError`.
+    """
+
+    copies_results: bool = True
+    cancellation: "Future[None] | None" = None
+
+    def check(self) -> None:
+        """Raise `CancelledError` if nobody waits for the results."""
+        if self.cancellation is not None and self.cancellation.done():
+            raise CancelledError
+
+
+DEFAULT_CALL = CallOptions()
 
 
 class Executor(ABC):
@@ -62,7 +84,11 @@ class Executor(ABC):
 
     @abstractmethod
     def submit(
-        self, values: dict[str, Any], sizes: Mapping[str, int], sequence: Any = None, *, copies_results: bool = True
+        self,
+        values: dict[str, Any],
+        sizes: Mapping[str, int],
+        sequence: Any = None,
+        options: CallOptions = DEFAULT_CALL,
     ) -> "Future[dict[str, Any]]":
         """Run all stages.
 
@@ -70,8 +96,7 @@ class Executor(ABC):
             values: the inputs of the model by edge name; the executor may remove some.
             sizes: the sizes of the symbols that the inputs determine.
             sequence: what `begin_sequence` returned; None for the state of the stages themselves.
-            copies_results: False for a caller who soon drops the results, and does not fork: large ones may be in memory that is shared
-                with other processes, of which there is little.
+            options: how the call is run.
 
         Returns:
             The values after the last stage, with all results of the model. An error is that of the future, or raised at once.
@@ -156,6 +181,7 @@ class _Call:
     call_number: int
     values: dict[str, Any]
     states: dict[int, Any] | None
+    options: CallOptions
     answer: "Future[dict[str, Any]]" = field(default_factory=Future)
 
 
@@ -217,10 +243,14 @@ class LocalExecutor(Executor):
         return self._lost
 
     def submit(
-        self, values: dict[str, Any], sizes: Mapping[str, int], sequence: Any = None, *, copies_results: bool = True
+        self,
+        values: dict[str, Any],
+        sizes: Mapping[str, int],
+        sequence: Any = None,
+        options: CallOptions = DEFAULT_CALL,
     ) -> "Future[dict[str, Any]]":
         """See `Executor`. Sequences of several threads take turns."""
-        call = _Call(next(self.call_numbers), values, sequence)
+        call = _Call(next(self.call_numbers), values, sequence, options)
         self._advance(call, 0)
         return call.answer
 
@@ -299,6 +329,7 @@ class LocalExecutor(Executor):
             nullcontext() if call.states is None else self._sequence_locks[lane_number],
         ):
             for stage in self._lanes[lane_number]:
+                call.options.check()
                 self._run_stage(stage, call.call_number, call.values, call.states)
         if lane_number < len(self._queues):
             self._queues[lane_number].put(partial(self._run_in_lane, call, lane_number + 1))

@@ -5,7 +5,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Final
 
@@ -91,7 +91,7 @@ def command(options: ServeOptions) -> None:
                 _show_texts(models, show, time.monotonic(), 0)
 
             is_drained = serve(control, addresses, on_listening, security)
-        _print_stopped(models.metrics.answer_counts, options.as_json)
+        _print_stopped(models, options.as_json)
         failure = "; ".join(reason for model in models if (reason := model.unavailable_reason()))
         if not is_drained:  # threads that still work on abandoned requests would keep the process alive
             if models.has_failed:
@@ -99,7 +99,7 @@ def command(options: ServeOptions) -> None:
             if options.trace_file is not None:
                 click.echo(f"{options.trace_file} is not written: requests were still running", err=True)
             sys.stdout.flush()
-            os._exit(1 if models.has_failed or any(model.pending_requests for model in models) else 0)
+            os._exit(1 if models.has_failed or any(model.admission.pending_requests for model in models) else 0)
     if models.has_failed:
         fail(failure)
 
@@ -168,12 +168,19 @@ def _show_texts(models: "ModelRegistry", show: Callable[[str | None], None], sin
     asyncio.get_running_loop().call_later(1, _show_texts, models, show, now, token_count)
 
 
-def _print_stopped(counts: Mapping[str, int], as_json: bool) -> None:
-    """Print how many requests were answered with which status, after the server stopped."""
+def _print_stopped(models: "ModelRegistry", as_json: bool) -> None:
+    """Print how many requests were answered with which status, and what was dropped, after the server stopped."""
+    counts, running_count = models.metrics.answer_counts, sum(model.running_count for model in models)
     if as_json:
-        print_json({"answers": counts})
-    else:
-        print_line("stopped: " + (", ".join(f"{count} {status}" for status, count in counts.items()) or "no requests"))
+        dropped = {"requests": models.expired_count, "runs": running_count}
+        print_json({"answers": counts, "dropped": dropped})
+        return
+    line = "stopped: " + (", ".join(f"{count} {status}" for status, count in counts.items()) or "no requests")
+    if models.expired_count:
+        line += f"; dropped {count_of('request', models.expired_count)} not answered in --drain-s"
+    if running_count:
+        line += f"; dropped {count_of('run', running_count)} that nobody waited for"
+    print_line(line)
 
 
 def _model_facts(model: "ServedModel") -> dict[str, Any]:

@@ -3,7 +3,7 @@
 import os
 import subprocess
 import time
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from pathlib import Path
 
 import ml_dtypes
@@ -14,9 +14,10 @@ import torch
 import stagepack
 from stagepack.errors import InputError, OptionError
 from stagepack.format.reader import Bundle
+from stagepack_loaders.executor import CallOptions
 from tests.distributed.bundles import in_processes, process_ids, run_python
 from tests.distributed.forked_processes import forked_launches
-from tests.distributed.operators import Waiting
+from tests.distributed.operators import Wait, Waiting
 from tests.roundtrip.test_shared_inputs import WritesFirst
 from tests.waiting import wait_until
 
@@ -64,6 +65,32 @@ def test_a_slow_process_holds_up_the_one_before_it(tmp_path: Path) -> None:
             time.sleep(0.02)
         assert all(torch.equal(call.result(), seconds * 2) for call in calls)
     assert 2 <= max(block_counts) <= 6
+
+
+def test_stages_do_not_run_calls_that_nobody_waits_for(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(Wait(), Wait())
+    bundle = stagepack.export(model, (torch.zeros(2),), out=tmp_path / "waiting.stagepack", stages=2)
+    [input_name] = [edge.name for edge in bundle.inputs]
+    with in_processes(bundle, imports=[Waiting.__module__]) as pipeline:
+
+        def runs() -> list[int]:
+            statuses = pipeline.executor.process_statuses().values()
+            return [stage.runs for status in statuses for stage in status.stages]
+
+        wait_until(lambda: runs() == [1, 1])  # the recorded example
+        cancellation = Future[None]()
+        options = CallOptions(cancellation=cancellation)
+        calls = [pipeline.executor.submit({input_name: torch.full((2,), 0.5)}, {}, options=options) for _ in range(6)]
+        time.sleep(0.1)
+        cancellation.set_result(None)
+        start = time.monotonic()
+        assert torch.equal(pipeline(torch.full((2,), 0.01)), torch.full((2,), 0.04))
+        assert time.monotonic() - start < 2  # of 4.5 s
+        for call in calls:
+            with pytest.raises(CancelledError):
+                call.result()
+        wait_until(lambda: min(runs()) == 2)  # the example, and the last call
+        assert runs() in ([3, 2], [2, 2])  # the first call may have begun
 
 
 class Adding(torch.nn.Module):

@@ -47,9 +47,14 @@ class Server:
 
     def answers(self) -> dict[str, int]:
         """The counts of its answers by status, which `stagepack serve` prints at its end."""
-        assert self.process.stdout is not None
-        counts: dict[str, int] = json.loads(self.process.stdout.read())["answers"]
+        counts: dict[str, int] = self.last_line()["answers"]
         return counts
+
+    def last_line(self) -> dict[str, Any]:
+        """What `stagepack serve` prints at its end."""
+        assert self.process.stdout is not None
+        facts: dict[str, Any] = json.loads(self.process.stdout.read())
+        return facts
 
     def stop(self) -> int:
         """Tell it to stop, as an orchestrator does; its exit status."""

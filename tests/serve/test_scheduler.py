@@ -7,7 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +20,7 @@ import stagepack
 from stagepack.errors import StageLostError
 from stagepack.format.manifest import Edge
 from stagepack_loaders.elements import NUMPY_ARRAYS
+from stagepack_loaders.executor import CallOptions
 from stagepack_serving.protocol.interface import InterfaceTensor
 from stagepack_serving.server.scheduler import CallBatch, QueuedCall, Scheduler
 from tests.distributed.bundles import tree_environment
@@ -42,14 +43,16 @@ class RemoteExecutor:
     def __init__(self) -> None:
         self.submitted: list[tuple[Mapping[str, Any], Future[Any]]] = []
         self.sizes: list[Mapping[str, int]] = []
+        self.options: list[CallOptions] = []
         self.has_submitted = threading.Semaphore(0)
 
-    def submit(self, values: dict[str, Any], sizes: Mapping[str, int], _: Any, **options: bool) -> "Future[Any]":
+    def submit(self, values: dict[str, Any], sizes: Mapping[str, int], _: Any, options: CallOptions) -> "Future[Any]":
         if values["x"][0] == -3:
             raise SystemExit(3)
         answer = Future[Any]()
         self.submitted.append((values, answer))
         self.sizes.append(sizes)
+        self.options.append(options)
         self.has_submitted.release()
         return answer
 
@@ -142,6 +145,61 @@ def test_the_calls_of_a_batch_that_fails_run_alone() -> None:
     assert scheduler.close(WAIT_SECONDS)
 
 
+def test_a_batch_is_cancelled_when_nobody_waits_for_any_of_its_calls() -> None:
+    executor = RemoteExecutor()
+    executor.most_calls = 1
+    scheduler = schedule(executor, max_batch_size=2)
+    blocking_answer = submit(scheduler, 0)
+    assert executor.has_submitted.acquire(timeout=WAIT_SECONDS)
+    calls = [QueuedCall(inputs={"x": numpy.array([value])}, batch_key="one") for value in (1, 2)]
+    for call in calls:
+        scheduler.submit(call)
+    executor.has_submitted.release()
+    executor.finish_next()
+    assert blocking_answer.result(timeout=WAIT_SECONDS)["y"] == [1]
+    assert executor.has_submitted.acquire(timeout=WAIT_SECONDS)
+    executor.has_submitted.release()
+    cancellation = executor.options[-1].cancellation
+    assert cancellation is not None
+    scheduler.abandon(calls[0])
+    assert not cancellation.done()
+    scheduler.abandon(calls[1])
+    assert cancellation.done()
+    executor.finish_next(CancelledError())  # the calls are not run again
+    assert not submit(scheduler, 3).done()
+    executor.finish_next()
+    assert scheduler.close(WAIT_SECONDS)
+    assert not executor.submitted
+
+
+def test_a_call_that_would_be_answered_too_late_does_not_run() -> None:
+    executor = RemoteExecutor()
+    executor.most_calls = 1
+    scheduler = schedule(executor, max_batch_size=2)
+    for value in (1, 2):
+        submit(scheduler, value)
+        time.sleep(0.2)  # the shortest run
+        executor.finish_next()
+    blocking_answer = submit(scheduler, 0)
+    now = time.monotonic()
+    calls = [
+        QueuedCall(inputs={"x": numpy.array([value])}, sizes={"rows": 1}, batch_key="one", expiry=now + seconds)
+        for value, seconds in enumerate((-1, 0.3, 0.3, WAIT_SECONDS))
+    ]
+    for call in calls:
+        scheduler.submit(call)
+    time.sleep(0.2)
+    executor.finish_next()
+    assert blocking_answer.result(timeout=WAIT_SECONDS)["y"] == [1]
+    executor.finish_next()
+    assert calls[3].answer.result(timeout=WAIT_SECONDS)["y"] == [4]
+    for position in range(3):
+        with pytest.raises(TimeoutError):
+            calls[position].answer.result(timeout=WAIT_SECONDS)
+    assert len(executor.sizes) == 4
+    assert scheduler.close(WAIT_SECONDS)
+
+
 class Mark(numpy.ndarray):
     """An array that can be referred to weakly."""
 
@@ -150,11 +208,13 @@ def test_values_are_freed_with_the_answer() -> None:
     marks: list[weakref.ref[Any]] = []
 
     class MarkingExecutor(RemoteExecutor):
-        def submit(self, values: dict[str, Any], sizes: Mapping[str, int], _: Any, **options: bool) -> "Future[Any]":
+        def submit(
+            self, values: dict[str, Any], sizes: Mapping[str, int], _: Any, options: CallOptions
+        ) -> "Future[Any]":
             mark = numpy.zeros(1).view(Mark)
             marks.append(weakref.ref(mark))
             values["mark"] = mark
-            return super().submit(values, sizes, _, **options)
+            return super().submit(values, sizes, _, options)
 
     executor = MarkingExecutor()
     scheduler = schedule(executor)

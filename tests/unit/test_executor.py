@@ -2,6 +2,7 @@
 
 import gc
 import threading
+from concurrent.futures import CancelledError, Future
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 import stagepack
 from stagepack.errors import StageLostError
 from stagepack.format.reader import Bundle
-from stagepack_loaders.executor import LocalExecutor
+from stagepack_loaders.executor import CallOptions, LocalExecutor
 
 WAIT_SECONDS = 20
 
@@ -22,10 +23,12 @@ class AddingStage:
 
     def __init__(self, device: str) -> None:
         self.device = torch.device(device)
+        self.has_begun = threading.Event()
         self.may_run = threading.Event()
         self.may_run.set()
 
     def run(self, values: list[Any]) -> tuple[Any, ...]:
+        self.has_begun.set()
         assert self.may_run.wait(WAIT_SECONDS)
         if values[0] == -3:
             raise SystemExit(3)
@@ -64,6 +67,29 @@ def test_a_lane_runs_the_next_call_while_another_lane_runs_the_first(bundle: Bun
     stages[2].may_run.set()
     assert [result(answer, bundle) for answer in answers] == [3, 4]
     assert runs == [0, 1, 0, 1, 2, 2]
+    executor.close()
+
+
+def test_a_call_that_is_cancelled_ends_before_its_next_stage(bundle: Bundle, stages: list[Any]) -> None:
+    runs: list[int] = []
+    executor = LocalExecutor(bundle, stages, lambda number, seconds: runs.append(number))
+    stages[2].may_run.clear()
+    running, waiting = Future[None](), Future[None]()
+    values = {bundle.inputs[0].name: torch.tensor(0.0)}
+    answers = [
+        executor.submit(dict(values), {}, options=CallOptions(cancellation=signal)) for signal in (running, waiting)
+    ]
+    assert stages[2].has_begun.wait(WAIT_SECONDS)
+    for signal in (running, waiting):
+        signal.set_result(None)
+    with pytest.raises(CancelledError):
+        executor.submit(dict(values), {}, options=CallOptions(cancellation=waiting))
+    stages[2].may_run.set()
+    assert result(answers[0], bundle) == 3  # a stage that runs is not stopped
+    with pytest.raises(CancelledError):
+        answers[1].result(timeout=WAIT_SECONDS)
+    assert result(submit(executor, bundle, 1), bundle) == 4
+    assert runs == [0, 1, 0, 1, 2, 0, 1, 2]
     executor.close()
 
 

@@ -4,8 +4,8 @@ import math
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import contextmanager
+from concurrent.futures import CancelledError, Future
+from contextlib import contextmanager, suppress
 from queue import SimpleQueue
 from typing import Any
 
@@ -20,6 +20,7 @@ from stagepack_loaders.distributed.packing import PackedValues, pack_command, pa
 from stagepack_loaders.distributed.process_group import SentMessages
 from stagepack_loaders.distributed.routes import (
     ANNOUNCEMENT_TAG,
+    CANCEL_TAG,
     FRONT_RANK,
     ConnectionLostError,
     ControlKind,
@@ -29,69 +30,21 @@ from stagepack_loaders.distributed.routes import (
     write_control,
 )
 from stagepack_loaders.distributed.stage_worker import StageRequest, StageWorker
-from stagepack_loaders.distributed.status import ProcessEnd, ProcessStatus, RequestError, rebuild_error
+from stagepack_loaders.distributed.status import (
+    ProcessEnd,
+    ProcessStatus,
+    RequestError,
+    RequestsInFlight,
+    rebuild_error,
+)
 from stagepack_loaders.distributed.transfers import QueuedSenders, RouteReceivers, RouteSenders
 from stagepack_loaders.distributed.watch import GroupWatch, WatchEvents
+from stagepack_loaders.executor import DEFAULT_CALL, CallOptions
 from stagepack_loaders.run_trace import trace_clock
 
-_REPORT_SECONDS = 5.0
 _CLOSE_SECONDS = 0.01
 # How long threads get to end after their connections were closed; one may still run a stage.
 _ABORT_SECONDS = 1.0
-
-
-class RequestsInFlight:
-    """The requests that are not answered yet, by number. Its methods may be called from any thread."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._answers: dict[int, Future[dict[str, Any]]] = {}
-        self._errors: dict[int, Future[Exception]] = {}
-        self._last_progress = time.monotonic()
-
-    def add(self, number: int, answer: "Future[dict[str, Any]]") -> None:
-        """Add a request that is about to be sent."""
-        with self._lock:
-            if not self._answers:
-                self._last_progress = time.monotonic()
-            self._answers[number] = answer
-
-    def remove(self, number: int) -> "Future[dict[str, Any]] | None":
-        """Remove a request that is about to be answered; return its answer, or None if it has failed with all others."""
-        with self._lock:
-            self._errors.pop(number, None)
-            self._last_progress = time.monotonic()
-            return self._answers.pop(number, None)
-
-    def add_error(self, number: int, error: Exception) -> None:
-        """Add the error of a stage on a request; its first one counts."""
-        with self._lock:
-            if number in self._answers and not (report := self._errors.setdefault(number, Future())).done():
-                report.set_result(error)
-
-    def find_error(self, number: int, *, wait: bool) -> Exception | None:
-        """Return the error of a stage on a request."""
-        with self._lock:
-            if not wait and number not in self._errors:
-                return None
-            report = self._errors.setdefault(number, Future())
-        try:
-            return report.result(_REPORT_SECONDS)
-        except TimeoutError:
-            return StageLostError("a stage failed on the request, and its process has not said why")
-
-    def find_stalled(self, stall_seconds: float) -> tuple[int, float] | None:
-        """Return the oldest request, and for how many seconds none was answered, if that is too long."""
-        seconds = time.monotonic() - self._last_progress
-        with self._lock:
-            return (min(self._answers), seconds) if self._answers and seconds > stall_seconds else None
-
-    def fail(self, lost: StageLostError) -> None:
-        """Fail all requests."""
-        with self._lock:
-            answers, self._answers = list(self._answers.values()), {}
-        for answer in answers:
-            answer.set_exception(repeated_error(lost))  # its traceback has the values of the call
 
 
 class FrontProcess:
@@ -119,6 +72,8 @@ class FrontProcess:
         # Held while a message is sent, so that all processes get the messages in one order. The last reference to the pipeline may go in
         # the thread that has it, which then calls `close`.
         self._send_lock = threading.RLock()
+        # Held while a cancellation is sent: none is after the message that closes.
+        self._cancel_lock = threading.Lock()
         self._last_number = 0
         self._requests = RequestsInFlight()
         self._finished_here: SimpleQueue[StageRequest | ControlMessage] = SimpleQueue()
@@ -166,13 +121,15 @@ class FrontProcess:
         return self._membership.process_names
 
     def submit(
-        self, values: Mapping[str, Any], sizes: Mapping[str, int], sequence: int = 0, *, copies_results: bool = True
+        self,
+        values: Mapping[str, Any],
+        sizes: Mapping[str, int],
+        sequence: int = 0,
+        options: CallOptions = DEFAULT_CALL,
     ) -> "Future[dict[str, Any]]":
         """Send a request on its way. Waits while as many as allowed are in flight.
 
         values: the inputs of the model by edge name, known to fit. They must not be written before the answer.
-        copies_results: False for a caller who soon drops the results, and does not fork: large ones may be on memory that is shared with
-            other processes, of which there is little.
         """
         start = trace_clock()
         size_words = encode_sizes(sizes, self._symbols)
@@ -185,6 +142,11 @@ class FrontProcess:
         if not self._places.acquire(blocking=False):
             self.refuse_waiting()
             self._places.acquire()
+        try:
+            options.check()
+        except CancelledError:
+            self._places.release()
+            raise
         admitted = trace_clock()
         answer: Future[dict[str, Any]] = Future()
         answer.add_done_callback(lambda _: self._places.release())
@@ -195,8 +157,12 @@ class FrontProcess:
                 if self._requests.remove(message.number) is not None:
                     answer.set_exception(repeated_error(lost))
                 return answer
-            request = StageRequest(message=message, layout=layout, values=dict(values), copies_results=copies_results)
+            request = StageRequest(
+                message=message, layout=layout, values=dict(values), copies_results=options.copies_results
+            )
             self._send(request, packed_inputs)
+        if options.cancellation is not None:
+            options.cancellation.add_done_callback(lambda _: self._cancel(message.number))
         self.trace.spans.add("transfer", message.number, start, end=packed)
         self.trace.spans.add("wait", message.number, packed, end=admitted)
         byte_count = sum(values.byte_count for values in packed_inputs) if self.trace.spans.is_on else 0
@@ -231,7 +197,8 @@ class FrontProcess:
         with self._sending():
             if self._is_closed:
                 return False
-            self._is_closed = True
+            with self._cancel_lock:
+                self._is_closed = True
             if self._watch.lost is None:
                 self._watch.expect_close()
                 self._send_command(self._next_message(ControlKind.CLOSE))
@@ -296,20 +263,30 @@ class FrontProcess:
         """Send a request or command on its way."""
         message = work.message if isinstance(work, StageRequest) else work
         if isinstance(work, StageRequest):
-            self._announce(message, work.layout.body_ranks)
+            self._announce(message, work.layout.body_ranks, ANNOUNCEMENT_TAG)
             self._receivers.post_bodies(work.layout)
         elif work.kind == ControlKind.CLOSE:
-            self._announce(message, range(self._group.size))
+            self._announce(message, range(self._group.size), ANNOUNCEMENT_TAG)
+            self._announce(message, range(self._group.size), CANCEL_TAG)
         for route, packed_values in zip(self._input_routes, packed_inputs, strict=True):
             self._sent_messages.add(message.number, self._senders.send(route, message, packed_values))
         self._work.put(work)
 
-    def _announce(self, message: ControlMessage, ranks: Collection[int]) -> None:
-        """Tell processes of a message before their routes do: they post receives ahead."""
+    def _announce(self, message: ControlMessage, ranks: Collection[int], tag: int) -> None:
+        """Tell processes of a message before their routes do, or beside them."""
         head = pack_command(self._symbols).head
         write_control(head.view, message)
-        transfers = [self._group.send(head.memory, rank, ANNOUNCEMENT_TAG) for rank in ranks if rank != FRONT_RANK]
+        transfers = [self._group.send(head.memory, rank, tag) for rank in ranks if rank != FRONT_RANK]
         self._sent_messages.add(message.number, transfers)
+
+    def _cancel(self, number: int) -> None:
+        """Tell all processes that nobody waits for the answer to a request: it fails before its next stage."""
+        self._requests.add_error(number, CancelledError())
+        self._worker.cancel(number)
+        with suppress(ConnectionLostError), self._cancel_lock:  # the watch finds out
+            if not self._is_closed:
+                cancellation = ControlMessage(kind=ControlKind.CANCEL, number=number)
+                self._announce(cancellation, range(self._group.size), CANCEL_TAG)
 
     def _send_queued(self) -> None:
         with self._watch.reported_loss():

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
 from typing import Any, Protocol
 
 from stagepack.errors import OptionError, StageLostError, StagepackError, repeated_error
@@ -19,7 +20,7 @@ from stagepack_loaders.distributed.front import FrontProcess
 from stagepack_loaders.distributed.meeting import StageFacts
 from stagepack_loaders.distributed.routes import FRONT_RANK, ControlKind
 from stagepack_loaders.distributed.status import ProcessStatus
-from stagepack_loaders.executor import Executor, StageObserver
+from stagepack_loaders.executor import DEFAULT_CALL, CallOptions, Executor, StageObserver
 from stagepack_loaders.run_trace import RunTrace
 from stagepack_loaders.torch.arrays import TORCH_ARRAYS
 
@@ -111,20 +112,23 @@ class ProcessExecutor(Executor):
         return self._failure or self.front.lost
 
     def submit(
-        self, values: dict[str, Any], sizes: Mapping[str, int], sequence: Any = None, *, copies_results: bool = True
+        self,
+        values: dict[str, Any],
+        sizes: Mapping[str, int],
+        sequence: Any = None,
+        options: CallOptions = DEFAULT_CALL,
     ) -> "Future[dict[str, Any]]":
         """See `Executor` and `FrontProcess.submit`. Waits while as many calls as allowed are in flight."""
         if self.divide is not None and sequence is None:
-            return self.divide(values, sizes, self._submit_whole)
-        return self._submit_whole(values, sizes, sequence, copies_results=copies_results)
+            return self.divide(values, sizes, partial(self._submit_whole, options=options))
+        return self._submit_whole(values, sizes, sequence, options)
 
     def _submit_whole(
         self,
         values: Mapping[str, Any],
         sizes: Mapping[str, int],
         sequence: int | None = None,
-        *,
-        copies_results: bool = True,
+        options: CallOptions = DEFAULT_CALL,
     ) -> "Future[dict[str, Any]]":
         with suppress(IndexError):
             while True:
@@ -136,7 +140,7 @@ class ProcessExecutor(Executor):
             raise StageLostError("the state of the pipeline was lost with a process: call reset_state() to begin anew")
         if sequence and self._restart_count_of_sequence.setdefault(sequence, self.restart_count) != self.restart_count:
             raise StageLostError("the state of the sequence was lost with a process: begin another one")
-        return front.submit(values, sizes, sequence or 0, copies_results=copies_results)
+        return front.submit(values, sizes, sequence or 0, options)
 
     def begin_sequence(self) -> int:
         """See `Executor`. It is a number that the processes know."""

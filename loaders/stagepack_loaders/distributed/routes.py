@@ -29,6 +29,8 @@ FRONT_RANK = 0
 WORD_BYTES = 8
 # Of messages by which the front announces requests with bodies, and that it closes; routes have the tags above.
 ANNOUNCEMENT_TAG = 0
+# Of messages by which the front cancels requests, and that it closes; above all tags of routes.
+CANCEL_TAG = 2**20 + 1
 _FIXED_WORDS = struct.Struct("<4q")
 _ALIGNMENT = 64
 _KEPT_LAYOUTS = 4096
@@ -135,6 +137,7 @@ class ControlKind(IntEnum):
     CLOSE = 6
     START_TRACE = 7
     STOP_TRACE = 8
+    CANCEL = 9  # nobody waits for the answer to the request of this number; sent beside the routes
 
 
 # Of messages with the values of a request; the others are commands.

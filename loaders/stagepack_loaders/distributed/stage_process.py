@@ -28,6 +28,7 @@ from stagepack_loaders.distributed.membership import GroupOptions, Membership, j
 from stagepack_loaders.distributed.process_group import MessageHead, open_store
 from stagepack_loaders.distributed.routes import (
     ANNOUNCEMENT_TAG,
+    CANCEL_TAG,
     FRONT_RANK,
     REQUEST_KINDS,
     ConnectionLostError,
@@ -170,8 +171,12 @@ class _StageProcess:
         self._spans = SpanRecorder(membership.group.rank)
         self._first_stage = min(membership.stages, default=None)
         self._worker = StageWorker(bundle.entry_point, membership, self._report_failure, self._spans)
-        self._post_thread = threading.Thread(target=self._post_bodies, name="receives", daemon=True)
-        self._post_thread.start()
+        self._threads = [
+            threading.Thread(target=self._post_bodies, name="receives", daemon=True),
+            threading.Thread(target=self._receive_cancellations, name="cancellations", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
         self._watch = FrontWatch(
             self._statuses,
             self._make_status,
@@ -192,7 +197,7 @@ class _StageProcess:
             self._worker.execute(message)
         self._watch.is_closed.set()
         for thread in (
-            self._post_thread,
+            *self._threads,
             *self._watch.threads,
         ):  # one that waits in gloo would abort the interpreter at its end
             thread.join()
@@ -227,13 +232,8 @@ class _StageProcess:
 
     def _post_bodies(self) -> None:
         """Post the receives of the bodies of requests, which the front announces."""
-        head = MessageHead(control_bytes(self._symbols))
         try:
-            while True:
-                self._group.receive(head.memory, FRONT_RANK, ANNOUNCEMENT_TAG).wait()
-                message = read_control(head.view, len(self._symbols))
-                if message.kind == ControlKind.CLOSE:
-                    return
+            for message in self._control_messages(ANNOUNCEMENT_TAG):
                 layout = self._layouts.find(message.size_words)
                 self._posting_places.acquire()
                 self._receivers.post_bodies(layout)
@@ -241,6 +241,23 @@ class _StageProcess:
             self._end_after_loss(error)
         except StagepackError:  # no size that the contract allows
             os._exit(LOST_STATUS)
+
+    def _receive_cancellations(self) -> None:
+        try:
+            for message in self._control_messages(CANCEL_TAG):
+                self._worker.cancel(message.number)
+        except ConnectionLostError as error:
+            self._end_after_loss(error)
+
+    def _control_messages(self, tag: int) -> Iterator[ControlMessage]:
+        """The messages that the front sends beside the routes, until it closes."""
+        head = MessageHead(control_bytes(self._symbols))
+        while True:
+            self._group.receive(head.memory, FRONT_RANK, tag).wait()
+            message = read_control(head.view, len(self._symbols))
+            if message.kind == ControlKind.CLOSE:
+                return
+            yield message
 
     def _report_failure(self, request_number: int, stage_number: int, error: Exception) -> None:
         """Report the error of a stage; after that of a device that computes nothing more in this process, end it, to be started again."""

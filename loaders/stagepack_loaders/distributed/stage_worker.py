@@ -72,7 +72,7 @@ class _ProcessStage:
 
 
 class StageWorker:
-    """The stages of one process. One thread uses it; `stage_counts` and `sequence_count` may be read from others."""
+    """The stages of one process. One thread uses it; others may read `stage_counts` and `sequence_count`, and cancel requests."""
 
     def __init__(
         self,
@@ -94,6 +94,7 @@ class StageWorker:
         self._sent_messages = SentMessages()
         self._report_failure = report_failure
         self._sequence_states: dict[int, dict[int, Any]] = {}
+        self._cancelled_numbers: set[int] = set()
         drivers = [stage_driver(entry_point, number, stage) for number, stage in membership.stages.items()]
         self._stages = [
             _ProcessStage(
@@ -130,6 +131,8 @@ class StageWorker:
     def run_request(self, request: StageRequest) -> None:
         """Run the stages on a request, and send on their outputs."""
         for stage in self._stages:
+            if request.message.number in self._cancelled_numbers and not request.has_failed:
+                request.message = request.message.failed()  # the front knows why
             if not request.has_failed:
                 try:
                     self._run_stage(stage, request)
@@ -139,7 +142,14 @@ class StageWorker:
                 self._send_values(stage, outgoing, request)
         self._sent_messages.finish(request.message.number - _REQUESTS_SENT_AHEAD)
         self._senders.limit_untaken(_REQUESTS_SENT_AHEAD)
+        for number in list(self._cancelled_numbers):
+            if number <= request.message.number:
+                self._cancelled_numbers.discard(number)
         self.spans.end("wait", request.message.number, self._last_stage)
+
+    def cancel(self, number: int) -> None:
+        """Run no further stage on a request. May be called from any thread."""
+        self._cancelled_numbers.add(number)
 
     def execute(self, command: ControlMessage) -> None:
         """Send on a command, and do what it says."""

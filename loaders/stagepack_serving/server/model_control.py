@@ -134,7 +134,7 @@ class ModelControl:
             served.add((model.name, model.version))
         for bundle in self._retiring:
             for model in bundle.models:
-                left = f"{model.pending_requests} requests and {model.sequence_count} sequences are left"
+                left = f"{model.admission.pending_requests} requests and {model.sequence_count} sequences are left"
                 if (model.name, model.version) not in served:
                     entries.append((model.name, model.version, "UNLOADING", left))
         entries += [

@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 from stagepack_serving.server.errors import RequestError, RequestStatus
 from stagepack_serving.server.limits import ServerLimits
 from stagepack_serving.server.metrics import BY_VERSION, Metrics
-from stagepack_serving.server.parameters import boolean_parameter
+from stagepack_serving.server.parameters import boolean_parameter, seconds_left, shorten_deadline, timeout_parameter
 
 if TYPE_CHECKING:
     from stagepack_serving.server.served_model import ServedModel
@@ -52,6 +52,7 @@ class ModelRegistry(Collector):
         is_stopping: whether the server is told to stop.
         has_failed: whether the server stops because a model has ended.
         stopping: set when the server stops to accept requests.
+        expired_count: the number of requests that were not answered before the end of the drain.
     """
 
     def __init__(self, limits: ServerLimits, metrics: Metrics) -> None:
@@ -62,6 +63,7 @@ class ModelRegistry(Collector):
         self.metrics = metrics
         self.is_stopping = False
         self.has_failed = False
+        self.expired_count = 0
         self.stopping = asyncio.Event()
         self._deadlines: set[asyncio.Timeout] = set()
         metrics.registry.register(self)
@@ -180,6 +182,7 @@ class ModelRegistry(Collector):
             # Raised for a request that is over.
             with contextlib.suppress(RuntimeError):
                 deadline.reschedule(0)
+                self.expired_count += 1
 
     def _versions_of(self, model_name: str) -> list["ServedModel"]:
         versions = self._versions.get(model_name)
@@ -220,6 +223,7 @@ class RequestScope:
         version: the version that the request names; may be empty.
         deadline: when its answer must begin; the body may shorten it.
         model: the version that runs it, once it is chosen.
+        has_begun: whether a part of its answer was sent.
     """
 
     registry: ModelRegistry
@@ -227,18 +231,30 @@ class RequestScope:
     version: str
     deadline: asyncio.Timeout
     model: "ServedModel | None" = None
+    has_begun: Callable[[], bool] = lambda: False
 
     async def begin_answer(self) -> None:
         """Give the answer its time to be sent. Call it before the first byte, as what ends after that is cut off and has no error."""
         await asyncio.sleep(0)  # raises the cancellation of a deadline that has passed
         self.deadline.reschedule(asyncio.get_running_loop().time() + self.registry.limits.deadline)
+        self.has_begun = lambda: True
 
     @contextlib.contextmanager
     def reserve_place(self, parameters: Mapping[str, Any]) -> Iterator["ServedModel"]:
-        """Choose the version that runs the request, which is not closed while the context lasts: it has a pending request."""
+        """Choose the version that runs the request, which is not closed while the context lasts: it has a pending request.
+
+        The parameters may shorten the deadline. A request that would be answered too late is refused.
+        """
         self.model = self.registry.choose(self.model_name, self.version, parameters)
-        with self.model.reserve_place():
+        shorten_deadline(self.deadline, timeout_parameter(parameters))
+        with self.model.admission.place(seconds_left(self.deadline), lambda: self.has_begun()):
             yield self.model
+
+    def check_admission(self) -> None:
+        """Refuse a request before its body is decoded, if every version that may run it would."""
+        model = self.registry.find(self.model_name, self.version)
+        if not model.sequence_count:  # else it may belong to a sequence of another version
+            model.admission.check(seconds_left(self.deadline))
 
 
 def _version_metrics(models: Iterable["ServedModel"]) -> Iterator[Metric]:
@@ -250,7 +266,7 @@ def _version_metrics(models: Iterable["ServedModel"]) -> Iterator[Metric]:
     digests: dict[tuple[str, ...], int] = {}
     for model in models:
         labels = (model.name, model.version)
-        pending[labels] += model.pending_requests
+        pending[labels] += model.admission.pending_requests
         sequences[labels] += model.sequence_count
         weights[labels] += model.weight_bytes
         digests[(*labels, model.bundle.digest)] = 1

@@ -100,6 +100,12 @@ class InferenceRequest:
     parameters: Mapping[str, Any] = field(default_factory=dict)
 
 
+def seconds_left(deadline: asyncio.Timeout) -> float:
+    """Return the time until a deadline."""
+    end_time = deadline.when()
+    return math.inf if end_time is None else end_time - asyncio.get_running_loop().time()
+
+
 def shorten_deadline(deadline: asyncio.Timeout, seconds: float) -> None:
     """Move a deadline to so many seconds from now, which may be infinite, unless it is earlier already."""
     current_deadline, now = deadline.when(), asyncio.get_running_loop().time()

@@ -44,6 +44,7 @@ class InferenceRoute:
         try:
             async with self._models.request_scope(*requested_model(request), "rest") as request_scope:
                 body = await read_body(request, self._models.limits.max_request_bytes)
+                request_scope.check_admission()
                 header, inference_request = await beside_loop(
                     len(body), decode_request, body, request.headers.get(BINARY_HEADER)
                 )

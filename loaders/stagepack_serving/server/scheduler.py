@@ -1,22 +1,26 @@
 """A queue of calls, joined to batches, that an executor runs."""
 
 import itertools
+import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import numpy
 
 from stagepack.errors import StageLostError
 from stagepack_loaders.elements import Array
 from stagepack_loaders.exchange import to_elements
-from stagepack_loaders.executor import Executor, thread_end_text
+from stagepack_loaders.executor import CallOptions, Executor, thread_end_text
 from stagepack_serving.protocol.interface import Interface
 from stagepack_serving.server.sequences import RequestSequence
+
+# Those that say how long a run takes at least.
+_RUN_COUNT: Final = 16
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -30,10 +34,12 @@ class QueuedCall:
         batch_size: the size of the first dimension of the inputs, where the call may be joined.
         sequence: the sequence whose state the call uses; None for a model without state.
         ends_sequence: whether this is no call, but the end of its sequence.
-        is_abandoned: whether nobody waits for the answer any more.
+        expiry: when nobody waits for the answer any more, in seconds of `time.monotonic`.
+        is_abandoned: whether nobody does.
         finish: what makes the answer of the output arrays, for a call that runs alone; None for these themselves.
         arrival: when the call was made, in seconds of `time.monotonic`.
         answer: the output arrays by name, or what `finish` makes of them.
+        batch: the calls that it runs with, once it does.
     """
 
     inputs: Mapping[str, Array]
@@ -42,10 +48,12 @@ class QueuedCall:
     batch_size: int = 1
     sequence: RequestSequence | None = None
     ends_sequence: bool = False
+    expiry: float = math.inf
     is_abandoned: bool = False
     finish: Callable[[Mapping[str, Array]], Any] | None = None
     arrival: float = field(default_factory=time.monotonic)
     answer: "Future[Any]" = field(default_factory=Future)
+    batch: "CallBatch | None" = None
 
 
 @dataclass(slots=True, eq=False)
@@ -54,6 +62,7 @@ class CallBatch:
 
     Attributes:
         calls: the calls, in the order in which their inputs are concatenated.
+        cancellation: done when nobody waits for any of the answers.
         start_time: when its run began, in seconds of `time.monotonic`.
         begin_time: when its inputs were converted.
         run_time: when its stages had run.
@@ -61,6 +70,7 @@ class CallBatch:
     """
 
     calls: Sequence[QueuedCall]
+    cancellation: "Future[None]" = field(default_factory=Future)
     start_time: float = 0.0
     begin_time: float = 0.0
     run_time: float = 0.0
@@ -99,9 +109,16 @@ class Scheduler:
         self._changed = threading.Condition()
         self._is_closed = False
         self._running_batches: set[CallBatch] = set()
+        # Of the last batches, in seconds.
+        self._run_times: deque[float] = deque(maxlen=_RUN_COUNT)
         # It also runs the stages of the first device of this process.
         self._thread = threading.Thread(target=self._run, name="lane-0", daemon=True)
         self._thread.start()
+
+    @property
+    def running_count(self) -> int:
+        """The number of batches that run."""
+        return len(self._running_batches)
 
     def submit(self, call: QueuedCall) -> None:
         """Put a call in the queue."""
@@ -111,6 +128,15 @@ class Scheduler:
                 return
             self._waiting.append(call)
             self._changed.notify()
+
+    def abandon(self, call: QueuedCall) -> None:
+        """Drop a call that nobody waits for. A batch of which all calls are dropped ends before its next stage."""
+        with self._changed:
+            call.is_abandoned = True
+            batch = call.batch
+            ends_batch = batch is not None and all(call.is_abandoned for call in batch.calls)
+        if batch is not None and ends_batch and not batch.cancellation.done():
+            batch.cancellation.set_result(None)
 
     def end_sequence(self, sequence: RequestSequence) -> None:
         """Free the state of a sequence after its calls that are in the queue: one of them would create the state again."""
@@ -152,6 +178,8 @@ class Scheduler:
         """Make place for another batch."""
         with self._changed:
             self._running_batches.discard(batch)
+            for call in batch.calls:
+                call.batch = None  # a cycle would keep the inputs until the garbage collector comes
             if self._waiting or self._is_closed:  # otherwise, the thread would wake up for nothing
                 self._changed.notify_all()
 
@@ -166,7 +194,7 @@ class Scheduler:
                 for call in list(self._waiting):
                     if call.batch_key == first_call.batch_key and batch_size + call.batch_size <= self._max_batch_size:
                         self._waiting.remove(call)
-                        if call.answer.set_running_or_notify_cancel():
+                        if self._is_wanted(call):
                             calls.append(call)
                             batch_size += call.batch_size
                 remaining = first_call.arrival + self._batching_delay - time.monotonic()
@@ -174,11 +202,13 @@ class Scheduler:
                     break
                 self._changed.wait(remaining)
             batch = CallBatch(calls)
+            for call in calls:
+                call.batch = batch
             self._running_batches.add(batch)
         return batch
 
     def _take_oldest(self) -> QueuedCall | None:
-        """Wait for a call whose answer is not cancelled, and a place; None once the scheduler is closed and the queue empty."""
+        """Wait for a call that somebody waits for, and a place; None once the scheduler is closed and the queue empty."""
         while True:
             self._changed.wait_for(
                 lambda: len(self._running_batches) < self._executor.most_calls and (self._waiting or self._is_closed)
@@ -186,14 +216,25 @@ class Scheduler:
             if not self._waiting:
                 return None
             call = self._waiting.popleft()
-            if call.answer.running() or call.answer.set_running_or_notify_cancel():
+            if self._is_wanted(call):
                 return call
+
+    def _is_wanted(self, call: QueuedCall) -> bool:
+        """Whether somebody will still wait for the answer to a call when it has run."""
+        if call.is_abandoned or not (call.answer.running() or call.answer.set_running_or_notify_cancel()):
+            return False
+        # A run is too long for one call only if another one waits: how long runs take is learned from those that run.
+        shortest_run = min(self._run_times, default=0.0) if self._waiting else 0.0
+        if time.monotonic() + shortest_run > call.expiry:
+            call.answer.set_exception(TimeoutError())
+            return False
+        return True
 
     def _start(self, batch: CallBatch) -> None:
         """Submit a batch, whose answers are set when it has run."""
         calls = batch.calls
-        if calls[0].ends_sequence or all(call.is_abandoned for call in calls):
-            if calls[0].ends_sequence and calls[0].sequence is not None and calls[0].sequence.state is not None:
+        if calls[0].ends_sequence:
+            if calls[0].sequence is not None and calls[0].sequence.state is not None:
                 self._executor.end_sequence(calls[0].sequence.state)
             self._end_batch(batch)
             return
@@ -203,7 +244,8 @@ class Scheduler:
             values = self._input_values(calls)
             batch.begin_time = time.monotonic()
             # Encoding an answer copies what other processes have sent.
-            answer = self._executor.submit(values, self._sizes(calls), self._state(calls[0]), copies_results=False)
+            options = CallOptions(copies_results=False, cancellation=batch.cancellation)
+            answer = self._executor.submit(values, self._sizes(calls), self._state(calls[0]), options)
         except Exception as error:  # noqa: BLE001 - the caller gets any error that the model raises
             self._fail(batch, error)
             return
@@ -241,6 +283,7 @@ class Scheduler:
             self._fail(batch, error)
             return
         batch.end_time = time.monotonic()
+        self._run_times.append(batch.end_time - batch.start_time)
         try:
             self._on_end(batch)
             _set_answers(batch.calls, outputs)
@@ -250,7 +293,9 @@ class Scheduler:
 
     def _fail(self, batch: CallBatch, error: Exception) -> None:
         """Refuse the only call of a batch, or run its calls alone."""
-        if len(batch.calls) == 1:
+        if batch.cancellation.done():
+            pass
+        elif len(batch.calls) == 1:
             batch.calls[0].answer.set_exception(error)
         else:
             self._retry_alone(batch.calls)

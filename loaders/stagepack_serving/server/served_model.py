@@ -3,7 +3,8 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,6 +15,7 @@ from stagepack_loaders.batching import batch_limit
 from stagepack_loaders.elements import Array
 from stagepack_loaders.pipeline import CallablePipeline
 from stagepack_serving.protocol.interface import Interface
+from stagepack_serving.server.admission import Admission
 from stagepack_serving.server.errors import RequestError, RequestStatus
 from stagepack_serving.server.example_check import run_example
 from stagepack_serving.server.limits import ServerLimits
@@ -22,9 +24,8 @@ from stagepack_serving.server.metrics import Metrics
 from stagepack_serving.server.parameters import (
     InferenceRequest,
     InferenceTensor,
+    seconds_left,
     sequence_parameters,
-    shorten_deadline,
-    timeout_parameter,
 )
 from stagepack_serving.server.scheduler import CallBatch, QueuedCall, Scheduler
 from stagepack_serving.server.sequences import RequestSequence, SequenceTable
@@ -45,7 +46,7 @@ class ServedModel:
         max_batch_size: the largest batch that requests are joined to; 1 if each request runs alone.
         weight_bytes: bytes of the weights of its stages.
         unbatched_reason: why each request runs alone although `ServerLimits.max_batch_size` allows more; empty if that is not so.
-        pending_requests: the number of requests that are not answered yet.
+        admission: counts the requests that are not answered yet, and refuses those that would be answered too late.
         generator: generates texts with the model; None for a model that does not generate.
         embedder: embeds texts with the model; None for a model that does not.
         on_sequence_start: called with the id of each sequence that a request starts.
@@ -69,7 +70,6 @@ class ServedModel:
         self.version = version
         self.bundle = bundle = pipeline.bundle
         self.interface = Interface(bundle.entry_point)
-        self.pending_requests = 0
         self.generator: Any = None
         self.embedder: Any = None
         self.on_sequence_start: Callable[[int | str], None] = lambda _: None
@@ -96,6 +96,7 @@ class ServedModel:
         self._pipeline = pipeline  # its processes end with it
         self._executor = pipeline.executor.overlapping(lambda number, seconds: stage_seconds[number].observe(seconds))
         self.lane_count = self._executor.lane_count
+        self.admission = Admission(name, limits.max_pending_requests, self._executor.most_calls + 1)
         self._restart_count = self._executor.restart_count
         self._scheduler = Scheduler(
             self._executor,
@@ -115,6 +116,11 @@ class ServedModel:
         """The number of sequences whose state is kept."""
         return len(self._sequences or ())
 
+    @property
+    def running_count(self) -> int:
+        """The number of batches that run."""
+        return self._scheduler.running_count
+
     def has_sequence(self, sequence_id: object) -> bool:
         """Return whether the state of a sequence is kept here; `sequence_id` may be any parameter of a request."""
         return self._sequences is not None and sequence_id in self._sequences
@@ -128,21 +134,7 @@ class ServedModel:
         """Return whether no request and no sequence needs this version any more; sequences that are idle for too long are removed."""
         if self._sequences is not None:
             self._sequences.remove_idle()
-        return not self.pending_requests and not self.sequence_count
-
-    @contextlib.contextmanager
-    def reserve_place(self) -> Iterator[None]:
-        """Count a request among those that are not answered yet, for the duration of the context."""
-        if self.pending_requests >= self.limits.max_pending_requests:
-            raise RequestError(
-                RequestStatus.BUSY,
-                f"{self.name}: {self.pending_requests} requests are waiting already: try again later",
-            )
-        self.pending_requests += 1
-        try:
-            yield
-        finally:
-            self.pending_requests -= 1
+        return not self.admission.pending_requests and not self.sequence_count
 
     def metadata(self, versions: Sequence[str]) -> dict[str, Any]:
         """Return the metadata of the model as the protocol defines it; see `model_metadata`."""
@@ -163,7 +155,7 @@ class ServedModel:
         """Run the model on a request."""
         self._check_availability()
         call = self._build_call(request)
-        shorten_deadline(deadline, timeout_parameter(request.parameters))
+        call.expiry = time.monotonic() + seconds_left(deadline)
         if self._sequences is None:
             arrays = await self._run(call)
         else:
@@ -295,8 +287,10 @@ class ServedModel:
         try:
             return await asyncio.wrap_future(call.answer)
         except asyncio.CancelledError:
-            call.is_abandoned = True
+            self._scheduler.abandon(call)
             raise
+        except TimeoutError:
+            raise RequestError(RequestStatus.TOO_LATE, f"{self.name}: no answer before the deadline") from None
         except InputError as error:
             raise RequestError(RequestStatus.BAD_REQUEST, f"{self.name}: {error}") from None
         except StageLostError as error:

@@ -86,6 +86,7 @@ class Generator:
         self.text_format: TextFormat | None = read_text_format(decoder.bundle)
         self.prompt_name = next(name for name in self._prompt_interface.inputs if name.startswith("input_"))
         [self._logits_output] = decoder.interface.outputs
+        decoder.admission.busy_count = self.texts_at_once + 1
 
     @property
     def texts_at_once(self) -> int:

@@ -74,6 +74,7 @@ class TextRoute(ABC):
         channel = AnswerChannel(scope, receive, send)
         try:
             async with self._begin(Request(scope, receive)) as (request_scope, fields):
+                request_scope.has_begun = lambda: channel.is_started
                 with request_scope.reserve_place({}) as model:
                     answering = self._answer(model, fields, channel, request_scope.deadline)
                     answer = await unless_disconnected(answering, receive)

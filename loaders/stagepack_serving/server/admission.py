@@ -1,0 +1,131 @@
+"""Which requests a model accepts under load: those that it answers while their clients wait.
+
+A queue that is longer than clients wait makes every answer too late: each request that runs has waited for so long that its client is
+about to give up. By Little's law, a request that comes to L requests under way is answered after L / λ seconds, λ being the rate of
+answers. Sources: J. D. C. Little, "A Proof for the Queuing Formula: L = λW", 1961; on goodput under overload, "Handling Overload" in
+"Site Reliability Engineering", https://sre.google/sre-book/handling-overload/.
+"""
+
+import asyncio
+import contextlib
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Final
+
+from stagepack_serving.server.errors import RequestError, RequestStatus
+
+# The share of its deadline in which a request is expected to be answered: runs vary.
+_SAFE_SHARE: Final = 0.8
+# The answers that the rate is measured with: batches of 32 end at once.
+_ANSWER_COUNT: Final = 256
+_ANSWER_SECONDS: Final = 10.0
+# Fewer say nothing about the rate.
+_FEWEST_ANSWERS: Final = 8
+# The requests that waited, of which some were given up by their clients; fewer of these are no overload.
+_WAITED_COUNT: Final = 64
+_FEWEST_GIVEN_UP: Final = 4
+_GIVEN_UP_SHARE: Final = 1 / 2
+# Clients are taken to wait twice as long after so many seconds in which few give up: it is tried out whether they do.
+_PATIENCE_DOUBLES_SECONDS: Final = 30.0
+_MOST_DOUBLINGS: Final = 64  # more is no number
+
+
+class Admission:
+    """Admits requests to one model. Its methods are called in the thread of the event loop.
+
+    Most clients do not say how long they wait. It is learned from those that give up before their answer begins.
+
+    Attributes:
+        pending_requests: the number of requests that were admitted and are not answered yet.
+        busy_count: how many requests at a time keep the model at work. So many are always admitted.
+    """
+
+    def __init__(self, model_name: str, most_requests: int, busy_count: int) -> None:
+        self.pending_requests = 0
+        self.busy_count = busy_count
+        self._model_name = model_name
+        self._most_requests = most_requests
+        # While the model was at work without a pause, beginning with when that began.
+        self._answer_times: deque[float] = deque(maxlen=_ANSWER_COUNT)
+        self._answer_seconds: deque[float] = deque(maxlen=_WAITED_COUNT)
+        # Of requests that had to wait: the time after which clients gave up; None for an answer.
+        self._waited: deque[float | None] = deque(maxlen=_WAITED_COUNT)
+        self._patience = math.inf
+        self._patience_time = 0.0
+
+    def check(self, seconds_left: float) -> None:
+        """Refuse a request that is expected to be answered too late, with `RequestStatus.BUSY`."""
+        count = self.pending_requests + 1
+        if count > self._most_requests:
+            raise self._refusal("at most so many are accepted")
+        if count <= self.busy_count:
+            return
+        now = time.monotonic()
+        self._forget_old_answers(now)
+        rate = (len(self._answer_times) - 1) / max(now - self._answer_times[0], 1e-9) if self._answer_times else 0.0
+        if len(self._answer_times) > _FEWEST_ANSWERS and count > _SAFE_SHARE * rate * seconds_left:
+            expected = f"{rate:.3g} are answered in a second"
+            raise self._refusal(f"{expected}, and this one has to be in {seconds_left:.3g} s")
+        doublings = (now - self._patience_time) / _PATIENCE_DOUBLES_SECONDS
+        patience = self._patience * 2 ** min(doublings, _MOST_DOUBLINGS)
+        if self._answer_times and count > _SAFE_SHARE * rate * patience:
+            raise self._refusal(f"{rate:.3g} are answered in a second, and clients hang up after {patience:.3g} s")
+
+    @contextlib.contextmanager
+    def place(self, seconds_left: float, has_begun: Callable[[], bool]) -> Iterator[None]:
+        """Count a request for the duration of the context, or refuse it; see `check`.
+
+        seconds_left: the time until its deadline.
+        has_begun: whether a part of its answer was sent.
+        """
+        self.check(seconds_left)
+        start_time = time.monotonic()
+        waits = self.pending_requests >= self.busy_count
+        self.pending_requests += 1
+        if self.pending_requests >= self.busy_count and not self._answer_times:
+            self._answer_times.append(start_time)
+        try:
+            yield
+        except BaseException as error:
+            if waits and _is_given_up(error) and not has_begun():
+                self._learn_patience(time.monotonic() - start_time)
+            raise
+        else:
+            self._answer_seconds.append(time.monotonic() - start_time)
+            if waits:
+                self._waited.append(None)
+            if self._answer_times:
+                self._answer_times.append(time.monotonic())
+        finally:
+            self.pending_requests -= 1
+            if 2 * self.pending_requests < self.busy_count:
+                self._answer_times.clear()
+
+    def _learn_patience(self, seconds: float) -> None:
+        """Learn from a request that was given up after so many seconds, unless it would have been without any load."""
+        if seconds < min(self._answer_seconds, default=0.0):
+            return
+        self._waited.append(seconds)
+        times = [waited for waited in self._waited if waited is not None]
+        if len(times) >= max(_FEWEST_GIVEN_UP, _GIVEN_UP_SHARE * len(self._waited)):
+            self._patience, self._patience_time = statistics.median(times), time.monotonic()
+
+    def _refusal(self, reason: str) -> RequestError:
+        message = (
+            f"{self._model_name}: {self.pending_requests} requests are waiting already, and {reason}: try again later"
+        )
+        return RequestError(RequestStatus.BUSY, message)
+
+    def _forget_old_answers(self, now: float) -> None:
+        while len(self._answer_times) > _FEWEST_ANSWERS + 1 and now - self._answer_times[0] > _ANSWER_SECONDS:
+            self._answer_times.popleft()
+
+
+def _is_given_up(error: BaseException) -> bool:
+    """Whether a request ended since its client hung up, or its deadline passed."""
+    if isinstance(error, RequestError):
+        return error.status in (RequestStatus.HUNG_UP, RequestStatus.TOO_LATE)
+    return isinstance(error, asyncio.CancelledError)

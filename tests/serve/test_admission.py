@@ -1,0 +1,141 @@
+"""Which requests a model accepts under load, simulated: the share of its capacity that answers clients who still wait."""
+
+import heapq
+import itertools
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+
+import pytest
+
+from stagepack_serving.server.admission import Admission
+from stagepack_serving.server.errors import RequestError, RequestStatus
+
+RUN_SECONDS = 0.02
+MOST_REQUESTS = 256
+
+
+class Simulation:
+    """Clients of a model that runs one request after another, on a clock of its own.
+
+    Each client asks again at once when it has waited for long enough, and 1 s after a refusal.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, client_seconds: float, tells_deadline: bool) -> None:
+        self.now = 0.0
+        monkeypatch.setattr("stagepack_serving.server.admission.time.monotonic", lambda: self.now)
+        self.admission = Admission("m", MOST_REQUESTS, 2)
+        self.answers: list[float] = []
+        self.refusals = 0
+        self._client_seconds = client_seconds
+        self._deadline = client_seconds if tells_deadline else 60.0
+        self._numbers = itertools.count()
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._places: dict[int, AbstractContextManager[None]] = {}
+        self._queue: deque[int] = deque()
+        self._running: int | None = None
+
+    def ask_in(self, seconds: float) -> None:
+        """A client asks in so many seconds."""
+        self._after(seconds, self._ask)
+
+    def run(self, seconds: float) -> None:
+        """Simulate so many seconds."""
+        end_time = self.now + seconds
+        while self._events and self._events[0][0] < end_time:
+            self.now, _, event = heapq.heappop(self._events)
+            event()
+        self.now = end_time
+
+    def _after(self, seconds: float, event: Callable[[], None]) -> None:
+        heapq.heappush(self._events, (self.now + seconds, next(self._numbers), event))
+
+    def _ask(self) -> None:
+        place = self.admission.place(self._deadline, lambda: False)
+        try:
+            place.__enter__()
+        except RequestError:
+            self.refusals += 1
+            self.ask_in(1)
+            return
+        number = next(self._numbers)
+        self._places[number] = place
+        self._queue.append(number)
+        self._after(self._client_seconds, partial(self._give_up, number))
+        self._run_next()
+
+    def _run_next(self) -> None:
+        while self._running is None and self._queue:
+            number = self._queue.popleft()
+            if number in self._places:
+                self._running = number
+                self._after(RUN_SECONDS, partial(self._answer, number))
+
+    def _answer(self, number: int) -> None:
+        self._running = None
+        if number in self._places:
+            self._places.pop(number).__exit__(None, None, None)
+            self.answers.append(self.now)
+            self.ask_in(0)
+        self._run_next()
+
+    def _give_up(self, number: int) -> None:
+        if number in self._places:
+            error = RequestError(RequestStatus.HUNG_UP, "the client closed the connection")
+            assert not self._places.pop(number).__exit__(RequestError, error, None)
+            self.ask_in(0)
+
+
+@pytest.mark.parametrize("tells_deadline", [False, True])
+@pytest.mark.parametrize("load", [3, 5])
+def test_most_answers_are_in_time_under_overload(
+    monkeypatch: pytest.MonkeyPatch, load: int, tells_deadline: bool
+) -> None:
+    simulation = Simulation(monkeypatch, client_seconds=1, tells_deadline=tells_deadline)
+    for number in range(round(load / RUN_SECONDS)):
+        simulation.ask_in(number * RUN_SECONDS / load)
+    simulation.run(60)
+    assert len(simulation.answers) > 0.9 * 60 / RUN_SECONDS
+
+
+def test_patient_clients_are_all_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    simulation = Simulation(monkeypatch, client_seconds=30, tells_deadline=False)
+    for _ in range(200):
+        simulation.ask_in(0)
+    simulation.run(60)
+    assert not simulation.refusals
+    assert len(simulation.answers) == 60 / RUN_SECONDS - 1
+
+
+def test_the_patience_of_clients_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    simulation = Simulation(monkeypatch, client_seconds=1, tells_deadline=False)
+    for _ in range(150):
+        simulation.ask_in(0)
+    simulation.run(10)
+    assert simulation.refusals
+    simulation._client_seconds = 30
+    simulation.run(120)
+    simulation.refusals = 0
+    simulation.run(10)
+    assert not simulation.refusals
+
+
+def test_a_client_that_hangs_up_without_a_queue_teaches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    simulation = Simulation(monkeypatch, client_seconds=0.001, tells_deadline=False)
+    simulation.ask_in(0)
+    simulation.run(10)
+    simulation._client_seconds = 30
+    for _ in range(200):
+        simulation.ask_in(0)
+    simulation.run(10)
+    assert not simulation.refusals
+
+
+def test_more_requests_than_the_limit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    simulation = Simulation(monkeypatch, client_seconds=30, tells_deadline=False)
+    for _ in range(MOST_REQUESTS + 1):
+        simulation.ask_in(0)
+    simulation.run(0.001)
+    assert simulation.refusals == 1
+    assert simulation.admission.pending_requests == MOST_REQUESTS
