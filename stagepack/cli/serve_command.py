@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
 import click
@@ -73,7 +74,12 @@ def command(options: ServeOptions) -> None:
     security = server_security(options)
     models = ModelRegistry(options.limits(), Metrics())
     control = model_control(bundle_paths, options, models)
-    addresses = ServerAddresses(host=options.host, http_port=options.http_port, grpc_port=options.grpc_port)
+    addresses = ServerAddresses(
+        host=options.host,
+        http_port=options.http_port,
+        grpc_port=options.grpc_port,
+        operator_port=options.operator_port,
+    )
     if not is_launched_group() or launched_rank() == 0:
         check_addresses(addresses)
     with ExitStack() as closing:
@@ -143,7 +149,9 @@ def server_security(options: ServeOptions) -> "ServerSecurity":
 def _print_listening(addresses: "ServerAddresses", models: "ModelRegistry", options: ServeOptions) -> None:
     """Print the models and the addresses, when the server accepts requests."""
     if options.as_json:
-        ports = {"host": addresses.host, "http_port": addresses.http_port, "grpc_port": addresses.grpc_port}
+        ports: dict[str, Any] = asdict(addresses)
+        if addresses.operator_port is None:
+            del ports["operator_port"]
         print_json(ports | {"models": [_model_facts(model) for model in models.serving]})
         return
     for model in models.serving:
@@ -157,6 +165,8 @@ def _print_listening(addresses: "ServerAddresses", models: "ModelRegistry", opti
     host = f"[{addresses.host}]" if ":" in addresses.host else addresses.host
     scheme, encryption = ("http", "") if options.tls_certificate is None else ("https", " with TLS")
     print_line(f"REST on {scheme}://{host}:{addresses.http_port}, gRPC on {host}:{addresses.grpc_port}{encryption}")
+    if addresses.operator_port is not None:
+        print_line(f"health and metrics on http://{host}:{addresses.operator_port}")
 
 
 def _show_texts(models: "ModelRegistry", show: Callable[[str | None], None], since: float, counted: int) -> None:

@@ -112,6 +112,13 @@ class ServeOptions:
     grpc_port: int = flag(
         "--grpc-port PORT", "Port for gRPC; 0 chooses a free port.", type=click.IntRange(0, 65535), default=8001
     )
+    operator_port: int | None = flag(
+        "--operator-port PORT",
+        "Port for health and metrics alone, without TLS and tokens: probes and Prometheus are answered there whatever load the other ports "
+        "have. 0 chooses a free port.",
+        type=click.IntRange(0, 65535),
+        default_text="none",
+    )
     tls_certificate: Path | None = flag(
         "--tls-certificate FILE",
         "PEM file with the certificate of the server, and those between it and its authority: REST and gRPC are encrypted by TLS.",

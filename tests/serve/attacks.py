@@ -123,7 +123,7 @@ _ATTACKS: Final[Mapping[str, Callable[[int], None]]] = {
     "rapid reset": reset_calls,
     "pages": ask_pages,
 }
-GRPC_ATTACKS: Final = tuple(attack_name for attack_name in _ATTACKS if attack_name != "pages")
+ATTACK_NAMES: Final = tuple(_ATTACKS)
 
 
 @contextlib.contextmanager

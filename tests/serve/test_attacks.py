@@ -1,4 +1,4 @@
-"""Clients over gRPC that hold calls, open too many or take them back: others are answered meanwhile, and all know what became of theirs."""
+"""Clients that hold calls, open too many, take them back or ask for pages: others are answered meanwhile."""
 
 import asyncio
 import collections
@@ -18,7 +18,7 @@ from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
 from stagepack_serving.server.errors import RequestError
 from stagepack_serving.server.grpc_limits import OpenCall, OpenCalls
-from tests.serve.attacks import GRPC_ATTACKS, attacking
+from tests.serve.attacks import ATTACK_NAMES, attacking
 from tests.serve.servers import INFER, Server, http_client, post, skips_request, stagepack_server
 
 pytestmark = pytest.mark.xdist_group("serve")
@@ -56,10 +56,10 @@ def slow_seconds(server: Server) -> float:
     return sorted(durations)[-CALLS // 100]
 
 
-@pytest.mark.parametrize("attack_name", GRPC_ATTACKS)
-def test_an_attack_over_grpc_keeps_no_other_client_waiting(server: Server, attack_name: str) -> None:
+@pytest.mark.parametrize("attack_name", ATTACK_NAMES)
+def test_an_attack_keeps_no_other_client_waiting(server: Server, attack_name: str) -> None:
     quiet_seconds = slow_seconds(server)
-    with attacking(attack_name, server.grpc):
+    with attacking(attack_name, server.http if attack_name == "pages" else server.grpc):
         attacked_seconds = slow_seconds(server)
     assert attacked_seconds < GENEROUS_RATIO * max(quiet_seconds, GENEROUS_SECONDS)
 

@@ -105,8 +105,10 @@ class ModelRegistry(Collector):
         """Forget versions that have finished."""
         self._retiring.difference_update(models)
         for model in models:
-            versions = self._versions[model.name]
-            versions.remove(model)
+            # Not in place: the metrics are collected in other threads.
+            self._versions[model.name] = versions = [
+                other for other in self._versions[model.name] if other is not model
+            ]
             if model.version not in [other.version for other in versions]:
                 self.metrics.remove_version(model.name, model.version)
 

@@ -29,7 +29,7 @@ _SMALL_BYTES: Final = 65_536
 # More threads would only wait for the interpreter.
 _THREADS: Final = ThreadPoolExecutor(max_workers=2, thread_name_prefix="codec")
 # Long enough for a thread that waits for the interpreter to get it.
-_PAUSE_SECONDS: Final = 5e-5
+PAUSE_SECONDS: Final = 5e-5
 
 
 class _InputOutline(Struct, gc=False):
@@ -154,5 +154,5 @@ def with_pauses(items: Iterable[Item]) -> Iterator[Item]:
     """Let other threads have the interpreter between steps of work, each of which holds it."""
     for position, item in enumerate(items):
         if position:
-            time.sleep(_PAUSE_SECONDS)
+            time.sleep(PAUSE_SECONDS)
         yield item

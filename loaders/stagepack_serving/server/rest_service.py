@@ -4,11 +4,11 @@ Sources: https://github.com/kserve/open-inference-protocol/blob/main/specificati
 https://github.com/triton-inference-server/server/tree/main/docs/protocol.
 """
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final
 
-from msgspec import Struct
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -27,6 +27,7 @@ from stagepack_serving.server.openapi import Endpoint, endpoints_page, openapi_d
 from stagepack_serving.server.parameters import refuse_load_parameters
 from stagepack_serving.server.rest_connections import ConnectionCloser
 from stagepack_serving.server.rest_inference import InferenceRoute
+from stagepack_serving.server.rest_pages import PagePace, SharedPage, metrics_page
 from stagepack_serving.server.rest_request import RequestHeader, read_fields, requested_model
 from stagepack_serving.server.security import TokenCheck, TokenGuard
 
@@ -40,19 +41,19 @@ _PATHS: Final = {
 }
 
 
-class IndexRequest(Struct, kw_only=True):
+class IndexRequest(msgspec.Struct, kw_only=True):
     """The body of a request for the index."""
 
     ready: bool = False
 
 
-class LoadRequest(Struct, kw_only=True):
+class LoadRequest(msgspec.Struct, kw_only=True):
     """The body of a request to load a model."""
 
     parameters: dict[str, Any] = {}
 
 
-class UnloadRequest(Struct, kw_only=True):
+class UnloadRequest(msgspec.Struct, kw_only=True):
     """The body of a request to unload a model. Its parameter ``unload_dependents`` has no effect: there are no ensembles."""
 
     parameters: dict[str, Any] = {}
@@ -60,24 +61,42 @@ class UnloadRequest(Struct, kw_only=True):
 
 def rest_application(control: ModelControl, check_token: TokenCheck | None = None) -> ASGIApp:
     """Build the ASGI application of the server."""
-    models = control.models
+    models, pace = control.models, PagePace()
 
     async def show_endpoints(_: Request) -> Response:
-        return HTMLResponse(endpoints_page(endpoints))
+        return HTMLResponse(page)
+
+    async def show_document(_: Request) -> Response:
+        return Response(document, media_type="application/json")
 
     endpoints = [
-        *_server_endpoints(models),
+        *_server_endpoints(models, pace),
         *_model_endpoints(models, "/v2/models/{model}"),
         *_model_endpoints(models, "/v2/models/{model}/versions/{version}"),
-        *_repository_endpoints(control),
+        *_repository_endpoints(control, pace),
         *openai_endpoints(models),
     ]
     # They describe themselves too.
     endpoints += [
-        Endpoint("/docs", "A page of all paths", show_endpoints, "text/html"),
-        Endpoint("/openapi.json", "This document", _json(lambda _: document), dict[str, Any]),
+        Endpoint("/docs", "A page of all paths", pace.keep(show_endpoints), "text/html"),
+        Endpoint("/openapi.json", "This document", pace.keep(show_document), dict[str, Any]),
     ]
-    document = openapi_document(endpoints, requires_token=check_token is not None)
+    page = endpoints_page(endpoints)
+    # Once: encoding it takes 10 ms.
+    document = msgspec.json.encode(openapi_document(endpoints, requires_token=check_token is not None))
+    application = _application(endpoints)
+    if check_token is not None:
+        application = TokenGuard(application, check_token, models.metrics)
+    return ConnectionCloser(application, models)
+
+
+def operator_application(models: ModelRegistry, is_live: Callable[[], bool]) -> ASGIApp:
+    """Build the ASGI application of the operator's port."""
+    endpoints = [*_health_endpoints(models, is_live), _metrics_endpoint(models, PagePace())]
+    return ConnectionCloser(_application(endpoints), models)
+
+
+def _application(endpoints: Sequence[Endpoint]) -> ASGIApp:
     exception_handlers: dict[Any, Callable[[Request, Any], Awaitable[Response]]] = {
         RequestError: _request_error_response,
         HTTPException: _http_error_response,
@@ -86,18 +105,28 @@ def rest_application(control: ModelControl, check_token: TokenCheck | None = Non
     routes = [endpoint.route() for endpoint in endpoints]
     starlette = Starlette(routes=routes, exception_handlers=exception_handlers)
     starlette.router.redirect_slashes = False
-    application: ASGIApp = starlette
-    if check_token is not None:
-        application = TokenGuard(application, check_token, models.metrics)
-    return ConnectionCloser(application, models)
+    return starlette
 
 
-def _server_endpoints(models: ModelRegistry) -> list[Endpoint]:
-    metadata = server_metadata()
-    index = {"name": metadata["name"], "version": metadata["version"], **_PATHS}
+def _health_endpoints(models: ModelRegistry, is_live: Callable[[], bool]) -> list[Endpoint]:
+    return [
+        Endpoint("/v2/health/live", "Whether the process runs", _ready(lambda _: is_live())),
+        Endpoint("/v2/health/ready", "Whether the server takes requests", _ready(lambda _: models.is_ready)),
+    ]
+
+
+def _metrics_endpoint(models: ModelRegistry, pace: PagePace) -> Endpoint:
+    page = SharedPage(lambda: metrics_page(models.metrics.registry))
 
     async def metrics(_: Request) -> Response:
-        return Response(generate_latest(models.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+        return Response(await page.content(), media_type=CONTENT_TYPE_LATEST)
+
+    return Endpoint("/metrics", "Metrics for Prometheus", pace.keep(metrics), "text/plain")
+
+
+def _server_endpoints(models: ModelRegistry, pace: PagePace) -> list[Endpoint]:
+    metadata = server_metadata()
+    index = {"name": metadata["name"], "version": metadata["version"], **_PATHS}
 
     async def change_log_settings(request: Request) -> Response:
         return JSONResponse(update_log_settings(await read_fields(request, dict[str, Any])))
@@ -108,19 +137,18 @@ def _server_endpoints(models: ModelRegistry) -> list[Endpoint]:
         Endpoint(
             "/v2", "Name, version and extensions of the server", _json(lambda _: metadata), answers.ServerMetadata
         ),
-        Endpoint("/v2/health/live", "Whether the process runs", _ready(lambda _: True)),
-        Endpoint("/v2/health/ready", "Whether the server takes requests", _ready(lambda _: models.is_ready)),
+        *_health_endpoints(models, lambda: True),
         Endpoint(
             "/v2/models/stats",
             "What all models have done",
-            _json(lambda _: models.statistics("", "")),
+            pace.keep(_json(lambda _: models.statistics("", ""))),
             answers.StatisticsAnswer,
         ),
         Endpoint("/v2/logging", "Which levels are logged", _json(lambda _: log_settings()), settings),
         Endpoint(
             "/v2/logging", "Change which levels are logged", change_log_settings, settings, dict[str, Any], (400,)
         ),
-        Endpoint("/metrics", "Metrics for Prometheus", metrics, "text/plain"),
+        _metrics_endpoint(models, pace),
     ]
 
 
@@ -166,7 +194,7 @@ def _model_endpoints(models: ModelRegistry, path: str) -> list[Endpoint]:
     ]
 
 
-def _repository_endpoints(control: ModelControl) -> list[Endpoint]:
+def _repository_endpoints(control: ModelControl, pace: PagePace) -> list[Endpoint]:
     async def index(request: Request) -> Response:
         fields = await read_fields(request, IndexRequest)
         return JSONResponse(await control.index(ready_only=fields.ready))
@@ -183,7 +211,9 @@ def _repository_endpoints(control: ModelControl) -> list[Endpoint]:
 
     path, entries, nothing = "/v2/repository", list[answers.IndexEntry], dict[str, Any]
     return [
-        Endpoint(f"{path}/index", "Models, versions and their states", index, entries, IndexRequest, (400, 500)),
+        Endpoint(
+            f"{path}/index", "Models, versions and their states", pace.keep(index), entries, IndexRequest, (400, 500)
+        ),
         Endpoint(
             f"{path}/models/{{model}}/load",
             "Load the newest version of a model",

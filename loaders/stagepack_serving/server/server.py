@@ -2,18 +2,16 @@
 
 import asyncio
 import contextlib
-import functools
 import math
 import os
+import resource
 import signal
-import socket
-import ssl
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 import grpc
-import uvicorn
 import uvloop
 from grpc_health.v1 import health
 from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
@@ -29,25 +27,29 @@ from stagepack_serving.server.generation.generator import add_generators
 from stagepack_serving.server.grpc_calls import CheckedMethods
 from stagepack_serving.server.grpc_limits import MAX_CONNECTION_CALLS, MAX_RECEIVED_CALLS
 from stagepack_serving.server.grpc_service import INFERENCE_SERVICE, GrpcService, HealthService
+from stagepack_serving.server.http_server import (
+    KEEP_ALIVE_SECONDS,
+    REFUSAL_SECONDS,
+    create_http_server,
+    listen,
+    serving_in_thread,
+)
 from stagepack_serving.server.limits import ServerLimits
 from stagepack_serving.server.metrics import Metrics
 from stagepack_serving.server.model_control import ModelControl, fixed_bundles
 from stagepack_serving.server.model_registry import LoadedBundle, ModelRegistry
-from stagepack_serving.server.rest_connections import LimitedConnection
-from stagepack_serving.server.rest_service import rest_application
+from stagepack_serving.server.rest_service import operator_application, rest_application
 from stagepack_serving.server.security import ServerSecurity, read_security, watch_files
 from stagepack_serving.server.served_model import ServedModel
 
-# Connections that wait to be accepted.
-_BACKLOG: Final = 2048
-# After the drain, the time for the answers to requests whose deadline was set to now.
-_REFUSAL_SECONDS: Final = 2
 # For threads to end that work for nobody.
 _ABANDONED_SECONDS: Final = 1
 # How often the models are looked at.
 _WATCH_SECONDS: Final = 0.2
-# Longer than clients and proxies keep an idle connection.
-_KEEP_ALIVE_SECONDS: Final = 75
+# An event loop that has not run for so long does not live.
+_LIVE_SECONDS: Final = 10.0
+# Of the process, beside those of connections.
+_OTHER_FILES: Final = 1000
 
 
 def watch_stop_signals() -> asyncio.Future[signal.Signals]:
@@ -77,43 +79,12 @@ def watch_stop_signals() -> asyncio.Future[signal.Signals]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerAddresses:
-    """The addresses of a server. A port 0 chooses a free one."""
+    """The addresses of a server. A port 0 chooses a free one; None for no port of the operator."""
 
     host: str = "127.0.0.1"
     http_port: int = 8000
     grpc_port: int = 8001
-
-
-class _UvicornServer(uvicorn.Server):
-    """Uvicorn with a bound on the time of TLS handshakes, and without its signal handlers: signals stop gRPC too."""
-
-    def __init__(self, config: uvicorn.Config, tls_context: ssl.SSLContext | None, handshake_seconds: float) -> None:
-        super().__init__(config)
-        # None of them without TLS, or asyncio refuses them.
-        self._tls_options: dict[str, Any] = (
-            {"ssl": tls_context, "ssl_handshake_timeout": handshake_seconds, "ssl_shutdown_timeout": handshake_seconds}
-            if tls_context is not None
-            else {}
-        )
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        loop = asyncio.get_running_loop()
-        connection_type: Any = self.config.http_protocol_class
-        create_connection = functools.partial(
-            connection_type,
-            config=self.config,
-            server_state=self.server_state,
-            app_state={},
-        )
-        self.servers = [
-            await loop.create_server(create_connection, sock=listener, backlog=_BACKLOG, **self._tls_options)
-            for listener in sockets or ()
-        ]
-        self.started = True
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
+    operator_port: int | None = None
 
 
 def serve(
@@ -139,15 +110,25 @@ async def _serve(
     security: ServerSecurity,
 ) -> bool:
     models, limits = control.models, control.models.limits
-    with _listen(addresses.host, addresses.http_port) as http_socket:
+    _raise_file_limit(2 * limits.max_connections + _OTHER_FILES)
+    with contextlib.ExitStack() as closing:
+        http_socket = closing.enter_context(listen(addresses.host, addresses.http_port))
         grpc_server, methods, grpc_port = _create_grpc_server(control, addresses, security)
-        http_server = _create_http_server(control, security)
+        application = rest_application(control, security.check_token)
+        http_server = create_http_server(application, limits, None if security.tls is None else security.tls.context)
         stop_signal = watch_stop_signals()
         await grpc_server.start()
         http_task = asyncio.create_task(http_server.serve(sockets=[http_socket]))
-        http_port = http_socket.getsockname()[1]
-        on_listening(ServerAddresses(host=addresses.host, http_port=http_port, grpc_port=grpc_port))
-        failure = asyncio.create_task(_wait_for_end(models))
+        http_port, operator_port = http_socket.getsockname()[1], None
+        heartbeat = _Heartbeat()
+        if addresses.operator_port is not None:
+            operator_socket = closing.enter_context(listen(addresses.host, addresses.operator_port, "the operator"))
+            operator_port = operator_socket.getsockname()[1]
+            pages = operator_application(models, heartbeat.is_heard)
+            closing.enter_context(serving_in_thread(operator_socket, pages, limits))
+        ports = {"http_port": http_port, "grpc_port": grpc_port, "operator_port": operator_port}
+        on_listening(ServerAddresses(host=addresses.host, **ports))
+        failure = asyncio.create_task(_wait_for_end(models, heartbeat))
         watching = [asyncio.create_task(control.watch()), asyncio.create_task(watch_files(security.watched_files))]
         stops: list[asyncio.Future[Any]] = [stop_signal, failure]
         await asyncio.wait(stops, return_when=asyncio.FIRST_COMPLETED)
@@ -161,37 +142,35 @@ async def _serve(
         models.stopping.set()
         http_server.should_exit = True
         expiry = asyncio.get_running_loop().call_later(limits.drain, models.expire_requests)
-        await asyncio.gather(methods.stop(limits.drain + _REFUSAL_SECONDS), http_task)
+        await asyncio.gather(methods.stop(limits.drain + REFUSAL_SECONDS), http_task)
         expiry.cancel()
     # All answers are out: nobody waits for what still runs.
     return control.close(_ABANDONED_SECONDS)
 
 
-async def _wait_for_end(models: ModelRegistry) -> None:
+class _Heartbeat:
+    """Says to another thread whether the event loop runs."""
+
+    def __init__(self) -> None:
+        self.time = time.monotonic()
+
+    def is_heard(self) -> bool:
+        return time.monotonic() - self.time < _LIVE_SECONDS
+
+
+def _raise_file_limit(file_count: int) -> None:
+    """Raise the limit of open files, often 1,024, as far as the process may: beyond it, no connection is accepted."""
+    soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = file_count if hard_limit == resource.RLIM_INFINITY else min(file_count, hard_limit)
+    if soft_limit != resource.RLIM_INFINITY and soft_limit < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard_limit))
+
+
+async def _wait_for_end(models: ModelRegistry, heartbeat: _Heartbeat) -> None:
     """Wait until a model will answer no requests any more."""
     while not any(model.has_ended() for model in models.serving):
+        heartbeat.time = time.monotonic()
         await asyncio.sleep(_WATCH_SECONDS)
-
-
-def _create_http_server(control: ModelControl, security: ServerSecurity) -> uvicorn.Server:
-    """The HTTP server, not started yet."""
-    limits = control.models.limits
-    config = uvicorn.Config(
-        rest_application(control, security.check_token),
-        # Based on h11, which bounds the size of a request's head. Uvicorn prefers httptools where it is installed, which does not.
-        http=functools.partial(LimitedConnection, limits=limits),  # type: ignore[arg-type]
-        # A connection that becomes a WebSocket would have no limits.
-        ws="none",
-        log_config=None,
-        access_log=False,
-        lifespan="off",
-        proxy_headers=False,
-        server_header=False,
-        timeout_keep_alive=_KEEP_ALIVE_SECONDS,
-        timeout_graceful_shutdown=math.ceil(limits.drain + _REFUSAL_SECONDS),
-    )
-    tls_context = None if security.tls is None else security.tls.context
-    return _UvicornServer(config, tls_context, limits.first_request)
 
 
 def _create_grpc_server(
@@ -208,7 +187,7 @@ def _create_grpc_server(
         # Until TLS and the preface of HTTP/2 are done.
         ("grpc.server_handshake_timeout_ms", math.ceil(1000 * models.limits.first_request)),
         # The client connects again with its next call.
-        ("grpc.max_connection_idle_ms", 1000 * _KEEP_ALIVE_SECONDS),
+        ("grpc.max_connection_idle_ms", 1000 * KEEP_ALIVE_SECONDS),
         ("grpc.max_concurrent_streams", MAX_CONNECTION_CALLS),
         ("grpc.server.max_pending_requests", MAX_RECEIVED_CALLS),
         # Between the two numbers, grpc cancels some calls, and more the nearer their number is to the second one.
@@ -232,24 +211,11 @@ def _create_grpc_server(
 
 def check_addresses(addresses: ServerAddresses) -> None:
     """Refuse addresses at which the server cannot listen, before models are loaded."""
-    with _listen(addresses.host, addresses.http_port), _listen(addresses.host, addresses.grpc_port, "gRPC"):
-        pass
-
-
-def _listen(host: str, port: int, protocol: str = "HTTP") -> socket.socket:
-    """A listening socket."""
-    with contextlib.ExitStack() as failure:
-        try:
-            family, _, _, _, address = socket.getaddrinfo(host, port)[0]
-            # The protocol is named because asyncio disables Nagle's algorithm, which delays answers by 40 ms, only where it is.
-            listener = failure.enter_context(socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP))
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-            listener.listen(_BACKLOG)
-        except OSError as error:
-            raise AddressError(f"{host} port {port}: cannot listen for {protocol}: {error.strerror or error}") from None
-        failure.pop_all()
-    return listener
+    ports = {"HTTP": addresses.http_port, "gRPC": addresses.grpc_port, "the operator": addresses.operator_port}
+    with contextlib.ExitStack() as closing:
+        for protocol, port in ports.items():
+            if port is not None:
+                closing.enter_context(listen(addresses.host, port, protocol))
 
 
 def serve_pipelines(
@@ -258,6 +224,7 @@ def serve_pipelines(
     host: str = "127.0.0.1",
     http_port: int = 8000,
     grpc_port: int = 8001,
+    operator_port: int | None = None,
     limits: ServerLimits | None = None,
     tls_certificate: str | os.PathLike[str] | None = None,
     tls_key: str | os.PathLike[str] | None = None,
@@ -275,6 +242,8 @@ def serve_pipelines(
         host: the address to listen at; ``0.0.0.0`` is all interfaces.
         http_port: the port for REST; 0 chooses a free one.
         grpc_port: the port for gRPC; 0 chooses a free one.
+        operator_port: the port for health and metrics alone, without TLS and tokens, whose answers wait for no load; 0 chooses a free one,
+            None for no such port.
         limits: the limits of the server; None for the default ones.
         tls_certificate: a PEM file with the certificate of the server, and those between it and its authority; None for no encryption.
         tls_key: a PEM file with its private key, which other users must not be able to read.
@@ -317,7 +286,7 @@ def serve_pipelines(
         return LoadedBundle(version=version, digest=pipeline.bundle.digest, models=[model], end_processes=lambda: None)
 
     control = ModelControl(models, fixed_bundles(dict.fromkeys(pipelines, "")), load_bundle)
-    addresses = ServerAddresses(host=host, http_port=http_port, grpc_port=grpc_port)
+    addresses = ServerAddresses(host=host, http_port=http_port, grpc_port=grpc_port, operator_port=operator_port)
     try:
         control.load_at_start()
         serve(control, addresses, on_listening, security)
