@@ -1,9 +1,11 @@
 """Stages in processes of their own answer as in one process, bit for bit."""
 
 import os
+import random
 import subprocess
 import time
-from concurrent.futures import CancelledError, Future
+from collections import Counter
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from pathlib import Path
 
 import ml_dtypes
@@ -14,6 +16,7 @@ import torch
 import stagepack
 from stagepack.errors import InputError, OptionError
 from stagepack.format.reader import Bundle
+from stagepack_loaders.distributed.pipeline import DistributedPipeline
 from stagepack_loaders.executor import CallOptions
 from tests.distributed.bundles import in_processes, process_ids, run_python
 from tests.distributed.forked_processes import forked_launches
@@ -91,6 +94,38 @@ def test_stages_do_not_run_calls_that_nobody_waits_for(tmp_path: Path) -> None:
                 call.result()
         wait_until(lambda: min(runs()) == 2)  # the example, and the last call
         assert runs() in ([3, 2], [2, 2])  # the first call may have begun
+
+
+def test_cancelled_calls_leave_those_beside_them_and_nothing_else(layers: Bundle) -> None:
+    one, [input_name] = stagepack.load(layers), [edge.name for edge in layers.inputs]
+    [result_name] = [edge.name for edge in layers.edges if edge.producer == 2]
+    [symbol] = layers.entry_point.symbols
+    outcomes = Counter[str]()
+
+    def ask(pipeline: DistributedPipeline, seed: int) -> None:
+        drawn = random.Random(seed)  # noqa: S311 - of a test
+        for _ in range(150):
+            ids = torch.randint(10, (drawn.choice((1, 5, 50, 4000)),))
+            cancellation = Future[None]()
+            options = CallOptions(cancellation=cancellation)
+            answer = pipeline.executor.submit({input_name: ids}, {symbol.name: len(ids)}, options=options)
+            if is_cancelled := drawn.random() < 0.5:
+                time.sleep(drawn.choice((0, 0.0001, 0.001, 0.003)))
+                cancellation.set_result(None)
+            try:
+                assert torch.equal(answer.result(60)[result_name], one(ids))
+                outcomes["answered"] += 1
+            except CancelledError:
+                assert is_cancelled
+                outcomes["cancelled"] += 1
+
+    with in_processes(layers) as pipeline, ThreadPoolExecutor(8) as threads:
+        list(threads.map(lambda seed: ask(pipeline, seed), range(8)))
+        pipeline(torch.arange(5))
+        front = pipeline.executor.front
+        assert not front._sent_messages._messages
+        assert not front._worker._cancelled_numbers
+    assert min(outcomes["answered"], outcomes["cancelled"]) > 100
 
 
 class Adding(torch.nn.Module):

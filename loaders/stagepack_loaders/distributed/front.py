@@ -282,7 +282,8 @@ class FrontProcess:
     def _cancel(self, number: int) -> None:
         """Tell all processes that nobody waits for the answer to a request: it fails before its next stage."""
         self._requests.add_error(number, CancelledError())
-        self._worker.cancel(number)
+        if self._membership.stages:
+            self._worker.cancel(number)
         with suppress(ConnectionLostError), self._cancel_lock:  # the watch finds out
             if not self._is_closed:
                 cancellation = ControlMessage(kind=ControlKind.CANCEL, number=number)
