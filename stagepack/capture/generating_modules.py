@@ -26,6 +26,7 @@ from stagepack.errors import UnsupportedError
 # How transformers names the attention that a model uses, and where its configuration says so.
 _PACKED_ATTENTION: Final = "stagepack_packed"
 _ATTENTION_FIELD: Final = "_attn_implementation"
+_LARGEST_INDEX: Final = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,8 +132,10 @@ class GeneratingDecoder(torch.nn.Module):
     ) -> torch.Tensor:
         """Return the logits of the last token, [batch, vocabulary]."""
         (model,) = self.__model
+        input_ids, cache_position = _refusing_negative(input_ids), _refusing_negative(cache_position)
         rows, slots, sources = _rows(cache_position), cache_position.flatten(), None
         if cache_moves is not None:
+            cache_moves = _refusing_negative(cache_moves)
             source_rows, source_slots, target_rows, target_slots = cache_moves.unbind(1)
             rows, slots = torch.cat((rows, target_rows)), torch.cat((slots, target_slots))
             sources = (source_rows, source_slots)
@@ -186,6 +189,8 @@ class GeneratingSeq2Seq(torch.nn.Module):
     def encode(self, **inputs: torch.Tensor) -> torch.Tensor:
         """Return the rows that the decoder reads, [batch, rows, hidden]."""
         (model,) = self.__model
+        if "input_ids" in inputs:
+            inputs["input_ids"] = _refusing_negative(inputs["input_ids"])
         rows: torch.Tensor = model.get_encoder()(**inputs).last_hidden_state
         return rows
 
@@ -200,6 +205,7 @@ class GeneratingSeq2Seq(torch.nn.Module):
     ) -> torch.Tensor:
         """Return the logits of the last token, [batch, vocabulary]. The rows of the encoder are kept from row 0 on."""
         (model,) = self.__model
+        input_ids, cache_position = _refusing_negative(input_ids), _refusing_negative(cache_position)
         positions = cache_position.expand(input_ids.shape)
         encoder_slots = torch.arange(encoder_hidden_states.shape[1], device=input_ids.device)
         encoder_positions = encoder_slots.expand(encoder_hidden_states.shape[:2])
@@ -238,6 +244,11 @@ class GeneratingSeq2Seq(torch.nn.Module):
         """Forget all texts."""
         for layer in (*self.__layers, *self.__cross_layers):
             layer.clear()
+
+
+def _refusing_negative(indices: torch.Tensor) -> torch.Tensor:
+    """Indices of which negative ones are beyond all that exists: else some operators of some runtimes would count them from the end."""
+    return indices & _LARGEST_INDEX
 
 
 def _rows(positions: torch.Tensor) -> torch.Tensor:

@@ -177,6 +177,35 @@ def test_stop_strings_need_a_tokenizer(llama: Path, tmp_path: Path) -> None:
         stagepack.load(path).generate([1, 2], stop_strings="a")
 
 
+@pytest.mark.parametrize("family", ["llama", "t5"])
+def test_negative_indices_are_refused_in_each_runtime(family: str, tmp_path: Path) -> None:
+    path = export_family(family, tmp_path)
+    for name in ("forward",) if family == "llama" else ("encode", "decode"):
+        assert stagepack.add_onnx(stagepack.open(path).select(name)).torch_only == {}
+    valid = {"input_ids": torch.tensor([[5, 6]]), "attention_mask": torch.ones(1, 2, dtype=torch.int64)}
+    valid |= (
+        {"cache_position": torch.tensor([[0, 1]]), "cache_moves": torch.tensor([[0, 0, 1, 0]])}
+        if family == "llama"
+        else {
+            "cache_position": torch.tensor([0, 1]),
+            "encoder_hidden_states": torch.zeros(1, 5, 32),
+            "encoder_attention_mask": torch.ones(1, POSITIONS, dtype=torch.int64),
+        }
+    )
+    for runtime in ("torch", "onnxruntime"):
+        pipelines = stagepack.load_entry_points(path, runtime=runtime)
+        decoder = pipelines["forward" if family == "llama" else "decode"]
+        decoder(**valid)
+        for input_name in valid.keys() & {"input_ids", "cache_position", "cache_moves"}:
+            wrong = valid[input_name].clone()
+            wrong[..., 0] = -1
+            with pytest.raises(InputError, match="an input value is out of range"):
+                decoder(**valid | {input_name: wrong})
+        if family == "t5":
+            with pytest.raises(InputError, match="an input value is out of range"):
+                pipelines["encode"](input_ids=torch.tensor([[-1, 3]]), attention_mask=valid["attention_mask"])
+
+
 def test_other_models_do_not_generate(tmp_path: Path) -> None:
     stagepack.export(torch.nn.Linear(2, 2), (torch.ones(1, 2),), out=tmp_path / "linear.stagepack")
     with pytest.raises(
