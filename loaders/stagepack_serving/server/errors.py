@@ -1,6 +1,7 @@
 """Why a request is refused, as status codes of HTTP and gRPC; and why a server cannot start."""
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from enum import Enum
 from http import HTTPStatus
 from typing import Any, Final
@@ -60,24 +61,46 @@ class RequestError(StagepackError):
     Attributes:
         status: why it is refused.
         code: OpenAI's name of the error, where the status does not say it.
+        field_name: the field of the request that is wrong; None for another reason.
     """
 
     def __init__(self, status: RequestStatus, message: str, code: str | None = None) -> None:
         super().__init__(message if len(message) <= _MAX_MESSAGE_LENGTH else f"{message[:_MAX_MESSAGE_LENGTH]}...")
         self.status = status
         self.code = code
+        self.field_name: str | None = None
 
 
-def refusal_fields(path: str, message: str, http_code: int, code: str | None = None) -> dict[str, Any]:
+class FieldError(RequestError):
+    """A field of a request is wrong."""
+
+    def __init__(self, field_name: str, message: str) -> None:
+        super().__init__(RequestStatus.BAD_REQUEST, f"{field_name}: {message}")
+        self.field_name = field_name
+
+
+@contextlib.contextmanager
+def errors_of_field(field_name: str) -> Iterator[None]:
+    """Say of requests that are refused that a field is wrong."""
+    try:
+        yield
+    except RequestError as error:
+        if error.status is RequestStatus.BAD_REQUEST and error.field_name is None:
+            error.field_name = field_name
+        raise
+
+
+def refusal_fields(
+    path: str, message: str, http_code: int, code: str | None = None, field_name: str | None = None
+) -> dict[str, Any]:
     """Return the JSON of the answer to a request that is refused, in the form of the API that its path belongs to."""
     if not is_openai_path(path):
         return {"error": message}
     error_type = _OPENAI_TYPES.get(
         http_code, "invalid_request_error" if http_code < _FIRST_SERVER_CODE else "server_error"
     )
-    return {
-        "error": {"message": message, "type": error_type, "param": None, "code": code or _OPENAI_CODES.get(http_code)}
-    }
+    code = code or _OPENAI_CODES.get(http_code)
+    return {"error": {"message": message, "type": error_type, "param": field_name, "code": code}}
 
 
 def refusal_headers(http_code: int) -> dict[str, str]:

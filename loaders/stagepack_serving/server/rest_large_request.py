@@ -11,7 +11,7 @@ import numpy
 from msgspec import UNSET, Raw, Struct, UnsetType
 
 from stagepack.format.rules import JSON_ERRORS
-from stagepack_serving.server.errors import RequestError, RequestStatus
+from stagepack_serving.server.errors import FieldError, RequestError, RequestStatus
 
 # Of a request without the numbers of its inputs.
 _MAX_HEADER_BYTES: Final = 1_000_000
@@ -83,7 +83,7 @@ def decode_field(field_name: str, value: Raw, field_type: Any) -> Any:
     try:
         return msgspec.json.decode(value, type=field_type)
     except JSON_ERRORS as error:
-        raise RequestError(RequestStatus.BAD_REQUEST, f"{field_name}: {error}") from None
+        raise FieldError(field_name, str(error)) from None
 
 
 def check_json_counts(text: bytearray | memoryview, max_containers: int, *, brackets: bytes) -> None:

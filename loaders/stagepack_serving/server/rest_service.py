@@ -245,7 +245,7 @@ def _ready(is_ready: Callable[[Request], bool]) -> Callable[[Request], Awaitable
 
 
 async def _request_error_response(request: Request, error: RequestError) -> Response:
-    return _refusal(request, str(error), error.status.http_code, error.code)
+    return _refusal(request, str(error), error.status.http_code, error.code, error.field_name)
 
 
 async def _http_error_response(request: Request, error: HTTPException) -> Response:
@@ -261,6 +261,8 @@ async def _bug_response(request: Request, error: Exception) -> Response:
     return _refusal(request, f"a bug in stagepack: {type(error).__name__}: {error}", 500)
 
 
-def _refusal(request: Request, message: str, http_code: int, code: str | None = None) -> Response:
-    fields = refusal_fields(request.url.path, message, http_code, code)
+def _refusal(
+    request: Request, message: str, http_code: int, code: str | None = None, field_name: str | None = None
+) -> Response:
+    fields = refusal_fields(request.url.path, message, http_code, code, field_name)
     return JSONResponse(fields, http_code, refusal_headers(http_code))

@@ -26,7 +26,7 @@ from stagepack_loaders.generation.sampling import token_logprobs
 from stagepack_loaders.generation.settings import GenerationSettings, read_settings
 from stagepack_loaders.generation.token_loop import TokenLoop
 from stagepack_serving.protocol.datatypes import NUMPY_DTYPES
-from stagepack_serving.server.errors import CONTEXT_CODE, RequestError, RequestStatus
+from stagepack_serving.server.errors import CONTEXT_CODE, FieldError, RequestError, RequestStatus
 from stagepack_serving.server.generation.json_grammar import GrammarTokens, JsonGrammar, read_grammar_tokens
 from stagepack_serving.server.generation.openai_requests import TEXT_INPUT, GenerateParameters, convert_fields
 from stagepack_serving.server.generation.text_loop import TextLoop
@@ -164,8 +164,8 @@ class Generator:
         vocabulary_size = self._facts.logits.shape[-1]
         for token in tokens:
             if token < 0 or (isinstance(vocabulary_size, int) and token >= vocabulary_size):
-                message = f"logit_bias: expected tokens from 0 to the end of the vocabulary ({vocabulary_size}), found {token}"
-                raise RequestError(RequestStatus.BAD_REQUEST, message)
+                expected = f"expected tokens from 0 to the end of the vocabulary ({vocabulary_size})"
+                raise FieldError("logit_bias", f"{expected}, found {token}")
 
     def compile_schema(self, schema: Mapping[str, Any] | bool, frame: tuple[str, str] = ("", "")) -> JsonGrammar:
         """Compile the schema of JSON between two texts, which texts satisfy. It takes up to a second: call it in a thread."""
@@ -182,8 +182,7 @@ class Generator:
         vocabulary_size, last_token = self._facts.logits.shape[-1], prompt[0, 1:].max()
         if isinstance(vocabulary_size, int) and last_token >= vocabulary_size:
             expected = f"tokens that the model has logits of, 0 to {vocabulary_size - 1}, beside `echo`"
-            message = f"logprobs: expected {expected}, found {last_token} in the prompt"
-            raise RequestError(RequestStatus.BAD_REQUEST, message)
+            raise FieldError("logprobs", f"expected {expected}, found {last_token} in the prompt")
 
         def choose_next(tokens: Array, scores: Array) -> Array:
             next_tokens = numpy.full_like(scores, -numpy.inf)
@@ -207,7 +206,7 @@ class Generator:
     async def generate(self, request: GenerationRequest) -> AsyncGenerator[GeneratedPart, None]:
         """Generate a text."""
         if request.stop_strings and self.text_format is None:
-            raise RequestError(RequestStatus.BAD_REQUEST, "stop: the bundle has no tokenizer.json, so there is no text")
+            raise FieldError("stop", "the bundle has no tokenizer.json, so there is no text")
         text = GeneratedText(self.text_format, request.stop_strings)
 
         def take(loop: TokenLoop, logits: Array) -> GeneratedPart:

@@ -15,7 +15,7 @@ from msgspec import Meta, Raw, Struct
 
 from stagepack.format.limits import Int64
 from stagepack.format.rules import JSON_ERRORS
-from stagepack_serving.server.errors import RequestError, RequestStatus
+from stagepack_serving.server.errors import FieldError, RequestError, RequestStatus
 from stagepack_serving.server.generation.tool_calls import ChosenTool, Tool
 from stagepack_serving.server.rest_large_request import decode_field, decode_fields, split_fields
 
@@ -58,6 +58,8 @@ _PROMPT_FIELDS: Final = frozenset({"input", "messages", "prompt"})
 # Of one request, as OpenAI has it for embeddings.
 _MOST_TEXTS: Final = 2048
 _NESTED_LIST: Final = re.compile(rb"\s*\[\s*\[")
+# In messages of msgspec, and of `SamplingFields`.
+_FIELD_OF_ERROR: Final = re.compile(r".*`\$\.(\w+)|.*field `(\w+)`|(\w+): ")
 _LOG: Final = logging.getLogger("stagepack.serve")
 # The name of a prompt that is a text; others are named as the input of the model that they are.
 TEXT_INPUT: Final = "text_input"
@@ -115,7 +117,10 @@ def convert_fields(fields: Any, fields_type: type[Any]) -> Any:
     try:
         return msgspec.convert(fields, fields_type, str_keys=True)
     except msgspec.ValidationError as error:
-        raise RequestError(RequestStatus.BAD_REQUEST, f"the request: {error}") from None
+        refusal = RequestError(RequestStatus.BAD_REQUEST, f"the request: {error}")
+        found_names = _FIELD_OF_ERROR.match(str(error))
+        refusal.field_name = found_names and found_names[found_names.lastindex or 0]
+        raise refusal from None
 
 
 class StreamOptions(Struct, kw_only=True):
@@ -183,20 +188,20 @@ class CompletionFields(OpenAIFields, kw_only=True, forbid_unknown_fields=True):
             is_nested = _NESTED_LIST.match(memoryview(self.prompt)) is not None
             prompt = decode_field("prompt", self.prompt, list[Raw]) if has_tokens and is_nested else [self.prompt]
         except JSON_ERRORS as error:
-            raise RequestError(RequestStatus.BAD_REQUEST, f"prompt: {error}") from None
+            raise FieldError("prompt", str(error)) from None
         prompts: list[str | Raw] = [prompt] if isinstance(prompt, str) else prompt
         if not 1 <= len(prompts) * self.n <= _MOST_TEXTS:
             expected = f"a string, the tokens of one, or a list of either, with `n` for 1 to {_MOST_TEXTS} texts in all"
-            raise RequestError(RequestStatus.BAD_REQUEST, f"prompt: expected {expected}, found {len(prompts)} prompts")
+            raise FieldError("prompt", f"expected {expected}, found {len(prompts)} prompts")
         return prompts
 
     def check(self) -> None:
         """Check what the types of the fields do not say."""
         if self.best_of not in (None, self.n):
-            message = f"best_of: expected that of n, {self.n}, as this server ranks no texts, found {self.best_of}"
-            raise RequestError(RequestStatus.BAD_REQUEST, message)
+            message = f"expected that of n, {self.n}, as this server ranks no texts, found {self.best_of}"
+            raise FieldError("best_of", message)
         if self.max_tokens == 0 and not self.echo:
-            raise RequestError(RequestStatus.BAD_REQUEST, "max_tokens: expected 1 or more, or `echo`, found 0")
+            raise FieldError("max_tokens", "expected 1 or more, or `echo`, found 0")
 
 
 class _TextPart(Struct):
@@ -248,7 +253,7 @@ class _ResponseFormat(Struct, forbid_unknown_fields=True):
         """Return the schema that an answer satisfies; None for a text."""
         if (self.type == "json_schema") != (self.json_schema is not None):
             expected = "`json_schema` with the type json_schema, and only with it"
-            raise RequestError(RequestStatus.BAD_REQUEST, f"response_format: expected {expected}")
+            raise FieldError("response_format", f"expected {expected}")
         if self.json_schema is None:
             return {"type": "object"} if self.type == "json_object" else None
         return self.json_schema.schema
@@ -282,13 +287,12 @@ class ChatFields(OpenAIFields, kw_only=True, forbid_unknown_fields=True):
     def check(self) -> None:
         """Check what the types of the fields do not say."""
         if self.top_logprobs and not self.logprobs:
-            message = f"top_logprobs: expected `logprobs` to be true, found {self.top_logprobs} without it"
-            raise RequestError(RequestStatus.BAD_REQUEST, message)
+            raise FieldError("top_logprobs", f"expected `logprobs` to be true, found {self.top_logprobs} without it")
         if not self.tools and self.tool_choice not in (None, "none"):
-            raise RequestError(RequestStatus.BAD_REQUEST, "tool_choice: expected `tools` beside it, found none")
+            raise FieldError("tool_choice", "expected `tools` beside it, found none")
         if self.callable_tools() and self.schema() is not None:
-            message = "response_format: expected a text beside `tools`: a call of a tool is not JSON of the schema"
-            raise RequestError(RequestStatus.BAD_REQUEST, message)
+            message = "expected a text beside `tools`: a call of a tool is not JSON of the schema"
+            raise FieldError("response_format", message)
 
     def callable_tools(self) -> list[Tool]:
         """Return the tools that the answer may call."""
@@ -300,8 +304,7 @@ class ChatFields(OpenAIFields, kw_only=True, forbid_unknown_fields=True):
         chosen_name = self.tool_choice.function.name
         chosen_tools = [tool for tool in tools if tool.function.name == chosen_name]
         if not chosen_tools:
-            message = f"tool_choice: expected the name of one of `tools`, found {chosen_name!r}"
-            raise RequestError(RequestStatus.BAD_REQUEST, message)
+            raise FieldError("tool_choice", f"expected the name of one of `tools`, found {chosen_name!r}")
         return chosen_tools
 
     @property
@@ -345,13 +348,13 @@ class EmbeddingFields(Struct, kw_only=True, forbid_unknown_fields=True):
         try:
             value = msgspec.json.decode(self.input, type=str | list[str | Int64 | list[Int64]])
         except JSON_ERRORS as error:
-            raise RequestError(RequestStatus.BAD_REQUEST, f"input: {expected}: {error}") from None
+            raise FieldError("input", f"{expected}: {error}") from None
         sentences: list[Any] = [value] if isinstance(value, str) else value
         if sentences and all(isinstance(item, int) for item in sentences):
             sentences = [sentences]
         is_uniform = len({type(item) for item in sentences}) == 1 and not isinstance(sentences[0], int)
         if not is_uniform or len(sentences) > _MOST_TEXTS or [] in sentences:
-            raise RequestError(RequestStatus.BAD_REQUEST, f"input: {expected}")
+            raise FieldError("input", expected)
         return sentences
 
 
@@ -366,8 +369,7 @@ def decode_openai_request(body: bytearray, fields_type: type[OpenAIFields | Embe
     fields = decode_fields(raw_fields)
     for field_name in fields.keys() & _NEUTRAL_VALUES.keys():
         if fields.pop(field_name) not in _NEUTRAL_VALUES[field_name]:
-            message = f"{field_name}: this server does not support it: leave it out"
-            raise RequestError(RequestStatus.BAD_REQUEST, message)
+            raise FieldError(field_name, "this server does not support it: leave it out")
     request = convert_fields(fields | prompts, fields_type)
     request.check()
     return request

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from stagepack_loaders.elements import Array
-from stagepack_serving.server.errors import RequestError, RequestStatus
+from stagepack_serving.server.errors import FieldError, RequestError, RequestStatus, errors_of_field
 from stagepack_serving.server.generation.embedder import embedder_of, embedding_answer
 from stagepack_serving.server.generation.generator import (
     IDS_INPUT,
@@ -125,10 +125,11 @@ class CompletionRoute(OpenAIRoute):
         generator = generator_of(model)
         reader = _call_reader(generator, fields) if isinstance(fields, ChatFields) else None
         grammar = await _answer_grammar(generator, fields, reader) if isinstance(fields, ChatFields) else None
-        prompts = await _read_prompts(generator, fields)
-        requests = [
-            request for prompt in prompts for request in _generation_requests(generator, fields, prompt, grammar)
-        ]
+        with errors_of_field("messages" if isinstance(fields, ChatFields) else "prompt"):
+            prompts = await _read_prompts(generator, fields)
+            requests = [
+                request for prompt in prompts for request in _generation_requests(generator, fields, prompt, grammar)
+            ]
         answer = TextAnswer(fields, generator.text_format, reader)
         choices = [TextChoice(answer, index) for index in range(len(requests))]
         if isinstance(fields, CompletionFields) and fields.echo:
@@ -185,18 +186,20 @@ def _call_reader(generator: Generator, fields: ChatFields) -> CallReader | None:
         expected = (
             "a chat template with tools, whose calls have the form of Hermes and Qwen (<tool_call>), Mistral or Llama 3"
         )
-        message = f"tools: the bundle of {fields.model} cannot call them: expected {expected}"
-        raise RequestError(RequestStatus.BAD_REQUEST, message)
+        raise FieldError("tools", f"the bundle of {fields.model} cannot call them: expected {expected}")
     names = frozenset(tool.function.name for tool in tools)
     return CallReader(form, names, None if fields.parallel_tool_calls else 1)
 
 
 async def _answer_grammar(generator: Generator, fields: ChatFields, reader: CallReader | None) -> JsonGrammar | None:
     """What rules out tokens that an answer must not have; None if it may have all."""
-    schema, frame = fields.schema(), ("", "")
+    schema, frame, field_name = fields.schema(), ("", ""), "response_format"
     if reader is not None and fields.must_call:
-        schema, frame = reader.form.schema(fields.callable_tools()), reader.form.frame()
-    return None if schema is None else await asyncio.to_thread(generator.compile_schema, schema, frame)
+        schema, frame, field_name = reader.form.schema(fields.callable_tools()), reader.form.frame(), "tools"
+    if schema is None:
+        return None
+    with errors_of_field(field_name):
+        return await asyncio.to_thread(generator.compile_schema, schema, frame)
 
 
 async def _generate_together(
@@ -235,10 +238,8 @@ async def _echo(
 ) -> None:
     """Begin the choices with their prompts."""
     if generator.text_format is None or not generator.continues_prompt:
-        message = (
-            f"{fields.model}: echo: expected a model that continues texts: this one has an encoder, or no tokenizer"
-        )
-        raise RequestError(RequestStatus.BAD_REQUEST, message)
+        message = f"expected a model that continues texts: {fields.model} has an encoder, or no tokenizer"
+        raise FieldError("echo", message)
     for number, prompt in enumerate(prompts):
         tokens = prompt.array[0].tolist()
         text = generator.text_format.decode(tokens) if prompt.text is None else prompt.text

@@ -83,7 +83,9 @@ class TextRoute(ABC):
                         await channel.send_json(answer)
         except RequestError as error:
             if channel.has_events:
-                await channel.send_event(refusal_fields(scope["path"], str(error), error.status.http_code, error.code))
+                http_code = error.status.http_code
+                event = refusal_fields(scope["path"], str(error), http_code, error.code, error.field_name)
+                await channel.send_event(event)
                 await channel.end_events()
             elif not channel.is_started:
                 raise
