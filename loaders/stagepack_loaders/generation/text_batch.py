@@ -5,7 +5,7 @@ It does no calls itself, as `TokenLoop`.
 
 from collections import deque
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 import numpy
 
@@ -52,6 +52,16 @@ class BatchCall:
     texts: dict[int, BatchedText]
 
 
+class TextQueue(Protocol):
+    """Texts that wait."""
+
+    def __len__(self) -> int:
+        """The number of texts."""
+
+    def popleft(self) -> BatchedText:
+        """Take out the text that is next."""
+
+
 class TextBatch:
     """Plans the calls of a decoder whose texts have rows of their own (`DecoderFacts.has_rows`).
 
@@ -62,13 +72,13 @@ class TextBatch:
         most_texts: the number of rows.
     """
 
-    def __init__(self, facts: DecoderFacts, most_texts: int, waiting: deque[BatchedText] | None = None) -> None:
+    def __init__(self, facts: DecoderFacts, most_texts: int, waiting: TextQueue | None = None) -> None:
         self.most_texts = most_texts
         self._facts = facts
         self._texts: list[BatchedText] = []
         self._beginning: deque[BatchedText] = deque()
         # Those that several batches take from when they have a free row.
-        self._waiting: deque[BatchedText] = deque() if waiting is None else waiting
+        self._waiting: TextQueue = deque() if waiting is None else waiting
         self._limit = most_texts
         self._others_wait = False
 
@@ -115,8 +125,9 @@ class TextBatch:
         if len(going_on) < len(self._texts):
             self._limit = min(self.most_texts, self._limit + 1)
         self._texts = going_on
-        for queue in (self._beginning, self._waiting):
-            while queue and len(self._texts) < self._limit:
+        queues: tuple[TextQueue, ...] = (self._beginning, self._waiting)
+        for queue in queues:
+            while len(queue) and len(self._texts) < self._limit:
                 self._texts.append(queue.popleft())
         if not self._texts:
             return None

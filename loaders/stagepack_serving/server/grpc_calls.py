@@ -214,12 +214,20 @@ async def _only_message(context: Any, call: OpenCall) -> bytes:
 
 def check_call_authorization(check_token: TokenCheck, context: Any) -> None:
     """Check the authorization in the metadata of a call."""
-    values = [
+    check_authorization(check_token, _authorization_values(context))
+
+
+def client_of_call(context: Any) -> tuple[str | None, str]:
+    """Return who sends a call: the authorization in its metadata, and the address of the host."""
+    return next(iter(_authorization_values(context)), None), context.peer().rpartition(":")[0]
+
+
+def _authorization_values(context: Any) -> list[str]:
+    return [
         value if isinstance(value, str) else value.decode("latin-1")
         for key, value in context.invocation_metadata() or ()
         if key == "authorization"
     ]
-    check_authorization(check_token, values)
 
 
 async def _abort(context: Any, method: str, error: Exception) -> None:

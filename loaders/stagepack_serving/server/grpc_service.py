@@ -16,8 +16,9 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceServicer
 
 from stagepack_serving.server.errors import RequestError, RequestStatus
+from stagepack_serving.server.generation.client_queue import requests_of_client
 from stagepack_serving.server.generation.grpc_generation import asks_for_generation, check_text_size, generate_responses
-from stagepack_serving.server.grpc_calls import RequestStream, check_call_authorization
+from stagepack_serving.server.grpc_calls import RequestStream, check_call_authorization, client_of_call
 from stagepack_serving.server.grpc_messages import (
     ParsedInference,
     decode_parameters,
@@ -96,7 +97,7 @@ class GrpcService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # genera
             responses.append(response)
 
         check_text_size(self._models, request)
-        await self._answer(request, context.time_remaining(), keep, streams=False)
+        await self._answer(request, context, keep, streams=False)
         return responses[0]
 
     async def ModelStreamInfer(self, requests: Any, context: Any) -> AsyncIterator[Any]:  # noqa: D102, N802
@@ -137,7 +138,7 @@ class GrpcService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # genera
 
             try:
                 with requests.working():
-                    await self._answer(request, context.time_remaining(), put, streams=True)
+                    await self._answer(request, context, put, streams=True)
             except RequestError as error:
                 if not has_place:
                     await unsent_answers.acquire()
@@ -159,7 +160,7 @@ class GrpcService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # genera
     async def _answer(
         self,
         request: ParsedInference,
-        remaining_seconds: float | None,
+        context: Any,
         send: Callable[[bytes], Awaitable[None]],
         *,
         streams: bool,
@@ -168,12 +169,13 @@ class GrpcService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # genera
         message = request.message
         try:
             async with self._models.request_scope(message.model_name, message.model_version, "grpc") as scope:
-                if remaining_seconds is not None:
+                if (remaining_seconds := context.time_remaining()) is not None:
                     shorten_deadline(scope.deadline, remaining_seconds)
                 check_request_id(message.id)
                 with scope.reserve_place(decode_parameters(message.parameters)) as model:
                     if asks_for_generation(model, request):
-                        await generate_responses(model, request, scope.deadline, send, streams=streams)
+                        with requests_of_client(*client_of_call(context)):
+                            await generate_responses(model, request, scope.deadline, send, streams=streams)
                         return
                     inference_request = await beside_loop(typed_bytes(message), decode_request, request)
                     outputs = await model.infer(inference_request, scope.deadline)

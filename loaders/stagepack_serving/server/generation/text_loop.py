@@ -3,7 +3,6 @@
 import asyncio
 import functools
 import time
-from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,6 +13,7 @@ from stagepack_loaders.generation.decoders import DecoderFacts
 from stagepack_loaders.generation.text_batch import BatchCall, BatchedText, TextBatch
 from stagepack_loaders.generation.token_loop import TokenLoop
 from stagepack_serving.server.errors import RequestError, RequestStatus
+from stagepack_serving.server.generation.client_queue import ClientQueue
 from stagepack_serving.server.served_model import ServedModel
 
 # Makes a part of a text of the logits of its next token, [1, vocabulary]; the part says why the text ends, if it does.
@@ -35,7 +35,7 @@ class _Lane:
     """One batch, and its sequence of calls while it has texts."""
 
     def __init__(
-        self, decoder: ServedModel, batch: TextBatch, texts: dict[BatchedText, _Text], waiting: deque[BatchedText]
+        self, decoder: ServedModel, batch: TextBatch, texts: dict[BatchedText, _Text], waiting: ClientQueue
     ) -> None:
         self.batch = batch
         self._decoder = decoder
@@ -129,7 +129,7 @@ class TextLoop:
         lane_count = limits.max_sequences if rows == 1 else min(decoder.lane_count, rows, limits.max_sequences)
         self._decoder = decoder
         self._texts: dict[BatchedText, _Text] = {}
-        self._waiting: deque[BatchedText] = deque()
+        self._waiting = ClientQueue()
         batches = [TextBatch(facts, rows, self._waiting) for _ in range(lane_count)]
         self._lanes = [_Lane(decoder, batch, self._texts, self._waiting) for batch in batches]
         self.row_count = rows * lane_count
@@ -168,8 +168,7 @@ class TextLoop:
             self._texts.pop(batched, None)
             for lane in self._lanes:
                 lane.batch.remove(batched)
-            if batched in self._waiting:
-                self._waiting.remove(batched)
+            self._waiting.remove(batched)
 
     def _check_waiting(self, prompt_length: int) -> None:
         waiting_count = sum(len(batched.unread_tokens) for batched in self._waiting)
