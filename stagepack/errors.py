@@ -15,7 +15,14 @@ SignatureReason = Literal["unsigned", "malformed", "untrusted", "expired", "chan
 
 
 class StagepackError(Exception):
-    """Base class of all errors that stagepack raises on purpose. Catch it to catch them all."""
+    """Base class of all errors that stagepack raises on purpose. Catch it to catch them all.
+
+    Attributes:
+        origin: the process of a group that has failed, with its host, if the message begins with it; empty otherwise. All processes of the
+            group raise the error.
+    """
+
+    origin: str = ""
 
 
 Error = TypeVar("Error", bound=StagepackError)
@@ -254,7 +261,9 @@ class MicrobatchWarning(UserWarning):
 
 @contextlib.contextmanager
 def named_errors(location: str) -> Iterator[None]:
-    """Let each `StagepackError` in the context begin with the name of a bundle, unless it does already, or is about this installation.
+    """Let each `StagepackError` in the context begin with the name of a bundle.
+
+    Unless it does already, begins with a process, or is about this installation.
 
     location: the path or URL of the bundle; nothing to leave errors as they are.
     """
@@ -263,7 +272,7 @@ def named_errors(location: str) -> Iterator[None]:
     except MissingPackageError:
         raise
     except StagepackError as error:
-        if location and not str(error).startswith(tuple(location + mark for mark in ":#/")):
+        if location and not error.origin and not str(error).startswith(tuple(location + mark for mark in ":#/")):
             error.args = (f"{location}: {error}", *error.args[1:])
         raise
 

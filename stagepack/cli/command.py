@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, dataclass_transform, get_a
 
 import click
 
-from stagepack.cli.failures import Failure
+from stagepack.cli.failures import Failure, told_failures
 from stagepack.errors import MissingPackageError, StagepackError
 from stagepack.format.dtypes import parse_byte_size
 from stagepack.format.rules import MANIFEST_NAME
@@ -146,15 +146,23 @@ def _make_options(options_class: Any, values: Mapping[str, Any]) -> Any:
     )
 
 
-def subcommand(command_name: str, *, examples: Sequence[str]) -> Callable[[Callable[[Any], None]], click.Command]:
-    """Return a decorator that makes a function of an object of options a subcommand."""
+def subcommand(
+    command_name: str, *, examples: Sequence[str], forms_group: bool = False
+) -> Callable[[Callable[[Any], None]], click.Command]:
+    """Return a decorator that makes a function of an object of options a subcommand.
+
+    forms_group: under torchrun, the processes that run the command are those of one pipeline.
+    """
 
     def declare(function: Callable[[Any], None]) -> click.Command:
         [options_parameter] = inspect.signature(function).parameters.values()
         options_class = options_parameter.annotation
 
         def run(**values: Any) -> None:
-            with _named_errors(values):
+            with (
+                told_failures() if forms_group else contextlib.nullcontext(),
+                _named_errors(values),
+            ):
                 function(_make_options(options_class, values))
 
         # click keeps the line breaks of a paragraph that starts with \b. Four spaces make it a code block in Markdown.
@@ -172,6 +180,8 @@ def _named_errors(values: Mapping[str, Any]) -> Iterator[None]:
         yield
     except (StagepackError, Failure) as error:
         message = error.message if isinstance(error, Failure) else str(error)
+        if isinstance(error, StagepackError) and error.origin:
+            raise
         source = values.get("source")
         bundle_path = values.get("bundle_path") or (source if source and is_bundle(source) else None)
         paths = [os.fspath(value) for value in values.values() if isinstance(value, str | os.PathLike) and value]

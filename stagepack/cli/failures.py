@@ -11,8 +11,9 @@ from typing import Any, NoReturn, TextIO
 import click
 
 from stagepack.cli.output import OutputError, printable
-from stagepack.errors import STARTING_FILE_MARK, ExportWarning, StagepackError
+from stagepack.errors import STARTING_FILE_MARK, ExportWarning, GroupError, StagepackError
 from stagepack.extras import missing_package_message
+from stagepack_loaders.distributed.launch_environment import is_launched_group, write_error_file
 
 
 class Failure(click.ClickException):
@@ -57,6 +58,39 @@ def failure_of(error: Exception) -> Failure:
     if os.environ.get("STAGEPACK_TRACEBACK"):
         traceback.print_exception(error)
     return Failure(_message(error))
+
+
+@contextlib.contextmanager
+def told_failures() -> Iterator[None]:
+    """Show why the first of the processes failed that a launcher such as torchrun has started, in each of them.
+
+    torchrun shows the line again at the end of its own report.
+    """
+    if is_launched_group():
+        os.environ.setdefault(
+            "TORCH_CPP_LOG_LEVEL", "ERROR"
+        )  # a store that has gone is a warning of 20 lines, each time
+    try:
+        yield
+    except Exception as error:
+        if not is_launched_group() or isinstance(error, click.UsageError):  # which all of them show
+            raise
+        if isinstance(error, StagepackError) and error.origin:
+            message = str(error)
+        else:
+            failure = error if isinstance(error, click.ClickException) else failure_of(error)
+            message = _tell_others(failure.message)
+        write_error_file(message)
+        raise Failure(message) from error
+
+
+def _tell_others(message: str) -> str:
+    """Tell the other processes why this one fails; return the line to show."""
+    try:
+        from stagepack_loaders.distributed.launch_failures import tell_launched_failure  # noqa: PLC0415 - imports torch
+    except ImportError:
+        return message
+    return tell_launched_failure(GroupError(message))
 
 
 def _message(error: Exception) -> str:

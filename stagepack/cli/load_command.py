@@ -138,6 +138,7 @@ class _Options(BundleOptions):
         "stagepack load net.stagepack --inputs x.safetensors",
         "stagepack load net.stagepack --stage 1 --device cuda",
     ],
+    forms_group=True,
 )
 def command(options: _Options) -> None:
     """Load a bundle and run its example.

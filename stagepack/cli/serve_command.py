@@ -42,6 +42,7 @@ _LOGGING_LIBRARIES: Final = ("asyncio", "grpc", "uvicorn")
         "stagepack serve net.stagepack --tls-certificate tls.pem --tls-key tls.key",
         "stagepack serve net.stagepack --token-file tokens.txt",
     ],
+    forms_group=True,
 )
 def command(options: ServeOptions) -> None:
     """Serve bundles over the Open Inference Protocol.

@@ -1,12 +1,14 @@
 """A pipeline over the processes that torchrun, or another launcher with its environment variables, has started."""
 
+import contextlib
+import itertools
 import os
 from collections.abc import Callable, Collection, Sequence
 
 from msgspec import structs
 from torch.distributed.distributed_c10d import Store
 
-from stagepack.errors import DeviceError, GroupError, OptionError, StageLostError
+from stagepack.errors import DeviceError, GroupError, OptionError, StageLostError, StagepackError, repeated_error
 from stagepack.format.reader import Bundle
 from stagepack.opening import BundleSource
 from stagepack_loaders.base import Compile, Verify
@@ -18,6 +20,12 @@ from stagepack_loaders.distributed.launch_environment import (
     launched_address,
     launched_rank,
     launched_size,
+)
+from stagepack_loaders.distributed.launch_failures import (
+    LaunchFailures,
+    attribute_error,
+    launched_origin,
+    open_failures,
 )
 from stagepack_loaders.distributed.meeting import chosen_address, launched_store
 from stagepack_loaders.distributed.membership import (
@@ -32,6 +40,9 @@ from stagepack_loaders.distributed.stage_process import end_with_parent, run_sta
 from stagepack_loaders.options import DEFAULT_IN_FLIGHT, LoadOptions, ProcessOptions, folder_name
 from stagepack_loaders.placement import place_stages
 from stagepack_loaders.preparation import open_for_loading
+
+_CONNECTIONS = itertools.count()
+_TELL_SECONDS = 20.0  # the others may still import torch
 
 
 def connect(
@@ -109,43 +120,83 @@ def connect_launched(
         raise OptionError(
             "expected the environment of torchrun: run torchrun --nproc-per-node 3 SCRIPT, or use stagepack.load(..., processes=True)"
         )
-    opened_bundle = absolute_bundle(open_for_loading(bundle, options.verify))
-    rank, size = launched_rank(), launched_size()
+    connection = next(_CONNECTIONS)
+    failures: LaunchFailures | None = None
     try:
-        rank_of_stage = tuple(place_stages(opened_bundle.entry_point, range(size)))
+        opened_bundle = absolute_bundle(open_for_loading(bundle, options.verify))
+        rank, size = launched_rank(), launched_size()
+        group = _launched_group(opened_bundle, size, group_options(options, processes, limits))
+        failures = open_failures(processes.start_seconds, connection)
+        store = launched_store(rank, processes.start_seconds, str(connection))
+        if rank == FRONT_RANK:
+            limit = value_limit(opened_bundle, limits)
+            launcher = _TorchrunLauncher(opened_bundle, store, size, group, failures)
+            # Only the launcher can start the processes again.
+            return DistributedPipeline(
+                opened_bundle, launcher, types, structs.replace(processes, max_restarts=0), limit
+            )
+        if is_torchrun():
+            end_with_parent(os.getppid())
+        run_stage_process(opened_bundle, store, rank, size, group, failures)
+    except Exception as error:
+        _tell(error, failures, connection)
+        raise
+    return None
+
+
+def _launched_group(bundle: Bundle, size: int, group: GroupOptions) -> GroupOptions:
+    """Return the options with the process of each stage, and the address of this machine."""
+    try:
+        rank_of_stage = tuple(place_stages(bundle.entry_point, range(size)))
     except DeviceError:
         raise GroupError(
-            f"expected 1 to {len(opened_bundle.stages)} processes for {len(opened_bundle.stages)} stages, found {size}"
+            f"expected 1 to {len(bundle.stages)} processes for {len(bundle.stages)} stages, found {size}: start fewer, such as by "
+            "--nnodes and --nproc-per-node of torchrun"
         ) from None
-    group = group_options(options, processes, limits)
-    group = structs.replace(group, rank_of_stage=rank_of_stage, address=chosen_address(launched_address()))
-    store = launched_store(rank, processes.start_seconds)
-    if rank == FRONT_RANK:
-        limit = value_limit(opened_bundle, limits)
-        launcher = _TorchrunLauncher(opened_bundle, store, size, group)
-        return DistributedPipeline(opened_bundle, launcher, types, processes, limit)
-    if is_torchrun():
-        end_with_parent(os.getppid())
-    run_stage_process(opened_bundle, store, rank, size, group)
-    return None
+    return structs.replace(group, rank_of_stage=rank_of_stage, address=chosen_address(launched_address()))
+
+
+def _tell(error: Exception, failures: LaunchFailures | None, connection: int) -> None:
+    """Tell the other processes why this one fails, and wait until they know."""
+    with contextlib.suppress(StagepackError):  # process 0 is not there
+        failures = failures or open_failures(_TELL_SECONDS, connection)
+        failures.tell(error)
+        failures.wait_until_informed()
+    if isinstance(error, StagepackError):
+        attribute_error(error, launched_origin())
 
 
 class _TorchrunLauncher:
     """The launcher of processes that torchrun, or another one with its variables, has started: only that one can start them again."""
 
-    def __init__(self, bundle: Bundle, store: Store, size: int, options: GroupOptions) -> None:
+    def __init__(
+        self, bundle: Bundle, store: Store, size: int, options: GroupOptions, failures: LaunchFailures
+    ) -> None:
         self._bundle = bundle
         self._store = store
         self._size = size
         self._options = options
+        self._failures = failures
 
     def start(self, report_loss: Callable[[StageLostError], None], check: Callable[[], None]) -> FrontProcess:
         """See `GroupLauncher`."""
+
+        def check_all() -> None:
+            check()
+            self._failures.check()
+
+        def report_and_tell(lost: StageLostError) -> None:
+            report_loss(lost)
+            self._failures.tell(repeated_error(lost))
+
         try:
-            membership = join_group(self._bundle, self._store, FRONT_RANK, self._size, self._options, check)
+            with self._failures.watching():
+                membership = join_group(
+                    self._bundle, self._store, FRONT_RANK, self._size, self._options, check_all, raises_at_once=True
+                )
         except ConnectionLostError as error:
             raise StageLostError(f"a process of the pipeline is lost: {error}") from None
-        return FrontProcess(self._bundle, membership, report_loss=report_loss)
+        return FrontProcess(self._bundle, membership, report_loss=report_and_tell)
 
     def stop(self, *, wait: bool) -> None:
         """See `GroupLauncher`. The processes end by themselves."""

@@ -1,6 +1,10 @@
 """The environment variables by which torchrun tells a process which one of several it is. Imports no torch."""
 
+import contextlib
+import json
 import os
+import time
+from pathlib import Path
 
 from stagepack.errors import OptionError
 
@@ -50,6 +54,15 @@ def is_torchrun() -> bool:
 def restart_count() -> int:
     """How often the launcher has started the processes again."""
     return _integer("TORCHELASTIC_RESTART_COUNT", 0, 2**31 - 1, "0")
+
+
+def write_error_file(message: str) -> None:
+    """Write why this process fails for torchrun, which prints it at the end of its own report."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        details = {"py_callstack": message, "timestamp": str(int(time.time()))}  # the fields that torchrun reads
+        with contextlib.suppress(OSError):
+            Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": details}}), encoding="utf-8")
 
 
 def _integer(variable: str, lowest: int, highest: int, default: str = "") -> int:

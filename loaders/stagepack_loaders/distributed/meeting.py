@@ -2,12 +2,11 @@
 
 import contextlib
 import ipaddress
-import itertools
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib.metadata import version
@@ -33,11 +32,11 @@ from stagepack_loaders.distributed.status import ErrorReport, lost_error, rebuil
 
 _POLL_SECONDS = 0.02
 _TELL_SECONDS = 0.5
+_LISTENER_SECONDS = 0.2
 _START_ERROR_TOPIC = "start error"
 _LOST_CONNECTION_TOPIC = "lost connection"
 _INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 _ANY_PORT = 9  # nothing is sent to it
-_CONNECTIONS = itertools.count()
 _STORE_TIMEOUT = timedelta(seconds=60)
 Report = TypeVar("Report", bound=Struct)
 
@@ -47,6 +46,7 @@ class Identity(Struct, frozen=True, kw_only=True):
 
     host: str
     process_id: int
+    size: int  # of the group that it was started in
     digest: str
     stagepack: str
     torch: str
@@ -94,11 +94,12 @@ class Members:
         return lost_error(rank, end_text, host=self.identities[rank].host, stages=stages, exit_status=exit_status)
 
 
-def own_identity(bundle: Bundle, listener_name: str, address: str | None) -> Identity:
+def own_identity(bundle: Bundle, size: int, listener_name: str, address: str | None) -> Identity:
     """Return the identity of this process, which listens by a name for others of its machine, and at an address for others."""
     return Identity(
         host=host_name(),
         process_id=os.getpid(),
+        size=size,
         digest=bundle.identity,
         stagepack=version("stagepack"),
         torch=str(torch.__version__),
@@ -108,19 +109,25 @@ def own_identity(bundle: Bundle, listener_name: str, address: str | None) -> Ide
     )
 
 
-def check_identities(identities: Sequence[Identity]) -> None:
-    """Check that processes fit to each other."""
-    for field_name, title in (
-        ("digest", "bundle, by the digest of its manifest"),
-        ("stagepack", "version of stagepack"),
-        ("torch", "version of torch"),
+def check_identities(identities: Mapping[int, Identity]) -> None:
+    """Check that processes fit to each other, by rank; those that have come so far."""
+    first_rank = min(identities)
+    first = identities[first_rank]
+    for field_name, title, cure in (
+        ("size", "number of processes", "start all nodes with the same number, such as --nnodes of torchrun"),
+        (
+            "digest",
+            "bundle, by the digest of its manifest",
+            "give all the same one, and load a bundle that was replaced anew",
+        ),
+        ("stagepack", "version of stagepack", "install the same one on all nodes"),
+        ("torch", "version of torch", "install the same one on all nodes"),
     ):
-        first = getattr(identities[0], field_name)
-        for other_rank, other in enumerate(identities):
-            if getattr(other, field_name) != first:
+        for rank, identity in sorted(identities.items()):
+            if getattr(identity, field_name) != getattr(first, field_name):
                 raise GroupError(
-                    f"expected one {title} in all processes: rank 0 on {identities[0].host} has {first}, rank {other_rank} on "
-                    f"{other.host} has {getattr(other, field_name)}: give all the same one, and load a bundle that was replaced anew"
+                    f"expected one {title} in all processes: rank {first_rank} on {first.host} has {getattr(first, field_name)}, "
+                    f"rank {rank} on {identity.host} has {getattr(identity, field_name)}: {cure}"
                 )
 
 
@@ -132,26 +139,38 @@ def exchange_reports(
     report: Report,
     *,
     seconds: float,
-    check: Callable[[], None] = lambda: None,
+    check: Callable[[Mapping[int, Report]], None] = lambda _: None,
 ) -> list[Report]:
-    """Publish a report, and wait for those of the others; `check` raises when there is no use in waiting."""
+    """Publish a report, and wait for those of the others.
+
+    check: called again and again with the reports by rank that have come; raises when there is no use in waiting.
+    """
     deadline = time.monotonic() + seconds
+    content = msgspec.json.encode(report).decode()
+    reports = {rank: report}
     try:
-        store.set(f"{topic}/{rank}", msgspec.json.encode(report).decode())
-        missing = list(range(size))
-        while missing := [other for other in missing if not store.check([f"{topic}/{other}"])]:
-            check()
+        published = store.compare_set(f"{topic}/{rank}", "", content)
+        if published.decode() != content:
+            raise GroupError(
+                f"expected one process of rank {rank}, found two: {content} and {published.decode()}: give each node its own rank, such as "
+                "--node-rank of torchrun"
+            )
+        while True:
+            for other_rank in set(range(size)) - set(reports):
+                if store.check([f"{topic}/{other_rank}"]):
+                    reports[other_rank] = msgspec.json.decode(store.get(f"{topic}/{other_rank}"), type=type(report))
+            check(reports)
+            if len(reports) == size:
+                return [reports[other_rank] for other_rank in range(size)]
             if time.monotonic() > deadline:
-                ranks = ", ".join(map(str, missing))
+                ranks = ", ".join(str(missing) for missing in range(size) if missing not in reports)
                 raise GroupError(
                     f"expected {size} processes, after {seconds:g} s there is no {topic} of rank {ranks}: start them, or look at their "
                     "output"
                 )
             time.sleep(_POLL_SECONDS)
-        contents = [store.get(f"{topic}/{other}") for other in range(size)]
     except RuntimeError as error:  # DistNetworkError, DistStoreError
         raise ConnectionLostError(f"the store of the group has gone: {first_line(error)}") from None
-    return [msgspec.json.decode(content, type=type(report)) for content in contents]
 
 
 def tell_start_error(store: Store, rank: int, error: Exception) -> None:
@@ -234,25 +253,42 @@ def _is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
-def launched_store(rank: int, seconds: float) -> Store:
-    """Return the store of the launcher, or of process 0, with names of its own for each start of the processes and for each pipeline.
+def launched_store(rank: int, seconds: float, topic: str) -> Store:
+    """Return the store of the launcher, or of process 0, with names of its own for each start of the processes and for a topic.
 
     seconds: how long to wait for process 0.
     """
     host, port = launched_address(), launched_port()
     try:
+        has_store = rank == FRONT_RANK and not has_store_of_launcher()
+        if not has_store:
+            _await_listener(host, port, seconds)
         store = TCPStore(
             host,
             port,
-            is_master=rank == FRONT_RANK and not has_store_of_launcher(),
+            is_master=has_store,
             wait_for_workers=False,  # the handshake does, and says which one is missing
             timeout=timedelta(seconds=seconds),
             multi_tenant=True,  # the application may have its own process group
         )
-    except (RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         raise GroupError(
             f"expected the store of process 0 at {host}:{port}, by MASTER_ADDR and MASTER_PORT, within {seconds:g} s: "
-            f"{first_line(error)}"
+            f"{first_line(error)}: start process 0, or look at its output"
         ) from None
     store.set_timeout(_STORE_TIMEOUT)
-    return PrefixStore(f"stagepack/{restart_count()}/{next(_CONNECTIONS)}", store)
+    return PrefixStore(f"stagepack/{restart_count()}/{topic}", store)
+
+
+def _await_listener(host: str, port: int, seconds: float) -> None:
+    """Wait until a port accepts connections. torch would wait twice as long, and print a trace of C++ each time."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=max(0.1, deadline - time.monotonic())).close()
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(_LISTENER_SECONDS)
+        else:
+            return

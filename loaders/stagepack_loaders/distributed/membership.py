@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Struct, structs
 from torch.distributed.distributed_c10d import Store
 
-from stagepack.errors import OptionError, StagepackError
+from stagepack.errors import OptionError, StagepackError, named_errors
 from stagepack.format.aliasing import written_inputs
 from stagepack.format.chunks import ByteProgress
 from stagepack.format.reader import Bundle
@@ -23,6 +23,7 @@ from stagepack_loaders.base import LoadedStage, PreparedStage, PrepareOptions
 from stagepack_loaders.call_limits import Limits
 from stagepack_loaders.distributed.local_links import LinkListener, LocalLinks, connect_links, find_local_routes
 from stagepack_loaders.distributed.meeting import (
+    Identity,
     Members,
     StageFacts,
     check_identities,
@@ -130,26 +131,46 @@ def group_options(load: LoadOptions, processes: ProcessOptions, limits: Limits) 
 
 
 def join_group(
-    bundle: Bundle, store: Store, rank: int, size: int, options: GroupOptions, check: Callable[[], None] = lambda: None
+    bundle: Bundle,
+    store: Store,
+    rank: int,
+    size: int,
+    options: GroupOptions,
+    check: Callable[[], None] = lambda: None,
+    *,
+    raises_at_once: bool = False,
 ) -> Membership:
-    """Meet the other processes, load the stages of this one, and connect."""
+    """Meet the other processes, load the stages of this one, and connect.
+
+    raises_at_once: the caller tells the others why this process could not load its stages; otherwise all wait for the reports of all.
+    """
     with contextlib.closing(LinkListener()) as listener:
         # The front gives up first, and names the processes that are missing.
         seconds = options.processes.start_seconds + (0.0 if rank == FRONT_RANK else _FURTHER_SECONDS)
-        identity = own_identity(bundle, listener.name, LOOPBACK if options.is_local else options.address)
-        identities = exchange_reports(store, "identity", rank, size, identity, seconds=seconds, check=check)
-        check_identities(identities)
+        identity = own_identity(bundle, size, listener.name, LOOPBACK if options.is_local else options.address)
+
+        def check_identities_and_group(identities: Mapping[int, Identity]) -> None:
+            check()
+            check_identities(identities)
+
+        identities = exchange_reports(
+            store, "identity", rank, size, identity, seconds=seconds, check=check_identities_and_group
+        )
         stages: dict[int, LoadedStage] = {}
         with loading_progress(store, rank, bundle, options.rank_of_stage) as progress:
 
-            def check_and_show() -> None:
+            def check_and_show(_: Mapping[int, LoadReport]) -> None:
                 check()
                 progress.poll()
 
             try:
-                stages, facts = _load_stages(bundle, rank, options, progress.add)
+                # Not alike on all machines.
+                with named_errors(bundle.location if raises_at_once else ""):
+                    stages, facts = _load_stages(bundle, rank, options, progress.add)
                 report = LoadReport(stages=tuple(facts))
             except StagepackError as error:
+                if raises_at_once:
+                    raise
                 report = LoadReport(error=report_error(error))
             reports = exchange_reports(
                 store, "loaded stages", rank, size, report, seconds=_LOAD_SECONDS, check=check_and_show

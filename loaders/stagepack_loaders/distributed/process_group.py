@@ -6,6 +6,7 @@ An application may have a process group of its own, and several pipelines; none 
 import contextlib
 import ctypes
 import os
+import re
 import socket
 import struct
 import threading
@@ -132,7 +133,7 @@ class Transfer:
         try:
             self._work.wait(_NO_TIMEOUT)
         except RuntimeError as error:
-            raise ConnectionLostError(first_line(error)) from None
+            raise ConnectionLostError(gloo_reason(error)) from None
 
 
 class SentMessages:
@@ -189,7 +190,7 @@ class ProcessGroup:
         try:
             transfer = Transfer(self._backend.send([memory], target_rank, tag), memory)
         except RuntimeError as error:
-            raise ConnectionLostError(first_line(error)) from None
+            raise ConnectionLostError(gloo_reason(error)) from None
         self.sent_bytes += memory.nbytes
         return transfer
 
@@ -198,7 +199,7 @@ class ProcessGroup:
         try:
             return Transfer(self._backend.recv([memory], source_rank, tag), memory)
         except RuntimeError as error:
-            raise ConnectionLostError(first_line(error)) from None
+            raise ConnectionLostError(gloo_reason(error)) from None
 
     def close(self) -> None:
         """Close all connections, when no thread uses them."""
@@ -218,7 +219,7 @@ def _connect(store: Store, rank: int, size: int, address: str | None) -> Any:
         own_store = store.clone()  # type: ignore[attr-defined] # public, and not in its type hints
         return gloo_process_group(PrefixStore("gloo", own_store), rank, size, _GLOO_TIMEOUT, address)
     except RuntimeError as error:
-        reason = first_line(error)
+        reason = gloo_reason(error)
         if address == LOOPBACK:  # a process has ended
             raise ConnectionLostError(reason) from None
         raise GroupError(
@@ -226,6 +227,11 @@ def _connect(store: Store, rank: int, size: int, address: str | None) -> Any:
             f"{address or 'the address of its name'}: {reason}; look for processes that have ended and for firewalls, or name the "
             "interface by GLOO_SOCKET_IFNAME"
         ) from None
+
+
+def gloo_reason(error: object) -> str:
+    """The first line of an error of gloo, which begins with the line of its code, and ends with advice."""
+    return re.sub(r"^\[\S+\] |\. This is typically caused.*", "", first_line(error))
 
 
 def host_name() -> str:

@@ -23,6 +23,7 @@ from stagepack.errors import StageLostError, StagepackError
 from stagepack.format.reader import Bundle
 from stagepack.opening import open_bundle
 from stagepack_loaders.distributed.group_trace import report_spans
+from stagepack_loaders.distributed.launch_failures import LaunchFailures
 from stagepack_loaders.distributed.meeting import tell_lost_connection, tell_start_error
 from stagepack_loaders.distributed.membership import GroupOptions, Membership, join_group
 from stagepack_loaders.distributed.process_group import MessageHead, open_store
@@ -39,7 +40,13 @@ from stagepack_loaders.distributed.routes import (
     read_control,
 )
 from stagepack_loaders.distributed.stage_worker import StageRequest, StageWorker
-from stagepack_loaders.distributed.status import ProcessStatus, RequestError, StatusSender, report_error
+from stagepack_loaders.distributed.status import (
+    ProcessStatus,
+    RequestError,
+    StatusSender,
+    report_error,
+    stages_text,
+)
 from stagepack_loaders.distributed.transfers import RouteReceivers
 from stagepack_loaders.distributed.watch import HEARTBEAT_SECONDS, LOST_STATUS, FrontWatch
 from stagepack_loaders.run_trace import SpanRecorder
@@ -105,19 +112,33 @@ def run_process(description: ProcessDescription) -> None:
         raise
 
 
-def run_stage_process(bundle: Bundle, store: Store, rank: int, size: int, options: GroupOptions) -> None:
+def run_stage_process(
+    bundle: Bundle,
+    store: Store,
+    rank: int,
+    size: int,
+    options: GroupOptions,
+    failures: LaunchFailures | None = None,
+) -> None:
     """Run the stages of this process until the front closes the pipeline.
 
     The process ends with the status `LOST_STATUS` if another one is lost.
 
     rank: the number of this process, at least 1.
+    failures: of processes that a launcher has started on several machines; None where the front reports the errors of all.
     """
     try:
-        membership = join_group(bundle, store, rank, size, options)
+        if failures is None:
+            membership = join_group(bundle, store, rank, size, options)
+        else:
+            with failures.watching():
+                membership = join_group(bundle, store, rank, size, options, failures.check, raises_at_once=True)
+            failures.hosts.update({member: identity.host for member, identity in enumerate(membership.identities)})
+            _LOGGER.info("%s runs %s", failures.origin, stages_text(tuple(membership.stages)))
         with _ignored_stop_signals():
-            _StageProcess(bundle, membership).serve()
+            _StageProcess(bundle, membership, failures).serve()
     except ConnectionLostError as error:
-        _end_after_loss(store, rank, error)
+        _end_after_loss(store, rank, error, failures)
 
 
 def end_with_parent(process_id: int) -> None:
@@ -131,9 +152,18 @@ def end_with_parent(process_id: int) -> None:
     threading.Thread(target=watch, name="parent", daemon=True).start()
 
 
-def _end_after_loss(store: Store, rank: int, error: ConnectionLostError) -> None:
+def _end_after_loss(store: Store, rank: int, error: ConnectionLostError, failures: LaunchFailures | None) -> None:
     """End this process because another one is lost, at once: threads may wait for its data for ever."""
     tell_lost_connection(store, rank, str(error))
+    if failures is not None:
+        failures.end_after_loss(str(error), _LOGGER.error)
+    os._exit(LOST_STATUS)
+
+
+def _end_after_silence(seconds: float, failures: LaunchFailures | None) -> None:
+    """End this process because the front takes no heartbeats: nothing can be heard of it."""
+    if failures is not None:
+        failures.end_after_loss(f"it has taken no heartbeat for {seconds:.1f} s", _LOGGER.error, HEARTBEAT_SECONDS)
     os._exit(LOST_STATUS)
 
 
@@ -158,7 +188,8 @@ def _ignored_stop_signals() -> Iterator[None]:
 class _StageProcess:
     """The threads of a process of stages: this one runs them, others post receives of bodies ahead and exchange heartbeats."""
 
-    def __init__(self, bundle: Bundle, membership: Membership) -> None:
+    def __init__(self, bundle: Bundle, membership: Membership, failures: LaunchFailures | None) -> None:
+        self._failures = failures
         self._store = membership.store
         self._group = membership.group
         self._symbols = bundle.entry_point.symbols
@@ -181,7 +212,7 @@ class _StageProcess:
             self._statuses,
             self._make_status,
             report_loss=self._end_after_loss,
-            report_silence=lambda _: os._exit(LOST_STATUS),
+            report_silence=lambda seconds: _end_after_silence(seconds, failures),
             silence_seconds=_FRONT_SILENCE_SECONDS,
         )
 
@@ -275,7 +306,7 @@ class _StageProcess:
         )
 
     def _end_after_loss(self, error: ConnectionLostError) -> None:
-        _end_after_loss(self._store, self._group.rank, error)
+        _end_after_loss(self._store, self._group.rank, error, self._failures)
 
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ class SilenceClock:
     def forget(self, rank: int) -> None:
         """A process has ended by itself."""
         with self._lock:
-            del self._last_heard[rank]
+            self._last_heard.pop(rank, None)
 
     def is_silent(self, rank: int) -> bool:
         """Whether a process has been silent for too long."""

@@ -49,7 +49,7 @@ def make_default_group(known_processes: KnownProcesses, silence_seconds: float) 
         return
     rank, size = launched_rank(), launched_size()
     known_processes.hosts[FRONT_RANK] = launched_address()
-    store: Any = launched_store(rank, _START_SECONDS)
+    store: Any = launched_store(rank, _START_SECONDS, "training")
     # Another connection: one on which a thread waits lets no other one in. The group keeps the store itself, which may be the server. It is
     # made before the reports: a process that has reported may be lost, and its store with it, and a new connection waits for minutes then.
     sign_store = store.clone()

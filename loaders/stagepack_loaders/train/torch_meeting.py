@@ -35,6 +35,7 @@ from stagepack_loaders.distributed.process_group import (
     ProcessGroup,
     close_connections,
     finished,
+    gloo_reason,
     host_name,
     open_store,
 )
@@ -78,9 +79,7 @@ class KnownProcesses:
     def lost_error(self, rank: int, reason: str) -> StageLostError:
         """Return the error that names a process which is gone."""
         host = self.hosts.get(rank) or _host_in(reason)
-        # Gloo begins with the line of its code, and ends with advice.
-        reason = re.sub(r"^\[\S+\] |\. This is typically caused.*", "", reason)
-        return lost_error(rank, f"is lost: {reason}", host=host, stages=self.stages.get(rank, ()))
+        return lost_error(rank, f"is lost: {gloo_reason(reason)}", host=host, stages=self.stages.get(rank, ()))
 
     def store_error(self, error: Exception) -> StageLostError:
         """Return the error that says whose store has gone."""
@@ -96,7 +95,7 @@ def meet_processes(
     """Connect this process with the others. All of them must call this at the same time. `group` is None for all processes."""
     rank, size = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
     address = chosen_address(launched_address()) if has_launcher() else LOOPBACK
-    hello = Hello(identity=own_identity(bundle, "", address), stages=tuple(stages))
+    hello = Hello(identity=own_identity(bundle, size, "", address), stages=tuple(stages))
     messages = StartMessages(group, known_processes)
     store: Any = None
     if rank == FRONT_RANK:
@@ -107,7 +106,7 @@ def meet_processes(
     else:
         answer = messages.ask(hello)
     identities = [member.identity for member in answer.hellos]
-    check_identities(identities)
+    check_identities(dict(enumerate(identities)))
     known_processes.hosts.update({other_rank: identity.host for other_rank, identity in enumerate(identities)})
     known_processes.stages.update({member_rank: member.stages for member_rank, member in enumerate(answer.hellos)})
     messages.listen()
