@@ -24,13 +24,17 @@ from typing import Any, Literal, NamedTuple, TypeVar, dataclass_transform, get_a
 import click
 
 from stagepack.cli.failures import Failure, told_failures
+from stagepack.cli.output import facts_on_standard_error
 from stagepack.errors import MissingPackageError, StagepackError
 from stagepack.format.dtypes import parse_byte_size
+from stagepack.format.output_file import STANDARD_OUTPUT
 from stagepack.format.rules import MANIFEST_NAME
 from stagepack.remote.url import is_url, split_entry_point, without_secrets
 
 OptionsClass = TypeVar("OptionsClass")
 _METADATA = "parameter"
+# The fields of files that are written.
+_OUTPUT_FIELDS = ("out", "outputs_file", "trace_file")
 
 
 class PathType(click.Path):
@@ -56,6 +60,18 @@ class BundleType(PathType):
     """The path or the URL of a bundle."""
 
     takes_urls = True
+
+
+class OutputFolderType(PathType):
+    """The path of a folder that is written."""
+
+    def convert(
+        self, value: str | os.PathLike[str], param: click.Parameter | None, ctx: click.Context | None
+    ) -> str | bytes | os.PathLike[str]:
+        """Refuse standard output, too."""
+        if os.fspath(value) == STANDARD_OUTPUT:
+            self.fail("expected a folder: it cannot be written to standard output.", param, ctx)
+        return super().convert(value, param, ctx)
 
 
 class ByteSize(click.ParamType[int]):
@@ -159,9 +175,11 @@ def subcommand(
         options_class = options_parameter.annotation
 
         def run(**values: Any) -> None:
+            is_output_taken = any(values.get(name) == Path(STANDARD_OUTPUT) for name in _OUTPUT_FIELDS)
             with (
                 told_failures() if forms_group else contextlib.nullcontext(),
                 _named_errors(values),
+                facts_on_standard_error(is_used=is_output_taken),
             ):
                 function(_make_options(options_class, values))
 

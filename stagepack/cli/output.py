@@ -29,10 +29,24 @@ class OutputError(Exception):
     """Standard output cannot be written: the disk is full or the like."""
 
 
+_is_output_taken = False
+
+
+@contextlib.contextmanager
+def facts_on_standard_error(*, is_used: bool) -> Iterator[None]:
+    """Print the facts of a command on standard error, if what it writes goes to standard output."""
+    global _is_output_taken
+    _is_output_taken = is_used
+    try:
+        yield
+    finally:
+        _is_output_taken = False
+
+
 def _echo(line: str) -> None:
     """Write a line to standard output."""
     try:
-        click.echo(line)
+        click.echo(line, err=_is_output_taken)
     except BrokenPipeError:
         raise
     except OSError as error:

@@ -10,10 +10,11 @@ import click
 from stagepack.cli.bundle_facts import each_entry_point
 from stagepack.cli.command import flag, option_object, subcommand
 from stagepack.cli.cost_facts import link_text, machine_text, profile_facts
+from stagepack.cli.failures import fail
 from stagepack.cli.output import count_of, format_time, print_json, print_line, print_table, progress
 from stagepack.cli.run_options import DEVICES, INPUTS_FILE
 from stagepack.cli.shared_flags import ALLOW_OPS, IMPORTS, JSON, OVERWRITE, BundleOptions, open_argument
-from stagepack.format.output_file import check_output_file
+from stagepack.format.output_file import check_output_file, is_standard_output
 from stagepack.format.reader import Bundle
 from stagepack_loaders.registry import TORCH_RUNTIME, import_runtime
 
@@ -65,6 +66,8 @@ def command(options: _Options) -> None:
     """
     bundle, out = open_argument(options.bundle_path), options.out
     entry_points = each_entry_point(bundle)
+    if is_standard_output(out) and len(entry_points) > 1:
+        fail("--out -: expected one entry point, whose times are written to standard output: choose it by BUNDLE#NAME")
     files = [
         out if len(entry_points) == 1 else _file_of_entry_point(out, selected.entry_point.name)
         for selected in entry_points

@@ -6,6 +6,7 @@ from stagepack.cli.command import PathType, flag, option_object, subcommand
 from stagepack.cli.output import format_bytes, print_line
 from stagepack.cli.report.page import write_report
 from stagepack.cli.shared_flags import OVERWRITE, PROFILE, BundleOptions, open_argument
+from stagepack.format.output_file import is_standard_output
 
 
 @option_object
@@ -42,4 +43,5 @@ def command(options: _Options) -> None:
 
         trace = read_trace(options.trace_file)
     write_report(bundle, out=options.out, profile=options.profile_name, trace=trace, overwrite=options.overwrite)
-    print_line(f"wrote {options.out}: {format_bytes(options.out.stat().st_size)}")
+    if not is_standard_output(options.out):
+        print_line(f"wrote {options.out}: {format_bytes(options.out.stat().st_size)}")

@@ -12,7 +12,7 @@ import click
 
 from stagepack.capture.imports import import_user_module
 from stagepack.capture.torch_messages import describe_error
-from stagepack.cli.command import BundleType, PathType, argument, flag, option_object
+from stagepack.cli.command import BundleType, OutputFolderType, PathType, argument, flag, option_object
 from stagepack.cli.failures import Failure, fail
 from stagepack.extras import require_extras
 from stagepack.format import limits
@@ -29,8 +29,8 @@ _MAX_COUNT = 2**31 - 1
 _DAY = 86_400  # seconds
 
 JSON = flag("--json", "Print JSON instead of text.")
-OUT_BUNDLE = flag("-o, --out FOLDER", "Bundle to write.", required=True, type=PathType())
-OUT_FOLDER = flag("-o, --out FOLDER", "Folder to write; it must not exist.", required=True, type=PathType())
+OUT_BUNDLE = flag("-o, --out FOLDER", "Bundle to write.", required=True, type=OutputFolderType())
+OUT_FOLDER = flag("-o, --out FOLDER", "Folder to write; it must not exist.", required=True, type=OutputFolderType())
 OVERWRITE = flag("--overwrite", "Replace an existing file.")
 DTYPE = flag(
     "--dtype DTYPE",

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from stagepack.cli.command import PathType, flag, option_object, subcommand
+from stagepack.cli.command import OutputFolderType, flag, option_object, subcommand
 from stagepack.cli.output import print_json, print_line, progress
 from stagepack.cli.run_options import DEVICES, RuntimeName, batching_text
 from stagepack.cli.shared_flags import (
@@ -37,7 +37,7 @@ class _Options(BundleOptions):
         "-o, --out FOLDER",
         "Model repository to write into; it may contain other models.",
         required=True,
-        type=PathType(),
+        type=OutputFolderType(),
     )
     model_name: str | None = flag(
         "--name NAME",

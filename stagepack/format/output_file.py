@@ -14,6 +14,7 @@ import secrets
 import shutil
 import stat
 import sys
+import tempfile
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,6 +28,7 @@ from stagepack.format.rules import MANIFEST_NAME
 # The first field of a manifest. A damaged manifest begins with it too.
 _MANIFEST_START: Final = re.compile(rb'\s*\{\s*"format"\s*:\s*"stagepack"')
 _ATTEMPTS = 10
+STANDARD_OUTPUT: Final = "-"
 _CURRENT_FOLDER = -100  # AT_FDCWD
 _EXCHANGE = 2  # RENAME_EXCHANGE
 
@@ -34,9 +36,9 @@ _EXCHANGE = 2  # RENAME_EXCHANGE
 def check_output_file(out: str | os.PathLike[str], *, overwrite: bool) -> None:
     """Refuse a path that no file may be written to, before any work is done.
 
-    Pipes and terminals may be written always: they have no content.
+    Pipes and terminals may be written always: they have no content. So may ``-``, which is standard output.
     """
-    if _is_stream(out):
+    if is_standard_output(out) or _is_stream(out):
         return
     if os.path.isdir(out):
         raise WriteError(f"{out}: expected a file, found a folder: choose another name")
@@ -59,8 +61,17 @@ def output_file(out: str | os.PathLike[str]) -> Iterator[Path]:
     """Write a file, in the place of the one of that name if there is one.
 
     The ``with`` statement is given the path to write to. The file is put in place at its end, on disk and as a whole; an error in it
-    leaves everything as it was. A link is followed, and pipes and terminals are written as they are.
+    leaves everything as it was. A link is followed, and pipes and terminals are written as they are. What is written to ``-`` goes to
+    standard output.
     """
+    if is_standard_output(out):
+        with tempfile.TemporaryDirectory() as folder:
+            yield Path(folder) / "out"
+            content = (Path(folder) / "out").read_bytes()
+        sys.stdout.flush()
+        sys.stdout.buffer.write(content)
+        sys.stdout.flush()
+        return
     try:
         if _is_stream(out):
             yield Path(out)
@@ -75,6 +86,11 @@ def output_file(out: str | os.PathLike[str]) -> Iterator[Path]:
             new_file.replace(target)
     except OSError as error:
         raise WriteError(f"{out}: cannot be written: {error.strerror}") from None
+
+
+def is_standard_output(out: str | os.PathLike[str]) -> bool:
+    """Whether the path of an output stands for standard output."""
+    return os.fspath(out) == STANDARD_OUTPUT
 
 
 def is_bundle_folder(path: Path) -> bool:
@@ -168,6 +184,23 @@ def _remove_abandoned(folder: Path) -> None:
     for descriptor in _lock(folder):
         shutil.rmtree(folder, ignore_errors=True)
         os.close(descriptor)
+
+
+def replace_folder(new_folder: Path, out: Path, replaced_folder: Path) -> None:
+    """Give a folder the name of another one, which is at the path for the replaced one afterwards, or at that of the new one.
+
+    If the process dies at any moment, the output is the old folder or the new one; where the system cannot exchange two folders, it may be
+    missing.
+    """
+    try:
+        if not exchange_paths(new_folder, out):
+            os.rename(out, replaced_folder)
+            os.rename(new_folder, out)
+    # After an interrupt too, the output must be the old folder and not missing.
+    except BaseException:
+        if os.path.lexists(replaced_folder) and not os.path.lexists(out):
+            os.rename(replaced_folder, out)
+        raise
 
 
 def exchange_paths(first: Path, second: Path) -> bool:

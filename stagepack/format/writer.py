@@ -28,7 +28,7 @@ from stagepack.format.file_checks import FileVersion, changed_file_error, file_v
 from stagepack.format.file_writing import FileRange, Piece, synchronize, write_pieces
 from stagepack.format.manifest import Manifest
 from stagepack.format.manifest_codec import encode_manifest
-from stagepack.format.output_file import TemporaryFolder, exchange_paths, is_bundle_folder, siblings
+from stagepack.format.output_file import TemporaryFolder, is_bundle_folder, replace_folder, siblings
 from stagepack.format.rules import (
     FILE_NAME_PATTERN,
     MANIFEST_NAME,
@@ -208,19 +208,12 @@ class BundleWriter:
         if replaced_digest is not None:
             _check_digest(self._out, replaced_digest)
         was_signed = os.path.lexists(self._out / SIGNATURE_NAME)
-        try:
-            # Without `overwrite`, an output that appears at this moment is not replaced: the system refuses to rename over it.
-            is_replacing = self._overwrite and os.path.lexists(self._out)
-            if not (is_replacing and exchange_paths(self._temporary_folder, self._out)):
-                if is_replacing:
-                    os.rename(self._out, self._replaced_folder)
-                os.rename(self._temporary_folder, self._out)
-            self._is_renamed = True
-        # After an interrupt too, the output must be the old bundle and not missing.
-        except BaseException:
-            if os.path.lexists(self._replaced_folder) and not os.path.lexists(self._out):
-                os.rename(self._replaced_folder, self._out)
-            raise
+        # Without `overwrite`, an output that appears at this moment is not replaced: the system refuses to rename over it.
+        if self._overwrite and os.path.lexists(self._out):
+            replace_folder(self._temporary_folder, self._out, self._replaced_folder)
+        else:
+            os.rename(self._temporary_folder, self._out)
+        self._is_renamed = True
         synchronize(self._out.parent)
         if was_signed:
             message = f"{self._out}: the bundle was signed, and is not any more, because it has changed: sign it again (stagepack sign)"

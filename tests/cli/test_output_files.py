@@ -65,6 +65,27 @@ def test_no_file_is_written_into_a_bundle(writer: list[str], name: str, sound: P
     assert not comparison.diff_files + comparison.left_only + comparison.right_only
 
 
+@pytest.mark.parametrize("writer", WRITERS, ids=" ".join)
+def test_a_hyphen_is_standard_output(
+    writer: list[str], sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = run(*arguments(writer, sound, Path("-")))
+    assert result.exit_code == 0, result.output
+    assert list(tmp_path.iterdir()) == []
+    file = tmp_path / "out"
+    run(*arguments(writer, sound, file))
+    begin = file.read_bytes()[:4]
+    assert result.stdout_bytes.startswith(begin)
+    assert len(result.stdout_bytes) == pytest.approx(file.stat().st_size, rel=0.05)  # times differ
+
+
+@pytest.mark.parametrize("writer", [["pull", "https://example.com/x", "-o"], ["recut", "BUNDLE", "-o"]], ids=" ".join)
+def test_a_folder_is_not_written_to_standard_output(writer: list[str], sound: Path) -> None:
+    result = run(*arguments(writer, sound, Path("-")))
+    assert (result.exit_code, "cannot be written to standard output" in result.stderr) == (2, True)
+
+
 @pytest.mark.process
 @pytest.mark.parametrize("writer", [["k8s", "BUNDLE", "-o"], ["report", "BUNDLE", "-o"]], ids=" ".join)
 def test_a_full_disk_leaves_the_file_that_was_there(writer: list[str], sound: Path, tmp_path: Path) -> None:

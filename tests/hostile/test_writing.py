@@ -16,7 +16,7 @@ import torch
 
 import stagepack
 from stagepack.errors import CaptureError, CutError, OutputExistsError, WriteError
-from stagepack.format import writer
+from stagepack.format import output_file
 from stagepack.format.reader import Bundle
 from stagepack.format.writer import BundleWriter
 from tests.bundle_editor import BundleEditor
@@ -148,7 +148,7 @@ def test_a_bundle_that_is_overwritten_is_there_at_each_moment(editor: BundleEdit
 def test_a_folder_is_overwritten_where_two_cannot_be_exchanged(
     editor: BundleEditor, sound: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer, "exchange_paths", lambda *_: False)
+    monkeypatch.setattr(output_file, "exchange_paths", lambda *_: False)
     editor.write_file("old.json", b"{}")
     overwrite_with(sound, editor.path)
     assert contents(editor.path) == contents(sound)
