@@ -19,14 +19,17 @@ from stagepack.errors import (
     FormatError,
     NotABundleError,
     OutputExistsError,
+    StagepackError,
     WriteError,
 )
 from stagepack.format import limits
 from stagepack.format.chunks import File
 from stagepack.format.file_writing import synchronize
 from stagepack.format.manifest_codec import parse_manifest
+from stagepack.format.output_file import is_bundle_folder, replace_folder
 from stagepack.format.reader import Bundle
 from stagepack.format.rules import MANIFEST_NAME, SIGNATURE_NAME, rule_error
+from stagepack.format.writer import check_output_path
 from stagepack.remote.cache import Cache, PartFile, cached_bundles, is_complete
 from stagepack.remote.download import Download, FileDownload, read_small
 from stagepack.remote.hub import HubSnapshot, find_snapshot, is_offline, open_hub_store
@@ -217,35 +220,72 @@ def pull(
     *,
     digest: str | None = None,
     storage_options: Mapping[str, Any] | None = None,
-) -> Bundle:
+    overwrite: bool = False,
+) -> tuple[Bundle, bool]:
     """Download a bundle into a folder, with its signature if it has one. Every chunk is compared with its digest.
 
     The files come into the folder ``.NAME.download`` beside the output, which is renamed when all are there. If the download is
-    interrupted, the folder stays, and the next call for the same output goes on.
+    interrupted, the folder stays, and the next call for the same output goes on. So programs that are started again and again may call it.
 
-    out: the folder to write; it must not exist.
+    out: the folder to write. A bundle that is there already, of the same digest and undamaged, is left as it is.
+    digest: the digest that the bundle must have. If the folder has it already, nothing is asked of the server.
+    overwrite: replace another bundle, or a damaged one.
+    The result is the bundle, and whether it was downloaded.
     """
     path = Path(os.path.abspath(out))
-    if os.path.lexists(path):
-        raise OutputExistsError(f"{path}: exists: choose another path")
     download_folder = path.parent / f".{path.name}.download"
+    if digest is not None and (present := _find_present(path, digest)) is not None:
+        return _finished(present, download_folder), False
+    if os.path.lexists(path) and (path.is_symlink() or not is_bundle_folder(path)):
+        raise OutputExistsError(f"{path}: exists and is not a bundle, so it is not replaced: choose another path")
     _check_own_folder(download_folder)
     cache = Cache(download_folder)
     try:
         remote = open_url(url, cache, digest=digest, storage_options=storage_options)
+        digest = remote.digest
+        if (present := _find_present(path, digest)) is not None:
+            return _finished(present, download_folder), False
+        if os.path.lexists(path) and not overwrite:
+            raise OutputExistsError(
+                f"{path}: has another bundle than {url}, or a damaged one: choose another path, or replace it (--overwrite)"
+            )
         # What lay in the folder before is compared too.
         remote.check_digests(remote.files)
         signature = remote.read_signature()
         with cache.errors():
             _write_signature(remote.path / SIGNATURE_NAME, signature)
-            remote.path.rename(path)
+            if os.path.lexists(path):
+                check_output_path(path, overwrite=overwrite)
+                replace_folder(remote.path, path, download_folder / "replaced")
+            else:
+                remote.path.rename(path)
     except WriteError:
-        if os.path.lexists(path):
-            raise OutputExistsError(f"{path}: another process has written it meanwhile") from None
+        # Another process may have written it, and removed the folder.
+        if digest is not None and (present := _find_present(path, digest)) is not None:
+            return present, True
         raise
-    with contextlib.suppress(OSError):
-        shutil.rmtree(cache.folder)
-    return Bundle(path)
+    return _finished(Bundle(path), download_folder), True
+
+
+def _find_present(path: Path, digest: str) -> Bundle | None:
+    """Return the bundle in a folder if it has a digest, and all its files are undamaged."""
+    if path.is_symlink() or not is_bundle_folder(path):
+        return None
+    try:
+        present = Bundle(path)
+        if present.digest == digest:
+            present.check_digests(present.files)
+            return present
+    except StagepackError:
+        pass
+    return None
+
+
+def _finished(bundle: Bundle, download_folder: Path) -> Bundle:
+    """Remove what this or a former download has left."""
+    if not download_folder.is_symlink():
+        shutil.rmtree(download_folder, ignore_errors=True)
+    return bundle
 
 
 def _check_own_folder(download_folder: Path) -> None:

@@ -1,6 +1,8 @@
 """The commands take the URL of a bundle."""
 
+import contextlib
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -94,7 +96,67 @@ def test_pull(server: HttpServer, served: Path, tmp_path: Path) -> None:
     assert server.requests["stage-0.safetensors"] <= first_requests + 2
     assert run("verify", out).exit_code == 0
     assert [path.name for path in tmp_path.iterdir()] == ["pulled.stagepack"]
-    assert "exists" in run("pull", f"{server.url}/large.stagepack", "-o", out).output
+
+
+def test_pull_onto_the_same_bundle_downloads_nothing(server: HttpServer, served: Path, tmp_path: Path) -> None:
+    out = tmp_path / "pulled.stagepack"
+    url = f"{server.url}/tiny.stagepack"
+    digest = stagepack.open(served / "tiny.stagepack").digest
+    assert json.loads(run("pull", url, "-o", out, "--json").output)["downloaded"]
+    (tmp_path / ".pulled.stagepack.download").mkdir()  # left by a process that was killed at the end
+    before = dict(server.requests)
+    assert "is there already, undamaged" in run("pull", url, "-o", out).output
+    asked = {name for name, count in server.requests.items() if count != before.get(name)}
+    assert asked == {"manifest.json"}
+    before = dict(server.requests)
+    assert not json.loads(run("pull", url, "-o", out, "--digest", digest, "--json").output)["downloaded"]
+    assert dict(server.requests) == before
+    assert [path.name for path in tmp_path.iterdir()] == ["pulled.stagepack"]
+
+
+def test_pull_replaces_a_damaged_or_other_bundle_only_when_told(
+    server: HttpServer, served: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "pulled.stagepack"
+    url = f"{server.url}/tiny.stagepack"
+    for other in ("tiny.stagepack", "large.stagepack"):
+        shutil.rmtree(out, ignore_errors=True)
+        shutil.copytree(served / other, out)
+        content = bytearray((out / "stage-1.safetensors").read_bytes())
+        (out / "stage-1.safetensors").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        refused = run("pull", url, "-o", out)
+        assert refused.exit_code == 1
+        assert "or replace it (--overwrite)" in refused.output
+        assert run("pull", url, "-o", out, "--overwrite").exit_code == 0
+        assert run("verify", out).exit_code == 0
+        assert [path.name for path in tmp_path.iterdir()] == ["pulled.stagepack"]
+    (out / "notes.txt").write_text("mine")
+    (out / "stage-1.safetensors").unlink()
+    assert "would be lost: notes.txt" in run("pull", url, "-o", out, "--overwrite").output
+    shutil.rmtree(out)
+    out.mkdir()
+    assert "is not a bundle, so it is not replaced" in run("pull", url, "-o", out, "--overwrite").output
+
+
+def test_pull_that_is_killed_and_started_again_ends_with_the_bundle(
+    server: HttpServer, served: Path, tmp_path: Path
+) -> None:
+    """As an init container does, at any moment."""
+    out = tmp_path / "pulled.stagepack"
+    command = [sys.executable, "-m", "stagepack", "pull", f"{server.url}/large.stagepack", "-o", str(out)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(folder for folder in sys.path if folder)}
+    for seconds in (0.3, 0.5, 0.7, 0.9, 1.2):
+        process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(seconds)
+        process.kill()
+        process.wait()
+        if out.exists():
+            assert run("verify", out).exit_code == 0
+    both = [subprocess.Popen(command, env=environment) for _ in range(2)]
+    assert [process.wait(60) for process in both] == [0, 0]
+    assert run("verify", out).exit_code == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["pulled.stagepack"]
 
 
 def test_what_lies_in_the_folder_of_a_download_is_not_believed(
