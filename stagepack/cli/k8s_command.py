@@ -25,6 +25,7 @@ from stagepack.cli.shared_flags import (
 )
 from stagepack.format.output_file import check_output_file, output_file
 from stagepack.format.reader import Bundle
+from stagepack.remote.url import is_url, split_entry_point, without_secrets
 from stagepack_serving.kubernetes.deployment_options import BundleVolume, DeploymentOptions
 from stagepack_serving.kubernetes.objects import memory_quantity, to_yaml
 from stagepack_serving.server.limits import ServerLimits
@@ -34,6 +35,10 @@ if TYPE_CHECKING:
 
 # A name of a service, RFC 1035, short enough for the suffixes of its pods.
 _NAME_PATTERN = re.compile(r"[a-z]([-a-z0-9]{0,46}[a-z0-9])?")
+# A name of a Secret and of most other objects, RFC 1123.
+_OBJECT_NAME_PATTERN = re.compile(r"(?=.{1,253}\Z)[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
+_LABEL_VALUE_PATTERN = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")
+_LABEL_KEY_PATTERN = re.compile(r"([a-z0-9.-]{1,253}/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
 _MODELS_FOLDER = PurePosixPath("/models")
 # Options of `stagepack serve` that depend on the pods, those for files that the pods do not have, where the probes have no certificate, and
 # those that do not go with torchrun.
@@ -58,6 +63,27 @@ class _VolumeType(click.ParamType):  # type: ignore[type-arg]
         if kind == "host" and not PurePosixPath(source).is_absolute():
             self.fail(f"expected an absolute path of a folder, found {source!r}.", param, ctx)
         return BundleVolume(kind=kind, source=source)
+
+
+class _Label(click.ParamType[tuple[str, str]]):
+    """A label as KEY=VALUE."""
+
+    name = "label"
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, str]:
+        """Return the key and the value."""
+        key, equals, label_value = value.partition("=")
+        if not equals or not _LABEL_KEY_PATTERN.fullmatch(key) or not _LABEL_VALUE_PATTERN.fullmatch(label_value):
+            self.fail(f"expected a label KEY=VALUE of Kubernetes, found {value!r}.", param, ctx)
+        return key, label_value
+
+
+def _check_object_name(_context: click.Context, _option: click.Parameter, value: Any) -> Any:
+    """Refuse what no object of Kubernetes is named."""
+    for object_name in value if isinstance(value, tuple) else filter(None, [value]):
+        if not _OBJECT_NAME_PATTERN.fullmatch(object_name):
+            raise click.BadParameter(f"expected the name of an object of Kubernetes, found {object_name!r}.")
+    return value
 
 
 def _check_printable(_context: click.Context, _option: click.Parameter, value: Any) -> Any:
@@ -104,16 +130,60 @@ class _Options(BundleOptions):
         "Name of the LeaderWorkerSet, and by which clients call the model.",
         default_text="name of the bundle's folder without .stagepack",
     )
+    namespace: str | None = flag(
+        "--namespace NAME",
+        "Namespace of all objects.",
+        default_text="that of whoever applies them",
+        callback=_check_object_name,
+    )
     image: str = flag(
         "--image REFERENCE",
-        "Container image with stagepack, PyTorch and the extra serve, such as one built from the Dockerfile of the project.",
-        default="stagepack",
+        "Container image with stagepack, PyTorch and the extra serve, such as one built from the Dockerfile of the project and pushed to a "
+        "registry of yours. Name a version, or a digest.",
+        required=True,
         callback=_check_printable,
+    )
+    image_pull_secrets: tuple[str, ...] = flag(
+        "--image-pull-secret NAME",
+        "Secret with the credentials of the registry of the image. Repeatable.",
+        default_text="none",
+        callback=_check_object_name,
+    )
+    service_account: str | None = flag(
+        "--service-account NAME",
+        "Service account of the pods, such as one that may read the store of the bundle. Its token is not mounted.",
+        default_text="that of the namespace",
+        callback=_check_object_name,
+    )
+    node_selector: tuple[tuple[str, str], ...] = flag(
+        "--node-selector KEY=VALUE",
+        "Run the pods on nodes with this label only. Repeatable.",
+        default_text="any node",
+        type=_Label(),
+        multiple=True,
+    )
+    token_secret: str | None = flag(
+        "--token-secret NAME",
+        "Secret whose key 'tokens' has the tokens of clients, as --token-file of stagepack serve reads them.",
+        default_text="requests need no token",
+        callback=_check_object_name,
+    )
+    tls_secret: str | None = flag(
+        "--tls-secret NAME",
+        "Secret of the type kubernetes.io/tls with the certificate and the key of the server. The probes ask it by HTTPS.",
+        default_text="no TLS",
+        callback=_check_object_name,
+    )
+    url_secret: str | None = flag(
+        "--url-secret NAME",
+        "For a BUNDLE at a URL: Secret whose keys are environment variables of the container that downloads it, such as credentials.",
+        default_text="none",
+        callback=_check_object_name,
     )
     volume: BundleVolume | None = flag(
         "--volume KIND:SOURCE",
         "Volume with the folder of the bundle: claim:NAME of a persistent volume, host:FOLDER of each node, or image:REFERENCE.",
-        default_text="none: the image has the bundle",
+        default_text="the image has the bundle; of a BUNDLE at a URL, each pod downloads it",
         type=_VolumeType(),
         callback=_check_printable,
     )
@@ -124,6 +194,12 @@ class _Options(BundleOptions):
         callback=_check_printable,
     )
     replicas: int = flag("--replicas N", "Number of groups of pods.", type=click.IntRange(0), default=1)
+    max_surge: int = flag(
+        "--max-surge N",
+        "Number of further groups while groups are replaced; with 0, each is stopped before the next one starts.",
+        type=click.IntRange(0),
+        default=1,
+    )
     pods: int | None = flag(
         "--pods N",
         "Number of pods of a group.",
@@ -194,16 +270,17 @@ class _Options(BundleOptions):
 @subcommand(
     "k8s",
     examples=[
-        "stagepack k8s net.stagepack -o deployment.yaml --volume claim:models",
-        "stagepack k8s net.stagepack -o deployment.yaml --pods 2 --gpu",
-        "kubectl apply -f deployment.yaml",
+        "stagepack k8s net.stagepack -o net.yaml --image a/b:1 --volume claim:data",
+        "stagepack k8s net.stagepack -o net.yaml --image a/b:1 --pods 2 --gpu",
+        "stagepack k8s s3://models/net -o - --image a/b:1 | kubectl apply -f -",
     ],
 )
 def command(options: _Options) -> None:
     """Write a deployment on Kubernetes.
 
-    Writes a LeaderWorkerSet, whose pods run the stages under torchrun, a Service for the pod that has the server, and a NetworkPolicy that
-    keeps other pods away from the processes. Memory is sized from the plan of the bundle. Needs no torch and no cluster.
+    Writes a LeaderWorkerSet, whose pods run the stages under torchrun, a Service for the pod that has the server, a NetworkPolicy that
+    keeps other pods away from the processes, and for several groups a PodDisruptionBudget. Memory is sized from the plan of the bundle. The
+    server must find a bundle of the same digest. Needs no torch and no cluster.
 
     SERVE_OPTIONS are further options of ``stagepack serve`` in the pods, such as ``-- --runtime onnxruntime --deadline-s 20``.
     """
@@ -241,8 +318,18 @@ def _deployment_options(bundle: Bundle, options: _Options) -> DeploymentOptions:
     taken_over = {
         field.name: getattr(options, field.name) for field in fields(DeploymentOptions) if hasattr(options, field.name)
     }
+    url = None
+    if options.volume is None and is_url(options.bundle_path):
+        url = str(split_entry_point(options.bundle_path)[0])
+        if without_secrets(url) != url:
+            fail(
+                "the URL has a secret, which everybody reads who sees the file: leave it out, and give credentials by --url-secret"
+            )
+    elif options.url_secret is not None:
+        raise click.UsageError("--url-secret requires a BUNDLE at a URL, and no --volume")
     bundle_path = f"{path_in_pod}{bundle.fragment}"
-    return DeploymentOptions(**taken_over | {"name": deployment_name, "bundle_path": bundle_path, "pods": pods})
+    found = {"name": deployment_name, "bundle_path": bundle_path, "digest": bundle.digest, "url": url, "pods": pods}
+    return DeploymentOptions(**taken_over | found)
 
 
 def _header(bundle: Bundle, deployment: DeploymentOptions, pod_sizes: "tuple[PodSize, ...]") -> str:

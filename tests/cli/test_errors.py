@@ -50,7 +50,7 @@ def folder(user: Path) -> Path:
 )
 def test_a_path_that_is_no_bundle_is_named(command: str, path: str, found: str, folder: Path) -> None:
     more = ["-o", "out"] if command in OUT else []
-    more += ["--stages", "2"] if command == "recut" else []
+    more += {"recut": ["--stages", "2"], "k8s": ["--image", "image"]}.get(command, [])
     more += {"push": ["hf://org/name"], "diff": [path], "sign": ["--key", "nowhere"]}.get(command, [])
     line = command_fails(command, path, *more)
     expected = "not a stagepack bundle: expected a folder with a file manifest.json"

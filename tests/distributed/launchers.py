@@ -64,7 +64,7 @@ def _started(
     processes = [
         subprocess.Popen(
             [sys.executable, *command, *map(str, node.arguments)],
-            env=base | group | ({"RANK": str(rank)} if group else {}) | node.environment,
+            env={**base, **group, **({"RANK": str(rank)} if group else {}), **node.environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

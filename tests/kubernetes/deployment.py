@@ -17,14 +17,22 @@ from stagepack.format.reader import Bundle
 SCHEMAS = Path(__file__).parent / "schemas"
 
 
+IMAGE = ["--image", "registry.example/stagepack:1.4"]
+
+
+def write_objects(source: str | Path, *options: str) -> list[dict[str, Any]]:
+    """Run the command, which writes to standard output; return the objects."""
+    image = [] if "--image" in options else IMAGE
+    result = CliRunner().invoke(main, ["k8s", str(source), "-o", "-", *image, *options])
+    assert result.exit_code == 0, result.output
+    return list(yaml.safe_load_all(result.stdout))
+
+
 def write_deployment(
     bundle: Bundle, folder: Path, *options: str
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """Run the command; return the three objects."""
-    out = folder / "deployment.yaml"
-    result = CliRunner().invoke(main, ["k8s", str(bundle.path), "-o", str(out), "--overwrite", *options])
-    assert result.exit_code == 0, result.output
-    worker_set, service, policy = yaml.safe_load_all(out.read_text())
+    """Run the command; return the objects that each deployment has."""
+    worker_set, service, policy, *_ = write_objects(bundle.path, *options)
     return worker_set, service, policy
 
 

@@ -1,6 +1,7 @@
 """The objects that `stagepack k8s` writes: valid against the published schemas, sized from the plan."""
 
 import copy
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -10,16 +11,21 @@ import pytest
 import torch
 import yaml
 from click.testing import CliRunner
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import stagepack
 from stagepack.cli import main
 from stagepack.format.reader import Bundle
 from stagepack_loaders.distributed.process_memory import estimate_memory
-from stagepack_serving.kubernetes.objects import to_yaml
 from tests.distributed.bundles import export_counting
-from tests.kubernetes.deployment import container_of, expand, templates, validator, write_deployment
+from tests.kubernetes.deployment import (
+    IMAGE,
+    container_of,
+    expand,
+    templates,
+    validator,
+    write_deployment,
+    write_objects,
+)
 
 OPTIONS = [
     [],
@@ -27,15 +33,29 @@ OPTIONS = [
     ["--volume", "host:/srv/models", "--pods", "1"],
     ["--volume", "image:registry.example/models:1", "--path", "/bundles/it is $(here)"],
     ["--gpu", "--pods", "2"],
+    ["--token-secret", "tokens", "--tls-secret", "tls", "--namespace", "models", "--replicas", "3", "--max-surge", "0"],
+    [
+        "--image-pull-secret",
+        "a",
+        "--image-pull-secret",
+        "b",
+        "--service-account",
+        "reader",
+        "--node-selector",
+        "a.b/c=D",
+    ],
     ["--gpu", "amd.com/gpu", "--pods", "1", "--processes-per-pod", "3", "--memory", "24GiB"],
     ["--allow-ops", "mine", "--import", "my.operators", "--cpus", "8", "--linger-s", "0.5", "--image", "yes"],
 ]
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-def test_the_objects_are_valid_by_their_published_schemas(layers: Bundle, tmp_path: Path, options: list[str]) -> None:
-    objects = write_deployment(layers, tmp_path, *options)
-    assert [described["kind"] for described in objects] == ["LeaderWorkerSet", "Service", "NetworkPolicy"]
+def test_the_objects_are_valid_by_their_published_schemas(layers: Bundle, options: list[str]) -> None:
+    objects = write_objects(layers.path, *options)
+    kinds = ["LeaderWorkerSet", "Service", "NetworkPolicy"] + (
+        ["PodDisruptionBudget"] if "--replicas" in options else []
+    )
+    assert [described["kind"] for described in objects] == kinds
     for described in objects:
         validator(described["kind"]).validate(described)
 
@@ -84,7 +104,7 @@ def test_memory_is_that_of_the_plan(layers: Bundle, tmp_path: Path) -> None:
 
     facts = json.loads(
         CliRunner()
-        .invoke(main, ["k8s", str(layers.path), "-o", str(tmp_path / "x.yaml"), "--memory", "2GiB", "--json"])
+        .invoke(main, ["k8s", str(layers.path), *IMAGE, "-o", str(tmp_path / "x.yaml"), "--memory", "2GiB", "--json"])
         .stdout
     )
     assert [(pod["stages"], pod["memory"]) for pod in facts["pods"]] == [
@@ -110,7 +130,7 @@ def test_further_options_of_the_server(layers: Bundle, tmp_path: Path) -> None:
     for template in templates(worker_set):
         assert container_of(template)["command"][-3:] == ["--runtime", "onnxruntime", "--deadline-s=20"]
     for refused in ("--processes", "--no-such-option", "--max-batch", "--tls-key"):
-        arguments = ["k8s", str(layers.path), "-o", str(tmp_path / "x.yaml"), "--", refused, "2"]
+        arguments = ["k8s", str(layers.path), *IMAGE, "-o", str(tmp_path / "x.yaml"), "--", refused, "2"]
         result = CliRunner().invoke(main, arguments)
         assert result.exit_code == 2
         assert f"{refused} is not an option of stagepack serve that a deployment leaves open" in result.stderr
@@ -120,9 +140,13 @@ def test_further_options_of_the_server(layers: Bundle, tmp_path: Path) -> None:
         (["--max-queue"], "'--max-queue' requires an argument"),
         (["--model-control", "poll"], "--model-control is not an option"),
     ):
-        result = CliRunner().invoke(main, ["k8s", str(layers.path), "-o", str(tmp_path / "x.yaml"), "--", *further])
+        result = CliRunner().invoke(
+            main, ["k8s", str(layers.path), *IMAGE, "-o", str(tmp_path / "x.yaml"), "--", *further]
+        )
         assert (result.exit_code, message in result.stderr) == (2, True), result.stderr
-    result = CliRunner().invoke(main, ["k8s", str(layers.path), "other.stagepack", "-o", str(tmp_path / "x.yaml")])
+    result = CliRunner().invoke(
+        main, ["k8s", str(layers.path), "other.stagepack", *IMAGE, "-o", str(tmp_path / "x.yaml")]
+    )
     assert (result.exit_code, "unexpected argument 'other.stagepack'" in result.stderr) == (2, True)
 
 
@@ -181,7 +205,7 @@ def test_sequences_stay_with_the_group_that_has_their_state(layers: Bundle, tmp_
     ],
 )
 def test_what_cannot_be_deployed_is_one_line(layers: Bundle, tmp_path: Path, options: list[str], message: str) -> None:
-    result = CliRunner().invoke(main, ["k8s", str(layers.path), "-o", str(tmp_path / "x.yaml"), *options])
+    result = CliRunner().invoke(main, ["k8s", str(layers.path), *IMAGE, "-o", str(tmp_path / "x.yaml"), *options])
     assert result.exit_code == 1
     assert message in result.stderr
     assert not (tmp_path / "x.yaml").exists()
@@ -190,34 +214,10 @@ def test_what_cannot_be_deployed_is_one_line(layers: Bundle, tmp_path: Path, opt
 def test_a_file_is_not_replaced_by_mistake(layers: Bundle, tmp_path: Path) -> None:
     out = tmp_path / "x.yaml"
     out.write_text("mine")
-    result = CliRunner().invoke(main, ["k8s", str(layers.path), "-o", str(out)])
+    result = CliRunner().invoke(main, ["k8s", str(layers.path), *IMAGE, "-o", str(out)])
     assert result.exit_code == 1
     assert "x.yaml: already exists: choose another name, or replace the file (--overwrite)" in result.stderr
     assert out.read_text() == "mine"
-
-
-PRINTABLE_TEXTS = st.text(st.characters(exclude_categories=["C", "Z"]) | st.just(" "), max_size=6)
-DATA = st.recursive(
-    PRINTABLE_TEXTS | st.integers() | st.booleans(),
-    lambda inner: (
-        st.lists(st.dictionaries(PRINTABLE_TEXTS, inner, max_size=3) | PRINTABLE_TEXTS, max_size=3)
-        | st.dictionaries(PRINTABLE_TEXTS, inner, max_size=3)
-    ),
-    max_leaves=8,
-)
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.lists(st.dictionaries(PRINTABLE_TEXTS, DATA, min_size=1, max_size=3), min_size=1, max_size=3))
-def test_yaml_is_read_as_what_was_written(documents: list[dict[str, Any]]) -> None:
-    assert list(yaml.safe_load_all(to_yaml(documents))) == documents
-
-
-@pytest.mark.parametrize(
-    "text", ["no", "On", "NULL", "~", "1e3", "0x1f", "12:30", "-", "- a", "a: b", "#a", "", " ", "é", "😀"]
-)
-def test_texts_that_look_like_something_else(text: str) -> None:
-    assert yaml.safe_load(to_yaml([{text: text}])) == {text: text}
 
 
 class _Functions(torch.nn.Module):
@@ -234,8 +234,94 @@ def test_one_of_several_entry_points_is_served(tmp_path: Path) -> None:
         _Functions(), entry_points={"encode": inputs, "decode": inputs}, out=tmp_path / "m.stagepack"
     )
     out = tmp_path / "m.yaml"
-    arguments = ["k8s", f"{bundle.path}#decode", "-o", str(out), "--volume", "claim:models"]
+    arguments = ["k8s", f"{bundle.path}#decode", *IMAGE, "-o", str(out), "--volume", "claim:models"]
     assert CliRunner().invoke(main, arguments).exit_code == 0
     container = container_of(templates(next(yaml.safe_load_all(out.read_text())))[0])
     assert "m-decode=/models/m.stagepack#decode" in container["command"]
     assert container["volumeMounts"][0]["mountPath"] == "/models"
+
+
+def option_values(command: list[str], option: str) -> list[str]:
+    return [value for name, value in itertools.pairwise(command) if name == option]
+
+
+def test_the_server_must_find_the_bundle_that_the_file_was_written_for(layers: Bundle, tmp_path: Path) -> None:
+    worker_set, _, _ = write_deployment(layers, tmp_path)
+    for template in templates(worker_set):
+        assert option_values(container_of(template)["command"], "--digest") == [layers.digest]
+
+
+def test_credentials_are_secrets_of_the_leader_that_no_other_user_reads(layers: Bundle, tmp_path: Path) -> None:
+    worker_set, _, _ = write_deployment(layers, tmp_path, "--token-secret", "tokens", "--tls-secret", "tls")
+    leader, worker = templates(worker_set)
+    secrets = {volume["name"]: volume["secret"] for volume in leader["spec"]["volumes"] if "secret" in volume}
+    assert secrets == {
+        "token": {"secretName": "tokens", "defaultMode": 0o440},
+        "tls": {"secretName": "tls", "defaultMode": 0o440},
+    }
+    assert leader["spec"]["securityContext"]["fsGroup"] > 0
+    assert not any("secret" in volume for volume in worker["spec"]["volumes"])
+    container = container_of(leader)
+    folders = {mount["mountPath"]: mount["readOnly"] for mount in container["volumeMounts"] if mount["name"] in secrets}
+    assert folders == {"/etc/stagepack/token": True, "/etc/stagepack/tls": True}
+    for option, file in {
+        "--token-file": "/etc/stagepack/token/tokens",
+        "--tls-certificate": "/etc/stagepack/tls/tls.crt",
+        "--tls-key": "/etc/stagepack/tls/tls.key",
+    }.items():
+        assert option_values(container["command"], option) == [file]
+    for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+        assert container[probe]["httpGet"]["scheme"] == "HTTPS"
+    assert leader["metadata"]["annotations"]["prometheus.io/scheme"] == "https"
+
+
+def test_a_bundle_at_a_url_is_downloaded_before_the_containers_start(
+    layers: Bundle, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("STAGEPACK_CACHE", str(tmp_path / "cache"))
+    url = layers.path.as_uri()
+    objects = write_objects(url, "--url-secret", "store")
+    for described in objects:
+        validator(described["kind"]).validate(described)
+    for template in templates(objects[0]):
+        (pull,) = template["spec"]["initContainers"]
+        path = f"/models/{layers.path.name}"
+        assert pull["command"] == ["stagepack", "pull", url, "--out", path, "--digest", layers.digest, "--overwrite"]
+        assert pull["envFrom"] == [{"secretRef": {"name": "store"}}]
+        assert {"name": "bundle", "mountPath": "/models"} in pull["volumeMounts"]
+        assert {"name": "bundle", "emptyDir": {}} in template["spec"]["volumes"]
+        container = container_of(template)
+        assert {"name": "bundle", "mountPath": "/models", "readOnly": True} in container["volumeMounts"]
+        assert f"{layers.path.name.removesuffix('.stagepack')}={path}" in container["command"]
+        assert (
+            int(pull["resources"]["requests"]["ephemeral-storage"].removesuffix("Mi")) * 2**20
+            > layers.files["stage-0.safetensors"].size
+        )
+
+
+def test_groups_are_replaced_without_a_gap(layers: Bundle, tmp_path: Path) -> None:
+    for surge, unavailable in ((1, 0), (0, 1)):
+        *_, budget = objects = write_objects(layers.path, "--replicas", "2", "--max-surge", str(surge))
+        strategy = objects[0]["spec"]["rolloutStrategy"]["rollingUpdateConfiguration"]
+        assert strategy == {"maxSurge": surge, "maxUnavailable": unavailable}
+        assert budget["spec"]["selector"]["matchLabels"] == objects[2]["spec"]["podSelector"]["matchLabels"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--token-secret", "My_Tokens"], "expected the name of an object of Kubernetes, found 'My_Tokens'"),
+        (["--node-selector", "disk"], "expected a label KEY=VALUE of Kubernetes, found 'disk'"),
+        (["--url-secret", "store"], "--url-secret requires a BUNDLE at a URL"),
+        (["--", "--token-file", "x"], "--token-file is not an option of stagepack serve that a deployment leaves open"),
+        (["--", "--digest", "0" * 64], "--digest is not an option of stagepack serve that a deployment leaves open"),
+    ],
+)
+def test_wrong_usage(layers: Bundle, options: list[str], message: str) -> None:
+    result = CliRunner().invoke(main, ["k8s", str(layers.path), "-o", "-", *IMAGE, *options])
+    assert (result.exit_code, message in result.stderr) == (2, True), result.stderr
+
+
+def test_an_image_must_be_named(layers: Bundle) -> None:
+    result = CliRunner().invoke(main, ["k8s", str(layers.path), "-o", "-"])
+    assert (result.exit_code, "Missing option '--image'" in result.stderr) == (2, True)

@@ -2,13 +2,15 @@
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -23,30 +25,37 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("serve")]
 IDS = torch.arange(6)
 
 
-def start_pod(container: dict[str, Any], index: int, group_size: int) -> "subprocess.Popen[str]":
+def start_pod(container: dict[str, Any], index: int, group_size: int, path: str | None) -> "subprocess.Popen[str]":
     variables = {"LWS_LEADER_ADDRESS": "localhost", "LWS_GROUP_SIZE": str(group_size), "LWS_WORKER_INDEX": str(index)}
     variables |= {variable["name"]: variable["value"] for variable in container["env"]}
     command = [expand(argument, variables) for argument in container["command"]]
+    if path is not None:
+        command = [re.sub("=/.*", f"={path}", argument) for argument in command]
     environment = os.environ | variables | {"PYTHONPATH": os.pathsep.join(folder for folder in sys.path if folder)}
     environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 @contextlib.contextmanager
-def group_of_pods(worker_set: dict[str, Any]) -> Iterator[list["subprocess.Popen[str]"]]:
-    """The pods of a group as processes; the workers begin first, as may happen."""
+def group_of_pods(
+    worker_set: dict[str, Any], paths: Mapping[int, str] = MappingProxyType({})
+) -> Iterator[list["subprocess.Popen[str]"]]:
+    """The pods of a group as processes; the workers begin first, as may happen.
+
+    paths: where pods find another bundle than that of the command.
+    """
     size = worker_set["spec"]["leaderWorkerTemplate"]["size"]
     leader, worker = map(container_of, templates(worker_set))
-    pods = [start_pod(worker, index, size) for index in range(size - 1, 0, -1)]
-    pods.append(start_pod(leader, 0, size))
+    pods = [start_pod(worker, index, size, paths.get(index)) for index in range(size - 1, 0, -1)]
+    pods.append(start_pod(leader, 0, size, paths.get(0)))
     pods.reverse()
     try:
         yield pods
     finally:
         for pod in pods:
             kill_pod(pod)
-            assert pod.stdout is not None
-            pod.stdout.close()
+            if pod.stdout is not None:
+                pod.stdout.close()
 
 
 def process_ids(pod: "subprocess.Popen[str]") -> list[int]:
@@ -63,6 +72,14 @@ def kill_pod(pod: "subprocess.Popen[str]") -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process_id, signal.SIGKILL)
     pod.wait()
+
+
+def last_lines(pods: list["subprocess.Popen[str]"]) -> set[str]:
+    """The reason that each pod gives, when all have ended."""
+    outputs = [pod.communicate(timeout=60)[0] for pod in pods]
+    assert all(pod.returncode != 0 for pod in pods)
+    reports = [[line for line in output.splitlines() if line.strip("= ")][-1] for output in outputs]
+    return {report.removeprefix("  traceback : ") for report in reports}
 
 
 def wait_until_listening(leader: "subprocess.Popen[str]") -> None:
@@ -130,4 +147,32 @@ def test_a_lost_pod_ends_the_group(layers: Bundle, tmp_path: Path) -> None:
         wait_until_listening(pods[0])
         kill_pod(pods[1])
         # With another status than 0, Kubernetes starts the container again, and LeaderWorkerSet the group.
-        assert pods[0].wait(timeout=30) != 0
+        (line,) = last_lines(pods[:1])
+        assert line.startswith(f"process 1 on {socket.gethostname()}, which runs stage")
+
+
+def change_file(bundle: Path) -> None:
+    content = bytearray((bundle / "stage-2.safetensors").read_bytes())
+    (bundle / "stage-2.safetensors").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (shutil.rmtree, "{path}: not a stagepack bundle"),
+        (change_file, "{path}: stage-2.safetensors: the content was changed"),
+    ],
+    ids=["missing bundle", "changed byte"],
+)
+def test_three_pods_say_which_of_them_failed_and_why(
+    layers: Bundle, tmp_path: Path, damage: Callable[[Path], None], reason: str
+) -> None:
+    if not all(map(is_free, (8000, 8001, 29500))):
+        pytest.skip("a port of the deployment is in use on this machine")
+    copy = tmp_path / "copy" / layers.path.name
+    shutil.copytree(layers.path, copy)
+    worker_set, _, _ = write_deployment(layers, tmp_path, "--path", str(layers.path))
+    damage(copy)
+    with group_of_pods(worker_set, {2: str(copy)}) as pods:
+        (line,) = last_lines(pods)
+        assert line.startswith(f"process 2 on {socket.gethostname()}: {reason.format(path=copy)}")

@@ -29,9 +29,18 @@ class DeploymentOptions:
 
     Attributes:
         name: the name of the group, and by which clients call the model.
+        namespace: the namespace of all objects; None leaves it to whoever applies them.
         bundle_path: the path of the bundle in the containers, with ``#NAME`` if one of several entry points is served.
+        digest: of the bundle, which the server must find.
         volume: the volume that is mounted at the parent folder of `bundle_path`; None if the image has the bundle.
+        url: where each pod downloads the bundle from before it starts; None if it has it.
+        url_secret: the name of a Secret whose keys are environment variables for the download, such as credentials.
+        image_pull_secrets: names of Secrets with the credentials of the registry of the image.
+        node_selector: the labels of the nodes on which the pods run.
+        token_secret: the name of a Secret whose key ``tokens`` is the file of ``--token-file``.
+        tls_secret: the name of a Secret with the certificate and the key of the server, as ``tls.crt`` and ``tls.key``.
         replicas: how many groups of pods there are.
+        max_surge: how many more groups there are while they are replaced; with 0, one at a time is missing instead.
         pods: the number of pods of a group.
         cpus: CPUs of each process, which is also the number of its threads.
         gpu_resource: the resource of Kubernetes of which each process gets one; None for stages on the CPU.
@@ -39,10 +48,20 @@ class DeploymentOptions:
     """
 
     name: str
+    namespace: str | None
     image: str
     bundle_path: str
+    digest: str
     volume: BundleVolume | None
+    url: str | None
+    url_secret: str | None
+    image_pull_secrets: tuple[str, ...]
+    service_account: str | None
+    node_selector: tuple[tuple[str, str], ...]
+    token_secret: str | None
+    tls_secret: str | None
     replicas: int
+    max_surge: int
     pods: int
     processes_per_pod: int
     cpus: int

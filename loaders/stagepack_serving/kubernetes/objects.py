@@ -1,4 +1,4 @@
-"""The objects of a deployment: a LeaderWorkerSet, a Service for its leader, and a NetworkPolicy.
+"""The objects of a deployment: a LeaderWorkerSet, a Service for its leader, a NetworkPolicy, and a PodDisruptionBudget.
 
 Sources: the API of LeaderWorkerSet, https://lws.sigs.k8s.io/docs/reference/leaderworkerset.v1/, and of Kubernetes,
 https://kubernetes.io/docs/reference/kubernetes-api/.
@@ -11,6 +11,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from stagepack.format.reader import Bundle
+from stagepack.remote.url import split_entry_point
 from stagepack_serving.kubernetes.deployment_options import DeploymentOptions, PodSize
 
 _MEBIBYTE = 2**20
@@ -19,6 +20,12 @@ HTTP_PORT = 8000
 GRPC_PORT = 8001
 # The port of torchrun. Between the processes, gloo listens at free ports.
 TORCHRUN_PORT = 29500
+_TMP_MOUNT = {"name": "tmp", "mountPath": "/tmp"}  # noqa: S108 - of the container
+_CONTAINER_SECURITY = {
+    "allowPrivilegeEscalation": False,
+    "capabilities": {"drop": ["ALL"]},
+    "readOnlyRootFilesystem": True,
+}
 _NAME_LABEL = "leaderworkerset.sigs.k8s.io/name"
 _WORKER_INDEX_LABEL = "leaderworkerset.sigs.k8s.io/worker-index"
 # How long the pods wait for each other: nodes may have to be started, and images to be pulled.
@@ -28,6 +35,11 @@ _START_SECONDS = 120
 _SLOWEST_READING = 50_000_000  # bytes a second
 # What torchrun and then Kubernetes wait for longer than the server needs to stop.
 _SPARE_SECONDS = 10
+# The group that files of Secrets belong to, so that the user of the container can read them and others cannot.
+_SECRET_GROUP = 10001
+_SECRETS_FOLDER = PurePosixPath("/etc/stagepack")
+# Of the container that downloads the bundle: Python with its packages, and eight chunks of 16 MiB.
+_DOWNLOAD_BYTES = 512 * _MEBIBYTE
 # Texts that YAML 1.1 and 1.2 read as themselves without quotes. All others are quoted as in JSON, which YAML reads.
 _PLAIN_TEXT = re.compile(r"[A-Za-z/][A-Za-z0-9_./-]*")
 _OTHER_MEANINGS = frozenset({"true", "false", "yes", "no", "on", "off", "y", "n", "null"})
@@ -42,7 +54,16 @@ def deployment_objects(
     bundle: Bundle, options: DeploymentOptions, pod_sizes: Sequence[PodSize]
 ) -> tuple[dict[str, Any], ...]:
     """Return the objects of a deployment, as the data that Kubernetes reads."""
-    return (_worker_set(bundle, options, pod_sizes), _service(bundle, options), _network_policy(options))
+    objects = [_worker_set(bundle, options, pod_sizes), _service(bundle, options), _network_policy(options)]
+    if options.replicas > 1:
+        objects.append(_disruption_budget(options))
+    return tuple(objects)
+
+
+def _metadata(options: DeploymentOptions, suffix: str = "") -> dict[str, Any]:
+    namespace = {} if options.namespace is None else {"namespace": options.namespace}
+    labels = {"app.kubernetes.io/name": options.name, "app.kubernetes.io/managed-by": "stagepack"}
+    return {"name": options.name + suffix, **namespace, "labels": labels}
 
 
 def entry_command(options: DeploymentOptions) -> list[str]:
@@ -59,12 +80,35 @@ def entry_command(options: DeploymentOptions) -> list[str]:
         *("--master-port", str(TORCHRUN_PORT), "--rdzv-conf", f"timeout={_RENDEZVOUS_SECONDS}"),
         *("-m", "stagepack", "serve", _literal(f"{options.name}={options.bundle_path}")),
         *("--host", "0.0.0.0", "--http-port", str(HTTP_PORT), "--grpc-port", str(GRPC_PORT)),  # noqa: S104 - the pod's
+        *("--digest", options.digest, *_credential_arguments(options)),
         *(argument for device in devices for argument in ("--device", device)),
         *("--max-batch", str(options.max_batch_size), "--max-sequences", str(options.max_sequences)),
         *("--linger-s", f"{options.linger:g}", "--drain-s", f"{options.drain:g}"),
         *(argument for namespace in options.allow_ops for argument in ("--allow-ops", _literal(namespace))),
         *(argument for module_name in options.imports for argument in ("--import", _literal(module_name))),
         *map(_literal, options.serve_arguments),
+    ]
+
+
+def _credential_arguments(options: DeploymentOptions) -> list[str]:
+    """The files of Secrets; they need not be there in pods that run stages alone."""
+    tls_folder = _SECRETS_FOLDER / "tls"
+    return [
+        *([] if options.token_secret is None else ["--token-file", str(_SECRETS_FOLDER / "token" / "tokens")]),
+        *(
+            []
+            if options.tls_secret is None
+            else ["--tls-certificate", str(tls_folder / "tls.crt"), "--tls-key", str(tls_folder / "tls.key")]
+        ),
+    ]
+
+
+def _secret_volumes(options: DeploymentOptions) -> list[dict[str, Any]]:
+    secrets = {"token": options.token_secret, "tls": options.tls_secret}
+    return [
+        {"name": name, "secret": {"secretName": secret, "defaultMode": 0o440}}
+        for name, secret in secrets.items()
+        if secret is not None
     ]
 
 
@@ -76,43 +120,100 @@ def _literal(argument: str) -> str:
 def _worker_set(bundle: Bundle, options: DeploymentOptions, pod_sizes: Sequence[PodSize]) -> dict[str, Any]:
     leader, *workers = pod_sizes
     worker_memory = max((worker.memory for worker in workers), default=leader.memory)
-    leader_container = _container(options, leader.memory) | {
+    secret_volumes = _secret_volumes(options)
+    leader_container = _container(options, leader.memory)
+    leader_container |= {
         "ports": [
             {"name": "http", "containerPort": HTTP_PORT},
             {"name": "grpc", "containerPort": GRPC_PORT},
             {"name": "torchrun", "containerPort": TORCHRUN_PORT},
         ],
-        **_probes(bundle),
+        **_probes(bundle, options),
     }
-    metrics = {"prometheus.io/scrape": "true", "prometheus.io/port": str(HTTP_PORT), "prometheus.io/path": "/metrics"}
+    leader_container["volumeMounts"] += [
+        {"name": volume["name"], "mountPath": str(_SECRETS_FOLDER / volume["name"]), "readOnly": True}
+        for volume in secret_volumes
+    ]
+    leader_template = _pod_template(bundle, options, leader_container)
+    leader_template["metadata"]["annotations"] = {
+        "prometheus.io/scrape": "true",
+        "prometheus.io/port": str(HTTP_PORT),
+        "prometheus.io/path": "/metrics",
+        "prometheus.io/scheme": _scheme(options).lower(),
+    }
+    if secret_volumes:
+        leader_template["spec"]["securityContext"]["fsGroup"] = _SECRET_GROUP
+        leader_template["spec"]["volumes"] += secret_volumes
     return {
         "apiVersion": "leaderworkerset.x-k8s.io/v1",
         "kind": "LeaderWorkerSet",
-        "metadata": {"name": options.name},
+        "metadata": _metadata(options),
         "spec": {
             "replicas": options.replicas,
+            "rolloutStrategy": {
+                "type": "RollingUpdate",
+                "rollingUpdateConfiguration": {
+                    "maxSurge": options.max_surge,
+                    "maxUnavailable": 0 if options.max_surge else 1,
+                },
+            },
             "leaderWorkerTemplate": {
                 "size": options.pods,
                 "restartPolicy": "RecreateGroupOnPodRestart",
-                "leaderTemplate": _pod_template(options, leader_container, metrics),
-                "workerTemplate": _pod_template(options, _container(options, worker_memory), {}),
+                "leaderTemplate": leader_template,
+                "workerTemplate": _pod_template(bundle, options, _container(options, worker_memory)),
             },
         },
     }
 
 
-def _pod_template(options: DeploymentOptions, container: dict[str, Any], annotations: dict[str, str]) -> dict[str, Any]:
-    metadata: dict[str, Any] = {"labels": {"app.kubernetes.io/name": options.name}}
+def _pod_template(bundle: Bundle, options: DeploymentOptions, container: dict[str, Any]) -> dict[str, Any]:
+    placement: dict[str, Any] = {}
+    if options.image_pull_secrets:
+        placement["imagePullSecrets"] = [{"name": secret} for secret in options.image_pull_secrets]
+    if options.service_account is not None:
+        placement["serviceAccountName"] = options.service_account
+    if options.node_selector:
+        placement["nodeSelector"] = dict(options.node_selector)
+    if options.url is not None:
+        placement["initContainers"] = [_download_container(bundle, options)]
     return {
-        "metadata": metadata | ({"annotations": annotations} if annotations else {}),
+        "metadata": {"labels": {"app.kubernetes.io/name": options.name}},
         "spec": {
             "automountServiceAccountToken": False,
+            **placement,
             "securityContext": {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}},
             "terminationGracePeriodSeconds": _shutdown_seconds(options) + _SPARE_SECONDS,
             "containers": [container],
             "volumes": [*_bundle_volumes(options), {"name": "tmp", "emptyDir": {}}],
         },
     }
+
+
+def _download_container(bundle: Bundle, options: DeploymentOptions) -> dict[str, Any]:
+    """It may start again and again: what is there already, undamaged, is not downloaded."""
+    path, _ = split_entry_point(options.bundle_path)
+    folder = str(PurePosixPath(path).parent)
+    memory = memory_quantity(_DOWNLOAD_BYTES)
+    disk = memory_quantity(sum(file.size for file in bundle.files.values()) + _ROUNDED_TO)
+    container: dict[str, Any] = {
+        "name": "pull",
+        "image": options.image,
+        "command": [
+            *("stagepack", "pull", _literal(options.url or ""), "--out", _literal(str(path))),
+            *("--digest", options.digest, "--overwrite"),
+        ],
+        "env": [{"name": "HOME", "value": "/tmp"}],  # noqa: S108 - of the container: libraries write there
+        "resources": {
+            "requests": {"cpu": "1", "memory": memory, "ephemeral-storage": disk},
+            "limits": {"memory": memory},
+        },
+        "securityContext": _CONTAINER_SECURITY,
+        "volumeMounts": [{"name": "bundle", "mountPath": folder}, _TMP_MOUNT],
+    }
+    if options.url_secret is not None:
+        container["envFrom"] = [{"secretRef": {"name": options.url_secret}}]
+    return container
 
 
 def _container(options: DeploymentOptions, memory: int) -> dict[str, Any]:
@@ -134,12 +235,8 @@ def _container(options: DeploymentOptions, memory: int) -> dict[str, Any]:
             "requests": {"cpu": str(options.cpus * options.processes_per_pod), "memory": quantity, **gpus},
             "limits": {"memory": quantity, **gpus},
         },
-        "securityContext": {
-            "allowPrivilegeEscalation": False,
-            "capabilities": {"drop": ["ALL"]},
-            "readOnlyRootFilesystem": True,
-        },
-        "volumeMounts": [*bundle_mounts, {"name": "tmp", "mountPath": "/tmp"}],  # noqa: S108 - of the container
+        "securityContext": _CONTAINER_SECURITY,
+        "volumeMounts": [*bundle_mounts, _TMP_MOUNT],
     }
 
 
@@ -149,6 +246,8 @@ def _shutdown_seconds(options: DeploymentOptions) -> int:
 
 
 def _bundle_volumes(options: DeploymentOptions) -> list[dict[str, Any]]:
+    if options.url is not None:
+        return [{"name": "bundle", "emptyDir": {}}]
     if options.volume is None:
         return []
     source = options.volume.source
@@ -160,12 +259,16 @@ def _bundle_volumes(options: DeploymentOptions) -> list[dict[str, Any]]:
     return [{"name": "bundle", **sources[options.volume.kind]}]
 
 
-def _probes(bundle: Bundle) -> dict[str, Any]:
+def _scheme(options: DeploymentOptions) -> str:
+    return "HTTP" if options.tls_secret is None else "HTTPS"
+
+
+def _probes(bundle: Bundle, options: DeploymentOptions) -> dict[str, Any]:
     """The server listens when all processes have loaded their stages and run the example."""
     weight_bytes = sum(stage.weight_bytes for stage in bundle.stages)
     start_seconds = _RENDEZVOUS_SECONDS + _START_SECONDS + weight_bytes // _SLOWEST_READING
-    is_live = {"httpGet": {"path": "/v2/health/live", "port": "http"}}
-    is_ready = {"httpGet": {"path": "/v2/health/ready", "port": "http"}}
+    is_live = {"httpGet": {"path": "/v2/health/live", "port": "http", "scheme": _scheme(options)}}
+    is_ready = {"httpGet": {"path": "/v2/health/ready", "port": "http", "scheme": _scheme(options)}}
     return {
         "startupProbe": {
             **is_live,
@@ -189,7 +292,7 @@ def _service(bundle: Bundle, options: DeploymentOptions) -> dict[str, Any]:
     # All requests of a sequence must reach the group that has its state.
     if any(stage.state for stage in bundle.stages):
         spec["sessionAffinity"] = "ClientIP"
-    return {"apiVersion": "v1", "kind": "Service", "metadata": {"name": f"{options.name}-leader"}, "spec": spec}
+    return {"apiVersion": "v1", "kind": "Service", "metadata": _metadata(options, "-leader"), "spec": spec}
 
 
 def _network_policy(options: DeploymentOptions) -> dict[str, Any]:
@@ -197,7 +300,7 @@ def _network_policy(options: DeploymentOptions) -> dict[str, Any]:
     return {
         "apiVersion": "networking.k8s.io/v1",
         "kind": "NetworkPolicy",
-        "metadata": {"name": options.name},
+        "metadata": _metadata(options),
         "spec": {
             "podSelector": group,
             "policyTypes": ["Ingress"],
@@ -206,6 +309,16 @@ def _network_policy(options: DeploymentOptions) -> dict[str, Any]:
                 {"ports": [{"protocol": "TCP", "port": HTTP_PORT}, {"protocol": "TCP", "port": GRPC_PORT}]},
             ],
         },
+    }
+
+
+def _disruption_budget(options: DeploymentOptions) -> dict[str, Any]:
+    """A pod that is moved to another node takes its whole group with it: one at a time."""
+    return {
+        "apiVersion": "policy/v1",
+        "kind": "PodDisruptionBudget",
+        "metadata": _metadata(options),
+        "spec": {"maxUnavailable": 1, "selector": {"matchLabels": {_NAME_LABEL: options.name}}},
     }
 
 
