@@ -1,4 +1,4 @@
-"""Progress by bytes on a terminal. Nothing is shown in a pipe, nor in the first second."""
+"""Texts of others on a terminal, and progress by bytes, of which nothing is shown in a pipe, nor in the first second."""
 
 import contextlib
 import sys
@@ -12,6 +12,11 @@ _SECONDS_BETWEEN_UPDATES: Final = 0.2
 
 # What shows a line on the terminal at present, the innermost last: one place shows at a time.
 _active_lines: list[Callable[[str | None], object]] = []
+
+
+def printable(untrusted: str) -> str:
+    """Escape the control characters of a text, since names in a bundle may contain any character."""
+    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in untrusted)
 
 
 @contextlib.contextmanager

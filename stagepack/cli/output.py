@@ -6,7 +6,6 @@
 
 import contextlib
 import json
-import logging
 import math
 import shutil
 import sys
@@ -21,6 +20,7 @@ from stagepack import terminal
 from stagepack.format.dtypes import format_bytes as format_bytes
 from stagepack.format.dtypes import format_quantity
 from stagepack.terminal import active_line
+from stagepack.terminal import printable as printable
 
 _LEAST_WRAPPED_WIDTH = 16
 
@@ -61,27 +61,6 @@ def print_json(facts: Any) -> None:
 def finite(difference: float) -> float | None:
     """Return a difference as JSON can express it: None where shapes, types or special values differ."""
     return difference if math.isfinite(difference) else None
-
-
-def printable(untrusted: str) -> str:
-    """Escape the control characters of a text, since names in a bundle may contain any character."""
-    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in untrusted)
-
-
-class PrintableFormatter(logging.Formatter):
-    """Formats a record of a log as one printable line; the lines of a traceback follow it, indented.
-
-    So nothing that a record quotes reaches a terminal as a command, or looks like a record of its own.
-    """
-
-    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - the name of logging
-        """Return the line of a record, without its traceback."""
-        return printable(" ".join(super().formatMessage(record).split()))
-
-    def format(self, record: logging.LogRecord) -> str:
-        """Return the line of a record, and those of its traceback."""
-        line, *traceback_lines = super().format(record).splitlines()
-        return "\n".join([line, *(f"  {printable(traceback_line)}" for traceback_line in traceback_lines)])
 
 
 def count_of(noun: str, count: int) -> str:

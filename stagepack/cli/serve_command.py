@@ -15,11 +15,12 @@ import click
 from stagepack.cli.command import subcommand
 from stagepack.cli.failures import fail
 from stagepack.cli.model_loading import bundle_paths_by_name, load_names, model_control
-from stagepack.cli.output import PrintableFormatter, count_of, print_json, print_line, progress, status_line
+from stagepack.cli.output import count_of, print_json, print_line, progress, status_line
 from stagepack.cli.run_options import batching_text
 from stagepack.cli.serve_options import ServeOptions, check_options, check_security_options, check_sources
 from stagepack.cli.shared_flags import require_packages
 from stagepack_loaders.distributed.launch_environment import is_launched_group, launched_rank
+from stagepack_loaders.logs import write_log, write_package_log
 
 if TYPE_CHECKING:
     from stagepack_serving.server.model_registry import ModelRegistry
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from stagepack_serving.server.served_model import ServedModel
     from stagepack_serving.server.server import ServerAddresses
 
-_LOG_FORMAT: Final = "%(asctime)s %(levelname)s %(message)s"
 # What they log of a request or an error quotes clients and bundles.
 _LOGGING_LIBRARIES: Final = ("asyncio", "grpc", "uvicorn")
 
@@ -63,15 +63,18 @@ def command(options: ServeOptions) -> None:
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # this command reports errors itself
     if options.threads is not None:  # before torch is imported, and for processes that are started
         os.environ["OMP_NUM_THREADS"] = str(options.threads)
+    from stagepack_serving.server.access_log import ACCESS_LOGGER  # noqa: PLC0415 - the same
     from stagepack_serving.server.metrics import Metrics  # noqa: PLC0415 - after the arguments are checked
-    from stagepack_serving.server.model_registry import ACCESS_LOGGER, ModelRegistry  # noqa: PLC0415 - the same
+    from stagepack_serving.server.model_registry import ModelRegistry  # noqa: PLC0415 - the same
     from stagepack_serving.server.server import ServerAddresses, check_addresses, serve  # noqa: PLC0415 - the same
 
-    _write_log(logging.getLogger("stagepack"), _LOG_FORMAT, options.log_level.upper())
+    write_package_log(options.log_format, options.log_level)
     for library_name in _LOGGING_LIBRARIES:
-        _write_log(logging.getLogger(library_name), _LOG_FORMAT, "WARNING")
+        write_log(logging.getLogger(library_name), options.log_format, "WARNING")
     logging.getLogger("grpc._cython.cygrpc").addFilter(_is_no_lost_client)
-    _write_log(ACCESS_LOGGER, "%(asctime)s %(message)s", "INFO" if options.access_log else "CRITICAL")
+    write_log(
+        ACCESS_LOGGER, options.log_format, "INFO" if options.access_log else "CRITICAL", "%(asctime)s %(message)s"
+    )
     security = server_security(options)
     models = ModelRegistry(options.limits(), Metrics())
     control = model_control(bundle_paths, options, models)
@@ -109,23 +112,6 @@ def command(options: ServeOptions) -> None:
             os._exit(1 if models.has_failed or any(model.admission.pending_requests for model in models) else 0)
     if models.has_failed:
         fail(failure)
-
-
-class _ErrorOutput(logging.StreamHandler[Any]):
-    """Writes to standard error, which is another object while a line of progress is shown."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.setStream(sys.stderr)
-        super().emit(record)
-
-
-def _write_log(logger: logging.Logger, line_format: str, level: str) -> None:
-    """Write the records of a logger to standard error, and nowhere else."""
-    handler = _ErrorOutput()
-    handler.setFormatter(PrintableFormatter(line_format))
-    logger.addHandler(handler)
-    logger.setLevel(level)
-    logger.propagate = False
 
 
 def _is_no_lost_client(record: logging.LogRecord) -> bool:

@@ -155,8 +155,14 @@ class ServeOptions:
     overwrite: bool = flag("--overwrite", "Replace an existing file of --trace.")
     access_log: bool = flag(
         "--access-log/--no-access-log",
-        "Write a line for each inference to standard error: time, protocol, model, version, status and duration.",
+        "Write a line for each request to standard error, but those for the health of the server: protocol, model, version, status, times, "
+        "client, path, sizes and trace.",
         default=False,
+    )
+    log_format: Literal["text", "json"] = flag(
+        "--log-format",
+        "How records are written to standard error, here and in the processes of stages: lines of text, or of JSON.",
+        default="text",
     )
     log_level: Literal["debug", "info", "warning", "error"] = flag(
         "--log-level LEVEL",

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from stagepack.cli import main
-from stagepack.cli.output import PrintableFormatter
+from stagepack_loaders.logs import TextFormatter
 from tests.bundle_editor import BundleEditor, rename_value
 from tests.hostile.attack import command_fails
 
@@ -80,7 +80,7 @@ def test_errors_are_one_printable_line_whatever_they_quote(editor: BundleEditor)
 
 def test_a_record_of_the_log_is_one_printable_line() -> None:
     record = logging.LogRecord("stagepack", logging.ERROR, "", 0, "refused: %s", (EVIL,), None)
-    line = PrintableFormatter("%(levelname)s %(message)s").format(record)
+    line = TextFormatter("%(levelname)s %(message)s").format(record)
     assert line.isprintable()
     assert line.startswith(r"ERROR refused: \x1b[2J\x1b]0;owned\x07")
     assert line.endswith(" all rules hold")
@@ -91,7 +91,7 @@ def test_a_traceback_in_the_log_is_printable_and_has_no_line_that_begins_like_a_
     record = logging.LogRecord("stagepack", logging.ERROR, "", 0, "failed", None, (ValueError, error, None))
     record.exc_text = EVIL  # as another formatter leaves it
     for _ in range(2):
-        line, *traceback_lines = PrintableFormatter("%(message)s").format(record).split("\n")
+        line, *traceback_lines = TextFormatter("%(message)s").format(record).split("\n")
         assert line == "failed"
         assert traceback_lines[-1] == "  all rules hold"
         assert all(

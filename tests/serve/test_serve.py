@@ -272,8 +272,17 @@ def test_access_log(bundles: Mapping[str, Path], tmp_path: Path) -> None:
             ask(server, "http", "skips", {"x": skips(1)["x"]})
     lines = log.read_text().splitlines()
     time_pattern = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}"
-    for line, request in zip(lines, ("rest skips 1 OK", "grpc skips 1 OK", "rest skips 1 BAD_REQUEST"), strict=True):
-        assert re.fullmatch(rf"{time_pattern} {request} \d+\.\d ms", line), line
+    times, sizes = r"\d+\.\d ms( \(queue \d+\.\d, run \d+\.\d\))?", r"\d+ B in \d+ B out"
+    rest, grpc_call = "POST /v2/models/skips/infer", "/inference.GRPCInferenceService/ModelInfer"
+    inferences = [line for line in lines if " skips 1 " in line]
+    for line, request, operation in zip(
+        inferences,
+        ("rest skips 1 OK", "grpc skips 1 OK", "rest skips 1 BAD_REQUEST"),
+        (rest, grpc_call, rest),
+        strict=True,
+    ):
+        pattern = rf"{time_pattern} {request} {times} 127\.0\.0\.1:\d+ {operation} {sizes} trace=[0-9a-f]{{32}}"
+        assert re.fullmatch(pattern, line), line
 
 
 def test_grpc_health_and_reflection(bundles: Mapping[str, Path]) -> None:

@@ -40,6 +40,7 @@ from stagepack_loaders.distributed.status import (
 from stagepack_loaders.distributed.transfers import QueuedSenders, RouteReceivers, RouteSenders
 from stagepack_loaders.distributed.watch import GroupWatch, WatchEvents
 from stagepack_loaders.executor import DEFAULT_CALL, CallOptions
+from stagepack_loaders.logs import current_trace
 from stagepack_loaders.run_trace import trace_clock
 
 _CLOSE_SECONDS = 0.01
@@ -254,7 +255,15 @@ class FrontProcess:
         self, kind: ControlKind, *, sequence: int = 0, seed: int = 0, size_words: bytes = b""
     ) -> ControlMessage:
         self._last_number += 1
-        return ControlMessage(kind=kind, number=self._last_number, sequence=sequence, seed=seed, size_words=size_words)
+        trace = current_trace.get()
+        return ControlMessage(
+            kind=kind,
+            number=self._last_number,
+            sequence=sequence,
+            seed=seed,
+            size_words=size_words,
+            trace_words=b"" if trace is None else trace.words(),
+        )
 
     def _send_command(self, message: ControlMessage) -> None:
         self._send(message, [pack_command(self._symbols) for _ in self._input_routes])

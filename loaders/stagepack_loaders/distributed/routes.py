@@ -31,7 +31,7 @@ WORD_BYTES = 8
 ANNOUNCEMENT_TAG = 0
 # Of messages by which the front cancels requests, and that it closes; above all tags of routes.
 CANCEL_TAG = 2**20 + 1
-_FIXED_WORDS = struct.Struct("<4q")
+_FIXED_WORDS = struct.Struct("<4q32s")
 _ALIGNMENT = 64
 _KEPT_LAYOUTS = 4096
 _INLINE_BYTES = 64 * 1024  # of one route; copying them costs less than bodies
@@ -150,6 +150,7 @@ class ControlMessage(Struct, frozen=True, kw_only=True):
 
     sequence: whose state is used or ended; 0 for the state of the stage itself.
     size_words: the sizes of the symbols that the inputs determine, by `encode_sizes`; empty for commands.
+    trace_words: the identity of the request, by `RequestTrace.words`; empty for none.
     """
 
     kind: ControlKind
@@ -157,6 +158,7 @@ class ControlMessage(Struct, frozen=True, kw_only=True):
     sequence: int = 0
     seed: int = 0
     size_words: bytes = b""
+    trace_words: bytes = b""
 
     def failed(self) -> "ControlMessage":
         """The request after a stage has failed on it."""
@@ -170,20 +172,27 @@ def control_bytes(symbols: Sequence[Symbol]) -> int:
 
 def write_control(memory: memoryview, message: ControlMessage) -> None:
     """Write the words of a message at the beginning of some memory."""
-    _FIXED_WORDS.pack_into(memory, 0, message.kind, message.number, message.sequence, message.seed)
+    _FIXED_WORDS.pack_into(memory, 0, message.kind, message.number, message.sequence, message.seed, message.trace_words)
     if message.size_words:
         memory[_FIXED_WORDS.size : _FIXED_WORDS.size + len(message.size_words)] = message.size_words
 
 
 def read_control(memory: memoryview, symbol_count: int) -> ControlMessage:
     """Return the message at the beginning of some memory."""
-    kind, number, sequence, seed = _FIXED_WORDS.unpack_from(memory)
+    kind, number, sequence, seed, trace_words = _FIXED_WORDS.unpack_from(memory)
     if kind not in _KINDS:
         raise ConnectionLostError(f"expected a control message, found the kind {kind}")
     size_words = b""
     if symbol_count and kind in REQUEST_KINDS:
         size_words = bytes(memory[_FIXED_WORDS.size : _FIXED_WORDS.size + 2 * WORD_BYTES * symbol_count])
-    return ControlMessage(kind=_KINDS[kind], number=number, sequence=sequence, seed=seed, size_words=size_words)
+    return ControlMessage(
+        kind=_KINDS[kind],
+        number=number,
+        sequence=sequence,
+        seed=seed,
+        size_words=size_words,
+        trace_words=trace_words if any(trace_words) else b"",
+    )
 
 
 def encode_sizes(sizes: Mapping[str, int], symbols: Sequence[Symbol]) -> bytes:

@@ -49,6 +49,7 @@ from stagepack_loaders.distributed.status import (
 )
 from stagepack_loaders.distributed.transfers import RouteReceivers
 from stagepack_loaders.distributed.watch import HEARTBEAT_SECONDS, LOST_STATUS, FrontWatch
+from stagepack_loaders.logs import RequestTrace, current_trace, write_process_log
 from stagepack_loaders.run_trace import SpanRecorder
 
 # The exit status of a process whose device computes nothing more.
@@ -90,6 +91,7 @@ def encode_description(description: ProcessDescription) -> str:
 
 def run_process(description: ProcessDescription) -> None:
     """Run the stages of one process. The front reports errors of all processes; this one only ends."""
+    write_process_log()
     if description.parent:
         end_with_parent(description.parent)
     try:
@@ -250,8 +252,16 @@ class _StageProcess:
         request = StageRequest(message=message, layout=layout, values=values)
         if self._group.rank in layout.body_ranks:
             self._posting_places.release()
+        current_trace.set(RequestTrace.of_words(message.trace_words))
+        start_time = time.perf_counter()
         self._worker.run_request(request)
         self._last_number = message.number
+        if _LOGGER.isEnabledFor(logging.DEBUG):
+            seconds = time.perf_counter() - start_time
+            fields = {"rank": self._group.rank, "request": message.number, "seconds": round(seconds, 6)}
+            _LOGGER.debug(
+                "process %d: request %d took %.1f ms", *list(fields.values())[:2], 1e3 * seconds, extra=fields
+            )
 
     def _trace(self, kind: ControlKind) -> None:
         """Begin to record spans, or send them to the front."""
@@ -295,6 +305,8 @@ class _StageProcess:
         if isinstance(error, StageLostError):
             _LOGGER.error("%s", error)
             os._exit(DEVICE_LOST_STATUS)
+        fields = {"rank": self._group.rank, "request": request_number, "stage": stage_number}
+        _LOGGER.info("process %d: request %d failed in stage %d: %s", *fields.values(), error, extra=fields)
         self._statuses.send(RequestError(request=request_number, stage=stage_number, error=report_error(error)))
 
     def _make_status(self) -> ProcessStatus:

@@ -5,10 +5,12 @@ import contextlib
 import functools
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, Final, Self
+from urllib.parse import quote
 
 import grpc
 from google.protobuf.message import DecodeError
 
+from stagepack_serving.server.access_log import RequestRecord, begin_call_record, current_record
 from stagepack_serving.server.errors import RequestError, RequestStatus
 from stagepack_serving.server.grpc_limits import OpenCall, OpenCalls, ResetGuard
 from stagepack_serving.server.grpc_messages import parse_inference, parse_message
@@ -86,20 +88,28 @@ class CheckedMethods(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has 
         if handler.unary_unary is not None:
             # As if the client sent a stream: grpc waits for ever for the message before it calls the handler of one message.
             async def answer_request(_: AsyncIterator[bytes], context: Any) -> Any:
-                call = self._open_call()
+                call, record = self._open_call(), begin_call_record(context, method)
                 try:
                     self._begin(method, context, call)
-                    return await handler.unary_unary(parse(await _only_message(context, call)), context)
+                    content = await _only_message(context, call)
+                    record.request_bytes = len(content)
+                    response = await handler.unary_unary(parse(content), context)
                 except (DecodeError, NotImplementedError, RequestError) as error:
                     await _abort(context, method, error)
                 except asyncio.CancelledError:
+                    record.write("HUNG_UP")
                     self._resets.count(call, context.peer())
                     raise
+                record.answer_bytes = len(response) if is_inference else response.ByteSize()
+                if method not in _METHODS_WITHOUT_TOKEN:
+                    record.write("OK")
+                return response
 
             return grpc.stream_unary_rpc_method_handler(answer_request, None, serialize)
 
         async def answer_with_stream(_: AsyncIterator[bytes], context: Any) -> None:
             call = self._open_call(is_watch=handler.unary_stream is not None)
+            begin_call_record(context, method)  # written if the call is refused: each message has a record of its own
             try:
                 self._begin(method, context, call)
                 if handler.unary_stream is not None:
@@ -108,7 +118,7 @@ class CheckedMethods(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has 
                 else:
                     # A token may be withdrawn while the stream is open.
                     check_authorization = functools.partial(self._check_authorization, method, context)
-                    requests = RequestStream(context, call, parse, check_authorization)
+                    requests = RequestStream(method, context, call, parse, check_authorization)
                     await self._send_all(handler.stream_stream(requests, context), context, call)
             except (DecodeError, RequestError) as error:
                 await _abort(context, method, error)
@@ -123,6 +133,7 @@ class CheckedMethods(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has 
 
         async def refuse(_: AsyncIterator[bytes], context: Any) -> None:
             error: Exception = NotImplementedError()
+            begin_call_record(context, quote(method))
             try:
                 self._begin(method, context, self._open_call())
             except RequestError as refusal:
@@ -177,14 +188,17 @@ class RequestStream:
 
     def __init__(
         self,
+        method: str,
         context: Any,
         call: OpenCall,
         parse: Callable[[bytes], Any],
         check_authorization: Callable[[], None],
     ) -> None:
+        self._method = method
         self._context = context
         self._call = call
         self._parse = parse
+        self._message_bytes = 0
         self._check_authorization = check_authorization
         # The context in which a request is answered.
         self.working = call.working
@@ -197,10 +211,17 @@ class RequestStream:
         if not isinstance(content, bytes):
             raise StopAsyncIteration
         self._check_authorization()
+        self._message_bytes = len(content)
         try:
             return self._parse(content)
         except DecodeError as error:
             raise _format_error(error) from None
+
+    def begin_record(self) -> RequestRecord:
+        """Begin the record of the message that has come last."""
+        record = begin_call_record(self._context, self._method)
+        record.request_bytes = self._message_bytes
+        return record
 
 
 async def _only_message(context: Any, call: OpenCall) -> bytes:
@@ -232,16 +253,18 @@ def _authorization_values(context: Any) -> list[str]:
 
 async def _abort(context: Any, method: str, error: Exception) -> None:
     """End a call that is refused."""
+    if isinstance(error, DecodeError):
+        error = _format_error(error)
+    if (record := current_record.get()) is not None:
+        record.write(error.status.name if isinstance(error, RequestError) else "UNIMPLEMENTED")
     match error:
         case AuthenticationError():
             await context.abort(error.status.grpc_code, str(error), (("www-authenticate", error.challenge),))
         case RequestError():
             await context.abort(error.status.grpc_code, str(error))
-        case NotImplementedError():
-            # The generated class raises it, too, in methods that `GrpcService` does not define.
-            await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"this server does not support {method}")
         case _:
-            await _abort(context, method, _format_error(error))
+            # The generated class raises NotImplementedError, too, in methods that `GrpcService` does not define.
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"this server does not support {method}")
 
 
 def _format_error(error: Exception) -> RequestError:

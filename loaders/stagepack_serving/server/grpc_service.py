@@ -127,6 +127,7 @@ class GrpcService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # genera
         """Answer the requests of a stream at the same time, so that they can be batched."""
 
         async def answer(request: ParsedInference) -> None:
+            record = requests.begin_record()
             has_place = True  # of the first response: the loop below has waited for it
 
             async def put(response: bytes) -> None:
@@ -134,12 +135,18 @@ class GrpcService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # genera
                 if not has_place:
                     await unsent_answers.acquire()
                 has_place = False
+                record.answer_bytes += len(response)
                 responses.put_nowait(encode_stream_response(response))
 
             try:
                 with requests.working():
                     await self._answer(request, context, put, streams=True)
+                record.write("OK")
+            except asyncio.CancelledError:
+                record.write("HUNG_UP")
+                raise
             except RequestError as error:
+                record.write(error.status.name)
                 if not has_place:
                     await unsent_answers.acquire()
                 infer_response = pb.ModelInferResponse(id=request.message.id)

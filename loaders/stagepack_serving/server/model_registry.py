@@ -2,17 +2,17 @@
 
 import asyncio
 import contextlib
-import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from stagepack_serving.server.access_log import current_record
 from stagepack_serving.server.errors import RequestError, RequestStatus
 from stagepack_serving.server.limits import ServerLimits
 from stagepack_serving.server.metrics import BY_VERSION, Metrics
@@ -20,9 +20,6 @@ from stagepack_serving.server.parameters import boolean_parameter, seconds_left,
 
 if TYPE_CHECKING:
     from stagepack_serving.server.served_model import ServedModel
-
-# A record for each inference at its end, with the fields protocol, model, version, status and seconds.
-ACCESS_LOGGER: Final = logging.getLogger("stagepack.access")
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -205,16 +202,16 @@ class ModelRegistry(Collector):
                 model.end_sequence(sequence_id)
 
     def _record_answer(self, scope: "RequestScope | None", protocol: str, status: str, seconds: float) -> None:
-        """Count an answer in the metrics and in the statistics of its version, and write its line of the access log."""
+        """Count an answer in the metrics and in the statistics of its version, and add them to the record of its request."""
         model = None if scope is None else scope.model
         model_name = "" if scope is None else scope.model_name
         version = "" if model is None else model.version
         if model is not None:
             model.statistics.count_answer(seconds, is_success=status == "OK")
         self.metrics.count_answer(model_name, version, protocol, status, seconds)
-        fields = {"protocol": protocol, "model": model_name, "version": version, "status": status, "seconds": seconds}
-        values = (protocol, model_name or "-", version or "-", status, 1e3 * seconds)
-        ACCESS_LOGGER.info("%s %s %s %s %.1f ms", *values, extra=fields)
+        record = current_record.get()
+        if record is not None:
+            record.model, record.version, record.status = model_name, version, status
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

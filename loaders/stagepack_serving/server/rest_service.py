@@ -16,6 +16,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.types import ASGIApp
 
 from stagepack_serving.server import openapi_schemas as answers
+from stagepack_serving.server.access_log import RecordedRequests
 from stagepack_serving.server.errors import RequestError, refusal_fields, refusal_headers
 from stagepack_serving.server.generation.generate_route import GenerateRoute
 from stagepack_serving.server.generation.openai_routes import openai_endpoints
@@ -87,7 +88,7 @@ def rest_application(control: ModelControl, check_token: TokenCheck | None = Non
     application = _application(endpoints)
     if check_token is not None:
         application = TokenGuard(application, check_token, models.metrics)
-    return ConnectionCloser(application, models)
+    return RecordedRequests(ConnectionCloser(application, models))
 
 
 def operator_application(models: ModelRegistry, is_live: Callable[[], bool]) -> ASGIApp:

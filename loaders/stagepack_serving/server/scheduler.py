@@ -16,7 +16,9 @@ from stagepack.errors import StageLostError
 from stagepack_loaders.elements import Array
 from stagepack_loaders.exchange import to_elements
 from stagepack_loaders.executor import CallOptions, Executor, thread_end_text
+from stagepack_loaders.logs import current_trace
 from stagepack_serving.protocol.interface import Interface
+from stagepack_serving.server.access_log import RequestRecord, current_record
 from stagepack_serving.server.sequences import RequestSequence
 
 # Those that say how long a run takes at least.
@@ -38,6 +40,7 @@ class QueuedCall:
         is_abandoned: whether nobody does.
         finish: what makes the answer of the output arrays, for a call that runs alone; None for these themselves.
         arrival: when the call was made, in seconds of `time.monotonic`.
+        record: that of the request that the call is made for; None for a call for several requests, or for none.
         answer: the output arrays by name, or what `finish` makes of them.
         batch: the calls that it runs with, once it does.
     """
@@ -52,6 +55,7 @@ class QueuedCall:
     is_abandoned: bool = False
     finish: Callable[[Mapping[str, Array]], Any] | None = None
     arrival: float = field(default_factory=time.monotonic)
+    record: RequestRecord | None = field(default_factory=current_record.get)
     answer: "Future[Any]" = field(default_factory=Future)
     batch: "CallBatch | None" = None
 
@@ -243,6 +247,8 @@ class Scheduler:
             self._on_start(batch)
             values = self._input_values(calls)
             batch.begin_time = time.monotonic()
+            # Of several requests, logs name the first one.
+            current_trace.set(None if calls[0].record is None else calls[0].record.trace)
             # Encoding an answer copies what other processes have sent.
             options = CallOptions(copies_results=False, cancellation=batch.cancellation)
             answer = self._executor.submit(values, self._sizes(calls), self._state(calls[0]), options)

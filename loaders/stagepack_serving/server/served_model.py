@@ -104,7 +104,7 @@ class ServedModel:
             max_batch_size=self.max_batch_size,
             batching_delay=limits.batching_delay,
             on_start=self._record_batch,
-            on_end=self.statistics.count_batch,
+            on_end=self._count_batch,
         )
         self._sequences: SequenceTable | None = None
         if any(stage.state for stage in bundle.stages):
@@ -298,6 +298,12 @@ class ServedModel:
         except StagepackError as error:
             _LOG.warning("%s: %s", self.name, error)
             raise RequestError(RequestStatus.MODEL_FAILED, f"{self.name}: {error}") from error
+
+    def _count_batch(self, batch: CallBatch) -> None:
+        self.statistics.count_batch(batch)
+        for call in batch.calls:
+            if call.record is not None:
+                call.record.count_run(batch.start_time - call.arrival, batch.end_time - batch.start_time)
 
     def _record_batch(self, batch: CallBatch) -> None:
         queue_seconds = self.metrics.queue_seconds.labels(self.name, self.version)

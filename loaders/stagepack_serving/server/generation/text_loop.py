@@ -1,6 +1,7 @@
 """Runs the texts that a decoder generates as batches: each step, all texts under way in one call."""
 
 import asyncio
+import contextvars
 import functools
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -47,7 +48,8 @@ class _Lane:
     def start(self) -> None:
         """Make calls, if none are made."""
         if self._task is None:
-            self._task = asyncio.create_task(self._run())
+            # Its calls are for all texts, and not for the request that makes it start.
+            self._task = asyncio.create_task(self._run(), context=contextvars.Context())
 
     async def _run(self) -> None:
         """Make calls while there are texts."""

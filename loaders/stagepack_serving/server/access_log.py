@@ -1,0 +1,158 @@
+"""One record for each request: what was asked, by whom, what came of it, and how long it took."""
+
+import logging
+import time
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, Final
+from urllib.parse import unquote
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from stagepack_loaders.logs import RequestTrace, begin_trace, current_trace
+from stagepack_serving.server.errors import is_openai_path
+
+# It has the records, with the fields of `RequestRecord` and the ids of `RequestTrace`.
+ACCESS_LOGGER: Final = logging.getLogger("stagepack.access")
+# Orchestrators ask for them every few seconds.
+_HEALTH_PATHS: Final = "/v2/health/"
+_HTTP_OK: Final = 200
+
+
+@dataclass(slots=True, kw_only=True)
+class RequestRecord:
+    """A request and its answer.
+
+    Attributes:
+        client: the address that it came from.
+        operation: the method and the path of HTTP, or the method of gRPC. The query of a path, which may have secrets, is left out.
+        protocol: rest, openai or grpc.
+        model: the name of the model, if the server has it.
+        version: the version that has run the request, if one has.
+        status: what the metrics count; empty for a request that they do not count.
+        code: the status of HTTP; None over gRPC, and if nothing was sent.
+        queue_seconds: how long its calls waited for their runs, together; None if it has made none.
+        run_seconds: how long these took.
+        start: when it came, in seconds of `time.monotonic`.
+    """
+
+    trace: RequestTrace
+    client: str
+    operation: str
+    protocol: str
+    model: str = ""
+    version: str = ""
+    status: str = ""
+    code: int | None = None
+    request_bytes: int = 0
+    answer_bytes: int = 0
+    queue_seconds: float | None = None
+    run_seconds: float | None = None
+    start: float = field(default_factory=time.monotonic)
+
+    def count_run(self, queue_seconds: float, run_seconds: float) -> None:
+        """Add the times of a call of the model."""
+        self.queue_seconds = (self.queue_seconds or 0.0) + queue_seconds
+        self.run_seconds = (self.run_seconds or 0.0) + run_seconds
+
+    def write(self, status: str) -> None:
+        """Write the record, if anybody reads it; with this status if the metrics do not count the request."""
+        if not ACCESS_LOGGER.isEnabledFor(logging.INFO):
+            return
+        seconds = time.monotonic() - self.start
+        fields: dict[str, Any] = {
+            "protocol": self.protocol,
+            "model": self.model,
+            "version": self.version,
+            "status": self.status or status,
+            "seconds": round(seconds, 6),
+            "queue_seconds": None if self.queue_seconds is None else round(self.queue_seconds, 6),
+            "run_seconds": None if self.run_seconds is None else round(self.run_seconds, 6),
+            "client": self.client,
+            "operation": self.operation,
+            "code": self.code,
+            "request_bytes": self.request_bytes,
+            "answer_bytes": self.answer_bytes,
+            "parent_id": self.trace.parent_id,
+        }
+        times = (
+            ""
+            if self.run_seconds is None
+            else f" (queue {1e3 * (self.queue_seconds or 0):.1f}, run {1e3 * self.run_seconds:.1f})"
+        )
+        ACCESS_LOGGER.info(
+            "%s %s %s %s %.1f ms%s %s %s %d B in %d B out",
+            *(self.protocol, self.model or "-", self.version or "-", fields["status"], 1e3 * seconds, times),
+            *(self.client, self.operation, self.request_bytes, self.answer_bytes),
+            extra=fields,
+        )
+
+
+# That of the request that a task works on.
+current_record: ContextVar[RequestRecord | None] = ContextVar("current_record", default=None)
+
+
+def begin_record(traceparent: str | None, client: str, operation: str, protocol: str) -> RequestRecord:
+    """Begin the record of a request, on which this task works from now on."""
+    record = RequestRecord(trace=begin_trace(traceparent), client=client, operation=operation, protocol=protocol)
+    current_trace.set(record.trace)
+    current_record.set(record)
+    return record
+
+
+class RecordedRequests:
+    """An ASGI application that wraps another one: it records each request, and tells the client the identity of it."""
+
+    def __init__(self, application: ASGIApp) -> None:
+        self._application = application
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request."""
+        path = scope["path"]
+        operation = f"{scope['method']} {scope['raw_path'].decode('latin-1')}"
+        protocol = "openai" if is_openai_path(path) else "rest"
+        record = begin_record(_traceparent(scope["headers"]), _address(scope["client"]), operation, protocol)
+
+        async def counting_receive() -> Message:
+            message = await receive()
+            if message["type"] == "http.request":
+                record.request_bytes += len(message.get("body", b""))
+            return message
+
+        async def counting_send(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                record.code = message["status"]
+                message["headers"] = [*message["headers"], (b"traceparent", record.trace.traceparent.encode())]
+            else:
+                record.answer_bytes += len(message.get("body", b""))
+            await send(message)
+
+        try:
+            await self._application(scope, counting_receive, counting_send)
+        finally:
+            if record.code != _HTTP_OK or not path.startswith(_HEALTH_PATHS):
+                record.write(str(record.code or "HUNG_UP"))
+
+
+def _traceparent(headers: Any) -> str | None:
+    """The header that says who a request belongs to; None if there is none, or several."""
+    values = [value for header_name, value in headers if header_name == b"traceparent"]
+    return values[0].decode("latin-1") if len(values) == 1 else None
+
+
+def _address(client: tuple[str, int] | None) -> str:
+    if client is None:
+        return "-"
+    host, port = client
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def begin_call_record(context: Any, method: str) -> RequestRecord:
+    """Begin the record of a call of gRPC, or of a message of its stream."""
+    values = [value for key, value in context.invocation_metadata() or () if key == "traceparent"]
+    traceparent = values[0] if len(values) == 1 and isinstance(values[0], str) else None
+    # Such as ipv4:127.0.0.1:40000 or ipv6:%5B::1%5D:40000.
+    client = unquote(context.peer()).partition(":")[2]
+    record = begin_record(traceparent, client, method, "grpc")
+    context.set_trailing_metadata((("traceparent", record.trace.traceparent),))
+    return record

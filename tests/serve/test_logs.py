@@ -1,0 +1,212 @@
+"""Records of logs say which request they belong to, in every process, and nothing that a client sends forges one."""
+
+import contextlib
+import http.client
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy
+import pytest
+from tritonclient.grpc import service_pb2 as pb
+from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
+
+import stagepack
+from stagepack_loaders.logs import RequestTrace, begin_trace
+from tests.serve.generating_model import export_decoder
+from tests.serve.servers import INFER, post, skips_request, stagepack_server
+
+TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+TRACEPARENT = f"00-{TRACE}-{SPAN}-01"
+
+
+def records(log: Path) -> list[dict[str, Any]]:
+    """The records of a log, each of which is one line of JSON in ASCII."""
+    lines = log.read_bytes().decode("ascii").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def access_records(log: Path) -> list[dict[str, Any]]:
+    return [record for record in records(log) if record["logger"] == "stagepack.access"]
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    path = tmp_path / "log"
+    path.touch()
+    return path
+
+
+JSON_LOG = ("--log-format", "json", "--access-log")
+
+
+@pytest.mark.parametrize(
+    ("header", "is_taken"),
+    [
+        (TRACEPARENT, True),
+        (f"00-{TRACE}-{SPAN}-00", True),
+        (f"cc-{TRACE}-{SPAN}-01-of-a-later-version", True),
+        (None, False),
+        ("", False),
+        (f"00-{TRACE}-{SPAN}-01-more", False),
+        (f"ff-{TRACE}-{SPAN}-01", False),
+        (f"00-{TRACE.upper()}-{SPAN}-01", False),
+        (f"00-{'0' * 32}-{SPAN}-01", False),
+        (f"00-{TRACE}-{'0' * 16}-01", False),
+        (f" {TRACEPARENT}", False),
+        (f"{TRACEPARENT}\n", False),
+        (f"00-{TRACE}-{SPAN}-1", False),
+    ],
+)
+def test_only_a_valid_traceparent_is_taken(header: str | None, is_taken: bool) -> None:
+    trace = begin_trace(header)
+    assert (trace.trace_id == TRACE) is is_taken
+    assert (trace.parent_id == SPAN) is is_taken
+    assert re.fullmatch(r"00-[0-9a-f]{32}-[0-9a-f]{16}-0[01]", trace.traceparent)
+    assert trace.span_id != SPAN
+    assert RequestTrace.of_words(trace.words()) == RequestTrace(trace.trace_id, trace.span_id, flags=trace.flags)
+
+
+@pytest.mark.process
+def test_a_record_has_all_of_a_request_over_rest(bundles: Mapping[str, Path], log: Path) -> None:
+    body = json.dumps(skips_request(2)).encode()
+    with stagepack_server([bundles["skips"]], *JSON_LOG, errors=log) as server:
+        status, _, answer = post(server.http, f"{INFER}?token=secret", body, {"traceparent": TRACEPARENT})
+        assert status == 200
+        assert post(server.http, INFER, b'{"inputs": []}', {"Authorization": "Bearer secret"})[0] == 400
+        assert post(server.http, "/v2/models/none/infer", b"{}")[0] == 404
+        assert post(server.http, "/v2/health/live", b"")[0] == 405
+        post(server.http, "/v1/completions", b'{"model": "skips", "prompt": "secret"}')
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", server.http)) as connection:
+            connection.request("GET", "/v2/health/live")
+            health_trace = connection.getresponse().headers["traceparent"]
+    whole, refused, unknown, not_allowed, text = access_records(log)
+    version, trace_id, span_id, flags = answer.headers["traceparent"].split("-")
+    assert (version, trace_id, flags) == ("00", TRACE, "01")
+    assert {name: whole.pop(name) for name in ("trace_id", "span_id", "parent_id")} == {
+        "trace_id": TRACE,
+        "span_id": span_id,
+        "parent_id": SPAN,
+    }
+    times = {name: whole.pop(name) for name in ("seconds", "queue_seconds", "run_seconds")}
+    assert 0 < times["run_seconds"] <= times["seconds"]
+    assert 0 <= times["queue_seconds"] <= times["seconds"]
+    assert re.fullmatch(r"127\.0\.0\.1:\d+", whole.pop("client"))
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", whole.pop("time"))
+    del whole["message"], whole["process"]
+    assert whole == {
+        "level": "info",
+        "logger": "stagepack.access",
+        "protocol": "rest",
+        "model": "skips",
+        "version": "1",
+        "status": "OK",
+        "code": 200,
+        "operation": f"POST {INFER}",
+        "request_bytes": len(body),
+        "answer_bytes": int(answer.headers["content-length"]),
+    }
+    assert (refused["status"], refused["code"], refused["run_seconds"]) == ("BAD_REQUEST", 400, None)
+    assert (unknown["status"], unknown["model"]) == ("NOT_FOUND", "")
+    assert (not_allowed["status"], not_allowed["operation"]) == ("405", "POST /v2/health/live")
+    assert (text["protocol"], text["operation"]) == ("openai", "POST /v1/completions")
+    assert len({record["trace_id"] for record in (refused, unknown, not_allowed, text)} | {TRACE}) == 5
+    assert health_trace
+    assert "secret" not in log.read_text()
+
+
+@pytest.mark.process
+def test_calls_and_messages_over_grpc_have_records(bundles: Mapping[str, Path], log: Path) -> None:
+    x, weight = numpy.ones((1, 8), "float32"), numpy.ones((1, 1), "float32")
+    request = pb.ModelInferRequest(model_name="skips", raw_input_contents=[x.tobytes(), weight.tobytes()])
+    for input_name, array in (("x", x), ("weight", weight)):
+        request.inputs.add(name=input_name, datatype="FP32", shape=array.shape)
+    metadata = (("traceparent", TRACEPARENT),)
+    with (
+        stagepack_server([bundles["skips"]], *JSON_LOG, errors=log) as server,
+        grpc.insecure_channel(f"127.0.0.1:{server.grpc}") as channel,
+    ):
+        stub = GRPCInferenceServiceStub(channel)
+        response, call = stub.ModelInfer.with_call(request, metadata=metadata)
+        assert len(list(stub.ModelStreamInfer(iter([request, request]), metadata=metadata))) == 2
+        stub.ServerLive(pb.ServerLiveRequest())
+        stub.ModelMetadata(pb.ModelMetadataRequest(name="skips"))
+        with pytest.raises(grpc.RpcError):
+            stub.ModelInfer(pb.ModelInferRequest(model_name="skips"))
+        with pytest.raises(grpc.RpcError):
+            channel.unary_unary("/no.Service/a b\x1b[2J\n")(b"")
+    alone, first, second, about, refused, unknown = access_records(log)
+    (returned_trace,) = [value for key, value in call.trailing_metadata() if key == "traceparent"]
+    assert returned_trace == f"00-{TRACE}-{alone['span_id']}-01"
+    for record in (alone, first, second):
+        assert (record["trace_id"], record["parent_id"], record["protocol"]) == (TRACE, SPAN, "grpc")
+        assert (record["model"], record["version"], record["status"], record["code"]) == ("skips", "1", "OK", None)
+        assert record["request_bytes"] == request.ByteSize()
+        assert record["answer_bytes"] == response.ByteSize()
+        assert record["run_seconds"] > 0
+    assert len({record["span_id"] for record in (alone, first, second)}) == 3
+    assert alone["operation"] == "/inference.GRPCInferenceService/ModelInfer"
+    assert first["operation"] == "/inference.GRPCInferenceService/ModelStreamInfer"
+    assert (about["status"], about["operation"]) == ("OK", "/inference.GRPCInferenceService/ModelMetadata")
+    assert refused["status"] == "BAD_REQUEST"
+    assert unknown["status"] == "UNIMPLEMENTED"
+    assert re.fullmatch(r"127\.0\.0\.1:\d+", alone["client"])
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_nothing_that_a_client_sends_forges_a_record(bundles: Mapping[str, Path], log: Path, log_format: str) -> None:
+    forged = "a%0A2026-01-01 rest skips 1 OK\x1b[2J".replace(" ", "%20").replace("\x1b", "%1b")
+    options = ("--access-log", "--log-format", log_format)
+    with stagepack_server([bundles["skips"]], *options, errors=log) as server:
+        assert post(server.http, f"/v2/models/{forged}/infer", b"{}", {"traceparent": "x\x9b31m"})[0] == 404
+        assert post(server.http, "/v1/completions", json.dumps({"model": "a\nb c\x1b", "prompt": ""}))[0] == 404
+    content = log.read_bytes()
+    assert len(content.splitlines()) == 2
+    assert all(line.decode().isprintable() for line in content.split(b"\n"))
+    assert len(content.decode().splitlines()) == 2
+    assert b"rest skips 1 OK" not in content
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_processes_of_stages_name_the_request(
+    log: Path, tmp_path: Path, log_format: str, bundles: Mapping[str, Path]
+) -> None:
+    bundle = stagepack.recut(bundles["skips"], out=tmp_path / "skips.stagepack", stages=2)
+    options = ("--processes", "2", "--log-format", log_format, "--log-level", "debug", "--access-log")
+    with stagepack_server([bundle.path], *options, errors=log) as server:
+        status, _, answer = post(server.http, INFER, json.dumps(skips_request()), {"traceparent": TRACEPARENT})
+        assert status == 200
+        assert post(server.http, INFER, json.dumps(skips_request()))[0] == 200
+    assert answer.headers["traceparent"].split("-")[1] == TRACE
+    if log_format == "text":
+        lines = [line for line in log.read_text().splitlines() if line.endswith(f" trace={TRACE}")]
+        assert sum("rest skips 1 OK" in line for line in lines) == 1
+        assert {line.split("DEBUG ")[1].split(":")[0] for line in lines if "DEBUG" in line} == {
+            "process 1",
+            "process 2",
+        }
+        return
+    found = [record for record in records(log) if record.get("trace_id") == TRACE]
+    ranks = [record["rank"] for record in found if record["logger"] == "stagepack"]
+    assert sorted(ranks) == [1, 2]
+    # Each record of the request, in three processes, has the span that the client was told.
+    assert {record["span_id"] for record in found} == {answer.headers["traceparent"].split("-")[2]}
+    assert len({record["process"] for record in found}) == 3
+
+
+@pytest.mark.process
+def test_the_texts_of_a_batch_belong_to_no_request_alone(tmp_path: Path, log: Path) -> None:
+    with stagepack_server([export_decoder(tmp_path)], *JSON_LOG, errors=log) as server:
+        for number in range(2):
+            fields = {"model": "writer", "prompt": "a", "max_tokens": 3}
+            header = f"00-{number + 1:032x}-{SPAN}-01"
+            assert post(server.http, "/v1/completions", json.dumps(fields), {"traceparent": header})[0] == 200
+    written = access_records(log)
+    assert [int(record["trace_id"], 16) for record in written] == [1, 2]
+    assert [record["status"] for record in written] == ["OK", "OK"]
+    assert {record["protocol"] for record in written} == {"openai"}
