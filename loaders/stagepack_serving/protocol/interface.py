@@ -3,6 +3,7 @@
 Source of the format: ``model_config.proto`` of https://github.com/triton-inference-server/common. `tritonclient` ships the generated code.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -11,8 +12,9 @@ from tritonclient.grpc.model_config_pb2 import DataType, ModelConfig
 
 from stagepack.errors import InputError
 from stagepack.format.contract import BoundArgument, check_values
-from stagepack.format.dtypes import SCALAR_DTYPES
+from stagepack.format.dtypes import ITEM_SIZE, SCALAR_DTYPES
 from stagepack.format.manifest import Edge, EntryPoint
+from stagepack.format.shapes import evaluate_dim
 from stagepack.format.tree import output_names
 from stagepack_loaders.elements import COMPLEX_DTYPES
 from stagepack_serving.protocol.datatypes import protocol_datatype
@@ -41,6 +43,14 @@ class InterfaceTensor:
         sizes = tuple(dim if isinstance(dim, int) else DYNAMIC_SIZE for dim in self.edge.shape)
         complex_pair = (2,) if self.edge.dtype in COMPLEX_DTYPES else ()
         return (*sizes, *complex_pair) or (1,)
+
+    def byte_count(self, sizes: Mapping[str, int]) -> int:
+        """The size of the tensor at sizes of symbols; 0 if it depends on data."""
+        try:
+            element_count = math.prod(evaluate_dim(dim, sizes) for dim in self.edge.shape)
+        except (KeyError, ArithmeticError):
+            return 0
+        return element_count * ITEM_SIZE.get(self.edge.dtype, 8)
 
     def edge_shape(self, tensor_shape: tuple[int, ...]) -> tuple[int, ...]:
         """Convert the shape of a tensor that a client sends to the shape of the model's value."""
@@ -113,6 +123,10 @@ class Interface:
         """Return the values of the symbolic scalars among arrays."""
         names = (name for name in arrays if name in self.inputs and self.inputs[name].edge.dtype in SCALAR_DTYPES)
         return {name: arrays[name].item() for name in names}
+
+    def output_bytes(self, output_names: Iterable[str], sizes: Mapping[str, int]) -> int:
+        """Return the size of outputs together, but for those whose size depends on data."""
+        return sum(self.outputs[output_name].byte_count(sizes) for output_name in output_names)
 
     def check_outputs(self, output_names: Iterable[str]) -> None:
         """Check the names of requested outputs."""

@@ -40,6 +40,8 @@ _PARTS: Final[Sequence[Sequence[int]]] = (
     (pb.ModelInferRequest.InferInputTensor.CONTENTS_FIELD_NUMBER,),
     (),
 )
+# Protobuf parses messages of less than 2 GiB, in which an answer has less than 1 MB beside its tensors.
+MAX_ANSWER_BYTES: Final = 2**31 - 1_000_000
 # Elements that are decoded at a time.
 _PIECE_ELEMENTS: Final = 16_384
 _RAW_OUTPUTS: Final = pb.ModelInferResponse.RAW_OUTPUT_CONTENTS_FIELD_NUMBER
@@ -188,7 +190,12 @@ def decode_request(request: ParsedInference) -> InferenceRequest:
     inputs = [decode_input(input_message, raw_content) for input_message, raw_content in request.input_contents()]
     output_names = [output.name for output in message.outputs]
     parameters = decode_parameters(message.parameters)
-    return InferenceRequest(inputs=inputs, output_names=output_names or None, parameters=parameters)
+    return InferenceRequest(
+        inputs=inputs,
+        output_names=output_names or None,
+        parameters=parameters,
+        max_answer_bytes=MAX_ANSWER_BYTES,
+    )
 
 
 def encode_response(model_name: str, version: str, request_id: str, outputs: Sequence[InferenceTensor]) -> bytes:

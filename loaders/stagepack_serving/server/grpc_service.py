@@ -186,6 +186,8 @@ class GrpcService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # genera
                         return
                     inference_request = await beside_loop(typed_bytes(message), decode_request, request)
                     outputs = await model.infer(inference_request, scope.deadline)
+                    # Before the run, the sizes that depend on data were not known.
+                    inference_request.check_answer_bytes(sum(tensor.array.nbytes for tensor in outputs))
                 await send(encode_response(model.name, model.version, message.id, outputs))
         except RequestError:
             raise

@@ -6,20 +6,20 @@ model_repository.md.
 """
 
 import asyncio
-import gc
 import logging
 import os
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import Final, Literal, Protocol, TypeVar
+from typing import Any, Final, Literal, Protocol, TypeVar
 
 from stagepack.errors import InputError, StagepackError
 from stagepack_serving.server.errors import RequestError, RequestStatus
+from stagepack_serving.server.free_memory import collect_and_give_back
 from stagepack_serving.server.model_registry import LoadedBundle, ModelRegistry
 
 ControlMode = Literal["none", "explicit", "poll"]
@@ -165,13 +165,20 @@ class ModelControl:
     async def _close_finished(self) -> None:
         while True:
             await asyncio.sleep(_WATCH_SECONDS)
-            for bundle in list(self._retiring):
-                if all([model.has_finished() for model in bundle.models]):
-                    self._retiring.remove(bundle)
-                    self.models.remove(bundle.models)
-                    closing = asyncio.create_task(_free(bundle))
-                    self._closing.add(closing)
-                    closing.add_done_callback(self._closing.discard)
+            self._close_retired()
+
+    def _close_retired(self) -> None:
+        # A function of its own: the variable of a loop that waits would keep the last bundle, and its weights.
+        for bundle in list(self._retiring):
+            if all([model.has_finished() for model in bundle.models]):
+                self._retiring.remove(bundle)
+                self.models.remove(bundle.models)
+                self._close_later(_free(bundle))
+
+    def _close_later(self, closing: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(closing)
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
 
     async def _poll_source(self) -> None:
         while True:
@@ -213,6 +220,7 @@ class ModelControl:
                 except StagepackError as error:
                     errors.append(error)
             if errors:
+                self._close_later(_free_refused())
                 raise errors[0]
             for version in self._loaded[model_name].keys() - paths.keys():
                 self._retire(model_name, version)
@@ -308,8 +316,14 @@ async def _free(bundle: LoadedBundle) -> None:
     name, version = bundle.models[0].name, bundle.version
     await _run_in_thread(partial(bundle.close, _CLOSE_SECONDS))
     del bundle
-    gc.collect()  # graphs, threads and weights refer to each other
+    collect_and_give_back()  # graphs, threads and weights refer to each other
     _LOGGER.info("%s: version %d is closed", name, version)
+
+
+async def _free_refused() -> None:
+    """Free the memory of a version that was refused, which the tracebacks of its errors keep until they are collected."""
+    await asyncio.sleep(_WATCH_SECONDS)
+    collect_and_give_back()
 
 
 async def _run_in_thread(function: Callable[[], Result]) -> Result:

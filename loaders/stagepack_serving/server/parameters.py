@@ -93,11 +93,25 @@ class InferenceTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InferenceRequest:
-    """A request for an inference. Without names of outputs, it requests all; its parameters are those such as ``sequence_id``."""
+    """A request for an inference.
+
+    Attributes:
+        inputs: the inputs.
+        output_names: the outputs that it requests; None for all.
+        parameters: those such as ``sequence_id``.
+        max_answer_bytes: how large the outputs may be together; None if the protocol has no limit.
+    """
 
     inputs: Sequence[InferenceTensor]
     output_names: Sequence[str] | None = None
     parameters: Mapping[str, Any] = field(default_factory=dict)
+    max_answer_bytes: int | None = None
+
+    def check_answer_bytes(self, byte_count: int) -> None:
+        """Check the size of the outputs together."""
+        if self.max_answer_bytes is not None and byte_count > self.max_answer_bytes:
+            expected = f"expected outputs of at most {self.max_answer_bytes:,} bytes in an answer over gRPC, found {byte_count:,}"
+            raise RequestError(RequestStatus.TOO_LARGE, f"{expected}: request fewer outputs or rows, or ask over HTTP")
 
 
 def seconds_left(deadline: asyncio.Timeout) -> float:

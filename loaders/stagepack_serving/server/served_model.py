@@ -273,6 +273,9 @@ class ServedModel:
         }
         sizes = self._check_sizes(arrays, edge_shapes)
         self.interface.check_outputs(request.output_names or ())
+        if request.max_answer_bytes is not None:
+            output_names = self.interface.outputs if request.output_names is None else request.output_names
+            request.check_answer_bytes(self.interface.output_bytes(output_names, sizes))
         return edge_shapes, sizes
 
     def _check_sizes(self, arrays: Mapping[str, Array], edge_shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:

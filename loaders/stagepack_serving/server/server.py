@@ -2,12 +2,13 @@
 
 import asyncio
 import contextlib
+import logging
 import math
 import os
 import resource
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -22,6 +23,7 @@ from tritonclient.grpc.service_pb2_grpc import add_GRPCInferenceServiceServicer_
 from stagepack.errors import OptionError, StageLostError
 from stagepack_loaders.pipeline import CallablePipeline
 from stagepack_serving.server.errors import AddressError
+from stagepack_serving.server.free_memory import give_back_when_quiet
 from stagepack_serving.server.generation.embedder import add_embedders
 from stagepack_serving.server.generation.generator import add_generators
 from stagepack_serving.server.grpc_calls import CheckedMethods
@@ -42,6 +44,7 @@ from stagepack_serving.server.rest_service import operator_application, rest_app
 from stagepack_serving.server.security import ServerSecurity, read_security, watch_files
 from stagepack_serving.server.served_model import ServedModel
 
+_LOG: Final = logging.getLogger("stagepack.serve")
 # For threads to end that work for nobody.
 _ABANDONED_SECONDS: Final = 1
 # How often the models are looked at.
@@ -129,7 +132,10 @@ async def _serve(
         ports = {"http_port": http_port, "grpc_port": grpc_port, "operator_port": operator_port}
         on_listening(ServerAddresses(host=addresses.host, **ports))
         failure = asyncio.create_task(_wait_for_end(models, heartbeat))
-        watching = [asyncio.create_task(control.watch()), asyncio.create_task(watch_files(security.watched_files))]
+        watching = [
+            _watch(watch)
+            for watch in (control.watch(), watch_files(security.watched_files), give_back_when_quiet(models))
+        ]
         stops: list[asyncio.Future[Any]] = [stop_signal, failure]
         await asyncio.wait(stops, return_when=asyncio.FIRST_COMPLETED)
         models.has_failed = failure.done()
@@ -146,6 +152,18 @@ async def _serve(
         expiry.cancel()
     # All answers are out: nobody waits for what still runs.
     return control.close(_ABANDONED_SECONDS)
+
+
+def _watch(coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    """Start a task that goes on until it is cancelled; the log says if a bug ends it."""
+    task = asyncio.create_task(coroutine)
+
+    def report(task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _LOG.error("a watch of the server has ended by a bug in stagepack", exc_info=error)
+
+    task.add_done_callback(report)
+    return task
 
 
 class _Heartbeat:

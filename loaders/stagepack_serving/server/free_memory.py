@@ -1,0 +1,39 @@
+"""Gives memory that the process has freed back to the system. The C library keeps it: 300 MB after 500 requests of 1 MB, 250 at a time."""
+
+import asyncio
+import ctypes
+import gc
+from typing import Final
+
+from stagepack_serving.server.model_registry import ModelRegistry
+
+# Of glibc; other C libraries have none.
+_MALLOC_TRIM: Final = getattr(ctypes.CDLL(None), "malloc_trim", None)
+_QUIET_SECONDS: Final = 5.0
+
+
+def give_back_memory() -> None:
+    """Give back what is free. It takes about a millisecond for each 10 MB, in which other threads may wait for memory."""
+    if _MALLOC_TRIM is not None:
+        _MALLOC_TRIM(0)
+
+
+def collect_and_give_back() -> None:
+    """Give back what is free, and what objects hold that refer to each other and that nothing else refers to."""
+    gc.collect()
+    give_back_memory()
+
+
+async def give_back_when_quiet(models: ModelRegistry) -> None:
+    """Give memory back whenever requests were answered and none has come for some seconds, until cancelled."""
+    given_back_count = 0
+    last_count = 0
+    while True:
+        await asyncio.sleep(_QUIET_SECONDS)
+        answer_count = models.metrics.answer_counts.total()
+        if answer_count == last_count != given_back_count and not any(
+            model.admission.pending_requests for model in models
+        ):
+            await asyncio.to_thread(give_back_memory)
+            given_back_count = answer_count
+        last_count = answer_count

@@ -1,0 +1,164 @@
+"""Memory of a server: versions that are closed or refused leave none, and what requests took is given back."""
+
+import asyncio
+import gc
+import weakref
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from tritonclient.utils import InferenceServerException
+
+import stagepack
+from stagepack.errors import InputError
+from stagepack_serving.server.errors import RequestError
+from stagepack_serving.server.limits import ServerLimits
+from stagepack_serving.server.metrics import Metrics
+from stagepack_serving.server.model_control import ModelControl, fixed_bundles
+from stagepack_serving.server.model_registry import LoadedBundle, ModelRegistry
+from tests.serve.servers import Client, Server, post, stagepack_server
+from tests.waiting import wait_until
+
+pytestmark = pytest.mark.xdist_group("serve")
+WEIGHT_BYTES = 80_000_000
+LOADS = 20
+
+
+class Heavy(torch.nn.Module):
+    """As many weights in each of two stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (torch.nn.Linear(2, WEIGHT_BYTES // 16, bias=False) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.first.weight[:2] @ self.second.weight[:2]
+
+
+@pytest.fixture(scope="module")
+def heavy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("heavy") / "heavy.stagepack"
+    rows = {0: torch.export.Dim("rows", min=1, max=4096)}
+    return stagepack.export(Heavy(), (torch.ones(2, 2),), out=out, stages=2, dynamic_shapes={"x": rows}).path
+
+
+def own_bytes(process_id: int) -> int:
+    """The memory that a process has for itself alone, and its children for themselves."""
+    status = Path(f"/proc/{process_id}/status").read_text()
+    tasks = Path(f"/proc/{process_id}/task")
+    children = [child for task in tasks.iterdir() for child in (task / "children").read_text().split()]
+    _, _, anonymous_size = status.partition("RssAnon:")
+    if not anonymous_size:  # it has ended
+        return 0
+    return int(anonymous_size.split()[0]) * 1024 + sum(own_bytes(int(child)) for child in children)
+
+
+@pytest.mark.parametrize("options", [(), pytest.param(("--processes", "2"), marks=pytest.mark.slow)])
+def test_closed_versions_leave_no_memory(heavy: Path, options: tuple[str, ...]) -> None:
+    with stagepack_server([heavy], "--model-control", "explicit", "--log-level", "error", *options) as server:
+        loaded_bytes = 0
+        for load_index in range(LOADS):
+            assert post(server.http, "/v2/repository/models/heavy/unload", b"")[0] == 200
+            assert post(server.http, "/v2/repository/models/heavy/load", b"")[0] == 200
+            if load_index == 2:  # the first ones make what libraries keep
+                wait_until(lambda: is_closed(server))
+                loaded_bytes = own_bytes(server.process.pid)
+        wait_until(lambda: own_bytes(server.process.pid) < loaded_bytes + WEIGHT_BYTES // 2, 20)
+        assert post(server.http, "/v2/repository/models/heavy/unload", b"")[0] == 200
+        wait_until(lambda: own_bytes(server.process.pid) < loaded_bytes - 0.9 * WEIGHT_BYTES, 20)
+
+
+def is_closed(server: Server) -> bool:
+    """Whether the index has no version that is being unloaded."""
+    _, entries, _ = post(server.http, "/v2/repository/index", b"")
+    return all(entry["state"] != "UNLOADING" for entry in entries)
+
+
+class _Weights:
+    """Stands for what a version has loaded."""
+
+
+def test_refused_version_leaves_nothing() -> None:
+    loaded: list[weakref.ref[_Weights]] = []
+
+    def load_bundle(model_name: str, version: int, path: str, *, unless_digest: str | None) -> LoadedBundle:
+        weights = _Weights()
+        loaded.append(weakref.ref(weights))
+        raise InputError(f"{model_name}: other results than those of the example, with {weights}")
+
+    async def load() -> list[_Weights | None]:
+        models = ModelRegistry(ServerLimits(), Metrics())
+        control = ModelControl(models, fixed_bundles({"model": ""}), load_bundle, mode="explicit")
+        with pytest.raises(RequestError, match="other results"):
+            await control.load("model")
+        await asyncio.sleep(0.5)
+        return [reference() for reference in loaded]
+
+    gc.disable()  # in a server that has nothing to do, it would come after hours
+    try:
+        assert asyncio.run(load()) == [None]
+    finally:
+        gc.enable()
+
+
+@pytest.fixture(scope="module")
+def summing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server that gives memory back soon."""
+    out = tmp_path_factory.mktemp("summing") / "summing.stagepack"
+    rows = {0: torch.export.Dim("rows", min=1, max=64)}
+    stagepack.export(Summing(), (torch.ones(2, 250_000),), out=out, stages=1, dynamic_shapes={"x": rows})
+    constants = {"stagepack_serving.server.free_memory._QUIET_SECONDS": 0.5}
+    with stagepack_server([out], constants=constants) as server:
+        yield server
+
+
+class Summing(torch.nn.Module):
+    """Takes much, and answers little."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.sum(1, keepdim=True)
+
+
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+def test_memory_of_requests_is_given_back(summing: Server, protocol: str) -> None:
+    row = numpy.ones((1, 250_000), "float32")
+
+    def ask(request_count: int) -> None:
+        with Client(protocol, summing) as client:
+            for _ in range(request_count):
+                assert client.ask("summing", {"x": row}, outputs=["output"])["output"].shape == (1, 1)
+
+    ask(2)
+    quiet_bytes = own_bytes(summing.process.pid)
+    with ThreadPoolExecutor(100) as pool:
+        list(pool.map(ask, [5] * 100))
+    wait_until(lambda: own_bytes(summing.process.pid) < quiet_bytes + 100_000_000, 20)
+
+
+class Repeated(torch.nn.Module):
+    """Answers much."""
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"much": x.repeat(1, 1000), "little": x * 2}
+
+
+def test_answer_that_clients_over_grpc_cannot_read_is_refused_before_the_run(tmp_path: Path) -> None:
+    rows = {0: torch.export.Dim("rows", min=1, max=64)}
+    bundle = stagepack.export(
+        Repeated(), (torch.ones(2, 100),), out=tmp_path / "repeated.stagepack", stages=1, dynamic_shapes={"x": rows}
+    )
+    constants = {"stagepack_serving.server.grpc_messages.MAX_ANSWER_BYTES": 1_000_000}
+    with stagepack_server([bundle.path], constants=constants) as server:
+        inputs = {"x": numpy.ones((3, 100), "float32")}
+        with Client("grpc", server) as client:
+            with pytest.raises(InferenceServerException, match="found 1,201,200") as raised:
+                client.ask("repeated", inputs)
+            assert raised.value.status() == "StatusCode.RESOURCE_EXHAUSTED"
+            assert client.ask("repeated", inputs, outputs=["little"])["little"].shape == (3, 100)
+            statistics = client.raw.get_inference_statistics("repeated", as_json=True)["model_stats"][0]
+            assert int(statistics["execution_count"]) == 1
+        with Client("http", server) as client:
+            assert client.ask("repeated", inputs)["much"].shape == (3, 100_000)
