@@ -13,7 +13,8 @@ import pytest
 import tritonclient.grpc
 
 import stagepack
-from stagepack_serving.server.generation.client_queue import ClientQueue, requests_of_client
+from stagepack_serving.server.access_log import begin_record
+from stagepack_serving.server.generation.client_queue import ClientQueue
 from tests.serve.generating_families import POSITIONS, make_model
 from tests.serve.servers import Server, grpc_client, post, stagepack_server
 from tests.serve.test_serve import metrics
@@ -22,21 +23,21 @@ from tests.waiting import wait_until
 pytestmark = pytest.mark.xdist_group("serve")
 ROWS = 2
 FLOOD = 40
+TOKENS = {"busy": "a" * 32, "other": "b" * 32}
 
 
 def add(queue: ClientQueue, client: str, *texts: int) -> list[Any]:
     added = [SimpleNamespace(number=number) for number in texts]
-    with requests_of_client(None, client):
-        for text in added:
-            queue.append(text)  # type: ignore[arg-type]
+    begin_record(None, f"{client}:1", "POST /", "rest").sender = client
+    for text in added:
+        queue.append(text)  # type: ignore[arg-type]
     return added
 
 
 def test_clients_take_turns_and_the_texts_of_each_keep_their_order() -> None:
     queue = ClientQueue()
     add(queue, "a", 1, 2, 3, 4)
-    with requests_of_client("token", "a"):
-        queue.append(SimpleNamespace(number=10))  # type: ignore[arg-type]
+    add(queue, "token", 10)
     gone, *_ = add(queue, "b", 20, 21)
     assert len(queue) == 7
     served = [queue.popleft()]
@@ -55,13 +56,16 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     model = make_model("qwen3")
     model.generation_config.eos_token_id = None
     stagepack.export(model, out=path, stages=1, generate=POSITIONS, generate_batch=ROWS)
-    with stagepack_server([path]) as server:
+    tokens = path.with_name("tokens.txt")
+    tokens.touch(0o600)
+    tokens.write_text(f"{TOKENS['busy']}\n{TOKENS['other']}\n")
+    with stagepack_server([path], "--token-file", str(tokens)) as server:
         yield server
 
 
 def ask(server: Server, client: str) -> int:
     body = {"input_ids": [3], "parameters": {"max_new_tokens": POSITIONS}}
-    headers = {"authorization": f"Bearer {client}"}
+    headers = {"authorization": f"Bearer {TOKENS[client]}"}
     status, answer, _ = post(server.http, "/v2/models/qwen/generate", json.dumps(body), headers)
     assert status == 200, answer
     return len(answer["output_ids"])
@@ -70,7 +74,7 @@ def ask(server: Server, client: str) -> int:
 def ask_over_grpc(server: Server, client: str) -> int:
     tensor = tritonclient.grpc.InferInput("input_ids", [1, 1], "INT64").set_data_from_numpy(numpy.array([[3]]))
     with contextlib.closing(grpc_client(server.grpc)) as connection:
-        headers = {"authorization": f"Bearer {client}"}
+        headers = {"authorization": f"Bearer {TOKENS[client]}"}
         answer = connection.infer("qwen", [tensor], parameters={"max_tokens": POSITIONS}, headers=headers)
     return len(answer.as_numpy("output_ids"))
 
@@ -79,7 +83,10 @@ def ask_over_grpc(server: Server, client: str) -> int:
 def test_a_client_of_one_text_does_not_wait_for_all_of_another(server: Server, ask_other: Any) -> None:
     with ThreadPoolExecutor(FLOOD) as clients:
         flood = [clients.submit(ask, server, "busy") for _ in range(FLOOD)]
-        wait_until(lambda: metrics(server)["stagepack_texts", "qwen"] >= FLOOD / 2, 10)
+        wait_until(
+            lambda: metrics(server, authorization=f"Bearer {TOKENS['other']}")["stagepack_texts", "qwen"] >= FLOOD / 2,
+            10,
+        )
         waiting_count = sum(not answer.done() for answer in flood)
         assert ask_other(server, "other") == POSITIONS
         # Those that had a row, and as many that got one while this text was generated.

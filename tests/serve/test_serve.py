@@ -28,9 +28,10 @@ from tools.fork_server import run_forked
 pytestmark = pytest.mark.xdist_group("serve")
 
 
-def metrics(server: Server) -> Any:
+def metrics(server: Server, **headers: str) -> Any:
     """All samples of the page: (name, labels but the version) -> the sum over the versions."""
-    page = urllib.request.urlopen(f"http://127.0.0.1:{server.http}/metrics").read().decode()
+    request = urllib.request.Request(f"http://127.0.0.1:{server.http}/metrics", headers=headers)
+    page = urllib.request.urlopen(request).read().decode()  # noqa: S310 - of this machine
     sums: collections.defaultdict[tuple[str, ...], float] = collections.defaultdict(float)
     for family in text_string_to_metric_families(page):
         for sample in family.samples:

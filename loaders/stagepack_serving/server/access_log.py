@@ -25,6 +25,7 @@ class RequestRecord:
 
     Attributes:
         client: the address that it came from.
+        sender: who clients are told apart by: the token of the request, once it was accepted, or else its host.
         operation: the method and the path of HTTP, or the method of gRPC. The query of a path, which may have secrets, is left out.
         protocol: rest, openai or grpc.
         model: the name of the model, if the server has it.
@@ -40,6 +41,7 @@ class RequestRecord:
     client: str
     operation: str
     protocol: str
+    sender: str = field(repr=False)
     model: str = ""
     version: str = ""
     status: str = ""
@@ -94,7 +96,10 @@ current_record: ContextVar[RequestRecord | None] = ContextVar("current_record", 
 
 def begin_record(traceparent: str | None, client: str, operation: str, protocol: str) -> RequestRecord:
     """Begin the record of a request, on which this task works from now on."""
-    record = RequestRecord(trace=begin_trace(traceparent), client=client, operation=operation, protocol=protocol)
+    call = current_record.get()  # of a message in a stream
+    sender = client.rpartition(":")[0] if call is None else call.sender
+    trace = begin_trace(traceparent)
+    record = RequestRecord(trace=trace, client=client, operation=operation, protocol=protocol, sender=sender)
     current_trace.set(record.trace)
     current_record.set(record)
     return record

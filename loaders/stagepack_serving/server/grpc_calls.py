@@ -238,11 +238,6 @@ def check_call_authorization(check_token: TokenCheck, context: Any) -> None:
     check_authorization(check_token, _authorization_values(context))
 
 
-def client_of_call(context: Any) -> tuple[str | None, str]:
-    """Return who sends a call: the authorization in its metadata, and the address of the host."""
-    return next(iter(_authorization_values(context)), None), context.peer().rpartition(":")[0]
-
-
 def _authorization_values(context: Any) -> list[str]:
     return [
         value if isinstance(value, str) else value.decode("latin-1")

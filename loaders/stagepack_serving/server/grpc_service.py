@@ -16,9 +16,8 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceServicer
 
 from stagepack_serving.server.errors import RequestError, RequestStatus
-from stagepack_serving.server.generation.client_queue import requests_of_client
 from stagepack_serving.server.generation.grpc_generation import asks_for_generation, check_text_size, generate_responses
-from stagepack_serving.server.grpc_calls import RequestStream, check_call_authorization, client_of_call
+from stagepack_serving.server.grpc_calls import RequestStream, check_call_authorization
 from stagepack_serving.server.grpc_messages import (
     ParsedInference,
     decode_parameters,
@@ -181,8 +180,7 @@ class GrpcService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # genera
                 check_request_id(message.id)
                 with scope.reserve_place(decode_parameters(message.parameters)) as model:
                     if asks_for_generation(model, request):
-                        with requests_of_client(*client_of_call(context)):
-                            await generate_responses(model, request, scope.deadline, send, streams=streams)
+                        await generate_responses(model, request, scope.deadline, send, streams=streams)
                         return
                     inference_request = await beside_loop(typed_bytes(message), decode_request, request)
                     outputs = await model.infer(inference_request, scope.deadline)

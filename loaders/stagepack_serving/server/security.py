@@ -18,6 +18,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from stagepack.errors import OptionError
+from stagepack_serving.server.access_log import current_record
 from stagepack_serving.server.errors import CredentialError, RequestError, RequestStatus, is_openai_path, refusal_fields
 from stagepack_serving.server.metrics import Metrics
 
@@ -193,7 +194,7 @@ class StoredTokens:
 
 
 def check_authorization(check_token: TokenCheck, authorization_values: Sequence[str]) -> None:
-    """Check the authorization of a request."""
+    """Check the authorization of a request, whose sender its token is from then on."""
     if not authorization_values:
         message = "this server requires a token: send it as 'Authorization: Bearer TOKEN'"
         raise AuthenticationError(message, _FIRST_CHALLENGE)
@@ -201,6 +202,8 @@ def check_authorization(check_token: TokenCheck, authorization_values: Sequence[
     if len(authorization_values) > 1 or scheme.lower() != "bearer" or not check_token(token.strip()):
         message = "the token is not accepted: expected one 'Authorization: Bearer TOKEN' with a token of this server"
         raise AuthenticationError(message, _REPEATED_CHALLENGE)
+    if (record := current_record.get()) is not None:
+        record.sender = token.strip()
 
 
 def _read_digests(path: str | os.PathLike[str]) -> list[bytes]:

@@ -1,28 +1,14 @@
 """Texts that wait for a row of the cache: clients take turns."""
 
-import contextlib
 from collections import deque
 from collections.abc import Iterator
-from contextvars import ContextVar
-from typing import Final
 
 from stagepack_loaders.generation.text_batch import BatchedText
-
-_CLIENT: Final[ContextVar[str]] = ContextVar("client", default="")
-
-
-@contextlib.contextmanager
-def requests_of_client(authorization: str | None, address: str) -> Iterator[None]:
-    """Say who sends the requests that are answered in a context: who is authorized, or who has the address of a host."""
-    reset_token = _CLIENT.set(address if authorization is None else authorization)
-    try:
-        yield
-    finally:
-        _CLIENT.reset(reset_token)
+from stagepack_serving.server.access_log import current_record
 
 
 class ClientQueue:
-    """Texts that wait. Clients take turns; the texts of one client are served first come, first served.
+    """Texts that wait. Their senders (see `RequestRecord`) take turns; the texts of one are served first come, first served.
 
     So a client that sends a hundred requests at once lets others wait for one of its texts, and not for all of them.
     """
@@ -41,7 +27,8 @@ class ClientQueue:
 
     def append(self, batched_text: BatchedText) -> None:
         """Add a text of the client whose request is answered."""
-        self._texts.setdefault(_CLIENT.get(), deque()).append(batched_text)
+        record = current_record.get()
+        self._texts.setdefault("" if record is None else record.sender, deque()).append(batched_text)
 
     def popleft(self) -> BatchedText:
         """Take out the text that is next."""

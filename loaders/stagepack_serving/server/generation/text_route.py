@@ -9,13 +9,11 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import msgspec
-from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from stagepack_serving.server.errors import RequestError, refusal_fields
-from stagepack_serving.server.generation.client_queue import requests_of_client
 from stagepack_serving.server.model_registry import ModelRegistry, RequestScope
 from stagepack_serving.server.rest_request import unless_disconnected
 from stagepack_serving.server.served_model import ServedModel
@@ -74,11 +72,6 @@ class TextRoute(ABC):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
         channel = AnswerChannel(scope, receive, send)
-        host, _ = scope.get("client") or ("", 0)
-        with requests_of_client(Headers(scope=scope).get("authorization"), host):
-            await self._answer_on(channel, scope, receive)
-
-    async def _answer_on(self, channel: AnswerChannel, scope: Scope, receive: Receive) -> None:
         try:
             async with self._begin(Request(scope, receive)) as (request_scope, fields):
                 request_scope.has_begun = lambda: channel.is_started
