@@ -276,8 +276,9 @@ def _print_facts(facts: dict[str, Any]) -> None:
         columns = [f"#{column_name}" for column_name in next(filter(None, timed.values()))]
         print_table("times", ["of", *columns], rows)
     client = facts["client"]
-    lag = "" if client["lag"] is None else f", {_time_text(client['lag']['p95'])} late at 95 % of moments or less"
-    print_line(f"client: busy {client['busy']:.0%} of a processor{lag}")
+    waiting = "" if client["waiting"] is None else f", waited for one for {client['waiting']:.0%} of the time"
+    late = "" if client["late"] is None else f", sent 99 % of requests at most {_time_text(client['late']['p99'])} late"
+    print_line(f"client: busy {client['busy']:.0%} of a processor{waiting}{late}")
     if client["is_bottleneck"]:
         print_line("warning: the client had too little of a processor: the server may be faster than what is shown")
 

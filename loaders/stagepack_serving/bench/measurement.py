@@ -14,8 +14,8 @@ from stagepack_serving.bench.request_source import RequestSource
 _PERCENTILES: Final = {"p50": 50, "p90": 90, "p95": 95, "p99": 99, "p99.9": 99.9}
 # Beyond it, what is measured may be the client: it has one thread for all that Python does.
 _BUSY_SHARE: Final = 0.8
-# Of the median latency, that one of twenty moments may be later than: the timers of the event loop are late by up to a millisecond.
-_LAG_SHARE: Final = 0.5
+# Of the median latency, that the client may wait for a processor for each request.
+_WAITING_SHARE: Final = 0.1
 
 
 def measurement_facts(record: LoadRecord, source: RequestSource, options: LoadOptions) -> dict[str, Any]:
@@ -71,7 +71,7 @@ def _text_facts(answered: Sequence[Exchange], ended: Sequence[Exchange], seconds
         "prompt_tokens": sum(text.prompt_tokens for _, text in texts),
         "ttft": _summary(text.arrivals[0] - exchange.start for exchange, text in texts),
         "tpot": _summary(
-            (exchange.end - text.arrivals[0]) / (text.output_tokens - 1)
+            (text.arrivals[-1] - text.arrivals[0]) / (text.output_tokens - 1)
             for exchange, text in texts
             if text.output_tokens > 1
         ),
@@ -84,16 +84,15 @@ def _gaps(text: TextTimes) -> list[float]:
 
 
 def _client_facts(started: Sequence[Exchange], record: LoadRecord, options: LoadOptions) -> dict[str, Any]:
-    """How busy the client was, as a share of one processor, and how late it was.
-
-    `lag` is how long its event loop waited for a processor; `late`, in an open loop, how late requests were sent.
-    """
-    busy_share, lag = record.cpu_seconds / options.seconds, _summary(record.lags)
+    """How busy the client was, and how long it waited for a processor, as shares of the time; and how late requests were sent."""
+    busy_share = record.cpu_seconds / options.seconds
+    waiting_seconds = record.waiting_seconds or 0.0
     latencies = [exchange.end - exchange.start for exchange in started]
-    median = float(numpy.median(latencies)) if latencies else 0.0
+    share_of_latency = waiting_seconds / (len(latencies) * float(numpy.median(latencies))) if latencies else 0.0
+    waiting_share = None if record.waiting_seconds is None else waiting_seconds / options.seconds
     return {
         "busy": busy_share,
-        "is_bottleneck": busy_share > _BUSY_SHARE or (lag is not None and lag["p95"] > _LAG_SHARE * median),
-        "lag": lag,
+        "waiting": waiting_share,
+        "is_bottleneck": busy_share + (waiting_share or 0.0) > _BUSY_SHARE or share_of_latency > _WAITING_SHARE,
         "late": None if options.rate is None else _summary(exchange.sent - exchange.start for exchange in started),
     }
