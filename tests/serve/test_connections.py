@@ -233,3 +233,31 @@ def test_listens_at_home_only(small: Server) -> None:
     ours = {address for address in listening if int(address.split(":")[1], 16) in (small.http, small.grpc)}
     assert len(ours) == 2
     assert all(address.rpartition(":")[0].endswith("0100007F") for address in ours)
+
+
+def half_closed_answer(server: Server, request: bytes) -> bytes:
+    """What comes after a client has sent all that it will."""
+    with socket.create_connection(("127.0.0.1", server.http), timeout=30) as plain:
+        plain.sendall(request)
+        plain.shutdown(socket.SHUT_WR)
+        return b"".join(iter(lambda: plain.recv(65_536), b""))
+
+
+def post_request(body: bytes, version: str = "1.1") -> bytes:
+    return f"POST {INFER} HTTP/{version}\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+def test_client_that_has_sent_all_gets_its_answer(small: Server, version: str) -> None:
+    request = post_request(json.dumps(skips_request()).encode(), version)
+    for request_count in (
+        (1, 2) if version == "1.1" else (1,)
+    ):  # the second one follows the first, and does not wait for its answer
+        parts = half_closed_answer(small, request_count * request).split(b"HTTP/1.1 ")
+        answers = [part for part in parts if part and part != b"100 Continue\r\n\r\n"]
+        assert [answer[:6] for answer in answers] == [b"200 OK"] * request_count
+        assert all(b'"outputs":[' in answer and answer.endswith(b"]}") for answer in answers)
+
+
+def test_request_that_is_cut_short_gets_no_answer(small: Server) -> None:
+    assert half_closed_answer(small, post_request(json.dumps(skips_request()).encode())[:-5]) == b""

@@ -296,3 +296,21 @@ def test_bfloat16_as_json_is_refused_before_the_model_runs(bundles: Mapping[str,
             client.raw.infer("half", inputs, outputs=[client.module.InferRequestedOutput("output", binary_data=False)])
         page = urllib.request.urlopen(f"http://127.0.0.1:{server.http}/metrics").read().decode()
         assert "stagepack_batch_rows_count" not in page
+
+
+def test_short_deadlines_cut_no_answer_off(bundles: Mapping[str, Path]) -> None:
+    body = json.dumps(skips_request(64))
+    statuses = set()
+
+    def ask(_: int) -> int:
+        status, answer, _ = post(server.http, INFER, body)  # raises an error if the answer is not whole
+        assert ("outputs" in answer) == (status == 200)
+        return status
+
+    with (
+        stagepack_server([bundles["skips"]], "--deadline-s", "0.02") as server,
+        concurrent.futures.ThreadPoolExecutor(16) as pool,
+    ):
+        statuses = set(pool.map(ask, range(800)))
+    assert statuses <= {200, 503, 504}
+    assert len(statuses) > 1

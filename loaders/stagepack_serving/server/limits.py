@@ -6,6 +6,8 @@ from typing import Final
 # Of a request for a text. Room for the longest prompts: 30 s of speech in 128 bands are 8 MB of JSON.
 MAX_TEXT_BYTES: Final = 16_000_000
 
+_LEAST_SENDING_SECONDS: Final = 5.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerLimits:
@@ -20,7 +22,8 @@ class ServerLimits:
         first_request: the time that a connection has for its TLS handshake, and then for the head of its first request (in gRPC, for the
             preface of HTTP/2), in seconds; the head of a later request has the same time from its first byte.
         max_request_bytes: the size of a request, both as received and decompressed, in bytes.
-        deadline: the time from the head of a request to its answer, and again from the first byte of the answer to the last, in seconds.
+        deadline: the time from the head of a request to its answer, in seconds; and again, or 5 s, from the first byte of the answer to the
+            last.
         max_waiting_tokens: the number of tokens of prompts that wait for a model to begin with their texts.
         max_sequences: the number of sequences whose state a model keeps.
         sequence_idle: the time without requests after which a sequence may be evicted for a new one, in seconds.
@@ -41,3 +44,8 @@ class ServerLimits:
     sequence_idle: float = 60.0
     linger: float = 1.0
     drain: float = 30.0
+
+    @property
+    def sending(self) -> float:
+        """The time from the first byte of an answer to the last, in seconds: a short deadline cuts no answer off on a busy machine."""
+        return max(self.deadline, _LEAST_SENDING_SECONDS)

@@ -183,6 +183,11 @@ class ModelRegistry(Collector):
                 deadline.reschedule(0)
                 self.expired_count += 1
 
+    def begin_answer(self, deadline: asyncio.Timeout) -> None:
+        """Let a request whose answer begins have the time that sending takes, also at the end of the drain."""
+        self._deadlines.discard(deadline)
+        deadline.reschedule(asyncio.get_running_loop().time() + self.limits.sending)
+
     def _versions_of(self, model_name: str) -> list["ServedModel"]:
         versions = self._versions.get(model_name)
         if versions is None:
@@ -235,7 +240,7 @@ class RequestScope:
     async def begin_answer(self) -> None:
         """Give the answer its time to be sent. Call it before the first byte, as what ends after that is cut off and has no error."""
         await asyncio.sleep(0)  # raises the cancellation of a deadline that has passed
-        self.deadline.reschedule(asyncio.get_running_loop().time() + self.registry.limits.deadline)
+        self.registry.begin_answer(self.deadline)
         self.has_begun = lambda: True
 
     @contextlib.contextmanager

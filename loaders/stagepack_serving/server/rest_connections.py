@@ -14,6 +14,8 @@ from stagepack_serving.server.limits import ServerLimits
 from stagepack_serving.server.model_registry import ModelRegistry
 
 _GRACE_SECONDS: Final = 5
+# After that time, and then twice as long each time, a client that sends nothing more is probed again.
+_PROBE_SECONDS: Final = 0.05
 
 
 class LimitedConnection(H11Protocol):
@@ -27,6 +29,7 @@ class LimitedConnection(H11Protocol):
         super().__init__(*args, **kwargs)
         self._limits = limits
         self._head_timer: asyncio.TimerHandle | None = None
+        self._has_sent_all = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn's class
         """Start the connection, and mark it if it exceeds the limit."""
@@ -48,10 +51,35 @@ class LimitedConnection(H11Protocol):
         super().data_received(data)
         self._bound_head()
 
+    def eof_received(self) -> bool:  # type: ignore[override]  # uvicorn's closes the connection
+        """Keep the connection of a client that has sent all it will until its last answer is sent."""
+        has_request = not self._is_answered and self.conn.their_state in (h11.DONE, h11.MUST_CLOSE)
+        if not has_request or self.transport.get_extra_info("ssl_object") is not None:
+            return False
+        self._has_sent_all = True
+        self._probe_client(_PROBE_SECONDS)
+        return True
+
+    def _probe_client(self, seconds: float) -> None:
+        """Find out whether the client has closed its connection: of one that has, too, nothing is seen but the end of what it sends.
+
+        Its kernel answers this by a reset, which the next write meets. All others pass over it: RFC 9110, section 15.2.1.
+        """
+        if self.conn.our_state is h11.SEND_RESPONSE and self.conn.their_http_version == b"1.1":
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self.loop.call_later(seconds, self._probe_client, 2 * seconds)
+
+    @property
+    def _is_answered(self) -> bool:
+        """Whether no request has come that is not answered yet."""
+        return self.cycle is None or self.cycle.response_complete
+
     def on_response_complete(self) -> None:
         """Wait for the next request, which may have arrived already."""
         super().on_response_complete()
         self._bound_head()
+        if self._has_sent_all and self._is_answered:
+            self.transport.close()
 
     def timeout_keep_alive_handler(self) -> None:
         """Close the connection after it was idle; a client that does not read what was sent may not keep it open."""
@@ -138,7 +166,7 @@ class _Exchange:
     async def _send_in_time(self, message: Message) -> None:
         """Send a part of the answer. If the client does not read it in time, end the connection: it would wait for the client to read."""
         try:
-            async with asyncio.timeout(self._models.limits.deadline):
+            async with asyncio.timeout(self._models.limits.sending):
                 await self._send(message)
         except TimeoutError:
             self._abort_connection()
