@@ -145,7 +145,7 @@ def load(
             Close the pipeline to end the processes, or use it in a ``with`` statement. For processes on several machines see
             `stagepack.distributed.connect`.
         imports: with `processes`, modules that each process imports first, such as those that register custom operators.
-        max_restarts: with `processes`, how often all processes are started again after one was lost.
+        max_restarts: with `processes`, how often within an hour all processes are started again after one was lost.
         in_flight: with `processes`, the largest number of calls on their way through the stages.
         microbatch_size: with `processes`, the largest number of rows of a batch on its way: larger ones go in parts, on which the stages
             work at the same time. Their kernels may then round otherwise than for the whole batch. None to leave batches whole.

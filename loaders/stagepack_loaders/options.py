@@ -90,7 +90,7 @@ class ProcessOptions(Struct, frozen=True, kw_only=True):
 
     Attributes:
         imports: modules that each process imports first.
-        max_restarts: how often all processes are started again after one was lost.
+        max_restarts: how often within an hour all processes are started again after one was lost.
         in_flight: the largest number of requests on their way.
         microbatch_size: the largest number of rows of a batch on its way; None to leave batches whole.
         start_seconds: how long to wait for the processes to come.

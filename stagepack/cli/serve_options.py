@@ -101,7 +101,8 @@ class ServeOptions:
     processes: int | None = PROCESSES
     max_restarts: int = flag(
         "--max-restarts N",
-        "With --processes: how often the processes of a model are started again after one of them was lost. Then the server ends.",
+        "With --processes: how often within an hour the processes of a model are started again after one of them was lost. Then the server "
+        "ends.",
         type=click.IntRange(0),
         default=3,
     )

@@ -18,6 +18,7 @@ import torch
 import stagepack
 from stagepack.errors import DigestError, GroupError, InputError, StageLostError
 from stagepack.format.reader import Bundle
+from stagepack_loaders.distributed import process_executor
 from stagepack_loaders.distributed.pipeline import DistributedPipeline
 from stagepack_loaders.distributed.stage_process import DEVICE_LOST_STATUS, ProcessDescription
 from stagepack_loaders.options import ProcessOptions
@@ -125,6 +126,18 @@ def test_a_start_that_fails_is_tried_again(layers: Bundle, caplog: pytest.LogCap
         with pytest.raises(StageLostError, match="could not be started again: no process can be started"):
             pipeline(IDS)
     assert_gone(numbers)
+
+
+def test_restarts_before_the_window_do_not_count(layers: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_executor, "_RESTART_WINDOW_SECONDS", 3600.0)
+    with in_processes(layers, max_restarts=1) as pipeline:
+        for restart_count in (1, 2):
+            os.kill(process_ids(pipeline)[1], signal.SIGKILL)
+            wait_until(partial(has_restarts, pipeline, restart_count))
+            monkeypatch.setattr(process_executor, "_RESTART_WINDOW_SECONDS", 0.0)
+        monkeypatch.setattr(process_executor, "_RESTART_WINDOW_SECONDS", 3600.0)
+        os.kill(process_ids(pipeline)[1], signal.SIGKILL)
+        wait_until(lambda: pipeline.has_ended)
 
 
 def test_state_that_was_lost_is_not_used_by_mistake(counting: Bundle) -> None:

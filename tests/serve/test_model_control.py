@@ -4,6 +4,7 @@ import json
 import shutil
 import struct
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
@@ -14,7 +15,7 @@ from grpc_health.v1.health_pb2_grpc import HealthStub
 from tritonclient.utils import InferenceServerException
 
 from tests.bundle_editor import BundleEditor
-from tests.serve.servers import Client, post, stagepack_server
+from tests.serve.servers import Client, Server, ask_slow, post, stagepack_server, wait_for_requests
 from tests.serve.version_models import Repository, count, export_counter, export_scale, factor_of
 from tests.waiting import wait_until
 
@@ -222,3 +223,34 @@ def test_poll(tmp_path: Path) -> None:
         shutil.rmtree(folder)
         wait_until(lambda: "READY" not in repository.states("scale").values())
         assert client.raw.is_server_ready()
+
+
+def test_version_that_is_being_unloaded_is_in_the_index_once(slow: Path) -> None:
+    with (
+        stagepack_server([slow], "--model-control", "explicit") as server,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        answer = pool.submit(ask_slow, server, 2000)
+        wait_for_requests(server, "slow")
+        assert post(server.http, "/v2/repository/models/slow/unload", b"")[0] == 200
+        index = post(server.http, "/v2/repository/index", b"")[1]
+        assert [(entry["version"], entry["state"]) for entry in index] == [("1", "UNLOADING")]
+        assert answer.result().shape == (256, 512)
+        unloaded = [{"name": "slow", "version": "1", "state": "UNAVAILABLE", "reason": "unloaded"}]
+        wait_until(lambda: post(server.http, "/v2/repository/index", b"")[1] == unloaded)
+
+
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+def test_clients_change_nothing_unless_the_operator_allows_it(small: Server, protocol: str) -> None:
+    with Client(protocol, small) as client:
+        changes = [
+            lambda: client.raw.load_model("skips"),
+            lambda: client.raw.unload_model("skips"),
+            lambda: client.raw.update_log_settings({"log_info": False}),
+        ]
+        for change in changes:
+            with pytest.raises(InferenceServerException, match="--model-control explicit") as raised:
+                change()
+            assert raised.value.status() in ("403", "StatusCode.PERMISSION_DENIED")
+        settings = client.raw.get_log_settings() if protocol == "http" else client.raw.get_log_settings(as_json=True)
+        assert "log_info" in str(settings)

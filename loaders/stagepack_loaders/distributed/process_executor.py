@@ -30,6 +30,8 @@ _FORGOTTEN_SECONDS = 1.0
 # Between starts that fail, at first and at most.
 _FIRST_PAUSE_SECONDS = 0.1
 _LONGEST_PAUSE_SECONDS = 10.0
+# Restarts before it do not count: a process that is lost once a week is no reason to end.
+_RESTART_WINDOW_SECONDS = 3600.0
 # Sends values with the sizes of their symbols on their way.
 SubmitValues = Callable[[Mapping[str, Any], Mapping[str, int]], "Future[dict[str, Any]]"]
 
@@ -74,7 +76,8 @@ class ProcessExecutor(Executor):
     ) -> None:
         self._bundle = bundle
         self._launcher = launcher
-        self._restarts_left = max_restarts
+        self._max_restarts = max_restarts
+        self._restart_times: deque[float] = deque(maxlen=max_restarts)
         # Of a pipeline, which may be collected while this executor starts its processes again.
         self._run_example = weakref.WeakMethod(run_example)
         self._has_state = any(stage.state for stage in bundle.stages)
@@ -300,15 +303,22 @@ class ProcessExecutor(Executor):
         """Start all processes again, in a thread: the caller is a thread of the front that is lost."""
         threading.Thread(target=self._start_again, args=(lost,), name="restart", daemon=True).start()
 
+    def _may_restart(self) -> bool:
+        """Whether fewer restarts than allowed are within the window."""
+        is_full = len(self._restart_times) == self._max_restarts
+        return not is_full or (
+            self._max_restarts > 0 and time.monotonic() - self._restart_times[0] > _RESTART_WINDOW_SECONDS
+        )
+
     def _start_again(self, lost: StageLostError) -> None:
         with self._lock:
             if self._is_closed or self.front.lost is not lost:  # of a group that has been replaced since
                 return
             self._failure = lost
             pause_seconds, start_time = 0.0, time.monotonic()
-            while self._restarts_left and not self._is_closing.wait(pause_seconds):
+            while self._may_restart() and not self._is_closing.wait(pause_seconds):
                 _LOGGER.warning("%r: %s; all processes are started again", str(self._bundle.path), self._failure)
-                self._restarts_left -= 1
+                self._restart_times.append(time.monotonic())
                 pause_seconds = min(max(2 * pause_seconds, _FIRST_PAUSE_SECONDS), _LONGEST_PAUSE_SECONDS)
                 self._launcher.stop(wait=False)
                 self.front.join_threads()

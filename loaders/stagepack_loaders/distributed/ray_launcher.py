@@ -205,7 +205,7 @@ def launch(
         compile: as for `stagepack.load`.
         compiled: as for `stagepack.load`.
         imports: modules that each actor imports first, such as those that register custom operators.
-        max_restarts: how often all actors are started again after one was lost. They may then be on other nodes.
+        max_restarts: how often within an hour all actors are started again after one was lost. They may then be on other nodes.
         in_flight: the largest number of calls on their way through the stages.
         limits: as for `stagepack.load`.
         microbatch_size: as for `stagepack.load`.

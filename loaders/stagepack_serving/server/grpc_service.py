@@ -86,6 +86,8 @@ class GrpcService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # genera
 
     async def LogSettings(self, request: Any, context: Any) -> Any:  # noqa: D102, N802
         changes = {name: _setting_value(value) for name, value in request.settings.items()}
+        if changes:
+            self._control.check_changes_allowed()
         settings = update_log_settings(changes)
         return pb.LogSettingsResponse(settings={name: _setting_message(value) for name, value in settings.items()})
 

@@ -75,7 +75,8 @@ class ModelControl:
         self._version_count = version_count
         self._poll_seconds = poll_seconds
         self._loaded: dict[str, dict[int, LoadedBundle]] = {}
-        self._retiring: list[LoadedBundle] = []
+        # Each with the name of its model.
+        self._retiring: dict[LoadedBundle, str] = {}
         # Bundles that are loading, or that were refused or unloaded: their state, and the reason.
         self._states: dict[tuple[str, int], tuple[str, str]] = {}
         self._polled_states: Mapping[str, object] = {}
@@ -104,7 +105,7 @@ class ModelControl:
 
         What cannot be loaded leaves the loaded versions as they are. The load goes on if its caller is cancelled.
         """
-        self._check_mode()
+        self.check_changes_allowed()
         loading = asyncio.ensure_future(self._load(model_name))
         # asyncio reports an error that nobody asks for.
         loading.add_done_callback(lambda task: task.cancelled() or task.exception())
@@ -117,7 +118,7 @@ class ModelControl:
 
     async def unload(self, model_name: str) -> None:
         """Send no new requests to a model. Requests and sequences that it has begun go on."""
-        self._check_mode()
+        self.check_changes_allowed()
         async with self._changing:
             if model_name not in self._loaded:
                 raise RequestError(RequestStatus.NOT_FOUND, f"no model {model_name!r} is loaded")
@@ -137,6 +138,7 @@ class ModelControl:
                 left = f"{model.admission.pending_requests} requests and {model.sequence_count} sequences are left"
                 if (model.name, model.version) not in served:
                     entries.append((model.name, model.version, "UNLOADING", left))
+        served |= {(model_name, str(bundle.version)) for bundle, model_name in self._retiring.items()}
         entries += [
             (name, str(version), *state)
             for (name, version), state in self._states.items()
@@ -171,7 +173,7 @@ class ModelControl:
         # A function of its own: the variable of a loop that waits would keep the last bundle, and its weights.
         for bundle in list(self._retiring):
             if all([model.has_finished() for model in bundle.models]):
-                self._retiring.remove(bundle)
+                del self._retiring[bundle]
                 self.models.remove(bundle.models)
                 self._close_later(_free(bundle))
 
@@ -198,13 +200,14 @@ class ModelControl:
             bundle.end_processes()
 
     def _all_bundles(self) -> list[LoadedBundle]:
-        return [bundle for versions in self._loaded.values() for bundle in versions.values()] + self._retiring
+        return [bundle for versions in self._loaded.values() for bundle in versions.values()] + list(self._retiring)
 
-    def _check_mode(self) -> None:
+    def check_changes_allowed(self) -> None:
+        """Check that clients may change the server: its models and its log."""
         if self._mode != "explicit":
             raise RequestError(
                 RequestStatus.FORBIDDEN,
-                "clients may not load and unload models: the operator allows it with --model-control explicit",
+                "clients may not change the server, as by loading models: the operator allows it with --model-control explicit",
             )
 
     async def _load(self, model_name: str) -> None:
@@ -274,13 +277,14 @@ class ModelControl:
     def _retire(self, model_name: str, version: int) -> None:
         bundle = self._loaded[model_name].pop(version)
         self.models.retire(bundle.models)
-        self._retiring.append(bundle)
+        self._retiring[bundle] = model_name
 
     def _unload(self, model_name: str) -> None:
         for version in list(self._loaded[model_name]):
             self._retire(model_name, version)
             self._states[model_name, version] = ("UNAVAILABLE", "unloaded")
         del self._loaded[model_name]
+        self._close_retired()
         _LOGGER.info("%s was unloaded", model_name)
 
     async def _poll(self) -> None:

@@ -71,7 +71,7 @@ def rest_application(control: ModelControl, check_token: TokenCheck | None = Non
         return Response(document, media_type="application/json")
 
     endpoints = [
-        *_server_endpoints(models, pace),
+        *_server_endpoints(control, pace),
         *_model_endpoints(models, "/v2/models/{model}"),
         *_model_endpoints(models, "/v2/models/{model}/versions/{version}"),
         *_repository_endpoints(control, pace),
@@ -125,12 +125,15 @@ def _metrics_endpoint(models: ModelRegistry, pace: PagePace) -> Endpoint:
     return Endpoint("/metrics", "Metrics for Prometheus", pace.keep(metrics), "text/plain")
 
 
-def _server_endpoints(models: ModelRegistry, pace: PagePace) -> list[Endpoint]:
-    metadata = server_metadata()
+def _server_endpoints(control: ModelControl, pace: PagePace) -> list[Endpoint]:
+    models, metadata = control.models, server_metadata()
     index = {"name": metadata["name"], "version": metadata["version"], **_PATHS}
 
     async def change_log_settings(request: Request) -> Response:
-        return JSONResponse(update_log_settings(await read_fields(request, dict[str, Any])))
+        changes = await read_fields(request, dict[str, Any])
+        if changes:
+            control.check_changes_allowed()
+        return JSONResponse(update_log_settings(changes))
 
     settings = answers.LogSettings
     return [
@@ -147,7 +150,7 @@ def _server_endpoints(models: ModelRegistry, pace: PagePace) -> list[Endpoint]:
         ),
         Endpoint("/v2/logging", "Which levels are logged", _json(lambda _: log_settings()), settings),
         Endpoint(
-            "/v2/logging", "Change which levels are logged", change_log_settings, settings, dict[str, Any], (400,)
+            "/v2/logging", "Change which levels are logged", change_log_settings, settings, dict[str, Any], (400, 403)
         ),
         _metrics_endpoint(models, pace),
     ]
