@@ -197,6 +197,6 @@ def model_control(bundle_paths: Mapping[str, str], options: ServeOptions, models
         else functools.partial(control.repository_bundles, options.repository),
         BundleLoading(options, models),
         mode=options.control_mode,
-        version_count=options.version_count,
+        version_policy=options.version_policy,
         poll_seconds=options.poll_seconds,
     )

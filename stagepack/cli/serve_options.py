@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import click
 
@@ -32,22 +32,29 @@ from stagepack.cli.shared_flags import (
 )
 from stagepack.format.output_file import check_output_file
 from stagepack_loaders.distributed.launch_environment import is_launched_group
-from stagepack_serving.server.limits import ServerLimits
+from stagepack_serving.server.limits import ServerLimits, VersionPolicy
 
 _DEFAULT: Final = ServerLimits()
 
 
-class _VersionPolicy(click.ParamType[int | None]):
-    """``latest``, ``latest:N`` or ``all``, as the number of versions; None for all."""
+class _VersionPolicyType(click.ParamType[VersionPolicy]):
+    """``latest``, ``latest:N``, ``specific:N[,N...]`` or ``all``."""
 
     name = "policy"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | None:
+    def convert(
+        self, value: str | VersionPolicy, param: click.Parameter | None, ctx: click.Context | None
+    ) -> VersionPolicy:
         """Convert a value of the command line."""
-        match = re.fullmatch(r"latest(?::([1-9][0-9]{0,5}))?|all", value)
+        if isinstance(value, VersionPolicy):
+            return value
+        number = "[1-9][0-9]{0,17}"
+        match = re.fullmatch(rf"latest(?::([1-9][0-9]{{0,5}}))?|specific:({number}(?:,{number})*)|all", value)
         if match is None:
-            self.fail(f"expected latest, latest:N or all, found {value!r}.", param, ctx)
-        return None if value == "all" else int(match[1] or 1)
+            self.fail(f"expected latest, latest:N, specific:N,N or all, found {value!r}.", param, ctx)
+        if match[2]:
+            return VersionPolicy(specific=frozenset(map(int, match[2].split(","))))
+        return VersionPolicy(newest_count=None if value == "all" else int(match[1] or 1))
 
 
 @option_object
@@ -77,10 +84,10 @@ class ServeOptions:
         type=click.FloatRange(0.1, 86_400),
         default=15,
     )
-    version_count: int | None = flag(
+    version_policy: VersionPolicy = flag(
         "--version-policy POLICY",
-        "The versions of each model that are served: latest, the N newest as latest:N, or all.",
-        type=_VersionPolicy(),
+        "The versions of each model that are served: latest, the N newest as latest:N, certain ones as specific:N,N, or all.",
+        type=_VersionPolicyType(),
         default="latest",
     )
     digest: str | None = DIGEST

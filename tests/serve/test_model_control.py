@@ -10,10 +10,12 @@ from pathlib import Path
 import grpc
 import numpy
 import pytest
+from click.testing import CliRunner
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
 from tritonclient.utils import InferenceServerException
 
+from stagepack.cli import main
 from tests.bundle_editor import BundleEditor
 from tests.serve.servers import Client, Server, ask_slow, post, stagepack_server, wait_for_requests
 from tests.serve.version_models import Repository, count, export_counter, export_scale, factor_of
@@ -201,6 +203,21 @@ def test_the_log_of_a_refused_version_is_one_printable_line(tmp_path: Path) -> N
     assert r"\x1b[2J" in line
     assert all(line.isprintable() for line in lines)
     assert not any(line.startswith("2026-01-01") for line in lines)
+
+
+def test_specific_versions_roll_back_a_model(tmp_path: Path) -> None:
+    folder = export_scale(tmp_path / "models" / "scale" / "1", 1.0).parent
+    export_scale(folder / "2", 2.0)
+    options = ("--model-repository", str(folder.parent))
+    with (
+        stagepack_server([], *options, "--version-policy", "specific:1") as server,
+        Client("http", server) as client,
+    ):
+        assert factor_of(client, "scale") == 1
+        assert client.metadata("scale")["versions"] == ["1"]
+    refused = CliRunner().invoke(main, ["serve", *options, "--version-policy", "specific:3", "--http-port", "0"])
+    assert refused.exit_code == 1
+    assert "'scale': has the versions 1, 2, none of which is served: --version-policy specific:3" in refused.stderr
 
 
 def test_poll(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
-"""The limits of a server, which its operator sets."""
+"""The limits of a server, and the versions that it serves, which its operator sets."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -7,6 +8,27 @@ from typing import Final
 MAX_TEXT_BYTES: Final = 16_000_000
 
 _LEAST_SENDING_SECONDS: Final = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionPolicy:
+    """The versions of each model that a server serves: certain ones, or the newest ones; all of them without either."""
+
+    newest_count: int | None = None
+    specific: frozenset[int] = frozenset()
+
+    def choose(self, versions: Iterable[int]) -> list[int]:
+        """Return the versions to serve, the newest last."""
+        ordered = sorted(versions)
+        if self.specific:
+            return [version for version in ordered if version in self.specific]
+        return ordered[-(self.newest_count or len(ordered)) :]
+
+    def __str__(self) -> str:
+        """The policy as the command line has it."""
+        if self.specific:
+            return f"specific:{','.join(map(str, sorted(self.specific)))}"
+        return "all" if self.newest_count is None else f"latest:{self.newest_count}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

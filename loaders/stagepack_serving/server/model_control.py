@@ -20,6 +20,7 @@ from typing import Any, Final, Literal, Protocol, TypeVar
 from stagepack.errors import InputError, StagepackError
 from stagepack_serving.server.errors import RequestError, RequestStatus
 from stagepack_serving.server.free_memory import collect_and_give_back
+from stagepack_serving.server.limits import VersionPolicy
 from stagepack_serving.server.model_registry import LoadedBundle, ModelRegistry
 
 ControlMode = Literal["none", "explicit", "poll"]
@@ -65,14 +66,14 @@ class ModelControl:
         load_bundle: BundleLoader,
         *,
         mode: ControlMode = "none",
-        version_count: int | None = 1,
+        version_policy: VersionPolicy = VersionPolicy(newest_count=1),  # noqa: B008 - frozen
         poll_seconds: float = 15.0,
     ) -> None:
         self.models = models
         self._source = source
         self._load_bundle = load_bundle
         self._mode = mode
-        self._version_count = version_count
+        self._version_policy = version_policy
         self._poll_seconds = poll_seconds
         self._loaded: dict[str, dict[int, LoadedBundle]] = {}
         # Each with the name of its model.
@@ -92,7 +93,7 @@ class ModelControl:
         paths_by_name = self._source()
         for model_name in paths_by_name if model_names is None else model_names:
             on_step(model_name)
-            for version, path in self._newest_versions(model_name, paths_by_name).items():
+            for version, path in self._chosen_versions(model_name, paths_by_name).items():
                 bundle = self._load_bundle(model_name, version, path, unless_digest=None)
                 if bundle is None:
                     return False
@@ -213,7 +214,7 @@ class ModelControl:
     async def _load(self, model_name: str) -> None:
         """Load the newest versions of a model; then retire the others, unless one of the newest was refused."""
         async with self._changing:
-            paths = self._newest_versions(model_name, await _run_in_thread(self._source))
+            paths = self._chosen_versions(model_name, await _run_in_thread(self._source))
             for version in [version for name, version in self._states if name == model_name]:
                 del self._states[model_name, version]
             errors = []
@@ -250,12 +251,18 @@ class ModelControl:
             self._serve(model_name, bundle)
             _LOGGER.info("%s: version %d was loaded in %.1f s", model_name, version, time.monotonic() - start_time)
 
-    def _newest_versions(self, model_name: str, paths_by_name: Mapping[str, Mapping[int, str]]) -> dict[int, str]:
+    def _chosen_versions(self, model_name: str, paths_by_name: Mapping[str, Mapping[int, str]]) -> dict[int, str]:
         """The paths of the versions of a model that should take requests."""
         paths = paths_by_name.get(model_name)
         if not paths:
             raise RequestError(RequestStatus.NOT_FOUND, f"{model_name!r}: no bundle of this model was found")
-        versions = sorted(paths)[-(self._version_count or len(paths)) :]
+        versions = self._version_policy.choose(paths)
+        if not versions:
+            present = ", ".join(map(str, sorted(paths)))
+            raise RequestError(
+                RequestStatus.NOT_FOUND,
+                f"{model_name!r}: has the versions {present}, none of which is served: --version-policy {self._version_policy}",
+            )
         return {version: paths[version] for version in versions}
 
     def _check_names(self, model_name: str, bundle: LoadedBundle) -> None:
