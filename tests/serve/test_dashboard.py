@@ -18,6 +18,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 from tritonclient.utils import InferenceServerException
 
+from stagepack_serving.server.errors import RequestStatus
 from tests.serve.servers import Client, Server, free_ports, stagepack_server
 from tests.serve.version_models import Repository, X, count, export_counter, export_scale, factor_of
 from tests.waiting import wait_until
@@ -40,6 +41,12 @@ def dashboard() -> dict[str, Any]:
 def queries() -> list[str]:
     """The queries of all panels."""
     return [target["expr"] for panel in dashboard()["panels"] for target in panel.get("targets", [])]
+
+
+def alerts() -> list[dict[str, Any]]:
+    """The rules of Prometheus beside the dashboard."""
+    fields = yaml.safe_load((FOLDER / "alerts.yml").read_text())
+    return [rule for group in fields["groups"] for rule in group["rules"]]
 
 
 @contextlib.contextmanager
@@ -75,7 +82,7 @@ def test_every_metric_and_label_of_the_queries_exists(repository: Repository) ->
         name = f"stagepack_{topic}"
         assert name.removesuffix("_total") in families
         labels_of_sample[name] = {"model", "version", topic.partition("_")[0]}
-    for query in queries():
+    for query in [*queries(), *(rule["expr"] for rule in alerts() if not rule["expr"].startswith("up{"))]:
         selectors = _SELECTOR.findall(query)
         assert selectors, query
         for sample_name, matchers in selectors:
@@ -100,6 +107,68 @@ def test_every_panel_has_its_place_and_every_variable_a_definition() -> None:
     assert max(column for column, _ in places) < 24
     for path in FOLDER.rglob("*.y*ml"):
         assert yaml.safe_load(path.read_text())
+
+
+def test_every_alert_says_what_is_wrong_and_who_is_called() -> None:
+    statuses = {"OK", *RequestStatus.__members__}
+    assert len({rule["alert"] for rule in alerts()}) == len(alerts())
+    for rule in alerts():
+        assert rule.keys() == {"alert", "expr", "for", "labels", "annotations"}
+        assert rule["labels"]["severity"] in ("page", "ticket")
+        assert rule["annotations"].keys() == {"summary", "description"}
+        assert rule["expr"].count("(") == rule["expr"].count(")")
+        for matched in re.findall(r'status=~?"([^"]*)"', rule["expr"]):
+            assert set(matched.split("|")) <= statuses
+
+
+# For each alert, the samples of a minute, and what it says of them after 4 hours.
+FIRING = {
+    "StagepackDown": ({'up{job="stagepack",instance="a"}': "0x300"}, "a does not answer"),
+    "StagepackModelFails": (
+        {
+            'stagepack_requests_total{model="m",status="OK"}': "0+90x300",
+            'stagepack_requests_total{model="m",status="MODEL_FAILED"}': "0+10x300",
+        },
+        "m fails on 10% of the requests",
+    ),
+    "StagepackOverloaded": (
+        {
+            'stagepack_requests_total{model="m",status="OK"}': "0+75x300",
+            'stagepack_requests_total{model="m",status="BUSY"}': "0+25x300",
+        },
+        "m refuses 25% of the requests",
+    ),
+    "StagepackDigestsDiffer": (
+        {
+            'stagepack_model_info{model="m",digest="1",instance="a"}': "1x300",
+            'stagepack_model_info{model="m",digest="2",instance="b"}': "1x300",
+        },
+        "m is served with 2 bundles",
+    ),
+}
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="Debian's package prometheus is not installed")
+def test_prometheus_accepts_the_alerts_and_fires_them(tmp_path: Path) -> None:
+    shutil.copy(FOLDER / "alerts.yml", tmp_path)
+    rules = {rule["alert"]: rule for rule in alerts()}
+    tests = []
+    for name, (series, summary) in FIRING.items():
+        labels = {"severity": rules[name]["labels"]["severity"]}
+        labels |= {"instance": "a", "job": "stagepack"} if name == "StagepackDown" else {"model": "m"}
+        annotations = {"summary": summary, "description": rules[name]["annotations"]["description"]}
+        alert = {"exp_labels": labels, "exp_annotations": annotations}
+        tests.append(
+            {
+                "interval": "1m",
+                "input_series": [{"series": selector, "values": values} for selector, values in series.items()],
+                "alert_rule_test": [{"eval_time": "4h", "alertname": name, "exp_alerts": [alert]}],
+            }
+        )
+    (tmp_path / "tests.yml").write_text(yaml.safe_dump({"rule_files": ["alerts.yml"], "tests": tests}))
+    for command in (["check", "rules", "alerts.yml"], ["test", "rules", "tests.yml"]):
+        finished = subprocess.run(["promtool", *command], cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert finished.returncode == 0, finished.stdout + finished.stderr
 
 
 @pytest.mark.slow
@@ -133,6 +202,7 @@ def prometheus(folder: Path, servers: list[Server]) -> Iterator[str]:
     config = folder / "prometheus.yml"
     targets = json.dumps([f"127.0.0.1:{server.http}" for server in servers])
     config.write_text(text.replace('["127.0.0.1:8000"]', targets).replace("interval: 5s", "interval: 1s"))
+    shutil.copy(FOLDER / "alerts.yml", folder)
     subprocess.run(["promtool", "check", "config", config], check=True, capture_output=True)
     address = f"127.0.0.1:{port}"
     command = ["prometheus", f"--config.file={config}", f"--storage.tsdb.path={folder / 'data'}"]
