@@ -1,6 +1,7 @@
 """An HTTP server of a folder, with ranges, that fails and lies as a test asks."""
 
 import re
+import ssl
 import threading
 import time
 from collections import Counter
@@ -68,9 +69,13 @@ class HttpServer:
         self._server.shutdown()
         self._server.server_close()
 
+    def use_tls(self, context: ssl.SSLContext) -> None:
+        self._server.socket = context.wrap_socket(self._server.socket, server_side=True)
+
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self._server.server_port}"
+        scheme = "https" if isinstance(self._server.socket, ssl.SSLSocket) else "http"
+        return f"{scheme}://127.0.0.1:{self._server.server_port}"
 
     def answer(self, handler: BaseHTTPRequestHandler) -> None:
         file_name = handler.path.partition("?")[0].rpartition("/")[2]
