@@ -13,7 +13,6 @@ import signal
 import socket
 import subprocess
 import sys
-import sysconfig
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
@@ -97,6 +96,9 @@ def stagepack_server(
         process.stdout.close()
 
 
+_TRITON_SCRIPT = Path(__file__).parents[2] / "examples" / "run_tritonserver.sh"
+
+
 def why_no_triton() -> str:
     """Why a tritonserver cannot run here; empty if it can."""
     if importlib.util.find_spec("pytriton") is None:
@@ -112,38 +114,18 @@ def why_no_triton() -> str:
 @contextlib.contextmanager
 def triton_server(repository: Path, scratch: Path, backends: Mapping[str, Path] | None = None) -> Iterator[Server]:
     """`tritonserver` of the package nvidia-pytriton on a model repository; `backends` are more than its own."""
-    spec = importlib.util.find_spec("pytriton")
-    assert spec is not None
-    assert spec.submodule_search_locations is not None
-    triton = Path(spec.submodule_search_locations[0]) / "tritonserver"
-    libraries = triton.parents[1] / "nvidia_pytriton.libs"
-    if not (scratch / "python").exists():
-        shutil.copytree(triton / "backends" / "python", scratch / "python")
-        stub = (
-            triton
-            / "python_backend_stubs"
-            / f"{sys.version_info[0]}.{sys.version_info[1]}"
-            / "triton_python_backend_stub"
-        )
-        shutil.copy(stub, scratch / "python")
-        for backend_name, folder in (backends or {}).items():
+    for backend_name, folder in (backends or {}).items():
+        if not (scratch / backend_name).exists():
             shutil.copytree(folder, scratch / backend_name)
     http, grpc = free_ports(2)
     command = [
-        str(triton / "bin" / "tritonserver"),
-        f"--model-repository={repository}",
-        f"--backend-directory={scratch}",
-        "--exit-on-error=true",
-        *("--http-address=127.0.0.1", f"--http-port={http}", "--grpc-address=127.0.0.1", f"--grpc-port={grpc}"),
-        "--allow-metrics=false",
+        *("sh", str(_TRITON_SCRIPT), str(repository), "--http-address=127.0.0.1", f"--http-port={http}"),
+        *("--grpc-address=127.0.0.1", f"--grpc-port={grpc}", "--allow-metrics=false"),
     ]
-    paths = {
-        "LD_LIBRARY_PATH": f"{sysconfig.get_config_var('LIBDIR')}:{libraries}",
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-    }
+    variables = {"BACKENDS": str(scratch), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     with (scratch / "log").open("w") as log:
         process = subprocess.Popen(
-            command, env=os.environ | paths, stdout=log, stderr=log, text=True, start_new_session=True
+            command, env=os.environ | variables, stdout=log, stderr=log, text=True, start_new_session=True
         )
     try:
         _wait(process, http, scratch / "log")

@@ -54,3 +54,13 @@ def test_servers_install_what_the_generated_service_imports() -> None:
     """`tritonclient.grpc` imports packages that only the extra `grpc` of tritonclient brings."""
     for extra in ("serve", "triton"):
         assert any(requirement.startswith("tritonclient[grpc]") for requirement in EXTRAS[extra])
+
+
+def test_the_image_gets_what_the_dockerfile_copies_and_no_more() -> None:
+    patterns = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and not line.startswith("#")]
+    copied = re.findall(r"^COPY (.+) \S+$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    assert patterns[0] == "*"
+    assert {pattern.removeprefix("!") for pattern in patterns[1:] if pattern.startswith("!")} == set(
+        " ".join(copied).split()
+    )
+    assert not any(pattern.startswith("!.") for pattern in patterns)
