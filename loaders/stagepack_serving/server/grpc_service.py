@@ -177,18 +177,23 @@ class GrpcService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # genera
         message = request.message
         try:
             async with self._models.request_scope(message.model_name, message.model_version, "grpc") as scope:
+                scope.timeline.enter("decode")
                 if (remaining_seconds := context.time_remaining()) is not None:
                     shorten_deadline(scope.deadline, remaining_seconds)
                 check_request_id(message.id)
                 with scope.reserve_place(decode_parameters(message.parameters)) as model:
                     if asks_for_generation(model, request):
+                        scope.timeline.enter("generate")
                         await generate_responses(model, request, scope.deadline, send, streams=streams)
                         return
                     inference_request = await beside_loop(typed_bytes(message), decode_request, request)
-                    outputs = await model.infer(inference_request, scope.deadline)
+                    outputs = await model.infer(inference_request, scope.deadline, scope.timeline)
+                    scope.timeline.enter("encode")
                     # Before the run, the sizes that depend on data were not known.
                     inference_request.check_answer_bytes(sum(tensor.array.nbytes for tensor in outputs))
-                await send(encode_response(model.name, model.version, message.id, outputs))
+                response = encode_response(model.name, model.version, message.id, outputs)
+                scope.timeline.enter("send")
+                await send(response)
         except RequestError:
             raise
         except Exception as error:

@@ -1,6 +1,8 @@
 """Metrics for Prometheus, named as https://prometheus.io/docs/practices/naming/ recommends. Times are in seconds."""
 
+import time
 from collections import Counter as Counts
+from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, GCCollector, Histogram, PlatformCollector, ProcessCollector
 from prometheus_client.metrics import MetricWrapperBase
@@ -11,6 +13,34 @@ _SECONDS_BUCKETS = (
 )
 _BATCH_SIZE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 BY_VERSION = ("model", "version")
+# In this order, but that the run of a batch is between its conversions.
+REQUEST_PARTS: Final = ("receive", "decode", "queue", "convert", "run", "return", "generate", "encode", "send")
+
+
+class Timeline:
+    """How long the parts of a request take, which together are all of its time."""
+
+    def __init__(self) -> None:
+        # All parts from the start: a thread that works for nobody any more may still add to them.
+        self.seconds = dict.fromkeys(REQUEST_PARTS, 0.0)
+        self._part, self._part_start = REQUEST_PARTS[0], time.monotonic()
+
+    def enter(self, part: str, at_time: float | None = None) -> None:
+        """End a part of the request, and begin another one, now or at a time of `time.monotonic`."""
+        part_end = max(self._part_start, time.monotonic() if at_time is None else at_time)
+        self.seconds[self._part] += part_end - self._part_start
+        self._part, self._part_start = part, part_end
+
+    def end(self) -> float:
+        """End the last part; return the time of all of them."""
+        self.enter(self._part)
+        return sum(self.seconds.values())
+
+    def move(self, part: str, other_part: str, seconds: float) -> None:
+        """Count a time of one part to another one."""
+        moved_seconds = min(seconds, self.seconds[part])
+        self.seconds[part] -= moved_seconds
+        self.seconds[other_part] += moved_seconds
 
 
 class Metrics:
@@ -30,6 +60,12 @@ class Metrics:
             "request",
             "Time from the head of a request (in gRPC its message) to its answer.",
             (*BY_VERSION, "protocol"),
+        )
+        self.part_seconds = Counter(
+            "stagepack_request_part_seconds",
+            "Time of a part of requests; the parts are together the time of the requests.",
+            (*BY_VERSION, "part"),
+            registry=self.registry,
         )
         self.queue_seconds = self._seconds("queue", "Time that a request waits before it runs.", BY_VERSION)
         self.stage_seconds = self._seconds("stage", "Time of one run of a stage.", (*BY_VERSION, "stage"))
@@ -70,6 +106,12 @@ class Metrics:
         self.token_count += 1
         self.generated_tokens.labels(model_name, version).inc()
         (self.first_token_seconds if is_first else self.token_seconds).labels(model_name, version).observe(seconds)
+
+    def count_parts(self, model_name: str, version: str, timeline: Timeline) -> None:
+        """Count the time of the parts of a request."""
+        for part, seconds in timeline.seconds.items():
+            if seconds:
+                self.part_seconds.labels(model_name, version, part).inc(seconds)
 
     def remove_version(self, model_name: str, version: str) -> None:
         """Remove what was measured of a version that is closed, so that a server that loads many versions does not grow."""

@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 from stagepack_serving.server.access_log import current_record
 from stagepack_serving.server.errors import RequestError, RequestStatus
 from stagepack_serving.server.limits import ServerLimits
-from stagepack_serving.server.metrics import BY_VERSION, Metrics
+from stagepack_serving.server.metrics import BY_VERSION, Metrics, Timeline
 from stagepack_serving.server.parameters import boolean_parameter, seconds_left, shorten_deadline, timeout_parameter
 
 if TYPE_CHECKING:
@@ -152,12 +152,14 @@ class ModelRegistry(Collector):
     @contextlib.asynccontextmanager
     async def request_scope(self, model_name: str, version: str, protocol: str) -> AsyncIterator["RequestScope"]:
         """Bound a request in time and count it; the context lasts from its head to the end of its answer."""
-        start_time, status, scope = time.monotonic(), RequestStatus.HUNG_UP.name, None
+        status, scope, timeline = RequestStatus.HUNG_UP.name, None, Timeline()
         deadline = asyncio.timeout(self.limits.deadline)
         self._deadlines.add(deadline)
         try:
             self._versions_of(model_name)
-            scope = RequestScope(registry=self, model_name=model_name, version=version, deadline=deadline)
+            scope = RequestScope(
+                registry=self, model_name=model_name, version=version, deadline=deadline, timeline=timeline
+            )
             self._check_version(model_name, version)
             try:
                 async with deadline:
@@ -173,7 +175,11 @@ class ModelRegistry(Collector):
             raise
         finally:
             self._deadlines.discard(deadline)
-            self._record_answer(scope, protocol, status, time.monotonic() - start_time)
+            self._record_answer(scope, protocol, status, timeline.end())
+            known_name = "" if scope is None else model_name
+            self.metrics.count_parts(
+                known_name, "" if scope is None or scope.model is None else scope.model.version, timeline
+            )
 
     def expire_requests(self) -> None:
         """Set the deadline of all requests in progress to now."""
@@ -226,6 +232,7 @@ class RequestScope:
     Attributes:
         version: the version that the request names; may be empty.
         deadline: when its answer must begin; the body may shorten it.
+        timeline: how long its parts take.
         model: the version that runs it, once it is chosen.
         has_begun: whether a part of its answer was sent.
     """
@@ -234,6 +241,7 @@ class RequestScope:
     model_name: str
     version: str
     deadline: asyncio.Timeout
+    timeline: Timeline
     model: "ServedModel | None" = None
     has_begun: Callable[[], bool] = lambda: False
 
@@ -241,6 +249,7 @@ class RequestScope:
         """Give the answer its time to be sent. Call it before the first byte, as what ends after that is cut off and has no error."""
         await asyncio.sleep(0)  # raises the cancellation of a deadline that has passed
         self.registry.begin_answer(self.deadline)
+        self.timeline.enter("send")
         self.has_begun = lambda: True
 
     @contextlib.contextmanager

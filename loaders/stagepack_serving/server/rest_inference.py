@@ -44,6 +44,7 @@ class InferenceRoute:
         try:
             async with self._models.request_scope(*requested_model(request), "rest") as request_scope:
                 body = await read_body(request, self._models.limits.max_request_bytes)
+                request_scope.timeline.enter("decode")
                 request_scope.check_admission()
                 header, inference_request = await beside_loop(
                     len(body), decode_request, body, request.headers.get(BINARY_HEADER)
@@ -51,8 +52,9 @@ class InferenceRoute:
                 del body
                 with request_scope.reserve_place(header.parameters) as model:
                     check_output_parameters(header, model.interface)
-                    inference = model.infer(inference_request, request_scope.deadline)
+                    inference = model.infer(inference_request, request_scope.deadline, request_scope.timeline)
                     outputs = await unless_disconnected(inference, receive)
+                    request_scope.timeline.enter("encode")
                     answer = await beside_loop(
                         json_bytes(header, outputs), encode_response, model.name, model.version, header, outputs
                     )

@@ -19,6 +19,7 @@ from stagepack_loaders.executor import CallOptions, Executor, thread_end_text
 from stagepack_loaders.logs import current_trace
 from stagepack_serving.protocol.interface import Interface
 from stagepack_serving.server.access_log import RequestRecord, current_record
+from stagepack_serving.server.metrics import Timeline
 from stagepack_serving.server.sequences import RequestSequence
 
 # Those that say how long a run takes at least.
@@ -43,6 +44,7 @@ class QueuedCall:
         record: that of the request that the call is made for; None for a call for several requests, or for none.
         answer: the output arrays by name, or what `finish` makes of them.
         batch: the calls that it runs with, once it does.
+        timeline: that of the request that the call is made for; None if it is not kept.
     """
 
     inputs: Mapping[str, Array]
@@ -58,6 +60,7 @@ class QueuedCall:
     record: RequestRecord | None = field(default_factory=current_record.get)
     answer: "Future[Any]" = field(default_factory=Future)
     batch: "CallBatch | None" = None
+    timeline: Timeline | None = None
 
 
 @dataclass(slots=True, eq=False)

@@ -20,7 +20,7 @@ from stagepack_serving.server.errors import RequestError, RequestStatus
 from stagepack_serving.server.example_check import run_example
 from stagepack_serving.server.limits import ServerLimits
 from stagepack_serving.server.metadata import FIRST_VERSION, model_metadata, served_model_config
-from stagepack_serving.server.metrics import Metrics
+from stagepack_serving.server.metrics import Metrics, Timeline
 from stagepack_serving.server.parameters import (
     InferenceRequest,
     InferenceTensor,
@@ -151,10 +151,13 @@ class ServedModel:
             has_state=self._sequences is not None,
         )
 
-    async def infer(self, request: InferenceRequest, deadline: asyncio.Timeout) -> list[InferenceTensor]:
-        """Run the model on a request."""
+    async def infer(
+        self, request: InferenceRequest, deadline: asyncio.Timeout, timeline: Timeline | None = None
+    ) -> list[InferenceTensor]:
+        """Run the model on a request. It enters the parts of the run in the timeline."""
         self._check_availability()
         call = self._build_call(request)
+        call.timeline = timeline
         call.expiry = time.monotonic() + seconds_left(deadline)
         if self._sequences is None:
             arrays = await self._run(call)
@@ -305,6 +308,10 @@ class ServedModel:
     def _count_batch(self, batch: CallBatch) -> None:
         self.statistics.count_batch(batch)
         for call in batch.calls:
+            if call.timeline is not None:
+                call.timeline.enter("return", batch.end_time)
+                converting_seconds = batch.begin_time - batch.start_time + batch.end_time - batch.run_time
+                call.timeline.move("run", "convert", converting_seconds)
             if call.record is not None:
                 call.record.count_run(batch.start_time - call.arrival, batch.end_time - batch.start_time)
 
@@ -312,4 +319,7 @@ class ServedModel:
         queue_seconds = self.metrics.queue_seconds.labels(self.name, self.version)
         for call in batch.calls:
             queue_seconds.observe(batch.start_time - call.arrival)
+            if call.timeline is not None:
+                call.timeline.enter("queue", call.arrival)
+                call.timeline.enter("run", batch.start_time)
         self.metrics.batch_sizes.labels(self.name, self.version).observe(sum(call.batch_size for call in batch.calls))

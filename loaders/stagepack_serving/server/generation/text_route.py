@@ -75,6 +75,7 @@ class TextRoute(ABC):
         try:
             async with self._begin(Request(scope, receive)) as (request_scope, fields):
                 request_scope.has_begun = lambda: channel.is_started
+                request_scope.timeline.enter("generate")
                 with request_scope.reserve_place({}) as model:
                     answering = self._answer(model, fields, channel, request_scope.deadline)
                     answer = await unless_disconnected(answering, receive)
