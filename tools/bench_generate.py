@@ -6,12 +6,13 @@ tokens after the first one; a request is the time of all its tokens. The parts:
 
 - ``decode``: steps by type, batch and prompt; the time to the first token; a step with a large cache against one with a small cache.
 - ``server``: requests to a server over REST, by one client and by eight, against one batch of as many texts.
-- ``processes``: two stages in a process of one thread each against one process of one thread, eight clients.
+- ``processes``: two stages in a process of one thread each against one process of one thread, eight and sixteen clients.
 - ``onnx``: steps with ONNX Runtime.
 
 Usage: ``python -m tools.bench_generate [PART ...] [--quick]``, or all parts without a name. ``--quick`` tries whether all of it runs.
 """
 
+import functools
 import itertools
 import tempfile
 import time
@@ -54,7 +55,7 @@ class Bench:
     rounds: int
     steps: int
     request_tokens: int
-    bundles: dict[tuple[torch.dtype, int], Bundle] = field(default_factory=dict)
+    bundles: dict[tuple[torch.dtype, int, int], Bundle] = field(default_factory=dict)
 
     def model(self, dtype: torch.dtype = torch.float32) -> Any:
         """The Llama. No token ends its texts."""
@@ -70,13 +71,14 @@ class Bench:
         model.generation_config.eos_token_id = None
         return model
 
-    def bundle(self, dtype: torch.dtype = torch.float32, positions: int = POSITIONS) -> Bundle:
-        """The model with a cache of so many positions; exported once."""
-        if (dtype, positions) not in self.bundles:
-            out = self.folder / f"{str(dtype).removeprefix('torch.')}-{positions}.stagepack"
-            exported = stagepack.export(self.model(dtype), out=out, stages=2, generate=positions, generate_batch=TEXTS)
-            self.bundles[dtype, positions] = exported
-        return self.bundles[dtype, positions]
+    def bundle(self, dtype: torch.dtype = torch.float32, positions: int = POSITIONS, texts: int = TEXTS) -> Bundle:
+        """The model with a cache of so many texts and positions; exported once."""
+        key = dtype, positions, texts
+        if key not in self.bundles:
+            out = self.folder / f"{str(dtype).removeprefix('torch.')}-{positions}-{texts}.stagepack"
+            model = self.model(dtype)
+            self.bundles[key] = stagepack.export(model, out=out, stages=2, generate=positions, generate_batch=texts)
+        return self.bundles[key]
 
     def add(self, what: str, seconds: Mapping[str, Sequence[float]], bar: str) -> None:
         """Add the ratio of the first side over the second one, and the median of each."""
@@ -186,15 +188,23 @@ def measure_server(bench: Bench) -> None:
 
 def measure_processes(bench: Bench) -> None:
     """Requests to a server of two processes, against one of one process; each process has one thread."""
-    prompts = make_prompts(CLIENTS, SHORT_PROMPT)
     with ExitStack() as contexts:
-        one = contexts.enter_context(serve(bench.bundle(), "--threads", "1"))
-        two = contexts.enter_context(serve(bench.bundle(), "--threads", "1", "--processes", "2"))
-        sides = {
-            "process of one thread": lambda: asked_at_once(one, prompts, bench.request_tokens),
-            "two of them": lambda: asked_at_once(two, prompts, bench.request_tokens),
-        }
-        bench.add(f"requests, float32, {CLIENTS} at once", requests_in_turns(sides, bench), "at least 1.6")
+        bundle = bench.bundle(texts=2 * CLIENTS)
+        one = contexts.enter_context(serve(bundle, "--threads", "1"))
+        two = contexts.enter_context(serve(bundle, "--threads", "1", "--processes", "2"))
+        for client_count, length, new_tokens, bar in (
+            (CLIENTS, SHORT_PROMPT, bench.request_tokens, "at least 1.6"),
+            (2 * CLIENTS, SHORT_PROMPT, bench.request_tokens, ""),
+            # Bound by arithmetic, and not by reading the weights.
+            (CLIENTS, LONG_PROMPT, 2, ""),
+        ):
+            prompts = make_prompts(client_count, length)
+            sides = {
+                "process of one thread": functools.partial(asked_at_once, one, prompts, new_tokens),
+                "two of them": functools.partial(asked_at_once, two, prompts, new_tokens),
+            }
+            what = f"requests, float32, {client_count} at once, {length} + {new_tokens} tokens"
+            bench.add(what, requests_in_turns(sides, bench), bar)
 
 
 def texts_in_turns(sides: Mapping[str, Generate], rounds: int, model: Any = None) -> dict[str, list[TimedText]]:

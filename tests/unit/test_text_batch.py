@@ -128,6 +128,17 @@ def test_others_go_on_while_a_long_prompt_is_read(facts: DecoderFacts, monkeypat
     ]
 
 
+@pytest.mark.parametrize(("is_alone", "lengths"), [(True, [40, 1, 1]), (False, [20, 20, 1])])
+def test_prompts_are_read_in_more_parts_beside_other_batches(
+    facts: DecoderFacts, monkeypatch: pytest.MonkeyPatch, is_alone: bool, lengths: list[int]
+) -> None:
+    monkeypatch.setattr(text_batch, "_OVERLAPPED_TOKENS", 40)
+    batch = TextBatch(facts, 2, is_alone=is_alone)
+    for _ in range(2):
+        add_prompt(batch, facts, 40)
+    assert [next_call(batch).inputs["input_ids"].shape[1] for _ in lengths] == lengths
+
+
 def test_texts_begin_in_their_order_when_a_row_is_free(facts: DecoderFacts) -> None:
     batch = TextBatch(facts, 2)
     texts = [add_prompt(batch, facts, length) for length in (2, 2, 3, 4)]

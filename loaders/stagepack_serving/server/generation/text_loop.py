@@ -132,7 +132,7 @@ class TextLoop:
         self._decoder = decoder
         self._texts: dict[BatchedText, _Text] = {}
         self._waiting = ClientQueue()
-        batches = [TextBatch(facts, rows, self._waiting) for _ in range(lane_count)]
+        batches = [TextBatch(facts, rows, self._waiting, is_alone=lane_count == 1) for _ in range(lane_count)]
         self._lanes = [_Lane(decoder, batch, self._texts, self._waiting) for batch in batches]
         self.row_count = rows * lane_count
 
