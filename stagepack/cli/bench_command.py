@@ -1,8 +1,10 @@
 """`stagepack bench`."""
 
+import asyncio
 import contextlib
 import json
 import resource
+import signal
 import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -205,8 +207,8 @@ def command(options: _Options) -> None:
 @contextlib.contextmanager
 def _own_server(bundle: str, serve_arguments: Sequence[str]) -> Iterator[str]:
     """Start a server for a bundle; yield its URL."""
-    ports = ("--http-port", "0", "--grpc-port", "0", "--log-level", "warning")
-    command_line = module_command("stagepack", "serve", bundle, *ports, *serve_arguments, "--json")
+    defaults = ("--http-port", "0", "--grpc-port", "0", "--linger-s", "0", "--log-level", "warning")
+    command_line = module_command("stagepack", "serve", bundle, *defaults, *serve_arguments, "--json")
     with subprocess.Popen(  # noqa: S603 - this program
         command_line, env=module_environment(), stdout=subprocess.PIPE, text=True
     ) as process:
@@ -216,6 +218,7 @@ def _own_server(bundle: str, serve_arguments: Sequence[str]) -> Iterator[str]:
             yield f"http://{facts['host']}:{facts['http_port']}"
         finally:
             process.terminate()
+            process.wait()  # the end of the context does not, after an interrupt
 
 
 def _read_facts(process: subprocess.Popen[str]) -> dict[str, Any]:
@@ -250,8 +253,28 @@ def _measure(url: "ServerUrl", options: _Options) -> dict[str, Any]:
             record = await run_load(client, source, load_options)
             return measurement_facts(record, source, load_options)
 
+    async def measure_until_stopped() -> dict[str, Any]:
+        measuring = asyncio.ensure_future(measure())
+
+        def stop(stop_signal: signal.Signals) -> None:
+            received_signals.append(stop_signal)
+            measuring.cancel()
+
+        for stop_signal in handlers:
+            asyncio.get_running_loop().add_signal_handler(stop_signal, stop, stop_signal)
+        return await measuring
+
+    # What a handler of Python raises in a callback of the event loop, that drops.
+    handlers = {stop_signal: signal.getsignal(stop_signal) for stop_signal in (signal.SIGINT, signal.SIGTERM)}
+    received_signals: list[signal.Signals] = []
     with progress(f"measuring {options.seconds:g} s"):
-        return uvloop.run(measure())
+        try:
+            return uvloop.run(measure_until_stopped())
+        finally:
+            for stop_signal, handler in handlers.items():
+                signal.signal(stop_signal, handler)
+            for stop_signal in received_signals:
+                signal.raise_signal(stop_signal)
 
 
 def _print_facts(facts: dict[str, Any]) -> None:

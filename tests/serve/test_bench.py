@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import json
 import re
+import signal
+import subprocess
 import threading
 import time
 import urllib.request
@@ -13,9 +15,11 @@ from typing import Any
 
 import pytest
 
+from tests.distributed.launchers import children
 from tests.hostile.attack import command_fails, run
 from tests.serve.generating_model import export_decoder
-from tests.serve.servers import Server, skips_request, stagepack_server
+from tests.serve.servers import STAGEPACK, WITH_SIGNALS, Server, skips_request, stagepack_server
+from tests.waiting import wait_until
 
 BODY = b'{"outputs": []}'
 HEAD = b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 15\r\n"
@@ -224,6 +228,34 @@ def test_a_server_that_stalls_delays_no_request_of_an_open_loop(inference_file: 
     assert facts["requests"] == pytest.approx(50, abs=1)
     assert facts["latency"]["max"] > 0.45
     assert facts["latency"]["mean"] > 0.1
+
+
+@pytest.mark.process
+@pytest.mark.parametrize(("stop_signal", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
+def test_a_signal_ends_the_command_and_its_server(
+    bundles: Mapping[str, Path], tmp_path: Path, stop_signal: signal.Signals, status: int
+) -> None:
+    arguments = ("bench", str(bundles["skips"]), "--seconds", "600", "--", "--access-log")
+    log = tmp_path / "log"
+    command = [*WITH_SIGNALS, STAGEPACK, *arguments]
+    with log.open("w") as errors, subprocess.Popen(command, stderr=errors, text=True) as process:
+        wait_until(lambda: log.read_text().count("rest skips 1 OK") > 3)
+        (server_id,) = children(process)
+        process.send_signal(stop_signal)
+        assert process.wait(timeout=60) == status
+    assert not Path(f"/proc/{server_id}").exists()
+    assert "Traceback" not in log.read_text()
+
+
+@pytest.mark.process
+def test_a_server_that_is_gone_is_asked_ten_times_a_second(bundles: Mapping[str, Path], inference_file: Path) -> None:
+    with stagepack_server([bundles["skips"]]) as server:
+        stopping = threading.Timer(0.5, server.process.kill)
+        stopping.start()
+        facts = bench(url(server), "--model", "skips", "--requests", str(inference_file), "--seconds", "2")
+        stopping.join()
+    assert facts["outcomes"]["200"] > 0
+    assert 1 <= facts["outcomes"]["no connection"] <= 20
 
 
 def test_wrong_uses_are_refused(inference_file: Path, tmp_path: Path) -> None:

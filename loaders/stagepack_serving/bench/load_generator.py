@@ -17,7 +17,7 @@ from typing import Final
 import numpy
 
 from stagepack_serving.bench.answers import TextTimes
-from stagepack_serving.bench.http_client import HttpClient, NoAnswerError
+from stagepack_serving.bench.http_client import NO_CONNECTION, HttpClient, NoAnswerError
 from stagepack_serving.bench.request_source import RequestSource
 
 TIMED_OUT: Final = "timed out"
@@ -26,6 +26,8 @@ NOT_WHOLE: Final = "not whole"
 NOT_SENT: Final = "not sent"
 # Of Linux: nanoseconds that this thread has run, and that it has waited for a processor.
 _SCHEDULER_FILE: Final = Path("/proc/thread-self/schedstat")
+# How long a client waits before it connects again to a server that accepts no connections.
+_CONNECTION_SECONDS: Final = 0.1
 # A server that has too much to do answers with them.
 _BUSY: Final = (429, 503)
 
@@ -137,7 +139,9 @@ class _Run:
 
         async def ask_on() -> None:
             while (now := time.perf_counter()) < self.record.window[1]:
-                await self._exchange(now)
+                exchange = await self._exchange(now)
+                if exchange.outcome == NO_CONNECTION:
+                    await asyncio.sleep(_CONNECTION_SECONDS)
 
         await asyncio.gather(*(ask_on() for _ in range(self._options.clients)))
 
@@ -164,7 +168,7 @@ class _Run:
         while under_way:
             await asyncio.wait(under_way)
 
-    async def _exchange(self, start: float) -> None:
+    async def _exchange(self, start: float) -> Exchange:
         """Send a request until it is answered, or the client asks no more."""
         options, request = self._options, next(self._requests)
         now = time.perf_counter()
@@ -185,12 +189,14 @@ class _Run:
                 exchange.outcome, asks_again = TIMED_OUT, True
             except NoAnswerError as error:
                 exchange.outcome, asks_again = error.outcome, True
+                retry_after = _CONNECTION_SECONDS if error.outcome == NO_CONNECTION else 0.0
             exchange.end, exchange.text = time.perf_counter(), reader.times
             is_over = exchange.end + retry_after >= self.record.window[1]
             asks_again = asks_again and not is_over and exchange.attempts <= options.retries
             if asks_again:
                 await asyncio.sleep(retry_after)
                 exchange.attempt_start = time.perf_counter()
+        return exchange
 
 
 def _waiting_seconds() -> float | None:
