@@ -15,7 +15,7 @@ from typing import Final
 
 _PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _DATA, _HEADERS, _RESET, _SETTINGS, _PING = 0, 1, 3, 4, 6
-_ACKNOWLEDGED, _END_HEADERS = 1, 4
+_ACKNOWLEDGED, _END_STREAM, _END_HEADERS = 1, 1, 4
 _CANCEL: Final = struct.pack(">I", 8)
 _INFER, _STREAM = "ModelInfer", "ModelStreamInfer"
 # Paths that cost the server more than a look-up.
@@ -66,6 +66,15 @@ class RawConnection:
         headers = call_headers(method_name)
         frames = [frame(_HEADERS, _END_HEADERS, next(self.stream_ids), headers) for _ in range(call_count)]
         self.socket.sendall(b"".join(frames))
+
+    def ask(self, message: bytes) -> None:
+        """Send a call of an inference. What it answers is read until the window of the stream, 64 KB, is full."""
+        stream_id = next(self.stream_ids)
+        content = b"\0" + struct.pack(">I", len(message)) + message
+        self.socket.sendall(
+            frame(_HEADERS, _END_HEADERS, stream_id, call_headers(_INFER))
+            + frame(_DATA, _END_STREAM, stream_id, content)
+        )
 
     def reset_calls(self, call_count: int) -> None:
         """Begin calls, and take each back at once."""

@@ -24,6 +24,7 @@ from tritonclient.utils import InferenceServerException
 
 import stagepack
 from stagepack_serving.server.tensor_decoding import array_from_json
+from tests.serve.attacks import RawConnection
 from tests.serve.servers import (
     INFER,
     Client,
@@ -314,3 +315,16 @@ def test_short_deadlines_cut_no_answer_off(bundles: Mapping[str, Path]) -> None:
         statuses = set(pool.map(ask, range(800)))
     assert statuses <= {200, 503, 504}
     assert len(statuses) > 1
+
+
+def test_unread_answer_over_grpc_ends_its_connection(wide: Path) -> None:
+    with (
+        stagepack_server([wide], "--deadline-s", "5", "--max-connections", "2") as server,
+        Client("grpc", server) as client,
+    ):
+        reader = RawConnection(server.grpc)
+        with contextlib.closing(reader.socket):
+            reader.ask(next(wide_requests(1, threading.Event())).SerializeToString())
+            wait_for_requests(server, "wide")
+            wait_until(lambda: not reader.is_open, 30)
+        assert client.ask("wide", {"x": numpy.ones(1, "float32")})["output"].shape == (10_000_000,)
