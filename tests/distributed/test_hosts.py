@@ -198,7 +198,9 @@ def test_a_lost_host_is_told(
         assert lost["host"] == hosts[lost_rank].name
         assert f"process {lost_rank} on {hosts[lost_rank].name}, which runs stage {lost_rank}, is lost" in lost["error"]
         reached = [process for rank, process in enumerate(processes) if rank != lost_rank]
-        assert [status for status, _ in wait(reached, _LOST_SECONDS)] == [3, 75]
+        outcomes = wait(reached, _LOST_SECONDS)
+        assert [status for status, _ in outcomes] == [3, 75]
+        assert outcomes[1][1].splitlines()[-1].startswith(f"process {lost_rank} on {hosts[lost_rank].name}, which runs")
 
 
 @pytest.mark.slow

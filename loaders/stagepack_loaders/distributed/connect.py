@@ -23,7 +23,6 @@ from stagepack_loaders.distributed.launch_environment import (
 )
 from stagepack_loaders.distributed.launch_failures import (
     LaunchFailures,
-    attribute_error,
     launched_origin,
     open_failures,
 )
@@ -37,6 +36,7 @@ from stagepack_loaders.distributed.membership import (
 from stagepack_loaders.distributed.pipeline import DistributedPipeline
 from stagepack_loaders.distributed.routes import FRONT_RANK, ConnectionLostError
 from stagepack_loaders.distributed.stage_process import end_with_parent, run_stage_process
+from stagepack_loaders.distributed.status import attribute_error
 from stagepack_loaders.options import DEFAULT_IN_FLIGHT, LoadOptions, ProcessOptions, folder_name
 from stagepack_loaders.placement import place_stages
 from stagepack_loaders.preparation import open_for_loading

@@ -23,7 +23,13 @@ from stagepack_loaders.distributed.launch_environment import (
 from stagepack_loaders.distributed.meeting import launched_store
 from stagepack_loaders.distributed.process_group import host_name
 from stagepack_loaders.distributed.routes import FRONT_RANK
-from stagepack_loaders.distributed.status import ErrorReport, lost_error, rebuild_error, report_error
+from stagepack_loaders.distributed.status import (
+    ErrorReport,
+    attribute_error,
+    lost_error,
+    rebuild_error,
+    report_error,
+)
 from stagepack_loaders.distributed.watch import SilenceClock
 
 _FAILURE_KEY = "failure"
@@ -68,14 +74,6 @@ class GroupFailure(Struct, frozen=True, kw_only=True):
         error.args = (self.report.message,)
         error.origin = self.origin
         return error
-
-
-def attribute_error(error: StagepackError, origin: str) -> None:
-    """Let an error begin with the name of its process, unless it has one."""
-    if not error.origin:
-        error.origin = origin
-        if not str(error).startswith("process "):  # that is lost
-            error.args = (f"{origin}: {error}", *error.args[1:])
 
 
 class LaunchFailures:

@@ -143,7 +143,7 @@ def exchange_reports(
 ) -> list[Report]:
     """Publish a report, and wait for those of the others.
 
-    check: called again and again with the reports by rank that have come; raises when there is no use in waiting.
+    check: called with the reports by rank that have come while some are missing; raises when there is no use in waiting.
     """
     deadline = time.monotonic() + seconds
     content = msgspec.json.encode(report).decode()
@@ -159,9 +159,9 @@ def exchange_reports(
             for other_rank in set(range(size)) - set(reports):
                 if store.check([f"{topic}/{other_rank}"]):
                     reports[other_rank] = msgspec.json.decode(store.get(f"{topic}/{other_rank}"), type=type(report))
-            check(reports)
-            if len(reports) == size:
+            if len(reports) == size:  # whoever has all of them may have ended since, which `check` would find
                 return [reports[other_rank] for other_rank in range(size)]
+            check(reports)
             if time.monotonic() > deadline:
                 ranks = ", ".join(str(missing) for missing in range(size) if missing not in reports)
                 raise GroupError(

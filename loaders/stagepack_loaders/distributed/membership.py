@@ -33,7 +33,13 @@ from stagepack_loaders.distributed.meeting import (
 )
 from stagepack_loaders.distributed.process_group import LOOPBACK, ProcessGroup, host_name
 from stagepack_loaders.distributed.routes import FRONT_RANK, Route, find_routes, stages_of_rank
-from stagepack_loaders.distributed.status import ErrorReport, rebuild_error, report_error, stages_text
+from stagepack_loaders.distributed.status import (
+    ErrorReport,
+    attribute_error,
+    rebuild_error,
+    report_error,
+    stages_text,
+)
 from stagepack_loaders.options import LoadOptions, ProcessOptions
 from stagepack_loaders.placement import place_stages
 from stagepack_loaders.preparation import compile_prepared, open_for_loading, prepare_stage, runtime_of_each_stage
@@ -156,6 +162,7 @@ def join_group(
         identities = exchange_reports(
             store, "identity", rank, size, identity, seconds=seconds, check=check_identities_and_group
         )
+        check_identities(dict(enumerate(identities)))
         stages: dict[int, LoadedStage] = {}
         with loading_progress(store, rank, bundle, options.rank_of_stage) as progress:
 
@@ -164,8 +171,7 @@ def join_group(
                 progress.poll()
 
             try:
-                # Not alike on all machines.
-                with named_errors(bundle.location if raises_at_once else ""):
+                with named_errors(bundle.location):  # which differs from machine to machine
                     stages, facts = _load_stages(bundle, rank, options, progress.add)
                 report = LoadReport(stages=tuple(facts))
             except StagepackError as error:
@@ -175,9 +181,12 @@ def join_group(
             reports = exchange_reports(
                 store, "loaded stages", rank, size, report, seconds=_LOAD_SECONDS, check=check_and_show
             )
-        for other_report in reports:
+        for other_rank, other_report in enumerate(reports):
             if other_report.error is not None:
-                raise rebuild_error(other_report.error)
+                load_error = rebuild_error(other_report.error)
+                if isinstance(load_error, StagepackError):
+                    attribute_error(load_error, f"process {other_rank} on {identities[other_rank].host}")
+                raise load_error
         stage_facts = sorted((facts for other in reports for facts in other.stages), key=lambda facts: facts.stage)
         routes = find_routes(
             bundle.entry_point, options.rank_of_stage, {facts.stage: facts.written_inputs for facts in stage_facts}

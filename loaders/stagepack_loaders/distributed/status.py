@@ -60,18 +60,28 @@ def rebuild_error(report: ErrorReport) -> Exception:
     error_class = getattr(errors, report.class_name, None) or getattr(builtins, report.class_name, None)
     if isinstance(error_class, type) and issubclass(error_class, FormatError):
         if report.problems:
-            return error_class(
+            error = error_class(
                 [
                     Problem(rule=problem.rule, where=problem.where, message=problem.message)
                     for problem in report.problems
                 ]
             )
+            error.args = (report.message,)  # which may begin with the bundle, and with the process
+            return error
     elif isinstance(error_class, type) and issubclass(error_class, Exception):
         try:
             return error_class(report.message)
         except TypeError:  # of a class such as UnicodeDecodeError, which is not made from a message
             pass
     return StagepackError(f"{report.class_name}: {report.message}")
+
+
+def attribute_error(error: StagepackError, origin: str) -> None:
+    """Let an error begin with the name of its process, unless it has one."""
+    if not error.origin:
+        error.origin = origin
+        if not str(error).startswith("process "):  # that is lost
+            error.args = (f"{origin}: {error}", *error.args[1:])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
