@@ -11,13 +11,15 @@ from typing import Any
 import grpc
 import numpy
 import pytest
+import torch
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
 import stagepack
 from stagepack_loaders.logs import RequestTrace, begin_trace
 from tests.serve.generating_model import export_decoder
-from tests.serve.servers import INFER, post, skips_request, stagepack_server
+from tests.serve.servers import INFER, post, skips_request, stagepack_server, wait_for_requests
+from tests.waiting import wait_until
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 TRACEPARENT = f"00-{TRACE}-{SPAN}-01"
@@ -210,3 +212,43 @@ def test_the_texts_of_a_batch_belong_to_no_request_alone(tmp_path: Path, log: Pa
     assert [int(record["trace_id"], 16) for record in written] == [1, 2]
     assert [record["status"] for record in written] == ["OK", "OK"]
     assert {record["protocol"] for record in written} == {"openai"}
+
+
+class Inverse(torch.nn.Module):
+    """Fails on matrices that have no inverse, in its second stage."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        doubled = x * 2
+        stagepack.split_here()
+        return torch.linalg.inv(doubled)
+
+
+@pytest.mark.process
+def test_a_stage_that_fails_names_the_request(tmp_path: Path, log: Path) -> None:
+    bundle = tmp_path / "inverse.stagepack"
+    stagepack.export(Inverse(), (torch.eye(2)[None],), out=bundle)
+    fields = {"name": "x", "shape": [1, 2, 2], "datatype": "FP32", "data": [0] * 4}
+    options = ("--processes", "2", *JSON_LOG)
+    with stagepack_server([bundle], *options, errors=log) as server:
+        body = json.dumps({"inputs": [fields]})
+        status, answer, _ = post(server.http, "/v2/models/inverse/infer", body, {"traceparent": TRACEPARENT})
+    assert (status, "stage 1 failed" in answer["error"]) == (500, True)
+    in_process, at_front, access = [record for record in records(log) if "trace_id" in record]
+    assert (in_process["level"], in_process["rank"], in_process["stage"]) == ("info", 2, 1)
+    assert (at_front["level"], at_front["logger"]) == ("warning", "stagepack.serve")
+    assert (access["status"], access["code"]) == ("MODEL_FAILED", 500)
+    assert {record["trace_id"] for record in (in_process, at_front, access)} == {TRACE}
+
+
+@pytest.mark.process
+def test_a_client_that_hangs_up_has_a_record(slow: Path, log: Path) -> None:
+    with stagepack_server([slow], *JSON_LOG, errors=log) as server:
+        x = {"name": "x", "shape": [256, 512], "datatype": "FP32", "data": [1.0] * 256 * 512}
+        times = {"name": "times", "shape": [1], "datatype": "INT64", "data": [200]}
+        body = json.dumps({"inputs": [x, times]})
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", server.http)) as connection:
+            connection.request("POST", "/v2/models/slow/infer", body)
+            wait_for_requests(server, "slow")
+        wait_until(lambda: "HUNG_UP" in log.read_text())
+    (record,) = [record for record in access_records(log) if record["model"] == "slow"]
+    assert (record["status"], record["request_bytes"]) == ("HUNG_UP", len(body))
