@@ -14,9 +14,11 @@ import click
 
 from stagepack.cli.command import argument, flag, option_object, subcommand
 from stagepack.cli.failures import fail
+from stagepack.cli.model_loading import bundle_paths_by_name
 from stagepack.cli.output import count_of, format_time, print_json, print_line, print_table, progress
 from stagepack.cli.shared_flags import JSON, Amount, Count, require_packages
 from stagepack.cli.termination import orderly_termination
+from stagepack.opening import open_bundle
 from stagepack.remote.url import WEB_SCHEMES
 from stagepack_loaders.python_process import module_command, module_environment
 
@@ -189,6 +191,9 @@ def command(options: _Options) -> None:
             f"{options.source} is a server: options after '--' are those of one that is started for a bundle"
         )
     require_packages([] if is_server else [options.source], "serve")
+    if not is_server:  # the server would say what is wrong, and this command that it has ended
+        [bundle_path] = bundle_paths_by_name((options.source,)).values()
+        open_bundle(bundle_path)
     from stagepack_serving.bench.http_client import ServerUrl  # noqa: PLC0415 - after the arguments are checked
 
     with orderly_termination(), contextlib.ExitStack() as closing:

@@ -77,7 +77,9 @@ def test_calls_beyond_the_limit_are_refused_and_counted(bundles: Mapping[str, Pa
             await channel.close()
         return statuses
 
-    with stagepack_server([bundles["skips"]], "--max-connections", "64") as server:
+    # The calls that have places wait for others to join them.
+    waiting = ("--max-delay-ms", "200", "--max-batch", "256")
+    with stagepack_server([bundles["skips"]], "--max-connections", "64", *waiting) as server:
         statuses = asyncio.run(ask_all(f"127.0.0.1:{server.grpc}"))
         page = urllib.request.urlopen(f"http://127.0.0.1:{server.http}/metrics").read().decode()
     assert set(statuses) == {"OK", "UNAVAILABLE"}
@@ -105,12 +107,16 @@ def test_a_stream_ends_at_the_deadline_without_a_request(bundles: Mapping[str, P
         assert post(server.http, INFER, json.dumps(skips_request()))[0] == 200
 
 
+def open_call(*, is_watch: bool = False) -> OpenCall:
+    return OpenCall(is_watch=is_watch, idle_seconds=60, count_refusal=lambda: None)
+
+
 def test_longest_idle_call_makes_place_first() -> None:
     async def fill() -> list[str]:
         open_calls, ended_calls, never = OpenCalls(3), [], asyncio.Event()
 
         async def wait(call_name: str, *, is_watch: bool) -> None:
-            call = OpenCall(is_watch=is_watch, idle_seconds=60)
+            call = open_call(is_watch=is_watch)
             open_calls.add(call, is_health=False)
             try:
                 await call.wait(never.wait())
@@ -131,14 +137,14 @@ def test_longest_idle_call_makes_place_first() -> None:
 def test_calls_at_work_make_no_place() -> None:
     async def fill() -> None:
         open_calls, never = OpenCalls(1), asyncio.Event()
-        call = OpenCall(is_watch=False, idle_seconds=60)
+        call = open_call()
         open_calls.add(call, is_health=False)
         waiting = asyncio.create_task(call.wait(never.wait()))
         await asyncio.sleep(0)
         with call.working():
             with pytest.raises(RequestError, match="1 calls are open already"):
-                open_calls.add(OpenCall(is_watch=False, idle_seconds=60), is_health=False)
-            open_calls.add(OpenCall(is_watch=False, idle_seconds=60), is_health=True)
+                open_calls.add(open_call(), is_health=False)
+            open_calls.add(open_call(), is_health=True)
         never.set()
         assert await waiting
 

@@ -1,6 +1,7 @@
 """Clients that wait for a row of the cache take turns."""
 
 import contextlib
+import contextvars
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -26,11 +27,15 @@ FLOOD = 40
 TOKENS = {"busy": "a" * 32, "other": "b" * 32}
 
 
-def add(queue: ClientQueue, client: str, *texts: int) -> list[Any]:
-    added = [SimpleNamespace(number=number) for number in texts]
-    begin_record(None, f"{client}:1", "POST /", "rest").sender = client
-    for text in added:
-        queue.append(text)  # type: ignore[arg-type]
+def add(queue: ClientQueue, client: str, *numbers: int) -> list[Any]:
+    added = [SimpleNamespace(number=number) for number in numbers]
+
+    def append() -> None:
+        begin_record(None, f"{client}:1", "POST /", "rest").sender = client
+        for text in added:
+            queue.append(text)  # type: ignore[arg-type]
+
+    contextvars.copy_context().run(append)
     return added
 
 

@@ -262,10 +262,10 @@ def test_values_out_of_range_are_errors_of_the_client(lookup: Path, runtime: str
 
 
 class Grow(torch.nn.Module):
-    """Answers as many numbers as the input says."""
+    """Makes as many numbers as the input says, and answers one."""
 
     def forward(self, x: torch.Tensor, count: Any) -> Any:
-        return x.new_ones(count)
+        return x.new_ones(count).sum()
 
 
 def test_a_failure_of_the_server_stays_its_own(tmp_path: Path) -> None:

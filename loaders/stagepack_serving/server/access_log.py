@@ -116,7 +116,7 @@ class RecordedRequests:
         path = scope["path"]
         operation = f"{scope['method']} {scope['raw_path'].decode('latin-1')}"
         protocol = "openai" if is_openai_path(path) else "rest"
-        record = begin_record(_traceparent(scope["headers"]), _address(scope["client"]), operation, protocol)
+        record = begin_record(_traceparent(scope["headers"]), _address(scope.get("client")), operation, protocol)
 
         async def counting_receive() -> Message:
             message = await receive()

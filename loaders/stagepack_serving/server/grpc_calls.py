@@ -147,19 +147,22 @@ class CheckedMethods(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has 
         return grpc.stream_stream_rpc_method_handler(refuse)
 
     def _open_call(self, *, is_watch: bool = False) -> OpenCall:
-        return OpenCall(is_watch=is_watch, idle_seconds=self._models.limits.deadline)
+        limits = self._models.limits
+        return OpenCall(is_watch=is_watch, idle_seconds=limits.deadline, count_refusal=self._count_refusal)
+
+    def _count_refusal(self) -> None:
+        self._models.metrics.count_answer("", "", "grpc", RequestStatus.BUSY.name)
 
     def _begin(self, method: str, context: Any, call: OpenCall) -> None:
         """Count a call until it ends, unless it has no accepted token or the server is stopping or full."""
         self._check_authorization(method, context)
         if self._is_stopping:
             raise RequestError(RequestStatus.BUSY, "this server is stopping: ask another one")
-        is_refused = True
         try:
-            is_refused = self._calls.add(call, is_health=method in _METHODS_WITHOUT_TOKEN)
-        finally:
-            if is_refused:  # this call, or the one whose place it has
-                self._models.metrics.count_answer("", "", "grpc", RequestStatus.BUSY.name)
+            self._calls.add(call, is_health=method in _METHODS_WITHOUT_TOKEN)
+        except RequestError:
+            self._count_refusal()
+            raise
         context.add_done_callback(lambda _: self._calls.remove(call))
 
     def _bound_reading(self, context: Any) -> None:

@@ -9,7 +9,7 @@ import socket
 import stat
 import time
 import urllib.parse
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
@@ -36,7 +36,7 @@ _FAMILIES: Final = (socket.AF_INET, socket.AF_INET6)
 class OpenCall:
     """A call, from its start until its answer is sent. It is idle while it waits for its client, and no request of it is being answered."""
 
-    def __init__(self, *, is_watch: bool, idle_seconds: float) -> None:
+    def __init__(self, *, is_watch: bool, idle_seconds: float, count_refusal: Callable[[], None]) -> None:
         self.start_time = time.monotonic()
         self._idle_start = self.start_time
         # A stream that only reports changes is idle all the time.
@@ -45,6 +45,7 @@ class OpenCall:
         self._timer: asyncio.Timeout | None = None
         self._work_count = 0
         self._is_ended = False
+        self._count_refusal = count_refusal
 
     @property
     def is_idle(self) -> bool:
@@ -68,7 +69,8 @@ class OpenCall:
                 self._begin_idle()
                 return await client
         except TimeoutError:
-            if self._is_ended:
+            if self._is_ended:  # else its message has come at the same moment, and is answered
+                self._count_refusal()
                 message = "the call was idle, and its place is needed for another one: ask again"
                 raise RequestError(RequestStatus.BUSY, message) from None
             raise RequestError(RequestStatus.TOO_LATE, "the request was not complete before the deadline") from None
@@ -107,9 +109,8 @@ class OpenCalls:
         self._is_empty = asyncio.Event()
         self._is_empty.set()
 
-    def add(self, call: OpenCall, *, is_health: bool) -> bool:
-        """Give a call a place, if need be that of the longest idle one. Return whether that one ends."""
-        idle_call = None
+    def add(self, call: OpenCall, *, is_health: bool) -> None:
+        """Give a call a place, if need be that of the longest idle one, which ends."""
         if len(self._calls) >= self._most_calls:
             idle_call = min(
                 (each for each in self._calls if each.is_idle), key=lambda each: each.place_order, default=None
@@ -120,7 +121,6 @@ class OpenCalls:
                 raise RequestError(RequestStatus.BUSY, f"{len(self._calls)} calls are open already: try again later")
         self._calls[call] = None
         self._is_empty.clear()
-        return idle_call is not None
 
     def remove(self, call: OpenCall) -> None:
         """Free the place of a call."""
