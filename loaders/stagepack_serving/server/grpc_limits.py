@@ -25,7 +25,7 @@ MAX_RECEIVED_CALLS: Final = 16 * MAX_CONNECTION_CALLS
 # A call that its client ends within this time is taken back, not given up.
 _TAKEN_BACK_SECONDS: Final = 0.1
 # How many calls a host may take back at once, and in each second: they cost the server a tenth of its time.
-_TAKEN_BACK_CALLS: Final = 1000
+_TAKEN_BACK_CALLS: Final = 500
 _TAKEN_BACK_RATE: Final = 500
 _MAX_HOSTS: Final = 1024
 _RECEIVED_BYTES: Final = 1_048_576
@@ -148,7 +148,7 @@ class _TakenBack:
 class ResetGuard:
     """Ends connections on which calls are begun and taken back without end: HTTP/2 rapid reset, CVE-2023-44487.
 
-    Envoy has such a limit by connection. This one is by host: a client that connects again would have another thousand calls. What grpc has
+    Envoy has such a limit by connection. This one is by host: a client that connects again would have as many calls again. What grpc has
     received of a connection when it is closed, some 500 calls, still reaches the server.
     """
 
