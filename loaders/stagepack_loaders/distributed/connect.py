@@ -22,6 +22,7 @@ from stagepack_loaders.distributed.launch_environment import (
     launched_size,
 )
 from stagepack_loaders.distributed.launch_failures import (
+    INFORM_SECONDS,
     LaunchFailures,
     launched_origin,
     open_failures,
@@ -42,7 +43,6 @@ from stagepack_loaders.placement import place_stages
 from stagepack_loaders.preparation import open_for_loading
 
 _CONNECTIONS = itertools.count()
-_TELL_SECONDS = 20.0  # the others may still import torch
 
 
 def connect(
@@ -159,7 +159,7 @@ def _launched_group(bundle: Bundle, size: int, group: GroupOptions) -> GroupOpti
 def _tell(error: Exception, failures: LaunchFailures | None, connection: int) -> None:
     """Tell the other processes why this one fails, and wait until they know."""
     with contextlib.suppress(StagepackError):  # process 0 is not there
-        failures = failures or open_failures(_TELL_SECONDS, connection)
+        failures = failures or open_failures(INFORM_SECONDS, connection)
         failures.tell(error)
         failures.wait_until_informed()
     if isinstance(error, StagepackError):

@@ -40,7 +40,7 @@ _LAST_SIGN = 2**40
 # While stages are loaded, a process may hold Python's lock for seconds: no sign for so long means that it has ended.
 _SILENCE_SECONDS = 20.0
 # The others may still import torch, which takes 2 s on an idle machine.
-_INFORM_SECONDS = 20.0
+INFORM_SECONDS = 20.0
 # How long process 0 gets to say which process is lost; it waits up to 4 s for heartbeats.
 _VERDICT_SECONDS = 6.0
 
@@ -96,7 +96,6 @@ class LaunchFailures:
         self._end_lock = threading.Lock()
         self.hosts: dict[int, str] = {}
         self._has_started = threading.Event()
-        self._thread: threading.Thread | None = None
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -123,7 +122,7 @@ class LaunchFailures:
         self._learn(failure)
         return failure
 
-    def wait_until_informed(self, seconds: float = _INFORM_SECONDS) -> None:
+    def wait_until_informed(self, seconds: float = INFORM_SECONDS) -> None:
         """Wait until all others know the failure, before this process ends, and perhaps the store of the group with it."""
         failure, deadline = self._failure, time.monotonic() + seconds
         with contextlib.suppress(RuntimeError):
@@ -242,7 +241,7 @@ def tell_launched_failure(error: Exception) -> str:
     """
     failure = GroupFailure.of(error, launched_origin())
     with contextlib.suppress(StagepackError):
-        failures = open_failures(_INFORM_SECONDS, 0)
+        failures = open_failures(INFORM_SECONDS, 0)
         first_failure = failures.tell(error)
         failures.wait_until_informed()
         if first_failure.report.message in failure.report.message:

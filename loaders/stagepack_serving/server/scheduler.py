@@ -301,12 +301,10 @@ class Scheduler:
         self._end_batch(batch)
 
     def _fail(self, batch: CallBatch, error: Exception) -> None:
-        """Refuse the only call of a batch, or run its calls alone."""
-        if batch.cancellation.done():
-            pass
-        elif len(batch.calls) == 1:
+        """Refuse the only call of a batch, or run its calls alone, unless nobody waits for them."""
+        if len(batch.calls) == 1:
             batch.calls[0].answer.set_exception(error)
-        else:
+        elif not batch.cancellation.done():
             self._retry_alone(batch.calls)
         self._end_batch(batch)
 
