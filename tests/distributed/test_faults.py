@@ -6,7 +6,7 @@ import re
 import shutil
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ import stagepack
 from stagepack.errors import DigestError, GroupError, InputError, StageLostError
 from stagepack.format.reader import Bundle
 from stagepack_loaders.distributed import process_executor
+from stagepack_loaders.distributed.meeting import exchange_reports
+from stagepack_loaders.distributed.membership import LoadReport
 from stagepack_loaders.distributed.pipeline import DistributedPipeline
 from stagepack_loaders.distributed.stage_process import DEVICE_LOST_STATUS, ProcessDescription
 from stagepack_loaders.options import ProcessOptions
@@ -208,6 +210,20 @@ def test_another_bundle_in_one_process_is_told(layers: Bundle) -> None:
         in_processes(layers, launcher=SecondHasAnother),
     ):
         pass
+
+
+def test_a_report_that_comes_before_its_process_ends_is_read() -> None:
+    store = torch.distributed.HashStore()  # type: ignore[attr-defined] # public, and not in its type hints
+    report = LoadReport()
+
+    def check(reports: Mapping[int, LoadReport]) -> None:
+        if len(reports) == 1:
+            store.set("load/1", msgspec.json.encode(report).decode())
+        raise StageLostError("process 1 has ended")
+
+    assert exchange_reports(store, "load", 0, 2, report, seconds=20, check=check) == [report, report]
+    with pytest.raises(StageLostError, match="process 1 has ended"):
+        exchange_reports(store, "other", 0, 3, report, seconds=20, check=check)
 
 
 class WithoutThird(ForkedProcesses):

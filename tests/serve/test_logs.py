@@ -244,7 +244,7 @@ def test_a_stage_that_fails_names_the_request(tmp_path: Path, log: Path) -> None
 def test_a_client_that_hangs_up_has_a_record(slow: Path, log: Path) -> None:
     with stagepack_server([slow], *JSON_LOG, errors=log) as server:
         x = {"name": "x", "shape": [256, 512], "datatype": "FP32", "data": [1.0] * 256 * 512}
-        times = {"name": "times", "shape": [1], "datatype": "INT64", "data": [200]}
+        times = {"name": "times", "shape": [1], "datatype": "INT64", "data": [50_000]}
         body = json.dumps({"inputs": [x, times]})
         with contextlib.closing(http.client.HTTPConnection("127.0.0.1", server.http)) as connection:
             connection.request("POST", "/v2/models/slow/infer", body)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib.metadata import version
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -18,7 +18,7 @@ from msgspec import Struct
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # public, and not in its type hints
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from stagepack.errors import GroupError, StageLostError, first_line
+from stagepack.errors import GroupError, StageLostError, StagepackError, first_line
 from stagepack.format.reader import Bundle
 from stagepack_loaders.distributed.launch_environment import (
     has_store_of_launcher,
@@ -156,12 +156,16 @@ def exchange_reports(
                 "--node-rank of torchrun"
             )
         while True:
-            for other_rank in set(range(size)) - set(reports):
-                if store.check([f"{topic}/{other_rank}"]):
-                    reports[other_rank] = msgspec.json.decode(store.get(f"{topic}/{other_rank}"), type=type(report))
+            _add_reports(store, topic, size, reports)
             if len(reports) == size:  # whoever has all of them may have ended since, which `check` would find
                 return [reports[other_rank] for other_rank in range(size)]
-            check(reports)
+            try:
+                check(reports)
+            except StagepackError:
+                # Whoever has ended may have done so for a report that has come since, and that says more.
+                if not _add_reports(store, topic, size, reports):
+                    raise
+                continue
             if time.monotonic() > deadline:
                 ranks = ", ".join(str(missing) for missing in range(size) if missing not in reports)
                 raise GroupError(
@@ -171,6 +175,15 @@ def exchange_reports(
             time.sleep(_POLL_SECONDS)
     except RuntimeError as error:  # DistNetworkError, DistStoreError
         raise ConnectionLostError(f"the store of the group has gone: {first_line(error)}") from None
+
+
+def _add_reports(store: Store, topic: str, size: int, reports: dict[int, Any]) -> bool:
+    """Add the reports that have come; return whether there are new ones. All have the type of those that are there."""
+    report_type = type(next(iter(reports.values())))
+    new_ranks = [rank for rank in set(range(size)) - set(reports) if store.check([f"{topic}/{rank}"])]
+    for rank in new_ranks:
+        reports[rank] = msgspec.json.decode(store.get(f"{topic}/{rank}"), type=report_type)
+    return bool(new_ranks)
 
 
 def tell_start_error(store: Store, rank: int, error: Exception) -> None:

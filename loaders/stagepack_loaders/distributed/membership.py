@@ -156,8 +156,8 @@ def join_group(
         identity = own_identity(bundle, size, listener.name, LOOPBACK if options.is_local else options.address)
 
         def check_identities_and_group(identities: Mapping[int, Identity]) -> None:
+            check_identities(identities)  # which says why processes have ended that do not fit
             check()
-            check_identities(identities)
 
         identities = exchange_reports(
             store, "identity", rank, size, identity, seconds=seconds, check=check_identities_and_group
