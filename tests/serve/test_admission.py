@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 
-from stagepack_serving.server.admission import Admission
+from stagepack_serving.server.admission import Admission, Turns
 from stagepack_serving.server.errors import RequestError, RequestStatus
 
 RUN_SECONDS = 0.02
@@ -19,7 +19,7 @@ MOST_REQUESTS = 256
 class Simulation:
     """Clients of a model that runs one request after another, on a clock of its own.
 
-    Each client asks again at once when it has waited for long enough, and 1 s after a refusal.
+    Each client asks again at once when it has waited for long enough, and after a refusal when that says.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, client_seconds: float, tells_deadline: bool) -> None:
@@ -55,9 +55,9 @@ class Simulation:
         place = self.admission.place(self._deadline, lambda: False)
         try:
             place.__enter__()
-        except RequestError:
+        except RequestError as error:
             self.refusals += 1
-            self.ask_in(1)
+            self.ask_in(error.retry_seconds)
             return
         number = next(self._numbers)
         self._places[number] = place
@@ -97,6 +97,26 @@ def test_most_answers_are_in_time_under_overload(
         simulation.ask_in(number * RUN_SECONDS / load)
     simulation.run(60)
     assert len(simulation.answers) > 0.9 * 60 / RUN_SECONDS
+
+
+def test_refused_clients_come_back_at_the_rate_of_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    simulation = Simulation(monkeypatch, client_seconds=1, tells_deadline=True)
+    for number in range(round(8 / RUN_SECONDS)):
+        simulation.ask_in(number * RUN_SECONDS / 8)
+    simulation.run(20)
+    simulation.answers, simulation.refusals = [], 0
+    simulation.run(40)
+    assert len(simulation.answers) > 0.9 * 40 / RUN_SECONDS
+    assert simulation.refusals < 1.1 * len(simulation.answers)
+
+
+def test_refusals_wait_for_turns_beyond_a_rate() -> None:
+    turns = Turns(longest_wait=0.5)
+    waits = [turns.take(0.01) for _ in range(200)]
+    assert waits[0] < 0.01
+    assert waits == sorted(waits)
+    assert waits[30] == pytest.approx(0.3, abs=0.1)
+    assert waits[-1] == pytest.approx(0.5)
 
 
 def test_patient_clients_are_all_answered(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,6 +74,10 @@ def test_calls_beyond_the_limit_are_refused_and_counted(bundles: Mapping[str, Pa
         stubs = itertools.cycle(map(GRPCInferenceServiceStub, channels))
         calls = [stub.ModelInfer(skips_message(), timeout=60) for stub in itertools.islice(stubs, call_count)]
         statuses = collections.Counter([(await call.code()).name for call in calls])
+        trailers = [
+            dict(await call.trailing_metadata()) for call in calls if await call.code() is not grpc.StatusCode.OK
+        ]
+        assert all("grpc-retry-pushback-ms" in trailer for trailer in trailers)
         for channel in channels:
             await channel.close()
         return statuses

@@ -70,6 +70,14 @@ def test_most_answers_are_in_time(products: Path, options: tuple[str, ...]) -> N
         check_goodput(server)
 
 
+def test_clients_that_ask_again_at_once_leave_most_of_the_capacity(products: Path) -> None:
+    with stagepack_server([products]) as server:
+        capacity = measure(server, "--clients", "16", "--seconds", "6", "--warmup-s", "3")["goodput"]
+        clients = ("--clients", str(round(3 * capacity)), "--deadline-ms", "1000", "--timeout-s", "1")
+        overloaded = measure(server, *clients, "--seconds", "12", "--warmup-s", "4")
+        assert overloaded["goodput"] > 0.5 * capacity
+
+
 def test_most_texts_are_in_time(decoder: Path) -> None:
     with stagepack_server([decoder]) as server:
         check_goodput(server, "--api", "completions", "--prompt-tokens", "4", "--output-tokens", "48")

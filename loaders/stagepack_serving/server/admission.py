@@ -30,6 +30,8 @@ _FEWEST_ANSWERS: Final = 8
 _WAITED_COUNT: Final = 64
 _FEWEST_GIVEN_UP: Final = 4
 _GIVEN_UP_SHARE: Final = 1 / 2
+# Clients that are refused are asked to come back in turn, after a second at the earliest, and after so many at the latest.
+_LONGEST_RETRY: Final = 10.0
 # Clients are taken to wait twice as long after so many seconds in which few give up: it is tried out whether they do.
 _PATIENCE_DOUBLES_SECONDS: Final = 30.0
 _MOST_DOUBLINGS: Final = 64  # more is no number
@@ -57,24 +59,26 @@ class Admission:
         self._waited: deque[float | None] = deque(maxlen=_WAITED_COUNT)
         self._patience = math.inf
         self._patience_time = 0.0
+        self._retry_turns = Turns(_LONGEST_RETRY)
 
     def check(self, seconds_left: float) -> None:
         """Refuse a request that is expected to be answered too late, with `RequestStatus.BUSY`."""
         count = self.pending_requests + 1
-        if count > self._most_requests:
-            raise self._refusal("at most so many are accepted")
-        if count <= self.busy_count:
+        if count <= min(self.busy_count, self._most_requests):
             return
         now = time.monotonic()
         self._forget_old_answers(now)
         rate = (len(self._answer_times) - 1) / max(now - self._answer_times[0], 1e-9) if self._answer_times else 0.0
+        if count > self._most_requests:
+            raise self._refusal("at most so many are accepted", rate)
         if len(self._answer_times) > _FEWEST_ANSWERS and count > _SAFE_SHARE * rate * seconds_left:
             expected = f"{rate:.3g} are answered in a second"
-            raise self._refusal(f"{expected}, and this one has to be in {seconds_left:.3g} s")
+            raise self._refusal(f"{expected}, and this one has to be in {seconds_left:.3g} s", rate)
         doublings = (now - self._patience_time) / _PATIENCE_DOUBLES_SECONDS
         patience = self._patience * 2 ** min(doublings, _MOST_DOUBLINGS)
         if self._answer_times and count > _SAFE_SHARE * rate * patience:
-            raise self._refusal(f"{rate:.3g} are answered in a second, and clients hang up after {patience:.3g} s")
+            expected = f"{rate:.3g} are answered in a second"
+            raise self._refusal(f"{expected}, and clients hang up after {patience:.3g} s", rate)
 
     @contextlib.contextmanager
     def place(self, seconds_left: float, has_begun: Callable[[], bool]) -> Iterator[None]:
@@ -117,15 +121,33 @@ class Admission:
         if len(times) >= max(_FEWEST_GIVEN_UP, _GIVEN_UP_SHARE * len(self._waited)):
             self._patience, self._patience_time = statistics.median(times), time.monotonic()
 
-    def _refusal(self, reason: str) -> RequestError:
+    def _refusal(self, reason: str, rate: float) -> RequestError:
+        """A refusal, which asks its client to come back when those that were refused before have come back and are answered."""
         message = (
             f"{self._model_name}: {self.pending_requests} requests are waiting already, and {reason}: try again later"
         )
-        return RequestError(RequestStatus.BUSY, message)
+        error = RequestError(RequestStatus.BUSY, message)
+        if len(self._answer_times) > _FEWEST_ANSWERS:
+            error.retry_seconds = max(1, math.ceil(self._retry_turns.take(1 / rate)))
+        return error
 
     def _forget_old_answers(self, now: float) -> None:
         while len(self._answer_times) > _FEWEST_ANSWERS + 1 and now - self._answer_times[0] > _ANSWER_SECONDS:
             self._answer_times.popleft()
+
+
+class Turns:
+    """Spreads events over time, each one a while after the one before, as long as none waits for longer than a bound."""
+
+    def __init__(self, longest_wait: float) -> None:
+        self._longest_wait = longest_wait
+        self._next_time = 0.0
+
+    def take(self, seconds: float) -> float:
+        """Return how long an event waits, which is so many seconds after the one before or later."""
+        now = time.monotonic()
+        self._next_time = min(max(now, self._next_time + seconds), now + self._longest_wait)
+        return self._next_time - now
 
 
 def _is_given_up(error: BaseException) -> bool:

@@ -19,8 +19,8 @@ _OPENAI_CODES: Final[Mapping[int, str]] = {
 }
 # That of a prompt, or of its answer, that is longer than the cache.
 CONTEXT_CODE: Final = "context_length_exceeded"
-# Clients that try again wait so many seconds.
-_RETRY_SECONDS: Final = 1
+# Clients that try again wait so many seconds, if nothing else is known.
+RETRY_SECONDS: Final = 1
 _OPENAI_TYPES: Final[Mapping[int, str]] = {
     HTTPStatus.SERVICE_UNAVAILABLE: "overloaded_error",
     HTTPStatus.GATEWAY_TIMEOUT: "timeout_error",
@@ -62,6 +62,7 @@ class RequestError(StagepackError):
         status: why it is refused.
         code: OpenAI's name of the error, where the status does not say it.
         field_name: the field of the request that is wrong; None for another reason.
+        retry_seconds: after how many seconds a client may ask again that was refused for want of room.
     """
 
     def __init__(self, status: RequestStatus, message: str, code: str | None = None) -> None:
@@ -69,6 +70,7 @@ class RequestError(StagepackError):
         self.status = status
         self.code = code
         self.field_name: str | None = None
+        self.retry_seconds = RETRY_SECONDS
 
 
 class FieldError(RequestError):
@@ -103,9 +105,9 @@ def refusal_fields(
     return {"error": {"message": message, "type": error_type, "param": field_name, "code": code}}
 
 
-def refusal_headers(http_code: int) -> dict[str, str]:
+def refusal_headers(http_code: int, retry_seconds: int = RETRY_SECONDS) -> dict[str, str]:
     """Return the headers of the answer to a request that is refused."""
-    return {"retry-after": str(_RETRY_SECONDS)} if http_code == HTTPStatus.SERVICE_UNAVAILABLE else {}
+    return {"retry-after": str(retry_seconds)} if http_code == HTTPStatus.SERVICE_UNAVAILABLE else {}
 
 
 def is_openai_path(path: str) -> bool:

@@ -268,6 +268,10 @@ async def _abort(context: Any, method: str, error: Exception) -> None:
     match error:
         case AuthenticationError():
             await context.abort(error.status.grpc_code, str(error), (("www-authenticate", error.challenge),))
+        case RequestError(status=RequestStatus.BUSY):
+            # Clients with a retry policy wait so long: https://github.com/grpc/proposal/blob/master/A6-client-retries.md.
+            pushback = ("grpc-retry-pushback-ms", str(1000 * error.retry_seconds))
+            await context.abort(error.status.grpc_code, str(error), (pushback,))
         case RequestError():
             await context.abort(error.status.grpc_code, str(error))
         case _:

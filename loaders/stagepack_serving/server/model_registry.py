@@ -7,12 +7,13 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from stagepack_serving.server.access_log import current_record
+from stagepack_serving.server.admission import Turns
 from stagepack_serving.server.errors import RequestError, RequestStatus
 from stagepack_serving.server.limits import ServerLimits
 from stagepack_serving.server.metrics import BY_VERSION, Metrics, Timeline
@@ -20,6 +21,11 @@ from stagepack_serving.server.parameters import boolean_parameter, seconds_left,
 
 if TYPE_CHECKING:
     from stagepack_serving.server.served_model import ServedModel
+
+# Refusals beyond so many a second wait for their turns, for so many seconds at most. Without that, clients that ask again at once take
+# the processors that models need.
+_REFUSAL_RATE: Final = 500
+_LONGEST_REFUSAL_WAIT: Final = 0.5
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -63,6 +69,7 @@ class ModelRegistry(Collector):
         self.expired_count = 0
         self.stopping = asyncio.Event()
         self._deadlines: set[asyncio.Timeout] = set()
+        self._refusal_turns = Turns(_LONGEST_REFUSAL_WAIT)
         metrics.registry.register(self)
 
     def __iter__(self) -> Iterator["ServedModel"]:
@@ -169,6 +176,8 @@ class ModelRegistry(Collector):
             status = "OK"
         except RequestError as error:
             status = error.status.name
+            if error.status is RequestStatus.BUSY:
+                await asyncio.sleep(self._refusal_turns.take(1 / _REFUSAL_RATE))
             raise
         except Exception:
             status = "BUG"

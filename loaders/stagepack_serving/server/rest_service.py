@@ -249,7 +249,9 @@ def _ready(is_ready: Callable[[Request], bool]) -> Callable[[Request], Awaitable
 
 
 async def _request_error_response(request: Request, error: RequestError) -> Response:
-    return _refusal(request, str(error), error.status.http_code, error.code, error.field_name)
+    refusal = _refusal(request, str(error), error.status.http_code, error.code, error.field_name)
+    refusal.headers.update(refusal_headers(error.status.http_code, error.retry_seconds))
+    return refusal
 
 
 async def _http_error_response(request: Request, error: HTTPException) -> Response:
