@@ -2,6 +2,7 @@
 
 import heapq
 import itertools
+import math
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -9,7 +10,7 @@ from functools import partial
 
 import pytest
 
-from stagepack_serving.server.admission import Admission, Turns
+from stagepack_serving.server.admission import Admission, Patience, Turns
 from stagepack_serving.server.errors import RequestError, RequestStatus
 
 RUN_SECONDS = 0.02
@@ -150,6 +151,31 @@ def test_a_client_that_hangs_up_without_a_queue_teaches_nothing(monkeypatch: pyt
         simulation.ask_in(0)
     simulation.run(10)
     assert not simulation.refusals
+
+
+def test_a_sender_that_gives_up_keeps_no_other_from_waiting() -> None:
+    patience = Patience()
+    for _ in range(100):
+        patience.learn("impatient", 0.05)
+    patience.learn("patient", None)
+    assert patience.seconds("impatient") == pytest.approx(0.05, rel=0.1)
+    assert patience.seconds("patient") == patience.seconds("new") == math.inf
+
+
+def test_what_most_senders_show_holds_for_all() -> None:
+    patience = Patience()
+    for sender in "abc":
+        for _ in range(8):
+            patience.learn(sender, 1.0)
+    patience.learn("patient", None)
+    assert [patience.seconds(sender) for sender in ("new", "patient")] == pytest.approx([1, 1], rel=0.1)
+
+
+def test_the_senders_that_are_known_are_bounded() -> None:
+    patience = Patience()
+    for number in range(10_000):
+        patience.learn(str(number), 1.0)
+    assert len(patience._senders) <= 64
 
 
 def test_more_requests_than_the_limit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -94,6 +94,12 @@ class RequestRecord:
 current_record: ContextVar[RequestRecord | None] = ContextVar("current_record", default=None)
 
 
+def current_sender() -> str:
+    """Return the sender of the request that a task works on; empty for none."""
+    record = current_record.get()
+    return "" if record is None else record.sender
+
+
 def begin_record(traceparent: str | None, client: str, operation: str, protocol: str) -> RequestRecord:
     """Begin the record of a request, on which this task works from now on."""
     call = current_record.get()  # of a message in a stream

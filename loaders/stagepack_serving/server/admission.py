@@ -13,8 +13,10 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Final
 
+from stagepack_serving.server.access_log import current_sender
 from stagepack_serving.server.errors import RequestError, RequestStatus
 
 # The share of its deadline in which a request is expected to be answered: runs vary.
@@ -26,10 +28,12 @@ _ANSWER_COUNT: Final = 256
 _ANSWER_SECONDS: Final = 10.0
 # Fewer say nothing about the rate.
 _FEWEST_ANSWERS: Final = 8
-# The requests that waited, of which some were given up by their clients; fewer of these are no overload.
+# The requests of a sender that waited, of which some were given up; fewer of these are no overload.
 _WAITED_COUNT: Final = 64
 _FEWEST_GIVEN_UP: Final = 4
 _GIVEN_UP_SHARE: Final = 1 / 2
+# The senders whose requests have waited last.
+_SENDER_COUNT: Final = 64
 # Clients that are refused are asked to come back in turn, after a second at the earliest, and after so many at the latest.
 _LONGEST_RETRY: Final = 10.0
 # Clients are taken to wait twice as long after so many seconds in which few give up: it is tried out whether they do.
@@ -55,10 +59,7 @@ class Admission:
         # While the model was at work without a pause, beginning with when that began.
         self._answer_times: deque[float] = deque(maxlen=_ANSWER_COUNT)
         self._answer_seconds: deque[float] = deque(maxlen=_WAITED_COUNT)
-        # Of requests that had to wait: the time after which clients gave up; None for an answer.
-        self._waited: deque[float | None] = deque(maxlen=_WAITED_COUNT)
-        self._patience = math.inf
-        self._patience_time = 0.0
+        self._patience = Patience()
         self._retry_turns = Turns(_LONGEST_RETRY)
 
     def check(self, seconds_left: float) -> None:
@@ -74,9 +75,8 @@ class Admission:
         if len(self._answer_times) > _FEWEST_ANSWERS and count > _SAFE_SHARE * rate * seconds_left:
             expected = f"{rate:.3g} are answered in a second"
             raise self._refusal(f"{expected}, and this one has to be in {seconds_left:.3g} s", rate)
-        doublings = (now - self._patience_time) / _PATIENCE_DOUBLES_SECONDS
-        patience = self._patience * 2 ** min(doublings, _MOST_DOUBLINGS)
-        if self._answer_times and count > _SAFE_SHARE * rate * patience:
+        patience = self._patience.seconds(current_sender())
+        if rate and count > _SAFE_SHARE * rate * patience:
             expected = f"{rate:.3g} are answered in a second"
             raise self._refusal(f"{expected}, and clients hang up after {patience:.3g} s", rate)
 
@@ -97,29 +97,21 @@ class Admission:
             yield
         except BaseException as error:
             seconds = time.monotonic() - start_time
-            # A deadline is known, and teaches nothing.
-            if waits and _is_given_up(error) and not has_begun() and seconds < _DEADLINE_SHARE * seconds_left:
-                self._learn_patience(seconds)
+            # A deadline is known, and teaches nothing; neither does who would have given up without any load.
+            is_late = min(self._answer_seconds, default=0.0) <= seconds < _DEADLINE_SHARE * seconds_left
+            if waits and is_late and _is_given_up(error) and not has_begun():
+                self._patience.learn(current_sender(), seconds)
             raise
         else:
             self._answer_seconds.append(time.monotonic() - start_time)
             if waits:
-                self._waited.append(None)
+                self._patience.learn(current_sender(), None)
             if self._answer_times:
                 self._answer_times.append(time.monotonic())
         finally:
             self.pending_requests -= 1
             if 2 * self.pending_requests < self.busy_count:
                 self._answer_times.clear()
-
-    def _learn_patience(self, seconds: float) -> None:
-        """Learn from a request that was given up after so many seconds, unless it would have been without any load."""
-        if seconds < min(self._answer_seconds, default=0.0):
-            return
-        self._waited.append(seconds)
-        times = [waited for waited in self._waited if waited is not None]
-        if len(times) >= max(_FEWEST_GIVEN_UP, _GIVEN_UP_SHARE * len(self._waited)):
-            self._patience, self._patience_time = statistics.median(times), time.monotonic()
 
     def _refusal(self, reason: str, rate: float) -> RequestError:
         """A refusal, which asks its client to come back when those that were refused before have come back and are answered."""
@@ -134,6 +126,46 @@ class Admission:
     def _forget_old_answers(self, now: float) -> None:
         while len(self._answer_times) > _FEWEST_ANSWERS + 1 and now - self._answer_times[0] > _ANSWER_SECONDS:
             self._answer_times.popleft()
+
+
+@dataclass(slots=True)
+class _SenderPatience:
+    """Of requests of a sender that had to wait: the time after which they were given up, None for an answer; what was learned, and when."""
+
+    waited: deque[float | None] = field(default_factory=lambda: deque(maxlen=_WAITED_COUNT))
+    learned_seconds: float = math.inf
+    learned_time: float = 0.0
+
+    def seconds(self) -> float:
+        doublings = (time.monotonic() - self.learned_time) / _PATIENCE_DOUBLES_SECONDS
+        return self.learned_seconds * 2 ** min(doublings, _MOST_DOUBLINGS)
+
+
+class Patience:
+    """How long clients wait, learned from those that give up: for each sender by itself, and for all what most senders have shown.
+
+    So a sender that gives up on purpose keeps no other one from waiting.
+    """
+
+    def __init__(self) -> None:
+        self._senders: dict[str, _SenderPatience] = {}
+
+    def learn(self, sender: str, seconds: float | None) -> None:
+        """Learn from a request that had to wait and was given up after so many seconds, or was answered: None."""
+        known = self._senders[sender] = self._senders.pop(sender, _SenderPatience())
+        if len(self._senders) > _SENDER_COUNT:
+            del self._senders[next(iter(self._senders))]
+        known.waited.append(seconds)
+        times = [waited for waited in known.waited if waited is not None]
+        if seconds is not None and len(times) >= max(_FEWEST_GIVEN_UP, _GIVEN_UP_SHARE * len(known.waited)):
+            known.learned_seconds, known.learned_time = statistics.median(times), time.monotonic()
+
+    def seconds(self, sender: str) -> float:
+        """Return how long a request of a sender will wait."""
+        if not self._senders:
+            return math.inf
+        seconds = {name: known.seconds() for name, known in self._senders.items()}
+        return min(seconds.get(sender, math.inf), statistics.median_high(seconds.values()))
 
 
 class Turns:

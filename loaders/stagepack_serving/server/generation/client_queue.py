@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from stagepack_loaders.generation.text_batch import BatchedText
-from stagepack_serving.server.access_log import current_record
+from stagepack_serving.server.access_log import current_sender
 
 
 class ClientQueue:
@@ -27,8 +27,7 @@ class ClientQueue:
 
     def append(self, batched_text: BatchedText) -> None:
         """Add a text of the client whose request is answered."""
-        record = current_record.get()
-        self._texts.setdefault("" if record is None else record.sender, deque()).append(batched_text)
+        self._texts.setdefault(current_sender(), deque()).append(batched_text)
 
     def popleft(self) -> BatchedText:
         """Take out the text that is next."""
