@@ -22,7 +22,7 @@ from tools.benchmark_models import llama, token_inputs
 from tools.benchmark_results import BenchmarkResults, benchmark_parser, benchmark_results
 from tools.measuring import medians, run_python, seconds_in_turns, seconds_of
 
-LAYERS = {"cpu": (4, 24), "cuda": (4, 32)}
+LAYERS = {"cpu": (4, 24), "cuda": (4, 12)}
 HIDDEN = {"cpu": 512, "cuda": 2048}
 TINY_LAYERS, TINY_HIDDEN = (2, 3), 128
 CALLS = 15
