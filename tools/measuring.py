@@ -60,14 +60,18 @@ def run_python(*arguments: str, timeout: float | None = None, command: Sequence[
     Raises:
         subprocess.SubprocessError: it fails, or takes too long; `stderr` of the error has what it said.
     """
-    finished = subprocess.run(
-        [*command, sys.executable, *arguments],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=timeout,
-        env=os.environ | variables,
-    )
+    try:
+        finished = subprocess.run(
+            [*command, sys.executable, "-X", "faulthandler", *arguments],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=timeout,
+            env=os.environ | variables,
+        )
+    except subprocess.CalledProcessError as error:
+        error.add_note(error.stderr[-4000:])
+        raise
     return json.loads(finished.stdout.splitlines()[-1])
 
 
