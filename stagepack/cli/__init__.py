@@ -2,6 +2,7 @@
 
 import difflib
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -55,6 +56,7 @@ class _Commands(click.Group):
 
     def main(self, args: Sequence[str] | None = None, *, standalone_mode: bool = True, **extra: Any) -> Any:  # type: ignore[override]
         """Run the command line; an error of any kind is one line on standard error and exit status 1, an interrupt exit status 130."""
+        _open_closed_streams()
         try:
             with orderly_interrupt():
                 status = super().main(args, standalone_mode=False, **extra)
@@ -103,6 +105,18 @@ class _Commands(click.Group):
         for title, summaries in _COMMAND_GROUPS.items():
             with formatter.section(title):
                 formatter.write_dl([(name.ljust(name_width), summary) for name, summary in summaries.items()])
+
+
+def _open_closed_streams() -> None:
+    """Open /dev/null as each standard stream that the caller has closed.
+
+    Otherwise the next file has its number: what a library logs is written into a bundle, and uvloop aborts when it closes such a socket.
+    """
+    for descriptor in (0, 1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
 
 
 @click.group(

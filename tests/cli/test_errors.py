@@ -166,6 +166,7 @@ def test_a_full_disk_is_no_traceback(arguments: list[str], sound: Path) -> None:
         ("2>&-", "inspect nowhere", 1),
         (">&- 2>&-", "inspect nowhere", 1),
         ("2>/dev/full", "inspect nowhere", 1),
+        ("<&- >&- 2>&-", "inspect BUNDLE", 0),
     ],
 )
 def test_closed_streams_change_no_exit_status(redirection: str, arguments: str, status: int, sound: Path) -> None:

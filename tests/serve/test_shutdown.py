@@ -13,7 +13,7 @@ import subprocess
 import termios
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,12 @@ from tests.serve.servers import (
     Client,
     Server,
     ask_slow,
+    free_ports,
     stagepack_server,
     wait_for_requests,
     wait_until_not_ready,
 )
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.xdist_group("serve")
 
@@ -199,3 +201,37 @@ def test_it_says_that_it_stops(slow: Path) -> None:
         connection.close()
         assert ask_slow(server, 1).shape == (256, 512)
         assert server.process.wait(timeout=120) == 0
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("redirection", ["<&-", "2>&-", "<&- >&- 2>&-"])
+def test_closed_streams_are_no_sockets(bundles: Mapping[str, Path], redirection: str) -> None:
+    (port,) = free_ports(1)
+    line = f'exec "$@" {redirection}'
+    options = ("--http-port", str(port), "--grpc-port", "0", "--linger-s", "0")
+    command = ["sh", "-c", line, "sh", STAGEPACK, "serve", str(bundles["skips"]), *options]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        try:
+            wait_until(lambda: is_ready(port))
+        finally:
+            process.terminate()
+        output, _ = process.communicate(timeout=60)
+        assert process.returncode == 0, output
+
+
+def is_ready(port: int) -> bool:
+    """Whether the server at a port takes requests."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    with contextlib.closing(connection), contextlib.suppress(OSError, http.client.HTTPException):
+        connection.request("GET", "/v2/health/ready")
+        return connection.getresponse().status == 200
+    return False
+
+
+@pytest.mark.process
+def test_full_disk_for_standard_output_is_one_line(bundles: Mapping[str, Path]) -> None:
+    command = [STAGEPACK, "serve", str(bundles["skips"]), "--http-port", "0", "--grpc-port", "0"]
+    with Path("/dev/full").open("wb") as full:
+        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False, timeout=120)
+    assert result.returncode == 1
+    assert result.stderr == "stagepack: standard output: No space left on device\n"
