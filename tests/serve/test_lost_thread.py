@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import gc
 import http.client
 import json
 import os
@@ -102,9 +103,16 @@ def test_the_server_is_not_ready_and_ends(bundles: Mapping[str, Path], tmp_path:
         assert "the thread of lane 0 has ended: SystemExit" in log.read_text()
 
 
-def test_a_server_that_cannot_listen_leaves_no_thread(tmp_path: Path) -> None:
+@pytest.mark.parametrize("taken_port", ["http_port", "grpc_port", "operator_port"])
+def test_a_server_that_cannot_listen_leaves_nothing(
+    taken_port: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     bundle = stagepack.export(torch.nn.Linear(2, 2), (torch.ones(1, 2),), out=tmp_path / "x.stagepack", stages=1)
     threads = set(threading.enumerate())
-    with socket.create_server(("127.0.0.1", 0)) as listener, pytest.raises(AddressError, match="cannot listen"):
-        stagepack.serve({"x": stagepack.load(bundle)}, http_port=listener.getsockname()[1], grpc_port=0)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ports = {"http_port": 0, "grpc_port": 0, taken_port: listener.getsockname()[1]}
+        with pytest.raises(AddressError, match="cannot listen"):
+            stagepack.serve({"x": stagepack.load(bundle)}, **ports)
+    gc.collect()  # then asyncio logs the errors of tasks that nobody has asked for
+    assert [record for record in caplog.records if record.name == "asyncio"] == []
     assert not [thread.name for thread in set(threading.enumerate()) - threads if thread.name.startswith("lane")]

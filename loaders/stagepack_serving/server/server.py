@@ -114,7 +114,7 @@ async def _serve(
 ) -> bool:
     models, limits = control.models, control.models.limits
     _raise_file_limit(2 * limits.max_connections + _OTHER_FILES)
-    with contextlib.ExitStack() as closing:
+    async with contextlib.AsyncExitStack() as closing:
         http_socket = closing.enter_context(listen(addresses.host, addresses.http_port))
         grpc_server, methods, grpc_port = _create_grpc_server(control, addresses, security)
         application = rest_application(control, security.check_token)
@@ -122,6 +122,7 @@ async def _serve(
         stop_signal = watch_stop_signals()
         await grpc_server.start()
         http_task = asyncio.create_task(http_server.serve(sockets=[http_socket]))
+        closing.push_async_callback(_end_at_once, grpc_server, http_task)
         http_port, operator_port = http_socket.getsockname()[1], None
         heartbeat = _Heartbeat()
         if addresses.operator_port is not None:
@@ -164,6 +165,12 @@ def _watch(coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
 
     task.add_done_callback(report)
     return task
+
+
+async def _end_at_once(grpc_server: grpc.aio.Server, http_task: asyncio.Task[None]) -> None:
+    """End both servers where something else has failed; nothing if they have ended."""
+    http_task.cancel()
+    await asyncio.gather(grpc_server.stop(0), http_task, return_exceptions=True)
 
 
 class _Heartbeat:
