@@ -1,10 +1,11 @@
 """The bundles that `stagepack serve` is asked for -> models of the server."""
 
 import functools
+import logging
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from stagepack.cli.bundle_facts import each_entry_point
 from stagepack.cli.failures import fail
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from stagepack_serving.server.model_control import ModelControl
     from stagepack_serving.server.model_registry import LoadedBundle, ModelRegistry
 
+_LOGGER: Final = logging.getLogger("stagepack.serve")
 # When no call is answered for so many deadlines of requests, a stage hangs, and its process is started again. A slow request alone, which
 # holds up those behind it, is no reason to.
 _STALLED_DEADLINES = 4
@@ -190,6 +192,8 @@ def model_control(bundle_paths: Mapping[str, str], options: ServeOptions, models
     """Return what loads the bundles of the command line."""
     from stagepack_serving.server import model_control as control  # noqa: PLC0415 - after the arguments are checked
 
+    for folder in [] if options.repository is None else control.misnamed_folders(options.repository):
+        _LOGGER.warning("%s: not served: a name has letters, digits and _.- alone", folder)
     return control.ModelControl(
         models,
         control.fixed_bundles(bundle_paths)

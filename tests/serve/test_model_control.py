@@ -215,9 +215,28 @@ def test_specific_versions_roll_back_a_model(tmp_path: Path) -> None:
     ):
         assert factor_of(client, "scale") == 1
         assert client.metadata("scale")["versions"] == ["1"]
-    refused = CliRunner().invoke(main, ["serve", *options, "--version-policy", "specific:3", "--http-port", "0"])
+    ports = ("--http-port", "0", "--grpc-port", "0")
+    refused = CliRunner().invoke(main, ["serve", *options, "--version-policy", "specific:3", *ports])
     assert refused.exit_code == 1
     assert "'scale': has the versions 1, 2, none of which is served: --version-policy specific:3" in refused.stderr
+
+
+def test_repository_without_what_is_served_is_no_silent_start(tmp_path: Path) -> None:
+    (models := tmp_path / "models").mkdir()
+
+    def refusal(*options: str) -> str:
+        ports = ("--http-port", "0", "--grpc-port", "0")
+        result = CliRunner().invoke(main, ["serve", "--model-repository", str(models), *ports, *options])
+        assert result.exit_code == 1
+        return result.stderr
+
+    assert "the model repository is empty: expected bundles at NAME/VERSION" in refusal()
+    export_scale(models / "my model" / "1", 1.0)
+    assert f"{models}/my model: not served: a name has letters" in refusal()
+    export_scale(models / "scale", 1.0)  # without a version
+    expected = "'scale': no bundle of this model was found: expected a folder for each version, named by a number"
+    assert expected in refusal()
+    assert expected in refusal("--model-control", "poll")
 
 
 def test_poll(tmp_path: Path) -> None:

@@ -91,6 +91,10 @@ class ModelControl:
         """Load bundles in this thread, before the server listens: those of some models, or all. False if a process is none that serves."""
         self._polled_states = self._source_states()
         paths_by_name = self._source()
+        if not paths_by_name and self._mode == "none":
+            raise InputError(
+                "the model repository is empty: expected bundles at NAME/VERSION, where VERSION is a number"
+            )
         for model_name in paths_by_name if model_names is None else model_names:
             on_step(model_name)
             for version, path in self._chosen_versions(model_name, paths_by_name).items():
@@ -255,7 +259,8 @@ class ModelControl:
         """The paths of the versions of a model that should take requests."""
         paths = paths_by_name.get(model_name)
         if not paths:
-            raise RequestError(RequestStatus.NOT_FOUND, f"{model_name!r}: no bundle of this model was found")
+            hint = "" if paths is None else ": expected a folder for each version, named by a number such as 1"
+            raise RequestError(RequestStatus.NOT_FOUND, f"{model_name!r}: no bundle of this model was found{hint}")
         versions = self._version_policy.choose(paths)
         if not versions:
             present = ", ".join(map(str, sorted(paths)))
@@ -373,6 +378,11 @@ def repository_bundles(folder: Path) -> Mapping[str, Mapping[int, str]]:
         }
     except OSError as error:
         raise InputError(f"{error.filename}: the model repository cannot be read: {error.strerror}") from None
+
+
+def misnamed_folders(folder: Path) -> list[str]:
+    """The paths of folders of a repository that are left out for their names; hidden ones are meant to be."""
+    return sorted(str(path) for path in folder.glob("[!.]*/") if not _MODEL_NAME.fullmatch(path.name))
 
 
 def folder_state(path: str) -> object:
