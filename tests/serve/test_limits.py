@@ -72,6 +72,21 @@ def test_a_packed_body(small: Server) -> None:
     assert post(small.http, INFER, plain, {"Content-Encoding": "br"})[0] == 400
 
 
+@pytest.mark.parametrize("header_name", ["Content-Encoding", "Inference-Header-Content-Length"])
+def test_header_that_is_repeated_has_all_its_values(small: Server, header_name: str) -> None:
+    plain = json.dumps(skips_request()).encode()
+    body, value = (gzip.compress(plain), "gzip") if header_name == "Content-Encoding" else (plain, str(len(plain)))
+    connection = http.client.HTTPConnection("127.0.0.1", small.http, timeout=60)
+    with contextlib.closing(connection):
+        connection.putrequest("POST", INFER)
+        for header in (("Content-Length", str(len(body))), (header_name, value), (header_name, "7")):
+            connection.putheader(*header)
+        connection.endheaders(body)
+        answer = connection.getresponse()
+        assert answer.status == 400
+        assert f"found '{value}, 7'" in json.loads(answer.read())["error"]
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [

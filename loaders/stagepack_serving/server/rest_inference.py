@@ -14,6 +14,7 @@ from stagepack_serving.server.rest_request import (
     check_output_parameters,
     decode_request,
     encode_response,
+    header_value,
     json_bytes,
     read_body,
     requested_model,
@@ -47,7 +48,7 @@ class InferenceRoute:
                 request_scope.timeline.enter("decode")
                 request_scope.check_admission()
                 header, inference_request = await beside_loop(
-                    len(body), decode_request, body, request.headers.get(BINARY_HEADER)
+                    len(body), decode_request, body, header_value(request, BINARY_HEADER)
                 )
                 del body
                 with request_scope.reserve_place(header.parameters) as model:

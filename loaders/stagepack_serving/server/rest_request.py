@@ -197,6 +197,12 @@ async def _wait_for_disconnect(receive: Receive) -> None:
         pass
 
 
+def header_value(request: Request, header_name: str) -> str | None:
+    """The value of a header, or the values of a repeated one as RFC 9110, section 5.3, joins them; None for none."""
+    values = request.headers.getlist(header_name)
+    return ", ".join(values) if values else None
+
+
 async def read_body(request: Request, max_bytes: int) -> bytearray:
     """Read and decompress the body of a request."""
     body = bytearray()
@@ -215,7 +221,7 @@ async def read_body(request: Request, max_bytes: int) -> bytearray:
         raise RequestError(
             RequestStatus.TOO_LARGE, f"expected a request of at most {max_bytes} bytes, found {body_bytes} or more"
         )
-    encoding = request.headers.get("content-encoding", "identity").lower()
+    encoding = (header_value(request, "content-encoding") or "identity").lower()
     if encoding == "identity":
         return body
     # A few bytes may become many.
