@@ -10,7 +10,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tritonclient.utils import InferenceServerException
 
+from stagepack_serving.server.errors import RequestError
 from stagepack_serving.server.limits import ServerLimits
+from stagepack_serving.server.log_settings import update_log_settings
 from stagepack_serving.server.metrics import Metrics
 from stagepack_serving.server.model_control import ModelControl, fixed_bundles
 from stagepack_serving.server.model_registry import ModelRegistry
@@ -186,6 +188,19 @@ def test_the_level_of_the_log(repository: Repository, protocol: str) -> None:
             with pytest.raises(InferenceServerException) as caught:
                 client.raw.update_log_settings(changes)
             assert caught.value.status() in ("400", "StatusCode.INVALID_ARGUMENT")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"log_info": "yes"}, "log_info: expected true or false, found 'yes'"),
+        ({"log_verbose_level": -1}, "log_verbose_level: expected a number, 0 or more, found -1"),
+        ({"log_verbose_level": True}, "log_verbose_level: expected a number, 0 or more, found True"),
+    ],
+)
+def test_level_that_is_none_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        update_log_settings(changes)
 
 
 def test_the_address_of_a_server_points_to_its_protocols(repository: Repository) -> None:

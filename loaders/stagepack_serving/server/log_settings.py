@@ -35,8 +35,11 @@ def update_log_settings(changes: Mapping[str, Any]) -> dict[str, Any]:
             raise RequestError(
                 RequestStatus.BAD_REQUEST, f"the setting {name!r} cannot be changed: expected {expected}"
             )
-        if type(value) is not (int if name == "log_verbose_level" else bool):
-            raise RequestError(RequestStatus.BAD_REQUEST, f"the setting {name}: unexpected value {value!r}")
+        is_number = name == "log_verbose_level"
+        if type(value) is not (int if is_number else bool) or value < 0:
+            expected = "a number, 0 or more" if is_number else "true or false"
+            message = f"the setting {name}: expected {expected}, found {value!r}"
+            raise RequestError(RequestStatus.BAD_REQUEST, message)
     settings = log_settings() | dict(changes)
     enabled_levels = [level for name, level in _LEVELS.items() if settings[name]]
     _LOGGER.setLevel(min(enabled_levels, default=logging.CRITICAL))
