@@ -72,6 +72,7 @@ def command(options: ServeOptions) -> None:
     for library_name in _LOGGING_LIBRARIES:
         write_log(logging.getLogger(library_name), options.log_format, "WARNING")
     logging.getLogger("grpc._cython.cygrpc").addFilter(_is_no_lost_client)
+    logging.getLogger("uvicorn.error").addFilter(_is_no_upgrade)
     write_log(
         ACCESS_LOGGER, options.log_format, "INFO" if options.access_log else "CRITICAL", "%(asctime)s %(message)s"
     )
@@ -117,6 +118,11 @@ def command(options: ServeOptions) -> None:
 def _is_no_lost_client(record: logging.LogRecord) -> bool:
     """Whether a record of gRPC tells another thing than a client that went away while its answer was sent, which needs no traceback."""
     return not record.getMessage().startswith("ExecuteBatchError raised in core by servicer method")
+
+
+def _is_no_upgrade(record: logging.LogRecord) -> bool:
+    """Whether a record of uvicorn tells another thing than a client that asks for WebSockets: it advises to install them."""
+    return not record.getMessage().startswith(("Unsupported upgrade request", "No supported WebSocket library"))
 
 
 def server_security(options: ServeOptions) -> "ServerSecurity":
