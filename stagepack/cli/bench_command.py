@@ -117,7 +117,9 @@ class _Options:
         "--send-timeout", "Tell the server in drawn inferences when the client gives up, by the parameter 'timeout'."
     )
     token_file: Path | None = flag(
-        "--token-file FILE", "File whose first line is the token that requests have.", default_text="no token"
+        "--token-file FILE",
+        "File whose first token requests have, as --token-file of stagepack serve reads it.",
+        default_text="no token",
     )
     authority_file: Path | None = flag(
         "--tls-ca FILE",
@@ -200,13 +202,22 @@ def command(options: _Options) -> None:
         url = (
             options.source if is_server else closing.enter_context(_own_server(options.source, options.serve_arguments))
         )
-        token = None if options.token_file is None else options.token_file.read_text().split("\n")[0].strip()
+        token = None if options.token_file is None else _read_token(options.token_file)
         authority_file = None if options.authority_file is None else str(options.authority_file)
         facts = {"server": url} | _measure(ServerUrl.parse(url, token, authority_file), options)
     if options.as_json:
         print_json(facts)
     else:
         _print_facts(facts)
+
+
+def _read_token(path: Path) -> str:
+    """Return the first token of a file; its other lines are empty, or start with '#'."""
+    lines = (line.strip() for line in path.read_text("latin-1").splitlines())
+    token = next((line for line in lines if line and not line.startswith("#")), "")
+    if not token.isascii() or not token.isprintable() or not token:
+        fail(f"{path}: expected a token on a line, in ASCII, found none")
+    return token
 
 
 @contextlib.contextmanager
@@ -220,7 +231,8 @@ def _own_server(bundle: str, serve_arguments: Sequence[str]) -> Iterator[str]:
         try:
             with progress("starting the server"):
                 facts = _read_facts(process)
-            yield f"http://{facts['host']}:{facts['http_port']}"
+            host = f"[{facts['host']}]" if ":" in facts["host"] else facts["host"]
+            yield f"http://{host}:{facts['http_port']}"
         finally:
             process.terminate()
             process.wait()  # the end of the context does not, after an interrupt

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from stagepack_serving.bench.http_client import ServerUrl
 from tests.distributed.launchers import children
 from tests.hostile.attack import command_fails, run
 from tests.serve.generating_model import export_decoder
@@ -273,6 +274,37 @@ def test_wrong_uses_are_refused(inference_file: Path, tmp_path: Path) -> None:
     result = run("bench", nowhere, "--", "--max-batch", "2")
     assert result.exit_code == 2
     assert "options after '--' are those of one that is started" in result.output
+
+
+@pytest.mark.parametrize("source", ["http://bücher:80", "http://a\x01b", "http://me:secret@a", "http://@a"])
+def test_url_that_names_no_server_is_refused(source: str) -> None:
+    message = command_fails("bench", source, "--model", "m")
+    assert "expected the URL of a server" in message
+    assert "secret" not in message
+
+
+@pytest.mark.parametrize("content", [b"", b"# comment\n\n", "bücher".encode(), b"a\0b"])
+def test_file_without_a_token_is_refused(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "tokens").write_bytes(content)
+    assert "tokens: expected a token" in command_fails(
+        "bench", "http://127.0.0.1:9", "--token-file", str(tmp_path / "tokens")
+    )
+
+
+def test_names_are_encoded_in_requests() -> None:
+    request = ServerUrl.parse("http://a/é b/%41/").encode("GET", "/v2/models/é ?#%41")
+    assert request.head.target == b"/%C3%A9%20b/%41/v2/models/%C3%A9%20%3F%23%2541"
+
+
+@pytest.mark.process
+def test_bench_asks_whatever_model_serve_has(bundles: Mapping[str, Path], tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.write_text(f"# of clients\n\n{'a' * 32}\n{'b' * 32}\n")
+    tokens.chmod(0o600)
+    options = ("--token-file", str(tokens))
+    result = run("bench", f"é ?={bundles['skips']}", "--seconds", "0.5", *options, "--", *options, "--host", "::1")
+    assert result.exit_code == 0, result.output
+    assert "é ? (infer) at http://[::1]:" in result.stdout
 
 
 @pytest.mark.process

@@ -6,11 +6,12 @@ import ssl
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Self
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import h11
 
 from stagepack.errors import OptionError
+from stagepack.remote.url import without_secrets
 
 # Why a request has no whole answer, as the table of results names it.
 NO_CONNECTION: Final = "no connection"
@@ -49,13 +50,16 @@ class ServerUrl:
             port = parts.port
         except ValueError:
             port = -1
-        if parts.scheme not in ("http", "https") or not parts.hostname or port == -1 or parts.query or parts.username:
-            raise OptionError(f"{url}: expected the URL of a server, such as http://127.0.0.1:8000")
+        is_host = (
+            bool(parts.hostname) and parts.netloc.isascii() and parts.netloc.isprintable() and "@" not in parts.netloc
+        )
+        if parts.scheme not in ("http", "https") or not is_host or port == -1 or parts.query:
+            raise OptionError(f"{without_secrets(url)}: expected the URL of a server, such as http://127.0.0.1:8000")
         is_encrypted = parts.scheme == "https"
         return cls(
-            host=parts.hostname,
+            host=parts.hostname or "",
             port=port or (443 if is_encrypted else 80),
-            prefix=parts.path.rstrip("/"),
+            prefix=quote(parts.path.rstrip("/"), safe="/%"),
             token=token,
             tls=ssl.create_default_context(cafile=authority_file) if is_encrypted else None,
         )
@@ -63,12 +67,12 @@ class ServerUrl:
     def encode(
         self, method: str, path: str, body: bytes = b"", headers: Sequence[tuple[str, str]] = ()
     ) -> "EncodedRequest":
-        """Return a request to a path of the server, which can be sent many times."""
+        """Return a request to a path of the server, whose names are not encoded yet; it can be sent many times."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         all_headers = [("host", f"{host}:{self.port}"), ("content-length", str(len(body))), *headers]
         if self.token is not None:
             all_headers.append(("authorization", f"Bearer {self.token}"))
-        head = h11.Request(method=method, target=self.prefix + path, headers=all_headers)
+        head = h11.Request(method=method, target=self.prefix + quote(path), headers=all_headers)
         return EncodedRequest(head=head, body=body)
 
 
