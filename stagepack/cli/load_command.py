@@ -193,7 +193,7 @@ def _check_usage(options: _Options, bundle: Bundle) -> list[str]:
             "--device-memory cannot be used with --processes or torchrun",
         ),
         (in_processes and options.stream, "--stream cannot be used with --processes or torchrun"),
-        (is_one_stage and options.processes, "--processes cannot be used with --stage"),
+        (is_one_stage and in_processes, "--stage cannot be used with --processes or torchrun"),
         (is_one_stage and len(options.runtimes) > 1, "--stage loads one stage: pass one --runtime"),
     )
     for is_refused, reason in refused_usage:
