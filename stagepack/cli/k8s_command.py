@@ -1,6 +1,7 @@
 """`stagepack k8s`."""
 
 import re
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, get_args
@@ -39,6 +40,8 @@ _NAME_PATTERN = re.compile(r"[a-z]([-a-z0-9]{0,46}[a-z0-9])?")
 _OBJECT_NAME_PATTERN = re.compile(r"(?=.{1,253}\Z)[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
 _LABEL_VALUE_PATTERN = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")
 _LABEL_KEY_PATTERN = re.compile(r"([a-z0-9.-]{1,253}/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
+# Of an image, and of a resource of Kubernetes: https://kubernetes.io/docs/concepts/containers/images/.
+_IMAGE_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@/-]*")
 _MODELS_FOLDER = PurePosixPath("/models")
 # Options of `stagepack serve` that depend on the pods, those for files that the pods do not have, where the probes have no certificate, and
 # those that do not go with torchrun.
@@ -46,6 +49,8 @@ _DEPLOYMENT_OPTIONS = {"--host", "--http-port", "--grpc-port", "--device", "--pr
     *("--tls-certificate", "--tls-key", "--tls-client-ca", "--token-file"),
     *("--model-repository", "--model-control", "--load-model", "--poll-s", "--version-policy", "--device-memory"),
 }
+# Of these, every machine says the same; a runtime may be one that only the pods have.
+_CHECKED_TYPES = (click.Choice, click.IntRange, click.FloatRange, ByteSize)
 _DEFAULT_LIMITS = ServerLimits()
 _VOLUME_KINDS = get_args(BundleVolume.__annotations__["kind"])
 
@@ -62,6 +67,9 @@ class _VolumeType(click.ParamType):  # type: ignore[type-arg]
             self.fail(f"expected claim:NAME, host:FOLDER or image:REFERENCE, found {value!r}.", param, ctx)
         if kind == "host" and not PurePosixPath(source).is_absolute():
             self.fail(f"expected an absolute path of a folder, found {source!r}.", param, ctx)
+        pattern = {"claim": _OBJECT_NAME_PATTERN, "image": _IMAGE_PATTERN}.get(kind)
+        if pattern is not None and not pattern.fullmatch(source):
+            self.fail(f"expected {kind}: and what names it in Kubernetes, found {value!r}.", param, ctx)
         return BundleVolume(kind=kind, source=source)
 
 
@@ -78,12 +86,21 @@ class _Label(click.ParamType[tuple[str, str]]):
         return key, label_value
 
 
-def _check_object_name(_context: click.Context, _option: click.Parameter, value: Any) -> Any:
-    """Refuse what no object of Kubernetes is named."""
-    for object_name in value if isinstance(value, tuple) else filter(None, [value]):
-        if not _OBJECT_NAME_PATTERN.fullmatch(object_name):
-            raise click.BadParameter(f"expected the name of an object of Kubernetes, found {object_name!r}.")
-    return value
+def _matching(pattern: re.Pattern[str], expected: str) -> Callable[[click.Context, click.Parameter, Any], Any]:
+    """A callback that refuses other texts than those of a pattern."""
+
+    def check(_context: click.Context, _option: click.Parameter, value: Any) -> Any:
+        for text in value if isinstance(value, tuple) else [value]:
+            if text is not None and not pattern.fullmatch(text):
+                raise click.BadParameter(f"expected {expected}, found {text!r}.")
+        return value
+
+    return check
+
+
+_check_object_name = _matching(_OBJECT_NAME_PATTERN, "the name of an object of Kubernetes")
+_check_image = _matching(_IMAGE_PATTERN, "a container image such as a/b:1")
+_check_resource = _matching(_LABEL_KEY_PATTERN, "a resource such as nvidia.com/gpu")
 
 
 def _check_printable(_context: click.Context, _option: click.Parameter, value: Any) -> Any:
@@ -113,7 +130,7 @@ def _check_serve_arguments(
     serve_context = click.Context(serve, parent=context)  # with its names of --help
     texts, _, _ = serve.make_parser(serve_context).parse_args(list(arguments))
     for option in serve.params:
-        if isinstance(option.type, click.Choice) and option.name in texts:
+        if isinstance(option.type, _CHECKED_TYPES) and option.name in texts:
             option.type_cast_value(serve_context, texts[option.name])
     bundles = texts.get("bundle_arguments")  # no tuple if there are none
     if isinstance(bundles, tuple) and bundles:
@@ -141,7 +158,7 @@ class _Options(BundleOptions):
         "Container image with stagepack, PyTorch and the extra serve, such as one built from the Dockerfile of the project and pushed to a "
         "registry of yours. Name a version, or a digest.",
         required=True,
-        callback=_check_printable,
+        callback=_check_image,
     )
     image_pull_secrets: tuple[str, ...] = flag(
         "--image-pull-secret NAME",
@@ -219,7 +236,7 @@ class _Options(BundleOptions):
         default_text="off: the stages run on the CPU",
         is_flag=False,
         flag_value="nvidia.com/gpu",
-        callback=_check_printable,
+        callback=_check_resource,
     )
     pod_memory: int | None = flag(
         "--memory SIZE",

@@ -137,6 +137,9 @@ def test_further_options_of_the_server(layers: Bundle, tmp_path: Path) -> None:
     for further, message in (
         (["--log-level", "loud"], "'loud' is not one of"),
         (["--access-log", "other.stagepack"], "unexpected argument 'other.stagepack'"),
+        (["--deadline-s", "soon"], "Invalid value for '--deadline-s': 'soon' is not a valid float"),
+        (["--max-value-bytes=2 elephants"], "Invalid value for '--max-value-bytes'"),
+        (["--max-queue", "0"], "0 is not in the range x>=1"),
         (["--max-queue"], "'--max-queue' requires an argument"),
         (["--model-control", "poll"], "--model-control is not an option"),
     ):
