@@ -28,7 +28,7 @@ from stagepack.format.output_file import check_output_file, output_file
 from stagepack.format.reader import Bundle
 from stagepack.remote.url import is_url, split_entry_point, without_secrets
 from stagepack_serving.kubernetes.deployment_options import BundleVolume, DeploymentOptions
-from stagepack_serving.kubernetes.objects import memory_quantity, to_yaml
+from stagepack_serving.kubernetes.objects import RESERVED_PORTS, memory_quantity, to_yaml
 from stagepack_serving.server.limits import ServerLimits
 
 if TYPE_CHECKING:
@@ -244,6 +244,13 @@ class _Options(BundleOptions):
         default_text="estimated from the plan",
         type=ByteSize(),
     )
+    operator_port: int | None = flag(
+        "--operator-port PORT",
+        "Port of the pods for health and metrics alone, without TLS and tokens: the probes and Prometheus are answered there whatever load "
+        "the other ports have.",
+        default_text="none: they ask the port for REST",
+        type=click.IntRange(1024, 65_535),
+    )
     max_batch_size: int = limit_flag(
         "--max-batch N",
         "Largest batch size that requests are combined into; 1 runs each request alone.",
@@ -332,6 +339,14 @@ def _deployment_options(bundle: Bundle, options: _Options) -> DeploymentOptions:
     path_in_pod = PurePosixPath(options.path_in_pod or _MODELS_FOLDER / folder_name(bundle.location))
     if not path_in_pod.is_absolute() or path_in_pod.parent == PurePosixPath("/"):
         fail(f"--path: expected an absolute path in a folder such as {_MODELS_FOLDER}, found {str(path_in_pod)!r}")
+    if ".." in path_in_pod.parts or ":" in (folder := str(path_in_pod.parent)) or folder == "/tmp":  # noqa: S108 - of the pod
+        fail(
+            f"--path: expected no '..', no ':' and another folder than /tmp, a volume of its own, found {str(path_in_pod)!r}"
+        )
+    if options.pod_memory == 0:  # no limit to Kubernetes
+        fail("--memory: expected more than 0 bytes, found 0")
+    if options.operator_port in RESERVED_PORTS:
+        fail(f"--operator-port: expected another port than {', '.join(map(str, RESERVED_PORTS))}, which the pods use")
     taken_over = {
         field.name: getattr(options, field.name) for field in fields(DeploymentOptions) if hasattr(options, field.name)
     }

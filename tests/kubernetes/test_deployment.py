@@ -46,6 +46,7 @@ OPTIONS = [
     ],
     ["--gpu", "amd.com/gpu", "--pods", "1", "--processes-per-pod", "3", "--memory", "24GiB"],
     ["--allow-ops", "mine", "--import", "my.operators", "--cpus", "8", "--linger-s", "0.5", "--image", "yes"],
+    ["--operator-port", "9000", "--tls-secret", "tls"],
 ]
 
 
@@ -136,10 +137,10 @@ def test_further_options_of_the_server(layers: Bundle, tmp_path: Path) -> None:
         assert f"{refused} is not an option of stagepack serve that a deployment leaves open" in result.stderr
     for further, message in (
         (["--log-level", "loud"], "'loud' is not one of"),
-        (["--access-log", "other.stagepack"], "unexpected argument 'other.stagepack'"),
         (["--deadline-s", "soon"], "Invalid value for '--deadline-s': 'soon' is not a valid float"),
         (["--max-value-bytes=2 elephants"], "Invalid value for '--max-value-bytes'"),
         (["--max-queue", "0"], "0 is not in the range x>=1"),
+        (["--access-log", "other.stagepack"], "unexpected argument 'other.stagepack'"),
         (["--max-queue"], "'--max-queue' requires an argument"),
         (["--model-control", "poll"], "--model-control is not an option"),
     ):
@@ -176,6 +177,23 @@ def test_only_the_leader_is_asked_and_only_the_group_connects(layers: Bundle, tm
     assert [port["port"] for port in from_clients["ports"]] == [8000, 8001]
 
 
+@pytest.mark.parametrize("tls", [[], ["--tls-secret", "tls"]])
+def test_operator_port_is_asked_by_probes_and_open_to_prometheus(
+    layers: Bundle, tmp_path: Path, tls: list[str]
+) -> None:
+    worker_set, _, policy = write_deployment(layers, tmp_path, "--operator-port", "9000", *tls)
+    leader, _ = templates(worker_set)
+    container = container_of(leader)
+    assert option_values(container["command"], "--operator-port") == ["9000"]
+    assert {"name": "operator", "containerPort": 9000} in container["ports"]
+    for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+        asked = container[probe]["httpGet"]
+        assert (asked["port"], asked["scheme"]) == ("operator", "HTTP")
+    annotations = leader["metadata"]["annotations"]
+    assert (annotations["prometheus.io/port"], annotations["prometheus.io/scheme"]) == ("9000", "http")
+    assert [port["port"] for port in policy["spec"]["ingress"][1]["ports"]] == [8000, 8001, 9000]
+
+
 def test_it_has_time_to_stop(layers: Bundle, tmp_path: Path) -> None:
     worker_set, _, _ = write_deployment(layers, tmp_path, "--linger-s", "20", "--drain-s", "100")
     for template in templates(worker_set):
@@ -205,6 +223,11 @@ def test_sequences_stay_with_the_group_that_has_their_state(layers: Bundle, tmp_
         (["--name", "Net"], "--name: expected at most 48 lowercase letters"),
         (["--path", "models/m"], "--path: expected an absolute path in a folder such as /models, found 'models/m'"),
         (["--path", "/m"], "--path: expected an absolute path in a folder"),
+        (["--path", "/models/../m/x"], "--path: expected no '..'"),
+        (["--path", "/a:b/x"], "no ':'"),
+        (["--path", "/tmp/x", "--volume", "claim:models"], "another folder than /tmp"),  # noqa: S108 - of the pod
+        (["--memory", "0"], "--memory: expected more than 0 bytes, found 0"),
+        (["--operator-port", "8001"], "--operator-port: expected another port than 8000, 8001, 29500"),
     ],
 )
 def test_what_cannot_be_deployed_is_one_line(layers: Bundle, tmp_path: Path, options: list[str], message: str) -> None:
@@ -315,6 +338,13 @@ def test_groups_are_replaced_without_a_gap(layers: Bundle, tmp_path: Path) -> No
     [
         (["--token-secret", "My_Tokens"], "expected the name of an object of Kubernetes, found 'My_Tokens'"),
         (["--node-selector", "disk"], "expected a label KEY=VALUE of Kubernetes, found 'disk'"),
+        (["--image", ""], "expected a container image such as a/b:1, found ''"),
+        (["--image", "a b"], "expected a container image such as a/b:1, found 'a b'"),
+        (["--volume", "claim:My_Claim"], "expected claim: and what names it in Kubernetes, found 'claim:My_Claim'"),
+        (["--volume", "image:a b"], "expected image: and what names it in Kubernetes, found 'image:a b'"),
+        (["--gpu", "a b"], "expected a resource such as nvidia.com/gpu, found 'a b'"),
+        (["--gpu", ""], "expected a resource such as nvidia.com/gpu, found ''"),
+        (["--", "--operator-port", "9000"], "--operator-port is not an option of stagepack serve that a deployment"),
         (["--url-secret", "store"], "--url-secret requires a BUNDLE at a URL"),
         (["--", "--token-file", "x"], "--token-file is not an option of stagepack serve that a deployment leaves open"),
         (["--", "--digest", "0" * 64], "--digest is not an option of stagepack serve that a deployment leaves open"),

@@ -45,6 +45,7 @@ class DeploymentOptions:
         cpus: CPUs of each process, which is also the number of its threads.
         gpu_resource: the resource of Kubernetes of which each process gets one; None for stages on the CPU.
         pod_memory: bytes of memory of each pod; None for what is estimated.
+        operator_port: the port that probes and Prometheus ask; None for that of REST.
     """
 
     name: str
@@ -67,6 +68,7 @@ class DeploymentOptions:
     cpus: int
     gpu_resource: str | None
     pod_memory: int | None
+    operator_port: int | None
     max_batch_size: int
     max_sequences: int
     linger: float

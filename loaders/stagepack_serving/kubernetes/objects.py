@@ -20,6 +20,7 @@ HTTP_PORT = 8000
 GRPC_PORT = 8001
 # The port of torchrun. Between the processes, gloo listens at free ports.
 TORCHRUN_PORT = 29500
+RESERVED_PORTS = (HTTP_PORT, GRPC_PORT, TORCHRUN_PORT)
 _TMP_MOUNT = {"name": "tmp", "mountPath": "/tmp"}  # noqa: S108 - of the container
 _CONTAINER_SECURITY = {
     "allowPrivilegeEscalation": False,
@@ -80,6 +81,7 @@ def entry_command(options: DeploymentOptions) -> list[str]:
         *("--master-port", str(TORCHRUN_PORT), "--rdzv-conf", f"timeout={_RENDEZVOUS_SECONDS}"),
         *("-m", "stagepack", "serve", _literal(f"{options.name}={options.bundle_path}")),
         *("--host", "0.0.0.0", "--http-port", str(HTTP_PORT), "--grpc-port", str(GRPC_PORT)),  # noqa: S104 - the pod's
+        *([] if options.operator_port is None else ["--operator-port", str(options.operator_port)]),
         *("--digest", options.digest, *_credential_arguments(options)),
         *(argument for device in devices for argument in ("--device", device)),
         *("--max-batch", str(options.max_batch_size), "--max-sequences", str(options.max_sequences)),
@@ -122,12 +124,9 @@ def _worker_set(bundle: Bundle, options: DeploymentOptions, pod_sizes: Sequence[
     worker_memory = max((worker.memory for worker in workers), default=leader.memory)
     secret_volumes = _secret_volumes(options)
     leader_container = _container(options, leader.memory)
+    ports = _client_ports(options) | {"torchrun": TORCHRUN_PORT}
     leader_container |= {
-        "ports": [
-            {"name": "http", "containerPort": HTTP_PORT},
-            {"name": "grpc", "containerPort": GRPC_PORT},
-            {"name": "torchrun", "containerPort": TORCHRUN_PORT},
-        ],
+        "ports": [{"name": name, "containerPort": port} for name, port in ports.items()],
         **_probes(bundle, options),
     }
     leader_container["volumeMounts"] += [
@@ -137,7 +136,7 @@ def _worker_set(bundle: Bundle, options: DeploymentOptions, pod_sizes: Sequence[
     leader_template = _pod_template(bundle, options, leader_container)
     leader_template["metadata"]["annotations"] = {
         "prometheus.io/scrape": "true",
-        "prometheus.io/port": str(HTTP_PORT),
+        "prometheus.io/port": str(HTTP_PORT if options.operator_port is None else options.operator_port),
         "prometheus.io/path": "/metrics",
         "prometheus.io/scheme": _scheme(options).lower(),
     }
@@ -259,16 +258,24 @@ def _bundle_volumes(options: DeploymentOptions) -> list[dict[str, Any]]:
     return [{"name": "bundle", **sources[options.volume.kind]}]
 
 
+def _client_ports(options: DeploymentOptions) -> dict[str, int]:
+    """The ports of the server that others than its group may connect to."""
+    operator = {} if options.operator_port is None else {"operator": options.operator_port}
+    return {"http": HTTP_PORT, "grpc": GRPC_PORT, **operator}
+
+
 def _scheme(options: DeploymentOptions) -> str:
-    return "HTTP" if options.tls_secret is None else "HTTPS"
+    """That of health and metrics; the operator's port has no TLS."""
+    return "HTTP" if options.tls_secret is None or options.operator_port is not None else "HTTPS"
 
 
 def _probes(bundle: Bundle, options: DeploymentOptions) -> dict[str, Any]:
     """The server listens when all processes have loaded their stages and run the example."""
     weight_bytes = sum(stage.weight_bytes for stage in bundle.stages)
     start_seconds = _RENDEZVOUS_SECONDS + _START_SECONDS + weight_bytes // _SLOWEST_READING
-    is_live = {"httpGet": {"path": "/v2/health/live", "port": "http", "scheme": _scheme(options)}}
-    is_ready = {"httpGet": {"path": "/v2/health/ready", "port": "http", "scheme": _scheme(options)}}
+    server = {"port": "http" if options.operator_port is None else "operator", "scheme": _scheme(options)}
+    is_live = {"httpGet": {"path": "/v2/health/live", **server}}
+    is_ready = {"httpGet": {"path": "/v2/health/ready", **server}}
     return {
         "startupProbe": {
             **is_live,
@@ -306,7 +313,7 @@ def _network_policy(options: DeploymentOptions) -> dict[str, Any]:
             "policyTypes": ["Ingress"],
             "ingress": [
                 {"from": [{"podSelector": group}]},
-                {"ports": [{"protocol": "TCP", "port": HTTP_PORT}, {"protocol": "TCP", "port": GRPC_PORT}]},
+                {"ports": [{"protocol": "TCP", "port": port} for port in _client_ports(options).values()]},
             ],
         },
     }
