@@ -76,10 +76,9 @@ def overhead(folder: Path, results: BenchmarkResults) -> None:
             with torch.no_grad():
                 local_seconds = median_seconds(lambda: pipe(torch.from_numpy(x))["y"].numpy(), calls)  # noqa: B023 - called at once
             for protocol in ("http", "grpc"):
-                client = Client(protocol, server)
-                served_seconds = median_seconds(lambda: client.ask("add", {"x": x}, outputs=["y"]), calls)  # noqa: B023 - the same
+                with Client(protocol, server) as client:
+                    served_seconds = median_seconds(lambda: client.ask("add", {"x": x}, outputs=["y"]), calls)  # noqa: B023 - the same
                 table.add(unit, protocol, 1e3 * (served_seconds - local_seconds), 1e3 * local_seconds)
-                client.close()
 
 
 def batching(folder: Path, results: BenchmarkResults) -> None:

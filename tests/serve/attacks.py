@@ -137,7 +137,6 @@ ATTACK_NAMES: Final = tuple(_ATTACKS)
 
 @contextlib.contextmanager
 def attacking(attack_name: str, port: int) -> Iterator["subprocess.Popen[str]"]:
-    """Attack a server while the context lasts."""
     command = [sys.executable, "-m", "tests.serve.attacks", attack_name, str(port)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:

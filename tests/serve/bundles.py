@@ -8,9 +8,11 @@ import torch
 from torch._higher_order_ops.while_loop import while_loop
 
 import stagepack
+from tests.modules import module_of
 from tests.zoo.architectures.encoders import minilm_encoder_folder
 
 ROWS = torch.export.Dim("rows", min=1, max=64)
+Bundles = Mapping[str, Path]
 
 
 class Skips(torch.nn.Module):
@@ -27,15 +29,10 @@ class Skips(torch.nn.Module):
         return {"y": c, "again": c, "x": x, "parts": (a, b)}
 
 
-class Half(torch.nn.Module):
+def half() -> torch.nn.Module:
     """Two layers in bfloat16."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = (torch.nn.Linear(16, 16, dtype=torch.bfloat16) for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.second(self.first(x).relu())
+    first, second = (torch.nn.Linear(16, 16, dtype=torch.bfloat16) for _ in range(2))
+    return module_of(lambda self, x: self.second(self.first(x).relu()), first=first, second=second)
 
 
 class Kinds(torch.nn.Module):
@@ -59,22 +56,11 @@ class Kinds(torch.nn.Module):
         }
 
 
-class Back(torch.nn.Module):
-    """A view that needs the strides which its input had in the model."""
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return x.permute(1, 2, 0).view(6, 4) * 2
-
-
-class Strided(torch.nn.Module):
-    """What crosses the cut is no dense tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.back = torch.nn.Linear(4, 4), Back()
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return {"y": self.back(self.first(x).permute(2, 0, 1))}
+def strided() -> torch.nn.Module:
+    """What crosses the cut is no dense tensor, and a view needs the strides which its input had in the model."""
+    back = module_of(lambda self, x: x.permute(1, 2, 0).view(6, 4) * 2)
+    first = torch.nn.Linear(4, 4)
+    return module_of(lambda self, x: {"y": self.back(self.first(x).permute(2, 0, 1))}, first=first, back=back)
 
 
 class Counting(torch.nn.Module):
@@ -109,13 +95,6 @@ class Alias(torch.nn.Module):
         return {"itself": self.total, "view": self.total[1:]}
 
 
-class First(torch.nn.Module):
-    """Takes a number."""
-
-    def forward(self, x: torch.Tensor, n: int) -> Any:
-        return x[:n] * 1
-
-
 class Singles(torch.nn.Module):
     """Of each row, an input, what crosses the cut, and a result are one number."""
 
@@ -128,15 +107,9 @@ class Singles(torch.nn.Module):
         return {"y": y, "z": self.second(y[:, None])}
 
 
-class Together(torch.nn.Module):
+def together() -> torch.nn.Module:
     """Its rows do not keep apart."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return {"y": self.layer(x - x.mean(0, keepdim=True))}
+    return module_of(lambda self, x: {"y": self.layer(x - x.mean(0, keepdim=True))}, layer=torch.nn.Linear(4, 4))
 
 
 class Slow(torch.nn.Module):
@@ -154,13 +127,19 @@ class Slow(torch.nn.Module):
         return while_loop(lambda remaining, value: remaining > 0, step, (times.clone(), x))[1]
 
 
-def export_all(folder: Path) -> Mapping[str, Path]:
-    """The bundles by name, written into a folder."""
+def export_slow(path: Path, model: Slow) -> Path:
+    """A bundle whose calls take as long as an input says."""
+    path.parent.mkdir(exist_ok=True)
+    stagepack.export(model, (torch.ones(256, 512), torch.tensor(2)), out=path, stages=1)
+    return path
+
+
+def export_all(folder: Path) -> None:
     torch.manual_seed(0)
-    rows = {0: ROWS}
+    rows, first = {0: ROWS}, module_of(lambda self, x, n: x[:n] * 1)
     examples = {
         "skips": (Skips(), (torch.randn(4, 8),), {"weight": torch.randn(4, 1)}, {"x": rows, "weight": rows}, 3),
-        "half": (Half(), (torch.randn(4, 16, dtype=torch.bfloat16),), {}, {"x": rows}, 2),
+        "half": (half(), (torch.randn(4, 16, dtype=torch.bfloat16),), {}, {"x": rows}, 2),
         "kinds": (
             Kinds(),
             (torch.randn(4, 4), torch.tensor([True, False]), torch.tensor([1, 2], dtype=torch.int8), torch.tensor(0.5)),
@@ -168,19 +147,16 @@ def export_all(folder: Path) -> Mapping[str, Path]:
             {"x": rows, "flag": None, "count": None, "factor": None},
             ["second"],
         ),
-        "strided": (Strided(), (torch.randn(2, 3, 4),), {}, None, ["back"]),
+        "strided": (strided(), (torch.randn(2, 3, 4),), {}, None, ["back"]),
         "counting": (Counting(), (torch.ones(3),), {}, None, 2),
         "alias": (Alias(), (torch.ones(1),), {}, None, 1),
-        "first": (First(), (torch.ones(9), 4), {}, {"x": None, "n": torch.export.Dim.DYNAMIC(min=2, max=8)}, 1),
+        "first": (first, (torch.ones(9), 4), {}, {"x": None, "n": torch.export.Dim.DYNAMIC(min=2, max=8)}, 1),
         "singles": (Singles(), (torch.randn(4, 4), torch.rand(4)), {}, {"x": rows, "weight": rows}, ["second"]),
-        "together": (Together(), (torch.randn(4, 4),), {}, {"x": rows}, 1),
+        "together": (together(), (torch.randn(4, 4),), {}, {"x": rows}, 1),
     }
-    paths = {}
     for bundle_name, (model, args, kwargs, shapes, cut) in examples.items():
-        paths[bundle_name] = folder / f"{bundle_name}.stagepack"
+        out = folder / f"{bundle_name}.stagepack"
         cut_options = {"stages": cut} if isinstance(cut, int) else {"split_at": cut}
-        stagepack.export(model, args, kwargs, out=paths[bundle_name], dynamic_shapes=shapes, **cut_options)
-    stagepack.add_onnx(paths["skips"])
-    paths["minilm"] = folder / "minilm.stagepack"
-    stagepack.export(minilm_encoder_folder(), out=paths["minilm"], stages=2)
-    return paths
+        stagepack.export(model, args, kwargs, out=out, dynamic_shapes=shapes, **cut_options)
+    stagepack.add_onnx(folder / "skips.stagepack")
+    stagepack.export(minilm_encoder_folder(), out=folder / "minilm.stagepack", stages=2)

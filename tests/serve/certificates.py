@@ -22,7 +22,6 @@ class Certificate:
 
 
 def secret_file(path: Path, content: bytes | str, permissions: int = 0o600) -> Path:
-    """A file with these permissions."""
     path.touch(mode=0o600)
     path.write_bytes(content.encode() if isinstance(content, str) else content)
     path.chmod(permissions)
@@ -58,10 +57,7 @@ def make_certificate(
         .add_extension(x509.KeyUsage(digital_signature=True, **usage), critical=True)
         .add_extension(x509.SubjectAlternativeName(addresses), critical=False)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
-        .add_extension(
-            x509.AuthorityKeyIdentifier.from_issuer_public_key(signing_key.public_key()),
-            critical=False,
-        )
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signing_key.public_key()), critical=False)
         .sign(signing_key, hashes.SHA256())
     )
     certificate_file, key_file = folder / f"{name}.pem", folder / f"{name}.key"

@@ -4,11 +4,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
-import torch
 
 import stagepack
 from stagepack.cli import main
-from tests.serve.bundles import Slow, export_all
+from tests.made_once import made_once
+from tests.serve.bundles import Bundles, Slow, export_all, export_slow
+from tests.serve.generating_families import qwen_bundle
+from tests.serve.generating_model import export_decoder
 from tests.serve.servers import Client, Server, stagepack_server, triton_server, why_no_triton
 from tests.serve.version_models import Repository, export_counter, export_scale, repository_server
 
@@ -17,23 +19,35 @@ SERVED = ("minilm", "skips", "half", "kinds", "strided", "counting")
 
 
 @pytest.fixture(scope="session")
-def bundles(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
-    return export_all(tmp_path_factory.mktemp("bundles"))
+def bundles(tmp_path_factory: pytest.TempPathFactory) -> Bundles:
+    folder = made_once(tmp_path_factory, "bundles", export_all)
+    return {path.stem: path for path in folder.iterdir()}
 
 
 @pytest.fixture(scope="session")
-def pipes(bundles: Mapping[str, Path]) -> Mapping[str, object]:
+def writer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A decoder with a tokenizer. Do not write into it."""
+    return made_once(tmp_path_factory, "writer", export_decoder) / "writer.stagepack"
+
+
+@pytest.fixture(scope="session")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return qwen_bundle(tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def pipes(bundles: Bundles) -> Mapping[str, object]:
     return {bundle_name: stagepack.load(path) for bundle_name, path in bundles.items()}
 
 
 @pytest.fixture(scope="session")
-def torch_server(bundles: Mapping[str, Path]) -> Iterator[Server]:
+def torch_server(bundles: Bundles) -> Iterator[Server]:
     with stagepack_server([bundles[bundle_name] for bundle_name in SERVED]) as server:
         yield server
 
 
 @pytest.fixture(scope="session")
-def triton(bundles: Mapping[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def triton(bundles: Bundles, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     if reason := why_no_triton():
         pytest.skip(reason)
     repository = tmp_path_factory.mktemp("repository")
@@ -44,14 +58,12 @@ def triton(bundles: Mapping[str, Path], tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.fixture(scope="session")
-def process_server(bundles: Mapping[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def process_server(bundles: Bundles, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Three processes for each bundle, which is cut again for them."""
     folder = tmp_path_factory.mktemp("recut")
-    recut = [
-        stagepack.recut(bundles[bundle_name], out=folder / bundles[bundle_name].name, stages=3)
-        for bundle_name in SERVED
-    ]
-    with stagepack_server([bundle.path for bundle in recut], "--processes", "3") as server:
+    paths = [bundles[bundle_name] for bundle_name in SERVED]
+    recut = [stagepack.recut(path, out=folder / path.name, stages=3).path for path in paths]
+    with stagepack_server(recut, "--processes", "3") as server:
         yield server
 
 
@@ -70,7 +82,7 @@ def client(server: Server, request: pytest.FixtureRequest) -> Iterator[Client]:
 
 
 @pytest.fixture(scope="session")
-def small(bundles: Mapping[str, Path]) -> Iterator[Server]:
+def small(bundles: Bundles) -> Iterator[Server]:
     """A server of narrow limits."""
     with stagepack_server([bundles["skips"]], "--max-body-mb", "0.1") as server:
         yield server
@@ -78,10 +90,7 @@ def small(bundles: Mapping[str, Path]) -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def slow(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A bundle whose calls take as long as an input says."""
-    path = tmp_path_factory.mktemp("slow") / "slow.stagepack"
-    stagepack.export(Slow(), (torch.ones(256, 512), torch.tensor(2)), out=path, stages=1)
-    return path
+    return export_slow(tmp_path_factory.mktemp("slow") / "slow.stagepack", Slow())
 
 
 @pytest.fixture(scope="session")

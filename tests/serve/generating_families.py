@@ -1,7 +1,9 @@
 """Small models of transformers that generate, with weights whose logits differ as those of trained models do."""
 
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import (
     Gemma3ForCausalLM,
@@ -26,6 +28,9 @@ from transformers import (
     WhisperForConditionalGeneration,
 )
 
+import stagepack
+from tests.made_once import made_once
+
 POSITIONS = 64
 VOCABULARY = 258
 MEL_BINS, FRAMES = 8, 60
@@ -44,7 +49,6 @@ _LAYERS: dict[str, Any] = {
 
 
 def make_model(family: str) -> Any:
-    """A model of a family."""
     torch.manual_seed(0)
     model: Any = _MAKERS[family]()
     if family in SPEECH:
@@ -56,51 +60,38 @@ def make_model(family: str) -> Any:
     return model.eval()
 
 
+def export_qwen(folder: Path, batch: int = 4) -> Path:
+    """A bundle of a model whose texts are as long as they may be."""
+    model, path = make_model("qwen3"), folder / "qwen.stagepack"
+    model.generation_config.eos_token_id = None
+    return stagepack.export(model, out=path, stages=2, generate=POSITIONS, generate_batch=batch).path
+
+
+def qwen_bundle(factory: pytest.TempPathFactory) -> Path:
+    """The bundle of `export_qwen`, with a row of its cache for each of four texts. Do not write into it."""
+    return made_once(factory, "qwen", export_qwen) / "qwen.stagepack"
+
+
+_UNTIED: dict[str, Any] = {"vocab_size": VOCABULARY, "tie_word_embeddings": False}
+
+
 def _gpt2() -> Any:
-    return GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=POSITIONS, tie_word_embeddings=False
-        )
-    )
+    return GPT2LMHeadModel(GPT2Config(**_UNTIED, n_embd=32, n_layer=2, n_head=4, n_positions=POSITIONS))
 
 
 def _t5() -> Any:
     config_type: Any = T5Config  # takes fields of its base class too
-    config = config_type(
-        vocab_size=VOCABULARY,
-        d_model=32,
-        d_kv=8,
-        d_ff=48,
-        num_layers=2,
-        num_heads=4,
-        decoder_start_token_id=0,
-        tie_word_embeddings=False,
-    )
-    return T5ForConditionalGeneration(config)
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+    return T5ForConditionalGeneration(config_type(**_UNTIED, **sizes, decoder_start_token_id=0))
 
 
 def _whisper() -> Any:
-    config = WhisperConfig(
-        vocab_size=VOCABULARY,
-        d_model=32,
-        encoder_layers=2,
-        decoder_layers=2,
-        encoder_attention_heads=4,
-        decoder_attention_heads=4,
-        encoder_ffn_dim=48,
-        decoder_ffn_dim=48,
-        num_mel_bins=MEL_BINS,
-        max_source_positions=FRAMES // 2,
-        max_target_positions=POSITIONS,
-        bos_token_id=1,
-        eos_token_id=1,
-        pad_token_id=0,
-        decoder_start_token_id=3,
-        suppress_tokens=[5, 6],
-        begin_suppress_tokens=[7],
-        tie_word_embeddings=False,
-    )
-    return WhisperForConditionalGeneration(config)
+    sizes: dict[str, Any] = {"d_model": 32, "num_mel_bins": MEL_BINS, "max_source_positions": FRAMES // 2}
+    for side in ("encoder", "decoder"):
+        sizes |= {f"{side}_layers": 2, f"{side}_attention_heads": 4, f"{side}_ffn_dim": 48}
+    tokens: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 0, "decoder_start_token_id": 3}
+    tokens |= {"suppress_tokens": [5, 6], "begin_suppress_tokens": [7], "max_target_positions": POSITIONS}
+    return WhisperForConditionalGeneration(WhisperConfig(**_UNTIED, **sizes, **tokens))
 
 
 _MAKERS: dict[str, Any] = {

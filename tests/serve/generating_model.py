@@ -68,11 +68,9 @@ def tokenizer() -> Tokenizer:
     byte_tokenizer = Tokenizer(models.BPE())
     byte_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     byte_tokenizer.decoder = decoders.ByteLevel()
+    alphabet, specials = pre_tokenizers.ByteLevel.alphabet(), ["<s>", "</s>"]
     trainer = trainers.BpeTrainer(
-        vocab_size=258,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=["<s>", "</s>"],
-        show_progress=False,
+        vocab_size=258, initial_alphabet=alphabet, special_tokens=specials, show_progress=False
     )
     byte_tokenizer.train_from_iterator([], trainer)
     return byte_tokenizer
@@ -88,19 +86,15 @@ def export_decoder(folder: Path) -> Path:
         "attention_mask": (torch.arange(POSITIONS) < 3).long()[None],
     }
     dynamic_shapes = {"input_ids": {1: length}, "cache_position": {0: length}, "attention_mask": None}
+    path, assets = folder / "writer.stagepack", write_assets(folder)
+    stagepack.export(Decoder().eval(), (), inputs, out=path, stages=2, dynamic_shapes=dynamic_shapes, assets=assets)
+    return path
+
+
+def write_assets(folder: Path) -> list[Path]:
     (folder / "tokenizer.json").write_text(tokenizer().to_str())
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
-    path = folder / "writer.stagepack"
-    stagepack.export(
-        Decoder().eval(),
-        (),
-        inputs,
-        out=path,
-        stages=2,
-        dynamic_shapes=dynamic_shapes,
-        assets=[folder / "tokenizer.json", folder / "chat_template.jinja"],
-    )
-    return path
+    return [folder / "tokenizer.json", folder / "chat_template.jinja"]
 
 
 def continue_tokens(tokens: list[int], count: int) -> list[int]:

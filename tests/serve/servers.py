@@ -14,14 +14,19 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+import grpc
 import numpy
+import pytest
+from tritonclient.grpc import service_pb2 as pb
+from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
+from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
+from tests.process_facts import memory_bytes
 from tests.waiting import wait_until
 from tools.fork_server import ForkedCommand
 
@@ -40,9 +45,7 @@ class Server:
     facts: Mapping[str, Any]
 
     def memory(self) -> int:
-        """The bytes of memory that the process has."""
-        status = Path(f"/proc/{self.process.pid}/status").read_text()
-        return int(status.split("VmRSS:")[1].split()[0]) * 1024
+        return memory_bytes(self.process.pid, "VmRSS")
 
     def answers(self) -> dict[str, int]:
         """The counts of its answers by status, which `stagepack serve` prints at its end."""
@@ -163,12 +166,10 @@ def free_ports(port_count: int) -> list[int]:
 
 
 def http_client(port: int, **options: Any) -> Any:
-    """A client of `tritonclient` for REST."""
     return importlib.import_module("tritonclient.http").InferenceServerClient(f"127.0.0.1:{port}", **options)
 
 
 def grpc_client(port: int) -> Any:
-    """A client of `tritonclient` for gRPC."""
     return importlib.import_module("tritonclient.grpc").InferenceServerClient(f"127.0.0.1:{port}")
 
 
@@ -188,24 +189,16 @@ class Client:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End its connections."""
         self.raw.close()
 
     def input(self, input_name: str, array: numpy.ndarray, datatype: str | None = None, **options: Any) -> Any:
-        """An input of a request."""
-        utils = importlib.import_module("tritonclient.utils")
-        tensor = self.module.InferInput(
-            input_name, list(array.shape), datatype or utils.np_to_triton_dtype(array.dtype)
-        )
+        datatype = datatype or np_to_triton_dtype(array.dtype)
+        tensor = self.module.InferInput(input_name, list(array.shape), datatype)
         return tensor.set_data_from_numpy(array, **options)
 
     def ask(
         self, model: str, arrays: Mapping[str, numpy.ndarray], *, binary: bool = True, **options: Any
     ) -> dict[str, Any]:
-        """The answer of a model, by name."""
         how: dict[str, Any] = {} if self.protocol == "grpc" else {"binary_data": binary}
         inputs = [self.input(input_name, array, **how) for input_name, array in arrays.items()]
         output_names = options.pop("outputs", None) or [output["name"] for output in self.metadata(model)["outputs"]]
@@ -214,15 +207,11 @@ class Client:
         return {output_name: answer.as_numpy(output_name) for output_name in output_names}
 
     def metadata(self, model: str) -> Mapping[str, Any]:
-        """The metadata of a model."""
-        return (
-            self.raw.get_model_metadata(model)
-            if self.protocol == "http"
-            else self.raw.get_model_metadata(model, as_json=True)
-        )
+        if self.protocol == "http":
+            return self.raw.get_model_metadata(model)
+        return self.raw.get_model_metadata(model, as_json=True)
 
     def config(self, model: str) -> Mapping[str, Any]:
-        """The configuration of a model."""
         if self.protocol == "http":
             return self.raw.get_model_config(model)
         return self.raw.get_model_config(model, as_json=True)["config"]
@@ -237,24 +226,30 @@ def post(port: int, path: str, body: Any, headers: Mapping[str, str] | None = No
         return answer.status, json.loads(answer.read() or b"null"), answer
 
 
+def get(
+    port: int, path: str = "/metrics", headers: Mapping[str, str] | None = None, method: str = "GET"
+) -> tuple[int, str, Any]:
+    """The status, the text and the headers of the answer to a request without a body."""
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as connection:
+        connection.request(method, path, headers=headers or {})
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode(), answer.headers
+
+
 def post_json(server: Server, path: str, **fields: Any) -> tuple[int, Any]:
-    """The status and the answer of a request in JSON."""
     status, answer, _ = post(server.http, path, json.dumps(fields))
     return status, answer
 
 
 def infer_json(server: Server, model: str, **inputs: numpy.ndarray) -> tuple[int, Any]:
-    """The status and the answer of an inference in JSON."""
-    datatype_of = importlib.import_module("tritonclient.utils").np_to_triton_dtype
     fields = [
-        {"name": name, "shape": array.shape, "datatype": datatype_of(array.dtype), "data": array.tolist()}
+        {"name": name, "shape": array.shape, "datatype": np_to_triton_dtype(array.dtype), "data": array.tolist()}
         for name, array in inputs.items()
     ]
     return post_json(server, f"/v2/models/{model}/infer", inputs=fields)
 
 
 def skips_request(rows: int = 2) -> dict[str, Any]:
-    """The body of a request to the bundle ``skips``."""
     data = numpy.arange(rows * 8, dtype="float32")
     inputs = [
         {"name": "x", "datatype": "FP32", "shape": [rows, 8], "data": data.tolist()},
@@ -263,9 +258,58 @@ def skips_request(rows: int = 2) -> dict[str, Any]:
     return {"inputs": inputs, "outputs": [{"name": "y"}]}
 
 
+def begin_stream(server: Server, path: str, body: Mapping[str, Any]) -> socket.socket:
+    """A connection over which the head of an answer has come."""
+    connection = begin_post(server, path, json.dumps(body).encode())
+    assert connection.recv(15) == b"HTTP/1.1 200 OK"
+    return connection
+
+
+def skips_message(rows: int = 2) -> pb.ModelInferRequest:
+    contents = [numpy.ones((rows, size), "float32").tobytes() for size in (8, 1)]
+    request = pb.ModelInferRequest(model_name="skips", raw_input_contents=contents)
+    for input_name, size in (("x", 8), ("weight", 1)):
+        request.inputs.add(name=input_name, datatype="FP32", shape=[rows, size])
+    return request
+
+
+@contextlib.contextmanager
+def grpc_channel(server: Server, **options: int) -> Iterator[grpc.Channel]:
+    """A channel to a server, with options such as ``max_send_message_length``."""
+    channel_options = [(f"grpc.{name}", value) for name, value in options.items()]
+    with grpc.insecure_channel(f"127.0.0.1:{server.grpc}", options=channel_options) as channel:
+        yield channel
+
+
+@contextlib.contextmanager
+def grpc_stub(server: Server, **options: int) -> Iterator[GRPCInferenceServiceStub]:
+    with grpc_channel(server, **options) as channel:
+        yield GRPCInferenceServiceStub(channel)
+
+
+def refused(*statuses: str, says: str = "") -> Any:
+    """A context in which a call ends with one of these statuses, such as ``404`` or ``NOT_FOUND``, and with such a message."""
+
+    def has_status(error: Any) -> bool:
+        status, message = (
+            (error.code(), error.details()) if isinstance(error, grpc.RpcError) else (error.status(), error.message())
+        )
+        return str(status).removeprefix("StatusCode.") in statuses and says in message
+
+    return pytest.raises((grpc.RpcError, InferenceServerException), check=has_status)
+
+
+def begin_post(server: Server, path: str, body: bytes, body_bytes: int | None = None) -> socket.socket:
+    """A connection over which a request with a body was sent, or only so much of it that there are more bytes to come."""
+    connection = socket.create_connection(("127.0.0.1", server.http), timeout=20)
+    length = len(body) if body_bytes is None else body_bytes
+    connection.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {length}\r\n\r\n".encode() + body)
+    return connection
+
+
 def request_counts(server: Server, model_name: str) -> tuple[float, float]:
     """How many requests to a model are accepted and not answered yet, and how many are answered."""
-    page = urllib.request.urlopen(f"http://127.0.0.1:{server.http}/metrics").read().decode()
+    page = get(server.http)[1]
 
     def total(metric_name: str) -> float:
         samples = re.findall(rf'^{metric_name}{{model="{model_name}",.*}} (.*)$', page, re.MULTILINE)
@@ -275,19 +319,11 @@ def request_counts(server: Server, model_name: str) -> tuple[float, float]:
 
 
 def wait_for_requests(server: Server, model_name: str, request_count: int = 1) -> None:
-    """Wait until a model has accepted so many requests."""
     wait_until(lambda: sum(request_counts(server, model_name)) >= request_count)
 
 
 def wait_until_not_ready(server: Server) -> None:
-    """Wait until a server says that it stops."""
-
-    def is_stopping() -> bool:
-        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", server.http)) as connection:
-            connection.request("GET", "/v2/health/ready")
-            return connection.getresponse().status == 503
-
-    wait_until(is_stopping)
+    wait_until(lambda: get(server.http, "/v2/health/ready")[0] == 503)
 
 
 def ask_slow(server: Server, times: int, protocol: str = "http", **options: Any) -> numpy.ndarray:

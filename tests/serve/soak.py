@@ -22,12 +22,10 @@ from pathlib import Path
 from typing import Any, Final
 
 import grpc
-import numpy
-from tritonclient.grpc import service_pb2 as pb
-from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
+from tests.process_facts import child_processes, memory_bytes
 from tests.serve.attacks import attacking
-from tests.serve.servers import INFER, Server, post, skips_request
+from tests.serve.servers import INFER, Server, get, grpc_stub, post, skips_message, skips_request
 
 SAMPLE_SECONDS: Final = 2.0
 _HEALTH_SECONDS: Final = 0.2
@@ -51,21 +49,11 @@ class Record:
     durations: list[float] = field(default_factory=list)
 
     def add(self, client_name: str, outcome: str, seconds: float | None = None) -> None:
-        """Record a request."""
         self.outcomes[outcome] += 1
         if outcome != "OK" and outcome not in _REFUSALS:
             self.faults.append(f"{client_name}: {outcome}")
         if seconds is not None:
             self.durations.append(seconds)
-
-
-def skips_message() -> pb.ModelInferRequest:
-    """A request to the bundle ``skips``."""
-    contents = [numpy.ones((2, size), "float32").tobytes() for size in (8, 1)]
-    request = pb.ModelInferRequest(model_name="skips", raw_input_contents=contents)
-    for input_name, size in (("x", 8), ("weight", 1)):
-        request.inputs.add(name=input_name, datatype="FP32", shape=[2, size])
-    return request
 
 
 class Soak:
@@ -129,8 +117,7 @@ class Soak:
         self._post(server, INFER, skips_request(), lambda answer: len(answer["outputs"][0]["data"]) == 16)
 
     def _infer_grpc(self, server: Server) -> None:
-        with grpc.insecure_channel(f"127.0.0.1:{server.grpc}") as channel:
-            stub = GRPCInferenceServiceStub(channel)
+        with grpc_stub(server) as stub:
             for _ in range(20):
                 start_time = time.monotonic()
                 answer = stub.ModelInfer(skips_message(), timeout=_CLIENT_SECONDS)
@@ -142,14 +129,10 @@ class Soak:
         self._post(self._local, "/v2/models/writer/generate", fields, lambda answer: len(answer["output_ids"]) <= 8)
 
     def _ask_version(self) -> None:
-        inputs = [{"name": "x", "datatype": "FP32", "shape": [1, 3], "data": [1.0] * 3}]
+        fields = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 3], "data": [1.0] * 3}]}
         versions = ([1.0] * 3, [2.0] * 3)
-        self._post(
-            self._local,
-            "/v2/models/scale/infer",
-            {"inputs": inputs},
-            lambda answer: answer["outputs"][0]["data"] in versions,
-        )
+        path = "/v2/models/scale/infer"
+        self._post(self._local, path, fields, lambda answer: answer["outputs"][0]["data"] in versions)
 
     def _replace_versions(self) -> None:
         """Load the second version, the first one again, and none."""
@@ -167,9 +150,8 @@ class Soak:
         connection = http.client.HTTPConnection("127.0.0.1", server.http)
         connection.request("POST", INFER, json.dumps(skips_request()))
         connection.close()
-        with grpc.insecure_channel(f"127.0.0.1:{server.grpc}") as channel:
-            call = GRPCInferenceServiceStub(channel).ModelInfer.future(skips_message(), timeout=_CLIENT_SECONDS)
-            call.cancel()
+        with grpc_stub(server) as stub:
+            stub.ModelInfer.future(skips_message(), timeout=_CLIENT_SECONDS).cancel()
         self._is_over.wait(0.2)
 
     def _overload(self, server: Server) -> None:
@@ -197,24 +179,9 @@ class Soak:
 
     def _kill_stage(self) -> None:
         self._is_over.wait(15)
-        process_ids = list(child_processes(self._divided.process.pid))
+        process_ids = child_processes(self._divided.process.pid)
         if process_ids and not self._is_over.is_set():
             os.kill(self._random.choice(process_ids), signal.SIGKILL)
-
-
-def child_processes(process_id: int) -> Iterator[int]:
-    """The processes that a process has started."""
-    for task in Path(f"/proc/{process_id}/task").iterdir():
-        with contextlib.suppress(OSError):
-            yield from map(int, (task / "children").read_text().split())
-
-
-def memory_bytes(process_id: int) -> int:
-    """The memory that a process has for itself alone; 0 when it has ended."""
-    with contextlib.suppress(OSError):
-        _, _, anonymous_size = Path(f"/proc/{process_id}/status").read_text().partition("RssAnon:")
-        return int(anonymous_size.split()[0]) * 1024 if anonymous_size else 0
-    return 0
 
 
 def watch_health(ports: Mapping[str, int], path: Path) -> None:
@@ -223,9 +190,7 @@ def watch_health(ports: Mapping[str, int], path: Path) -> None:
         while True:
             for place, port in ports.items():
                 start_time = time.monotonic()
-                with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=10)) as connection:
-                    connection.request("GET", "/v2/health/live")
-                    status = connection.getresponse().status
+                status, _, _ = get(port, "/v2/health/live")
                 file.write(json.dumps([place, status, time.monotonic() - start_time]) + "\n")
             time.sleep(_HEALTH_SECONDS)
 

@@ -38,11 +38,9 @@ class Simulation:
         self._running: int | None = None
 
     def ask_in(self, seconds: float) -> None:
-        """A client asks in so many seconds."""
         self._after(seconds, self._ask)
 
     def run(self, seconds: float) -> None:
-        """Simulate so many seconds."""
         end_time = self.now + seconds
         while self._events and self._events[0][0] < end_time:
             self.now, _, event = heapq.heappop(self._events)

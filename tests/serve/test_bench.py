@@ -5,10 +5,8 @@ import contextlib
 import json
 import re
 import signal
-import subprocess
 import threading
 import time
-import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,19 +14,19 @@ from typing import Any
 import pytest
 
 from stagepack_serving.bench.http_client import ServerUrl
-from tests.distributed.launchers import children
 from tests.hostile.attack import command_fails, run
-from tests.serve.generating_model import export_decoder
-from tests.serve.servers import STAGEPACK, WITH_SIGNALS, Server, skips_request, stagepack_server
+from tests.process_facts import child_processes
+from tests.serve.bundles import Bundles
+from tests.serve.servers import Server, get, skips_request, stagepack_server
 from tests.waiting import wait_until
+from tools.fork_server import ForkedCommand
 
 BODY = b'{"outputs": []}'
 HEAD = b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: 15\r\n"
 
 
 def bench(source: str, *options: str) -> Mapping[str, Any]:
-    """The facts of a short run."""
-    result = run("bench", source, "--seconds", "1", "--warmup-s", "0.2", "--json", *options)
+    result = run("bench", source, "--seconds", "0.5", "--warmup-s", "0.1", "--json", *options)
     assert result.exit_code == 0, result.output
     facts: Mapping[str, Any] = json.loads(result.stdout)
     return facts
@@ -40,7 +38,7 @@ def url(server: Server) -> str:
 
 def answered(server: Server, model: str) -> float:
     """How many requests the server itself has answered with success."""
-    page = urllib.request.urlopen(f"http://127.0.0.1:{server.http}/metrics").read().decode()
+    page = get(server.http)[1]
     counts = re.findall(rf'^stagepack_requests_total{{model="{model}",.*status="OK".*}} (.*)$', page, re.MULTILINE)
     return sum(map(float, counts))
 
@@ -95,19 +93,8 @@ def inference_file(tmp_path: Path) -> Path:
 @pytest.mark.process
 def test_a_closed_loop_counts_what_the_server_counts(torch_server: Server) -> None:
     before = answered(torch_server, "skips")
-    facts = bench(
-        url(torch_server),
-        "--model",
-        "skips",
-        "--clients",
-        "2",
-        "--warmup-s",
-        "0",
-        "--shape",
-        "x=3,8",
-        "--shape",
-        "weight=3,1",
-    )
+    options = "--model skips --clients 2 --seconds 1 --warmup-s 0 --shape x=3,8 --shape weight=3,1"
+    facts = bench(url(torch_server), *options.split())
     assert set(facts["outcomes"]) == {"200"}
     # One more is sent before the measurement, and one for each client is answered after it.
     assert answered(torch_server, "skips") - before == facts["requests"] + 1
@@ -119,7 +106,7 @@ def test_a_closed_loop_counts_what_the_server_counts(torch_server: Server) -> No
 @pytest.mark.process
 def test_an_open_loop_sends_at_its_rate(torch_server: Server, inference_file: Path) -> None:
     options = ("--model", "skips", "--requests", str(inference_file), "--rate", "40", "--arrivals", "constant")
-    facts = bench(url(torch_server), *options, "--deadline-ms", "60000")
+    facts = bench(url(torch_server), *options, "--seconds", "1", "--deadline-ms", "60000")
     assert facts["requests"] == pytest.approx(40, abs=1)
     assert facts["outcomes"] == {"200": facts["requests"]}
     assert facts["good"] == facts["requests"]
@@ -127,8 +114,8 @@ def test_an_open_loop_sends_at_its_rate(torch_server: Server, inference_file: Pa
 
 
 @pytest.mark.process
-def test_a_text_has_the_tokens_that_were_asked_for(tmp_path: Path) -> None:
-    with stagepack_server([export_decoder(tmp_path)]) as server:
+def test_a_text_has_the_tokens_that_were_asked_for(writer: Path) -> None:
+    with stagepack_server([writer]) as server:
         facts = bench(url(server), "--clients", "2", "--prompt-tokens", "5", "--output-tokens", "7")
     text_count = facts["outcomes"].pop("200")
     assert not facts["outcomes"]
@@ -140,7 +127,7 @@ def test_a_text_has_the_tokens_that_were_asked_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-def test_a_bundle_has_a_server_of_its_own(bundles: Mapping[str, Path]) -> None:
+def test_a_bundle_has_a_server_of_its_own(bundles: Bundles) -> None:
     result = run("bench", str(bundles["skips"]), "--seconds", "0.5", "--rate", "20", "--", "--max-batch", "4")
     assert result.exit_code == 0, result.output
     assert re.search(r"^  200 +\d+  100.0%$", result.stdout, re.MULTILINE)
@@ -226,7 +213,7 @@ def test_a_server_that_stalls_delays_no_request_of_an_open_loop(inference_file: 
 
     with scripted_server(answer) as server_url:
         options = ("--model", "m", "--requests", str(inference_file), "--rate", "50", "--arrivals", "constant")
-        facts = bench(server_url, *options)
+        facts = bench(server_url, *options, "--seconds", "1")
     assert facts["requests"] == pytest.approx(50, abs=1)
     assert facts["latency"]["max"] > 0.45
     assert facts["latency"]["mean"] > 0.1
@@ -235,14 +222,14 @@ def test_a_server_that_stalls_delays_no_request_of_an_open_loop(inference_file: 
 @pytest.mark.process
 @pytest.mark.parametrize(("stop_signal", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
 def test_a_signal_ends_the_command_and_its_server(
-    bundles: Mapping[str, Path], tmp_path: Path, stop_signal: signal.Signals, status: int
+    bundles: Bundles, tmp_path: Path, stop_signal: signal.Signals, status: int
 ) -> None:
     arguments = ("bench", str(bundles["skips"]), "--seconds", "600", "--", "--access-log")
-    log = tmp_path / "log"
-    command = [*WITH_SIGNALS, STAGEPACK, *arguments]
-    with log.open("w") as errors, subprocess.Popen(command, stderr=errors, text=True) as process:
+    (log := tmp_path / "log").touch()
+    process = ForkedCommand(*arguments, errors=log)
+    with process.stdout:
         wait_until(lambda: log.read_text().count("rest skips 1 OK") > 3)
-        (server_id,) = children(process)
+        (server_id,) = child_processes(process.pid)
         process.send_signal(stop_signal)
         assert process.wait(timeout=60) == status
     assert not Path(f"/proc/{server_id}").exists()
@@ -250,7 +237,7 @@ def test_a_signal_ends_the_command_and_its_server(
 
 
 @pytest.mark.process
-def test_a_server_that_is_gone_is_asked_ten_times_a_second(bundles: Mapping[str, Path], inference_file: Path) -> None:
+def test_a_server_that_is_gone_is_asked_ten_times_a_second(bundles: Bundles, inference_file: Path) -> None:
     with stagepack_server([bundles["skips"]]) as server:
         stopping = threading.Timer(0.5, server.process.kill)
         stopping.start()
@@ -297,7 +284,7 @@ def test_names_are_encoded_in_requests() -> None:
 
 
 @pytest.mark.process
-def test_bench_asks_whatever_model_serve_has(bundles: Mapping[str, Path], tmp_path: Path) -> None:
+def test_bench_asks_whatever_model_serve_has(bundles: Bundles, tmp_path: Path) -> None:
     tokens = tmp_path / "tokens"
     tokens.write_text(f"# of clients\n\n{'a' * 32}\n{'b' * 32}\n")
     tokens.chmod(0o600)
@@ -309,16 +296,8 @@ def test_bench_asks_whatever_model_serve_has(bundles: Mapping[str, Path], tmp_pa
 
 @pytest.mark.process
 def test_a_server_refuses_the_first_request(torch_server: Server) -> None:
-    message = command_fails(
-        "bench",
-        url(torch_server),
-        "--model",
-        "minilm",
-        "--shape",
-        "input_ids=1,9999",
-        "--shape",
-        "attention_mask=1,9999",
-    )
+    options = "--model minilm --shape input_ids=1,9999 --shape attention_mask=1,9999"
+    message = command_fails("bench", url(torch_server), *options.split())
     assert "the first request to the model minilm has the answer 400" in message
     assert "name one of" in command_fails("bench", url(torch_server))
     assert "no such input" in command_fails("bench", url(torch_server), "--model", "skips", "--shape", "z=1")

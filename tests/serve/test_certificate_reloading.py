@@ -52,9 +52,8 @@ class TlsServers:
             socket.create_connection(("127.0.0.1", self.ports[protocol]), timeout=10) as connection,
             context.wrap_socket(connection, session=session) as stream,
         ):
-            if not stream.recv(
-                1
-            ):  # with TLS 1.3, the end of the handshake does not say whether the server accepts the client
+            # With TLS 1.3, the end of the handshake does not say whether the server accepts the client.
+            if not stream.recv(1):
                 raise ConnectionResetError
             certificate = stream.getpeercert(binary_form=True)
             assert certificate is not None
@@ -75,13 +74,8 @@ def client_context(certificate: Path, key: Path, protocol: str, version: ssl.TLS
 
 
 def install(folder: Path, server: Certificate, authority: Certificate) -> None:
-    """Write the files that the servers read."""
-    sources = {
-        "server.pem": server.certificate_file,
-        "server.key": server.key_file,
-        "ca.pem": authority.certificate_file,
-    }
-    for name, source in sources.items():
+    files = (server.certificate_file, server.key_file, authority.certificate_file)
+    for name, source in zip(("server.pem", "server.key", "ca.pem"), files, strict=True):
         secret_file(folder / f"{name}.new", source.read_bytes()).replace(folder / name)
 
 
@@ -103,7 +97,6 @@ class GreetingServer:
         self.port: int = self._server.sockets[0].getsockname()[1]
 
     def close(self) -> None:
-        """End the thread."""
         self._loop.call_soon_threadsafe(self._server.close)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -134,12 +127,8 @@ def servers(tmp_path: Path, authority: Certificate) -> Iterator[TlsServers]:
     folder = tmp_path / "installed"
     folder.mkdir()
     install(folder, make_certificate(tmp_path, "first", authority), authority)
-    security = read_security(
-        tls_certificate=folder / "server.pem",
-        tls_key=folder / "server.key",
-        tls_client_ca=folder / "ca.pem",
-        token_file=None,
-    )
+    certificate, key, authorities = (folder / name for name in ("server.pem", "server.key", "ca.pem"))
+    security = read_security(tls_certificate=certificate, tls_key=key, tls_client_ca=authorities, token_file=None)
     assert security.tls is not None
     greeting_server = GreetingServer(security.tls)
     grpc_server = grpc.server(futures.ThreadPoolExecutor(1))

@@ -13,10 +13,10 @@ import numpy
 import pytest
 import tritonclient.grpc
 
-import stagepack
 from stagepack_serving.server.access_log import begin_record
 from stagepack_serving.server.generation.client_queue import ClientQueue
-from tests.serve.generating_families import POSITIONS, make_model
+from tests.serve.certificates import secret_file
+from tests.serve.generating_families import POSITIONS
 from tests.serve.servers import Server, grpc_client, post, stagepack_server
 from tests.serve.test_serve import metrics
 from tests.waiting import wait_until
@@ -56,15 +56,9 @@ def test_clients_take_turns_and_the_texts_of_each_keep_their_order() -> None:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    path: Path = tmp_path_factory.mktemp("texts") / "qwen.stagepack"
-    model = make_model("qwen3")
-    model.generation_config.eos_token_id = None
-    stagepack.export(model, out=path, stages=1, generate=POSITIONS, generate_batch=ROWS)
-    tokens = path.with_name("tokens.txt")
-    tokens.touch(0o600)
-    tokens.write_text(f"{TOKENS['busy']}\n{TOKENS['other']}\n")
-    with stagepack_server([path], "--token-file", str(tokens)) as server:
+def server(qwen: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    tokens = secret_file(tmp_path_factory.mktemp("tokens") / "tokens", "\n".join(TOKENS.values()))
+    with stagepack_server([qwen], "--token-file", str(tokens), "--max-batch", str(ROWS)) as server:
         yield server
 
 

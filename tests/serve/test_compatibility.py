@@ -1,19 +1,17 @@
 """The same code of `tritonclient` against `stagepack serve` and against a real `tritonserver`, over HTTP and over gRPC."""
 
 import concurrent.futures
-import http.client
 import socket
 from collections.abc import Mapping
 from typing import Any
 
-import grpc
 import ml_dtypes
 import numpy
 import pytest
 import torch
-from tritonclient.utils import InferenceServerException
 
-from tests.serve.servers import Client, Server
+from tests.serve.servers import INFER, Client, Server, grpc_channel, post
+from tests.serve.servers import refused as refused_call
 
 pytestmark = pytest.mark.xdist_group("serve")
 
@@ -39,17 +37,14 @@ def same(answer: Any, expected: Any) -> Any:
 
 def refused(client: Client, status: Any, call: Any) -> Any:
     """Call what must be refused; the message."""
-    with pytest.raises(InferenceServerException) as caught:
+    with refused_call(status[client.protocol == "grpc"]) as caught:
         call()
-    assert (
-        str(caught.value.status()) in {"http": (str(status[0]),), "grpc": (f"StatusCode.{status[1]}",)}[client.protocol]
-    )
     assert client.raw.is_server_live()
     return caught.value.message()
 
 
-BAD = (400, "INVALID_ARGUMENT")
-GONE = (404, "NOT_FOUND")
+BAD = ("400", "INVALID_ARGUMENT")
+GONE = ("404", "NOT_FOUND")
 
 
 def test_health(client: Client) -> None:
@@ -64,14 +59,12 @@ def test_metadata(client: Client) -> None:
     answer = client.metadata("minilm")
     assert answer["name"] == "minilm"
     assert answer["versions"] == ["1"]
-    inputs = [
-        (tensor["name"], tensor["datatype"], [int(size) for size in tensor["shape"]]) for tensor in answer["inputs"]
+    tensors = [
+        (tensor["name"], tensor["datatype"], [int(size) for size in tensor["shape"]])
+        for tensor in (*answer["inputs"], *answer["outputs"])
     ]
-    assert inputs == [("input_ids", "INT64", [-1, -1]), ("attention_mask", "INT64", [-1, -1])]
-    outputs = [
-        (tensor["name"], tensor["datatype"], [int(size) for size in tensor["shape"]]) for tensor in answer["outputs"]
-    ]
-    assert outputs == [("last_hidden_state", "FP32", [-1, -1, 384]), ("pooler_output", "FP32", [-1, 384])]
+    assert tensors[:2] == [("input_ids", "INT64", [-1, -1]), ("attention_mask", "INT64", [-1, -1])]
+    assert tensors[2:] == [("last_hidden_state", "FP32", [-1, -1, 384]), ("pooler_output", "FP32", [-1, 384])]
 
 
 def test_config(client: Client) -> None:
@@ -121,14 +114,16 @@ def test_bfloat16(client: Client, pipes: Mapping[str, Any]) -> None:
     assert numpy.asarray(answer, ml_dtypes.bfloat16).view("uint16").tolist() == expected.view(torch.uint16).tolist()
 
 
+KINDS = {
+    "flag": numpy.array([False, True]),
+    "count": numpy.array([-3, 126], "int8"),
+    "factor": numpy.array([0.25], "float32"),
+}
+
+
 @pytest.mark.parametrize("binary", [True, False])
 def test_all_kinds_of_values(client: Client, pipes: Mapping[str, Any], binary: bool) -> None:
-    inputs = {
-        "x": random_array(3, 4),
-        "flag": numpy.array([False, True]),
-        "count": numpy.array([-3, 126], "int8"),
-        "factor": numpy.array([0.25], "float32"),
-    }
+    inputs = KINDS | {"x": random_array(3, 4)}
     with torch.no_grad():
         tensors = [torch.from_numpy(inputs[input_name]) for input_name in ("x", "flag", "count")]
         expected = pipes["kinds"](*tensors, torch.tensor(0.25))
@@ -141,21 +136,15 @@ def test_all_kinds_of_values(client: Client, pipes: Mapping[str, Any], binary: b
     assert same(answer["y"], expected["y"])
 
 
-def test_empty_tensors(client: Client, pipes: Mapping[str, Any]) -> None:
-    inputs = {
-        "x": random_array(2, 4),
-        "flag": numpy.array([False, True]),
-        "count": numpy.zeros(2, "int8"),
-        "factor": random_array(1),
-    }
-    message = refused(client, BAD, lambda: client.ask("kinds", inputs | {"x": random_array(0, 4)}))
+def test_empty_tensors(client: Client) -> None:
+    message = refused(client, BAD, lambda: client.ask("kinds", KINDS | {"x": random_array(0, 4)}))
     assert "0" in message
 
 
 def test_64_requests_at_once(client: Client, server: Server, pipes: Mapping[str, Any]) -> None:
     lengths = [5, 9, 16, 33]
     inputs = [tokens(1 + request_number % 3, lengths[request_number % 4]) for request_number in range(64)]
-    expected = [in_process(pipes["minilm"], request_inputs)["pooler_output"].numpy() for request_inputs in inputs]
+    expected = [in_process(pipes["minilm"], each)["pooler_output"].numpy() for each in inputs]
 
     def ask(request_number: int) -> Any:  # a client of its own: that for HTTP stays in one thread
         with Client(client.protocol, server) as own_client:
@@ -163,13 +152,7 @@ def test_64_requests_at_once(client: Client, server: Server, pipes: Mapping[str,
 
     with concurrent.futures.ThreadPoolExecutor(64) as pool:
         answers = list(pool.map(ask, range(64)))
-    assert (
-        max(
-            abs(request_inputs - expected_output).max()
-            for request_inputs, expected_output in zip(answers, expected, strict=True)
-        )
-        < 1e-5
-    )
+    assert max(abs(answer - wanted).max() for answer, wanted in zip(answers, expected, strict=True)) < 1e-5
 
 
 def test_sequences_keep_their_state_apart(client: Client, pipes: Mapping[str, Any]) -> None:
@@ -204,9 +187,8 @@ def test_wrong_names(client: Client) -> None:
     assert "nope" in refused(client, GONE, lambda: client.ask("nope", inputs, outputs=["x"]))
     assert "nope" in refused(client, GONE, lambda: client.metadata("nope"))
     assert "7" in refused(client, GONE, lambda: client.ask("minilm", inputs, model_version="7"))
-    assert "extra" in refused(
-        client, BAD, lambda: client.ask("minilm", {"input_ids": inputs["input_ids"], "extra": inputs["input_ids"]})
-    )
+    wrong = {"input_ids": inputs["input_ids"], "extra": inputs["input_ids"]}
+    assert "extra" in refused(client, BAD, lambda: client.ask("minilm", wrong))
     assert "extra" in refused(client, BAD, lambda: client.ask("minilm", inputs, outputs=["extra"]))
 
 
@@ -239,25 +221,17 @@ def test_more_bytes_than_the_shape_says(client: Client) -> None:
     inputs._shape = [2, 8]
     if client.protocol == "grpc":
         inputs._input.shape[0] = 2
-    message = refused(
-        client, BAD, lambda: client.raw.infer("skips", [inputs, client.input("weight", random_array(2, 1))])
-    )
-    assert "64" in message
+    weight = client.input("weight", random_array(2, 1))
+    assert "64" in refused(client, BAD, lambda: client.raw.infer("skips", [inputs, weight]))
 
 
 def test_an_oversized_body(client: Client, server: Server) -> None:
     """Of 70 MB, where the model takes 36 bytes a row; each server says so in its way."""
     large = client.input("x", numpy.zeros((70_000_000 // 32, 8), "float32"))
     inputs = [large, client.input("weight", numpy.zeros((2, 1), "float32"))]
-    with pytest.raises(InferenceServerException) as caught:
+    statuses = {"http": ("413", "400"), "grpc": ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT")}
+    with refused_call(*statuses[client.protocol]):
         client.raw.infer("skips", inputs)
-    assert (
-        caught.value.status()
-        in {
-            "http": ("413", "400"),
-            "grpc": ("StatusCode.RESOURCE_EXHAUSTED", "StatusCode.INVALID_ARGUMENT"),
-        }[client.protocol]
-    )
     assert client.raw.is_server_live()
 
 
@@ -265,16 +239,10 @@ def test_garbage_bytes(client: Client, server: Server) -> None:
     garbage = numpy.random.default_rng(0).bytes(20_000)
     if client.protocol == "http":
         for headers in ({}, {"Inference-Header-Content-Length": "100"}, {"Inference-Header-Content-Length": "-1"}):
-            connection = http.client.HTTPConnection("127.0.0.1", server.http)
-            connection.request("POST", "/v2/models/skips/infer", garbage, headers)
-            assert connection.getresponse().status in (400, 500)  # Triton calls a body that is no JSON its own error
-            connection.close()
+            assert post(server.http, INFER, garbage, headers)[0] in (400, 500)  # Triton calls it its own error
     else:
-        with grpc.insecure_channel(f"127.0.0.1:{server.grpc}") as channel:
-            call = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
-            with pytest.raises(grpc.RpcError) as caught:
-                call(garbage)
-            assert caught.value.code() in (grpc.StatusCode.INTERNAL, grpc.StatusCode.INVALID_ARGUMENT)
+        with grpc_channel(server) as channel, refused_call("INTERNAL", "INVALID_ARGUMENT"):
+            channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")(garbage)
     for port in (server.http, server.grpc):
         with socket.create_connection(("127.0.0.1", port)) as plain:
             plain.sendall(garbage)

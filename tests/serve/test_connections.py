@@ -7,8 +7,7 @@ import itertools
 import json
 import socket
 import time
-import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,18 @@ import grpc
 import pytest
 from tritonclient.utils import InferenceServerException
 
-from tests.serve.servers import INFER, Client, Server, post, skips_request, stagepack_server
+from tests.serve.bundles import Bundles
+from tests.serve.servers import (
+    INFER,
+    Client,
+    Server,
+    begin_post,
+    get,
+    grpc_channel,
+    post,
+    skips_request,
+    stagepack_server,
+)
 from tools.fork_server import run_forked
 
 pytestmark = pytest.mark.xdist_group("serve")
@@ -27,7 +37,7 @@ GRACE = {"stagepack_serving.server.rest_connections._GRACE_SECONDS": 1.0}
 
 
 @pytest.fixture(scope="module")
-def hasty(bundles: Mapping[str, Path]) -> Iterator[Server]:
+def hasty(bundles: Bundles) -> Iterator[Server]:
     """A server of narrow limits that closes refused connections soon."""
     with stagepack_server([bundles["skips"]], "--max-body-mb", "0.1", constants=GRACE) as server:
         yield server
@@ -35,10 +45,7 @@ def hasty(bundles: Mapping[str, Path]) -> Iterator[Server]:
 
 @pytest.mark.parametrize(
     "head",
-    [
-        "Content-Length: 200000\r\nExpect: 100-continue",
-        pytest.param("Content-Length: 200000", marks=pytest.mark.slow),
-    ],
+    ["Content-Length: 200000\r\nExpect: 100-continue", pytest.param("Content-Length: 200000", marks=pytest.mark.slow)],
 )
 def test_a_body_that_is_too_large_by_its_head(hasty: Server, head: Any) -> None:
     with socket.create_connection(("127.0.0.1", hasty.http), timeout=20) as plain:
@@ -64,14 +71,13 @@ def test_a_length_and_chunks_end_the_connection(small: Server) -> None:
     with socket.create_connection(("127.0.0.1", small.http), timeout=20) as plain:
         body = json.dumps(skips_request())
         heads = f"Content-Length: {len(body)}\r\nTransfer-Encoding: chunked"
-        plain.sendall(
-            f"POST {INFER} HTTP/1.1\r\nHost: x\r\n{heads}\r\n\r\n{len(body):x}\r\n{body}\r\n0\r\n\r\n".encode()
-        )
+        request = f"POST {INFER} HTTP/1.1\r\nHost: x\r\n{heads}\r\n\r\n{len(body):x}\r\n{body}\r\n0\r\n\r\n"
+        plain.sendall(request.encode())
         answer = b"".join(iter(lambda: plain.recv(4096), b""))
     assert answer.startswith(b"HTTP/1.1 200")
 
 
-def test_one_connection_too_many(bundles: Mapping[str, Path]) -> None:
+def test_one_connection_too_many(bundles: Bundles) -> None:
     body = json.dumps(skips_request())
     with (
         stagepack_server([bundles["skips"]], "--max-connections", "3", constants=GRACE) as server,
@@ -88,7 +94,7 @@ def test_one_connection_too_many(bundles: Mapping[str, Path]) -> None:
         assert "3 connections" in answer["error"]
         status, answer, response = post(server.http, "/v1/completions", "{}")
         assert (status, answer["error"]["type"], response.headers["retry-after"]) == (503, "overloaded_error", "1")
-        assert urllib.request.urlopen(f"http://127.0.0.1:{server.http}/v2/health/live").status == 200
+        assert get(server.http, "/v2/health/live")[0] == 200
         old_connection.request("POST", INFER, body)
         response = old_connection.getresponse()
         assert (response.status, response.headers["connection"]) == (200, None)
@@ -97,16 +103,15 @@ def test_one_connection_too_many(bundles: Mapping[str, Path]) -> None:
         check_grpc_connections(server)
 
 
-def test_half_a_request_is_let_go(bundles: Mapping[str, Path]) -> None:
+def test_half_a_request_is_let_go(bundles: Bundles) -> None:
     with stagepack_server([bundles["skips"]], "--deadline-s", "1") as server:
-        with socket.create_connection(("127.0.0.1", server.http)) as plain:
-            plain.sendall(f"POST {INFER} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\nhalf".encode())
+        with begin_post(server, INFER, b"half", 1000) as plain:
             assert plain.recv(100).startswith(b"HTTP/1.1 504")
         assert post(server.http, INFER, json.dumps(skips_request()))[0] == 200
 
 
 @pytest.fixture(scope="module")
-def impatient(bundles: Mapping[str, Path]) -> Iterator[Server]:
+def impatient(bundles: Bundles) -> Iterator[Server]:
     """A server that does not wait for requests."""
     with stagepack_server([bundles["skips"]], "--first-request-s", "0.5", "--deadline-s", "0.5") as server:
         yield server
@@ -164,11 +169,8 @@ def test_a_connection_may_be_idle_between_requests(impatient: Server) -> None:
 def test_bodies_that_do_not_come(impatient: Server) -> None:
     """Of requests that have no place at a model."""
     with contextlib.ExitStack() as stack:
-        connections = []
-        for path in ("/v2/repository/index", "/v2/logging", "/v1/completions"):
-            connection = stack.enter_context(socket.create_connection(("127.0.0.1", impatient.http), timeout=20))
-            connection.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\nhalf".encode())
-            connections.append(connection)
+        paths = ("/v2/repository/index", "/v2/logging", "/v1/completions")
+        connections = [stack.enter_context(begin_post(impatient, path, b"half", 1000)) for path in paths]
         assert all(connection.recv(100).startswith(b"HTTP/1.1 504") for connection in connections)
 
 
@@ -177,7 +179,7 @@ def test_messages_that_do_not_come(impatient: Server) -> None:
         time.sleep(1.5)
         yield b""
 
-    with grpc.insecure_channel(f"127.0.0.1:{impatient.grpc}") as channel:
+    with grpc_channel(impatient) as channel:
         calls = [
             channel.stream_unary(f"/inference.GRPCInferenceService/{method}").future(wait(), timeout=20)
             for method in ("ModelInfer", "ServerLive")
@@ -205,16 +207,15 @@ def check_grpc_connections(server: Server) -> None:
             assert time.monotonic() < until
 
 
-def test_uploads_take_no_place_in_the_queue(bundles: Mapping[str, Path]) -> None:
+def test_uploads_take_no_place_in_the_queue(bundles: Bundles) -> None:
     with stagepack_server([bundles["skips"]], "--max-queue", "2") as server, contextlib.ExitStack() as stack:
         for _ in range(5):
-            plain = stack.enter_context(socket.create_connection(("127.0.0.1", server.http)))
-            plain.sendall(f"POST {INFER} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\nhalf".encode())
+            stack.enter_context(begin_post(server, INFER, b"half", 1000))
         assert post(server.http, INFER, json.dumps(skips_request()))[0] == 200
 
 
 @pytest.mark.parametrize("option", ["--http-port", "--grpc-port"])
-def test_a_port_in_use(small: Server, bundles: Mapping[str, Path], option: str) -> None:
+def test_a_port_in_use(small: Server, bundles: Bundles, option: str) -> None:
     port = small.http if option == "--http-port" else small.grpc
     other_option = "--grpc-port" if option == "--http-port" else "--http-port"
     completed = run_forked("serve", str(bundles["skips"]), option, str(port), other_option, "0")
@@ -250,9 +251,8 @@ def post_request(body: bytes, version: str = "1.1") -> bytes:
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
 def test_client_that_has_sent_all_gets_its_answer(small: Server, version: str) -> None:
     request = post_request(json.dumps(skips_request()).encode(), version)
-    for request_count in (
-        (1, 2) if version == "1.1" else (1,)
-    ):  # the second one follows the first, and does not wait for its answer
+    # The second one follows the first, and does not wait for its answer.
+    for request_count in (1, 2) if version == "1.1" else (1,):
         parts = half_closed_answer(small, request_count * request).split(b"HTTP/1.1 ")
         answers = [part for part in parts if part and part != b"100 Continue\r\n\r\n"]
         assert [answer[:6] for answer in answers] == [b"200 OK"] * request_count

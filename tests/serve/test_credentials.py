@@ -35,7 +35,6 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> Certificate:
 
 
 def encrypt(key: Path) -> bytes:
-    """The key, with a password."""
     command = ["openssl", "pkey", "-in", str(key), "-aes256", "-passout", "pass:secret"]
     return subprocess.run(command, capture_output=True, check=True).stdout
 

@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tritonclient.utils import InferenceServerException
 
 from stagepack_serving.server.errors import RequestStatus
-from tests.serve.servers import Client, Server, free_ports, stagepack_server
+from tests.serve.servers import Client, Server, free_ports, get, stagepack_server
 from tests.serve.version_models import Repository, X, count, export_counter, export_scale, factor_of
 from tests.waiting import wait_until
 
@@ -33,13 +33,11 @@ _GROUPING = re.compile(r"\bby \(([^)]*)\)")
 
 
 def dashboard() -> dict[str, Any]:
-    """The dashboard as plain data."""
     fields: dict[str, Any] = json.loads((FOLDER / "dashboard.json").read_text())
     return fields
 
 
 def queries() -> list[str]:
-    """The queries of all panels."""
     return [target["expr"] for panel in dashboard()["panels"] for target in panel.get("targets", [])]
 
 
@@ -71,8 +69,7 @@ def ask_all(clients: list[Client]) -> None:
 def test_every_metric_and_label_of_the_queries_exists(repository: Repository) -> None:
     with Client("http", repository.server) as client:
         ask_all([client])
-        page = urllib.request.urlopen(f"http://127.0.0.1:{repository.server.http}/metrics").read().decode()
-    families = {family.name: family for family in text_string_to_metric_families(page)}
+        families = {family.name: family for family in text_string_to_metric_families(get(repository.server.http)[1])}
     labels_of_sample: dict[str, set[str]] = {}
     for family in families.values():
         for sample in family.samples:
@@ -121,23 +118,18 @@ def test_every_alert_says_what_is_wrong_and_who_is_called() -> None:
             assert set(matched.split("|")) <= statuses
 
 
+def request_series(**counts: int) -> dict[str, str]:
+    """The counts of requests that a minute adds, by status."""
+    return {
+        f'stagepack_requests_total{{model="m",status="{status}"}}': f"0+{count}x300" for status, count in counts.items()
+    }
+
+
 # For each alert, the samples of a minute, and what it says of them after 4 hours.
 FIRING = {
     "StagepackDown": ({'up{job="stagepack",instance="a"}': "0x300"}, "a does not answer"),
-    "StagepackModelFails": (
-        {
-            'stagepack_requests_total{model="m",status="OK"}': "0+90x300",
-            'stagepack_requests_total{model="m",status="MODEL_FAILED"}': "0+10x300",
-        },
-        "m fails on 10% of the requests",
-    ),
-    "StagepackOverloaded": (
-        {
-            'stagepack_requests_total{model="m",status="OK"}': "0+75x300",
-            'stagepack_requests_total{model="m",status="BUSY"}': "0+25x300",
-        },
-        "m refuses 25% of the requests",
-    ),
+    "StagepackModelFails": (request_series(OK=90, MODEL_FAILED=10), "m fails on 10% of the requests"),
+    "StagepackOverloaded": (request_series(OK=75, BUSY=25), "m refuses 25% of the requests"),
     "StagepackDigestsDiffer": (
         {
             'stagepack_model_info{model="m",digest="1",instance="a"}': "1x300",

@@ -1,15 +1,13 @@
 """What joined batches change in answers: the last bits, or with `--exact` nothing."""
 
-import urllib.request
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 
-from tests.serve.servers import Client, Server, stagepack_server
+from tests.serve.bundles import Bundles
+from tests.serve.servers import Client, Server, get, stagepack_server
 
 pytestmark = pytest.mark.xdist_group("serve")
 REQUESTS, CLIENTS = 200, 16
@@ -36,20 +34,20 @@ def answers_of_many(server: Server) -> list[Any]:
 
 def largest_batch_is_one(server: Server) -> bool:
     """Whether no request has run beside another one."""
-    page = urllib.request.urlopen(f"http://127.0.0.1:{server.http}/metrics").read().decode()
+    page = get(server.http)[1]
     buckets = dict(line.rsplit(" ", 1) for line in page.splitlines() if line.startswith("stagepack_batch_rows_bucket"))
     counts = {float(count) for labels, count in buckets.items() if 'le="1.0"' in labels or 'le="+Inf"' in labels}
     return len(counts) == 1
 
 
-def test_exact_answers_have_the_same_bits_whoever_else_asks(bundles: Mapping[str, Path]) -> None:
+def test_exact_answers_have_the_same_bits_whoever_else_asks(bundles: Bundles) -> None:
     with stagepack_server([bundles["minilm"]], "--exact") as server:
         alone, *others = answers_of_many(server)
         assert largest_batch_is_one(server)
     assert all(numpy.array_equal(answer, alone) for answer in others)
 
 
-def test_joined_answers_differ_by_rounding_alone(bundles: Mapping[str, Path]) -> None:
+def test_joined_answers_differ_by_rounding_alone(bundles: Bundles) -> None:
     with stagepack_server([bundles["minilm"]]) as server:
         alone, *others = answers_of_many(server)
         assert not largest_batch_is_one(server)

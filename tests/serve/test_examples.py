@@ -51,9 +51,7 @@ def test_embeddings(tmp_path: Path) -> None:
     bundle = stagepack.export(model, out=tmp_path / "minilm.stagepack")
     with stagepack_server([bundle.path]) as server:
         printed = run("embed", f"127.0.0.1:{server.http}", bundle.path / "tokenizer.json", *sentences)
-    similarities = [
-        [float(similarity) for similarity in re.findall(r"-?\d+\.\d\d", line)] for line in printed.splitlines()
-    ]
+    similarities = [list(map(float, re.findall(r"-?\d+\.\d\d", line))) for line in printed.splitlines()]
     embeddings = model.encode(sentences)
     assert numpy.allclose(similarities, embeddings @ embeddings.T, atol=0.006)
 
@@ -109,18 +107,12 @@ def test_fine_tuning(tmp_path: Path) -> None:
     export_command, train_command, serve_command, ask_command = re.findall(r"^    (.+)$", section, re.MULTILINE)
     (tmp_path / "MODEL").symlink_to(minilm_folder())
     (tmp_path / "examples").symlink_to(EXAMPLES)
-    environment = os.environ | {
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "OMP_NUM_THREADS": "1",
-        "MPLBACKEND": "agg",
-    }
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = os.environ | {"PATH": path, "OMP_NUM_THREADS": "1", "MPLBACKEND": "agg"}
 
     def run_shell(command: str) -> str:
-        command_line = ["bash", "-c", command]
-        finished = subprocess.run(
-            command_line, cwd=tmp_path, env=environment, check=True, stdout=subprocess.PIPE, text=True
-        )
-        return finished.stdout
+        options: dict[str, Any] = {"cwd": tmp_path, "env": environment, "stdout": subprocess.PIPE, "text": True}
+        return subprocess.run(["bash", "-c", command], check=True, **options).stdout
 
     run_shell(export_command)
     before, after = map(float, re.findall(r"(\d+\.\d)%", run_shell(train_command)))

@@ -2,8 +2,7 @@
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import numpy
@@ -17,6 +16,7 @@ import stagepack
 from stagepack_loaders.generation.decoders import decoder_facts, generating_entry_point
 from stagepack_loaders.generation.settings import read_settings
 from stagepack_loaders.generation.token_loop import TokenLoop
+from tests.serve.bundles import Bundles
 from tests.serve.generating_families import (
     FAMILIES,
     POSITIONS,
@@ -25,7 +25,7 @@ from tests.serve.generating_families import (
     make_model,
     make_prompts,
 )
-from tests.serve.generating_model import CHAT_TEMPLATE, tokenizer
+from tests.serve.generating_model import tokenizer, write_assets
 from tests.serve.servers import Server, grpc_client, post, stagepack_server
 from tests.serve.test_generation import events, stream_responses, text_input
 
@@ -36,22 +36,17 @@ SEED = 5
 
 
 @pytest.fixture(scope="module")
-def bundles(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
+def bundles(tmp_path_factory: pytest.TempPathFactory) -> Bundles:
     folder = tmp_path_factory.mktemp("families")
-    (folder / "tokenizer.json").write_text(tokenizer().to_str())
-    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
-    assets = [folder / "tokenizer.json", folder / "chat_template.jinja"]
-    paths = {}
-    for family in FAMILIES:
-        paths[family] = folder / f"{family}.stagepack"
-        stagepack.export(
-            make_model(family), out=paths[family], stages=2, generate=POSITIONS, generate_batch=4, assets=assets
-        )
-    return paths
+    options: dict[str, Any] = {"stages": 2, "generate": POSITIONS, "generate_batch": 4, "assets": write_assets(folder)}
+    return {
+        family: stagepack.export(make_model(family), out=folder / f"{family}.stagepack", **options).path
+        for family in FAMILIES
+    }
 
 
 @pytest.fixture(scope="module", params=["one process", "processes"])
-def server(bundles: Mapping[str, Path], request: pytest.FixtureRequest) -> Iterator[Server]:
+def server(bundles: Bundles, request: pytest.FixtureRequest) -> Iterator[Server]:
     families = FAMILIES if request.param == "one process" else ("llama", "t5")
     options = ["--allow-ops", "transformers", "--import", "transformers.integrations.moe"]
     options += ["--processes", "2"] if request.param == "processes" else []
@@ -61,7 +56,7 @@ def server(bundles: Mapping[str, Path], request: pytest.FixtureRequest) -> Itera
 
 @pytest.mark.parametrize("batch_size", [1, 4])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_batch_has_the_tokens_of_transformers(bundles: Mapping[str, Path], family: str, batch_size: int) -> None:
+def test_a_batch_has_the_tokens_of_transformers(bundles: Bundles, family: str, batch_size: int) -> None:
     bundle, model, prompts = stagepack.open(bundles[family]), make_model(family), make_prompts(family, batch_size)
     decoder_name = generating_entry_point(bundle)
     assert decoder_name is not None

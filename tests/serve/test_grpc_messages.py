@@ -24,8 +24,8 @@ from stagepack_serving.server.grpc_messages import (
 )
 from stagepack_serving.server.limits import MAX_TEXT_BYTES
 from stagepack_serving.server.parameters import InferenceTensor
-from tests.serve.generating_model import export_decoder
-from tests.serve.servers import Server, stagepack_server
+from tests.process_facts import memory_bytes
+from tests.serve.servers import Server, grpc_channel, refused, stagepack_server
 
 pytestmark = pytest.mark.xdist_group("serve")
 SERVICE = "/inference.GRPCInferenceService"
@@ -194,42 +194,33 @@ def test_bytes_that_are_no_message(content: bytes) -> None:
 @pytest.mark.parametrize(
     ("method", "content", "status"),
     [
-        (INFER, EMPTY_INPUTS[:90_000], grpc.StatusCode.NOT_FOUND),
-        (METADATA, field(MODEL_NAME, b"skips"), None),
-        (METADATA, b"\xff", grpc.StatusCode.INVALID_ARGUMENT),
-        (METADATA, None, grpc.StatusCode.INVALID_ARGUMENT),
+        (INFER, EMPTY_INPUTS[:90_000], "NOT_FOUND"),
+        (METADATA, field(MODEL_NAME, b"skips"), ""),
+        (METADATA, b"\xff", "INVALID_ARGUMENT"),
+        (METADATA, None, "INVALID_ARGUMENT"),
     ],
     ids=["unknown model", "answered", "no message", "nothing"],
 )
-def test_calls_with_one_message(
-    small: Server, method: str, content: bytes | None, status: grpc.StatusCode | None
-) -> None:
-    with grpc.insecure_channel(f"127.0.0.1:{small.grpc}") as channel:
+def test_calls_with_one_message(small: Server, method: str, content: bytes | None, status: str) -> None:
+    with grpc_channel(small) as channel:
         call = channel.stream_unary(method)
         contents = iter([] if content is None else [content])
-        if status is None:
+        if not status:
             assert pb.ModelMetadataResponse.FromString(call(contents, timeout=20)).name == "skips"
         else:
-            with pytest.raises(grpc.RpcError) as caught:
+            with refused(status):
                 call(contents, timeout=20)
-            assert caught.value.code() == status
 
 
 def peak_bytes(server: Server) -> int:
-    """The most memory that the server has had."""
-    status = Path(f"/proc/{server.process.pid}/status").read_text()
-    return int(status.split("VmHWM:")[1].split()[0]) * 1024
+    return memory_bytes(server.process.pid, "VmHWM")
 
 
 def test_a_compressed_message_counts_decompressed(small: Server) -> None:
     """200 kB that gzip made of 200 MB are refused, and never in memory whole."""
     bytes_before = peak_bytes(small)
-    with (
-        grpc.insecure_channel(f"127.0.0.1:{small.grpc}", options=[("grpc.max_send_message_length", -1)]) as channel,
-        pytest.raises(grpc.RpcError) as caught,
-    ):
+    with grpc_channel(small, max_send_message_length=-1) as channel, refused("RESOURCE_EXHAUSTED"):
         channel.unary_unary(INFER)(bytes(200_000_000), compression=grpc.Compression.Gzip, timeout=60)
-    assert caught.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
     assert peak_bytes(small) - bytes_before < 130_000_000
 
 
@@ -237,8 +228,8 @@ MODEL = field(MODEL_NAME, b"writer")
 
 
 @pytest.fixture(scope="module")
-def writer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with stagepack_server([export_decoder(tmp_path_factory.mktemp("prompts"))]) as server:
+def server(writer: Path) -> Iterator[Server]:
+    with stagepack_server([writer]) as server:
         yield server
 
 
@@ -265,19 +256,18 @@ TOO_LONG = {
 
 @pytest.mark.parametrize("method", [INFER, STREAM])
 @pytest.mark.parametrize("name", TOO_LONG)
-def test_a_large_request_for_a_text_is_refused(writer: Server, name: str, method: str) -> None:
+def test_a_large_request_for_a_text_is_refused(server: Server, name: str, method: str) -> None:
     """Also in a stream, which it ends."""
-    content, bytes_before = TOO_LONG[name], peak_bytes(writer)
-    status, details = refusal(writer, method, content)
+    content, bytes_before = TOO_LONG[name], peak_bytes(server)
+    status, details = refusal(server, method, content)
     expected = f"expected a request for a text of at most {MAX_TEXT_BYTES} bytes, found {len(content)}"
     assert (status, details) == (grpc.StatusCode.RESOURCE_EXHAUSTED, expected)
-    assert peak_bytes(writer) - bytes_before < 4 * len(content)
+    assert peak_bytes(server) - bytes_before < 4 * len(content)
 
 
 def refusal(server: Server, method: str, content: bytes) -> tuple[grpc.StatusCode | None, str]:
     """Why a call with one message is refused; the status is None if an answer of a stream says why."""
-    options = [("grpc.max_send_message_length", -1)]
-    with grpc.insecure_channel(f"127.0.0.1:{server.grpc}", options=options) as channel:
+    with grpc_channel(server, max_send_message_length=-1) as channel:
         call = channel.stream_stream(method)(iter([content]), timeout=60)
         try:
             [answer] = call
@@ -306,11 +296,11 @@ def refusal(server: Server, method: str, content: bytes) -> tuple[grpc.StatusCod
     ids=["many inputs", "many inputs in few bytes", "call of the decoder", "unknown model"],
 )
 def test_a_large_request_is_refused_and_takes_little_memory(
-    writer: Server, method: str, content: bytes, status: grpc.StatusCode, says: str
+    server: Server, method: str, content: bytes, status: grpc.StatusCode, says: str
 ) -> None:
-    bytes_before = peak_bytes(writer)
-    found_status, details = refusal(writer, method, content)
+    bytes_before = peak_bytes(server)
+    found_status, details = refusal(server, method, content)
     # A stream tells in an answer why a request that was parsed is refused.
     assert found_status == status or (method == STREAM and found_status is None)
     assert says in details
-    assert peak_bytes(writer) - bytes_before < 4 * len(content)
+    assert peak_bytes(server) - bytes_before < 4 * len(content)

@@ -15,23 +15,16 @@ from stagepack_loaders.batching import batch_limit
 from stagepack_serving.protocol.interface import Interface
 from tests.bundle_editor import BundleEditor
 from tests.conformance.vectors import TINY
+from tests.modules import module_of
+from tests.serve.bundles import Bundles
 
 pytestmark = pytest.mark.xdist_group("serve")
 
 
-class Named(torch.nn.Module):
-    """Returns what the test says."""
-
-    def __init__(self, result: Any) -> None:
-        super().__init__()
-        self.result = result
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.result(x)
-
-
 def output_names(result: Any, tmp_path: Path) -> Any:
-    bundle = stagepack.export(Named(result), (torch.ones(2, 3),), out=tmp_path / "m.stagepack", stages=1)
+    bundle = stagepack.export(
+        module_of(lambda self, x: result(x)), (torch.ones(2, 3),), out=tmp_path / "m.stagepack", stages=1
+    )
     return list(Interface(bundle.entry_point).outputs)
 
 
@@ -50,7 +43,7 @@ def test_outputs_are_named_by_their_place(result: Any, expected: Any, tmp_path: 
     assert output_names(result, tmp_path) == expected
 
 
-def test_what_clients_state_is_checked(bundles: Mapping[str, Path]) -> None:
+def test_what_clients_state_is_checked(bundles: Bundles) -> None:
     interface = Interface(stagepack.open(bundles["kinds"]).entry_point)
     assert interface.check_input("factor", "FP32", (1,)) == interface.check_input("factor", "FP32", ()) == ()
     with pytest.raises(InputError, match="one number"):
@@ -81,7 +74,7 @@ def ends(bundle: Bundle) -> list[Edge]:
     ],
 )
 def test_rows_run_together_where_they_keep_apart(
-    bundles: Mapping[str, Path], pipes: Mapping[str, Any], bundle_name: str, rows: int, reason: str
+    bundles: Bundles, pipes: Mapping[str, Any], bundle_name: str, rows: int, reason: str
 ) -> None:
     bundle = stagepack.open(bundles[bundle_name])
     assert batch_limit(bundle, ends(bundle), 8, pipes[bundle_name]) == (rows, reason)
@@ -127,7 +120,8 @@ def batched_bundle(function: Any, path: Path, rows: int) -> Bundle:
     """A bundle of a function of rows of 4 numbers."""
     shapes = {"x": {0: torch.export.Dim("rows", min=1)}}
     example_input = torch.arange(1.0, rows * 4 + 1).reshape(rows, 4)
-    return stagepack.export(Named(function), (example_input,), out=path, stages=1, dynamic_shapes=shapes)
+    model = module_of(lambda self, x: function(x))
+    return stagepack.export(model, (example_input,), out=path, stages=1, dynamic_shapes=shapes)
 
 
 def test_requests_of_at_least_two_rows_are_batched(tmp_path: Path) -> None:
@@ -137,14 +131,14 @@ def test_requests_of_at_least_two_rows_are_batched(tmp_path: Path) -> None:
     assert batch_limit(bundle, ends(bundle), 8, stagepack.load(bundle)) == (8, "")
 
 
-def test_rows_are_no_more_than_the_bundle_allows(bundles: Mapping[str, Path], pipes: Mapping[str, Any]) -> None:
+def test_rows_are_no_more_than_the_bundle_allows(bundles: Bundles, pipes: Mapping[str, Any]) -> None:
     bundle = stagepack.open(bundles["skips"])
     assert batch_limit(bundle, ends(bundle), 1000, pipes["skips"])[0] == 64
     together = stagepack.open(bundles["together"])
     assert batch_limit(together, ends(together), 8, None) == (1, "aten.mean.dim computes one result from several rows")
 
 
-def test_state_takes_turns_in_a_stage(bundles: Mapping[str, Path]) -> None:
+def test_state_takes_turns_in_a_stage(bundles: Bundles) -> None:
     stage = stagepack.load_stage(bundles["counting"], 0)
     ones = torch.ones(3)
     begin = stage.fresh_state()

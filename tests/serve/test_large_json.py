@@ -19,6 +19,7 @@ from stagepack_serving.server.errors import RequestError
 from stagepack_serving.server.parameters import InferenceTensor
 from stagepack_serving.server.rest_large_request import beside_loop
 from stagepack_serving.server.rest_request import RequestHeader, decode_request, encode_response
+from tests.modules import module_of
 from tests.serve.servers import Server, stagepack_server
 
 
@@ -37,12 +38,10 @@ def decode(body: bytes | str) -> Any:
 
 
 def request_of(*inputs: dict[str, Any], **fields: Any) -> str:
-    """The JSON of a request."""
     return json.dumps({"inputs": list(inputs), **fields})
 
 
 def tensor_of(datatype: str, shape: list[int], data: Any, **fields: Any) -> dict[str, Any]:
-    """An input."""
     return {"name": "x", "datatype": datatype, "shape": shape, "data": data, **fields}
 
 
@@ -130,18 +129,11 @@ def test_large_answers_are_json() -> None:
         assert numpy.array_equal(numpy.array(entry["data"], array.dtype), array.reshape(-1), equal_nan=True)
 
 
-class Same(torch.nn.Module):
-    """Returns its input."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + 0
-
-
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     path = tmp_path_factory.mktemp("same") / "same.stagepack"
     shapes = {"x": {0: torch.export.Dim("size", min=2, max=2**24)}}
-    stagepack.export(Same(), (torch.ones(4),), out=path, stages=1, dynamic_shapes=shapes)
+    stagepack.export(module_of(lambda self, x: x + 0), (torch.ones(4),), out=path, stages=1, dynamic_shapes=shapes)
     with stagepack_server([path]) as server:
         yield server
 

@@ -4,12 +4,10 @@ import contextlib
 import http.client
 import json
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import grpc
-import numpy
 import pytest
 import torch
 from tritonclient.grpc import service_pb2 as pb
@@ -17,8 +15,17 @@ from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
 import stagepack
 from stagepack_loaders.logs import RequestTrace, begin_trace
-from tests.serve.generating_model import export_decoder
-from tests.serve.servers import INFER, post, skips_request, stagepack_server, wait_for_requests
+from tests.serve.bundles import Bundles
+from tests.serve.servers import (
+    INFER,
+    get,
+    grpc_channel,
+    post,
+    skips_message,
+    skips_request,
+    stagepack_server,
+    wait_for_requests,
+)
 from tests.waiting import wait_until
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -73,7 +80,7 @@ def test_only_a_valid_traceparent_is_taken(header: str | None, is_taken: bool) -
 
 
 @pytest.mark.process
-def test_a_record_has_all_of_a_request_over_rest(bundles: Mapping[str, Path], log: Path) -> None:
+def test_a_record_has_all_of_a_request_over_rest(bundles: Bundles, log: Path) -> None:
     body = json.dumps(skips_request(2)).encode()
     with stagepack_server([bundles["skips"]], *JSON_LOG, errors=log) as server:
         status, _, answer = post(server.http, f"{INFER}?token=secret", body, {"traceparent": TRACEPARENT})
@@ -82,17 +89,11 @@ def test_a_record_has_all_of_a_request_over_rest(bundles: Mapping[str, Path], lo
         assert post(server.http, "/v2/models/none/infer", b"{}")[0] == 404
         assert post(server.http, "/v2/health/live", b"")[0] == 405
         post(server.http, "/v1/completions", b'{"model": "skips", "prompt": "secret"}')
-        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", server.http)) as connection:
-            connection.request("GET", "/v2/health/live")
-            health_trace = connection.getresponse().headers["traceparent"]
+        health_trace = get(server.http, "/v2/health/live")[2]["traceparent"]
     whole, refused, unknown, not_allowed, text = access_records(log)
     version, trace_id, span_id, flags = answer.headers["traceparent"].split("-")
     assert (version, trace_id, flags) == ("00", TRACE, "01")
-    assert {name: whole.pop(name) for name in ("trace_id", "span_id", "parent_id")} == {
-        "trace_id": TRACE,
-        "span_id": span_id,
-        "parent_id": SPAN,
-    }
+    assert [whole.pop(name) for name in ("trace_id", "span_id", "parent_id")] == [TRACE, span_id, SPAN]
     times = {name: whole.pop(name) for name in ("seconds", "queue_seconds", "run_seconds")}
     assert 0 < times["run_seconds"] <= times["seconds"]
     assert 0 <= times["queue_seconds"] <= times["seconds"]
@@ -121,16 +122,9 @@ def test_a_record_has_all_of_a_request_over_rest(bundles: Mapping[str, Path], lo
 
 
 @pytest.mark.process
-def test_calls_and_messages_over_grpc_have_records(bundles: Mapping[str, Path], log: Path) -> None:
-    x, weight = numpy.ones((1, 8), "float32"), numpy.ones((1, 1), "float32")
-    request = pb.ModelInferRequest(model_name="skips", raw_input_contents=[x.tobytes(), weight.tobytes()])
-    for input_name, array in (("x", x), ("weight", weight)):
-        request.inputs.add(name=input_name, datatype="FP32", shape=array.shape)
-    metadata = (("traceparent", TRACEPARENT),)
-    with (
-        stagepack_server([bundles["skips"]], *JSON_LOG, errors=log) as server,
-        grpc.insecure_channel(f"127.0.0.1:{server.grpc}") as channel,
-    ):
+def test_calls_and_messages_over_grpc_have_records(bundles: Bundles, log: Path) -> None:
+    request, metadata = skips_message(1), (("traceparent", TRACEPARENT),)
+    with stagepack_server([bundles["skips"]], *JSON_LOG, errors=log) as server, grpc_channel(server) as channel:
         stub = GRPCInferenceServiceStub(channel)
         response, call = stub.ModelInfer.with_call(request, metadata=metadata)
         assert len(list(stub.ModelStreamInfer(iter([request, request]), metadata=metadata))) == 2
@@ -160,7 +154,7 @@ def test_calls_and_messages_over_grpc_have_records(bundles: Mapping[str, Path], 
 
 @pytest.mark.process
 @pytest.mark.parametrize("log_format", ["text", "json"])
-def test_nothing_that_a_client_sends_forges_a_record(bundles: Mapping[str, Path], log: Path, log_format: str) -> None:
+def test_nothing_that_a_client_sends_forges_a_record(bundles: Bundles, log: Path, log_format: str) -> None:
     forged = "a%0A2026-01-01 rest skips 1 OK\x1b[2J".replace(" ", "%20").replace("\x1b", "%1b")
     options = ("--access-log", "--log-format", log_format)
     with stagepack_server([bundles["skips"]], *options, errors=log) as server:
@@ -175,9 +169,7 @@ def test_nothing_that_a_client_sends_forges_a_record(bundles: Mapping[str, Path]
 
 @pytest.mark.process
 @pytest.mark.parametrize("log_format", ["text", "json"])
-def test_processes_of_stages_name_the_request(
-    log: Path, tmp_path: Path, log_format: str, bundles: Mapping[str, Path]
-) -> None:
+def test_processes_of_stages_name_the_request(log: Path, tmp_path: Path, log_format: str, bundles: Bundles) -> None:
     bundle = stagepack.recut(bundles["skips"], out=tmp_path / "skips.stagepack", stages=2)
     options = ("--processes", "2", "--log-format", log_format, "--log-level", "debug", "--access-log")
     with stagepack_server([bundle.path], *options, errors=log) as server:
@@ -188,10 +180,8 @@ def test_processes_of_stages_name_the_request(
     if log_format == "text":
         lines = [line for line in log.read_text().splitlines() if line.endswith(f" trace={TRACE}")]
         assert sum("rest skips 1 OK" in line for line in lines) == 1
-        assert {line.split("DEBUG ")[1].split(":")[0] for line in lines if "DEBUG" in line} == {
-            "process 1",
-            "process 2",
-        }
+        debugged = {line.split("DEBUG ")[1].split(":")[0] for line in lines if "DEBUG" in line}
+        assert debugged == {"process 1", "process 2"}
         return
     found = [record for record in records(log) if record.get("trace_id") == TRACE]
     ranks = [record["rank"] for record in found if record["logger"] == "stagepack"]
@@ -202,8 +192,8 @@ def test_processes_of_stages_name_the_request(
 
 
 @pytest.mark.process
-def test_the_texts_of_a_batch_belong_to_no_request_alone(tmp_path: Path, log: Path) -> None:
-    with stagepack_server([export_decoder(tmp_path)], *JSON_LOG, errors=log) as server:
+def test_the_texts_of_a_batch_belong_to_no_request_alone(writer: Path, log: Path) -> None:
+    with stagepack_server([writer], *JSON_LOG, errors=log) as server:
         for number in range(2):
             fields = {"model": "writer", "prompt": "a", "max_tokens": 3}
             header = f"00-{number + 1:032x}-{SPAN}-01"

@@ -1,15 +1,12 @@
 """A thread that runs batches ends: the server says that it is not ready, answers what waits, and ends."""
 
-import contextlib
 import ctypes
 import gc
-import http.client
 import json
 import os
 import signal
 import socket
 import threading
-from collections.abc import Mapping
 from pathlib import Path
 
 import numpy
@@ -26,7 +23,8 @@ from stagepack_serving.server.metrics import Metrics
 from stagepack_serving.server.model_registry import ModelRegistry
 from stagepack_serving.server.scheduler import QueuedCall
 from stagepack_serving.server.served_model import ServedModel
-from tests.serve.servers import INFER, Client, post, skips_request, stagepack_server
+from tests.serve.bundles import Bundles
+from tests.serve.servers import INFER, Client, get, post, skips_request, stagepack_server
 
 pytestmark = pytest.mark.xdist_group("serve")
 
@@ -66,38 +64,26 @@ def test_a_server_with_a_lost_thread_is_not_ready(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_server_is_not_ready_and_ends(bundles: Mapping[str, Path], tmp_path: Path) -> None:
+def test_the_server_is_not_ready_and_ends(bundles: Bundles, tmp_path: Path) -> None:
     (tmp_path / "killer.py").write_text(KILLER)
     log = tmp_path / "stderr"
-    prefix = [
-        "env",
-        f"PYTHONPATH={tmp_path}:{os.environ.get('PYTHONPATH', '')}",
-        "sh",
-        "-c",
-        f'exec "$@" 2> {log}',
-        "sh",
-    ]
+    variable = f"PYTHONPATH={tmp_path}:{os.environ.get('PYTHONPATH', '')}"
+    prefix = ["env", variable, "sh", "-c", f'exec "$@" 2> {log}', "sh"]
     body = json.dumps(skips_request())
     with (
         stagepack_server([bundles["skips"]], "--import", "killer", "--linger-s", "2", prefix=prefix) as server,
         Client("grpc", server) as client,
     ):
-
-        def health(name: str) -> int:
-            with contextlib.closing(http.client.HTTPConnection("127.0.0.1", server.http)) as connection:
-                connection.request("GET", f"/v2/health/{name}")
-                return connection.getresponse().status
-
-        assert health("ready") == 200
+        assert get(server.http, "/v2/health/ready")[0] == 200
         assert post(server.http, INFER, body)[0] == 200
         server.process.send_signal(signal.SIGUSR1)
         status, answer, _ = post(server.http, INFER, body)
         assert status == 503
         assert "the thread of lane 0 has ended: SystemExit" in answer["error"]
-        assert health("ready") == 503
+        assert get(server.http, "/v2/health/ready")[0] == 503
         assert not client.raw.is_server_ready()
         assert not client.raw.is_model_ready("skips")
-        assert health("live") == 200
+        assert get(server.http, "/v2/health/live")[0] == 200
         assert post(server.http, INFER, body)[0] == 503
         assert server.process.wait(timeout=30) == 1
         assert "the thread of lane 0 has ended: SystemExit" in log.read_text()

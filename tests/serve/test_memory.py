@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
-from tritonclient.utils import InferenceServerException
 
 import stagepack
 from stagepack.errors import InputError
@@ -19,7 +18,9 @@ from stagepack_serving.server.limits import ServerLimits
 from stagepack_serving.server.metrics import Metrics
 from stagepack_serving.server.model_control import ModelControl, fixed_bundles
 from stagepack_serving.server.model_registry import LoadedBundle, ModelRegistry
-from tests.serve.servers import Client, Server, post, stagepack_server
+from tests.modules import module_of
+from tests.process_facts import child_processes, memory_bytes
+from tests.serve.servers import Client, Server, post, refused, stagepack_server
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.xdist_group("serve")
@@ -27,33 +28,20 @@ WEIGHT_BYTES = 80_000_000
 LOADS = 20
 
 
-class Heavy(torch.nn.Module):
-    """As many weights in each of two stages."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = (torch.nn.Linear(2, WEIGHT_BYTES // 16, bias=False) for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x @ self.first.weight[:2] @ self.second.weight[:2]
-
-
 @pytest.fixture(scope="module")
 def heavy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As many weights in each of two stages."""
+    first, second = (torch.nn.Linear(2, WEIGHT_BYTES // 16, bias=False) for _ in range(2))
+    forward = lambda self, x: x @ self.first.weight[:2] @ self.second.weight[:2]  # noqa: E731
+    model = module_of(forward, first=first, second=second)
     out = tmp_path_factory.mktemp("heavy") / "heavy.stagepack"
     rows = {0: torch.export.Dim("rows", min=1, max=4096)}
-    return stagepack.export(Heavy(), (torch.ones(2, 2),), out=out, stages=2, dynamic_shapes={"x": rows}).path
+    return stagepack.export(model, (torch.ones(2, 2),), out=out, stages=2, dynamic_shapes={"x": rows}).path
 
 
 def own_bytes(process_id: int) -> int:
     """The memory that a process has for itself alone, and its children for themselves."""
-    status = Path(f"/proc/{process_id}/status").read_text()
-    tasks = Path(f"/proc/{process_id}/task")
-    children = [child for task in tasks.iterdir() for child in (task / "children").read_text().split()]
-    _, _, anonymous_size = status.partition("RssAnon:")
-    if not anonymous_size:  # it has ended
-        return 0
-    return int(anonymous_size.split()[0]) * 1024 + sum(own_bytes(int(child)) for child in children)
+    return memory_bytes(process_id) + sum(map(own_bytes, child_processes(process_id)))
 
 
 @pytest.mark.parametrize("options", [(), pytest.param(("--processes", "2"), marks=pytest.mark.slow)])
@@ -109,17 +97,11 @@ def summing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server that gives memory back soon."""
     out = tmp_path_factory.mktemp("summing") / "summing.stagepack"
     rows = {0: torch.export.Dim("rows", min=1, max=64)}
-    stagepack.export(Summing(), (torch.ones(2, 250_000),), out=out, stages=1, dynamic_shapes={"x": rows})
+    model = module_of(lambda self, x: x.sum(1, keepdim=True))
+    stagepack.export(model, (torch.ones(2, 250_000),), out=out, stages=1, dynamic_shapes={"x": rows})
     constants = {"stagepack_serving.server.free_memory._QUIET_SECONDS": 0.5}
     with stagepack_server([out], constants=constants) as server:
         yield server
-
-
-class Summing(torch.nn.Module):
-    """Takes much, and answers little."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.sum(1, keepdim=True)
 
 
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
@@ -138,25 +120,16 @@ def test_memory_of_requests_is_given_back(summing: Server, protocol: str) -> Non
     wait_until(lambda: own_bytes(summing.process.pid) < quiet_bytes + 100_000_000, 20)
 
 
-class Repeated(torch.nn.Module):
-    """Answers much."""
-
-    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"much": x.repeat(1, 1000), "little": x * 2}
-
-
 def test_answer_that_clients_over_grpc_cannot_read_is_refused_before_the_run(tmp_path: Path) -> None:
     rows = {0: torch.export.Dim("rows", min=1, max=64)}
-    bundle = stagepack.export(
-        Repeated(), (torch.ones(2, 100),), out=tmp_path / "repeated.stagepack", stages=1, dynamic_shapes={"x": rows}
-    )
+    model, out = module_of(lambda self, x: {"much": x.repeat(1, 1000), "little": x * 2}), tmp_path / "repeated"
+    bundle = stagepack.export(model, (torch.ones(2, 100),), out=out, stages=1, dynamic_shapes={"x": rows})
     constants = {"stagepack_serving.server.grpc_messages.MAX_ANSWER_BYTES": 1_000_000}
     with stagepack_server([bundle.path], constants=constants) as server:
         inputs = {"x": numpy.ones((3, 100), "float32")}
         with Client("grpc", server) as client:
-            with pytest.raises(InferenceServerException, match="found 1,201,200") as raised:
+            with refused("RESOURCE_EXHAUSTED", says="found 1,201,200"):
                 client.ask("repeated", inputs)
-            assert raised.value.status() == "StatusCode.RESOURCE_EXHAUSTED"
             assert client.ask("repeated", inputs, outputs=["little"])["little"].shape == (3, 100)
             statistics = client.raw.get_inference_statistics("repeated", as_json=True)["model_stats"][0]
             assert int(statistics["execution_count"]) == 1

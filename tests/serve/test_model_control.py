@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import grpc
 import numpy
 import pytest
 from click.testing import CliRunner
@@ -17,7 +16,16 @@ from tritonclient.utils import InferenceServerException
 
 from stagepack.cli import main
 from tests.bundle_editor import BundleEditor
-from tests.serve.servers import Client, Server, ask_slow, post, stagepack_server, wait_for_requests
+from tests.serve.servers import (
+    Client,
+    Server,
+    ask_slow,
+    grpc_channel,
+    post,
+    refused,
+    stagepack_server,
+    wait_for_requests,
+)
 from tests.serve.version_models import Repository, count, export_counter, export_scale, factor_of
 from tests.waiting import wait_until
 
@@ -62,9 +70,8 @@ def test_clients_choose_names_and_nothing_else(repository: Repository, client: C
     export_scale(repository.folder / name / "1", 1.0)
     folder = repository.folder
     for other_name in ("other", "..", f"{name}/1", f"../{folder.name}/{name}", str(folder / name)):
-        with pytest.raises(InferenceServerException) as caught:
+        with refused("404", "NOT_FOUND"):
             client.raw.load_model(other_name)
-        assert caught.value.status() in ("404", "StatusCode.NOT_FOUND")
     with pytest.raises(InferenceServerException, match="no model 'other' is loaded"):
         client.raw.unload_model("other")
     with pytest.raises(InferenceServerException, match="expected no parameters, found config"):
@@ -170,10 +177,7 @@ def test_a_start_on_another_version_ends_the_sequence_and_a_refused_one_does_not
 
 def test_health_follows_the_models(repository: Repository) -> None:
     export_scale(repository.folder / "health" / "1", 1.0)
-    with (
-        Client("grpc", repository.server) as client,
-        grpc.insecure_channel(f"127.0.0.1:{repository.server.grpc}") as channel,
-    ):
+    with Client("grpc", repository.server) as client, grpc_channel(repository.server) as channel:
         health = HealthStub(channel)
         assert health.Check(HealthCheckRequest()).status == HealthCheckResponse.SERVING
         watch = health.Watch(HealthCheckRequest(service="health"))
@@ -209,10 +213,7 @@ def test_specific_versions_roll_back_a_model(tmp_path: Path) -> None:
     folder = export_scale(tmp_path / "models" / "scale" / "1", 1.0).parent
     export_scale(folder / "2", 2.0)
     options = ("--model-repository", str(folder.parent))
-    with (
-        stagepack_server([], *options, "--version-policy", "specific:1") as server,
-        Client("http", server) as client,
-    ):
+    with stagepack_server([], *options, "--version-policy", "specific:1") as server, Client("http", server) as client:
         assert factor_of(client, "scale") == 1
         assert client.metadata("scale")["versions"] == ["1"]
     ports = ("--http-port", "0", "--grpc-port", "0")
@@ -242,10 +243,7 @@ def test_repository_without_what_is_served_is_no_silent_start(tmp_path: Path) ->
 def test_poll(tmp_path: Path) -> None:
     folder = export_scale(tmp_path / "models" / "scale" / "1", 1.0).parent
     options = ("--model-repository", str(folder.parent), "--model-control", "poll", "--poll-s", "0.2")
-    with (
-        stagepack_server([], *options, "--version-policy", "latest:2") as server,
-        Client("http", server) as client,
-    ):
+    with stagepack_server([], *options, "--version-policy", "latest:2") as server, Client("http", server) as client:
         repository = Repository(server, folder.parent)
         export_scale(folder / "2", 2.0)
         wait_until(lambda: factor_of(client, "scale") == 2)
@@ -262,11 +260,8 @@ def test_poll(tmp_path: Path) -> None:
 
 
 def test_version_that_is_being_unloaded_is_in_the_index_once(slow: Path) -> None:
-    with (
-        stagepack_server([slow], "--model-control", "explicit") as server,
-        ThreadPoolExecutor(1) as pool,
-    ):
-        answer = pool.submit(ask_slow, server, 2000)
+    with stagepack_server([slow], "--model-control", "explicit") as server, ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(ask_slow, server, 1000)
         wait_for_requests(server, "slow")
         assert post(server.http, "/v2/repository/models/slow/unload", b"")[0] == 200
         index = post(server.http, "/v2/repository/index", b"")[1]
@@ -285,8 +280,7 @@ def test_clients_change_nothing_unless_the_operator_allows_it(small: Server, pro
             lambda: client.raw.update_log_settings({"log_info": False}),
         ]
         for change in changes:
-            with pytest.raises(InferenceServerException, match="--model-control explicit") as raised:
+            with refused("403", "PERMISSION_DENIED", says="--model-control explicit"):
                 change()
-            assert raised.value.status() in ("403", "StatusCode.PERMISSION_DENIED")
         settings = client.raw.get_log_settings() if protocol == "http" else client.raw.get_log_settings(as_json=True)
         assert "log_info" in str(settings)

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy
@@ -18,31 +18,24 @@ from stagepack_serving.server.limits import ServerLimits
 from stagepack_serving.server.metrics import Metrics
 from stagepack_serving.server.parameters import InferenceRequest, InferenceTensor
 from stagepack_serving.server.served_model import ServedModel
+from tests.modules import module_of
+from tests.serve.bundles import Bundles
 
 # A batch runs when it has this many rows, or after a delay that no test waits for.
 BATCH_SIZE, DELAY_SECONDS = 8, 60.0
 VOCABULARY = 10
 
 
-class Tagger(torch.nn.Module):
-    """Numbers and an id for each row."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = torch.nn.Embedding(VOCABULARY, 6)
-        self.layer = torch.nn.Linear(6, 3)
-
-    def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        return self.layer((x + self.table(ids)).tanh()).softmax(-1)
-
-
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    """Takes numbers and an id for each row."""
     torch.manual_seed(0)
+    parts = {"table": torch.nn.Embedding(VOCABULARY, 6), "layer": torch.nn.Linear(6, 3)}
+    tagger = module_of(lambda self, x, ids: self.layer((x + self.table(ids)).tanh()).softmax(-1), **parts).eval()
     out: Path = tmp_path_factory.mktemp("neighbours") / "tagger.stagepack"
     rows = torch.export.Dim("rows", min=1, max=64)
     example = (torch.randn(3, 6), torch.tensor([1, 2, 3]))
-    return stagepack.export(Tagger().eval(), example, out=out, stages=2, dynamic_shapes=({0: rows}, {0: rows}))
+    return stagepack.export(tagger, example, out=out, stages=2, dynamic_shapes=({0: rows}, {0: rows}))
 
 
 @pytest.fixture(scope="module")
@@ -151,9 +144,7 @@ def test_neighbour_that_does_not_fit_joins_no_batch(model: ServedModel, neighbou
     numpy.testing.assert_allclose(own_answer, answer_alone(model, own), rtol=1e-6, atol=1e-7)
 
 
-def test_log_says_why_requests_run_alone(
-    bundle: Bundle, bundles: Mapping[str, Path], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_log_says_why_requests_run_alone(bundle: Bundle, bundles: Bundles, caplog: pytest.LogCaptureFixture) -> None:
     together = stagepack.open(bundles["together"])
     with caplog.at_level("DEBUG", "stagepack.serve"), served(bundle, 0):
         assert ServedModel("mixed", stagepack.load(together), ServerLimits(), Metrics()).close(20)

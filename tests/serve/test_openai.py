@@ -4,7 +4,7 @@ import ast
 import collections
 import json
 import re
-import socket
+import shutil
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -25,8 +25,8 @@ from stagepack_serving.server.generation.openai_requests import (
     use_of_field,
 )
 from stagepack_serving.server.generation.text_stream import TextFormat
-from tests.serve.generating_model import POSITIONS, VOCABULARY, Decoder, export_decoder, tokenizer
-from tests.serve.servers import Server, openai_client, post, stagepack_server
+from tests.serve.generating_model import POSITIONS, VOCABULARY, Decoder, tokenizer
+from tests.serve.servers import Server, begin_stream, openai_client, post, stagepack_server
 from tests.serve.test_serve import metrics
 from tests.waiting import wait_until
 
@@ -36,15 +36,15 @@ TEXT_FORMAT = TextFormat(tokenizer(), None)
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(writer: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("writer")
-    writer = export_decoder(folder)
+    bundle = shutil.copytree(writer, folder / "writer.stagepack")
     # With tokens up to the end of the vocabulary, and one that has no logits.
     larger = tokenizer()
     larger.add_tokens(["<last but one>", "<last>", "<unscored>"])
     (folder / "tokenizer.json").write_text(larger.to_str())
-    stagepack.add_assets(writer, [folder / "tokenizer.json"], overwrite=True)
-    with stagepack_server([writer], "--max-sequences", "3") as server:
+    stagepack.add_assets(bundle, [folder / "tokenizer.json"], overwrite=True)
+    with stagepack_server([bundle], "--max-sequences", "3") as server:
         yield server
 
 
@@ -154,11 +154,8 @@ def test_several_prompts_have_n_texts_each(client: openai.OpenAI) -> None:
 
 
 def test_a_client_that_goes_away_frees_the_places_of_all_texts(server: Server) -> None:
-    body = json.dumps({"model": "writer", "prompt": ["a", "b"], "n": 4, "max_tokens": 90, "stream": True}).encode()
-    with socket.create_connection(("127.0.0.1", server.http)) as connection:
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
-        connection.sendall(head.encode() + body)
-        assert connection.recv(15) == b"HTTP/1.1 200 OK"
+    body = {"model": "writer", "prompt": ["a", "b"], "n": 4, "max_tokens": 90, "stream": True}
+    begin_stream(server, "/v1/completions", body).close()
     wait_until(lambda: metrics(server)["stagepack_sequences", "writer"] == 0, 10)
     assert metrics(server)["stagepack_pending_requests", "writer"] == 0
 
@@ -175,9 +172,8 @@ def test_others_are_answered_while_a_request_has_many_texts(client: openai.OpenA
 def test_a_chat_has_n_answers(client: openai.OpenAI) -> None:
     request: Any = {"model": "writer", "messages": [{"role": "user", "content": "Hi"}], "seed": 3, "max_tokens": 9}
     whole = client.chat.completions.create(**request, n=2)
-    expected = [
-        client.chat.completions.create(**request | {"seed": seed}).choices[0].message.content for seed in (3, 4)
-    ]
+    alone = [client.chat.completions.create(**request | {"seed": seed}) for seed in (3, 4)]
+    expected = [answer.choices[0].message.content for answer in alone]
     assert [choice.message.content for choice in whole.choices] == expected
     texts, roles = ["", ""], []
     for event in client.chat.completions.create(**request, n=2, stream=True):

@@ -2,51 +2,41 @@
 
 import json
 from collections.abc import Iterator
-from http.client import HTTPConnection
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.serve.generating_model import POSITIONS, export_decoder
-from tests.serve.servers import Server, post_json, stagepack_server
+from tests.serve.generating_model import POSITIONS
+from tests.serve.servers import Server, get, post_json, stagepack_server
 
 pytestmark = pytest.mark.xdist_group("serve")
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with stagepack_server([export_decoder(tmp_path_factory.mktemp("writer"))]) as server:
+def server(writer: Path) -> Iterator[Server]:
+    with stagepack_server([writer]) as server:
         yield server
 
 
-def ask(server: Server, method: str, path: str) -> tuple[int, Any, dict[str, str]]:
-    """The status, the answer and the headers of a request without a body."""
-    connection = HTTPConnection("127.0.0.1", server.http, timeout=60)
-    try:
-        connection.request(method, path)
-        answer = connection.getresponse()
-        return answer.status, json.loads(answer.read()), {name.lower(): value for name, value in answer.getheaders()}
-    finally:
-        connection.close()
+def ask(server: Server, method: str, path: str) -> tuple[int, Any, Any]:
+    status, text, headers = get(server.http, path, method=method)
+    return status, json.loads(text)["error"], headers
 
 
 def test_errors_of_all_paths_have_the_form_of_openai(server: Server) -> None:
     for path in ("/v1", "/v1/", "/v1/fine_tuning/jobs", "/v1/chat"):
-        status, answer, _ = ask(server, "GET", path)
-        assert (status, answer["error"]["code"], answer["error"]["type"]) == (
-            404,
-            "unknown_url",
-            "invalid_request_error",
-        )
-    status, answer, _ = ask(server, "GET", "/v1/models/reader")
-    assert (status, answer["error"]["code"]) == (404, "model_not_found")
+        status, error, _ = ask(server, "GET", path)
+        assert (status, error["code"], error["type"]) == (404, "unknown_url", "invalid_request_error")
+    status, error, _ = ask(server, "GET", "/v1/models/reader")
+    assert (status, error["code"]) == (404, "model_not_found")
     for method, path, allowed in (
         ("GET", "/v1/completions", "POST"),
         ("PUT", "/v1/chat/completions", "POST"),
         ("POST", "/v1/models", "GET, HEAD"),
     ):
-        status, answer, headers = ask(server, method, path)
-        assert (status, answer["error"]["code"]) == (405, "method_not_supported")
+        status, error, headers = ask(server, method, path)
+        assert (status, error["code"]) == (405, "method_not_supported")
         assert sorted(headers["allow"].split(", ")) == allowed.split(", ")
 
 

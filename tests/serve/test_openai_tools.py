@@ -5,6 +5,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -14,7 +15,7 @@ from pydantic import BaseModel, Field
 
 import stagepack
 from stagepack_serving.server.generation.tool_calls import CallForm, CallReader, ToolCall, form_of_template
-from tests.serve.generating_model import export_decoder, tokenizer
+from tests.serve.generating_model import tokenizer
 from tests.serve.servers import Server, openai_client, post, stagepack_server
 
 pytestmark = pytest.mark.xdist_group("serve")
@@ -32,8 +33,7 @@ CALLING_MESSAGES = (
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    writer = export_decoder(tmp_path_factory.mktemp("writer"))
+def server(writer: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     # The same with a token that ends texts.
     folder = tmp_path_factory.mktemp("ending")
     (folder / "generation_config.json").write_text('{"eos_token_id": 1}')
@@ -73,14 +73,8 @@ def test_an_answer_satisfies_a_json_schema(client: openai.OpenAI, temperature: f
     pytest.importorskip("llguidance")
     response_format = {"type": "json_schema", "json_schema": {"name": "state", "schema": SCHEMA, "strict": True}}
     # Without a preference for no whitespace, random weights write little else.
-    options = {
-        "temperature": temperature,
-        "seed": 1,
-        "n": 4,
-        "logit_bias": space_bias(),
-        "response_format": response_format,
-    }
-    for choice in converse(client, **options).choices:
+    options = {"temperature": temperature, "logit_bias": space_bias(), "response_format": response_format}
+    for choice in converse(client, seed=1, n=4, **options).choices:
         jsonschema.validate(json.loads(choice.message.content), SCHEMA)
         assert choice.finish_reason == "stop"
 
@@ -104,11 +98,7 @@ def test_an_answer_is_a_json_object(client: openai.OpenAI) -> None:
     [
         ({"type": "json_schema"}, "ending", "response_format: expected `json_schema` with the type json_schema"),
         ({"type": "xml"}, "ending", "response_format"),
-        (
-            {"type": "json_object"},
-            "writer",
-            "this server cannot answer with JSON of a schema: the bundle names no token",
-        ),
+        ({"type": "json_object"}, "writer", "cannot answer with JSON of a schema: the bundle names no token"),
         ({"type": "objekt"}, "ending", "Invalid type: objekt"),
         ({"$ref": "#"}, "ending", "expected a JSON schema that llguidance supports"),
         ({"$ref": "file:///etc/passwd"}, "ending", "expected a JSON schema that llguidance supports"),
@@ -120,12 +110,8 @@ def test_a_format_that_cannot_be_followed_is_refused(
     client: openai.OpenAI, response_format: Any, model: str, says: str
 ) -> None:
     pytest.importorskip("llguidance")
-    is_schema = isinstance(response_format, dict) and response_format.get("type") not in (
-        "json_schema",
-        "xml",
-        "json_object",
-    )
-    if is_schema:
+    formats = ("json_schema", "xml", "json_object")
+    if isinstance(response_format, dict) and response_format.get("type") not in formats:
         response_format = {"type": "json_schema", "json_schema": {"name": "a", "schema": response_format}}
     with pytest.raises(openai.BadRequestError) as raised:
         converse(client, model=model, response_format=response_format)
@@ -216,12 +202,8 @@ def test_a_tool_that_must_be_called_is_called(client: openai.OpenAI, model: str,
         assert re.fullmatch("[A-Za-z0-9]{9}", call.id)
     deltas = [event.choices[0].delta for event in converse(client, **request, stream=True)]
     [streamed] = [call for delta in deltas for call in delta.tool_calls or ()]
-    first_call = whole.choices[0].message.tool_calls[0].function
-    assert (streamed.index, streamed.function.name, streamed.function.arguments) == (
-        0,
-        first_call.name,
-        first_call.arguments,
-    )
+    first, other = whole.choices[0].message.tool_calls[0].function, streamed.function
+    assert (streamed.index, other.name, other.arguments) == (0, first.name, first.arguments)
     assert not "".join(delta.content or "" for delta in deltas).strip()
 
 
@@ -242,10 +224,11 @@ def test_tools_are_in_the_prompt_and_texts_without_calls_are_texts(client: opena
         {"role": "tool", "tool_call_id": "123456789", "content": "x"},
     ]
     answered = converse(client, **request, messages=messages)
-    developer = converse(client, **request, messages=[{"role": "developer", "content": "Be brief"}])
-    assert (
-        developer.choices == converse(client, **request, messages=[{"role": "system", "content": "Be brief"}]).choices
+    developer, system = (
+        converse(client, **request, messages=[{"role": role, "content": "Be brief"}])
+        for role in ("developer", "system")
     )
+    assert developer.choices == system.choices
     assert answered.usage.prompt_tokens == len("<u>Hi<a>4<t>x")
 
 
@@ -261,10 +244,7 @@ def test_tools_are_in_the_prompt_and_texts_without_calls_are_texts(client: opena
             {"model": "hermes", "tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "h"}}},
             "tool_choice: expected the name of one of `tools`, found 'h'",
         ),
-        (
-            {"model": "hermes", "tools": TOOLS, "response_format": {"type": "json_object"}},
-            "response_format: expected a text",
-        ),
+        ({"model": "hermes", "tools": TOOLS, "response_format": {"type": "json_object"}}, "expected a text"),
         ({"functions": [{"name": "a"}]}, "functions: this server does not support it"),
     ],
 )

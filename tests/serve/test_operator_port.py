@@ -1,8 +1,6 @@
 """Health and metrics, which the load of a server neither delays nor is delayed by."""
 
 import asyncio
-import contextlib
-import http.client
 import resource
 import subprocess
 import sys
@@ -17,6 +15,7 @@ from prometheus_client import CollectorRegistry, Counter, generate_latest
 import stagepack
 from stagepack_serving.server.rest_pages import SharedPage, metrics_page
 from stagepack_serving.server.server import _raise_file_limit
+from tests.serve.servers import get
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.xdist_group("serve")
@@ -54,31 +53,22 @@ def ports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, int]]
             process.kill()
 
 
-def answer(port: int, path: str, headers: dict[str, str] | None = None) -> tuple[int, bytes]:
-    """The status and the body of an answer."""
-    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=30)) as connection:
-        connection.request("GET", path, headers=headers or {})
-        response = connection.getresponse()
-        return response.status, response.read()
-
-
 def test_operator_is_answered_while_the_event_loop_is_busy(ports: tuple[int, int]) -> None:
     http_port, operator_port = ports
-    assert answer(operator_port, "/v2/health/live") == (200, b"")
-    request = threading.Thread(target=answer, args=(http_port, "/v2", {"Authorization": "Bearer some-token"}))
+    assert get(operator_port, "/v2/health/live")[:2] == (200, "")
+    request = threading.Thread(target=get, args=(http_port, "/v2", {"Authorization": "Bearer some-token"}))
     request.start()
-    wait_until(lambda: answer(operator_port, "/v2/health/live")[0] == 503)
-    assert answer(operator_port, "/v2/health/ready")[0] == 200
-    status, page = answer(operator_port, "/metrics")
-    assert status == 200
-    assert b"stagepack_model_info" in page
+    wait_until(lambda: get(operator_port, "/v2/health/live")[0] == 503)
+    assert get(operator_port, "/v2/health/ready")[0] == 200
+    status, page, _ = get(operator_port)
+    assert (status, "stagepack_model_info" in page) == (200, True)
     assert request.is_alive()  # it has waited for nothing
-    wait_until(lambda: answer(operator_port, "/v2/health/live")[0] == 200)
+    wait_until(lambda: get(operator_port, "/v2/health/live")[0] == 200)
 
 
 @pytest.mark.parametrize("path", ["/v2", "/v2/models/scale", "/openapi.json", "/v2/repository/index", "/v2/logging"])
 def test_operator_port_has_health_and_metrics_alone(ports: tuple[int, int], path: str) -> None:
-    assert answer(ports[1], path)[0] == 404
+    assert get(ports[1], path)[0] == 404
 
 
 def test_page_is_made_once_for_all_who_ask_meanwhile() -> None:

@@ -1,7 +1,6 @@
 """The parts of requests in the metrics: together they are all of their time."""
 
 import time
-import urllib.request
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,17 +11,16 @@ from prometheus_client.parser import text_string_to_metric_families
 from tritonclient.utils import InferenceServerException
 
 from stagepack_serving.server.metrics import REQUEST_PARTS, Timeline
-from tests.serve.generating_model import export_decoder
-from tests.serve.servers import Client, Server, ask_slow, post_json, stagepack_server
+from tests.serve.bundles import Bundles
+from tests.serve.servers import Client, Server, ask_slow, get, post_json, stagepack_server
 
 pytestmark = pytest.mark.xdist_group("serve")
 
 
 def seconds_by_model(server: Server, sample_name: str, label_name: str) -> Mapping[str, Counter[str]]:
     """The sums of a metric, by model and one more label."""
-    page = urllib.request.urlopen(f"http://127.0.0.1:{server.http}/metrics").read().decode()
     sums: dict[str, Counter[str]] = {}
-    for family in text_string_to_metric_families(page):
+    for family in text_string_to_metric_families(get(server.http)[1]):
         for sample in family.samples:
             if sample.name == sample_name:
                 by_label = sums.setdefault(sample.labels["model"], Counter())
@@ -32,9 +30,9 @@ def seconds_by_model(server: Server, sample_name: str, label_name: str) -> Mappi
 
 @pytest.mark.parametrize("options", [(), pytest.param(("--processes", "1"), marks=pytest.mark.slow)])
 def test_parts_of_requests_are_all_of_their_time(
-    slow: Path, bundles: Mapping[str, Path], tmp_path: Path, options: tuple[str, ...]
+    slow: Path, bundles: Bundles, writer: Path, options: tuple[str, ...]
 ) -> None:
-    paths = [slow] if options else [slow, bundles["skips"], export_decoder(tmp_path)]
+    paths = [slow] if options else [slow, bundles["skips"], writer]
     with stagepack_server(paths, *options) as server:
         for protocol in ("http", "grpc"):
             ask_slow(server, 50, protocol)

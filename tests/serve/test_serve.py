@@ -6,13 +6,11 @@ import queue
 import re
 import signal
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import grpc
 import numpy
 import pytest
 import torch
@@ -22,7 +20,8 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 from prometheus_client.parser import text_string_to_metric_families
 from tritonclient.utils import InferenceServerException
 
-from tests.serve.servers import Client, Server, stagepack_server
+from tests.serve.bundles import Bundles
+from tests.serve.servers import Client, Server, grpc_channel, post, refused, stagepack_server
 from tools.fork_server import run_forked
 
 pytestmark = pytest.mark.xdist_group("serve")
@@ -44,45 +43,38 @@ def skips(rows: int, value: Any = 1.0) -> Any:
     return {"x": numpy.full((rows, 8), value, "float32"), "weight": numpy.full((rows, 1), value, "float32")}
 
 
+def expected_answer(pipes: Mapping[str, Any], inputs: Any) -> Any:
+    with torch.no_grad():
+        return pipes["skips"](torch.from_numpy(inputs["x"]), weight=torch.from_numpy(inputs["weight"]))
+
+
 def ask(server: Server, protocol: str, model: Any, inputs: Any, **options: Any) -> Any:
     with Client(protocol, server) as client:
         return client.ask(model, inputs, **options)
 
 
-def test_requests_run_as_one_batch_and_get_their_own_rows(
-    bundles: Mapping[str, Path], pipes: Mapping[str, Any]
-) -> None:
+def test_requests_run_as_one_batch_and_get_their_own_rows(bundles: Bundles, pipes: Mapping[str, Any]) -> None:
     with stagepack_server([bundles["skips"]], "--max-delay-ms", "300", "--max-batch", "16") as server:
         inputs = [skips(1 + request_number % 3, float(request_number)) for request_number in range(8)]
         with concurrent.futures.ThreadPoolExecutor(8) as pool:
-            answers = list(
-                pool.map(
-                    lambda request_inputs: ask(server, "grpc", "skips", request_inputs, outputs=["y"])["y"], inputs
-                )
-            )
+            answers = list(pool.map(lambda each: ask(server, "grpc", "skips", each, outputs=["y"])["y"], inputs))
         for request_inputs, array in zip(inputs, answers, strict=True):
-            with torch.no_grad():
-                expected = pipes["skips"](
-                    torch.from_numpy(request_inputs["x"]), weight=torch.from_numpy(request_inputs["weight"])
-                )["y"]
-            assert numpy.allclose(array, expected.numpy(), atol=1e-5)
+            assert numpy.allclose(array, expected_answer(pipes, request_inputs)["y"].numpy(), atol=1e-5)
         seen = metrics(server)
         assert seen["stagepack_batch_rows_sum", "skips"] == sum(len(request_inputs["x"]) for request_inputs in inputs)
         assert seen["stagepack_batch_rows_count", "skips"] < 8
 
 
-def test_one_that_fails_does_not_fail_the_others_of_its_batch(bundles: Mapping[str, Path]) -> None:
+def test_one_that_fails_does_not_fail_the_others_of_its_batch(bundles: Bundles) -> None:
     ids = numpy.array([[101, 1037, 4937, 102]])
     good = {"input_ids": ids, "attention_mask": numpy.ones_like(ids)}
     bad = good | {"input_ids": ids + 10**6}
     with stagepack_server([bundles["minilm"]], "--max-delay-ms", "300") as server:
         with concurrent.futures.ThreadPoolExecutor(8) as pool:
-            futures = [
-                pool.submit(ask, server, "http", "minilm", bad if request_number == 3 else good)
-                for request_number in range(8)
-            ]
+            requests = [good] * 3 + [bad] + [good] * 4
+            futures = [pool.submit(ask, server, "http", "minilm", each) for each in requests]
             errors = [future.exception() for future in futures]
-        assert [error is not None for error in errors] == [request_number == 3 for request_number in range(8)]
+        assert [error is not None for error in errors] == [each is bad for each in requests]
         assert metrics(server)["stagepack_batch_rows_sum", "minilm"] > 8  # those beside it ran again
 
 
@@ -112,37 +104,21 @@ def test_metrics(torch_server: Server) -> None:
 
 
 @pytest.mark.slow
-def test_stages_on_several_devices_work_on_several_batches(
-    bundles: Mapping[str, Path], pipes: Mapping[str, Any]
-) -> None:
-    devices = (
-        "--device",
-        "cpu",
-        "--device",
-        "cpu:0",
-        "--device",
-        "cpu",
-    )  # two of them are one to torch, but not to the server
+def test_stages_on_several_devices_work_on_several_batches(bundles: Bundles, pipes: Mapping[str, Any]) -> None:
+    # Two of them are one to torch, but not to the server.
+    devices = ("--device", "cpu", "--device", "cpu:0", "--device", "cpu")
     with stagepack_server([bundles["skips"]], *devices, "--max-batch", "1") as server:
         assert server.facts["models"][0]["devices"] == ["cpu", "cpu:0"]
         inputs = [skips(1 + request_number % 5, request_number / 7) for request_number in range(40)]
         with concurrent.futures.ThreadPoolExecutor(8) as pool:
-            answers = list(
-                pool.map(
-                    lambda request_inputs: ask(server, "grpc", "skips", request_inputs, outputs=["y", "parts.0"]),
-                    inputs,
-                )
-            )
+            answers = list(pool.map(lambda each: ask(server, "grpc", "skips", each, outputs=["y", "parts.0"]), inputs))
         for request_inputs, answer in zip(inputs, answers, strict=True):
-            with torch.no_grad():
-                expected = pipes["skips"](
-                    torch.from_numpy(request_inputs["x"]), weight=torch.from_numpy(request_inputs["weight"])
-                )
+            expected = expected_answer(pipes, request_inputs)
             assert numpy.array_equal(answer["y"], expected["y"].numpy())
             assert numpy.array_equal(answer["parts.0"], expected["parts"][0].numpy())
 
 
-def test_names_of_several_bundles(bundles: Mapping[str, Path]) -> None:
+def test_names_of_several_bundles(bundles: Bundles) -> None:
     with stagepack_server([f"one={bundles['skips']}", f"two={bundles['skips']}", bundles["half"]]) as server:
         for model_name in ("one", "two"):
             assert ask(server, "http", model_name, skips(2), outputs=["y"])["y"].shape == (2, 8)
@@ -152,14 +128,12 @@ def test_names_of_several_bundles(bundles: Mapping[str, Path]) -> None:
     assert "'skips'" in completed.stderr
 
 
-def test_onnxruntime(bundles: Mapping[str, Path], pipes: Mapping[str, Any]) -> None:
+def test_onnxruntime(bundles: Bundles, pipes: Mapping[str, Any]) -> None:
     with stagepack_server([bundles["skips"]], "--runtime", "onnxruntime", is_forked=False) as server:
         assert server.facts["models"][0]["batch"] == 32
         inputs = skips(3, 0.5)
         answers = ask(server, "grpc", "skips", inputs)
-        with torch.no_grad():
-            expected = pipes["skips"](torch.from_numpy(inputs["x"]), weight=torch.from_numpy(inputs["weight"]))
-        assert numpy.allclose(answers["y"], expected["y"].numpy(), atol=1e-5)
+        assert numpy.allclose(answers["y"], expected_answer(pipes, inputs)["y"].numpy(), atol=1e-5)
         assert numpy.array_equal(answers["output.x"], inputs["x"])
         assert "libtorch" not in Path(f"/proc/{server.process.pid}/maps").read_text()
 
@@ -170,9 +144,8 @@ def test_a_stream_of_requests(torch_server: Server) -> None:
         client.raw.start_stream(lambda result, error: answer_queue.put((result, error)))
         for step in range(4):
             inputs = [client.input("x", numpy.ones(3, "float32"))]
-            client.raw.async_stream_infer(
-                "counting", inputs, sequence_id=5, sequence_start=step == 0, sequence_end=step == 3
-            )
+            ends = {"sequence_start": step == 0, "sequence_end": step == 3}
+            client.raw.async_stream_infer("counting", inputs, sequence_id=5, **ends)
         client.raw.async_stream_infer("counting", inputs, sequence_id=5, request_id="late")
         answers = [answer_queue.get(timeout=30) for _ in range(5)]
         client.raw.stop_stream()
@@ -180,7 +153,7 @@ def test_a_stream_of_requests(torch_server: Server) -> None:
     assert "sequence" in str(answers[4][1])
 
 
-def test_numbers_have_ranges_too(bundles: Mapping[str, Path]) -> None:
+def test_numbers_have_ranges_too(bundles: Bundles) -> None:
     with stagepack_server([bundles["first"]]) as server:
         inputs = {"x": numpy.arange(9, dtype="float32"), "n": numpy.array([3])}
         assert ask(server, "http", "first", inputs)["output"].tolist() == [0, 1, 2]
@@ -189,21 +162,16 @@ def test_numbers_have_ranges_too(bundles: Mapping[str, Path]) -> None:
                 ask(server, "grpc", "first", inputs | {"n": numpy.array([count])})
 
 
-def test_a_stream_runs_its_requests_together(bundles: Mapping[str, Path]) -> None:
+def test_a_stream_runs_its_requests_together(bundles: Bundles) -> None:
     answer_queue: queue.Queue[Any] = queue.Queue()
-    with (
-        stagepack_server([bundles["skips"]], "--max-delay-ms", "300") as server,
-        Client("grpc", server) as client,
-    ):
+    with stagepack_server([bundles["skips"]], "--max-delay-ms", "300") as server, Client("grpc", server) as client:
         client.raw.start_stream(lambda result, error: answer_queue.put((result, error)))
         inputs = [client.input(input_name, array) for input_name, array in skips(1).items()]
         for request_number in range(8):
             client.raw.async_stream_infer("skips", inputs, request_id=str(request_number))
         answers = [answer_queue.get(timeout=30) for _ in range(8)]
         assert not [error for _, error in answers if error]
-        assert sorted(result.get_response().id for result, _ in answers) == [
-            str(request_number) for request_number in range(8)
-        ]
+        assert sorted(result.get_response().id for result, _ in answers) == list("01234567")
         assert metrics(server)["stagepack_batch_rows_count", "skips"] < 8
         started = time.monotonic()
         assert server.stop() == 0  # the stream has nothing under way, so nobody waits for it
@@ -211,7 +179,7 @@ def test_a_stream_runs_its_requests_together(bundles: Mapping[str, Path]) -> Non
         client.raw.stop_stream(cancel_requests=True)
 
 
-def test_state_that_is_given_out_stays_that_of_its_call(bundles: Mapping[str, Path]) -> None:
+def test_state_that_is_given_out_stays_that_of_its_call(bundles: Bundles) -> None:
     with stagepack_server([bundles["alias"]]) as server, Client("grpc", server) as client:
         answer_queue: queue.Queue[Any] = queue.Queue()
         inputs = [client.input("x", numpy.ones(1, "float32"))]
@@ -227,18 +195,14 @@ def test_state_that_is_given_out_stays_that_of_its_call(bundles: Mapping[str, Pa
             assert sorted(array.flat[0] for array in arrays) == list(range(2, 22))
 
 
-def test_sequences_have_places(bundles: Mapping[str, Path]) -> None:
+def test_sequences_have_places(bundles: Bundles) -> None:
     inputs = {"x": numpy.ones(3, "float32")}
     options = ("--max-sequences", "2", "--sequence-idle-s", "1")
-    with (
-        stagepack_server([bundles["counting"]], *options) as server,
-        Client("http", server) as client,
-    ):
+    with stagepack_server([bundles["counting"]], *options) as server, Client("http", server) as client:
         for sequence_id in ("a", "b"):
             client.ask("counting", inputs, sequence_id=sequence_id, sequence_start=True)
-        with pytest.raises(InferenceServerException) as caught:
+        with refused("503"):
             client.ask("counting", inputs, sequence_id="c", sequence_start=True)
-        assert caught.value.status() == "503"
         client.ask("counting", inputs, sequence_id="a", sequence_end=True)
         client.ask("counting", inputs, sequence_id="c", sequence_start=True)
         with pytest.raises(InferenceServerException, match="sequence_end: expected true or false"):
@@ -256,15 +220,10 @@ def test_index_of_models(torch_server: Server) -> None:
     with Client("grpc", torch_server) as client:
         assert client.raw.get_model_repository_index(as_json=True)["models"] == index
     for body, status in ((b'{"ready": true}', 200), (b'{"ready": 1}', 400), (b"[]", 400), (b"{", 400)):
-        url = f"http://127.0.0.1:{torch_server.http}/v2/repository/index"
-        try:
-            found_status = urllib.request.urlopen(urllib.request.Request(url, body, method="POST")).status
-        except urllib.error.HTTPError as error:
-            found_status = error.code
-        assert found_status == status
+        assert post(torch_server.http, "/v2/repository/index", body)[0] == status
 
 
-def test_access_log(bundles: Mapping[str, Path], tmp_path: Path) -> None:
+def test_access_log(bundles: Bundles, tmp_path: Path) -> None:
     (log := tmp_path / "log").touch()
     with stagepack_server([bundles["skips"]], "--access-log", errors=log) as server:
         for protocol in ("http", "grpc"):
@@ -275,50 +234,38 @@ def test_access_log(bundles: Mapping[str, Path], tmp_path: Path) -> None:
     time_pattern = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}"
     times, sizes = r"\d+\.\d ms( \(queue \d+\.\d, run \d+\.\d\))?", r"\d+ B in \d+ B out"
     rest, grpc_call = "POST /v2/models/skips/infer", "/inference.GRPCInferenceService/ModelInfer"
+    expected = (("rest skips 1 OK", rest), ("grpc skips 1 OK", grpc_call), ("rest skips 1 BAD_REQUEST", rest))
     inferences = [line for line in lines if " skips 1 " in line]
-    for line, request, operation in zip(
-        inferences,
-        ("rest skips 1 OK", "grpc skips 1 OK", "rest skips 1 BAD_REQUEST"),
-        (rest, grpc_call, rest),
-        strict=True,
-    ):
+    for line, (request, operation) in zip(inferences, expected, strict=True):
         pattern = rf"{time_pattern} {request} {times} 127\.0\.0\.1:\d+ {operation} {sizes} trace=[0-9a-f]{{32}}"
         assert re.fullmatch(pattern, line), line
 
 
-def test_grpc_health_and_reflection(bundles: Mapping[str, Path]) -> None:
+def test_grpc_health_and_reflection(bundles: Bundles) -> None:
     statuses = []
-    with stagepack_server([bundles["skips"]], "--linger-s", "2") as server:
-        channel = grpc.insecure_channel(f"127.0.0.1:{server.grpc}")
+    with stagepack_server([bundles["skips"]], "--linger-s", "1") as server, grpc_channel(server) as channel:
         stub = HealthStub(channel)
         for service in ("", "inference.GRPCInferenceService"):
             assert stub.Check(HealthCheckRequest(service=service)).status == HealthCheckResponse.SERVING
-        with pytest.raises(grpc.RpcError) as caught:
+        with refused("NOT_FOUND"):
             stub.Check(HealthCheckRequest(service="other"))
-        assert caught.value.code() == grpc.StatusCode.NOT_FOUND
         services = ProtoReflectionDescriptorDatabase(channel).get_services()
         assert {"inference.GRPCInferenceService", "grpc.health.v1.Health"} <= set(services)
         watch = stub.Watch(HealthCheckRequest(service=""))
         statuses.append(next(watch).status)
         server.process.send_signal(signal.SIGTERM)
         statuses += [response.status for response in watch]
-        channel.close()
     assert statuses == [HealthCheckResponse.SERVING, HealthCheckResponse.NOT_SERVING]
 
 
 def test_what_is_not_there(torch_server: Server) -> None:
-    with Client("grpc", torch_server) as client:
-        with pytest.raises(InferenceServerException) as caught:
-            client.raw.get_trace_settings()
-        assert caught.value.status() == "StatusCode.UNIMPLEMENTED"
-        assert "TraceSetting" in caught.value.message()
-    with Client("http", torch_server) as client:
-        with pytest.raises(InferenceServerException) as caught:
-            client.raw.get_trace_settings()
-        assert caught.value.status() == "404"
+    with Client("grpc", torch_server) as client, refused("UNIMPLEMENTED", says="TraceSetting"):
+        client.raw.get_trace_settings()
+    with Client("http", torch_server) as client, refused("404"):
+        client.raw.get_trace_settings()
 
 
-def test_a_bundle_that_fails_its_own_rules(bundles: Mapping[str, Path], tmp_path: Path) -> None:
+def test_a_bundle_that_fails_its_own_rules(bundles: Bundles, tmp_path: Path) -> None:
     for arguments in (
         [tmp_path / "nothing"],
         [bundles["skips"], "--device", "cuda:7"],

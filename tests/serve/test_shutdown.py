@@ -13,13 +13,14 @@ import subprocess
 import termios
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tritonclient.utils import InferenceServerException
 
+from tests.serve.bundles import Bundles
 from tests.serve.servers import (
     STAGEPACK,
     WITH_SIGNALS,
@@ -27,6 +28,7 @@ from tests.serve.servers import (
     Server,
     ask_slow,
     free_ports,
+    get,
     stagepack_server,
     wait_for_requests,
     wait_until_not_ready,
@@ -38,10 +40,7 @@ pytestmark = pytest.mark.xdist_group("serve")
 
 @pytest.mark.parametrize(
     "signal_number",
-    [
-        signal.SIGTERM,
-        *(pytest.param(other, marks=pytest.mark.slow) for other in (signal.SIGINT, signal.SIGHUP)),
-    ],
+    [signal.SIGTERM, *(pytest.param(other, marks=pytest.mark.slow) for other in (signal.SIGINT, signal.SIGHUP))],
 )
 def test_what_was_accepted_is_answered_before_the_end(slow: Path, signal_number: int) -> None:
     with stagepack_server([slow], "--linger-s", "0.2") as server, concurrent.futures.ThreadPoolExecutor(4) as pool:
@@ -117,15 +116,8 @@ def test_requests_are_answered_after_the_terminal_closes(slow: Path) -> None:
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
     command = [*WITH_SIGNALS, STAGEPACK, "serve", str(slow), "--http-port", "0", "--grpc-port", "0"]
-    process = subprocess.Popen(
-        command,
-        stdin=end_of_server,
-        stdout=end_of_server,
-        stderr=end_of_server,
-        text=True,
-        start_new_session=True,
-        preexec_fn=take_terminal,
-    )
+    ends: Any = {"stdin": end_of_server, "stdout": end_of_server, "stderr": end_of_server}
+    process = subprocess.Popen(command, **ends, text=True, start_new_session=True, preexec_fn=take_terminal)
     os.close(end_of_server)
     try:
         printed = ""
@@ -194,18 +186,15 @@ def test_it_says_that_it_stops(slow: Path) -> None:
     with stagepack_server([slow], "--linger-s", "3") as server:
         server.process.send_signal(signal.SIGTERM)
         wait_until_not_ready(server)
-        connection = http.client.HTTPConnection("127.0.0.1", server.http)
-        connection.request("GET", "/v2/health/ready")
-        answer = connection.getresponse()
-        assert (answer.status, answer.headers["connection"]) == (503, "close")
-        connection.close()
+        status, _, headers = get(server.http, "/v2/health/ready")
+        assert (status, headers["connection"]) == (503, "close")
         assert ask_slow(server, 1).shape == (256, 512)
         assert server.process.wait(timeout=120) == 0
 
 
 @pytest.mark.process
 @pytest.mark.parametrize("redirection", ["<&-", "2>&-", "<&- >&- 2>&-"])
-def test_closed_streams_are_no_sockets(bundles: Mapping[str, Path], redirection: str) -> None:
+def test_closed_streams_are_no_sockets(bundles: Bundles, redirection: str) -> None:
     (port,) = free_ports(1)
     line = f'exec "$@" {redirection}'
     options = ("--http-port", str(port), "--grpc-port", "0", "--linger-s", "0")
@@ -221,15 +210,13 @@ def test_closed_streams_are_no_sockets(bundles: Mapping[str, Path], redirection:
 
 def is_ready(port: int) -> bool:
     """Whether the server at a port takes requests."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
-    with contextlib.closing(connection), contextlib.suppress(OSError, http.client.HTTPException):
-        connection.request("GET", "/v2/health/ready")
-        return connection.getresponse().status == 200
+    with contextlib.suppress(OSError, http.client.HTTPException):
+        return get(port, "/v2/health/ready")[0] == 200
     return False
 
 
 @pytest.mark.process
-def test_full_disk_for_standard_output_is_one_line(bundles: Mapping[str, Path]) -> None:
+def test_full_disk_for_standard_output_is_one_line(bundles: Bundles) -> None:
     command = [STAGEPACK, "serve", str(bundles["skips"]), "--http-port", "0", "--grpc-port", "0"]
     with Path("/dev/full").open("wb") as full:
         result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False, timeout=120)

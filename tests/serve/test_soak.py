@@ -8,12 +8,11 @@ import json
 import os
 import shutil
 import statistics
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
-from tests.serve.generating_model import export_decoder
+from tests.serve.bundles import Bundles
 from tests.serve.servers import stagepack_server
 from tests.serve.soak import SAMPLE_SECONDS, soak
 from tests.serve.version_models import export_scale
@@ -28,13 +27,12 @@ def growth(memory: list[int]) -> float:
     return statistics.median(memory[-2 * tenth :]) / statistics.median(memory[tenth : 3 * tenth]) - 1
 
 
-def test_servers_withstand_mixed_load(bundles: Mapping[str, Path], tmp_path: Path) -> None:
+def test_servers_withstand_mixed_load(bundles: Bundles, writer: Path, tmp_path: Path) -> None:
     repository = tmp_path / "repository"
     for version in (1, 2):
         export_scale(repository / "scale" / str(version), float(version))
     shutil.copytree(bundles["skips"], repository / "skips" / "1")
-    (repository / "writer").mkdir()
-    shutil.move(export_decoder(tmp_path), repository / "writer" / "1")
+    shutil.copytree(writer, repository / "writer" / "1")
     control = ("--model-repository", str(repository), "--model-control", "explicit", "--load-model", "*")
     common = ("--operator-port", "0", "--log-level", "error")
     processes = ("--processes", "2", "--max-restarts", "1000000")

@@ -3,7 +3,7 @@
 import importlib
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,11 +12,10 @@ import pytest
 import torch
 
 import stagepack
+from tests.serve.bundles import Bundles
 
 
 class Tensor:
-    """A tensor of Triton."""
-
     def __init__(self, name: str, value: torch.Tensor) -> None:
         self.name, self.value = name, value
         self.__dlpack__, self.__dlpack_device__ = value.__dlpack__, value.__dlpack_device__
@@ -30,8 +29,6 @@ class Tensor:
 
 
 class Request(SimpleNamespace):
-    """A request of Triton."""
-
     def __init__(self, sequence: int = 0, flags: int = 0, **inputs: torch.Tensor) -> None:
         super().__init__(correlation_id=lambda: sequence, flags=lambda: flags, inputs=inputs)
 
@@ -72,7 +69,7 @@ def initialize(model: Any, path: Path, *, max_batch_size: int = 0, max_sequences
 
 
 def test_requests_of_a_shape_run_as_one_batch_and_those_that_do_not_fit_alone(
-    stage_model: Any, bundles: Mapping[str, Path]
+    stage_model: Any, bundles: Bundles
 ) -> None:
     initialize(stage_model, bundles["together"], max_batch_size=8)
     batches = [torch.randn(rows, 4) for rows in (2, 3)]
@@ -83,7 +80,7 @@ def test_requests_of_a_shape_run_as_one_batch_and_those_that_do_not_fit_alone(
     assert "expected 4" in str(responses[1].error)
 
 
-def test_sequences_have_state_of_their_own(stage_model: Any, bundles: Mapping[str, Path]) -> None:
+def test_sequences_have_state_of_their_own(stage_model: Any, bundles: Bundles) -> None:
     initialize(stage_model, bundles["alias"])
 
     def run(sequence: int, flags: int = 0) -> Any:

@@ -8,8 +8,8 @@ import os
 import pty
 import random
 import re
+import shutil
 import signal
-import socket
 import subprocess
 import threading
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -29,9 +29,9 @@ from stagepack_serving.server.generation.text_loop import TextLoop
 from stagepack_serving.server.limits import ServerLimits
 from stagepack_serving.server.metrics import Metrics
 from tests.distributed.test_serving import stage_process_ids
-from tests.serve.generating_families import POSITIONS, VOCABULARY, make_model
+from tests.serve.generating_families import POSITIONS, VOCABULARY, export_qwen
 from tests.serve.generating_model import tokenizer
-from tests.serve.servers import STAGEPACK, WITH_SIGNALS, Server, post, stagepack_server
+from tests.serve.servers import STAGEPACK, WITH_SIGNALS, Server, begin_stream, post, post_json, stagepack_server
 from tests.serve.test_serve import metrics
 from tests.waiting import wait_until
 
@@ -48,18 +48,9 @@ Request = tuple[dict[str, Any], list[int]]
 
 
 @pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("texts") / "qwen.stagepack"
-    model = make_model("qwen3")
-    model.generation_config.eos_token_id = None  # texts are as long as they may be
-    stagepack.export(model, out=path, stages=2, generate=POSITIONS, generate_batch=ROWS)
-    return path
-
-
-@pytest.fixture(scope="module")
-def requests(bundle: Path) -> list[Request]:
+def requests(qwen: Path) -> list[Request]:
     """Requests of drawn lengths, greedy and sampled, and the new tokens of each alone."""
-    drawn, pipeline = random.Random(0), stagepack.load(bundle)  # noqa: S311 - of a test
+    drawn, pipeline = random.Random(0), stagepack.load(qwen)  # noqa: S311 - of a test
     requests = []
     for number in range(40):
         length = drawn.choice((1, 2, 5, 17, 40))
@@ -78,26 +69,32 @@ def requests(bundle: Path) -> list[Request]:
         pytest.param(mode, marks=() if mode in ("one process", "processes") else pytest.mark.slow) for mode in MODES
     ],
 )
-def server(request: pytest.FixtureRequest, bundle: Path) -> Iterator[Server]:
-    if request.param == "ONNX Runtime":
-        stagepack.add_onnx(bundle)
-    with stagepack_server([bundle], *MODES[request.param], "--deadline-s", "50") as server:
+def server(request: pytest.FixtureRequest, qwen: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with mode_server(qwen, request.param, tmp_path_factory.mktemp("mode"), "--deadline-s", "50") as server:
         yield server
 
 
+@contextlib.contextmanager
+def mode_server(qwen: Path, mode: str, folder: Path, *options: str) -> Iterator[Server]:
+    bundle = Path(shutil.copytree(qwen, folder / qwen.name))
+    if mode == "ONNX Runtime":
+        stagepack.add_onnx(bundle)
+    with stagepack_server([bundle], *MODES[mode], *options) as server:
+        yield server
+
+
+def with_tokenizer(qwen: Path, folder: Path, *more_tokens: str) -> Path:
+    """A copy of the bundle whose prompts may be texts."""
+    made = tokenizer()
+    made.add_tokens(list(more_tokens))
+    (folder / "tokenizer.json").write_text(made.to_str())
+    bundle = Path(shutil.copytree(qwen, folder / qwen.name))
+    stagepack.add_assets(bundle, [folder / "tokenizer.json"])
+    return bundle
+
+
 def generate(server: Server, body: Mapping[str, Any]) -> tuple[int, Any]:
-    status, answer, _ = post(server.http, GENERATE, json.dumps(body))
-    return status, answer
-
-
-def begin_stream(server: Server, body: Mapping[str, Any]) -> socket.socket:
-    """A client that has the head of an answer."""
-    content = json.dumps(body).encode()
-    connection = socket.create_connection(("127.0.0.1", server.http))
-    head = f"POST {GENERATE}_stream HTTP/1.1\r\nhost: x\r\ncontent-length: {len(content)}\r\n\r\n"
-    connection.sendall(head.encode() + content)
-    assert connection.recv(15) == b"HTTP/1.1 200 OK"
-    return connection
+    return post_json(server, GENERATE, **body)
 
 
 def is_idle(server: Server) -> bool:
@@ -117,7 +114,7 @@ def test_each_client_gets_the_tokens_of_its_text_alone(server: Server, requests:
 
 def test_texts_that_nobody_waits_for_leave_their_rows(server: Server, requests: list[Request]) -> None:
     endless = {"input_ids": [3], "parameters": {"max_new_tokens": POSITIONS}}
-    for connection in [begin_stream(server, endless) for _ in range(2 * ROWS)]:
+    for connection in [begin_stream(server, f"{GENERATE}_stream", endless) for _ in range(2 * ROWS)]:
         connection.close()
     body, tokens = requests[0]
     assert generate(server, body) == (200, {**generate(server, body)[1], "output_ids": tokens})
@@ -138,9 +135,9 @@ def test_what_is_measured(server: Server, requests: list[Request]) -> None:
     assert added("token_seconds_count") == sum(counts) - len(counts)
 
 
-def test_prompts_wait_up_to_a_number_of_tokens(bundle: Path) -> None:
+def test_prompts_wait_up_to_a_number_of_tokens(qwen: Path) -> None:
     body = {"input_ids": [3] * 30, "parameters": {"max_new_tokens": 35}}
-    with stagepack_server([bundle], "--max-batch", "1", "--max-tokens-waiting", "70") as server:
+    with stagepack_server([qwen], "--max-batch", "1", "--max-tokens-waiting", "70") as server:
         with ThreadPoolExecutor(CLIENTS) as clients:
             answers = list(clients.map(lambda _: generate(server, body), range(CLIENTS)))
         refused = [answer["error"] for status, answer in answers if status == 503]
@@ -149,9 +146,9 @@ def test_prompts_wait_up_to_a_number_of_tokens(bundle: Path) -> None:
         assert generate(server, body)[0] == 200
 
 
-def test_a_terminal_shows_how_fast_texts_are_generated(bundle: Path, requests: list[Request]) -> None:
+def test_a_terminal_shows_how_fast_texts_are_generated(qwen: Path, requests: list[Request]) -> None:
     ours, theirs = pty.openpty()
-    command = [STAGEPACK, "serve", str(bundle), "--http-port", "0", "--grpc-port", "0", "--access-log"]
+    command = [STAGEPACK, "serve", str(qwen), "--http-port", "0", "--grpc-port", "0", "--access-log"]
     process = subprocess.Popen([*WITH_SIGNALS, *command], stdin=theirs, stdout=theirs, stderr=theirs, text=True)
     os.close(theirs)
     shown = ""
@@ -199,7 +196,7 @@ def ask(server: Server, drawn: random.Random, requests: list[Request]) -> str:
         body = {**body, "parameters": {**body["parameters"], "timeout": drawn.choice((1, 2000, 10_000))}}
     if kind == "goes away":
         with contextlib.suppress(AssertionError, OSError):
-            begin_stream(server, body).close()
+            begin_stream(server, f"{GENERATE}_stream", body).close()
         return "gone"
     if kind != "stream":
         status, answer = generate(server, body)
@@ -248,20 +245,18 @@ def test_drawn_requests(server: Server, requests: list[Request]) -> None:
 
 @pytest.mark.slow  # 10 minutes
 @pytest.mark.parametrize("mode", MODES)
-def test_ten_thousand_drawn_requests(bundle: Path, requests: list[Request], mode: str) -> None:
-    if mode == "ONNX Runtime":
-        stagepack.add_onnx(bundle)
-    with stagepack_server([bundle], *MODES[mode]) as server:
+def test_ten_thousand_drawn_requests(qwen: Path, requests: list[Request], mode: str, tmp_path: Path) -> None:
+    with mode_server(qwen, mode, tmp_path) as server:
         check_drawn_requests(server, requests, 10_000, 60_000_000)
         assert server.stop() == 0
 
 
 @pytest.mark.slow  # 20 s: a process that is killed is started again
 def test_texts_of_a_process_that_is_killed_get_an_error_and_later_ones_their_tokens(
-    bundle: Path, requests: list[Request]
+    qwen: Path, requests: list[Request]
 ) -> None:
     endless = {"input_ids": [3], "parameters": {"max_new_tokens": POSITIONS}}
-    with stagepack_server([bundle], *MODES["processes"]) as server, ThreadPoolExecutor(CLIENTS) as clients:
+    with stagepack_server([qwen], *MODES["processes"]) as server, ThreadPoolExecutor(CLIENTS) as clients:
         for _ in range(3):
             pending = [clients.submit(generate, server, endless) for _ in range(CLIENTS)]
             wait_until(lambda: metrics(server)["stagepack_cache_tokens", "qwen"] > 0, 10)
@@ -274,21 +269,14 @@ def test_texts_of_a_process_that_is_killed_get_an_error_and_later_ones_their_tok
         wait_until(lambda: is_idle(server), 20)
 
 
-def test_a_text_whose_call_fails_does_not_end_the_others(tmp_path: Path) -> None:
+def test_a_text_whose_call_fails_does_not_end_the_others(qwen: Path, tmp_path: Path) -> None:
     """The tokenizer of a bundle may have tokens that its model has not."""
-    path = tmp_path / "writer.stagepack"
-    model = make_model("qwen3")
-    model.generation_config.eos_token_id = None
-    wider = tokenizer()
-    wider.add_tokens(["<more>"])
-    (tmp_path / "tokenizer.json").write_text(wider.to_str())
-    assets = [tmp_path / "tokenizer.json"]
-    bundle = stagepack.export(model, out=path, stages=2, generate=POSITIONS, generate_batch=ROWS, assets=assets)
+    bundle = with_tokenizer(qwen, tmp_path, "<more>")
     settings: dict[str, Any] = {"max_new_tokens": 50}
     prompts = [[3, 4], [5], [6, 7, 8]]
     pipeline = stagepack.load(bundle)
     expected = [pipeline.generate(torch.tensor([prompt]), **settings)[0, len(prompt) :].tolist() for prompt in prompts]
-    with stagepack_server([f"qwen={path}"]) as server, ThreadPoolExecutor(CLIENTS) as clients:
+    with stagepack_server([bundle]) as server, ThreadPoolExecutor(CLIENTS) as clients:
         wrong = clients.map(lambda _: generate(server, {"input_ids": [9, VOCABULARY]}), range(4))
         pending = [
             clients.submit(generate, server, {"input_ids": prompt, "parameters": settings}) for prompt in prompts
@@ -300,20 +288,17 @@ def test_a_text_whose_call_fails_does_not_end_the_others(tmp_path: Path) -> None
         wait_until(lambda: is_idle(server), 10)
 
 
-def test_texts_that_are_too_large_together_are_generated_with_fewer(bundle: Path) -> None:
+def test_texts_that_are_too_large_together_are_generated_with_fewer(qwen: Path) -> None:
     body = {"input_ids": [3] * 30, "parameters": {"max_new_tokens": 5}}
-    with stagepack_server([bundle], "--max-value-bytes", "40000") as server, ThreadPoolExecutor(CLIENTS) as clients:
+    with stagepack_server([qwen], "--max-value-bytes", "40000") as server, ThreadPoolExecutor(CLIENTS) as clients:
         assert generate(server, body)[0] == 200
         answers = list(clients.map(lambda _: generate(server, body), range(CLIENTS)))
         assert [status for status, _ in answers] == [200] * CLIENTS
 
 
 def test_texts_of_a_cache_for_one_take_turns(tmp_path: Path) -> None:
-    model = make_model("qwen3")
-    model.generation_config.eos_token_id = None
-    path = tmp_path / "qwen.stagepack"
-    bundle = stagepack.export(model, out=path, stages=2, generate=POSITIONS, generate_batch=1)
-    assert "cache_moves" not in {edge.name for edge in bundle.inputs}
+    path = export_qwen(tmp_path, batch=1)
+    assert "cache_moves" not in {edge.name for edge in stagepack.open(path).inputs}
     with stagepack_server([path]) as server, ThreadPoolExecutor(CLIENTS) as clients:
         long = [
             clients.submit(generate, server, {"input_ids": [3], "parameters": {"max_new_tokens": POSITIONS}})
@@ -326,14 +311,8 @@ def test_texts_of_a_cache_for_one_take_turns(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 3 * ROWS])
-def test_a_request_for_many_texts_does_not_wait_for_itself(tmp_path: Path, count: int) -> None:
-    model = make_model("qwen3")
-    model.generation_config.eos_token_id = None
-    (tmp_path / "tokenizer.json").write_text(tokenizer().to_str())
-    path = tmp_path / "qwen.stagepack"
-    assets = [tmp_path / "tokenizer.json"]
-    stagepack.export(model, out=path, stages=1, generate=POSITIONS, generate_batch=ROWS, assets=assets)
-    with stagepack_server([path], "--max-tokens-waiting", "5") as server:
+def test_a_request_for_many_texts_does_not_wait_for_itself(qwen: Path, tmp_path: Path, count: int) -> None:
+    with stagepack_server([with_tokenizer(qwen, tmp_path)], "--max-tokens-waiting", "5") as server:
         body = {"model": "qwen", "prompt": [3] * 30, "n": count, "max_tokens": 3}
         status, answer, _ = post(server.http, "/v1/completions", json.dumps(body))
         assert (status, len(answer["choices"])) == (200, count)

@@ -25,7 +25,7 @@ from stagepack.format.output_file import exchange_paths
 from stagepack_serving.triton import repository
 from stagepack_serving.triton.repository import write_repository
 from stagepack_serving.triton.repository_options import RepositoryOptions
-from tests.serve.generating_model import export_decoder
+from tests.serve.bundles import Bundles
 from tests.serve.servers import Client, triton_server, why_no_triton
 
 MEMORY = "/dev/shm"  # noqa: S108 - another file system than that of temporary files
@@ -50,7 +50,11 @@ def config(folder: Path) -> ModelConfig:
     return text_format.Parse((folder / "config.pbtxt").read_text(), ModelConfig())
 
 
-def test_a_model_a_stage_and_an_ensemble(bundles: Mapping[str, Path], tmp_path: Path) -> None:
+def steps_of(folder: Path) -> dict[str, Any]:
+    return {step.model_name: step for step in config(folder).ensemble_scheduling.step}
+
+
+def test_a_model_a_stage_and_an_ensemble(bundles: Bundles, tmp_path: Path) -> None:
     model_names = write(bundles["skips"], tmp_path, max_batch_size=8, batching_delay=0.01)
     assert model_names == ["m_stage_0", "m_stage_1", "m_stage_2", "m_results", "m"]
     assert sorted(os.listdir(tmp_path)) == sorted(model_names)
@@ -58,13 +62,13 @@ def test_a_model_a_stage_and_an_ensemble(bundles: Mapping[str, Path], tmp_path: 
     assert [(tensor.name, list(tensor.dims)) for tensor in second.input] == [("weight", [1]), ("linear_0", [8])]
     assert second.max_batch_size == 8
     assert second.dynamic_batching.max_queue_delay_microseconds == 10_000
-    steps = {step.model_name: step for step in config(tmp_path / "m").ensemble_scheduling.step}
+    steps = steps_of(tmp_path / "m")
     assert steps["m_stage_1"].input_map["linear_0"] == steps["m_stage_0"].output_map["linear_0"] == "parts.0"
     assert steps["m_stage_2"].input_map["linear_3"] == steps["m_stage_0"].output_map["linear_3"] == "stage_0.linear_3"
     assert steps["m_results"].input_map["x"] == "x"
 
 
-def test_files_are_links_or_copies(bundles: Mapping[str, Path], tmp_path: Path) -> None:
+def test_files_are_links_or_copies(bundles: Bundles, tmp_path: Path) -> None:
     write(bundles["half"], tmp_path / "links")
     write(bundles["half"], tmp_path / "copies", copy=True)
     stage = Path("m_stage_0") / "1"
@@ -78,7 +82,7 @@ def test_files_are_links_or_copies(bundles: Mapping[str, Path], tmp_path: Path) 
 
 
 @pytest.mark.skipif(not os.access(MEMORY, os.W_OK), reason="needs a second file system")
-def test_no_links_to_another_file_system(bundles: Mapping[str, Path], tmp_path: Path) -> None:
+def test_no_links_to_another_file_system(bundles: Bundles, tmp_path: Path) -> None:
     if os.stat(MEMORY).st_dev == os.stat(tmp_path).st_dev:
         pytest.skip("needs a second file system")
     out = Path(MEMORY) / f"stagepack-{os.getpid()}"
@@ -88,7 +92,7 @@ def test_no_links_to_another_file_system(bundles: Mapping[str, Path], tmp_path: 
     out.rmdir()
 
 
-def test_other_models_of_the_repository_stay(bundles: Mapping[str, Path], tmp_path: Path) -> None:
+def test_other_models_of_the_repository_stay(bundles: Bundles, tmp_path: Path) -> None:
     write(bundles["half"], tmp_path, "one")
     write(bundles["half"], tmp_path, "two")
     with pytest.raises(OutputExistsError, match="one: exists already"):
@@ -108,7 +112,7 @@ def test_other_models_of_the_repository_stay(bundles: Mapping[str, Path], tmp_pa
     ("can_exchange", "failing"), [*((False, index) for index in range(1, 9)), (True, 1), (True, 2)]
 )
 def test_what_cannot_be_renamed_leaves_all_as_it_was(
-    bundles: Mapping[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_exchange: bool, failing: Any
+    bundles: Bundles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_exchange: bool, failing: Any
 ) -> None:
     """Five models make room for three: one of the renames fails, which are eight, or two where folders can be exchanged."""
     if not can_exchange:
@@ -128,7 +132,7 @@ def test_what_cannot_be_renamed_leaves_all_as_it_was(
     assert contents(tmp_path) == before
 
 
-def test_a_writer_that_is_killed_leaves_each_model_old_or_new(bundles: Mapping[str, Path], tmp_path: Path) -> None:
+def test_a_writer_that_is_killed_leaves_each_model_old_or_new(bundles: Bundles, tmp_path: Path) -> None:
     model_names = write(bundles["half"], tmp_path, "one")
     for model_name in model_names:
         with (tmp_path / model_name / "config.pbtxt").open("a") as file:
@@ -151,27 +155,24 @@ def test_a_writer_that_is_killed_leaves_each_model_old_or_new(bundles: Mapping[s
     assert sorted(os.listdir(tmp_path)) == sorted(model_names)
 
 
-def test_a_repository_in_the_bundle(bundles: Mapping[str, Path]) -> None:
+def test_a_repository_in_the_bundle(bundles: Bundles) -> None:
     for folder in (bundles["half"], bundles["half"] / "models"):
         with pytest.raises(InputError, match="cannot contain a model repository"):
             write(bundles["half"], folder)
     stagepack.open(bundles["half"]).verify()
 
 
-def test_devices(bundles: Mapping[str, Path], tmp_path: Path) -> None:
+def test_devices(bundles: Bundles, tmp_path: Path) -> None:
     write(bundles["skips"], tmp_path, devices=["cpu", "cuda", "cuda:1"])
     groups = [config(tmp_path / f"m_stage_{stage_number}").instance_group[0] for stage_number in range(3)]
-    assert [(group.kind, list(group.gpus)) for group in groups] == [
-        (ModelInstanceGroup.KIND_CPU, []),
-        (ModelInstanceGroup.KIND_GPU, [0]),
-        (ModelInstanceGroup.KIND_GPU, [1]),
-    ]
+    cpu, gpu = ModelInstanceGroup.KIND_CPU, ModelInstanceGroup.KIND_GPU
+    assert [(group.kind, list(group.gpus)) for group in groups] == [(cpu, []), (gpu, [0]), (gpu, [1])]
     for devices in (["mps"], ["cuda:x"], ["cpu"] * 4, []):
         with pytest.raises(DeviceError):
             write(bundles["skips"], tmp_path / "other", devices=devices)
 
 
-def test_what_onnxruntime_cannot_run(bundles: Mapping[str, Path], tmp_path: Path) -> None:
+def test_what_onnxruntime_cannot_run(bundles: Bundles, tmp_path: Path) -> None:
     with pytest.raises(OperatorError, match="stagepack onnx"):
         write(bundles["half"], tmp_path, runtime="onnxruntime", backend="onnxruntime")
     tower = Path(__file__).parents[2] / "schema" / "frozen" / "1.0" / "tower.stagepack"
@@ -181,7 +182,7 @@ def test_what_onnxruntime_cannot_run(bundles: Mapping[str, Path], tmp_path: Path
 
 
 def test_tritons_onnxruntime_backend_finds_what_it_needs(
-    bundles: Mapping[str, Path], pipes: Mapping[str, Any], tmp_path: Path
+    bundles: Bundles, pipes: Mapping[str, Any], tmp_path: Path
 ) -> None:
     """The backend makes a session of the file that the configuration names, by its path, and wants the names and types there."""
     write(bundles["skips"], tmp_path, runtime="onnxruntime", backend="onnxruntime", max_batch_size=8)
@@ -203,13 +204,13 @@ def test_tritons_onnxruntime_backend_finds_what_it_needs(
         values.update(zip((tensor.name for tensor in stage.output), outputs, strict=True))
     with torch.no_grad():
         expected = pipes["skips"](torch.from_numpy(inputs["x"]), weight=torch.from_numpy(inputs["weight"]))["y"]
-    steps = {step.model_name: step for step in config(tmp_path / "m").ensemble_scheduling.step}
+    steps = steps_of(tmp_path / "m")
     [tensor_name] = [edge for edge, tensor in steps["m_stage_2"].output_map.items() if tensor == "y"]
     assert numpy.allclose(values[tensor_name], expected.numpy(), atol=1e-5)
 
 
 @pytest.mark.skipif(why_no_triton() != "", reason=why_no_triton())
-def test_a_bundle_with_onnx_in_triton(bundles: Mapping[str, Path], pipes: Mapping[str, Any], tmp_path: Path) -> None:
+def test_a_bundle_with_onnx_in_triton(bundles: Bundles, pipes: Mapping[str, Any], tmp_path: Path) -> None:
     options = ("--runtime", "onnxruntime", "--backend", "python")
     printed = CliRunner().invoke(main, ["triton", str(bundles["skips"]), "-o", str(tmp_path / "repository"), *options])
     assert "batches of up to 32" in printed.stdout
@@ -222,9 +223,7 @@ def test_a_bundle_with_onnx_in_triton(bundles: Mapping[str, Path], pipes: Mappin
         single = client.ask("singles", single_inputs)
     with torch.no_grad():
         expected = pipes["skips"](torch.from_numpy(inputs["x"]), weight=torch.from_numpy(inputs["weight"]))
-        singles = pipes["singles"](
-            **{tensor_name: torch.from_numpy(array) for tensor_name, array in single_inputs.items()}
-        )
+        singles = pipes["singles"](**{name: torch.from_numpy(array) for name, array in single_inputs.items()})
     assert numpy.allclose(answer["y"], expected["y"].numpy(), atol=1e-5)
     assert numpy.allclose(answer["parts.1"], expected["parts"][1].numpy(), atol=1e-5)
     assert all(numpy.array_equal(single[tensor_name], singles[tensor_name].numpy()) for tensor_name in ("y", "z"))
@@ -233,7 +232,7 @@ def test_a_bundle_with_onnx_in_triton(bundles: Mapping[str, Path], pipes: Mappin
 @pytest.mark.slow
 @pytest.mark.skipif(why_no_triton() != "", reason=why_no_triton())
 @pytest.mark.parametrize("change", ["dims", "weights"])
-def test_triton_refuses_what_was_changed(bundles: Mapping[str, Path], tmp_path: Path, change: Any) -> None:
+def test_triton_refuses_what_was_changed(bundles: Bundles, tmp_path: Path, change: Any) -> None:
     write(bundles["half"], tmp_path / "repository", copy=True)
     if change == "dims":
         path = tmp_path / "repository" / "m_stage_1" / "config.pbtxt"
@@ -260,7 +259,7 @@ def test_triton_refuses_what_was_changed(bundles: Mapping[str, Path], tmp_path: 
     ],
 )
 def test_the_command(
-    bundles: Mapping[str, Path], tmp_path: Path, bundle_name: str, options: list[str], status: int, says: str
+    bundles: Bundles, tmp_path: Path, bundle_name: str, options: list[str], status: int, says: str
 ) -> None:
     path = bundles.get(bundle_name, tmp_path / "nothing")
     result = CliRunner().invoke(main, ["triton", str(path), "-o", str(tmp_path / "repository"), *options])
@@ -283,14 +282,8 @@ class SumsIfShort(torch.nn.Module):
 
 
 @pytest.mark.parametrize("as_json", [False, True])
-def test_the_repository_of_a_decoder_has_no_generate(tmp_path: Path, as_json: bool) -> None:
-    arguments = [
-        "triton",
-        str(export_decoder(tmp_path)),
-        "-o",
-        str(tmp_path / "repository"),
-        *["--json"][: int(as_json)],
-    ]
+def test_the_repository_of_a_decoder_has_no_generate(writer: Path, tmp_path: Path, as_json: bool) -> None:
+    arguments = ["triton", str(writer), "-o", str(tmp_path / "repository"), *["--json"][: int(as_json)]]
     result = CliRunner().invoke(main, arguments, catch_exceptions=False)
     assert result.exit_code == 0
     says = '"generate": null' if as_json else "there is no generate: clients drive the decoder"
@@ -306,9 +299,7 @@ def test_guard_that_no_model_of_the_repository_checks_is_refused(tmp_path: Path)
     whole = stagepack.recut(bundle, out=tmp_path / "whole", stages=1)
     assert write(whole.path, tmp_path / "repository")
     stagepack.add_onnx(whole)
-    with pytest.raises(
-        OperatorError, match=r"captured for .* < 9, which Triton's onnxruntime backend does not support"
-    ):
+    with pytest.raises(OperatorError, match=r"captured for .* < 9, which Triton's onnxruntime backend does not"):
         write(whole.path, tmp_path / "other", runtime="onnxruntime", backend="onnxruntime")
 
 
@@ -328,7 +319,7 @@ def refuses_to_replace(bundle: Path, models: Path, says: str, model_name: str = 
     assert contents(models) == before
 
 
-def test_ensembles_with_names_like_parts_stay(bundles: Mapping[str, Path], tmp_path: Path) -> None:
+def test_ensembles_with_names_like_parts_stay(bundles: Bundles, tmp_path: Path) -> None:
     for model_name in ("net", "net_stage_7", "net_results"):
         write(bundles["half"], tmp_path, model_name)
     before = {path: content for path, content in contents(tmp_path).items() if path.startswith("net_stage_7")}
@@ -340,7 +331,7 @@ def test_ensembles_with_names_like_parts_stay(bundles: Mapping[str, Path], tmp_p
     assert "net_results/config.pbtxt" in after
 
 
-def test_an_ensemble_with_the_name_of_a_new_part_is_refused(bundles: Mapping[str, Path], tmp_path: Path) -> None:
+def test_an_ensemble_with_the_name_of_a_new_part_is_refused(bundles: Bundles, tmp_path: Path) -> None:
     write(bundles["half"], tmp_path, "net", overwrite=True)
     write(bundles["half"], tmp_path, "net_results", overwrite=True)
     says = "net_results: expected the ensemble net or a part of it, found an ens"
@@ -350,13 +341,13 @@ def test_an_ensemble_with_the_name_of_a_new_part_is_refused(bundles: Mapping[str
     refuses_to_replace(bundles["half"], tmp_path, "net_stage_1: expected .*found a part of an", "net_stage_1")
 
 
-def test_a_model_that_another_ensemble_uses_is_refused(bundles: Mapping[str, Path], tmp_path: Path) -> None:
+def test_a_model_that_another_ensemble_uses_is_refused(bundles: Bundles, tmp_path: Path) -> None:
     write(bundles["half"], tmp_path, "net", overwrite=True)
     write_config(tmp_path / "mine", USER_ENSEMBLE)
     refuses_to_replace(bundles["half"], tmp_path, "net_stage_0: .* found that mine uses it too: .*or remove mine first")
 
 
-def test_steps_of_other_names_stay(bundles: Mapping[str, Path], tmp_path: Path) -> None:
+def test_steps_of_other_names_stay(bundles: Bundles, tmp_path: Path) -> None:
     """A configuration that its user has changed names models that are no parts of it, and a folder above the repository."""
     for model_name in ("net", "two"):
         write(bundles["half"], tmp_path / "repository", model_name)
@@ -372,7 +363,7 @@ def test_steps_of_other_names_stay(bundles: Mapping[str, Path], tmp_path: Path) 
 @pytest.mark.parametrize(
     "added_file", ["net/labels.txt", "net_stage_0/2/mine.bin", "net_stage_1/1/labels.json", "net/2"]
 )
-def test_files_of_the_user_are_not_deleted(bundles: Mapping[str, Path], tmp_path: Path, added_file: str) -> None:
+def test_files_of_the_user_are_not_deleted(bundles: Bundles, tmp_path: Path, added_file: str) -> None:
     write(bundles["half"], tmp_path, "net")
     folder_name, _, path_in_folder = added_file.partition("/")
     (tmp_path / added_file).parent.mkdir(exist_ok=True)
@@ -385,7 +376,7 @@ def test_files_of_the_user_are_not_deleted(bundles: Mapping[str, Path], tmp_path
 
 
 @pytest.mark.parametrize("backend", ["python", "onnxruntime"])
-def test_all_that_is_written_is_replaced(bundles: Mapping[str, Path], tmp_path: Path, backend: str) -> None:
+def test_all_that_is_written_is_replaced(bundles: Bundles, tmp_path: Path, backend: str) -> None:
     """Also parts that the new ensemble lacks, and what the Python of a server writes into a model."""
     write(bundles["skips"], tmp_path, "net", runtime="onnxruntime", backend=backend)
     for model_code in list(tmp_path.glob("*/1/model.py")):
@@ -396,7 +387,7 @@ def test_all_that_is_written_is_replaced(bundles: Mapping[str, Path], tmp_path: 
     assert sorted(os.listdir(tmp_path)) == ["net", "net_stage_0", "net_stage_1"]
 
 
-def test_parts_that_a_killed_writer_left_are_replaced(bundles: Mapping[str, Path], tmp_path: Path) -> None:
+def test_parts_that_a_killed_writer_left_are_replaced(bundles: Bundles, tmp_path: Path) -> None:
     write(bundles["half"], tmp_path, "net", overwrite=True)
     shutil.rmtree(tmp_path / "net")
     with pytest.raises(OutputExistsError, match="net_stage_1: exists already"):
@@ -405,15 +396,13 @@ def test_parts_that_a_killed_writer_left_are_replaced(bundles: Mapping[str, Path
 
 
 @pytest.mark.parametrize("config_text", ["name: {", "name: '\udcff'"])
-def test_a_configuration_that_cannot_be_read_is_refused(
-    bundles: Mapping[str, Path], tmp_path: Path, config_text: str
-) -> None:
+def test_a_configuration_that_cannot_be_read_is_refused(bundles: Bundles, tmp_path: Path, config_text: str) -> None:
     write(bundles["half"], tmp_path, "net", overwrite=True)
     write_config(tmp_path / "mine", config_text)
     refuses_to_replace(bundles["half"], tmp_path, "mine/config.pbtxt: expected a configuration of Triton")
 
 
-def test_a_repository_that_cannot_be_read_is_refused(bundles: Mapping[str, Path], tmp_path: Path) -> None:
+def test_a_repository_that_cannot_be_read_is_refused(bundles: Bundles, tmp_path: Path) -> None:
     write(bundles["half"], tmp_path, "net", overwrite=True)
     config_path = tmp_path / "net" / "config.pbtxt"
     config_path.unlink()

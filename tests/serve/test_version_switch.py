@@ -18,16 +18,10 @@ from tritonclient.utils import InferenceServerException
 
 import stagepack
 from tests.bundle_editor import BundleEditor
-from tests.serve.bundles import Slow
+from tests.modules import module_of
+from tests.serve.bundles import Slow, export_slow
 from tests.serve.servers import Client, Server, ask_slow, stagepack_server, wait_for_requests
-from tests.serve.version_models import (
-    Repository,
-    count,
-    export_counter,
-    export_scale,
-    factor_of,
-    repository_server,
-)
+from tests.serve.version_models import Repository, count, export_counter, export_scale, factor_of, repository_server
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.xdist_group("serve")
@@ -45,7 +39,6 @@ class Load:
     """
 
     def __init__(self, server: Server) -> None:
-        """Ask nothing yet."""
         self.factors: Counts[float] = Counts()
         self.steps: Counts[float] = Counts()
         self._server = server
@@ -98,10 +91,7 @@ class Load:
 
 def replace_everything(repository: Repository, load: Load) -> None:
     """New versions, refused versions, and folders of loaded versions that are overwritten."""
-    with (
-        Client("http", repository.server) as rest,
-        Client("grpc", repository.server) as grpc,
-    ):
+    with Client("http", repository.server) as rest, Client("grpc", repository.server) as grpc:
         export_scale(repository.folder / "scale" / "2", 2.0)
         export_counter(repository.folder / "counter" / "2", 20.0)
         rest.raw.load_model("scale")
@@ -144,17 +134,6 @@ def test_no_request_fails_while_versions_are_replaced(tmp_path: Path, options: t
     print(f"{asked} requests, {dict(load.factors)}, {dict(load.steps)}")  # noqa: T201 - pytest -s shows it
 
 
-class Wide(torch.nn.Module):
-    """A large weight, and an answer that says which version it is."""
-
-    def __init__(self, factor: float) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.full((16_000_000,), factor))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.weight.max()
-
-
 def _is_alone(repository: Repository, version: str) -> bool:
     return repository.states("wide") == {version: "READY"}
 
@@ -166,7 +145,10 @@ def test_the_memory_of_old_versions_is_freed(tmp_path: Path) -> None:
         memories = []
         for version in range(1, 21):
             path = tmp_path / "wide" / str(version)
-            stagepack.export(Wide(float(version)), (torch.ones(2),), out=path, stages=1)
+            weight = torch.nn.Parameter(torch.full((16_000_000,), float(version)))
+            stagepack.export(
+                module_of(lambda self, x: x * self.weight.max(), weight=weight), (torch.ones(2),), out=path
+            )
             client.raw.load_model("wide")
             answer = client.ask("wide", {"x": numpy.ones(2, "float32")})
             assert answer["output"].tolist() == [version, version]
@@ -180,19 +162,17 @@ def test_the_memory_of_old_versions_is_freed(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_long_request_ends_on_the_version_that_it_began_on(tmp_path: Path) -> None:
-    def export_slow(version: int) -> None:
+    def export_version(version: int) -> None:
         model = Slow()
         model.register_buffer("weight", torch.full((512, 512), version / 256))
-        path = tmp_path / "slow" / str(version)
-        path.parent.mkdir(exist_ok=True)
-        stagepack.export(model, (torch.ones(256, 512), torch.tensor(2)), out=path, stages=1)
+        export_slow(tmp_path / "slow" / str(version), model)
 
-    export_slow(1)
+    export_version(1)
     with repository_server(tmp_path, "--load-model", "slow") as repository, ThreadPoolExecutor(4) as pool:
         expected = ask_slow(repository.server, 3)
         requests = [pool.submit(ask_slow, repository.server, 700, protocol) for protocol in ("http", "grpc") * 2]
         wait_for_requests(repository.server, "slow", 5)
-        export_slow(2)
+        export_version(2)
         with Client("http", repository.server) as client:
             client.raw.load_model("slow")
         assert repository.states("slow") == {"1": "UNLOADING", "2": "READY"}
@@ -202,12 +182,10 @@ def test_a_long_request_ends_on_the_version_that_it_began_on(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_threads(tmp_path: Path) -> None:
-    path = tmp_path / "slow.stagepack"
-    stagepack.export(Slow(), (torch.ones(256, 512), torch.tensor(2)), out=path, stages=1)
+def test_threads(slow: Path) -> None:
     thread_counts = []
     for threads in ("1", "8"):  # threads that answer requests come and go
-        with stagepack_server([path], "--threads", threads) as server:
+        with stagepack_server([slow], "--threads", threads) as server:
             ask_slow(server, 20)
             thread_counts.append(len(list(Path(f"/proc/{server.process.pid}/task").iterdir())))
     assert thread_counts[0] < thread_counts[1]

@@ -10,20 +10,10 @@ import numpy
 import torch
 
 import stagepack
+from tests.modules import module_of
 from tests.serve.servers import Client, Server, post, stagepack_server
 
 X = numpy.ones((2, 3), "float32")
-
-
-class Scale(torch.nn.Module):
-    """Its answers say which version it is."""
-
-    def __init__(self, factor: float) -> None:
-        super().__init__()
-        self.factor = torch.nn.Parameter(torch.tensor(factor))
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return {"y": x * self.factor}
 
 
 class Counter(torch.nn.Module):
@@ -42,10 +32,11 @@ class Counter(torch.nn.Module):
 
 
 def export_scale(path: Path, factor: float) -> Path:
-    """A version of the model without state."""
+    """A version of the model without state: its answers say which one it is."""
+    model = module_of(lambda self, x: {"y": x * self.factor}, factor=torch.nn.Parameter(torch.tensor(factor)))
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = {0: torch.export.Dim("rows", min=1, max=64)}
-    stagepack.export(Scale(factor), (torch.ones(2, 3),), out=path, stages=1, dynamic_shapes={"x": rows}, overwrite=True)
+    stagepack.export(model, (torch.ones(2, 3),), out=path, stages=1, dynamic_shapes={"x": rows}, overwrite=True)
     return path
 
 
@@ -69,7 +60,6 @@ class Repository:
         return {entry["version"]: entry for entry in entries if entry["name"] == model_name}
 
     def states(self, model_name: str) -> dict[str, str]:
-        """The states of a model, by version."""
         return {version: entry["state"] for version, entry in self.index(model_name).items()}
 
 
