@@ -74,7 +74,6 @@ class Event:
         self._stream, self._end = stream, stream.submit(_nothing)
 
     def synchronize(self) -> None:
-        """Return when the work before it is done."""
         assert self._stream is not None, "the event was not recorded"
         self._stream.run_until(self._end)
 
@@ -83,7 +82,6 @@ class CurrentStream(Stream):
     """The stream that operators run on, which the simulation runs at once."""
 
     def wait_event(self, event: "Event") -> None:
-        """Do what comes later only after an event."""
         event.synchronize()
 
 
@@ -155,7 +153,6 @@ class SimulatedCuda:
 
     @contextlib.contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
-        """Copy on a stream in this thread."""
         self._current.stream = stream
         yield
         self._current.stream = None

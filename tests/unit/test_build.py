@@ -33,20 +33,8 @@ from tests.zoo import cases
 
 CPU = torch.device("cpu")
 ADD = Op(name="aten.add.Tensor", schema=str(torch.ops.aten.add.Tensor._schema), parameters=("self", "other", "alpha"))
-NAMES = [
-    "self",
-    "torch",
-    "device",
-    "print",
-    "_text_0",
-    "inf",
-    "input_0",
-    "fx_pytree",
-    "math",
-    "operator",
-    "getitem",
-    "type",
-]
+NAMES = ["self", "torch", "device", "print", "_text_0", "inf", "input_0", "fx_pytree", "math", "operator", "getitem"]
+NAMES.append("type")
 
 
 def test_values_may_have_any_identifier_as_name() -> None:

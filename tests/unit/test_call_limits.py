@@ -11,6 +11,7 @@ from stagepack.errors import InputError, OptionError, ValueSizeError
 from stagepack.format.reader import Bundle
 from tests.bundle_editor import BundleEditor
 from tests.distributed.forked_processes import forked_launches
+from tests.modules import module_of
 
 ROWS = torch.export.Dim("rows", min=1, max=1 << 20)
 
@@ -106,22 +107,11 @@ def test_limits_that_are_none(options: dict[str, Any]) -> None:
         stagepack.load("unread.stagepack", limits=options)  # type: ignore[call-overload]
 
 
-class Vocabulary(torch.nn.Module):
-    """The transposed weight and the rows that are expanded take no memory; the logits are [rows, 1000]."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = torch.nn.Parameter(torch.randn(1000, 8))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x @ self.embedding.t() + x[:, None].expand(-1, 1000, -1)[:, 0, :1]
-
-
 def test_views_do_not_count(tmp_path: Path) -> None:
-    x = torch.rand(5, 8)
-    bundle = stagepack.export(
-        Vocabulary(), (x,), dynamic_shapes={"x": {0: ROWS}}, stages=1, out=tmp_path / "v.stagepack"
-    )
+    """The transposed weight and the rows that are expanded take no memory; the logits are [rows, 1000]."""
+    x, weight = torch.rand(5, 8), torch.nn.Parameter(torch.randn(1000, 8))
+    model = module_of(lambda self, x: x @ self.weight.t() + x[:, None].expand(-1, 1000, -1)[:, 0, :1], weight=weight)
+    bundle = stagepack.export(model, (x,), dynamic_shapes={"x": {0: ROWS}}, stages=1, out=tmp_path / "v.stagepack")
     pipeline = stagepack.load(bundle, limits=stagepack.Limits(value_bytes=5 * 1000 * 4))
     torch.testing.assert_close(pipeline(x), stagepack.load(bundle)(x))
     with pytest.raises(ValueSizeError, match="rows = 6"):

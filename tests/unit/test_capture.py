@@ -15,6 +15,7 @@ import stagepack
 from stagepack.capture.model_runs import are_identical
 from stagepack.errors import CaptureError, OptionError
 from stagepack.torch_internals import uncompiled_module
+from tests.modules import module_of
 
 
 class Net(nn.Module):
@@ -98,16 +99,13 @@ def test_example_inputs_of_another_type_are_refused(args: Any, kwargs: Any, reas
 
 
 def test_numpy_arrays_are_example_inputs(tmp_path: Path) -> None:
-    class Sum(torch.nn.Module):
-        def forward(self, pair: list[torch.Tensor], scale: torch.Tensor) -> torch.Tensor:
-            return (pair[0] + pair[1]) * scale
-
+    model = module_of(lambda self, pair, scale: (pair[0] + pair[1]) * scale)
     first, second = numpy.ones((2, 3), numpy.float32), numpy.full((2, 3), 2, numpy.float32)
-    bundle = stagepack.export(Sum(), ([first, second],), {"scale": numpy.float32(2)}, out=tmp_path / "m.stagepack")
+    bundle = stagepack.export(model, ([first, second],), {"scale": numpy.float32(2)}, out=tmp_path / "m.stagepack")
     answer = stagepack.load(bundle)([first, second], scale=numpy.array(2, numpy.float32))
     assert numpy.array_equal(answer, numpy.full((2, 3), 6, numpy.float32))
     with pytest.raises(CaptureError, match="an array of object has no tensor"):
-        stagepack.export(Sum(), (numpy.array([Sum()]),), out=tmp_path / "objects.stagepack")
+        stagepack.export(model, (numpy.array([model]),), out=tmp_path / "objects.stagepack")
 
 
 def test_an_error_in_a_library_has_its_package_and_its_line(x: torch.Tensor, tmp_path: Path) -> None:
@@ -129,15 +127,9 @@ def test_a_module_around_a_model_of_transformers_returns_its_cache(tmp_path: Pat
         num_hidden_layers=1, hidden_size=8, intermediate_size=8, num_attention_heads=2, vocab_size=16
     )
 
-    class Around(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = transformers.LlamaForCausalLM(config).eval()
-
-        def forward(self, tokens: torch.Tensor) -> Any:
-            return self.model(input_ids=tokens, use_cache=True)
-
-    around, tokens = Around(), torch.tensor([[1, 2, 3]])
+    model = transformers.LlamaForCausalLM(config).eval()
+    around = module_of(lambda self, tokens: self.model(input_ids=tokens, use_cache=True), model=model)
+    tokens = torch.tensor([[1, 2, 3]])
     bundle = stagepack.export(around, (tokens,), out=tmp_path / "m.stagepack", stages=1)
     answer = stagepack.load(bundle)(tokens)
     with torch.no_grad():
@@ -154,22 +146,11 @@ class _Holder:
         self.value = value
 
 
-class _Doubling(torch.nn.Module):
-    def forward(self, holder: _Holder) -> torch.Tensor:
-        return holder.value * 2
-
-
 def test_containers_that_cannot_be_flattened_pass_between_modules(x: torch.Tensor, tmp_path: Path) -> None:
-    class Net(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.doubling = _Doubling()
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.doubling(_Holder(x + 1))
-
+    doubling = module_of(lambda self, holder: holder.value * 2)
+    net = module_of(lambda self, x: self.doubling(_Holder(x + 1)), doubling=doubling)
     pytree.register_pytree_node(_Holder, lambda holder: ([holder], None), lambda children, _: next(iter(children)))
-    stagepack.export(Net(), (x,), out=tmp_path / "net.stagepack")
+    stagepack.export(net, (x,), out=tmp_path / "net.stagepack")
     assert torch.equal(stagepack.load(tmp_path / "net.stagepack")(x), (x + 1) * 2)
 
 
@@ -187,18 +168,10 @@ def test_answers_are_identical_if_all_bits_but_those_of_nan_are(dtype: torch.dty
     assert not are_identical(1, 1.0)
 
 
-class Deviation(nn.Module):
-    """Warns of no rows."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.std(0)
-
-
 def test_warnings_of_tried_sizes_do_not_reach_the_user(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    example = torch.randn(4, 3)
-    stagepack.export(
-        Deviation(), (example,), out=tmp_path / "m.stagepack", dynamic_shapes={"x": {0: torch.export.Dim.AUTO}}
-    )
+    dynamic_shapes = {"x": {0: torch.export.Dim.AUTO}}
+    model = module_of(lambda self, x: x.std(0))  # warns of no rows
+    stagepack.export(model, (torch.randn(4, 3),), out=tmp_path / "m.stagepack", dynamic_shapes=dynamic_shapes)
     assert "degrees of freedom" not in capfd.readouterr().err
 
 

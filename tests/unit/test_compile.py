@@ -20,8 +20,6 @@ pytestmark = [pytest.mark.process, pytest.mark.xdist_group("compiled")]
 
 
 class Block(torch.nn.Module):
-    """A residual block."""
-
     def __init__(self) -> None:
         super().__init__()
         self.norm = torch.nn.LayerNorm(8)
@@ -29,7 +27,6 @@ class Block(torch.nn.Module):
         self.down = torch.nn.Linear(16, 8)
 
     def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """Mix; the shape is used as numbers."""
         hidden = torch.nn.functional.silu(self.up(self.norm(x))).view(x.shape[0], x.shape[1], 2, 8).sum(2)
         return x + torch.tanh(self.down(torch.cat([hidden, hidden], -1)) * scale).relu()
 
@@ -39,10 +36,9 @@ class Stack(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = torch.nn.ModuleList([Block() for _ in range(8)])
+        self.blocks = torch.nn.ModuleList([Block() for _ in range(4)])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Mix."""
         scale = x.mean(1, keepdim=True).transpose(1, 2).expand(-1, -1, x.shape[1]).transpose(1, 2)
         for block in self.blocks:
             x = block(x, scale)
@@ -51,7 +47,7 @@ class Stack(torch.nn.Module):
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> tuple[Stack, Bundle]:
-    """The model, and its bundle of two stages with four blocks each."""
+    """The model, and its bundle of two stages with two blocks each."""
     torch.manual_seed(0)
     model = Stack().eval()
     batch, length = torch.export.Dim("batch", min=1, max=64), torch.export.Dim("length", min=2, max=64)
@@ -59,7 +55,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> tuple[Stack, Bundle]:
         model,
         (torch.randn(2, 3, 8),),
         out=tmp_path_factory.mktemp("stack") / "stack.stagepack",
-        split_at=["blocks.4"],
+        split_at=["blocks.2"],
         dynamic_shapes={"x": {0: batch, 1: length}},
     )
     return model, bundle

@@ -60,7 +60,6 @@ def test_a_call_binds_where_and_as_python_binds_it(
 
 
 def signature(**trees: Any) -> Signature:
-    """A signature of parameters that may be given either way."""
     parameters = tuple(Parameter(name=name, tree=tree, positional=True) for name, tree in trees.items())
     return Signature(parameters=parameters, result=ConstantLeaf(None))
 
@@ -82,11 +81,7 @@ def test_a_call_that_does_not_fit_names_the_argument(args: tuple[Any, ...], kwar
 @pytest.mark.parametrize(
     ("fixed", "given", "says"),
     [
-        (
-            False,
-            True,
-            "^flag was fixed to False at export, found True: export again with an example that has this flag",
-        ),
+        (False, True, "^flag was fixed to False at export, found True: export again with an example that has this fla"),
         (False, 0, "found 0"),
         (1, True, "fixed to 1 at export, found True"),
         (1, 1.0, r"found 1\.0"),
@@ -131,8 +126,6 @@ VALUES = (
 
 
 def arrays(sizes: dict[str, int]) -> dict[str, BoundArgument]:
-    """Inputs of these sizes."""
-
     def size(dim: Dim) -> int:
         return evaluate_dim(dim, sizes)
 

@@ -138,8 +138,6 @@ def test_recurrent_layers_read_their_hidden_weights_for_each_step(has_bias: bool
 
 
 class Lambda(nn.Module):
-    """A model of one function."""
-
     def __init__(self, function: Callable[..., Any], *weights: torch.Tensor) -> None:
         super().__init__()
         self.function = function

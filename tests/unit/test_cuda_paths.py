@@ -65,7 +65,6 @@ def test_fake_tensors_pass_through_stages_on_a_gpu(case: Case, tmp_path: Path, m
 
 
 def _run_fake(bundle: Bundle, placement: list[torch.device]) -> None:
-    """Run all stages on fake tensors."""
     options = PrepareOptions(allow_ops={namespace for stage in bundle.stages for namespace in stage.namespaces})
     sizes = example_sizes(bundle.entry_point.symbols)
     edges = {edge.name: edge for edge in bundle.edges}

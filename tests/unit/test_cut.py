@@ -152,7 +152,6 @@ def test_the_plan_is_the_best_of_all_cuts(graph: Graph, stages: int, data: st.Da
 
 @pytest.fixture(scope="module")
 def four_layers() -> Capture:
-    """A llama of four layers."""
     return llama(4).capture()
 
 
@@ -200,10 +199,7 @@ def test_split_at_starts_a_stage_at_each_module(skipping: Capture, tmp_path: Pat
         ({"split_at": ["a"]}, "'a' starts the model"),
         ({"split_at": ["b", "b"]}, "start at the same operator"),
         ({"stages": 0}, "expected at least 1, found 0"),
-        (
-            {"policy": lambda node: node.index % 2},
-            r"cycle: stage [01] -\(\w+\)-> stage [01] -\(\w+\)-> stage [01]",
-        ),
+        ({"policy": lambda node: node.index % 2}, r"cycle: stage [01] -\(\w+\)-> stage [01] -\(\w+\)-> stage [01]"),
         *(
             ({"policy": lambda _, answer=answer: answer}, "expected a stage number from 0 up")
             for answer in (-1, 1.0, None, True)

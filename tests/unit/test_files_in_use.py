@@ -29,6 +29,7 @@ from stagepack_loaders.torch.stage import TorchStage
 from stagepack_loaders.weight_files import map_weight_file, open_weight_files
 from tests.bundle_editor import BundleEditor, weight_file
 from tests.hostile.test_opening import open_file_limit
+from tests.modules import module_of
 from tools.fork_server import FORK_SERVER
 
 RUNTIMES = ("torch", "onnxruntime")
@@ -41,20 +42,10 @@ INPUT = torch.ones(1, SIZE)
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A bundle with 512 KiB of weights and a buffer that calls write."""
     torch.manual_seed(0)
-
-    class Counting(torch.nn.Module):
-        count: torch.Tensor
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = torch.nn.Sequential(torch.nn.Linear(SIZE, SIZE), torch.nn.Linear(SIZE, SIZE))
-            self.register_buffer("count", torch.ones(()))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.layers(x) + self.count.add_(1)
-
+    layers = torch.nn.Sequential(torch.nn.Linear(SIZE, SIZE), torch.nn.Linear(SIZE, SIZE))
+    model = module_of(lambda self, x: self.layers(x) + self.count.add_(1), layers=layers, count=torch.ones(()))
     path = tmp_path_factory.mktemp("files") / "m.stagepack"
-    stagepack.export(Counting(), (INPUT,), out=path, onnx=True)
+    stagepack.export(model, (INPUT,), out=path, onnx=True)
     return path
 
 
@@ -77,12 +68,10 @@ def answers(original: Path) -> Mapping[str, list[list[float]]]:
 
 @pytest.fixture
 def expected(answers: Mapping[str, list[list[float]]]) -> list[list[float]]:
-    """The answers of the first calls in torch."""
     return answers["torch"]
 
 
 def is_mapped(path: Path, process_id: int | None = None) -> bool:
-    """Whether a process maps a file."""
     maps = Path(f"/proc/{process_id or os.getpid()}/maps").read_text()
     return f" {path.stat().st_ino} " in maps
 

@@ -48,7 +48,6 @@ class Build:
         self.scopes: list[Scope] = []
 
     def weight(self, weight_name: str) -> str:
-        """A weight of this name."""
         value = f"w{len(self.weights)}"
         self.weights.append(Weight(value=value, names=(weight_name,), kind="parameter", dtype="float32", shape=(4,)))
         return value
@@ -65,7 +64,6 @@ class Build:
         return value_name
 
     def graph(self, *outputs: str) -> Graph:
-        """The graph of a whole model."""
         inputs = (Value(name="x", dtype="float32", shape=(4,)), Value(name="y", dtype="float32", shape=(4,)))
         return canonical_graph(
             Graph(
@@ -99,7 +97,6 @@ class Build:
 
 
 def block(build: Build, x: str, path: str, scope: str | None = None, factor: float = 2.0, length: int = 6) -> str:
-    """A residual block."""
     hidden = x
     for _ in range(length - 2):
         hidden = build(MUL, hidden, factor, scope=path if scope is None else scope)
@@ -356,7 +353,6 @@ class Looped(torch.nn.Module):
         self.weights = torch.nn.ParameterList([torch.randn(4, 4) for _ in range(turns)])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Mix."""
         for weight in self.weights:
             x = x + torch.tanh(torch.nn.functional.gelu(x @ weight).softmax(-1) * 2).relu()
         return x

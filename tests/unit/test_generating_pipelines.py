@@ -1,6 +1,7 @@
 """Pipelines that generate: the tokens are those of transformers' own `generate`."""
 
 import shutil
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,25 +13,24 @@ from transformers import PreTrainedTokenizerFast
 
 import stagepack
 from stagepack.errors import InputError
-from tests.serve.generating_families import (
-    FAMILIES,
-    POSITIONS,
-    generated_by_transformers,
-    make_model,
-    make_prompts,
-)
+from tests.serve.generating_families import FAMILIES, POSITIONS, generated_by_transformers, make_model, make_prompts
 from tests.serve.generating_model import tokenizer
 
 SETTINGS: tuple[dict[str, Any], ...] = ({}, {"do_sample": True, "top_p": 0.9, "temperature": 1.2})
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return export_family("llama", tmp_path_factory.mktemp("llama"))
+def paths(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
+    """The bundles of a decoder alone, and of one with an encoder."""
+    return {family: export_family(family, tmp_path_factory.mktemp(family)) for family in ("llama", "t5")}
+
+
+@pytest.fixture
+def llama(paths: Mapping[str, Path]) -> Path:
+    return paths["llama"]
 
 
 def export_family(family: str, folder: Path) -> Path:
-    """Export a small model in two stages."""
     path = folder / f"{family}.stagepack"
     (folder / "tokenizer.json").write_text(tokenizer().to_str())
     assets = [folder / "tokenizer.json"]
@@ -61,9 +61,8 @@ def test_a_pipeline_generates(llama: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "t5"])
-def test_stop_strings_end_texts_where_they_do_in_transformers(family: str, llama: Path, tmp_path: Path) -> None:
-    path = llama if family == "llama" else export_family(family, tmp_path)
-    pipeline, model, prompts = stagepack.load_entry_points(path), make_model(family), make_prompts(family, 4)
+def test_stop_strings_end_texts_where_they_do_in_transformers(family: str, paths: Mapping[str, Path]) -> None:
+    pipeline, model, prompts = stagepack.load_entry_points(paths[family]), make_model(family), make_prompts(family, 4)
     options: dict[str, Any] = {"max_new_tokens": 20, "do_sample": True, "temperature": 1.2}
     drawn = generated_by_transformers(family, model, prompts, 5, **options)
     pairs = [tokenizer().decode(row[start : start + 2].tolist()) for row in drawn for start in range(2, 12)]
@@ -82,12 +81,10 @@ def test_stop_strings_end_texts_where_they_do_in_transformers(family: str, llama
 
 
 @pytest.mark.parametrize("family", ["llama", "t5"])
-def test_a_prompt_is_continued_to_several_texts_as_in_transformers(family: str, llama: Path, tmp_path: Path) -> None:
-    path = llama if family == "llama" else export_family(family, tmp_path)
-    pipeline, model = stagepack.load_entry_points(path), make_model(family)
+def test_a_prompt_is_continued_to_several_texts_as_in_transformers(family: str, paths: Mapping[str, Path]) -> None:
+    pipeline, model = stagepack.load_entry_points(paths[family]), make_model(family)
     for batch_size, count in ((1, 4), (2, 2)):
-        prompts = make_prompts(family, 4)
-        prompts = {name: array[:batch_size] for name, array in prompts.items()}
+        prompts = {name: array[:batch_size] for name, array in make_prompts(family, 4).items()}
         options = {"max_new_tokens": 20, "do_sample": True, "num_return_sequences": count}
         expected = generated_by_transformers(family, model, prompts, 5, **options)
         tokens = pipeline.generate(*prompts.values(), seed=5, **options)
@@ -95,9 +92,8 @@ def test_a_prompt_is_continued_to_several_texts_as_in_transformers(family: str, 
 
 
 @pytest.mark.parametrize("family", ["llama", "t5"])
-def test_logprobs_are_the_transition_scores_of_transformers(family: str, llama: Path, tmp_path: Path) -> None:
-    path = llama if family == "llama" else export_family(family, tmp_path)
-    pipeline, model, prompts = stagepack.load_entry_points(path), make_model(family), make_prompts(family, 4)
+def test_logprobs_are_the_transition_scores_of_transformers(family: str, paths: Mapping[str, Path]) -> None:
+    pipeline, model, prompts = stagepack.load_entry_points(paths[family]), make_model(family), make_prompts(family, 4)
     options: dict[str, Any] = {"max_new_tokens": 20, "do_sample": True, "temperature": 2.0, "top_k": 7}
     # One of the texts ends in the middle.
     options["eos_token_id"] = int(generated_by_transformers(family, model, prompts, 5, **options)[0, 9])
@@ -143,43 +139,34 @@ def test_threads_generate_at_the_same_time(llama: Path) -> None:
 
 def test_wrong_calls_are_refused(llama: Path) -> None:
     pipeline = stagepack.load(llama)
-    with pytest.raises(
-        InputError, match="input_ids: expected 1 to 4 texts, found 5: export again with --generate-batch 5 "
-    ):
-        pipeline.generate(torch.ones(5, 2, dtype=torch.int64), max_new_tokens=2)
-    with pytest.raises(InputError, match="the cache has 64 positions"):
-        pipeline.generate(torch.ones(1, 60, dtype=torch.int64), max_new_tokens=6)
-    with pytest.raises(InputError, match=r"num_beams: expected 1 .* beam search are not supported"):
-        pipeline.generate(torch.ones(1, 2, dtype=torch.int64), num_beams=2)
-    with pytest.raises(InputError, match="unknown setting 'num_groups'"):
-        pipeline.generate(torch.ones(1, 2, dtype=torch.int64), num_groups=2)
     several: dict[str, Any] = {"do_sample": True, "num_return_sequences": 3}
-    with pytest.raises(
-        InputError,
-        match=r"expected 1 to 4 texts, found 6 \(2 times num_return_sequences, 3\): .* --generate-batch 6 ",
-    ):
-        pipeline.generate(torch.ones(2, 2, dtype=torch.int64), **several)
-    with pytest.raises(InputError, match=r"num_return_sequences: expected 1 .*, found 3: pass do_sample=True"):
-        pipeline.generate(torch.ones(1, 2, dtype=torch.int64), num_return_sequences=3)
-    with pytest.raises(InputError, match=r"settings of generation: .* of length >= 1"):
-        pipeline.generate(torch.ones(1, 2, dtype=torch.int64), stop_strings="")
-    with pytest.raises(InputError, match="expected no encoder="):
-        pipeline.generate(torch.ones(1, 2, dtype=torch.int64), encoder=pipeline)
+    calls: list[tuple[tuple[int, int], dict[str, Any], str]] = [
+        ((5, 2), {"max_new_tokens": 2}, "input_ids: expected 1 to 4 texts, found 5: export again .*-batch 5 "),
+        ((1, 60), {"max_new_tokens": 6}, "the cache has 64 positions"),
+        ((1, 2), {"num_beams": 2}, r"num_beams: expected 1 .* beam search are not supported"),
+        ((1, 2), {"num_groups": 2}, "unknown setting 'num_groups'"),
+        ((2, 2), several, r"1 to 4 texts, found 6 \(2 times num_return_sequences, 3\): .* --generate-batch 6 "),
+        ((1, 2), {"num_return_sequences": 3}, "num_return_sequences: expected 1 .*, found 3: pass do_sample=True"),
+        ((1, 2), {"stop_strings": ""}, "settings of generation: .* of length >= 1"),
+        ((1, 2), {"encoder": pipeline}, "expected no encoder="),
+    ]
+    for shape, options, says in calls:
+        with pytest.raises(InputError, match=says):
+            pipeline.generate(torch.ones(shape, dtype=torch.int64), **options)
 
 
 def test_stop_strings_need_a_tokenizer(llama: Path, tmp_path: Path) -> None:
     path = tmp_path / "m.stagepack"
     shutil.copytree(llama, path)
     stagepack.remove_assets(path, ["tokenizer.json"])
-    with pytest.raises(
-        InputError, match=r"stop_strings: expected a bundle with tokenizer.json, found none: stagepack asset add"
-    ):
+    says = r"stop_strings: expected a bundle with tokenizer.json, found none: stagepack asset add"
+    with pytest.raises(InputError, match=says):
         stagepack.load(path).generate([1, 2], stop_strings="a")
 
 
 @pytest.mark.parametrize("family", ["llama", "t5"])
-def test_negative_indices_are_refused_in_each_runtime(family: str, tmp_path: Path) -> None:
-    path = export_family(family, tmp_path)
+def test_negative_indices_are_refused_in_each_runtime(family: str, paths: Mapping[str, Path], tmp_path: Path) -> None:
+    path = shutil.copytree(paths[family], tmp_path / "m.stagepack")
     for name in ("forward",) if family == "llama" else ("encode", "decode"):
         assert stagepack.add_onnx(stagepack.open(path).select(name)).torch_only == {}
     valid = {"input_ids": torch.tensor([[5, 6]]), "attention_mask": torch.ones(1, 2, dtype=torch.int64)}
@@ -208,9 +195,8 @@ def test_negative_indices_are_refused_in_each_runtime(family: str, tmp_path: Pat
 
 def test_other_models_do_not_generate(tmp_path: Path) -> None:
     stagepack.export(torch.nn.Linear(2, 2), (torch.ones(1, 2),), out=tmp_path / "linear.stagepack")
-    with pytest.raises(
-        InputError, match="expected a decoder with the inputs input_ids, cache_position and attention_mask"
-    ):
+    says = "expected a decoder with the inputs input_ids, cache_position and attention_mask"
+    with pytest.raises(InputError, match=says):
         stagepack.load(tmp_path / "linear.stagepack").generate(torch.ones(1, 2))
     with pytest.raises(InputError, match="no entry point is a decoder"):
         stagepack.load_entry_points(tmp_path / "linear.stagepack").generate(torch.ones(1, 2))

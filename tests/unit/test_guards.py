@@ -13,6 +13,7 @@ import stagepack
 from stagepack.cli import main
 from stagepack.errors import CaptureError, InputError, UnsupportedError
 from stagepack.format.shapes import Symbol, format_guard
+from tests.modules import module_of
 
 AUTO = {0: Dim.AUTO}
 
@@ -126,15 +127,9 @@ def test_each_stage_checks_the_guards_on_its_inputs(derived_bundle: stagepack.Bu
         stage(torch.ones(32, 4))
 
 
-class AsksFor(torch.nn.Module):
+def asks_for(condition: Callable[..., Any]) -> torch.nn.Module:
     """Computes otherwise where a function of its inputs is true."""
-
-    def __init__(self, condition: Callable[..., Any]) -> None:
-        super().__init__()
-        self.condition = condition
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return x + y.sum() if self.condition(x, y) else x - y.sum()
+    return module_of(lambda self, x, y: x + y.sum() if condition(x, y) else x - y.sum())
 
 
 @pytest.mark.parametrize(
@@ -150,33 +145,28 @@ def test_condition_that_a_bundle_cannot_keep_is_refused_by_name(
 ) -> None:
     args = torch.ones(8, 8)[:, ::2], torch.ones(5)
     with pytest.raises(UnsupportedError, match=message):
-        stagepack.export(
-            AsksFor(condition), args, dynamic_shapes=({0: Dim.AUTO, 1: Dim.AUTO}, AUTO), out=tmp_path / "x"
-        )
+        stagepack.export(asks_for(condition), args, dynamic_shapes=(AUTO | {1: Dim.AUTO}, AUTO), out=tmp_path / "x")
     assert not (tmp_path / "x").exists()
 
 
 @pytest.mark.parametrize("factor", [1, 2])
 def test_comparison_with_a_number_beyond_all_sizes_needs_no_guard(tmp_path: Path, factor: int) -> None:
-    model = AsksFor(lambda x, _: factor * x.shape[0] < 2**63 - 1)
+    model = asks_for(lambda x, _: factor * x.shape[0] < 2**63 - 1)
     bundle = stagepack.export(model, (torch.ones(4), torch.ones(3)), dynamic_shapes=(AUTO, None), out=tmp_path / "x")
     assert not bundle.entry_point.guards
 
 
 def test_padding_to_the_same_size_needs_no_guard_on_the_kernel(tmp_path: Path) -> None:
-    class Same(torch.nn.Module):
-        def forward(self, x: torch.Tensor, weight: torch.Tensor) -> Any:
-            return torch.nn.functional.conv2d(x, weight, padding="same")
-
+    model = module_of(lambda self, x, weight: torch.nn.functional.conv2d(x, weight, padding="same"))
     dims = tuple(dict.fromkeys(range(4), Dim.AUTO) for _ in range(2))
     example = (torch.rand(2, 3, 6, 6), torch.rand(4, 3, 3, 3))
-    pipeline = stagepack.load(stagepack.export(Same(), example, dynamic_shapes=dims, out=tmp_path / "x"))
+    pipeline = stagepack.load(stagepack.export(model, example, dynamic_shapes=dims, out=tmp_path / "x"))
     for inputs in (example, (torch.rand(1, 3, 7, 9), torch.rand(2, 3, 5, 3))):
-        assert torch.equal(pipeline(*inputs), Same()(*inputs))
+        assert torch.equal(pipeline(*inputs), model(*inputs))
 
 
 def test_guards_of_a_result_that_another_input_equals_are_kept(tmp_path: Path) -> None:
-    model = AsksFor(
+    model = asks_for(
         lambda x, y: torch.nn.functional.interpolate(x[None, None], scale_factor=0.5).shape[2] == y.shape[0]
     )
     bundle = stagepack.export(model, (torch.ones(6), torch.ones(3)), dynamic_shapes=(AUTO, AUTO), out=tmp_path / "x")
@@ -186,21 +176,10 @@ def test_guards_of_a_result_that_another_input_equals_are_kept(tmp_path: Path) -
         pipeline(torch.ones(9), torch.ones(5))
 
 
-class Container(torch.nn.Module):
-    """Calls a module with a branch on sizes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = AsksFor(lambda x, y: (x.shape[0] * y.shape[0]) % 5 == 0)
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return self.inner(x, y) * 2
-
-
 def test_modules_that_are_captured_alone_keep_their_guards(tmp_path: Path) -> None:
-    bundle = stagepack.export(
-        Container(), (torch.ones(10), torch.ones(3)), dynamic_shapes=(AUTO, AUTO), modules=["inner"], out=tmp_path / "x"
-    )
+    inner = asks_for(lambda x, y: (x.shape[0] * y.shape[0]) % 5 == 0)
+    model, args = module_of(lambda self, x, y: self.inner(x, y) * 2, inner=inner), (torch.ones(10), torch.ones(3))
+    bundle = stagepack.export(model, args, dynamic_shapes=(AUTO, AUTO), modules=["inner"], out=tmp_path / "x")
     pipeline = stagepack.load(bundle)
     pipeline(torch.ones(4), torch.ones(5))
     with pytest.raises(InputError, match="% 5 == 0, for which the model was captured"):

@@ -12,6 +12,7 @@ from torch import nn
 import stagepack
 from stagepack.capture.model_runs import preserve_module
 from stagepack.errors import CaptureError
+from tests.modules import module_of
 
 
 class FrozenDict(OrderedDict[str, Any]):
@@ -135,21 +136,12 @@ class Positions:
         return self.table[0][ids]
 
 
-class NetWithPositions(nn.Module):
-    """A module with an object that is no module."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.positions = Positions()
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.positions(ids) + 1
-
-
 def test_the_attributes_of_objects_are_restored(tmp_path: Path) -> None:
-    net, ids = NetWithPositions(), torch.arange(4)
+    net, ids = module_of(lambda self, ids: self.positions(ids) + 1), torch.arange(4)
+    positions: Any = Positions()
+    net.positions = positions
     bundle = stagepack.export(net, (ids,), out=tmp_path / "m.stagepack")
-    assert net.positions.table is None
+    assert positions.table is None
     assert torch.equal(net(ids), stagepack.load(bundle)(ids))
 
 

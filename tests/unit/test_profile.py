@@ -193,10 +193,7 @@ def test_a_profile_is_written_and_read(profile: Profile, tmp_path: Path) -> None
     [
         ({"version": 2}, "expected a profile"),
         ({"model": None}, "expected a profile"),
-        (
-            {"nodes": [{"node": 0, "op": "", "module": "", "seconds": -1.0}]},
-            r"expected a profile.*>= 0",
-        ),
+        ({"nodes": [{"node": 0, "op": "", "module": "", "seconds": -1.0}]}, r"expected a profile.*>= 0"),
         ({"nodes": [{"node": 0, "op": "", "module": "", "seconds": 1e999}]}, "expected a profile"),
     ],
 )

@@ -17,7 +17,6 @@ from tests.zoo.rows.build import Lambda
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    """The content of every file of a folder."""
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 

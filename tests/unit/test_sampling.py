@@ -41,7 +41,6 @@ def drawn_by_transformers(tokens: Any, logits: Any, settings: GenerationSettings
 
 
 def some_logits(kind: str) -> Any:
-    """Logits of two texts."""
     generator = numpy.random.default_rng(0)
     logits = generator.standard_normal((2, LARGE_VOCABULARY)).astype(numpy.float32)
     if kind == "bfloat16":

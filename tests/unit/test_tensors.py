@@ -253,7 +253,6 @@ class Tied(torch.nn.Module):
         self.register_buffer("row", self.wide[1])
 
     def forward(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write through one name, read through the other."""
         hidden = self.middle(self.embed(ids))
         self.row.add_(1)
         return self.head(hidden + self.row), self.wide * 1

@@ -1,6 +1,7 @@
 """Texts that begin and end while others go on, in the rows of one cache, have the tokens of texts that are alone."""
 
 import random
+import shutil
 from typing import Any
 
 import numpy
@@ -12,20 +13,18 @@ from stagepack_loaders.generation.decoders import DecoderFacts, decoder_facts, l
 from stagepack_loaders.generation.settings import GenerationSettings
 from stagepack_loaders.generation.text_batch import BatchCall, BatchedText, TextBatch
 from stagepack_loaders.generation.token_loop import TokenLoop
-from tests.serve.generating_families import POSITIONS, VOCABULARY, make_model
+from tests.serve.generating_families import VOCABULARY, qwen_bundle
 
-ROWS = 5
+ROWS = 4
 
 
 @pytest.fixture(scope="module", params=["torch", "onnxruntime"])
 def pipeline(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder = tmp_path_factory.mktemp("batch")
-    bundle = stagepack.export(
-        make_model("qwen3"), out=folder / "m.stagepack", stages=2, generate=POSITIONS, generate_batch=ROWS
-    )
+    path = qwen_bundle(tmp_path_factory)
     if request.param == "onnxruntime":
-        stagepack.add_onnx(bundle)
-    return stagepack.load(bundle.path, runtime=request.param)
+        path = shutil.copytree(path, tmp_path_factory.mktemp("batch") / "m.stagepack")
+        stagepack.add_onnx(path)
+    return stagepack.load(path, runtime=request.param)
 
 
 @pytest.fixture

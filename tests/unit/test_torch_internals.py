@@ -39,8 +39,6 @@ def canary(consequence: str) -> Iterator[None]:
 
 
 class Net(torch.nn.Module):
-    """A module around another one."""
-
     def __init__(self, inner: Callable[..., Any]) -> None:
         super().__init__()
         self.inner = Inner(inner)
@@ -50,8 +48,6 @@ class Net(torch.nn.Module):
 
 
 class Inner(torch.nn.Module):
-    """A module of one function."""
-
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
         self.function = function

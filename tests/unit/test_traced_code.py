@@ -106,15 +106,13 @@ def test_a_model_keeps_any_number_of_rows(model: nn.Module, tmp_path: Path) -> N
     assert "len" not in globals()
 
 
-class Limited(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+def test_a_range_that_the_code_does_not_allow_is_narrowed_with_a_warning(tmp_path: Path) -> None:
+    def limited(_: Any, x: torch.Tensor) -> torch.Tensor:
         return x.sin() if x.shape[0] >= 32 else x.cos()
 
-
-def test_a_range_that_the_code_does_not_allow_is_narrowed_with_a_warning(tmp_path: Path) -> None:
     inputs = stagepack.Inputs(args=(torch.randn(2, 4),), dynamic_shapes={"x": {0: BATCH}})
-    with pytest.warns(ExportWarning, match=r"Limited does not allow all declared sizes, .*: batch from 1..64 to 1..31"):
-        bundle = assert_right(Limited(), inputs, (torch.randn(5, 4),), tmp_path)
+    with pytest.warns(ExportWarning, match=r"limited does not allow all declared sizes, .*: batch from 1..64 to 1..31"):
+        bundle = assert_right(module_of(limited), inputs, (torch.randn(5, 4),), tmp_path)
     [symbol] = bundle.entry_point.symbols
     assert (symbol.min, symbol.max) == (1, 31)
 
@@ -137,15 +135,13 @@ def test_inputs_that_the_signature_does_not_name_have_dynamic_sizes(tmp_path: Pa
     assert "forward" not in vars(model)
 
 
-class ForGpus(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+def test_autocast_of_a_device_that_is_not_there_changes_nothing(tmp_path: Path) -> None:
+    def for_gpus(_: Any, x: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cuda", enabled=False):
             y = x.sin()
         return y @ y.T
 
-
-def test_autocast_of_a_device_that_is_not_there_changes_nothing(tmp_path: Path) -> None:
-    assert_right(ForGpus(), stagepack.Inputs(args=(torch.randn(2, 4),)), (torch.randn(2, 4),), tmp_path)
+    assert_right(module_of(for_gpus), stagepack.Inputs(args=(torch.randn(2, 4),)), (torch.randn(2, 4),), tmp_path)
 
 
 def test_an_export_leaves_the_tensors_of_the_model_as_they_are(tmp_path: Path) -> None:

@@ -171,16 +171,12 @@ def test_a_container_that_differs_is_named_with_its_place(tree: Tree, given: Any
 
 
 class Named(NamedTuple):
-    """A named tuple."""
-
     x: int
     y: int
 
 
 @dataclasses.dataclass
 class Data:
-    """A dataclass."""
-
     x: int
     y: int
 

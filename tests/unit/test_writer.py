@@ -44,7 +44,6 @@ def content(spec: TensorSpec) -> bytes:
 
 
 def weight_file(specs: list[TensorSpec]) -> bytes:
-    """The whole file."""
     head, gaps = weight_file_header(specs)
     return head + b"".join(bytes(gap) + content(spec) for gap, spec in zip(gaps, specs, strict=True))
 
@@ -150,7 +149,6 @@ def manifest(result: Tree = ValueLeaf("x")) -> Manifest:  # noqa: B008 - frozen
 
 
 def nested(depth: int) -> Tree:
-    """Lists in lists."""
     tree: Tree = ValueLeaf("x")
     for _ in range(depth):
         tree = SequenceTree(kind="list", items=(tree,))
