@@ -14,18 +14,15 @@ class Translator(torch.nn.Module):
         self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(4))
 
     def encode(self, ids: torch.Tensor) -> torch.Tensor:
-        """Embed and mix."""
         hidden: torch.Tensor = self.layers[1](self.layers[0](self.embed(ids)).relu())
         return hidden
 
     def decode(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Unmix, and compare with the embeddings."""
         logits: torch.Tensor = self.layers[3](self.layers[2](hidden).relu()) @ self.embed.weight.T
         return logits
 
 
 def translator() -> tuple["Translator", dict[str, stagepack.Inputs]]:
-    """The model, and the inputs of its functions."""
     torch.manual_seed(0)
     rows = torch.export.Dim("rows", min=1, max=64)
     return Translator(), {

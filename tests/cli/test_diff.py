@@ -87,7 +87,6 @@ class Constants(torch.nn.Module):
         self.register_buffer("part", memory[first : first + 3])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Use the constants and both buffers."""
         return x.masked_fill(x > 1, torch.nan) / self.zero + self.whole.sum() + self.part.sum()
 
 

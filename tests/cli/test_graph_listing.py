@@ -52,7 +52,6 @@ def test_it_reads_as_python_and_has_every_node(case: Case, tmp_path: Path) -> No
 
 
 def functions(printed: Iterable[str]) -> dict[str, ast.FunctionDef]:
-    """The functions of code, by name."""
     body = ast.parse("\n".join(printed)).body
     return {function.name: function for function in body if isinstance(function, ast.FunctionDef)}
 

@@ -18,8 +18,6 @@ Edges = list[tuple[int | None, list[int], bool]]
 
 
 class Area(NamedTuple):
-    """A rectangle."""
-
     left: float
     top: float
     right: float
@@ -100,7 +98,6 @@ def facts(stage_count: int, edges: Edges) -> dict[str, Any]:
 
 
 def areas(drawing: Element, css_class: str) -> list[Area]:
-    """The rectangles of a class."""
     rectangles = [element for element in drawing.iter("rect") if element.get("class") == css_class]
     corners = [[float(element.get(side, 0)) for side in ("x", "y", "width", "height")] for element in rectangles]
     return [Area(x, y, x + width, y + height) for x, y, width, height in corners]

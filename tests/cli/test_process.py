@@ -25,7 +25,6 @@ STAGEPACK = str(Path(sys.executable).with_name("stagepack"))
 def command(
     *arguments: str, cwd: Path | None = None, stdout: int = subprocess.PIPE
 ) -> subprocess.CompletedProcess[str]:
-    """Run the command in a pipe."""
     return subprocess.run(
         [STAGEPACK, *arguments], stdout=stdout, stderr=subprocess.PIPE, text=True, check=False, cwd=cwd
     )

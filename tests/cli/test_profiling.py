@@ -11,7 +11,6 @@ from tests.hostile.attack import command_fails, run
 
 @pytest.fixture(scope="module")
 def times(sound: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A profile of the sound bundle."""
     path = tmp_path_factory.mktemp("profile") / "times.json"
     result = run("profile", str(sound), "-o", str(path), "--runs", "2")
     assert result.exit_code == 0, result.output

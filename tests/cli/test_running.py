@@ -12,6 +12,7 @@ import stagepack
 from stagepack_loaders.example import replay_example
 from tests.bundle_editor import BundleEditor, weight_file
 from tests.hostile.attack import command_fails, run
+from tests.modules import module_of
 
 IDS = torch.arange(6).reshape(2, 3)
 
@@ -108,16 +109,12 @@ def test_outputs_that_cannot_be_written_are_said(sound: Path, tmp_path: Path) ->
         command_fails("load", str(sound), "--outputs", str(path), says=str(path))
 
 
-class Turning(torch.nn.Module):
-    """Answers with numbers that safetensors has no name for."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Make complex numbers."""
-        return torch.complex(x, x)
-
-
 def test_outputs_of_a_type_that_the_file_cannot_hold_are_said(tmp_path: Path) -> None:
-    stagepack.export(Turning(), (torch.ones(2, dtype=torch.float64),), out=tmp_path / "m.stagepack")
+    stagepack.export(
+        module_of(lambda self, x: torch.complex(x, x)),
+        (torch.ones(2, dtype=torch.float64),),
+        out=tmp_path / "m.stagepack",
+    )
     out = tmp_path / "out.safetensors"
     command_fails("load", str(tmp_path / "m.stagepack"), "--outputs", str(out), says=r"has no dtype torch\.complex128")
     assert not out.exists()
@@ -323,12 +320,9 @@ def test_inspect_of_a_stage_lists_its_nodes_and_weights(sound: Path) -> None:
 
 
 def test_an_example_of_complex_numbers_that_safetensors_lacks_is_replayed(tmp_path: Path) -> None:
-    class Turn(torch.nn.Module):
-        def forward(self, x: torch.Tensor, point: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return x * 1j, point + 1
-
+    turn = module_of(lambda self, x, point: (x * 1j, point + 1))
     inputs = (torch.randn(2, 3, dtype=torch.complex128), torch.tensor(1 + 2j, dtype=torch.complex128))
-    bundle = stagepack.export(Turn(), inputs, out=tmp_path / "m.stagepack")
+    bundle = stagepack.export(turn, inputs, out=tmp_path / "m.stagepack")
     assert replay_example(stagepack.load(bundle), bundle).largest == 0
     assert json.loads(run("load", str(bundle.path), "--inputs", str(bundle.example), "--json").stdout)["outputs"] == 2
 

