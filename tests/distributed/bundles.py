@@ -111,12 +111,10 @@ def in_processes(
 
 
 def tree_environment() -> dict[str, str]:
-    """The environment, with this tree for Python."""
     return os.environ | {"PYTHONPATH": os.pathsep.join(folder for folder in sys.path if folder)}
 
 
 def run_python(*arguments: str, seconds: float = 100.0) -> "subprocess.CompletedProcess[str]":
-    """Run a program in Python, with this tree."""
     return subprocess.run(
         [sys.executable, *arguments],
         capture_output=True,

@@ -11,10 +11,7 @@ import torch
 from stagepack.format.manifest import Edge
 from stagepack.format.shapes import Symbol
 from stagepack_loaders.distributed.local_links import LinkReceiver, LinkSender, LocalLinks
-from stagepack_loaders.distributed.packing import (
-    PackedValues,
-    pack_values,
-)
+from stagepack_loaders.distributed.packing import PackedValues, pack_values
 from stagepack_loaders.distributed.process_group import ProcessGroup, Transfer
 from stagepack_loaders.distributed.routes import (
     ControlKind,
@@ -96,7 +93,6 @@ class Connection:
 
 
 def wait_for(transfers: Sequence[Transfer]) -> None:
-    """Wait until messages have arrived."""
     for transfer in transfers:
         transfer.wait()
 

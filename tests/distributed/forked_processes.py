@@ -22,7 +22,6 @@ class ForkedProcesses(LocalLauncher):
 
     @property
     def process_ids(self) -> dict[int, int]:
-        """The number of each process at the operating system, by rank."""
         return {rank: process.pid for rank, process in self._processes.items()}
 
 

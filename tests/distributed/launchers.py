@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from stagepack.format.reader import Bundle
+from tests.process_facts import child_processes
 
 HOST = socket.gethostname()
 
@@ -75,18 +76,10 @@ def _started(
         yield processes
     finally:
         for process in processes:
-            for process_id in (*children(process), process.pid):
+            for process_id in (*child_processes(process.pid), process.pid):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process_id, 9)
             process.communicate()
-
-
-def children(process: "subprocess.Popen[str]") -> list[int]:
-    """The processes that torchrun has started."""
-    try:
-        return list(map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()))
-    except FileNotFoundError:
-        return []
 
 
 def reasons(processes: Sequence["subprocess.Popen[str]"], seconds: float = 60.0) -> list[str]:

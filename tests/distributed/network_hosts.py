@@ -62,16 +62,13 @@ class NetworkHost:
         )
 
     def cut_link(self) -> None:
-        """Drop all that this host sends and gets, without a word to anybody."""
         _run_ip("-n", self.namespace, "link", "set", _INTERFACE, "down")
 
     def process_ids(self) -> list[int]:
-        """The processes that run on this host."""
         listed = subprocess.run(["ip", "netns", "pids", self.namespace], capture_output=True, text=True, check=True)
         return list(map(int, listed.stdout.split()))
 
     def kill_processes(self) -> None:
-        """End all processes of this host at once."""
         for process_id in self.process_ids():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process_id, signal.SIGKILL)

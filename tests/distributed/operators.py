@@ -4,6 +4,8 @@ import time
 
 import torch
 
+from tests.modules import module_of
+
 
 @torch.library.custom_op("stagepack_waiting::wait", mutates_args=())
 def wait(seconds: torch.Tensor) -> torch.Tensor:
@@ -17,11 +19,8 @@ def _(seconds: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(seconds)
 
 
-class Wait(torch.nn.Module):
-    """Waits."""
-
-    def forward(self, seconds: torch.Tensor) -> torch.Tensor:
-        return wait(seconds)
+def waiting_module() -> torch.nn.Module:
+    return module_of(lambda self, seconds: wait(seconds))
 
 
 class Waiting(torch.nn.Module):
@@ -29,7 +28,7 @@ class Waiting(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.wait, self.second = torch.nn.ReLU(), Wait(), torch.nn.ReLU()
+        self.first, self.wait, self.second = torch.nn.ReLU(), waiting_module(), torch.nn.ReLU()
 
     def forward(self, seconds: torch.Tensor) -> torch.Tensor:
         return self.second(self.wait(self.first(seconds)))

@@ -20,7 +20,8 @@ from stagepack_loaders.distributed.pipeline import DistributedPipeline
 from stagepack_loaders.executor import CallOptions
 from tests.distributed.bundles import in_processes, process_ids, run_python
 from tests.distributed.forked_processes import forked_launches
-from tests.distributed.operators import Wait, Waiting
+from tests.distributed.operators import Waiting, waiting_module
+from tests.modules import module_of
 from tests.roundtrip.test_shared_inputs import WritesFirst
 from tests.waiting import wait_until
 
@@ -71,7 +72,7 @@ def test_a_slow_process_holds_up_the_one_before_it(tmp_path: Path) -> None:
 
 
 def test_stages_do_not_run_calls_that_nobody_waits_for(tmp_path: Path) -> None:
-    model = torch.nn.Sequential(Wait(), Wait())
+    model = torch.nn.Sequential(waiting_module(), waiting_module())
     bundle = stagepack.export(model, (torch.zeros(2),), out=tmp_path / "waiting.stagepack", stages=2)
     [input_name] = [edge.name for edge in bundle.inputs]
     with in_processes(bundle, imports=[Waiting.__module__]) as pipeline:
@@ -128,16 +129,10 @@ def test_cancelled_calls_leave_those_beside_them_and_nothing_else(layers: Bundle
     assert min(outcomes["answered"], outcomes["cancelled"]) > 100
 
 
-class Adding(torch.nn.Module):
-    """Writes its input."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.add_(1) * 2
-
-
 @pytest.mark.parametrize("is_writeable", [True, False])
 def test_what_is_written_into_arrays_is_what_one_process_writes(tmp_path: Path, is_writeable: bool) -> None:
-    bundle = stagepack.export(Adding(), (torch.zeros(4, dtype=torch.bfloat16),), out=tmp_path / "adding.stagepack")
+    adding = module_of(lambda self, x: x.add_(1) * 2)
+    bundle = stagepack.export(adding, (torch.zeros(4, dtype=torch.bfloat16),), out=tmp_path / "adding.stagepack")
     inputs = [numpy.zeros(4, ml_dtypes.bfloat16) for _ in range(2)]
     for array in inputs:
         array.flags.writeable = is_writeable

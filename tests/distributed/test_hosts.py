@@ -124,7 +124,6 @@ def ended_at_last(hosts: Sequence[NetworkHost], processes: Processes) -> Iterato
 
 
 def read_line(process: "subprocess.Popen[str]") -> Any:
-    """The next JSON value that a process prints."""
     assert process.stdout is not None
     line = process.stdout.readline()
     assert line, process.communicate()[1]

@@ -15,7 +15,8 @@ from stagepack.format.reader import Bundle
 from stagepack_loaders.distributed import launch_failures
 from stagepack_loaders.distributed.launch_failures import LaunchFailures
 from stagepack_loaders.distributed.process_group import open_store
-from tests.distributed.launchers import HOST, Node, children, free_port, launched, load, reasons, torchruns
+from tests.distributed.launchers import HOST, Node, free_port, launched, load, reasons, torchruns
+from tests.process_facts import child_processes
 
 pytestmark = pytest.mark.xdist_group("hosts")
 
@@ -135,7 +136,7 @@ def test_lost_node_is_told_by_the_other_torchrun(layers: Bundle, lost_rank: int)
         assert processes[0].stdout is not None
         while "REST on" not in (line := processes[0].stdout.readline()):
             assert line
-        for process_id in (processes[lost_rank].pid, *children(processes[lost_rank])):
+        for process_id in (processes[lost_rank].pid, *child_processes(processes[lost_rank].pid)):
             os.kill(process_id, signal.SIGKILL)
         (line,) = reasons([processes[1 - lost_rank]])
     assert line.startswith(f"process {lost_rank} on {HOST}")

@@ -21,6 +21,7 @@ from stagepack_serving.server.metrics import Metrics
 from stagepack_serving.server.parameters import InferenceRequest, InferenceTensor
 from stagepack_serving.server.served_model import ServedModel
 from tests.distributed.bundles import in_processes, process_ids
+from tests.modules import module_of
 from tests.waiting import wait_until
 
 
@@ -94,23 +95,11 @@ def test_no_state_is_left(use: Callable[[ServedModel], Awaitable[None]], pipelin
     wait_until(lambda: sequence_counts(pipeline) == {0})
 
 
-class Total(torch.nn.Module):
-    """Adds up its inputs, and returns its state itself."""
-
-    total: torch.Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("total", torch.zeros(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.total.add_(x)
-
-
 def test_answers_of_a_stage_of_the_front_are_not_written_by_the_next_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bundle = stagepack.export(Total(), (torch.ones(4),), out=tmp_path / "total.stagepack", stages=1)
+    total = module_of(lambda self, x: self.total.add_(x), total=torch.zeros(4))  # returns its state itself
+    bundle = stagepack.export(total, (torch.ones(4),), out=tmp_path / "total.stagepack", stages=1)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = str(listener.getsockname()[1])
     launched = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}

@@ -17,13 +17,16 @@ from typing import Any
 
 import pytest
 import torch
+import tritonclient.http
+from tritonclient.utils import InferenceServerException
 
 import stagepack
 from stagepack.format.reader import Bundle
 from stagepack_loaders.run_trace import read_trace
 from tests.distributed.bundles import tree_environment
 from tests.hostile.attack import run
-from tests.serve.servers import Server, http_client, stagepack_server
+from tests.process_facts import child_processes
+from tests.serve.servers import Server, get, http_client, refused, stagepack_server
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.xdist_group("serve")
@@ -37,15 +40,13 @@ def expected(layers: Bundle) -> torch.Tensor:
 
 
 def ask(client: Any) -> torch.Tensor:
-    http = sys.modules["tritonclient.http"]
-    ids = http.InferInput("ids", list(IDS.shape), "INT64").set_data_from_numpy(IDS.numpy())
+    ids = tritonclient.http.InferInput("ids", list(IDS.shape), "INT64").set_data_from_numpy(IDS.numpy())
     return torch.from_numpy(client.infer("layers", [ids]).as_numpy("output").copy())
 
 
 def stage_process_ids(server: Server) -> list[int]:
     """The processes of the stages, which the server has started."""
-    threads = Path(f"/proc/{server.process.pid}/task").iterdir()
-    return sorted(int(child) for thread in threads for child in (thread / "children").read_text().split())
+    return sorted(child_processes(server.process.pid))
 
 
 def is_alive(process_id: int) -> bool:
@@ -57,16 +58,14 @@ def is_alive(process_id: int) -> bool:
 
 def test_a_lost_process_is_told_and_comes_back(layers: Bundle, expected: torch.Tensor) -> None:
     with stagepack_server([layers.path], "--processes", "3", "--max-restarts", "1") as server:
-        server_error = server_errors()
         with contextlib.closing(http_client(server.http)) as client:
             assert torch.equal(ask(client), expected)
             first_ids = stage_process_ids(server)
             assert len(first_ids) == 3
             os.kill(first_ids[1], signal.SIGKILL)
             wait_until(lambda: not client.is_server_ready(), 5)
-            with pytest.raises(server_error, match=r"is lost: it ended with signal 9") as caught:
+            with refused("503", says="is lost: it ended with signal 9"):
                 ask(client)
-            assert caught.value.status() == "503"
             wait_until(client.is_server_ready)
             assert torch.equal(ask(client), expected)
             second_ids = stage_process_ids(server)
@@ -74,14 +73,6 @@ def test_a_lost_process_is_told_and_comes_back(layers: Bundle, expected: torch.T
             os.kill(second_ids[0], signal.SIGKILL)  # the last restart is used up: the server ends
         assert server.process.wait(timeout=20) == 1
         wait_until(lambda: not any(map(is_alive, second_ids)), 5)
-
-
-def server_errors() -> type[Any]:
-    import tritonclient.http  # noqa: F401 - `ask` uses it
-    from tritonclient.utils import InferenceServerException
-
-    error_class: type[Any] = InferenceServerException
-    return error_class
 
 
 class Load:
@@ -95,13 +86,11 @@ class Load:
         self.outcomes: Counter[str] = Counter()
         self._port = port
         self._expected = expected
-        self._server_error = server_errors()
         self._threads = [threading.Thread(target=self._keep_asking) for _ in range(clients)]
         for thread in self._threads:
             thread.start()
 
     def wait(self) -> None:
-        """Wait until the server is gone."""
         for thread in self._threads:
             thread.join()
 
@@ -113,7 +102,7 @@ class Load:
     def _ask(self, client: Any) -> str:
         try:
             return "right" if torch.equal(ask(client), self._expected) else "wrong"
-        except self._server_error as error:
+        except InferenceServerException as error:
             time.sleep(0.02)
             return str(error.status())
 
@@ -124,7 +113,7 @@ def test_it_stops_under_load_without_losing_an_answer(layers: Bundle, expected: 
         load = Load(server.http, expected)
         time.sleep(1.5)
         children = stage_process_ids(server)
-        metrics = http_get(server.http, "/metrics")
+        metrics = get(server.http)[1]
         assert 'stagepack_stage_busy_seconds_total{model="layers",stage="2",version="1"}' in metrics
         assert 'stagepack_process_sent_bytes_total{model="layers",process="1",version="1"}' in metrics
         assert server.stop() == 0
@@ -140,7 +129,7 @@ def test_torchrun_stops_under_load_without_losing_an_answer(layers: Bundle, expe
     with torchrun_server(layers) as (process, port):
         load = Load(port, expected)
         time.sleep(1.5)
-        children = list(map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()))
+        children = child_processes(process.pid)
         process.send_signal(signal.SIGTERM)
         process.wait(timeout=20)
         load.wait()
@@ -173,14 +162,6 @@ def test_processes_killed_and_stopped_under_load(layers: Bundle, expected: torch
     assert not any(map(is_alive, children))
 
 
-def http_get(port: int, path: str) -> str:
-    from urllib.request import urlopen
-
-    with urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as response:
-        text: str = response.read().decode()
-        return text
-
-
 @contextlib.contextmanager
 def torchrun_server(bundle: Bundle, *options: str) -> Iterator[tuple["subprocess.Popen[str]", int]]:
     """`serve` under torchrun, and its HTTP port."""
@@ -193,8 +174,7 @@ def torchrun_server(bundle: Bundle, *options: str) -> Iterator[tuple["subprocess
     try:
         yield process, read_port(process)
     finally:
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-        workers = [int(worker) for worker in children.read_text().split()] if children.exists() else []
+        workers = child_processes(process.pid)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -218,13 +198,12 @@ def read_port(process: "subprocess.Popen[str]") -> int:
 
 @pytest.mark.slow
 def test_torchrun_starts_all_processes_again(layers: Bundle, expected: torch.Tensor) -> None:
-    server_errors()
     with torchrun_server(layers, "--max-restarts", "1") as (process, port):
         with contextlib.closing(http_client(port)) as client:
             assert torch.equal(ask(client), expected)
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        children = child_processes(process.pid)
         assert len(children) == 3
-        os.kill(int(children[2]), signal.SIGKILL)
+        os.kill(children[2], signal.SIGKILL)
         second_port = read_port(process)
         with contextlib.closing(http_client(second_port)) as client:
             wait_until(client.is_server_ready)

@@ -12,16 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from stagepack_loaders.distributed.packing import (
-    ReceiveMemory,
-    pack_command,
-)
-from stagepack_loaders.distributed.routes import (
-    ConnectionLostError,
-    ControlKind,
-    ControlMessage,
-    encode_sizes,
-)
+from stagepack_loaders.distributed.packing import ReceiveMemory, pack_command
+from stagepack_loaders.distributed.routes import ConnectionLostError, ControlKind, ControlMessage, encode_sizes
 from stagepack_loaders.distributed.shared_blocks import LARGEST_KEPT_BYTES
 from tests.distributed.connections import SYMBOLS, Connect, edge_of
 

@@ -6,17 +6,8 @@ import pytest
 import torch
 
 from stagepack.errors import InputError
-from stagepack_loaders.distributed.packing import (
-    PackedValues,
-    pack_command,
-    pack_failure,
-    pack_values,
-)
-from stagepack_loaders.distributed.routes import (
-    ConnectionLostError,
-    ControlKind,
-    ControlMessage,
-)
+from stagepack_loaders.distributed.packing import PackedValues, pack_command, pack_failure, pack_values
+from stagepack_loaders.distributed.routes import ConnectionLostError, ControlKind, ControlMessage
 from tests.distributed.connections import SYMBOLS, Connect, edge_of, wait_for
 
 COMPLEX_OR_FLOAT = (torch.complex64, torch.complex128, torch.float64, torch.float32, torch.float16, torch.bfloat16)

@@ -14,6 +14,7 @@ from stagepack.capture.inputs import Inputs
 from stagepack.capture.programs import capture_module
 from stagepack.capture.torch_messages import capture_advice
 from stagepack.errors import CaptureError
+from tests.modules import module_of
 
 LENGTH = Dim("length", min=1, max=100)
 SEQUENCES: dict[str, Callable[[Any], torch.Tensor]] = {
@@ -29,21 +30,13 @@ SEQUENCES: dict[str, Callable[[Any], torch.Tensor]] = {
 }
 
 
-class Sequences(torch.nn.Module):
-    """Makes sequences of a size that may change."""
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return x.sum(), *(make(x.shape[1]) for make in SEQUENCES.values())
-
-
 def test_a_sequence_of_a_size_has_any_length(tmp_path: Path) -> None:
-    bundle = stagepack.export(
-        Sequences(), (torch.ones(2, 9),), out=tmp_path / "m.stagepack", dynamic_shapes={"x": {1: LENGTH}}
-    )
-    pipe = stagepack.load(bundle)
+    model = module_of(lambda self, x: (x.sum(), *(make(x.shape[1]) for make in SEQUENCES.values())))
+    shapes = {"x": {1: LENGTH}}
+    pipe = stagepack.load(stagepack.export(model, (torch.ones(2, 9),), out=tmp_path / "m", dynamic_shapes=shapes))
     for length in (1, 2, 3, 9, 64, 100):
         x = torch.randn(2, length)
-        found, expected = pipe(x), Sequences()(x)
+        found, expected = pipe(x), model(x)
         assert [tensor.dtype for tensor in found] == [tensor.dtype for tensor in expected]
         assert all(map(torch.equal, found, expected)), length
 
@@ -118,32 +111,14 @@ def test_torchscript_is_refused_in_one_sentence(tmp_path: Path) -> None:
     assert find_failing_modules(traced, Inputs(args=(x,))) == []
 
 
-class Fixed(torch.nn.Module):
-    """Makes a number of a size."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.tril_indices(int(x.shape[1]), 1).sum()
-
-
 def test_doctor_shows_no_log_of_torch(capfd: pytest.CaptureFixture[str]) -> None:
+    fixed = module_of(lambda self, x: x + torch.tril_indices(int(x.shape[1]), 1).sum())
     inputs = Inputs(args=(torch.ones(2, 5),), dynamic_shapes={"x": {1: LENGTH}})
-    for attempt in try_export(Fixed(), inputs, lambda _: None):
+    for attempt in try_export(fixed, inputs, lambda _: None):
         if attempt.way == "strict=True":
             assert "specialized" in str(attempt.error)
             break  # the next one leaves a file of torch open
     assert capfd.readouterr() == ("", "")
-
-
-class Differentiated(torch.nn.Module):
-    """Returns the derivative of a layer by its input."""
-
-    def __init__(self, derive: Callable[[torch.nn.Module, torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(4, 1)
-        self.derive = derive
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.derive(self.layer, x)
 
 
 def by_autograd(layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -171,19 +146,17 @@ def unless_equal(layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
     ],
 )
 def test_code_that_needs_data_or_gradients_has_advice(derive: Any, advice: str) -> None:
+    model = module_of(lambda self, x: derive(self.layer, x), layer=torch.nn.Linear(4, 1)).eval()
     with pytest.raises(CaptureError) as caught:
-        capture_module(Differentiated(derive).eval(), Inputs(args=(torch.ones(2, 4),)))
+        capture_module(model, Inputs(args=(torch.ones(2, 4),)))
     [sentence] = capture_advice([str(caught.value)])
     assert advice in sentence
 
 
 def test_advice_names_no_way_that_was_seen_to_fail() -> None:
-    class Branch(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + 1 if x.sum() > 0 else x
-
+    branch = module_of(lambda self, x: x + 1 if x.sum() > 0 else x)
     with pytest.raises(CaptureError) as caught:
-        capture_module(Branch(), Inputs(args=(torch.ones(2),)))
+        capture_module(branch, Inputs(args=(torch.ones(2),)))
     [sentence] = capture_advice([str(caught.value)])
     assert "draft_export" in sentence
     assert capture_advice([str(caught.value)], draft_fails=True) == [sentence[: sentence.index(", or pass")]]

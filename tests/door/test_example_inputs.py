@@ -19,7 +19,6 @@ from tests.zoo.architectures.multimodal import TEXT, VISION
 
 @pytest.fixture(scope="module")
 def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a small CLIP."""
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("models") / "clip"
     config = transformers.CLIPConfig(

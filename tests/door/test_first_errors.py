@@ -16,6 +16,7 @@ import stagepack
 from stagepack.cli import main
 from stagepack.errors import CutError, InputError, NotABundleError, OptionError, StagepackError
 from tests.door.model import EXAMPLE, Scale
+from tests.modules import module_of
 
 
 def test_each_thing_that_is_no_bundle_has_its_own_message(exported: tuple[Path, object], tmp_path: Path) -> None:
@@ -72,11 +73,8 @@ def test_files_that_are_no_checkpoints_are_named(tmp_path: Path) -> None:
 
 
 def test_an_argument_that_is_not_there_is_answered_with_those_that_are(tmp_path: Path) -> None:
-    class Masked(torch.nn.Module):
-        def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None, scale: float = 1.0) -> torch.Tensor:
-            return x * scale if mask is None else x * mask
-
-    bundle = stagepack.export(Masked(), (torch.ones(2),), out=tmp_path / "m.stagepack")
+    masked = module_of(lambda self, x, mask=None, scale=1.0: x * scale if mask is None else x * mask)
+    bundle = stagepack.export(masked, (torch.ones(2),), out=tmp_path / "m.stagepack")
     with pytest.raises(InputError, match=r"there is no argument 'y': the model was exported with x, scale$"):
         stagepack.load(bundle)(y=torch.ones(2))
 

@@ -37,7 +37,6 @@ class Scale(torch.nn.Module):
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder, with a model."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "scale.py").write_text(MODEL)
     return tmp_path

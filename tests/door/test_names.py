@@ -12,6 +12,7 @@ import stagepack
 from stagepack.errors import CaptureError, CutError
 from stagepack.format.reader import Bundle
 from stagepack.format.rules import split_call_path
+from tests.modules import module_of
 from tests.serve.generating_families import POSITIONS, make_model
 
 PROMPT = torch.tensor([[5, 9, 31, 42]])
@@ -132,9 +133,6 @@ def test_a_checkpoint_of_a_part_names_the_prefix(tmp_path: Path) -> None:
 
 
 def test_a_program_without_modules_says_so(tmp_path: Path) -> None:
-    class Plain(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x.relu().exp()
-
+    plain = module_of(lambda self, x: x.relu().exp())
     with pytest.raises(CutError, match="no operator comes from a module 'layer': the operators name no modules"):
-        stagepack.export(Plain(), (torch.ones(2),), out=tmp_path / "m.stagepack", split_at=["layer"])
+        stagepack.export(plain, (torch.ones(2),), out=tmp_path / "m.stagepack", split_at=["layer"])

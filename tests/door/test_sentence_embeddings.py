@@ -13,6 +13,7 @@ from click.testing import CliRunner
 import stagepack
 from stagepack.cli import main
 from stagepack.errors import CaptureError, ExportWarning, InputError, MissingPackageError
+from tests.modules import module_of
 from tests.sentence_models import HIDDEN, TEXTS, sentence_model, sentence_transformers, tokenizer
 from tests.zoo.architectures.encoders import minilm_folder
 
@@ -125,15 +126,11 @@ def test_fine_tuned_pipelines_take_the_graphs_of_a_bundle(tmp_path: Path) -> Non
 
 
 def test_an_object_is_exported_as_it_is_and_stays_so(tmp_path: Path) -> None:
-    class Shift(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.shift = torch.nn.Parameter(torch.ones(HIDDEN))
+    def move(self: Any, features: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return features | {"sentence_embedding": features["sentence_embedding"] + self.shift}
 
-        def forward(self, features: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-            return features | {"sentence_embedding": features["sentence_embedding"] + self.shift}
-
-    model = sentence_model(tmp_path / "encoder", modules().Pooling(HIDDEN), modules().Dropout(0.5), Shift())
+    shift = module_of(move, shift=torch.nn.Parameter(torch.ones(HIDDEN)))
+    model = sentence_model(tmp_path / "encoder", modules().Pooling(HIDDEN), modules().Dropout(0.5), shift)
     model.truncate_dim = 8
     model.train()
     bundle = stagepack.export(model, out=tmp_path / "m.stagepack")
@@ -201,19 +198,15 @@ def test_a_missing_package_is_named_with_what_installs_it(tmp_path: Path, monkey
 
 
 def test_a_module_of_ones_own_embeds_texts_with_any_tokenizer(tmp_path: Path) -> None:
-    class Bag(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.words = torch.nn.Embedding(128, 8)
-
-        def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> dict[str, torch.Tensor]:
-            return {"sentence_embedding": (self.words(input_ids) * attention_mask[..., None]).sum(1)}
+    def embed(self: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"sentence_embedding": (self.words(input_ids) * attention_mask[..., None]).sum(1)}
 
     batch, length = torch.export.Dim("batch", min=1, max=64), torch.export.Dim("length", min=1, max=64)
     words = tokenizer().backend_tokenizer
     words.enable_padding(length=4)  # which longer texts exceed
     (tmp_path / "tokenizer.json").write_text(words.to_str())
-    model, ids = Bag().eval(), torch.ones(2, 4, dtype=torch.int64)
+    embedding, ids = torch.nn.Embedding(128, 8), torch.ones(2, 4, dtype=torch.int64)
+    model = module_of(embed, words=embedding).eval()
     shapes = {name: {0: batch, 1: length} for name in ("input_ids", "attention_mask")}
     bundle = stagepack.export(
         model,
@@ -224,7 +217,7 @@ def test_a_module_of_ones_own_embeds_texts_with_any_tokenizer(tmp_path: Path) ->
     )
     sentences = ["a", "how do i bake bread"]
     rows = [words.encode(sentence) for sentence in sentences]
-    expected = [model.words(torch.tensor(row.ids[: sum(row.attention_mask)])).sum(0) for row in rows]
+    expected = [embedding(torch.tensor(row.ids[: sum(row.attention_mask)])).sum(0) for row in rows]
     assert torch.allclose(stagepack.load(bundle).encode(sentences), torch.stack(expected), atol=1e-5)
     with pytest.raises(InputError, match="expected 1 to 64"):
         stagepack.load(bundle).encode("a " * 100)

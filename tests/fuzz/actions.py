@@ -52,7 +52,6 @@ class Case:
 
     @property
     def digest(self) -> str:
-        """Of all files."""
         return hashlib.sha256((self.path / MANIFEST_NAME).read_bytes()).hexdigest()
 
 

@@ -8,8 +8,6 @@ from typing import Any, Final
 
 @dataclass(frozen=True, kw_only=True)
 class FuzzedParser:
-    """A parser."""
-
     read: Callable[[bytes], object]  # reads a content. A `StagepackError` refuses it; any other exception is a finding.
     seeds: Sequence[bytes]  # contents that reach much of the parser
     # The structure of a content as plain containers. It may raise any exception for a content without structure.
@@ -31,7 +29,6 @@ PARSER_MODULES: Final[Mapping[str, str]] = {
 
 
 def fuzzed_parser(name: str) -> FuzzedParser:
-    """Return a parser by its name."""
     module = importlib.import_module(f"tests.fuzz.{PARSER_MODULES[name]}")
     parser: FuzzedParser = getattr(module, f"{name}_parser")()
     return parser

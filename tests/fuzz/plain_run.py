@@ -29,7 +29,6 @@ class PlainModel:
         self._weights = {weight.value: as_weight(weight, _tensor(weight, stored, memories)) for weight in graph.weights}
 
     def run(self, inputs: Mapping[str, Any], results: Sequence[str]) -> list[Any]:
-        """Run the graph on inputs by name; return the values of these names."""
         values = {**self._weights, **inputs}
         self._run(self._graph.nodes, values)
         return [values[value_name] for value_name in results]

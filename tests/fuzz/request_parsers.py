@@ -156,8 +156,6 @@ def _compare_with_separation(content: bytes, message: Any) -> None:
 
 
 class _GrpcContext:
-    """A call of gRPC."""
-
     def time_remaining(self) -> None:
         return None
 

@@ -424,7 +424,6 @@ CHANGES: tuple[Callable[[Statements], None], ...] = (
 
 
 def change_statements(editor: BundleEditor, choose: random.Random) -> None:
-    """Change one to three statements of a bundle."""
     for _ in range(choose.choice([1, 1, 1, 2, 3])):
         it = Statements(editor, choose)
         choose.choice(CHANGES)(it)

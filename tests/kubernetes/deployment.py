@@ -55,7 +55,6 @@ def forbid_other_fields(node: Any) -> Any:
 
 
 def container_of(template: dict[str, Any]) -> dict[str, Any]:
-    """The container of a pod template."""
     (container,) = template["spec"]["containers"]
     pod_container: dict[str, Any] = container
     return pod_container

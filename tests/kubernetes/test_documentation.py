@@ -14,7 +14,6 @@ HOW_TO = Path(__file__).parents[2] / "docs" / "how-to"
 
 
 def documented_objects(page: str) -> list[dict[str, Any]]:
-    """The objects in the YAML blocks of a page."""
     blocks = re.findall(r"^```yaml\n(.*?)^```", (HOW_TO / page).read_text(), re.MULTILINE | re.DOTALL)
     documents = [document for block in blocks for document in yaml.safe_load_all(block)]
     return [document for document in documents if "kind" in document]

@@ -19,6 +19,7 @@ import torch
 import stagepack
 from stagepack.format.reader import Bundle
 from tests.kubernetes.deployment import container_of, expand, templates, write_deployment
+from tests.process_facts import child_processes
 from tests.serve.servers import http_client
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("serve")]
@@ -60,11 +61,7 @@ def group_of_pods(
 
 def process_ids(pod: "subprocess.Popen[str]") -> list[int]:
     """Of torchrun, and of the processes that it has started."""
-    try:
-        children = Path(f"/proc/{pod.pid}/task/{pod.pid}/children").read_text().split()
-    except FileNotFoundError:
-        return []
-    return [pod.pid, *map(int, children)]
+    return [pod.pid, *child_processes(pod.pid)] if Path(f"/proc/{pod.pid}").exists() else []
 
 
 def kill_pod(pod: "subprocess.Popen[str]") -> None:
@@ -91,7 +88,6 @@ def wait_until_listening(leader: "subprocess.Popen[str]") -> None:
 
 
 def resident_bytes(pod: "subprocess.Popen[str]") -> int:
-    """The memory of a pod: of torchrun and its processes."""
     return sum(
         int(line.split()[1]) * 1024
         for process_id in process_ids(pod)

@@ -19,10 +19,7 @@ LARGE = named(
     "decoders-llama-tied",
     "encoder-decoders-t5",
 )
-CASES = [
-    *(case for case in ROWS[::16] if case not in LARGE),
-    *slow([*ROWS[8::16], *LARGE]),
-]
+CASES = [*(case for case in ROWS[::16] if case not in LARGE), *slow([*ROWS[8::16], *LARGE])]
 
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)

@@ -22,10 +22,7 @@ ASKS: dict[str, tuple[Callable[..., torch.Tensor], torch.Tensor]] = {
     "is_contiguous": (lambda x: x * 2 if x.is_contiguous() else x * 3, MATRIX),
     "is_contiguous_of_a_transposed_example": (lambda x: x * 2 if x.is_contiguous() else x * 3, MATRIX.t()),
     "is_contiguous_of_a_result": (lambda x: x * 2 if (x + 1).is_contiguous() else x * 3, MATRIX),
-    "channels_last": (
-        lambda x: x * 2 if x.is_contiguous(memory_format=torch.channels_last) else x * 3,
-        IMAGES,
-    ),
+    "channels_last": (lambda x: x * 2 if x.is_contiguous(memory_format=torch.channels_last) else x * 3, IMAGES),
     "channels_last_example": (
         lambda x: x * 2 if x.is_contiguous(memory_format=torch.channels_last) else x * 3,
         IMAGES.to(memory_format=torch.channels_last),
@@ -121,13 +118,6 @@ def test_layout_that_a_view_does_not_allow_is_refused(tmp_path: Path) -> None:
         pipe(MATRIX.t().contiguous().t())
 
 
-class Makes(torch.nn.Module):
-    """A model that makes tensors of the default dtype."""
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return x + torch.ones(4), torch.full((2,), 1.5), torch.rand(3), torch.arange(0.0, 1.0, 0.25)
-
-
 @pytest.fixture
 def double_precision() -> Any:
     torch.set_default_dtype(torch.float64)
@@ -137,9 +127,10 @@ def double_precision() -> Any:
 
 def test_bundle_keeps_the_default_dtype_of_its_export(double_precision: None, tmp_path: Path) -> None:
     x = torch.rand(3, 4)
-    bundle = stagepack.export(Makes(), (x,), out=tmp_path / "m.stagepack")
+    model = Calls(lambda x: (x + torch.ones(4), torch.full((2,), 1.5), torch.rand(3), torch.arange(0.0, 1.0, 0.25)))
+    bundle = stagepack.export(model, (x,), out=tmp_path / "m.stagepack")
     torch.manual_seed(0)
-    expected = Makes()(x)
+    expected = model(x)
     torch.set_default_dtype(torch.float32)
     pipe = stagepack.load(bundle)
     torch.manual_seed(0)

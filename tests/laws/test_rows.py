@@ -16,6 +16,7 @@ from stagepack.format.tree import value_names
 from stagepack.graph.rows.row_analysis import mixed_rows
 from stagepack.linearize import linearize_program
 from tests.laws.function_model import Calls
+from tests.modules import module_of
 
 Function = Callable[[torch.Tensor], Any]
 
@@ -327,9 +328,6 @@ def test_rows_are_followed_in_any_dimension() -> None:
 
 
 def test_reason_names_the_module() -> None:
-    class Scaled(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x / x.abs().amax()
-
-    captured = Captured(torch.nn.Sequential(torch.nn.Tanh(), Scaled()), sequence(0), 0)
+    scaled = module_of(lambda self, x: x / x.abs().amax())
+    captured = Captured(torch.nn.Sequential(torch.nn.Tanh(), scaled), sequence(0), 0)
     assert captured.reason() == "aten.amax.default in function.1 computes one result from several rows"

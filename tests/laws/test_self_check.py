@@ -14,6 +14,7 @@ from stagepack.capture.program_run import InterpretedProgram
 from stagepack.errors import AnswerDiffersError, ExportWarning, StageFailedError, UnsupportedError
 from stagepack_loaders.example import replay_example
 from tests.laws.function_model import Calls
+from tests.modules import module_of
 
 
 def decomposed(model: torch.nn.Module, *inputs: torch.Tensor) -> torch.export.ExportedProgram:
@@ -62,13 +63,8 @@ def test_a_model_that_is_exported_is_loaded_by_default(name: str, tmp_path: Path
     assert torch.equal(stagepack.load(bundle)(*inputs), model(*inputs))
 
 
-class Inner(torch.nn.Module):
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.inner = Calls(function)
-
-    def forward(self, *inputs: torch.Tensor) -> Any:
-        return self.inner(*inputs)
+def inside(function: Callable[..., Any]) -> torch.nn.Module:
+    return module_of(lambda self, *inputs: self.inner(*inputs), inner=Calls(function))
 
 
 RESHAPED: list[tuple[str, Callable[..., Any], tuple[torch.Tensor, ...]]] = [
@@ -86,7 +82,7 @@ def test_an_input_that_is_reshaped_in_place_is_refused_by_module_and_line(
 ) -> None:
     message = rf"aten\.{re.escape(operator)}.* changes the shape .*run_decompositions.*\(inner: .*function_model\.py, line \d+"
     with pytest.raises(UnsupportedError, match=message):
-        stagepack.export(Inner(function), tuple(tensor.clone() for tensor in inputs), out=tmp_path / "m.stagepack")
+        stagepack.export(inside(function), tuple(tensor.clone() for tensor in inputs), out=tmp_path / "m.stagepack")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -99,7 +95,7 @@ def test_a_denied_operator_is_refused_by_module_and_line(tmp_path: Path) -> None
     with pytest.raises(
         UnsupportedError, match=r"aten\.set_.* is not allowed .*\(inner: .*function_model\.py, line \d+"
     ):
-        stagepack.export(Inner(share_storage), (torch.rand(3),), out=tmp_path / "m.stagepack")
+        stagepack.export(inside(share_storage), (torch.rand(3),), out=tmp_path / "m.stagepack")
 
 
 @pytest.mark.parametrize(
@@ -140,30 +136,25 @@ class Detached(torch.nn.Module):
         return y + (1.0 if torch.compiler.is_exporting() else 2.0)
 
 
-class WithDetached(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = torch.nn.Linear(3, 3), Detached()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(self.first(x))
+def with_detached() -> torch.nn.Module:
+    return module_of(lambda self, x: self.second(self.first(x)), first=torch.nn.Linear(3, 3), second=Detached())
 
 
 def test_a_capture_that_differs_from_the_model_is_refused_by_its_module(tmp_path: Path) -> None:
     with pytest.raises(AnswerDiffersError, match=r"by 1, first in second \(Detached\).*allow_difference=True"):
-        stagepack.export(WithDetached(), (torch.rand(2, 3),), out=tmp_path / "m.stagepack", stages=2)
+        stagepack.export(with_detached(), (torch.rand(2, 3),), out=tmp_path / "m.stagepack", stages=2)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_difference_that_is_allowed_is_recorded_as_the_stages_answer(tmp_path: Path) -> None:
     x = torch.rand(2, 3)
-    model = WithDetached()
+    model = with_detached()
     with pytest.warns(ExportWarning, match=r"first in second \(Detached\)"):
         bundle = stagepack.export(model, (x,), out=tmp_path / "m.stagepack", stages=2, allow_difference=True)
     bundle.verify()
     pipeline = stagepack.load(bundle)
     assert replay_example(pipeline, bundle).largest == 0.0
-    assert torch.equal(pipeline(x), model.first(x) * 2 + 1.0)
+    assert torch.equal(pipeline(x), model.get_submodule("first")(x) * 2 + 1.0)
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
@@ -181,22 +172,16 @@ def test_a_fast_path_of_eager_mode_is_refused_by_its_layer(tmp_path: Path) -> No
     assert replay_example(stagepack.load(bundle), bundle).largest == 0.0
 
 
-class Masked(torch.nn.Module):
+def masked(*mask: bool) -> torch.nn.Module:
     """Returns as many columns as its buffer has ones."""
-
-    def __init__(self, mask: list[bool]) -> None:
-        super().__init__()
-        self.first, self.second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
-        self.register_buffer("mask", torch.tensor(mask))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(self.first(x))[:, self.mask]
+    held = {"first": torch.nn.Linear(4, 4), "second": torch.nn.Linear(4, 4), "mask": torch.tensor(mask)}
+    return module_of(lambda self, x: self.second(self.first(x))[:, self.mask], **held)
 
 
 def test_new_weights_that_decide_a_size_get_an_example_of_their_own(tmp_path: Path) -> None:
     x = torch.randn(3, 4)
-    tuned = Masked([True, True, True, False])
-    old = stagepack.export(Masked([True, False, True, False]), (x,), out=tmp_path / "old.stagepack", stages=2)
+    tuned = masked(True, True, True, False)
+    old = stagepack.export(masked(True, False, True, False), (x,), out=tmp_path / "old.stagepack", stages=2)
     save_file(tuned.state_dict(), tmp_path / "tuned.safetensors")
     bundle = stagepack.export(tmp_path / "tuned.safetensors", graph_from=old, out=tmp_path / "new.stagepack")
     bundle.verify()

@@ -12,6 +12,7 @@ from torch.export import Dim
 import stagepack
 from stagepack.errors import ExportWarning, InputError, StagepackError
 from tests.laws.sized_models import Counter, Function, sized_models
+from tests.modules import module_of
 
 SIZES = (0, 1, 2, 3)
 # Models whose programs have a guard against a size that the model answers, or answer it otherwise; each call of that size is refused.
@@ -218,24 +219,17 @@ def test_inputs_that_need_the_same_size_are_admitted_at_it_together(tmp_path: Pa
 
 
 def test_operators_that_may_end_the_process_are_not_tried(tmp_path: Path) -> None:
-    class Backward(torch.nn.Module):
-        def forward(self, gradient: torch.Tensor, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-            return torch.ops.aten.nll_loss_backward(gradient, x, target, None, 0, 10, torch.tensor(3.0))
-
+    loss_backward = torch.ops.aten.nll_loss_backward
+    backward = module_of(lambda self, grad, x, target: loss_backward(grad, x, target, None, 0, 10, torch.tensor(3.0)))
     example = (torch.rand(3), torch.rand(3, 4), torch.tensor([2, 3, 0]))
     rows = {0: Dim.AUTO}
     with pytest.warns(ExportWarning, match="nll_loss_backward may end the process at sizes that do not fit"):
-        stagepack.export(Backward(), example, dynamic_shapes=(rows, {1: Dim.AUTO}, rows), out=tmp_path / "m.stagepack")
+        stagepack.export(backward, example, dynamic_shapes=(rows, {1: Dim.AUTO}, rows), out=tmp_path / "m.stagepack")
 
 
 def test_operators_that_end_the_process_without_elements_are_not_run_without(tmp_path: Path) -> None:
     """torch divides by a size that is 0."""
-
-    class Normed(torch.nn.Module):
-        def forward(self, v: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
-            return torch._weight_norm(v, g, 0)
-
-    model, rows = Normed(), {0: Dim.AUTO}
+    model, rows = module_of(lambda self, v, g: torch._weight_norm(v, g, 0)), {0: Dim.AUTO}
     example = (torch.rand(3, 4), torch.rand(3, 1))
     pipe = stagepack.load(stagepack.export(model, example, dynamic_shapes=(rows, rows), out=tmp_path / "m.stagepack"))
     for size in (1, 5):

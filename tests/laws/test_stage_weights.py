@@ -9,25 +9,12 @@ import pytest
 import torch
 
 import stagepack
-
-
-class Scale(torch.nn.Module):
-    """A module of a buffer alone."""
-
-    table: torch.Tensor
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.register_buffer("table", torch.linspace(0, 1, width))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.table
-
+from tests.modules import module_of
 
 LAYERS: dict[str, Callable[[int], torch.nn.Module]] = {
     "linear": lambda width: torch.nn.Linear(width, width),
     "norm": torch.nn.LayerNorm,
-    "buffer": Scale,
+    "buffer": lambda width: module_of(lambda self, x: x * self.table, table=torch.linspace(0, 1, width)),
     "none": lambda _: torch.nn.ReLU(),
 }
 

@@ -46,7 +46,6 @@ class LibraryCase(Case):
         return super().capture()
 
     def skip_if_missing(self) -> None:
-        """Skip the test where a library is missing."""
         if self.missing:
             pytest.skip(
                 f"{', '.join(self.missing)}: not installed: `make test-libraries` installs it, as does "

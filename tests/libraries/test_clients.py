@@ -110,8 +110,6 @@ def test_llama_index(server: Server) -> None:
 
 
 class Arguments(BaseModel):
-    """The arguments of a tool."""
-
     a: int = Field(ge=0, le=9)
 
 

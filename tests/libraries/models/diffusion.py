@@ -28,7 +28,6 @@ _KL = {
 
 
 def diffusers_model(class_name: str, **config: Any) -> Make:
-    """A class of diffusers."""
     return made(f"diffusers:{class_name}", **config)
 
 
@@ -54,8 +53,6 @@ class _Encoder(nn.Module):
 
 
 class _Decoder(nn.Module):
-    """The decoder of an autoencoder."""
-
     def __init__(self, autoencoder: Any) -> None:
         super().__init__()
         self.autoencoder = autoencoder
