@@ -36,7 +36,7 @@ class Stack(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = torch.nn.ModuleList([Block() for _ in range(4)])
+        self.blocks = torch.nn.ModuleList([Block() for _ in range(8)])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         scale = x.mean(1, keepdim=True).transpose(1, 2).expand(-1, -1, x.shape[1]).transpose(1, 2)
@@ -47,7 +47,7 @@ class Stack(torch.nn.Module):
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> tuple[Stack, Bundle]:
-    """The model, and its bundle of two stages with two blocks each."""
+    """The model, and its bundle of two stages with four blocks each."""
     torch.manual_seed(0)
     model = Stack().eval()
     batch, length = torch.export.Dim("batch", min=1, max=64), torch.export.Dim("length", min=2, max=64)
@@ -55,7 +55,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> tuple[Stack, Bundle]:
         model,
         (torch.randn(2, 3, 8),),
         out=tmp_path_factory.mktemp("stack") / "stack.stagepack",
-        split_at=["blocks.2"],
+        split_at=["blocks.4"],
         dynamic_shapes={"x": {0: batch, 1: length}},
     )
     return model, bundle
