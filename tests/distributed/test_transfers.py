@@ -1,14 +1,18 @@
 """What goes from process to process: tensors of every dtype and layout, and words of another program."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from stagepack.errors import InputError
+from stagepack.format.reader import Bundle
 from stagepack_loaders.distributed.packing import PackedValues, pack_command, pack_failure, pack_values
 from stagepack_loaders.distributed.routes import ConnectionLostError, ControlKind, ControlMessage
 from tests.distributed.connections import SYMBOLS, Connect, edge_of, wait_for
+from tests.hostile.attack import run
 
 COMPLEX_OR_FLOAT = (torch.complex64, torch.complex128, torch.float64, torch.float32, torch.float16, torch.bfloat16)
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool)
@@ -130,3 +134,14 @@ def test_a_size_that_data_decide_is_checked_before_memory_is_taken(connect: Conn
     wait_for(transfers[:1])
     with pytest.raises(ConnectionLostError, match=r"the data of another program: .*found"):
         connection.receivers.values(layout)
+
+
+@pytest.mark.slow  # 5 s: starts a process
+def test_links_are_measured(layers: Bundle, tmp_path: Path) -> None:
+    path = tmp_path / "times.json"
+    result = run("profile", str(layers.path), "-o", str(path), "--runs", "1", "--links")
+    assert result.exit_code == 0, result.output
+    assert "measured between two processes: links of " in result.stdout
+    link = json.loads(path.read_text())["link"]
+    assert 1e-6 < link["seconds_per_value"] < 0.1
+    assert 0 < link["seconds_per_byte"] < 1e-6

@@ -6,10 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import stagepack
 from stagepack.errors import OperatorError
 from tests.bundle_editor import BundleEditor
+from tests.door.model import EXAMPLE, Scale
+from tests.hostile.attack import run
 
 # A package of these names is not found, as if it was not installed.
 PROGRAM = """
@@ -78,9 +81,8 @@ def test_without_any_runtime_the_error_names_them(exported: tuple[Path, object])
 def test_an_object_from_before_the_onnx_models_says_so(exported: tuple[Path, object], tmp_path: Path) -> None:
     bundle = stagepack.recut(exported[0], out=tmp_path / "m.stagepack", stages=2)
     stagepack.add_onnx(bundle)
-    with pytest.raises(
-        OperatorError, match="no ONNX model of stage 0, 1: the bundle was written again after it was opened"
-    ):
+    says = "no ONNX model of stage 0, 1: the bundle was written again after it was opened"
+    with pytest.raises(OperatorError, match=says):
         stagepack.load(bundle, runtime="onnxruntime")
     stagepack.load(bundle.path, runtime="onnxruntime")
 
@@ -95,3 +97,14 @@ def test_without_torch_and_without_onnx_models_both_cures_are_named(
     assert "the package 'torch' is not installed: " in str(message)
     assert "; onnxruntime is installed: " in str(message)
     assert "stagepack onnx" in str(message)
+
+
+def test_onnx_of_a_bfloat16_model_fails_and_names_the_cure(tmp_path: Path) -> None:
+    path = tmp_path / "m.stagepack"
+    stagepack.export(Scale().to(torch.bfloat16).eval(), (EXAMPLE.bfloat16(),), out=path, stages=2)
+    result = run("onnx", str(path), "--json")
+    assert result.exit_code == 1
+    assert [bool(stage["torch_only"]) for stage in json.loads(result.stdout)["stages"]] == [True, True]
+    expected = "no stage has an ONNX model that ONNX Runtime can run: export the model with --dtype float32 or float16"
+    assert result.stderr == f"stagepack: {path}: {expected}\n"
+    assert not list(path.glob("*.onnx"))

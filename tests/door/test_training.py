@@ -1,4 +1,4 @@
-"""Training in one process, such as that of a debugger, without torchrun."""
+"""Training in one process, such as that of a debugger, and saving of loaded models whose weights were changed."""
 
 from pathlib import Path
 
@@ -7,7 +7,8 @@ import torch
 from packaging.version import Version
 
 import stagepack
-from stagepack.errors import UnsupportedError
+from stagepack.errors import OptionError, OutputExistsError, UnsupportedError
+from tests.door.model import EXAMPLE
 from tests.train.models import NEEDS_TORCH
 from tools.fork_server import run_forked
 
@@ -44,3 +45,29 @@ def test_one_process_trains_all_stages(exported: tuple[Path, torch.Tensor], tmp_
 def test_an_older_torch_is_refused(exported: tuple[Path, torch.Tensor]) -> None:
     with pytest.raises(UnsupportedError, match=r"stagepack\.train: expected torch 2\.13 or newer, found 2\.11"):
         stagepack.train(exported[0], torch.nn.functional.mse_loss, microbatches=1)
+
+
+def test_a_pipeline_with_changed_weights_is_saved(exported: tuple[Path, torch.Tensor], tmp_path: Path) -> None:
+    pipeline = stagepack.load(exported[0])
+    optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1)
+    pipeline(EXAMPLE).square().mean().backward()
+    optimizer.step()
+    expected = pipeline(EXAMPLE).detach()
+    assert not torch.equal(expected, exported[1])
+    out = tmp_path / "tuned.stagepack"
+    out.mkdir()
+    with pytest.raises(OutputExistsError, match="choose another name"):
+        stagepack.save(pipeline, out=out)
+    out.rmdir()
+    for overwrite in (False, True):
+        saved = stagepack.save(pipeline, out=out, overwrite=overwrite)
+        saved.verify(strict=True)
+        assert torch.equal(stagepack.load(saved)(EXAMPLE), expected)
+    with pytest.raises(OutputExistsError, match="in Python overwrite=True"):
+        stagepack.save(pipeline, out=out)
+    assert torch.equal(stagepack.load(exported[0])(EXAMPLE), exported[1])
+
+
+def test_weights_that_cannot_be_changed_are_not_saved(exported: tuple[Path, torch.Tensor], tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="expected a pipeline in PyTorch in this process"):
+        stagepack.save(stagepack.load(exported[0], runtime="onnxruntime"), out=tmp_path / "m.stagepack")

@@ -1,16 +1,20 @@
-"""Any change of the content of a bundle whose digests are right: it loads, or it meets one of our errors; it never crashes."""
+"""Any change of a bundle whose digests are right: it is refused by one of our errors, or all roads to an answer give the same one."""
 
 import contextlib
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import stagepack
 from stagepack.errors import StagepackError
 from tests.bundle_editor import BundleEditor
 from tests.fuzz.mutation import mutate_file
+from tests.fuzz.roads import compare_roads
+from tests.fuzz.statements import CHANGES, Statements
 
 
 def survives(path: Path) -> None:
@@ -64,3 +68,25 @@ def test_random_bytes_in_the_place_of_content_meet_one_of_our_errors(target: str
             editor.write_file(target, bytes(content))
         survives(editor.path)
         (editor / "manifest.json").write_bytes(manifest)
+
+
+INPUTS = {"forward": {"ids": torch.arange(6).reshape(2, 3)}}
+
+
+def test_all_roads_of_an_honest_bundle_answer_alike(sound: Path, tmp_path: Path) -> None:
+    compare_roads(sound, sound, INPUTS, tmp_path)
+
+
+@pytest.mark.parametrize("change", dict.fromkeys(CHANGES), ids=lambda change: change.__name__)
+def test_a_changed_statement_changes_no_answer_of_one_road_alone(
+    change: Callable[[Statements], None], sound: Path, tmp_path: Path
+) -> None:
+    for seed in range(3):
+        editor = BundleEditor.copy(sound, tmp_path / f"{seed}.stagepack")
+        chance = random.Random(f"{change.__name__} {seed}")  # noqa: S311 - the same each time is what is wanted
+        statements = Statements(editor, chance)
+        change(statements)
+        statements.write(restated=chance.random() < 0.5)
+        (scratch := tmp_path / str(seed)).mkdir()
+        with contextlib.suppress(StagepackError):
+            compare_roads(editor.path, sound, INPUTS, scratch)

@@ -1,16 +1,89 @@
-"""Every cut of a model, cut again, gives the bytes of a direct export."""
+"""Cuts: again they give the bytes of a direct export, and what is computed again empties no stage and takes no weights along."""
 
+import itertools
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import stagepack
 from stagepack.exporter import export_capture
 from stagepack.partition.cut_options import CutOptions
+from tests.modules import module_of
 from tests.unit.test_recut import files
 from tests.zoo.case import Case
 from tests.zoo.cases import ROWS, named
 from tests.zoo.test_zoo import name_of, slow
+
+LAYERS: dict[str, Callable[[int], torch.nn.Module]] = {
+    "linear": lambda width: torch.nn.Linear(width, width),
+    "norm": torch.nn.LayerNorm,
+    "buffer": lambda width: module_of(lambda self, x: x * self.table, table=torch.linspace(0, 1, width)),
+    "none": lambda _: torch.nn.ReLU(),
+}
+
+
+class Layers(torch.nn.Module):
+    """A model that is so small that all of it is cheaper to compute again than to send."""
+
+    def __init__(self, layer: str, width: int, mark: int | None = None) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(16, width)
+        self.layers = torch.nn.ModuleList(LAYERS[layer](width) for _ in range(4))
+        self.mark = mark
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for index, layer in enumerate(self.layers):
+            if index == self.mark:
+                stagepack.split_here()
+            x = torch.tanh(layer(x))
+        return x
+
+
+IDS = torch.arange(40).reshape(8, 5) % 16
+SHAPES = {"ids": {0: torch.export.Dim("rows", min=1, max=64)}}
+WAYS: dict[str, dict[str, Any]] = {
+    "split_at": {"split_at": ["layers.2"]},
+    "split_at each": {"split_at": [f"layers.{index}" for index in range(4)]},
+    "stages": {"stages": 3},
+    "policy": {"policy": lambda node: int(node.index > 2) + int(node.index > 4)},
+    "split_here": {},
+}
+
+
+def stages_of_weights(bundle: stagepack.Bundle) -> dict[str, list[int]]:
+    stages: dict[str, list[int]] = {}
+    for stage_number in range(len(bundle.stages)):
+        for weight in bundle.graph_file(stage_number).graph.weights:
+            stages.setdefault(weight.names[0], []).append(stage_number)
+    return stages
+
+
+@pytest.mark.parametrize(("layer", "way"), list(itertools.product(LAYERS, WAYS)))
+@torch.no_grad()
+def test_no_stage_is_emptied_and_each_weight_is_in_one(layer: str, way: str, tmp_path: Path) -> None:
+    model = Layers(layer, 8, mark=2 if way == "split_here" else None).eval().double()
+    bundle = stagepack.export(model, (IDS,), dynamic_shapes=SHAPES, out=tmp_path / "b.stagepack", **WAYS[way])
+    assert all(stage.nodes for stage in bundle.stages)
+    stages = stages_of_weights(bundle)
+    # A buffer may be in several stages, unless its module is named.
+    assert all(len(places) == 1 for name, places in stages.items() if "table" not in name or "split_at" in way)
+    if way != "policy":
+        first_stages = [stages[name][0] for name in ["embed.weight", *model.state_dict()] if name in stages]
+        assert first_stages == sorted(first_stages)
+    assert torch.equal(stagepack.load(bundle)(IDS), model(IDS))
+    if way in ("split_at", "split_here"):
+        assert {places[0] for name, places in stages.items() if name.startswith(("layers.2", "layers.3"))} <= {1}
+        assert {places[0] for name, places in stages.items() if name.startswith(("embed", "layers.0", "layers.1"))} == {
+            0
+        }
+    plan = bundle.entry_point.plan
+    again = stagepack.export(model, (IDS,), dynamic_shapes=SHAPES, out=tmp_path / "again.stagepack", plan=plan)
+    assert [stage.nodes for stage in again.stages] == [stage.nodes for stage in bundle.stages]
+
 
 # Of many nodes.
 LARGE = named(

@@ -82,9 +82,8 @@ def test_every_size_that_a_model_answers_is_answered_alike(name: str, tmp_path: 
 
 def test_a_size_that_the_program_answers_otherwise_is_left_out_of_a_declared_range(tmp_path: Path) -> None:
     model, args, _ = MODELS["branch-on-one"]
-    with pytest.warns(
-        ExportWarning, match=r"batch from 0\.\.64 to 0\.\.64 without 1: at 1, its captured program answers"
-    ):
+    says = r"batch from 0\.\.64 to 0\.\.64 without 1: at 1, its captured program answers"
+    with pytest.warns(ExportWarning, match=says):
         bundle = export(model, args, tmp_path / "model", ({0: Dim("batch", min=0, max=64)},))
     pipeline = stagepack.load(bundle)
     for size in (0, 2):
@@ -96,9 +95,8 @@ def test_a_size_that_the_program_answers_otherwise_is_left_out_of_a_declared_ran
 
 def test_a_declared_range_is_narrowed_where_its_lower_end_is_answered_otherwise(tmp_path: Path) -> None:
     model, args, _ = MODELS["squeeze-all"]
-    with pytest.warns(
-        ExportWarning, match=r"batch from 1\.\. to 2\.\.: at 1, a value has another number of dimensions"
-    ):
+    says = r"batch from 1\.\. to 2\.\.: at 1, a value has another number of dimensions"
+    with pytest.warns(ExportWarning, match=says):
         bundle = export(model, args, tmp_path / "model", ({0: Dim("batch", min=1)},))
     assert bundle.entry_point.symbols[0].min == 2
 
@@ -112,9 +110,8 @@ def test_the_smallest_size_that_was_asked_for_is_the_smallest_that_is_admitted(t
 
 def test_a_size_that_was_asked_for_and_cannot_be_had_is_a_warning_with_the_reason(tmp_path: Path) -> None:
     model, args, _ = MODELS["max-rows"]
-    with pytest.warns(
-        ExportWarning, match=r"args_0: dimension 0 from 0\.\. to 1\.\.: at 0, the model fails: IndexError"
-    ):
+    says = r"args_0: dimension 0 from 0\.\. to 1\.\.: at 0, the model fails: IndexError"
+    with pytest.warns(ExportWarning, match=says):
         export(model, args, tmp_path / "model", ({0: Dim.AUTO(min=0)},))
 
 

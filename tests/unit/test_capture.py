@@ -1,5 +1,6 @@
 """What `export` accepts as a model, and what it says when the model cannot be captured."""
 
+import importlib.metadata
 import math
 import re
 from pathlib import Path
@@ -8,11 +9,13 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from packaging.version import InvalidVersion, Version
 from torch import nn
 from torch.utils import _pytree as pytree
 
 import stagepack
 from stagepack.capture.model_runs import are_identical
+from stagepack.capture.torch_messages import describe_error
 from stagepack.errors import CaptureError, OptionError
 from stagepack.torch_internals import uncompiled_module
 from tests.modules import module_of
@@ -191,3 +194,20 @@ def test_export_without_the_onnx_models_that_fail_says_what_is_written(x: torch.
     with pytest.raises(OptionError, match=r"m\.stagepack is written without the ONNX models.*stagepack onnx"):
         stagepack.export(net, (x,), out=tmp_path / "m.stagepack", onnx=True, rtol=-1)
     assert torch.equal(stagepack.load(tmp_path / "m.stagepack")(x), net(x))
+
+
+def test_errors_in_a_library_read_the_installed_packages_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    read_packages, reads = importlib.metadata.packages_distributions, []
+
+    def counted() -> object:
+        reads.append(1)
+        return read_packages()
+
+    monkeypatch.setattr(importlib.metadata, "packages_distributions", counted)
+    for _ in range(3):
+        with pytest.raises(InvalidVersion) as raised:
+            Version("no version")
+        assert f"packaging {importlib.metadata.version('packaging')}, packaging/version.py, line" in describe_error(
+            raised.value
+        )
+    assert len(reads) <= 1

@@ -1,4 +1,4 @@
-"""`make gpu`: a run that is cut off tells what it has, and the wheels that it needs are few."""
+"""Tools of this project: runs of `make gpu` that are cut off, the wheels that it needs, and the tests of `make test-changed`."""
 
 import json
 import os
@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tools import gpu_run, gpu_wheels
+from tools.changed_tests import select_tests
 from tools.gpu_run import Run, Step
 
 
@@ -82,3 +83,28 @@ def test_the_run_needs_the_standard_library_alone() -> None:
     source = Path(gpu_run.__file__).read_text()
     imported = set(re.findall(r"^(?:import|from) (\w+)", source, re.MULTILINE))
     assert imported <= sys.stdlib_module_names
+
+
+IMPORTERS = {
+    "stagepack/format/reader.py": ["stagepack/opening.py", "tests/unit/test_reader.py", "stagepack/__init__.py"],
+    "stagepack/opening.py": ["stagepack/recutter.py", "tests/remote/not_there/test_pull.py"],
+    "stagepack/__init__.py": ["tests/unit/test_cut.py"],
+    "stagepack/recutter.py": ["tests/unit/test_recut.py"],
+}
+FOLDERS = ["tests/cli", "tests/conformance", "tests/compat", "tests/docs"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ("stagepack/opening.py", {"tests/unit/test_recut.py"}),
+        ("stagepack/cli/verify_command.py", {"tests/cli"}),
+        ("tests/unit/test_cut.py", {"tests/unit/test_cut.py"}),
+        ("tests/cli/conftest.py", {"tests/cli"}),
+        ("schema/SPEC.md", {"tests/conformance", "tests/compat"}),
+        ("docs/how-to/serve.md", {"tests/docs"}),
+        ("LICENSE", set()),
+    ],
+)
+def test_a_changed_file_chooses_its_tests(changed: str, expected: set[str]) -> None:
+    assert select_tests([changed], IMPORTERS, FOLDERS) == expected
