@@ -7,6 +7,7 @@ import torch
 
 import stagepack
 from tests.door.model import EXAMPLE, Scale
+from tests.made_once import made_once
 
 
 @pytest.fixture(scope="session")
@@ -14,7 +15,8 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.Tens
     """A bundle of two stages with ONNX models, and the model's answer to the example."""
     torch.manual_seed(0)
     model = Scale().eval()
-    path = tmp_path_factory.mktemp("exported") / "m.stagepack"
-    stagepack.export(model, (EXAMPLE,), out=path, stages=2)
-    stagepack.add_onnx(path)
-    return path, model(EXAMPLE).detach()
+
+    def make(folder: Path) -> None:
+        stagepack.add_onnx(stagepack.export(model, (EXAMPLE,), out=folder / "m.stagepack", stages=2))
+
+    return made_once(tmp_path_factory, "exported", make) / "m.stagepack", model(EXAMPLE).detach()

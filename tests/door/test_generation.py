@@ -16,7 +16,7 @@ from stagepack.errors import ExportWarning, InputError, OptionError
 from stagepack_loaders.generation.prompts import Prompts, check_tokens, read_prompts, read_tokenizer
 from stagepack_loaders.generation.settings import GenerationSettings
 from tests.bundle_editor import BundleEditor
-from tests.serve.generating_families import POSITIONS, make_model
+from tests.serve.generating_families import POSITIONS, family_bundle, make_model
 from tests.serve.generating_model import tokenizer
 
 ROWS = [[5, 9, 31, 77, 12], [100, 3], [42, 42, 8]]
@@ -26,16 +26,7 @@ TEXTS = ["one two", "a", "longer than the others"]
 @pytest.fixture(scope="module")
 def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A Llama with a tokenizer."""
-    folder = tmp_path_factory.mktemp("llama")
-    (folder / "tokenizer.json").write_text(tokenizer().to_str())
-    bundle = stagepack.export(
-        make_model("llama"),
-        out=folder / "m.stagepack",
-        generate=POSITIONS,
-        generate_batch=4,
-        assets=[folder / "tokenizer.json"],
-    )
-    return stagepack.load(bundle)
+    return stagepack.load(family_bundle(tmp_path_factory, "llama"))
 
 
 def padded(rows: list[list[int]], *, on_left: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -174,9 +165,8 @@ def test_more_positions_than_the_model_has_are_refused_before_the_capture() -> N
 
 def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    with pytest.warns(
-        ExportWarning, match=f"{tmp_path}: has no tokenizer.json: .* tokens and no texts: .*stagepack asset add"
-    ):
+    says = f"{tmp_path}: has no tokenizer.json: .* tokens and no texts: .*stagepack asset add"
+    with pytest.warns(ExportWarning, match=says):
         exported_assets(tmp_path, {}, generates=True)
 
 

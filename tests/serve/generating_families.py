@@ -1,5 +1,6 @@
 """Small models of transformers that generate, with weights whose logits differ as those of trained models do."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from transformers import (
 
 import stagepack
 from tests.made_once import made_once
+from tests.serve.generating_model import tokenizer
 
 POSITIONS = 64
 VOCABULARY = 258
@@ -65,6 +67,19 @@ def export_qwen(folder: Path, batch: int = 4) -> Path:
     model, path = make_model("qwen3"), folder / "qwen.stagepack"
     model.generation_config.eos_token_id = None
     return stagepack.export(model, out=path, stages=2, generate=POSITIONS, generate_batch=batch).path
+
+
+def export_family(family: str, folder: Path) -> Path:
+    """A bundle of two stages, with a tokenizer and a row of its cache for each of four texts."""
+    path, assets = folder / f"{family}.stagepack", [folder / "tokenizer.json"]
+    assets[0].write_text(tokenizer().to_str())
+    stagepack.export(make_model(family), out=path, stages=2, generate=POSITIONS, generate_batch=4, assets=assets)
+    return path
+
+
+def family_bundle(factory: pytest.TempPathFactory, family: str) -> Path:
+    """The bundle of `export_family`, made once. Do not write into it."""
+    return made_once(factory, family, functools.partial(export_family, family)) / f"{family}.stagepack"
 
 
 def qwen_bundle(factory: pytest.TempPathFactory) -> Path:

@@ -13,7 +13,15 @@ from transformers import PreTrainedTokenizerFast
 
 import stagepack
 from stagepack.errors import InputError
-from tests.serve.generating_families import FAMILIES, POSITIONS, generated_by_transformers, make_model, make_prompts
+from tests.serve.generating_families import (
+    FAMILIES,
+    POSITIONS,
+    export_family,
+    family_bundle,
+    generated_by_transformers,
+    make_model,
+    make_prompts,
+)
 from tests.serve.generating_model import tokenizer
 
 SETTINGS: tuple[dict[str, Any], ...] = ({}, {"do_sample": True, "top_p": 0.9, "temperature": 1.2})
@@ -22,20 +30,12 @@ SETTINGS: tuple[dict[str, Any], ...] = ({}, {"do_sample": True, "top_p": 0.9, "t
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
     """The bundles of a decoder alone, and of one with an encoder."""
-    return {family: export_family(family, tmp_path_factory.mktemp(family)) for family in ("llama", "t5")}
+    return {family: family_bundle(tmp_path_factory, family) for family in ("llama", "t5")}
 
 
 @pytest.fixture
 def llama(paths: Mapping[str, Path]) -> Path:
     return paths["llama"]
-
-
-def export_family(family: str, folder: Path) -> Path:
-    path = folder / f"{family}.stagepack"
-    (folder / "tokenizer.json").write_text(tokenizer().to_str())
-    assets = [folder / "tokenizer.json"]
-    stagepack.export(make_model(family), out=path, stages=2, generate=POSITIONS, generate_batch=4, assets=assets)
-    return path
 
 
 def assert_tokens_are_those_of_transformers(family: str, pipeline: Any, **options: Any) -> None:
