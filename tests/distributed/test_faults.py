@@ -259,9 +259,8 @@ def test_a_stage_that_hangs_is_found(tmp_path: Path) -> None:
         answers = [pipeline.submit(torch.full((3,), 0.4)) for _ in range(5)]  # longer than the limit, but each in time
         assert all(torch.equal(answer.result(), torch.full((3,), 0.8)) for answer in answers)
         started = time.monotonic()
-        with pytest.raises(
-            StageLostError, match=r"process 1 on .*, which runs stage 0, is lost: no call was answered"
-        ) as caught:
+        says = r"process 1 on .*, which runs stage 0, is lost: no call was answered"
+        with pytest.raises(StageLostError, match=says) as caught:
             pipeline(torch.full((3,), 60.0))
         assert time.monotonic() - started < 30
         assert caught.value.stages == (0,)

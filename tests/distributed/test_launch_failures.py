@@ -114,9 +114,8 @@ def test_process_without_signs_of_life_is_told_while_the_group_starts(monkeypatc
     with front.watching():
         store.set("host/1", "node-1")
         store.add("sign/1", 1)
-        with pytest.raises(
-            StageLostError, match=r"^process 1 on node-1 is lost: it has shown no sign of life for [1-9] s"
-        ):
+        says = r"^process 1 on node-1 is lost: it has shown no sign of life for [1-9] s"
+        with pytest.raises(StageLostError, match=says):
             wait_until_raised(front)
     with other.watching(), pytest.raises(StageLostError, match="process 1 on node-1 is lost"):
         wait_until_raised(other)

@@ -83,9 +83,8 @@ def test_two_actors_answer_as_one_process_and_come_back(layers: Bundle) -> None:
 
 @pytest.mark.slow
 def test_what_the_cluster_lacks_is_told(layers: Bundle) -> None:
-    with pytest.raises(
-        GroupError, match=r"place 3 actors, which need 1.5 CPU, 3000000.0 GB of memory, within 1 s; free are 2 CPU"
-    ):
+    says = r"place 3 actors, which need 1.5 CPU, 3000000.0 GB of memory, within 1 s; free are 2 CPU"
+    with pytest.raises(GroupError, match=says):
         launch(layers, memory_per_process=10**15, start_seconds=1)
     with pytest.raises(GroupError, match=r"which need 1.5 CPU, 3 GPU, 9\.7 GB of memory, within 1 s; .* 0 GPU"):
         launch(layers, devices=["cuda"], start_seconds=1)

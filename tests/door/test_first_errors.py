@@ -155,9 +155,8 @@ def test_processes_in_a_process_of_torchrun_are_refused(
 ) -> None:
     for variable, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(variable, value)
-    with pytest.raises(
-        OptionError, match=r"processes: torchrun has started this process as one of 2, .*distributed\.connect"
-    ):
+    says = r"processes: torchrun has started this process as one of 2, .*distributed\.connect"
+    with pytest.raises(OptionError, match=says):
         stagepack.load(exported[0], processes=True)
 
 

@@ -120,10 +120,8 @@ def test_a_checkpoint_of_a_part_names_the_prefix(tmp_path: Path) -> None:
         out=tmp_path / "m.stagepack",
     )
     assert torch.equal(stagepack.load(bundle)(torch.ones(2, 3)), model(torch.ones(2, 3)))
-    with pytest.raises(
-        CaptureError,
-        match=r"the checkpoint lacks 0\.weight, 0\.bias, 1\.weight and 1 more; the model lacks net\.weight",
-    ):
+    says = r"the checkpoint lacks 0\.weight, 0\.bias, 1\.weight and 1 more; the model lacks net\.weight"
+    with pytest.raises(CaptureError, match=says):
         stagepack.export(
             lambda: torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)),
             (torch.ones(2, 3),),

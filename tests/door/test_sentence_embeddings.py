@@ -98,9 +98,8 @@ def test_a_folder_is_exported_with_all_its_modules_and_its_tokenizer(tmp_path: P
         pipeline.encode(TEXTS, prompt_name="passage"),
         model.encode(TEXTS, prompt_name="passage", convert_to_tensor=True),
     )
-    with pytest.raises(
-        InputError, match=r"expected a prompt of the model \('document', 'passage', 'query'\), found 'title'"
-    ):
+    says = r"expected a prompt of the model \('document', 'passage', 'query'\), found 'title'"
+    with pytest.raises(InputError, match=says):
         pipeline.encode(TEXTS, prompt_name="title")
     # The names are those of the model, and what a tokenizer of transformers returns is taken as it is.
     assert pipeline.state_dict().keys() == model.state_dict().keys()
@@ -119,9 +118,8 @@ def test_fine_tuned_pipelines_take_the_graphs_of_a_bundle(tmp_path: Path) -> Non
     check_equal(stagepack.export(tmp_path / "tuned", graph_from=bundle, out=tmp_path / "tuned.stagepack"), model)
     [pooling] = (tmp_path / "tuned").glob("*_Pooling/config.json")
     pooling.write_text(json.dumps(json.loads(pooling.read_text()) | {"pooling_mode": "cls"}))
-    with pytest.raises(
-        CaptureError, match=r'computes otherwise than the graphs .*: modules\.1\.pooling_mode is "cls" in its'
-    ):
+    says = r'computes otherwise than the graphs .*: modules\.1\.pooling_mode is "cls" in its'
+    with pytest.raises(CaptureError, match=says):
         stagepack.export(tmp_path / "tuned", graph_from=bundle, out=tmp_path / "cls.stagepack")
 
 
@@ -179,9 +177,8 @@ def test_other_kinds_of_models_are_named(tmp_path: Path) -> None:
     settings_path = folder / "config_sentence_transformers.json"
     settings = json.loads(settings_path.read_text())
     settings_path.write_text(json.dumps(settings | {"model_type": "SparseEncoder"}))
-    with pytest.raises(
-        CaptureError, match="expected a SentenceTransformer of sentence-transformers, found a SparseEncoder"
-    ):
+    says = "expected a SentenceTransformer of sentence-transformers, found a SparseEncoder"
+    with pytest.raises(CaptureError, match=says):
         stagepack.export(folder, out=tmp_path / "m.stagepack")
     settings_path.write_text(json.dumps(settings | {"model_type": "CrossEncoder"}))
     with pytest.warns(ExportWarning, match="is a CrossEncoder .* without what predict"):
@@ -191,9 +188,8 @@ def test_other_kinds_of_models_are_named(tmp_path: Path) -> None:
 def test_a_missing_package_is_named_with_what_installs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "modules.json").write_text("[]")
     monkeypatch.setitem(sys.modules, "sentence_transformers", None)
-    with pytest.raises(
-        MissingPackageError, match=r"modules\.json.*the extra 'sentence-transformers' .* the encoder without"
-    ):
+    says = r"modules\.json.*the extra 'sentence-transformers' .* the encoder without"
+    with pytest.raises(MissingPackageError, match=says):
         stagepack.export(tmp_path, out=tmp_path / "m.stagepack")
 
 

@@ -96,9 +96,8 @@ def test_a_model_with_an_adapter_keeps_its_own_names(adapted: Any, tmp_path: Pat
     bundle = stagepack.export(adapted, kwargs={"input_ids": PROMPT}, out=tmp_path / "m.stagepack")
     assert saved_names(bundle) == dict(adapted.named_parameters()).keys()
     assert torch.equal(stagepack.load(bundle)(input_ids=PROMPT)["logits"], adapted(input_ids=PROMPT).logits)
-    with pytest.raises(
-        OptionError, match=r"found PeftModelForCausalLM: merge its adapter before, by model\.merge_and_unload"
-    ):
+    says = r"found PeftModelForCausalLM: merge its adapter before, by model\.merge_and_unload"
+    with pytest.raises(OptionError, match=says):
         stagepack.export(adapted, out=tmp_path / "n.stagepack", generate=16)
 
 
@@ -134,7 +133,6 @@ def test_an_adapter_that_fits_no_base_model_is_refused(adapted: Any, tmp_path: P
     peft.get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), prompts).save_pretrained(
         tmp_path / "prompts"
     )
-    with pytest.raises(
-        CaptureError, match="kind PROMPT_TUNING has no weights to merge: load it, and pass the PeftModel"
-    ):
+    says = "kind PROMPT_TUNING has no weights to merge: load it, and pass the PeftModel"
+    with pytest.raises(CaptureError, match=says):
         stagepack.export(tmp_path / "prompts", out=tmp_path / "m.stagepack")

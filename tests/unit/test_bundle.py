@@ -191,10 +191,8 @@ def test_calls_that_do_not_fit_say_what_is_allowed(
 def test_two_inputs_must_agree_on_a_size(tmp_path: Path) -> None:
     case = named("encoders-bert")[0]
     bundle = export_capture(case.capture(), out=tmp_path / "m.stagepack", cut_options=CutOptions(stages=2))
-    with pytest.raises(
-        InputError,
-        match="attention_mask: dimension 1: expected 8, the size of 'sequence' in input_ids: dimension 1, found 9",
-    ):
+    says = "attention_mask: dimension 1: expected 8, the size of 'sequence' in input_ids: dimension 1, found 9"
+    with pytest.raises(InputError, match=says):
         stagepack.load(bundle)(torch.ones(2, 8).long(), torch.ones(2, 9).long())
 
 

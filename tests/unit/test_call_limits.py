@@ -58,9 +58,8 @@ def test_a_call_with_a_larger_value_is_refused(options: dict[str, Any], distance
     try:
         torch.testing.assert_close(pipeline(x), expected)
         for rows in (101, 1 << 20):
-            with pytest.raises(
-                ValueSizeError, match=rf"expected at most 160,000 bytes .* found {largest(rows):,}: .* rows = {rows}"
-            ):
+            says = rf"expected at most 160,000 bytes .* found {largest(rows):,}: .* rows = {rows}"
+            with pytest.raises(ValueSizeError, match=says):
                 pipeline(torch.ones(1, 4).expand(rows, 4))
         torch.testing.assert_close(pipeline(x), expected)
     finally:
@@ -79,10 +78,8 @@ def test_a_bundle_with_a_larger_value_at_any_sizes_is_refused_before_its_weights
     for weight_file in {file_name for stage in bundle.stages for file_name in stage.weights}:
         (bundle.path / weight_file).unlink()
     for load in (stagepack.load, stagepack.load_entry_points):
-        with pytest.raises(
-            ValueSizeError,
-            match=r"expected at most 16,383 bytes .* found 16,384: float32 \[32, 32, 4\]: allow larger values",
-        ):
+        says = r"expected at most 16,383 bytes .* found 16,384: float32 \[32, 32, 4\]: allow larger values"
+        with pytest.raises(ValueSizeError, match=says):
             load(bundle.path, limits=stagepack.Limits(value_bytes=largest(32) - 1))
 
 

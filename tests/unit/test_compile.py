@@ -134,9 +134,8 @@ def test_the_command_runs_what_was_compiled_ahead(stack: tuple[Stack, Bundle], c
 def test_code_of_something_else_is_refused(stack: tuple[Stack, Bundle], compiled: Path, tmp_path: Path) -> None:
     bundle = stack[1]
     other = stagepack.recut(bundle, out=tmp_path / "other.stagepack", stages=1)
-    with pytest.raises(
-        CompiledError, match=f"was compiled from the bundle {bundle.digest}, and this bundle is {other.digest}"
-    ):
+    says = f"was compiled from the bundle {bundle.digest}, and this bundle is {other.digest}"
+    with pytest.raises(CompiledError, match=says):
         stagepack.load(other, compiled=compiled)
     with pytest.raises(CompiledError, match="expected a folder that stagepack compile wrote"):
         stagepack.load(bundle, compiled=tmp_path)
@@ -155,10 +154,8 @@ def test_code_for_another_target_is_refused(
     listed = json.loads((changed / "compiled.json").read_text())
     listed["target"][field] = value
     (changed / "compiled.json").write_text(json.dumps(listed))
-    with pytest.raises(
-        CompiledError,
-        match=f"was compiled for .*{value.split('+')[0]}.*, and this machine is cpu .*: compile the bundle here",
-    ):
+    says = f"was compiled for .*{value.split('+')[0]}.*, and this machine is cpu .*: compile the bundle here"
+    with pytest.raises(CompiledError, match=says):
         stagepack.load(stack[1], compiled=changed)
 
 

@@ -343,9 +343,8 @@ def test_without_a_length_20_tokens_are_new_as_in_transformers(llama: Any) -> No
     assert torch.equal(generated, expected)
     facts = DecoderFacts(max_positions=32, logits=None, takes_encoder=False, encoder_positions=None)  # type: ignore[arg-type]
     assert TokenLoop(facts, GenerationSettings(), tokens.numpy())._last_length == 32
-    with pytest.raises(
-        InputError, match=r"max_length: expected more than the 30 tokens to begin with, found 20: pass max_new_tokens"
-    ):
+    says = r"max_length: expected more than the 30 tokens to begin with, found 20: pass max_new_tokens"
+    with pytest.raises(InputError, match=says):
         TokenLoop(facts, GenerationSettings(max_length=20), tokens.numpy())
 
 

@@ -206,9 +206,8 @@ def test_one_part_that_cannot_be_restored_does_not_stop_the_others(monkeypatch: 
             net[0].note = "new"  # type: ignore[assignment]
             torch.rand(1)
 
-    with pytest.raises(
-        CaptureError, match=r"Sequential is changed, .*: the content of a buffer: MemoryError: no memory$"
-    ):
+    says = r"Sequential is changed, .*: the content of a buffer: MemoryError: no memory$"
+    with pytest.raises(CaptureError, match=says):
         change()
     restored = norm.running_var
     assert restored is not None

@@ -92,9 +92,8 @@ def test_gradients_are_those_of_the_model(between: Any, tmp_path: Path) -> None:
 
 
 def test_functions_whose_backward_is_lost_are_named(tmp_path: Path) -> None:
-    with pytest.warns(
-        ExportWarning, match=r"Model calls Clip, in the model itself: .* drops its backward.*register_autograd"
-    ):
+    says = r"Model calls Clip, in the model itself: .* drops its backward.*register_autograd"
+    with pytest.warns(ExportWarning, match=says):
         found, expected = gradients_of_bundle_and_model(Model(Clip.apply), tmp_path)
     # The gradient of forward, and not that of backward.
     assert found["second.weight"] is not None
