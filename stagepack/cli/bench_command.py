@@ -256,8 +256,7 @@ def _measure(url: "ServerUrl", options: _Options) -> dict[str, Any]:
 
     from stagepack_serving.bench import request_source  # noqa: PLC0415 - after the arguments are checked
     from stagepack_serving.bench.http_client import http_client  # noqa: PLC0415 - the same
-    from stagepack_serving.bench.load_generator import run_load  # noqa: PLC0415 - the same
-    from stagepack_serving.bench.measurement import measurement_facts  # noqa: PLC0415 - the same
+    from stagepack_serving.bench.load_generator import measurement_facts, run_load  # noqa: PLC0415 - the same
 
     async def measure() -> dict[str, Any]:
         async with http_client(url) as client:

@@ -26,7 +26,7 @@ from stagepack_loaders.registry import TORCH_RUNTIME
 from stagepack_serving.server.limits import ServerLimits
 
 if TYPE_CHECKING:
-    from stagepack_serving.triton.repository_options import RepositoryOptions
+    from stagepack_serving.triton.model_configs import RepositoryOptions
 
 _DEFAULT_LIMITS = ServerLimits()
 
@@ -140,7 +140,7 @@ def _largest_batch(bundle: Bundle, options: _Options) -> tuple[int, str]:
 
 
 def _repository_options(options: _Options, max_batch: int) -> "RepositoryOptions":
-    from stagepack_serving.triton.repository_options import BACKENDS, RepositoryOptions  # noqa: PLC0415 - after the arguments are checked
+    from stagepack_serving.triton.model_configs import BACKENDS, RepositoryOptions  # noqa: PLC0415 - after the arguments are checked
 
     return RepositoryOptions(
         model_name=options.model_name or default_model_name(options.bundle_path),

@@ -12,8 +12,8 @@ import stagepack
 from stagepack.errors import InputError
 from stagepack_loaders.distributed.link_measurement import measure_link
 from stagepack_serving.server.generation.chat_template import ChatTemplate
+from stagepack_serving.triton.model_configs import RepositoryOptions
 from stagepack_serving.triton.repository import write_repository
-from stagepack_serving.triton.repository_options import RepositoryOptions
 from tests.bundle_editor import BundleEditor
 
 STAGEPACK = Path(sys.executable).with_name("stagepack")

@@ -14,7 +14,7 @@ import pytest
 import tritonclient.grpc
 
 from stagepack_serving.server.access_log import begin_record
-from stagepack_serving.server.generation.client_queue import ClientQueue
+from stagepack_serving.server.generation.text_loop import ClientQueue
 from tests.serve.certificates import secret_file
 from tests.serve.generating_families import POSITIONS
 from tests.serve.servers import Server, grpc_client, post, stagepack_server

@@ -23,8 +23,8 @@ from stagepack.cli import main
 from stagepack.errors import DeviceError, InputError, OperatorError, OutputExistsError, WriteError
 from stagepack.format.output_file import exchange_paths
 from stagepack_serving.triton import repository
+from stagepack_serving.triton.model_configs import RepositoryOptions
 from stagepack_serving.triton.repository import write_repository
-from stagepack_serving.triton.repository_options import RepositoryOptions
 from tests.serve.bundles import Bundles
 from tests.serve.servers import Client, triton_server, why_no_triton
 

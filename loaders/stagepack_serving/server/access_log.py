@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from stagepack_loaders.logs import RequestTrace, begin_trace, current_trace
 from stagepack_serving.server.errors import is_openai_path
+from stagepack_serving.server.metrics import Timeline
 
 # It has the records, with the fields of `RequestRecord` and the ids of `RequestTrace`.
 ACCESS_LOGGER: Final = logging.getLogger("stagepack.access")
@@ -32,9 +33,8 @@ class RequestRecord:
         version: the version that has run the request, if one has.
         status: what the metrics count; empty for a request that they do not count.
         code: the status of HTTP; None over gRPC, and if nothing was sent.
-        queue_seconds: how long its calls waited for their runs, together; None if it has made none.
-        run_seconds: how long these took.
         start: when it came, in seconds of `time.monotonic`.
+        timeline: how long its parts and its runs take; None if it asks for no model.
     """
 
     trace: RequestTrace
@@ -48,28 +48,26 @@ class RequestRecord:
     code: int | None = None
     request_bytes: int = 0
     answer_bytes: int = 0
-    queue_seconds: float | None = None
-    run_seconds: float | None = None
     start: float = field(default_factory=time.monotonic)
-
-    def count_run(self, queue_seconds: float, run_seconds: float) -> None:
-        """Add the times of a call of the model."""
-        self.queue_seconds = (self.queue_seconds or 0.0) + queue_seconds
-        self.run_seconds = (self.run_seconds or 0.0) + run_seconds
+    timeline: Timeline | None = None
 
     def write(self, status: str) -> None:
         """Write the record, if anybody reads it; with this status if the metrics do not count the request."""
         if not ACCESS_LOGGER.isEnabledFor(logging.INFO):
             return
         seconds = time.monotonic() - self.start
+        queue_seconds, run_seconds, times = None, None, ""
+        if self.timeline is not None and self.timeline.run_seconds is not None:
+            queue_seconds, run_seconds = round(self.timeline.queue_seconds, 6), round(self.timeline.run_seconds, 6)
+            times = f" (queue {1e3 * queue_seconds:.1f}, run {1e3 * run_seconds:.1f})"
         fields: dict[str, Any] = {
             "protocol": self.protocol,
             "model": self.model,
             "version": self.version,
             "status": self.status or status,
             "seconds": round(seconds, 6),
-            "queue_seconds": None if self.queue_seconds is None else round(self.queue_seconds, 6),
-            "run_seconds": None if self.run_seconds is None else round(self.run_seconds, 6),
+            "queue_seconds": queue_seconds,
+            "run_seconds": run_seconds,
             "client": self.client,
             "operation": self.operation,
             "code": self.code,
@@ -77,11 +75,6 @@ class RequestRecord:
             "answer_bytes": self.answer_bytes,
             "parent_id": self.trace.parent_id,
         }
-        times = (
-            ""
-            if self.run_seconds is None
-            else f" (queue {1e3 * (self.queue_seconds or 0):.1f}, run {1e3 * self.run_seconds:.1f})"
-        )
         ACCESS_LOGGER.info(
             "%s %s %s %s %.1f ms%s %s %s %d B in %d B out",
             *(self.protocol, self.model or "-", self.version or "-", fields["status"], 1e3 * seconds, times),

@@ -73,11 +73,18 @@ class RequestError(StagepackError):
         self.retry_seconds = RETRY_SECONDS
 
 
-class FieldError(RequestError):
+class BadRequestError(RequestError):
+    """A request breaks the protocol or the contract of the model: the same request is refused again."""
+
+    def __init__(self, message: str, code: str | None = None) -> None:
+        super().__init__(RequestStatus.BAD_REQUEST, message, code)
+
+
+class FieldError(BadRequestError):
     """A field of a request is wrong."""
 
     def __init__(self, field_name: str, message: str) -> None:
-        super().__init__(RequestStatus.BAD_REQUEST, f"{field_name}: {message}")
+        super().__init__(f"{field_name}: {message}")
         self.field_name = field_name
 
 

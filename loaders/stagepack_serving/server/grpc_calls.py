@@ -11,7 +11,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from stagepack_serving.server.access_log import RequestRecord, begin_call_record, current_record
-from stagepack_serving.server.errors import RequestError, RequestStatus
+from stagepack_serving.server.errors import BadRequestError, RequestError, RequestStatus
 from stagepack_serving.server.grpc_limits import OpenCall, OpenCalls, ResetGuard, end_connection
 from stagepack_serving.server.grpc_messages import parse_inference, parse_message
 from stagepack_serving.server.model_registry import ModelRegistry
@@ -83,9 +83,8 @@ class CheckedMethods(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has 
     def _checked_handler(self, method: str, handler: Any) -> Any:
         """A handler that takes a stream of bytes in the place of a message or a stream of messages."""
         is_inference = method in _INFERENCE_METHODS
-        parse: Callable[[bytes], Any] = functools.partial(parse_message, handler.request_deserializer)
-        if is_inference:
-            parse = parse_inference
+        parse_other = functools.partial(parse_message, handler.request_deserializer)
+        parse: Callable[[bytes], Any] = parse_inference if is_inference else parse_other
         serialize = None if is_inference else handler.response_serializer
         if handler.unary_unary is not None:
             # As if the client sent a stream: grpc waits for ever for the message before it calls the handler of one message.
@@ -242,21 +241,18 @@ async def _only_message(context: Any, call: OpenCall) -> bytes:
     # Not from the iterator of messages, which would be left before its end: the event loop would end it in a task of its own.
     content = await call.wait(context.read())
     if not isinstance(content, bytes):
-        raise RequestError(RequestStatus.BAD_REQUEST, "expected a message, found none")
+        raise BadRequestError("expected a message, found none")
     return content
 
 
 def check_call_authorization(check_token: TokenCheck, context: Any) -> None:
     """Check the authorization in the metadata of a call."""
-    check_authorization(check_token, _authorization_values(context))
-
-
-def _authorization_values(context: Any) -> list[str]:
-    return [
+    values = [
         value if isinstance(value, str) else value.decode("latin-1")
         for key, value in context.invocation_metadata() or ()
         if key == "authorization"
     ]
+    check_authorization(check_token, values)
 
 
 async def _abort(context: Any, method: str, error: Exception) -> None:
@@ -280,4 +276,4 @@ async def _abort(context: Any, method: str, error: Exception) -> None:
 
 
 def _format_error(error: Exception) -> RequestError:
-    return RequestError(RequestStatus.BAD_REQUEST, f"the request is not a message of the protocol: {error}")
+    return BadRequestError(f"the request is not a message of the protocol: {error}")

@@ -10,7 +10,7 @@ from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2 as pb
 
 from stagepack_loaders.elements import Array
-from stagepack_serving.server.errors import RequestError, RequestStatus
+from stagepack_serving.server.errors import BadRequestError, RequestError, RequestStatus
 from stagepack_serving.server.parameters import (
     InferenceRequest,
     InferenceTensor,
@@ -82,9 +82,8 @@ class ParsedInference:
         if not self.raw_contents:
             return zip(inputs, itertools.repeat(None), strict=False)
         if len(self.raw_contents) != len(inputs):
-            raise RequestError(
-                RequestStatus.BAD_REQUEST,
-                f"expected raw contents for all {len(inputs)} inputs or none, found {len(self.raw_contents)}",
+            raise BadRequestError(
+                f"expected raw contents for all {len(inputs)} inputs or none, found {len(self.raw_contents)}"
             )
         return zip(inputs, self.raw_contents, strict=True)
 
@@ -99,7 +98,7 @@ def parse_inference(content: bytes) -> ParsedInference:
     if len(other_content) > MAX_OTHER_BYTES:
         fields = _fields_of_parts(other_content, 0, len(other_content))
         if any(True for _ in itertools.islice(fields, MAX_FIELDS, None)):
-            raise RequestError(RequestStatus.BAD_REQUEST, f"expected at most {MAX_FIELDS} fields, found more")
+            raise BadRequestError(f"expected at most {MAX_FIELDS} fields, found more")
     message = pb.ModelInferRequest.FromString(other_content)
     return ParsedInference(message, raw_contents or message.raw_input_contents, len(content))
 
@@ -216,7 +215,7 @@ def encode_stream_response(response: bytes) -> bytes:
 
 def decode_parameters(parameters: Any) -> dict[str, Any]:
     """Decode the parameters of a request."""
-    return {parameter_name: _parameter_value(value) for parameter_name, value in parameters.items()}
+    return {parameter_name: parameter_value(value) for parameter_name, value in parameters.items()}
 
 
 def decode_input(message: Any, raw_content: bytes | memoryview | None) -> InferenceTensor:
@@ -224,13 +223,11 @@ def decode_input(message: Any, raw_content: bytes | memoryview | None) -> Infere
     refuse_shared_memory(message.name, message.parameters)
     if raw_content is not None:
         if message.HasField("contents"):
-            raise RequestError(RequestStatus.BAD_REQUEST, f"{message.name}: expected raw or typed contents, found both")
+            raise BadRequestError(f"{message.name}: expected raw or typed contents, found both")
         return tensor_from_bytes(message.name, message.datatype, message.shape, raw_content)
     field_name = _CONTENT_FIELDS.get(message.datatype)
     if field_name is None:
-        raise RequestError(
-            RequestStatus.BAD_REQUEST, f"{message.name}: expected raw contents for the datatype {message.datatype!r}"
-        )
+        raise BadRequestError(f"{message.name}: expected raw contents for the datatype {message.datatype!r}")
     numbers = getattr(message.contents, field_name)
 
     def read_array(dtype: numpy.dtype[Any]) -> Array:
@@ -261,6 +258,7 @@ def _field_start(field_number: int, byte_count: int) -> bytes:
     return bytes(start)
 
 
-def _parameter_value(parameter: Any) -> Any:
+def parameter_value(parameter: Any) -> Any:
+    """Return the value of a parameter or a setting; None for one without a value."""
     field_name = parameter.WhichOneof("parameter_choice")
     return None if field_name is None else getattr(parameter, field_name)

@@ -24,6 +24,7 @@ from stagepack_serving.server.grpc_messages import (
     decode_request,
     encode_response,
     encode_stream_response,
+    parameter_value,
     typed_bytes,
 )
 from stagepack_serving.server.log_settings import update_log_settings
@@ -85,7 +86,7 @@ class GrpcService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # genera
         return pb.ModelStatisticsResponse(**self._models.statistics(request.name, request.version))
 
     async def LogSettings(self, request: Any, context: Any) -> Any:  # noqa: D102, N802
-        changes = {name: _setting_value(value) for name, value in request.settings.items()}
+        changes = {name: parameter_value(value) for name, value in request.settings.items()}
         if changes:
             self._control.check_changes_allowed()
         settings = update_log_settings(changes)
@@ -187,7 +188,7 @@ class GrpcService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # genera
                         await generate_responses(model, request, scope.deadline, send, streams=streams)
                         return
                     inference_request = await beside_loop(typed_bytes(message), decode_request, request)
-                    outputs = await model.infer(inference_request, scope.deadline, scope.timeline)
+                    outputs = await model.infer(inference_request, scope.deadline)
                     scope.timeline.enter("encode")
                     # Before the run, the sizes that depend on data were not known.
                     inference_request.check_answer_bytes(sum(tensor.array.nbytes for tensor in outputs))
@@ -199,11 +200,6 @@ class GrpcService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # genera
         except Exception as error:
             _LOG.exception("%s: a bug in stagepack", message.model_name)
             raise RequestError(RequestStatus.MODEL_FAILED, f"a bug in stagepack: {error!r}") from error
-
-
-def _setting_value(message: Any) -> Any:
-    field_name = message.WhichOneof("parameter_choice")
-    return None if field_name is None else getattr(message, field_name)
 
 
 def _setting_message(value: Any) -> Any:

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any, Final
 
-from stagepack_serving.server.errors import RequestError, RequestStatus
+from stagepack_serving.server.errors import BadRequestError
 
 _LOGGER: Final = logging.getLogger("stagepack")
 # Setting -> the least level that is logged when it is the most verbose one that is on.
@@ -32,14 +32,11 @@ def update_log_settings(changes: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in changes.items():
         if name not in _LEVELS:
             expected = ", ".join(_LEVELS)
-            raise RequestError(
-                RequestStatus.BAD_REQUEST, f"the setting {name!r} cannot be changed: expected {expected}"
-            )
+            raise BadRequestError(f"the setting {name!r} cannot be changed: expected {expected}")
         is_number = name == "log_verbose_level"
         if type(value) is not (int if is_number else bool) or value < 0:
             expected = "a number, 0 or more" if is_number else "true or false"
-            message = f"the setting {name}: expected {expected}, found {value!r}"
-            raise RequestError(RequestStatus.BAD_REQUEST, message)
+            raise BadRequestError(f"the setting {name}: expected {expected}, found {value!r}")
     settings = log_settings() | dict(changes)
     enabled_levels = [level for name, level in _LEVELS.items() if settings[name]]
     _LOGGER.setLevel(min(enabled_levels, default=logging.CRITICAL))

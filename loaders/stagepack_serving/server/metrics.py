@@ -1,8 +1,16 @@
-"""Metrics for Prometheus, named as https://prometheus.io/docs/practices/naming/ recommends. Times are in seconds."""
+"""What a server and its models have done: the times of requests, metrics for Prometheus, and Triton's statistics extension.
 
+Metrics are named as https://prometheus.io/docs/practices/naming/ recommends, and their times are in seconds. Source of the statistics:
+https://github.com/triton-inference-server/server/blob/main/docs/protocol/extension_statistics.md
+"""
+
+import itertools
 import time
 from collections import Counter as Counts
-from typing import Final
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
 
 from prometheus_client import CollectorRegistry, Counter, GCCollector, Histogram, PlatformCollector, ProcessCollector
 from prometheus_client.metrics import MetricWrapperBase
@@ -17,12 +25,37 @@ BY_VERSION = ("model", "version")
 REQUEST_PARTS: Final = ("receive", "decode", "queue", "convert", "run", "return", "generate", "encode", "send")
 
 
+@dataclass(slots=True)
+class RunTimes:
+    """When a run of a model came to each point, in seconds of `time.monotonic`.
+
+    Attributes:
+        start: when it began.
+        inputs: when its inputs were converted.
+        results: when its stages had run.
+        end: when its outputs were converted.
+    """
+
+    start: float = 0.0
+    inputs: float = 0.0
+    results: float = 0.0
+    end: float = 0.0
+
+
 class Timeline:
-    """How long the parts of a request take, which together are all of its time."""
+    """How long a request takes: its parts, which together are all of its time, and the runs of its calls of the model.
+
+    Attributes:
+        seconds: the time of each part.
+        queue_seconds: how long its calls waited for their runs, together.
+        run_seconds: how long these took; None if it has made none.
+    """
 
     def __init__(self) -> None:
         # All parts from the start: a thread that works for nobody any more may still add to them.
         self.seconds = dict.fromkeys(REQUEST_PARTS, 0.0)
+        self.queue_seconds = 0.0
+        self.run_seconds: float | None = None
         self._part, self._part_start = REQUEST_PARTS[0], time.monotonic()
 
     def enter(self, part: str, at_time: float | None = None) -> None:
@@ -41,6 +74,20 @@ class Timeline:
         moved_seconds = min(seconds, self.seconds[part])
         self.seconds[part] -= moved_seconds
         self.seconds[other_part] += moved_seconds
+
+    def begin_run(self, arrival: float, start_time: float) -> None:
+        """Begin the run of a call, which is a part of the request by itself unless it is one of many that make a text."""
+        if self._part != "generate":
+            self.enter("queue", arrival)
+            self.enter("run", start_time)
+
+    def end_run(self, arrival: float, times: RunTimes) -> None:
+        """End the run of a call, whose conversions of inputs and outputs count apart."""
+        self.queue_seconds += times.start - arrival
+        self.run_seconds = (self.run_seconds or 0.0) + times.end - times.start
+        if self._part != "generate":
+            self.enter("return", times.end)
+            self.move("run", "convert", times.inputs - times.start + times.end - times.results)
 
 
 class Metrics:
@@ -123,3 +170,69 @@ class Metrics:
         return Histogram(
             f"stagepack_{topic}_seconds", help_text, label_names, buckets=_SECONDS_BUCKETS, registry=self.registry
         )
+
+
+# The parts of a run: converting the inputs, running the stages, and converting the outputs.
+_COMPUTE_PARTS: Final = ("compute_input", "compute_infer", "compute_output")
+_REQUEST_PARTS: Final = ("success", "fail", "queue", *_COMPUTE_PARTS, "cache_hit", "cache_miss")
+
+
+class _Durations:
+    """How often each part was done, and how many seconds it took together."""
+
+    def __init__(self) -> None:
+        self._counts: Counts[str] = Counts()
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+
+    def add(self, part: str, seconds: float, count: int = 1) -> None:
+        self._counts[part] += count
+        self._seconds[part] += seconds * count
+
+    def add_run(self, times: RunTimes, count: int) -> None:
+        spans = itertools.pairwise((times.start, times.inputs, times.results, times.end))
+        for part, (start, end) in zip(_COMPUTE_PARTS, spans, strict=True):
+            self.add(part, end - start, count)
+
+    def fields(self, parts: tuple[str, ...]) -> dict[str, dict[str, int]]:
+        """The fields of a ``StatisticDuration`` for each part."""
+        return {part: {"count": self._counts[part], "ns": round(self._seconds[part] * 1e9)} for part in parts}
+
+
+class VersionStatistics:
+    """What one version of a model has done. The event loop counts answers; the last lane of the model counts batches."""
+
+    def __init__(self, max_batch_size: int) -> None:
+        self._max_batch_size = max_batch_size
+        self._last_inference = 0.0
+        self._inference_count = 0
+        self._execution_count = 0
+        self._durations = _Durations()
+        self._durations_by_batch_size: defaultdict[int, _Durations] = defaultdict(_Durations)
+
+    def count_answer(self, seconds: float, *, is_success: bool) -> None:
+        """Count a request that was answered or refused so many seconds after its head."""
+        self._durations.add("success" if is_success else "fail", seconds)
+
+    def count_batch(self, times: RunTimes, arrivals: Sequence[float], batch_size: int) -> None:
+        """Count a batch that has run, of calls that arrived at these times."""
+        self._last_inference = time.time()
+        self._inference_count += batch_size
+        self._execution_count += 1
+        for arrival in arrivals:
+            self._durations.add("queue", times.start - arrival)
+        self._durations.add_run(times, len(arrivals))
+        if batch_size <= self._max_batch_size:
+            self._durations_by_batch_size[batch_size].add_run(times, 1)
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields of a ``ModelStatistics``, but for the name and the version."""
+        return {
+            "last_inference": round(self._last_inference * 1e3),
+            "inference_count": self._inference_count,
+            "execution_count": self._execution_count,
+            "inference_stats": self._durations.fields(_REQUEST_PARTS),
+            "batch_stats": [
+                {"batch_size": batch_size, **durations.fields(_COMPUTE_PARTS)}
+                for batch_size, durations in sorted(self._durations_by_batch_size.copy().items())
+            ],
+        }

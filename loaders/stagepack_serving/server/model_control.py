@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, Protocol, TypeVar
 
 from stagepack.errors import InputError, StagepackError
-from stagepack_serving.server.errors import RequestError, RequestStatus
+from stagepack_serving.server.errors import BadRequestError, RequestError, RequestStatus
 from stagepack_serving.server.free_memory import collect_and_give_back
 from stagepack_serving.server.limits import VersionPolicy
 from stagepack_serving.server.model_registry import LoadedBundle, ModelRegistry
@@ -119,7 +119,7 @@ class ModelControl:
         except RequestError:
             raise
         except StagepackError as error:
-            raise RequestError(RequestStatus.BAD_REQUEST, f"{model_name}: not loaded: {error}") from error
+            raise BadRequestError(f"{model_name}: not loaded: {error}") from error
 
     async def unload(self, model_name: str) -> None:
         """Send no new requests to a model. Requests and sequences that it has begun go on."""

@@ -160,6 +160,8 @@ class ModelRegistry(Collector):
     async def request_scope(self, model_name: str, version: str, protocol: str) -> AsyncIterator["RequestScope"]:
         """Bound a request in time and count it; the context lasts from its head to the end of its answer."""
         status, scope, timeline = RequestStatus.HUNG_UP.name, None, Timeline()
+        if (record := current_record.get()) is not None:
+            record.timeline = timeline
         deadline = asyncio.timeout(self.limits.deadline)
         self._deadlines.add(deadline)
         try:

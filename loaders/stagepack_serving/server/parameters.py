@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from stagepack_loaders.elements import Array
-from stagepack_serving.server.errors import RequestError, RequestStatus
+from stagepack_serving.server.errors import BadRequestError, RequestError, RequestStatus
 
 _MAX_ID_LENGTH: Final = 1024  # characters
 
@@ -17,17 +17,14 @@ def check_request_id(request_id: Any) -> str:
     if isinstance(request_id, str) and len(request_id) <= _MAX_ID_LENGTH:
         return request_id
     found = f"{len(request_id)} characters" if isinstance(request_id, str) else type(request_id).__name__
-    message = f"id: expected a string of at most {_MAX_ID_LENGTH} characters, found {found}"
-    raise RequestError(RequestStatus.BAD_REQUEST, message)
+    raise BadRequestError(f"id: expected a string of at most {_MAX_ID_LENGTH} characters, found {found}")
 
 
 def boolean_parameter(parameters: Mapping[str, Any], parameter_name: str, default: bool = False) -> bool:
     """Return a boolean parameter."""
     value = parameters.get(parameter_name, default)
     if not isinstance(value, bool):
-        raise RequestError(
-            RequestStatus.BAD_REQUEST, f"the parameter {parameter_name}: expected true or false, found {value!r}"
-        )
+        raise BadRequestError(f"the parameter {parameter_name}: expected true or false, found {value!r}")
     return value
 
 
@@ -35,10 +32,9 @@ def sequence_parameters(parameters: Mapping[str, Any]) -> tuple[int | str, bool,
     """Return the id of the sequence of a request, whether the request starts it, and whether it ends it."""
     sequence_id = parameters.get("sequence_id", 0)
     if not isinstance(sequence_id, int | str) or isinstance(sequence_id, bool) or not sequence_id:
-        raise RequestError(
-            RequestStatus.BAD_REQUEST,
+        raise BadRequestError(
             "the model keeps state between calls: expected the parameter sequence_id, a non-zero integer or a string, "
-            f"found {sequence_id!r}; start a sequence with sequence_start",
+            f"found {sequence_id!r}; start a sequence with sequence_start"
         )
     is_start = boolean_parameter(parameters, "sequence_start")
     return sequence_id, is_start, boolean_parameter(parameters, "sequence_end")
@@ -49,37 +45,31 @@ def timeout_parameter(parameters: Mapping[str, Any]) -> float:
     timeout = parameters.get("timeout", 0)
     if type(timeout) is not int or not 0 <= timeout < 2**63:
         expected = "expected microseconds, 0 or more and less than 2**63"
-        raise RequestError(RequestStatus.BAD_REQUEST, f"the parameter timeout: {expected}, found {timeout!r}")
+        raise BadRequestError(f"the parameter timeout: {expected}, found {timeout!r}")
     return timeout / 1e6 if timeout else math.inf
 
 
 def refuse_load_parameters(parameter_names: Iterable[str]) -> None:
     """Check that a client who loads a model brings no configuration or files: both come from the repository alone."""
     if names := ", ".join(sorted(parameter_names)):
-        raise RequestError(
-            RequestStatus.BAD_REQUEST,
-            f"expected no parameters, found {names}: a model is loaded as it is in the repository",
-        )
+        raise BadRequestError(f"expected no parameters, found {names}: a model is loaded as it is in the repository")
 
 
 def check_requested_outputs(outputs: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
     """Check the outputs that a request names."""
     output_names = [output_name for output_name, _ in outputs]
     if len(set(output_names)) < len(output_names):
-        raise RequestError(RequestStatus.BAD_REQUEST, f"duplicate output: {', '.join(output_names)}")
+        raise BadRequestError(f"duplicate output: {', '.join(output_names)}")
     for output_name, parameters in outputs:
         refuse_shared_memory(output_name, parameters)
         if parameters.get("classification"):
-            message = f"{output_name}: this server does not support classification: request the tensor"
-            raise RequestError(RequestStatus.BAD_REQUEST, message)
+            raise BadRequestError(f"{output_name}: this server does not support classification: request the tensor")
 
 
 def refuse_shared_memory(tensor_name: str, parameter_names: Iterable[str]) -> None:
     """Check that a tensor is sent with the request or answer, not through memory that client and server share."""
     if "shared_memory_region" in parameter_names:
-        raise RequestError(
-            RequestStatus.BAD_REQUEST, f"{tensor_name}: this server has no shared memory: send the data in the request"
-        )
+        raise BadRequestError(f"{tensor_name}: this server has no shared memory: send the data in the request")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

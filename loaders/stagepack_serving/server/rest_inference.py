@@ -53,7 +53,7 @@ class InferenceRoute:
                 del body
                 with request_scope.reserve_place(header.parameters) as model:
                     check_output_parameters(header, model.interface)
-                    inference = model.infer(inference_request, request_scope.deadline, request_scope.timeline)
+                    inference = model.infer(inference_request, request_scope.deadline)
                     outputs = await unless_disconnected(inference, receive)
                     request_scope.timeline.enter("encode")
                     answer = await beside_loop(

@@ -11,7 +11,7 @@ import numpy
 from msgspec import UNSET, Raw, Struct, UnsetType
 
 from stagepack.format.rules import JSON_ERRORS
-from stagepack_serving.server.errors import FieldError, RequestError, RequestStatus
+from stagepack_serving.server.errors import BadRequestError, FieldError
 
 # Of a request without the numbers of its inputs.
 _MAX_HEADER_BYTES: Final = 1_000_000
@@ -68,7 +68,7 @@ def split_fields(body: bytearray) -> dict[str, Raw]:
     content = bytes(body)
     fields, address = _decode_outline(content, dict[str, Raw])
     if len(fields) > _MAX_FIELDS:
-        raise RequestError(RequestStatus.BAD_REQUEST, f"expected at most {_MAX_FIELDS} fields, found {len(fields)}")
+        raise BadRequestError(f"expected at most {_MAX_FIELDS} fields, found {len(fields)}")
     return {field_name: Raw(content[slice(*_span(value, address))]) for field_name, value in fields.items()}
 
 
@@ -95,20 +95,18 @@ def check_json_counts(text: bytearray | memoryview, max_containers: int, *, brac
     quotes[1:] &= characters[:-1] != ord("\\")  # quotes in a text are escaped
     string_count = int(numpy.count_nonzero(quotes)) // 2
     if container_count > max_containers or string_count > _MAX_STRINGS:
-        message = (
+        raise BadRequestError(
             f"expected at most {max_containers} lists and objects and {_MAX_STRINGS} strings beside the data of tensors, found "
             f"{container_count} and {string_count}"
         )
-        raise RequestError(RequestStatus.BAD_REQUEST, message)
 
 
 def _check_header_bytes(byte_count: int) -> None:
     """Refuse a request that is large beside the data of its tensors."""
     if byte_count > _MAX_HEADER_BYTES:
-        message = (
+        raise BadRequestError(
             f"expected at most {_MAX_HEADER_BYTES} bytes of JSON beside the data of the inputs, found {byte_count}"
         )
-        raise RequestError(RequestStatus.BAD_REQUEST, message)
 
 
 def _decode_outline(content: bytes, outline_type: type[Outline]) -> tuple[Outline, int]:
@@ -126,7 +124,7 @@ def _decode_outline(content: bytes, outline_type: type[Outline]) -> tuple[Outlin
                 content = content.replace(text, number)
             outline = msgspec.json.decode(content, type=outline_type)
     except JSON_ERRORS as error:
-        raise RequestError(RequestStatus.BAD_REQUEST, f"the request violates the protocol: {error}") from None
+        raise BadRequestError(f"the request violates the protocol: {error}") from None
     return outline, _address(content)
 
 

@@ -19,7 +19,7 @@ from stagepack_loaders.executor import CallOptions, Executor, thread_end_text
 from stagepack_loaders.logs import current_trace
 from stagepack_serving.protocol.interface import Interface
 from stagepack_serving.server.access_log import RequestRecord, current_record
-from stagepack_serving.server.metrics import Timeline
+from stagepack_serving.server.metrics import RunTimes, Timeline
 from stagepack_serving.server.sequences import RequestSequence
 
 # Those that say how long a run takes at least.
@@ -44,7 +44,6 @@ class QueuedCall:
         record: that of the request that the call is made for; None for a call for several requests, or for none.
         answer: the output arrays by name, or what `finish` makes of them.
         batch: the calls that it runs with, once it does.
-        timeline: that of the request that the call is made for; None if it is not kept.
     """
 
     inputs: Mapping[str, Array]
@@ -60,7 +59,11 @@ class QueuedCall:
     record: RequestRecord | None = field(default_factory=current_record.get)
     answer: "Future[Any]" = field(default_factory=Future)
     batch: "CallBatch | None" = None
-    timeline: Timeline | None = None
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """That of its request."""
+        return None if self.record is None else self.record.timeline
 
 
 @dataclass(slots=True, eq=False)
@@ -70,18 +73,17 @@ class CallBatch:
     Attributes:
         calls: the calls, in the order in which their inputs are concatenated.
         cancellation: done when nobody waits for any of the answers.
-        start_time: when its run began, in seconds of `time.monotonic`.
-        begin_time: when its inputs were converted.
-        run_time: when its stages had run.
-        end_time: when its outputs were converted.
+        times: those of its run.
     """
 
     calls: Sequence[QueuedCall]
     cancellation: "Future[None]" = field(default_factory=Future)
-    start_time: float = 0.0
-    begin_time: float = 0.0
-    run_time: float = 0.0
-    end_time: float = 0.0
+    times: RunTimes = field(default_factory=RunTimes)
+
+    @property
+    def size(self) -> int:
+        """The size of the batch: a call may bring several of its rows."""
+        return sum(call.batch_size for call in self.calls)
 
 
 class Scheduler:
@@ -246,10 +248,10 @@ class Scheduler:
             self._end_batch(batch)
             return
         try:
-            batch.start_time = time.monotonic()
+            batch.times.start = time.monotonic()
             self._on_start(batch)
             values = self._input_values(calls)
-            batch.begin_time = time.monotonic()
+            batch.times.inputs = time.monotonic()
             # Of several requests, logs name the first one.
             current_trace.set(None if calls[0].record is None else calls[0].record.trace)
             # Encoding an answer copies what other processes have sent.
@@ -283,7 +285,7 @@ class Scheduler:
 
     def _answer(self, batch: CallBatch, answer: "Future[dict[str, Any]]") -> None:
         """Set the answers of a batch whose stages have run."""
-        batch.run_time = time.monotonic()
+        batch.times.results = time.monotonic()
         try:
             # The value of a sequence may be a view of the state that later calls write.
             copies = self._executor.returns_state and batch.calls[0].sequence is not None
@@ -291,8 +293,8 @@ class Scheduler:
         except Exception as error:  # noqa: BLE001 - the caller gets any error that the model raises
             self._fail(batch, error)
             return
-        batch.end_time = time.monotonic()
-        self._run_times.append(batch.end_time - batch.start_time)
+        batch.times.end = time.monotonic()
+        self._run_times.append(batch.times.end - batch.times.start)
         try:
             self._on_end(batch)
             _set_answers(batch.calls, outputs)

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from stagepack_serving.server.errors import RequestError, RequestStatus
+from stagepack_serving.server.errors import BadRequestError, RequestError, RequestStatus
 
 # How often a request that waits for a place looks for sequences that have become idle for too long.
 _WATCH_SECONDS: Final = 0.2
@@ -144,8 +144,7 @@ class SequenceTable:
 
 
 def _unknown_sequence(sequence_id: int | str) -> RequestError:
-    return RequestError(
-        RequestStatus.BAD_REQUEST,
+    return BadRequestError(
         f"unknown sequence {sequence_id!r}: start it with sequence_start; a sequence ends when a request fails or times out, and may be "
-        "evicted when it is idle",
+        "evicted when it is idle"
     )

@@ -11,16 +11,17 @@ from typing import Any
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from stagepack.errors import InputError, StageLostError, StagepackError
+from stagepack.format.reader import Bundle
 from stagepack_loaders.batching import batch_limit
 from stagepack_loaders.elements import Array
+from stagepack_loaders.example import compare_results, read_example, run_on_inputs
 from stagepack_loaders.pipeline import CallablePipeline
 from stagepack_serving.protocol.interface import Interface
 from stagepack_serving.server.admission import Admission
-from stagepack_serving.server.errors import RequestError, RequestStatus
-from stagepack_serving.server.example_check import run_example
+from stagepack_serving.server.errors import BadRequestError, ExampleError, RequestError, RequestStatus
 from stagepack_serving.server.limits import ServerLimits
 from stagepack_serving.server.metadata import FIRST_VERSION, model_metadata, served_model_config
-from stagepack_serving.server.metrics import Metrics, Timeline
+from stagepack_serving.server.metrics import Metrics, VersionStatistics
 from stagepack_serving.server.parameters import (
     InferenceRequest,
     InferenceTensor,
@@ -29,9 +30,20 @@ from stagepack_serving.server.parameters import (
 )
 from stagepack_serving.server.scheduler import CallBatch, QueuedCall, Scheduler
 from stagepack_serving.server.sequences import RequestSequence, SequenceTable
-from stagepack_serving.server.statistics import VersionStatistics
 
 _LOG = logging.getLogger("stagepack.serve")
+
+
+def _run_example(pipeline: CallablePipeline, bundle: Bundle, *, check: bool) -> None:
+    """Run the recorded example, and compare its results with the recorded ones."""
+    inputs, expected_results = read_example(pipeline, bundle)
+    difference, is_within = compare_results(pipeline, run_on_inputs(pipeline, inputs), expected_results)
+    pipeline.reset_state()
+    if check and not is_within:
+        raise ExampleError(
+            f"{bundle.location}: expected the results that are recorded in its example, found a difference of {difference:g}: "
+            "the bundle is damaged, or this device computes otherwise (--no-check-example serves it nevertheless)"
+        )
 
 
 class ServedModel:
@@ -84,7 +96,7 @@ class ServedModel:
             limit_of_batches = trial.submit(batch_limit, bundle, self.interface.edges, limits.max_batch_size, pipeline)
             self.max_batch_size, self.unbatched_reason = limit_of_batches.result()
             if bundle.example is not None:
-                trial.submit(run_example, pipeline, bundle, check=check_example).result()
+                trial.submit(_run_example, pipeline, bundle, check=check_example).result()
         if self.unbatched_reason:
             _LOG.info("%s: requests run alone: %s", name, self.unbatched_reason)
         elif self.max_batch_size > 1:
@@ -151,13 +163,10 @@ class ServedModel:
             has_state=self._sequences is not None,
         )
 
-    async def infer(
-        self, request: InferenceRequest, deadline: asyncio.Timeout, timeline: Timeline | None = None
-    ) -> list[InferenceTensor]:
-        """Run the model on a request. It enters the parts of the run in the timeline."""
+    async def infer(self, request: InferenceRequest, deadline: asyncio.Timeout) -> list[InferenceTensor]:
+        """Run the model on a request."""
         self._check_availability()
         call = self._build_call(request)
-        call.timeline = timeline
         call.expiry = time.monotonic() + seconds_left(deadline)
         if self._sequences is None:
             arrays = await self._run(call)
@@ -205,7 +214,7 @@ class ServedModel:
         try:
             sizes = self._check_sizes(inputs, {input_name: array.shape for input_name, array in inputs.items()})
         except InputError as error:
-            raise RequestError(RequestStatus.BAD_REQUEST, f"{self.name}: {error}") from None
+            raise BadRequestError(f"{self.name}: {error}") from None
         result = await self._run(QueuedCall(inputs=inputs, sizes=sizes, sequence=sequence, finish=finish))
         self._check_state(sequence)
         return result
@@ -256,7 +265,7 @@ class ServedModel:
         try:
             edge_shapes, sizes = self._check_request(request)
         except InputError as error:
-            raise RequestError(RequestStatus.BAD_REQUEST, f"{self.name}: {error}") from None
+            raise BadRequestError(f"{self.name}: {error}") from None
         received_bytes = sum(array.nbytes for array in inputs.values())
         self.metrics.received_bytes.labels(self.name, self.version).inc(received_bytes)
         if self.max_batch_size == 1:
@@ -298,7 +307,7 @@ class ServedModel:
         except TimeoutError:
             raise RequestError(RequestStatus.TOO_LATE, f"{self.name}: no answer before the deadline") from None
         except InputError as error:
-            raise RequestError(RequestStatus.BAD_REQUEST, f"{self.name}: {error}") from None
+            raise BadRequestError(f"{self.name}: {error}") from None
         except StageLostError as error:
             raise RequestError(RequestStatus.BUSY, f"{self.name}: {error}") from None
         except StagepackError as error:
@@ -306,20 +315,15 @@ class ServedModel:
             raise RequestError(RequestStatus.MODEL_FAILED, f"{self.name}: {error}") from error
 
     def _count_batch(self, batch: CallBatch) -> None:
-        self.statistics.count_batch(batch)
+        self.statistics.count_batch(batch.times, [call.arrival for call in batch.calls], batch.size)
         for call in batch.calls:
-            if call.timeline is not None:
-                call.timeline.enter("return", batch.end_time)
-                converting_seconds = batch.begin_time - batch.start_time + batch.end_time - batch.run_time
-                call.timeline.move("run", "convert", converting_seconds)
-            if call.record is not None:
-                call.record.count_run(batch.start_time - call.arrival, batch.end_time - batch.start_time)
+            if (timeline := call.timeline) is not None:
+                timeline.end_run(call.arrival, batch.times)
 
     def _record_batch(self, batch: CallBatch) -> None:
         queue_seconds = self.metrics.queue_seconds.labels(self.name, self.version)
         for call in batch.calls:
-            queue_seconds.observe(batch.start_time - call.arrival)
-            if call.timeline is not None:
-                call.timeline.enter("queue", call.arrival)
-                call.timeline.enter("run", batch.start_time)
-        self.metrics.batch_sizes.labels(self.name, self.version).observe(sum(call.batch_size for call in batch.calls))
+            queue_seconds.observe(batch.times.start - call.arrival)
+            if (timeline := call.timeline) is not None:
+                timeline.begin_run(call.arrival, batch.times.start)
+        self.metrics.batch_sizes.labels(self.name, self.version).observe(batch.size)

@@ -13,7 +13,7 @@ import numpy
 
 from stagepack_loaders.elements import Array
 from stagepack_serving.protocol.datatypes import NUMPY_DTYPES
-from stagepack_serving.server.errors import RequestError, RequestStatus
+from stagepack_serving.server.errors import BadRequestError
 from stagepack_serving.server.parameters import InferenceTensor
 from stagepack_serving.server.rest_large_request import with_pauses
 
@@ -40,7 +40,7 @@ def tensor_from_bytes(
     expected_bytes = element_count * dtype.itemsize
     if len(content) != expected_bytes:
         message = f"{datatype} {list(shape)} takes {expected_bytes} bytes, found {len(content)}"
-        raise RequestError(RequestStatus.BAD_REQUEST, f"{tensor_name}: {message}")
+        raise BadRequestError(f"{tensor_name}: {message}")
     if datatype == "BOOL":  # A byte other than 0 and 1 would be an invalid bool.
         array = (numpy.frombuffer(content, numpy.uint8) != 0).reshape(shape)
     else:
@@ -57,19 +57,17 @@ def tensor_from_numbers(
     """
     dtype, element_count = _check_datatype_and_shape(tensor_name, datatype, shape)
     if datatype == "BF16":
-        raise RequestError(
-            RequestStatus.BAD_REQUEST, f"{tensor_name}: BF16 is sent as binary data, not as JSON or typed contents"
-        )
+        raise BadRequestError(f"{tensor_name}: BF16 is sent as binary data, not as JSON or typed contents")
     try:
         with numpy.errstate(over="raise"):
             array = read_array(dtype)
     except (ArithmeticError, ValueError) as error:
         # Of msgspec too: its ValidationError is a ValueError.
         message = f"expected data of {datatype}, flat or in lists of the shape {list(shape)}: {error}"
-        raise RequestError(RequestStatus.BAD_REQUEST, f"{tensor_name}: {message}") from None
+        raise BadRequestError(f"{tensor_name}: {message}") from None
     if array.size != element_count or (array.ndim > 1 and array.shape != tuple(shape)):
         message = f"expected {element_count} elements of the shape {list(shape)}, found {list(array.shape)}"
-        raise RequestError(RequestStatus.BAD_REQUEST, f"{tensor_name}: {message}")
+        raise BadRequestError(f"{tensor_name}: {message}")
     return InferenceTensor(name=tensor_name, datatype=datatype, array=array.reshape(shape))
 
 
@@ -77,9 +75,7 @@ def _check_datatype_and_shape(tensor_name: str, datatype: str, shape: Sequence[i
     """The numpy dtype of a tensor and its number of elements."""
     if datatype not in NUMPY_DTYPES:
         expected = ", ".join(NUMPY_DTYPES)
-        raise RequestError(
-            RequestStatus.BAD_REQUEST, f"{tensor_name}: unknown datatype {datatype!r}: expected one of {expected}"
-        )
+        raise BadRequestError(f"{tensor_name}: unknown datatype {datatype!r}: expected one of {expected}")
     dtype = NUMPY_DTYPES[datatype]
     if (
         len(shape) > _MAX_DIMENSIONS
@@ -87,8 +83,7 @@ def _check_datatype_and_shape(tensor_name: str, datatype: str, shape: Sequence[i
         or math.prod(filter(None, shape)) * dtype.itemsize > _MAX_BYTES
     ):
         expected = f"expected up to {_MAX_DIMENSIONS} non-negative sizes and less than 2**63 bytes"
-        message = f"{tensor_name}: {expected}, found the shape {str(list(shape))[:200]}"
-        raise RequestError(RequestStatus.BAD_REQUEST, message)
+        raise BadRequestError(f"{tensor_name}: {expected}, found the shape {str(list(shape))[:200]}")
     return dtype, math.prod(shape)
 
 

@@ -1,12 +1,7 @@
 """Writes a bundle into a model repository of Triton: one model for each stage, and an ensemble that connects them.
 
-Source: https://github.com/triton-inference-server/server, docs/user_guide/model_repository.md.
-
-- The ensemble that connects the models of the stages, and the model that copies results. Source: https://github.com/triton-inference-
-  server/server, docs/user_guide/architecture.md, section "Ensemble Models".
-- Which models of a repository a new ensemble replaces: the old ensemble of its name, and the parts of that ensemble.
-- Which models of a repository stagepack has written.
-- Whether Triton can batch requests to a bundle.
+Sources: https://github.com/triton-inference-server/server, docs/user_guide/model_repository.md, and architecture.md beside it, section
+"Ensemble Models".
 """
 
 import contextlib
@@ -30,8 +25,7 @@ from stagepack.format.rules import MANIFEST_NAME
 from stagepack.format.shapes import format_guard, symbol_names
 from stagepack.graph.rows.row_analysis import batch_dimension
 from stagepack_serving.protocol.interface import Interface, InterfaceTensor, build_model_config
-from stagepack_serving.triton.model_configs import TritonModel, build_part_config, stage_models
-from stagepack_serving.triton.repository_options import RepositoryOptions
+from stagepack_serving.triton.model_configs import RepositoryOptions, TritonModel, build_part_config, stage_models
 
 _RESULTS_MODULE = "results_model"
 # The first line of every configuration that stagepack writes.

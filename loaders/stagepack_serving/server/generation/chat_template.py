@@ -11,7 +11,7 @@ from typing import Any, Final
 import msgspec
 
 from stagepack_loaders.python_process import module_command, module_environment
-from stagepack_serving.server.errors import RequestError, RequestStatus
+from stagepack_serving.server.errors import BadRequestError
 from stagepack_serving.server.generation.tool_calls import form_of_template
 
 _PROCESS_MODULE: Final = "stagepack_serving.server.generation.template_process"
@@ -46,17 +46,13 @@ class ChatTemplate:
         request = {"template": self._template, "variables": variables}
         answer_line = await asyncio.get_running_loop().run_in_executor(self._thread, self._exchange, request)
         if not answer_line:
-            message = "the chat template of the bundle took too much time or memory"
-            raise RequestError(RequestStatus.BAD_REQUEST, message)
+            raise BadRequestError("the chat template of the bundle took too much time or memory")
         try:
             answer = msgspec.json.decode(answer_line, type=dict[str, str])
         except msgspec.DecodeError:
-            message = "the chat template of the bundle writes lone surrogates, which are no text"
-            raise RequestError(RequestStatus.BAD_REQUEST, message) from None
+            raise BadRequestError("the chat template of the bundle writes lone surrogates, which are no text") from None
         if "error" in answer:
-            raise RequestError(
-                RequestStatus.BAD_REQUEST, f"the chat template of the bundle refuses the messages: {answer['error']}"
-            )
+            raise BadRequestError(f"the chat template of the bundle refuses the messages: {answer['error']}")
         return answer["text"]
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ from stagepack_loaders.elements import Array
 from stagepack_loaders.embeddings import TextBatch, TextReader, embedding_facts
 from stagepack_loaders.generation.decoders import logits_as_floats
 from stagepack_serving.protocol.datatypes import NUMPY_DTYPES
-from stagepack_serving.server.errors import AssetError, RequestError, RequestStatus
+from stagepack_serving.server.errors import AssetError, BadRequestError, RequestError, RequestStatus
 from stagepack_serving.server.generation.openai_requests import EmbeddingFields
 from stagepack_serving.server.parameters import InferenceRequest, InferenceTensor
 from stagepack_serving.server.served_model import ServedModel
@@ -53,7 +53,7 @@ class Embedder:
                 for batch in positions
             ]
         except InputError as error:
-            raise RequestError(RequestStatus.BAD_REQUEST, f"{self._model.name}: {error}") from None
+            raise BadRequestError(f"{self._model.name}: {error}") from None
         tasks = [asyncio.ensure_future(self._model.infer(self._request(batch), deadline)) for batch in batches]
         try:
             answers = await asyncio.gather(*tasks)
@@ -135,7 +135,7 @@ def embedder_of(model: ServedModel) -> Embedder:
     embedder: Embedder | None = model.embedder
     if embedder is None:
         message = f"{model.name}: the model embeds no texts: expected a bundle that returns 'sentence_embedding'"
-        raise RequestError(RequestStatus.BAD_REQUEST, message)
+        raise BadRequestError(message)
     return embedder
 
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 from msgspec import Raw
 from starlette.requests import Request
 
-from stagepack_serving.server.errors import RequestError, RequestStatus
+from stagepack_serving.server.errors import BadRequestError
 from stagepack_serving.server.generation.generator import Generator, generator_of, read_request
 from stagepack_serving.server.generation.openai_requests import TEXT_INPUT
 from stagepack_serving.server.generation.text_route import AnswerChannel, TextRoute
@@ -87,7 +87,7 @@ def _decode_fields(body: bytearray) -> _Fields:
     more_parameters = parameters.pop("parameters", {})
     if not isinstance(more_parameters, dict):
         found = type(more_parameters).__name__
-        raise RequestError(RequestStatus.BAD_REQUEST, f"parameters: expected an object, found {found}")
+        raise BadRequestError(f"parameters: expected an object, found {found}")
     # Fields of the request beside the prompt are parameters too.
     return _Fields(prompts=prompts, parameters=parameters | more_parameters, request_id=request_id)
 

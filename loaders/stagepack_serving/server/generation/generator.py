@@ -26,7 +26,7 @@ from stagepack_loaders.generation.sampling import token_logprobs
 from stagepack_loaders.generation.settings import GenerationSettings, read_settings
 from stagepack_loaders.generation.token_loop import TokenLoop
 from stagepack_serving.protocol.datatypes import NUMPY_DTYPES
-from stagepack_serving.server.errors import CONTEXT_CODE, FieldError, RequestError, RequestStatus
+from stagepack_serving.server.errors import CONTEXT_CODE, BadRequestError, FieldError
 from stagepack_serving.server.generation.json_grammar import GrammarTokens, JsonGrammar, read_grammar_tokens
 from stagepack_serving.server.generation.openai_requests import TEXT_INPUT, GenerateParameters, convert_fields
 from stagepack_serving.server.generation.text_loop import TextLoop
@@ -111,12 +111,10 @@ class Generator:
     async def encode_text(self, text: str, *, adds_special_tokens: bool = True) -> Array:
         """Convert a text to a prompt, [1, length]."""
         if self.text_format is None or not self.reads_text:
-            message = f"{self._decoder.name}: the model takes no text: send {self.prompt_name}"
-            raise RequestError(RequestStatus.BAD_REQUEST, message)
+            raise BadRequestError(f"{self._decoder.name}: the model takes no text: send {self.prompt_name}")
         if len(text) > self._facts.max_positions * _MAX_CHARACTERS_PER_TOKEN:
             expected = f"expected at most {_MAX_CHARACTERS_PER_TOKEN} characters for each of {self._facts.max_positions} positions"
-            message = f"{self._decoder.name}: {expected}, found {len(text)}"
-            raise RequestError(RequestStatus.BAD_REQUEST, message, CONTEXT_CODE)
+            raise BadRequestError(f"{self._decoder.name}: {expected}, found {len(text)}", CONTEXT_CODE)
         # In a thread: a long text takes as long as other requests must not wait for.
         tokens = await asyncio.to_thread(self.text_format.encode, text, adds_special_tokens=adds_special_tokens)
         tensor = self._prompt_interface.inputs[self.prompt_name]
@@ -130,7 +128,7 @@ class Generator:
         if isinstance(prompt, Raw):
             text = bytes(prompt)
             if self.prompt_name == IDS_INPUT and not text.strip(b"[] \t\r\n"):
-                raise RequestError(RequestStatus.BAD_REQUEST, _NO_TOKENS)
+                raise BadRequestError(_NO_TOKENS)
             prompt = await beside_loop(len(text), self._tensor_from_json, text)
         return self._check_prompt(prompt)
 
@@ -146,12 +144,12 @@ class Generator:
         new_settings.setdefault("max_new_tokens", max(1, min(default_count or defaults.max_new_tokens or room, room)))
         wanted_count = new_settings["max_new_tokens"]
         if wanted_count > room:
-            message = (
-                # Libraries of clients look for these words of OpenAI.
+            # Libraries of clients look for these words of OpenAI.
+            raise BadRequestError(
                 f"{self._decoder.name}: this model's maximum context length is {self._facts.max_positions + 1} tokens, found a prompt of "
-                f"{prompt.shape[1]} and max_tokens of {wanted_count}: shorten the prompt, or ask for fewer tokens"
+                f"{prompt.shape[1]} and max_tokens of {wanted_count}: shorten the prompt, or ask for fewer tokens",
+                CONTEXT_CODE,
             )
-            raise RequestError(RequestStatus.BAD_REQUEST, message, CONTEXT_CODE)
         self._check_biases(new_settings.get("logit_bias", ()))
         return new_settings
 
@@ -261,13 +259,13 @@ class Generator:
             shape = self._prompt_interface.check_input(prompt.name, prompt.datatype, prompt.array.shape)
         except InputError as error:
             code = CONTEXT_CODE if self._is_too_long(prompt) else None
-            raise RequestError(RequestStatus.BAD_REQUEST, f"{self._decoder.name}: {error}", code) from None
+            raise BadRequestError(f"{self._decoder.name}: {error}", code) from None
         if prompt.name == IDS_INPUT and tuple(shape) == (1, 0):
-            raise RequestError(RequestStatus.BAD_REQUEST, _NO_TOKENS)
+            raise BadRequestError(_NO_TOKENS)
         expected_shape = [1, *self._prompt_interface.inputs[prompt.name].shape[1:]]
         if len(shape) != len(expected_shape) or shape[0] != 1 or not prompt.array.size:
             message = f"{prompt.name}: expected one prompt, the shape {expected_shape}, found {list(shape)}"
-            raise RequestError(RequestStatus.BAD_REQUEST, message)
+            raise BadRequestError(message)
         if prompt.name == IDS_INPUT:
             self._check_tokens(prompt.array)
         return prompt.array
@@ -293,13 +291,13 @@ class Generator:
         if self._encoder is not None or not isinstance(vocabulary_size, int):
             if tokens.min() < 0:
                 message = f"{self._decoder.name}: {IDS_INPUT}: expected tokens from 0 on, found {tokens.min()}"
-                raise RequestError(RequestStatus.BAD_REQUEST, message)
+                raise BadRequestError(message)
             return
         try:
             prompts = Prompts(tokens=tokens, mask=None, tokenizer=tokenizer)
             check_tokens(self._decoder.bundle, prompts, vocabulary_size)
         except InputError as error:
-            raise RequestError(RequestStatus.BAD_REQUEST, f"{self._decoder.name}: {error}") from None
+            raise BadRequestError(f"{self._decoder.name}: {error}") from None
 
     async def _start_loop(self, request: GenerationRequest) -> TokenLoop:
         """Run the encoder, if there is one."""
@@ -313,7 +311,7 @@ class Generator:
             [rows] = (await self._encoder.call(inputs, None)).values()
             return TokenLoop(self._facts, settings, settings.first_tokens(1), encoder_hidden_states=rows)
         except InputError as error:
-            raise RequestError(RequestStatus.BAD_REQUEST, f"{self._decoder.name}: {error}") from None
+            raise BadRequestError(f"{self._decoder.name}: {error}") from None
 
 
 def generator_of(model: ServedModel) -> Generator:
@@ -321,7 +319,7 @@ def generator_of(model: ServedModel) -> Generator:
     generator: Generator | None = model.generator
     if generator is None:
         message = f"{model.name}: the model does not generate: its bundle has no decoder with the inputs of generation"
-        raise RequestError(RequestStatus.BAD_REQUEST, message)
+        raise BadRequestError(message)
     return generator
 
 
@@ -343,7 +341,7 @@ async def read_request(
     expected_names = [*([TEXT_INPUT] if generator.reads_text else ()), generator.prompt_name]
     if len(prompts) != 1 or not prompts.keys() <= set(expected_names):
         message = f"expected one prompt, {' or '.join(expected_names)}, found {', '.join(prompts) or 'none'}"
-        raise RequestError(RequestStatus.BAD_REQUEST, message)
+        raise BadRequestError(message)
     [prompt] = prompts.values()
     array = await generator.read_prompt(prompt)
     request = GenerationRequest(prompt=array, settings=fields.settings(), stop_strings=fields.stop_strings())

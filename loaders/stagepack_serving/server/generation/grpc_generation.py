@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from tritonclient.grpc import service_pb2 as pb
 
-from stagepack_serving.server.errors import RequestError, RequestStatus
+from stagepack_serving.server.errors import BadRequestError, RequestError, RequestStatus
 from stagepack_serving.server.generation.generator import generator_of, read_request
 from stagepack_serving.server.generation.openai_requests import TEXT_INPUT
 from stagepack_serving.server.grpc_messages import (
@@ -120,8 +120,8 @@ def _decode_text(tensor: Any, raw_content: bytes | memoryview | None) -> str:
     ):
         strings = [raw_content[_LENGTH.size :]]
     if tensor.datatype != "BYTES" or len(strings) != 1:
-        raise RequestError(RequestStatus.BAD_REQUEST, f"{tensor.name}: expected one string of the datatype BYTES")
+        raise BadRequestError(f"{tensor.name}: expected one string of the datatype BYTES")
     try:
         return bytes(strings[0]).decode()
     except UnicodeDecodeError as error:
-        raise RequestError(RequestStatus.BAD_REQUEST, f"{tensor.name}: expected UTF-8: {error}") from None
+        raise BadRequestError(f"{tensor.name}: expected UTF-8: {error}") from None

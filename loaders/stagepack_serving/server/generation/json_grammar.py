@@ -12,7 +12,7 @@ import numpy
 from stagepack.errors import MissingPackageError, StageFailedError
 from stagepack.extras import explain_missing_packages
 from stagepack_loaders.elements import Array
-from stagepack_serving.server.errors import RequestError, RequestStatus
+from stagepack_serving.server.errors import BadRequestError, RequestError
 from stagepack_serving.server.generation.text_stream import TextFormat
 
 # Between the parts of the JSON. Without a bound, a model may write whitespace until its text is full.
@@ -94,7 +94,7 @@ def _refused(reason: str) -> RequestError:
     message = (
         f"the schema of the answer: expected a JSON schema that llguidance supports: {reason.partition(chr(10))[0]}"
     )
-    return RequestError(RequestStatus.BAD_REQUEST, message)
+    return BadRequestError(message)
 
 
 def read_grammar_tokens(
@@ -113,4 +113,4 @@ def read_grammar_tokens(
             return GrammarTokens(text_format, vocabulary_size, end_tokens)
         except MissingPackageError as error:
             obstacle = str(error)
-    raise RequestError(RequestStatus.BAD_REQUEST, f"this server cannot answer with JSON of a schema: {obstacle}")
+    raise BadRequestError(f"this server cannot answer with JSON of a schema: {obstacle}")

@@ -15,7 +15,7 @@ from msgspec import Meta, Raw, Struct
 
 from stagepack.format.limits import Int64
 from stagepack.format.rules import JSON_ERRORS
-from stagepack_serving.server.errors import FieldError, RequestError, RequestStatus
+from stagepack_serving.server.errors import BadRequestError, FieldError
 from stagepack_serving.server.generation.tool_calls import ChosenTool, Tool
 from stagepack_serving.server.rest_large_request import decode_field, decode_fields, split_fields
 
@@ -117,7 +117,7 @@ def convert_fields(fields: Any, fields_type: type[Any]) -> Any:
     try:
         return msgspec.convert(fields, fields_type, str_keys=True)
     except msgspec.ValidationError as error:
-        refusal = RequestError(RequestStatus.BAD_REQUEST, f"the request: {error}")
+        refusal = BadRequestError(f"the request: {error}")
         found_names = _FIELD_OF_ERROR.match(str(error))
         refusal.field_name = found_names and found_names[found_names.lastindex or 0]
         raise refusal from None

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from stagepack_loaders.elements import Array
-from stagepack_serving.server.errors import FieldError, RequestError, RequestStatus, errors_of_field
+from stagepack_serving.server.errors import BadRequestError, FieldError, RequestError, RequestStatus, errors_of_field
 from stagepack_serving.server.generation.embedder import embedder_of, embedding_answer
 from stagepack_serving.server.generation.generator import (
     IDS_INPUT,
@@ -267,8 +267,7 @@ async def _read_prompts(generator: Generator, fields: Any) -> list[_Prompt]:
     """The prompts of a request."""
     if isinstance(fields, ChatFields):
         if generator.text_format is None or generator.text_format.chat_template is None:
-            message = f"{fields.model}: the bundle has no chat template: ask for a completion"
-            raise RequestError(RequestStatus.BAD_REQUEST, message)
+            raise BadRequestError(f"{fields.model}: the bundle has no chat template: ask for a completion")
         messages = await beside_loop(len(memoryview(fields.messages)), fields.template_messages)
         tools = fields.tools if fields.callable_tools() else ()
         text = await generator.text_format.chat_template.render(messages, tools)

@@ -1,10 +1,11 @@
-"""Runs the texts that a decoder generates as batches: each step, all texts under way in one call."""
+"""Runs the texts that a decoder generates as batches: each step, all texts under way in one call. Clients whose texts wait take turns."""
 
 import asyncio
 import contextvars
 import functools
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,9 +14,50 @@ from stagepack_loaders.elements import Array
 from stagepack_loaders.generation.decoders import DecoderFacts
 from stagepack_loaders.generation.text_batch import BatchCall, BatchedText, TextBatch
 from stagepack_loaders.generation.token_loop import TokenLoop
+from stagepack_serving.server.access_log import current_sender
 from stagepack_serving.server.errors import RequestError, RequestStatus
-from stagepack_serving.server.generation.client_queue import ClientQueue
 from stagepack_serving.server.served_model import ServedModel
+
+
+class ClientQueue:
+    """Texts that wait. Their senders (see `RequestRecord`) take turns; the texts of one are served first come, first served.
+
+    So a client that sends a hundred requests at once lets others wait for one of its texts, and not for all of them.
+    """
+
+    def __init__(self) -> None:
+        # By client; the one whose turn is next comes first.
+        self._texts: dict[str, deque[BatchedText]] = {}
+
+    def __len__(self) -> int:
+        """The number of texts."""
+        return sum(map(len, self._texts.values()))
+
+    def __iter__(self) -> Iterator[BatchedText]:
+        """The texts, by client."""
+        return (batched_text for texts in self._texts.values() for batched_text in texts)
+
+    def append(self, batched_text: BatchedText) -> None:
+        """Add a text of the client whose request is answered."""
+        self._texts.setdefault(current_sender(), deque()).append(batched_text)
+
+    def popleft(self) -> BatchedText:
+        """Take out the text that is next."""
+        client = next(iter(self._texts))
+        texts = self._texts.pop(client)
+        batched_text = texts.popleft()
+        if texts:
+            self._texts[client] = texts
+        return batched_text
+
+    def remove(self, batched_text: BatchedText) -> None:
+        """Take out a text, if it waits."""
+        for client, texts in list(self._texts.items()):
+            if batched_text in texts:
+                texts.remove(batched_text)
+                if not texts:
+                    del self._texts[client]
+
 
 # Makes a part of a text of the logits of its next token, [1, vocabulary]; the part says why the text ends, if it does.
 TakeLogits = Callable[[Array], Any]

@@ -13,7 +13,7 @@ from stagepack.format.rules import JSON_ERRORS
 from stagepack_loaders.generation.prompts import read_tokenizer
 from stagepack_loaders.generation.sampling import TokenLogprobs
 from stagepack_loaders.generation.token_texts import BYTE_OF_CHARACTER, BYTE_TOKEN, tokenizer_errors
-from stagepack_serving.server.errors import AssetError, RequestError, RequestStatus
+from stagepack_serving.server.errors import AssetError, BadRequestError
 from stagepack_serving.server.generation.chat_template import ChatTemplate
 
 # Why a text ends: a token or a string that ends it, or the largest number of tokens.
@@ -102,7 +102,7 @@ class TextFormat:
     """Texts as tokens, and conversations as texts if the bundle has a chat template."""
 
     def __init__(self, tokenizer: Tokenizer, chat_template: ChatTemplate | None) -> None:
-        self.tokenizer = self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         added_tokens = tokenizer.get_added_tokens_decoder()
         self._special_tokens = frozenset(token for token, added in added_tokens.items() if added.special)
         self._is_byte_level = "ByteLevel" in repr(tokenizer.decoder)
@@ -113,9 +113,9 @@ class TextFormat:
         try:
             with tokenizer_errors("the text"):
                 # Of a batch, since `encode` stops all threads of Python until it ends: 4 s for 4 MB of text.
-                [encoding] = self._tokenizer.encode_batch([content], add_special_tokens=adds_special_tokens)
+                [encoding] = self.tokenizer.encode_batch([content], add_special_tokens=adds_special_tokens)
         except InputError as error:
-            raise RequestError(RequestStatus.BAD_REQUEST, str(error)) from None
+            raise BadRequestError(str(error)) from None
         tokens: list[int] = encoding.ids
         return tokens
 
@@ -142,7 +142,7 @@ class TextFormat:
 
     def start_text(self) -> TextStream:
         """Start to decode a text."""
-        return TextStream(self._tokenizer, self._special_tokens)
+        return TextStream(self.tokenizer, self._special_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
