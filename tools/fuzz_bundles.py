@@ -155,7 +155,7 @@ def original(path: Path) -> Case:
     inputs = {}
     for entry_point in bundle.entry_points:
         selected = bundle.select(entry_point.name)
-        inputs[entry_point.name] = read_example(stagepack.load(selected), selected)[0]
+        inputs[entry_point.name] = read_example(stagepack.load(selected))[0]
     return Case(path, path, inputs)
 
 

@@ -111,13 +111,13 @@ class Writer:
 def _check_bundle(path: Path) -> None:
     bundle = stagepack.open(path)
     bundle.verify()
-    if not replay_example(stagepack.load(bundle), bundle).within:
+    if not replay_example(stagepack.load(bundle)).within:
         raise SystemExit("answers are wrong")
 
 
 def _check_compiled(source: Path, folder: Path) -> None:
     bundle = stagepack.open(source)
-    if not replay_example(stagepack.load(bundle, compiled=folder), bundle).within:
+    if not replay_example(stagepack.load(bundle, compiled=folder)).within:
         raise SystemExit("answers are wrong")
 
 

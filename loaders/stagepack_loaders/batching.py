@@ -49,13 +49,13 @@ def batch_limit(
     if pipeline is None or max_batch_size == 1:
         return BatchLimit(max_batch_size, "")
     with pipeline.without_limit():  # which is for the sizes of each request
-        reason = _find_dependence(pipeline, bundle, dimension)
+        reason = _find_dependence(pipeline, dimension)
     return BatchLimit(1, reason) if reason else BatchLimit(max_batch_size, "")
 
 
-def _find_dependence(pipeline: CallablePipeline, bundle: Bundle, symbol: Symbol) -> str:
+def _find_dependence(pipeline: CallablePipeline, symbol: Symbol) -> str:
     """Run the recorded example in other batches. Return why requests must not be joined; empty if nothing was seen."""
-    inputs = {} if bundle.example is None else example.read_example(pipeline, bundle)[0]
+    inputs = {} if pipeline.bundle.example is None else example.read_example(pipeline)[0]
     example_size = len(next(iter(inputs.values()), ()))
     if example_size == 0:
         return "the bundle has no recorded example to test batches with"
@@ -72,7 +72,7 @@ def _find_dependence(pipeline: CallablePipeline, bundle: Bundle, symbol: Symbol)
     own_count = example_size if symbol.max is None else min(example_size, max(1, symbol.max - 2))
     own_items = _select_items(inputs, range(own_count))
     own_answers = _select_items(expected, range(own_count))
-    for first, last in _neighbours(bundle, inputs):
+    for first, last in _neighbours(pipeline, inputs):
         batch = {
             array_name: pipeline.arrays.join([first[array_name], array, last[array_name]])
             for array_name, array in own_items.items()
@@ -89,9 +89,11 @@ def _find_dependence(pipeline: CallablePipeline, bundle: Bundle, symbol: Symbol)
     return ""
 
 
-def _neighbours(bundle: Bundle, inputs: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+def _neighbours(
+    pipeline: CallablePipeline, inputs: Mapping[str, Any]
+) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     """Pairs of items to run beside the example: its first item, scaled or without numbers, and its integers in another order."""
-    scaled_names = {edge.name for edge in bundle.inputs if edge.dtype in _SCALED_DTYPES}
+    scaled_names = {edge.name for edge in pipeline.inputs if edge.dtype in _SCALED_DTYPES}
     for factors in _NEIGHBOUR_FACTORS:
         first, last = (
             {

@@ -14,14 +14,7 @@ from stagepack.format.manifest import Edge, EntryPoint
 from stagepack.format.output_file import output_file
 from stagepack.format.reader import Bundle
 from stagepack.format.rules import PADDING_PREFIX
-from stagepack.format.tree import (
-    ConstantLeaf,
-    NonFiniteLeaf,
-    ValueLeaf,
-    constant_value,
-    flatten_tree,
-    unflatten_tree,
-)
+from stagepack.format.tree import ValueLeaf, fill_tree, flatten_tree
 from stagepack.format.validate.files import INPUT_PREFIX, OUTPUT_PREFIX, example_edges
 from stagepack.format.weights import read_weight_header
 from stagepack_loaders.base import ArrayOps
@@ -30,14 +23,18 @@ from stagepack_loaders.elements import ELEMENT_DTYPES
 from stagepack_loaders.pipeline import CallablePipeline
 
 
-def replay_example(pipeline: CallablePipeline, bundle: Bundle, tolerance: Tolerance | None = None) -> Difference:
+def replay_example(pipeline: CallablePipeline, tolerance: Tolerance | None = None) -> Difference:
     """Run the recorded example, and compare the results with the recorded ones."""
-    inputs, expected_results = read_example(pipeline, bundle)
+    inputs, expected_results = read_example(pipeline)
     return compare_results(pipeline, run_on_inputs(pipeline, inputs), expected_results, tolerance)
 
 
-def read_example(pipeline: CallablePipeline, bundle: Bundle) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Read the recorded example, and seed the random generators as they were when it was recorded."""
+def read_example(pipeline: CallablePipeline, bundle: Bundle | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Read the recorded example, and seed the random generators as they were when it was recorded.
+
+    bundle: whose example it is, if another bundle of the model has it.
+    """
+    bundle = bundle or pipeline.bundle
     inputs, results = _read_example_arrays(bundle, pipeline.arrays)
     pipeline.seed(bundle.entry_point.seed)
     return inputs, results
@@ -170,15 +167,7 @@ def _restore_dtypes(array_ops: ArrayOps, arrays: Mapping[str, Any], edges: Mappi
 
 def _call_arguments(entry_point: EntryPoint, values: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a call that passes values by edge name."""
-
-    def leaf_value(leaf: ValueLeaf | ConstantLeaf | NonFiniteLeaf) -> Any:
-        return values[leaf.name] if isinstance(leaf, ValueLeaf) else constant_value(leaf)
-
     parameters = entry_point.signature.parameters
-    args = tuple(unflatten_tree(parameter.tree, leaf_value) for parameter in parameters if parameter.positional)
-    kwargs = {
-        parameter.name: unflatten_tree(parameter.tree, leaf_value)
-        for parameter in parameters
-        if not parameter.positional
-    }
+    args = tuple(fill_tree(parameter.tree, values) for parameter in parameters if parameter.positional)
+    kwargs = {parameter.name: fill_tree(parameter.tree, values) for parameter in parameters if not parameter.positional}
     return args, kwargs

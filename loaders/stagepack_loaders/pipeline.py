@@ -13,7 +13,7 @@ from stagepack.errors import OptionError
 from stagepack.format.contract import bind_call, check_values
 from stagepack.format.manifest import Edge, format_inputs, format_stage_count
 from stagepack.format.reader import Bundle
-from stagepack.format.tree import ConstantLeaf, NonFiniteLeaf, ValueLeaf, constant_value, unflatten_tree, value_names
+from stagepack.format.tree import fill_tree, value_names
 from stagepack_loaders.base import ArrayOps, LoadedStage, Runtime, SharedObjects
 from stagepack_loaders.call_limits import Limits, ValueLimit, value_limit
 from stagepack_loaders.embeddings import TextReader, encode, text_reader
@@ -281,11 +281,7 @@ class CallablePipeline(ABC):
         result_values = {
             edge_name: to_array(values[edge_name], self._edges[edge_name], arrays) for edge_name in self._results
         }
-
-        def leaf_value(leaf: ValueLeaf | ConstantLeaf | NonFiniteLeaf) -> Any:
-            return result_values[leaf.name] if isinstance(leaf, ValueLeaf) else constant_value(leaf)
-
-        return unflatten_tree(self.entry_point.signature.result, leaf_value, self._types)
+        return fill_tree(self.entry_point.signature.result, result_values, self._types)
 
 
 class Pipeline(CallablePipeline):

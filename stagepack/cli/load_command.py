@@ -323,7 +323,7 @@ def _run(bundle: Bundle, pipeline: "CallablePipeline", options: _Options, timer:
     # With --stream, the bytes that arrive are shown meanwhile.
     with contextlib.nullcontext() if options.stream else progress("running the pipeline"):
         if options.inputs_file is None:
-            inputs, expected = example.read_example(pipeline, bundle)
+            inputs, expected = example.read_example(pipeline)
         else:
             inputs, expected = example.read_inputs(pipeline, options.inputs_file), {}
         timer.end("inputs")

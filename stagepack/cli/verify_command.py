@@ -109,7 +109,7 @@ def _replay(bundle: Bundle, options: _Options) -> Difference:
     from stagepack_loaders.load import load  # noqa: PLC0415 - the same
 
     pipeline = load(bundle, runtime=runtimes, allow_ops=options.allow_ops, verify="manifest")
-    return replay_example(pipeline, bundle, Tolerance(options.rtol, options.atol))
+    return replay_example(pipeline, Tolerance(options.rtol, options.atol))
 
 
 def _refuse_results(bundle_path: str, difference: float) -> NoReturn:

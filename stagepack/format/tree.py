@@ -288,6 +288,15 @@ def unflatten_tree(tree: Tree, build_leaf: Callable[[Leaf], Any], types: Collect
     return build_leaf(tree)
 
 
+def fill_tree(tree: Tree, values: Mapping[str, Any], types: Collection[type] = ()) -> Any:
+    """Build the object that a tree describes, of values by name; see `unflatten_tree`."""
+
+    def leaf_value(leaf: Leaf) -> Any:
+        return values[leaf.name] if isinstance(leaf, ValueLeaf) else constant_value(leaf)
+
+    return unflatten_tree(tree, leaf_value, types)
+
+
 @functools.lru_cache(maxsize=256)
 def _named_tuple(class_name: str, field_names: tuple[str, ...]) -> Any:
     """A class for tuples with these names (T5)."""

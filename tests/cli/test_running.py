@@ -323,7 +323,7 @@ def test_an_example_of_complex_numbers_that_safetensors_lacks_is_replayed(tmp_pa
     turn = module_of(lambda self, x, point: (x * 1j, point + 1))
     inputs = (torch.randn(2, 3, dtype=torch.complex128), torch.tensor(1 + 2j, dtype=torch.complex128))
     bundle = stagepack.export(turn, inputs, out=tmp_path / "m.stagepack")
-    assert replay_example(stagepack.load(bundle), bundle).largest == 0
+    assert replay_example(stagepack.load(bundle)).largest == 0
     assert json.loads(run("load", str(bundle.path), "--inputs", str(bundle.example), "--json").stdout)["outputs"] == 2
 
 

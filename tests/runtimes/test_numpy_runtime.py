@@ -139,7 +139,7 @@ def test_the_server_runs_it(bundle: Path) -> None:
 
 def test_its_answer_to_the_example_is_within_the_tolerance(bundle: Path) -> None:
     opened = stagepack.open(bundle)
-    difference = example.replay_example(stagepack.load(opened, runtime="numpy"), opened)
+    difference = example.replay_example(stagepack.load(opened, runtime="numpy"))
     assert difference.within
     assert 0 < difference.largest < 1e-5
 

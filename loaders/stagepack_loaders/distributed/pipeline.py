@@ -31,7 +31,8 @@ from stagepack_loaders.pipeline import CallablePipeline
 class Microbatches:
     """Cuts batches of more than some rows, for a model whose rows do not depend on each other."""
 
-    def __init__(self, bundle: Bundle, pipeline: CallablePipeline, size: int) -> None:
+    def __init__(self, pipeline: CallablePipeline, size: int) -> None:
+        bundle = pipeline.bundle
         edges = end_edges(bundle)
         symbol = batch_dimension(bundle, edges)
         if isinstance(symbol, str):
@@ -133,7 +134,7 @@ class DistributedPipeline(CallablePipeline):
         weakref.finalize(self, self.executor.end)
         if options.microbatch_size is not None:
             try:
-                self.executor.divide = Microbatches(bundle, self, options.microbatch_size).submit
+                self.executor.divide = Microbatches(self, options.microbatch_size).submit
             except BaseException:
                 self.close()
                 raise
@@ -223,5 +224,5 @@ class DistributedPipeline(CallablePipeline):
         raise TypeError("a pipeline cannot be pickled: pass on the path of the bundle, and load it there")
 
     def _run_example(self) -> None:
-        inputs, _ = example.read_example(self, self.bundle)
+        inputs, _ = example.read_example(self)
         example.run_on_inputs(self, inputs)

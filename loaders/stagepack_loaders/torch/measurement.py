@@ -150,7 +150,7 @@ def measure_bundle(
         for stage_number, device in enumerate(stage_devices)
     ]
     pipeline = Pipeline(bundle, stages)
-    inputs = example.read_inputs(pipeline, inputs_file) if inputs_file else example.read_example(pipeline, bundle)[0]
+    inputs = example.read_inputs(pipeline, inputs_file) if inputs_file else example.read_example(pipeline)[0]
     example.run_on_inputs(pipeline, inputs)
     return BundleMeasurement(
         machine=machine_name(stage_devices),

@@ -15,8 +15,9 @@ from torch.distributed import ProcessGroup
 from stagepack.errors import InputError, OptionError
 from stagepack.format.dtypes import SCALAR_DTYPES
 from stagepack.format.manifest import Edge
-from stagepack.format.tree import ConstantLeaf, NonFiniteLeaf, Tree, ValueLeaf, constant_value, unflatten_tree
+from stagepack.format.tree import Tree, ValueLeaf, fill_tree
 from stagepack_loaders.train.microbatches import Target
+from stagepack_loaders.train.pipeline_module import forked_generators
 from stagepack_loaders.train.training_options import TrainingOptions
 
 _TAG = 2  # of losses; schedules use 0, gradients of shared parameters 1
@@ -96,10 +97,8 @@ class LossCombination:
         self._previous = None if self.deviation else microbatch
 
     def _tried(self, first: _Microbatch, second: _Microbatch, target: Any) -> Deviation:
-        devices = {result.device for result in second.results if result.device.type != "cpu"}
-        device_type = next((device.type for device in devices), "cuda")
         # The function of the caller may draw random numbers.
-        with torch.random.fork_rng(list(devices), device_type=device_type):
+        with forked_generators(result.device for result in second.results):
             try:
                 return self._compare(first, second, target)
             except Exception:  # noqa: BLE001 - whatever the function of the caller raises
@@ -231,11 +230,7 @@ class MicrobatchLoss:
             edge_name: value.item() if edge_name in self._scalar_names else value
             for edge_name, value in zip(self._names, results, strict=True)
         }
-
-        def leaf_value(leaf: ValueLeaf | ConstantLeaf | NonFiniteLeaf) -> Any:
-            return result_values[leaf.name] if isinstance(leaf, ValueLeaf) else constant_value(leaf)
-
-        return unflatten_tree(self._result, leaf_value, self._options.types)
+        return fill_tree(self._result, result_values, self._options.types)
 
 
 class LossExchange:

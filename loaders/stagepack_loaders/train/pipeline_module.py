@@ -5,7 +5,8 @@
   microbatch begins with a seed of its own. The state of the generators passes from stage to stage with the values.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
@@ -99,7 +100,7 @@ class RandomNumbers:
         self._next_seed += 1
         if not self._draws:
             return function(), state
-        with torch.random.fork_rng(_forked_devices(self._device), device_type=_device_type(self._device)):
+        with forked_generators([self._device]):
             if state is None:
                 torch.manual_seed(seed)
             else:
@@ -135,12 +136,11 @@ def _set_generator_states(device: torch.device, states: torch.Tensor) -> None:
         torch.get_device_module(device).set_rng_state(states[host_bytes:], device)
 
 
-def _forked_devices(device: torch.device) -> list[torch.device]:
-    return [] if device.type == "cpu" else [device]
-
-
-def _device_type(device: torch.device) -> str:
-    return "cuda" if device.type == "cpu" else device.type
+def forked_generators(devices: Iterable[torch.device]) -> AbstractContextManager[None]:
+    """Return a context after which the generators of the host and of some devices have their old states."""
+    accelerators = list({device for device in devices if device.type != "cpu"})
+    device_type = accelerators[0].type if accelerators else "cuda"
+    return torch.random.fork_rng(accelerators, device_type=device_type)
 
 
 class PipelineModule(torch.nn.Module):

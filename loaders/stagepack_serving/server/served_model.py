@@ -11,8 +11,7 @@ from typing import Any
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from stagepack.errors import InputError, StageLostError, StagepackError
-from stagepack.format.reader import Bundle
-from stagepack_loaders.batching import batch_limit
+from stagepack_loaders.batching import BatchLimit, batch_limit
 from stagepack_loaders.elements import Array
 from stagepack_loaders.example import compare_results, read_example, run_on_inputs
 from stagepack_loaders.pipeline import CallablePipeline
@@ -34,14 +33,14 @@ from stagepack_serving.server.sequences import RequestSequence, SequenceTable
 _LOG = logging.getLogger("stagepack.serve")
 
 
-def _run_example(pipeline: CallablePipeline, bundle: Bundle, *, check: bool) -> None:
+def _run_example(pipeline: CallablePipeline, *, check: bool) -> None:
     """Run the recorded example, and compare its results with the recorded ones."""
-    inputs, expected_results = read_example(pipeline, bundle)
+    inputs, expected_results = read_example(pipeline)
     difference, is_within = compare_results(pipeline, run_on_inputs(pipeline, inputs), expected_results)
     pipeline.reset_state()
     if check and not is_within:
         raise ExampleError(
-            f"{bundle.location}: expected the results that are recorded in its example, found a difference of {difference:g}: "
+            f"{pipeline.bundle.location}: expected the results that are recorded in its example, found a difference of {difference:g}: "
             "the bundle is damaged, or this device computes otherwise (--no-check-example serves it nevertheless)"
         )
 
@@ -90,17 +89,7 @@ class ServedModel:
         self.limits = limits
         self._limit = pipeline.limit
         self.metrics = metrics
-        # In a thread that ends: the threads of OpenMP that a thread makes stay with it, and with more of them than cores, those of all
-        # threads wait in the kernel for each other; a small decoder then takes 1.4 times as long.
-        with ThreadPoolExecutor(1) as trial:
-            limit_of_batches = trial.submit(batch_limit, bundle, self.interface.edges, limits.max_batch_size, pipeline)
-            self.max_batch_size, self.unbatched_reason = limit_of_batches.result()
-            if bundle.example is not None:
-                trial.submit(_run_example, pipeline, bundle, check=check_example).result()
-        if self.unbatched_reason:
-            _LOG.info("%s: requests run alone: %s", name, self.unbatched_reason)
-        elif self.max_batch_size > 1:
-            _LOG.debug("%s: batches of up to %d rows", name, self.max_batch_size)
+        self.max_batch_size, self.unbatched_reason = self._try_out(pipeline, check_example=check_example)
         self.statistics = VersionStatistics(self.max_batch_size)
         stage_seconds = [
             metrics.stage_seconds.labels(name, version, str(number)) for number in range(len(bundle.stages))
@@ -122,6 +111,21 @@ class ServedModel:
         if any(stage.state for stage in bundle.stages):
             end, start = self._scheduler.end_sequence, lambda sequence_id: self.on_sequence_start(sequence_id)
             self._sequences = SequenceTable(limits.max_sequences, limits.sequence_idle, on_end=end, on_start=start)
+
+    def _try_out(self, pipeline: CallablePipeline, *, check_example: bool) -> BatchLimit:
+        """Find out how large batches may be, and run the recorded example."""
+        edges, largest_size = self.interface.edges, self.limits.max_batch_size
+        # In a thread that ends: the threads of OpenMP that a thread makes stay with it, and with more of them than cores, those of all
+        # threads wait in the kernel for each other; a small decoder then takes 1.4 times as long.
+        with ThreadPoolExecutor(1) as trial:
+            limit = trial.submit(batch_limit, self.bundle, edges, largest_size, pipeline).result()
+            if self.bundle.example is not None:
+                trial.submit(_run_example, pipeline, check=check_example).result()
+        if limit.reason:
+            _LOG.info("%s: requests run alone: %s", self.name, limit.reason)
+        elif limit.max_batch_size > 1:
+            _LOG.debug("%s: batches of up to %d rows", self.name, limit.max_batch_size)
+        return limit
 
     @property
     def sequence_count(self) -> int:
