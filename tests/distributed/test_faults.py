@@ -19,7 +19,7 @@ import stagepack
 from stagepack.errors import DigestError, GroupError, InputError, StageLostError
 from stagepack.format.reader import Bundle
 from stagepack_loaders.distributed import process_executor
-from stagepack_loaders.distributed.meeting import exchange_reports
+from stagepack_loaders.distributed.meeting import Seat
 from stagepack_loaders.distributed.membership import LoadReport
 from stagepack_loaders.distributed.pipeline import DistributedPipeline
 from stagepack_loaders.distributed.stage_process import DEVICE_LOST_STATUS, ProcessDescription
@@ -221,9 +221,9 @@ def test_a_report_that_comes_before_its_process_ends_is_read() -> None:
             store.set("load/1", msgspec.json.encode(report).decode())
         raise StageLostError("process 1 has ended")
 
-    assert exchange_reports(store, "load", 0, 2, report, seconds=20, check=check) == [report, report]
+    assert Seat(store, 0, 2).exchange_reports("load", report, seconds=20, check=check) == [report, report]
     with pytest.raises(StageLostError, match="process 1 has ended"):
-        exchange_reports(store, "other", 0, 3, report, seconds=20, check=check)
+        Seat(store, 0, 3).exchange_reports("other", report, seconds=20, check=check)
 
 
 class WithoutThird(ForkedProcesses):

@@ -14,6 +14,7 @@ from stagepack.errors import StageLostError
 from stagepack.format.reader import Bundle
 from stagepack_loaders.distributed import launch_failures
 from stagepack_loaders.distributed.launch_failures import LaunchFailures
+from stagepack_loaders.distributed.meeting import Seat
 from stagepack_loaders.distributed.process_group import open_store
 from tests.distributed.launchers import HOST, Node, free_port, launched, load, reasons, torchruns
 from tests.process_facts import child_processes
@@ -110,7 +111,7 @@ def test_process_without_signs_of_life_is_told_while_the_group_starts(monkeypatc
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}.items():
         monkeypatch.setenv(name, value)
     store = open_store()
-    front, other = LaunchFailures(store, 0, 2), LaunchFailures(store, 1, 2)
+    front, other = LaunchFailures(Seat(store, 0, 2)), LaunchFailures(Seat(store, 1, 2))
     with front.watching():
         store.set("host/1", "node-1")
         store.add("sign/1", 1)

@@ -29,7 +29,7 @@ from stagepack_loaders.torch.compilation import Target
 from stagepack_loaders.torch.prepare import build_code, read_parts
 from stagepack_loaders.torch.stage import move_input, output_contract
 from stagepack_loaders.torch.torch_attributes import torch_attribute
-from stagepack_loaders.train import default_group
+from stagepack_loaders.train import torch_meeting
 from tests.bundle_editor import BundleEditor
 from tests.unit.simulated_cuda import DEVICE, USED_NAMES, SimulatedCuda
 from tests.zoo.case import Case
@@ -247,9 +247,9 @@ def test_a_device_that_is_lost_ends_the_server(
 
 
 def test_training_exchanges_tensors_of_the_host_and_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert default_group._backends() == "cpu:gloo"
+    assert torch_meeting._backends() == "cpu:gloo"
     monkeypatch.setattr("torch.accelerator.current_accelerator", lambda check_available=False: torch.device("cuda"))
-    assert default_group._backends() == "cpu:gloo,cuda:nccl"
+    assert torch_meeting._backends() == "cpu:gloo,cuda:nccl"
 
 
 def test_the_names_of_torch_that_only_a_gpu_runs_are_known() -> None:

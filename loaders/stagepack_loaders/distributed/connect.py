@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Collection, Sequence
 
 from msgspec import structs
-from torch.distributed.distributed_c10d import Store
 
 from stagepack.errors import DeviceError, GroupError, OptionError, StageLostError, StagepackError, repeated_error
 from stagepack.format.reader import Bundle
@@ -18,7 +17,6 @@ from stagepack_loaders.distributed.launch_environment import (
     has_launcher,
     is_torchrun,
     launched_address,
-    launched_rank,
     launched_size,
 )
 from stagepack_loaders.distributed.launch_failures import (
@@ -27,7 +25,7 @@ from stagepack_loaders.distributed.launch_failures import (
     launched_origin,
     open_failures,
 )
-from stagepack_loaders.distributed.meeting import chosen_address, launched_store
+from stagepack_loaders.distributed.meeting import Seat, chosen_address, launched_seat
 from stagepack_loaders.distributed.membership import (
     GroupOptions,
     absolute_bundle,
@@ -124,20 +122,19 @@ def connect_launched(
     failures: LaunchFailures | None = None
     try:
         opened_bundle = absolute_bundle(open_for_loading(bundle, options.verify))
-        rank, size = launched_rank(), launched_size()
-        group = _launched_group(opened_bundle, size, group_options(options, processes, limits))
+        group = _launched_group(opened_bundle, launched_size(), group_options(options, processes, limits))
         failures = open_failures(processes.start_seconds, connection)
-        store = launched_store(rank, processes.start_seconds, str(connection))
-        if rank == FRONT_RANK:
+        seat = launched_seat(processes.start_seconds, str(connection))
+        if seat.rank == FRONT_RANK:
             limit = value_limit(opened_bundle, limits)
-            launcher = _TorchrunLauncher(opened_bundle, store, size, group, failures)
+            launcher = _TorchrunLauncher(opened_bundle, seat, group, failures)
             # Only the launcher can start the processes again.
             return DistributedPipeline(
                 opened_bundle, launcher, types, structs.replace(processes, max_restarts=0), limit
             )
         if is_torchrun():
             end_with_parent(os.getppid())
-        run_stage_process(opened_bundle, store, rank, size, group, failures)
+        run_stage_process(opened_bundle, seat, group, failures)
     except Exception as error:
         _tell(error, failures, connection)
         raise
@@ -169,12 +166,9 @@ def _tell(error: Exception, failures: LaunchFailures | None, connection: int) ->
 class _TorchrunLauncher:
     """The launcher of processes that torchrun, or another one with its variables, has started: only that one can start them again."""
 
-    def __init__(
-        self, bundle: Bundle, store: Store, size: int, options: GroupOptions, failures: LaunchFailures
-    ) -> None:
+    def __init__(self, bundle: Bundle, seat: Seat, options: GroupOptions, failures: LaunchFailures) -> None:
         self._bundle = bundle
-        self._store = store
-        self._size = size
+        self._seat = seat
         self._options = options
         self._failures = failures
 
@@ -191,9 +185,7 @@ class _TorchrunLauncher:
 
         try:
             with self._failures.watching():
-                membership = join_group(
-                    self._bundle, self._store, FRONT_RANK, self._size, self._options, check_all, raises_at_once=True
-                )
+                membership = join_group(self._bundle, self._seat, self._options, check_all, raises_at_once=True)
         except ConnectionLostError as error:
             raise StageLostError(f"a process of the pipeline is lost: {error}") from None
         return FrontProcess(self._bundle, membership, report_loss=report_and_tell)

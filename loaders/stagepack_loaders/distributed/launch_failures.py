@@ -11,16 +11,14 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 from msgspec import Struct
-from torch.distributed.distributed_c10d import Store
 
 from stagepack.errors import GroupError, StageLostError, StagepackError, first_line
 from stagepack_loaders.distributed.launch_environment import (
     launched_address,
     launched_rank,
-    launched_size,
     write_error_file,
 )
-from stagepack_loaders.distributed.meeting import launched_store
+from stagepack_loaders.distributed.meeting import Seat, launched_seat
 from stagepack_loaders.distributed.process_group import host_name
 from stagepack_loaders.distributed.routes import FRONT_RANK
 from stagepack_loaders.distributed.status import (
@@ -85,11 +83,11 @@ class LaunchFailures:
         hosts: the hosts of the processes by rank, as far as they are known.
     """
 
-    def __init__(self, store: Store, rank: int, size: int) -> None:
+    def __init__(self, seat: Seat) -> None:
         self.origin = launched_origin()
-        self._store = store
-        self._rank = rank
-        self._size = size
+        self._store = seat.store
+        self._rank = seat.rank
+        self._size = seat.size
         self._failure: GroupFailure | None = None
         self._is_informed = False
         self._lock = threading.Lock()
@@ -226,11 +224,10 @@ def open_failures(seconds: float, connection: int) -> LaunchFailures:
 
     connection: the number of the pipeline, from 0, among those that the processes connect one after the other.
     """
-    rank = launched_rank()
     if connection not in _OPENED:
-        store = launched_store(rank, seconds, f"{connection}/failures")
+        seat = launched_seat(seconds, f"{connection}/failures")
         _OPENED.clear()
-        _OPENED[connection] = LaunchFailures(store, rank, launched_size())
+        _OPENED[connection] = LaunchFailures(seat)
     return _OPENED[connection]
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib.metadata import version
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 import torch
@@ -24,6 +24,8 @@ from stagepack_loaders.distributed.launch_environment import (
     has_store_of_launcher,
     launched_address,
     launched_port,
+    launched_rank,
+    launched_size,
     restart_count,
 )
 from stagepack_loaders.distributed.process_group import ProcessGroup, host_name, machine_id
@@ -131,59 +133,64 @@ def check_identities(identities: Mapping[int, Identity]) -> None:
                 )
 
 
-def exchange_reports(
-    store: Store,
-    topic: str,
-    rank: int,
-    size: int,
-    report: Report,
-    *,
-    seconds: float,
-    check: Callable[[Mapping[int, Report]], None] = lambda _: None,
-) -> list[Report]:
-    """Publish a report, and wait for those of the others.
+@dataclass(frozen=True, slots=True, eq=False)
+class Seat:
+    """A process that is to be one of a group: its number, and the store in which all write before they are connected."""
 
-    check: called with the reports by rank that have come while some are missing; raises when there is no use in waiting.
-    """
-    deadline = time.monotonic() + seconds
-    content = msgspec.json.encode(report).decode()
-    reports = {rank: report}
-    try:
-        published = store.compare_set(f"{topic}/{rank}", "", content)
-        if published.decode() != content:
-            raise GroupError(
-                f"expected one process of rank {rank}, found two: {content} and {published.decode()}: give each node its own rank, such as "
-                "--node-rank of torchrun"
-            )
-        while True:
-            _add_reports(store, topic, size, reports)
-            if len(reports) == size:  # whoever has all of them may have ended since, which `check` would find
-                return [reports[other_rank] for other_rank in range(size)]
-            try:
-                check(reports)
-            except StagepackError:
-                # Whoever has ended may have done so for a report that has come since, and that says more.
-                if not _add_reports(store, topic, size, reports):
-                    raise
-                continue
-            if time.monotonic() > deadline:
-                ranks = ", ".join(str(missing) for missing in range(size) if missing not in reports)
+    store: Store
+    rank: int
+    size: int
+
+    def exchange_reports(
+        self,
+        topic: str,
+        report: Report,
+        *,
+        seconds: float,
+        check: Callable[[Mapping[int, Report]], None] = lambda _: None,
+    ) -> list[Report]:
+        """Publish a report, and wait for those of the others.
+
+        check: called with the reports by rank that have come while some are missing; raises when there is no use in waiting.
+        """
+        deadline = time.monotonic() + seconds
+        content = msgspec.json.encode(report).decode()
+        reports = {self.rank: report}
+        try:
+            published = self.store.compare_set(f"{topic}/{self.rank}", "", content)
+            if published.decode() != content:
                 raise GroupError(
-                    f"expected {size} processes, after {seconds:g} s there is no {topic} of rank {ranks}: start them, or look at their "
-                    "output"
+                    f"expected one process of rank {self.rank}, found two: {content} and {published.decode()}: give each node its own "
+                    "rank, such as --node-rank of torchrun"
                 )
-            time.sleep(_POLL_SECONDS)
-    except RuntimeError as error:  # DistNetworkError, DistStoreError
-        raise ConnectionLostError(f"the store of the group has gone: {first_line(error)}") from None
+            while True:
+                self._add_reports(topic, reports)
+                if len(reports) == self.size:  # whoever has all of them may have ended since, which `check` would find
+                    return [reports[rank] for rank in range(self.size)]
+                try:
+                    check(reports)
+                except StagepackError:
+                    # Whoever has ended may have done so for a report that has come since, and that says more.
+                    if not self._add_reports(topic, reports):
+                        raise
+                    continue
+                if time.monotonic() > deadline:
+                    ranks = ", ".join(str(missing) for missing in range(self.size) if missing not in reports)
+                    raise GroupError(
+                        f"expected {self.size} processes, after {seconds:g} s there is no {topic} of rank {ranks}: start them, or look at "
+                        "their output"
+                    )
+                time.sleep(_POLL_SECONDS)
+        except RuntimeError as error:  # DistNetworkError, DistStoreError
+            raise ConnectionLostError(f"the store of the group has gone: {first_line(error)}") from None
 
-
-def _add_reports(store: Store, topic: str, size: int, reports: dict[int, Any]) -> bool:
-    """Add the reports that have come; return whether there are new ones. All have the type of those that are there."""
-    report_type = type(next(iter(reports.values())))
-    new_ranks = [rank for rank in set(range(size)) - set(reports) if store.check([f"{topic}/{rank}"])]
-    for rank in new_ranks:
-        reports[rank] = msgspec.json.decode(store.get(f"{topic}/{rank}"), type=report_type)
-    return bool(new_ranks)
+    def _add_reports(self, topic: str, reports: dict[int, Report]) -> bool:
+        """Add the reports that have come; return whether there are new ones."""
+        report_type = type(reports[self.rank])
+        new_ranks = [rank for rank in set(range(self.size)) - set(reports) if self.store.check([f"{topic}/{rank}"])]
+        for rank in new_ranks:
+            reports[rank] = msgspec.json.decode(self.store.get(f"{topic}/{rank}"), type=report_type)
+        return bool(new_ranks)
 
 
 def tell_start_error(store: Store, rank: int, error: Exception) -> None:
@@ -266,12 +273,14 @@ def _is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
-def launched_store(rank: int, seconds: float, topic: str) -> Store:
-    """Return the store of the launcher, or of process 0, with names of its own for each start of the processes and for a topic.
+def launched_seat(seconds: float, topic: str) -> Seat:
+    """Return the seat of a process that a launcher has started.
+
+    The store is that of the launcher, or of process 0, with names of its own for each start of the processes and for a topic.
 
     seconds: how long to wait for process 0.
     """
-    host, port = launched_address(), launched_port()
+    rank, host, port = launched_rank(), launched_address(), launched_port()
     try:
         has_store = rank == FRONT_RANK and not has_store_of_launcher()
         if not has_store:
@@ -290,7 +299,7 @@ def launched_store(rank: int, seconds: float, topic: str) -> Store:
             f"{first_line(error)}: start process 0, or look at its output"
         ) from None
     store.set_timeout(_STORE_TIMEOUT)
-    return PrefixStore(f"stagepack/{restart_count()}/{topic}", store)
+    return Seat(PrefixStore(f"stagepack/{restart_count()}/{topic}", store), rank, launched_size())
 
 
 def _await_listener(host: str, port: int, seconds: float) -> None:

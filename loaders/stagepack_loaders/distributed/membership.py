@@ -25,9 +25,9 @@ from stagepack_loaders.distributed.local_links import LinkListener, LocalLinks, 
 from stagepack_loaders.distributed.meeting import (
     Identity,
     Members,
+    Seat,
     StageFacts,
     check_identities,
-    exchange_reports,
     own_identity,
     reachable_address,
 )
@@ -138,9 +138,7 @@ def group_options(load: LoadOptions, processes: ProcessOptions, limits: Limits) 
 
 def join_group(
     bundle: Bundle,
-    store: Store,
-    rank: int,
-    size: int,
+    seat: Seat,
     options: GroupOptions,
     check: Callable[[], None] = lambda: None,
     *,
@@ -152,54 +150,30 @@ def join_group(
     """
     with contextlib.closing(LinkListener()) as listener:
         # The front gives up first, and names the processes that are missing.
-        seconds = options.processes.start_seconds + (0.0 if rank == FRONT_RANK else _FURTHER_SECONDS)
-        identity = own_identity(bundle, size, listener.name, LOOPBACK if options.is_local else options.address)
+        seconds = options.processes.start_seconds + (0.0 if seat.rank == FRONT_RANK else _FURTHER_SECONDS)
+        identity = own_identity(bundle, seat.size, listener.name, LOOPBACK if options.is_local else options.address)
 
         def check_identities_and_group(identities: Mapping[int, Identity]) -> None:
             check_identities(identities)  # which says why processes have ended that do not fit
             check()
 
-        identities = exchange_reports(
-            store, "identity", rank, size, identity, seconds=seconds, check=check_identities_and_group
-        )
+        identities = seat.exchange_reports("identity", identity, seconds=seconds, check=check_identities_and_group)
         check_identities(dict(enumerate(identities)))
-        stages: dict[int, LoadedStage] = {}
-        with loading_progress(store, rank, bundle, options.rank_of_stage) as progress:
-
-            def check_and_show(_: Mapping[int, LoadReport]) -> None:
-                check()
-                progress.poll()
-
-            try:
-                with named_errors(bundle.location):  # which differs from machine to machine
-                    stages, facts = _load_stages(bundle, rank, options, progress.add)
-                report = LoadReport(stages=tuple(facts))
-            except StagepackError as error:
-                if raises_at_once:
-                    raise
-                report = LoadReport(error=report_error(error))
-            reports = exchange_reports(
-                store, "loaded stages", rank, size, report, seconds=_LOAD_SECONDS, check=check_and_show
-            )
-        for other_rank, other_report in enumerate(reports):
-            if other_report.error is not None:
-                load_error = rebuild_error(other_report.error)
-                if isinstance(load_error, StagepackError):
-                    attribute_error(load_error, f"process {other_rank} on {identities[other_rank].host}")
-                raise load_error
-        stage_facts = sorted((facts for other in reports for facts in other.stages), key=lambda facts: facts.stage)
+        stages, reports = _load_together(bundle, seat, options, check, raises_at_once=raises_at_once)
+        _raise_load_error(reports, identities)
+        stage_facts = sorted((facts for report in reports for facts in report.stages), key=lambda facts: facts.stage)
         routes = find_routes(
             bundle.entry_point, options.rank_of_stage, {facts.stage: facts.written_inputs for facts in stage_facts}
         )
         symbols = bundle.entry_point.symbols
         local_routes = find_local_routes(routes, [identity.machine for identity in identities], symbols)
         address = reachable_address(identity.address, [member.address for member in identities])
-        group = ProcessGroup(store, rank, size, address=address, check=check)
+        group = ProcessGroup(seat.store, seat.rank, seat.size, address=address, check=check)
         listener_names = [identity.listener for identity in identities]
-        links = connect_links(listener, listener_names, rank, routes, local_routes, symbols, check)
+        links = connect_links(listener, listener_names, seat.rank, routes, local_routes, symbols, check)
     return Membership(
         options=options,
-        store=store,
+        store=seat.store,
         group=group,
         stages=stages,
         routes=routes,
@@ -208,6 +182,38 @@ def join_group(
         identities=identities,
         stage_facts=tuple(stage_facts),
     )
+
+
+def _raise_load_error(reports: Sequence[LoadReport], identities: Sequence[Identity]) -> None:
+    """Raise the error of the first process that could not load its stages, with the name of the process."""
+    for rank, report in enumerate(reports):
+        if report.error is not None:
+            load_error = rebuild_error(report.error)
+            if isinstance(load_error, StagepackError):
+                attribute_error(load_error, f"process {rank} on {identities[rank].host}")
+            raise load_error
+
+
+def _load_together(
+    bundle: Bundle, seat: Seat, options: GroupOptions, check: Callable[[], None], *, raises_at_once: bool
+) -> tuple[dict[int, LoadedStage], list[LoadReport]]:
+    """Load the stages of this process while the others load theirs; return them, and what all processes report."""
+    stages: dict[int, LoadedStage] = {}
+    with loading_progress(seat, bundle, options.rank_of_stage) as progress:
+
+        def check_and_show(_: Mapping[int, LoadReport]) -> None:
+            check()
+            progress.poll()
+
+        try:
+            with named_errors(bundle.location):  # which differs from machine to machine
+                stages, facts = _load_stages(bundle, seat.rank, options, progress.add)
+            report = LoadReport(stages=tuple(facts))
+        except StagepackError as error:
+            if raises_at_once:
+                raise
+            report = LoadReport(error=report_error(error))
+        return stages, seat.exchange_reports("loaded stages", report, seconds=_LOAD_SECONDS, check=check_and_show)
 
 
 def _load_stages(
@@ -308,12 +314,10 @@ class _ShownProgress(LoadingProgress):
 
 
 @contextlib.contextmanager
-def loading_progress(
-    store: Store, rank: int, bundle: Bundle, rank_of_stage: Sequence[int]
-) -> Iterator[LoadingProgress]:
+def loading_progress(seat: Seat, bundle: Bundle, rank_of_stage: Sequence[int]) -> Iterator[LoadingProgress]:
     """Show on the terminal of the front how many bytes the processes have read, while they load their stages."""
-    if rank != FRONT_RANK:
-        yield LoadingProgress(store)
+    if seat.rank != FRONT_RANK:
+        yield LoadingProgress(seat.store)
         return
     read_files = {
         (stage_rank, file_name)
@@ -322,6 +326,6 @@ def loading_progress(
     }
     total_bytes = sum(bundle.files[file_name].size for _, file_name in read_files)
     with byte_progress(f"loading {bundle.location}", total_bytes) as show_bytes:
-        progress = _ShownProgress(store, show_bytes)
+        progress = _ShownProgress(seat.store, show_bytes)
         yield progress
         progress.update()

@@ -15,7 +15,7 @@ from stagepack.format.reader import Bundle
 from stagepack.format.threads import usable_cpu_count
 from stagepack_loaders.distributed import stage_process
 from stagepack_loaders.distributed.front import FrontProcess
-from stagepack_loaders.distributed.meeting import find_lost_connection, find_start_error
+from stagepack_loaders.distributed.meeting import Seat, find_lost_connection, find_start_error
 from stagepack_loaders.distributed.membership import GroupOptions, join_group
 from stagepack_loaders.distributed.process_group import host_name, open_store
 from stagepack_loaders.distributed.routes import FRONT_RANK, ConnectionLostError, stages_of_rank
@@ -54,7 +54,7 @@ class ProcessLauncher(ABC, Generic[Handle]):
         self._hosts.clear()
         self._store = self._start_processes()
         try:
-            membership = join_group(self._bundle, self._store, FRONT_RANK, self._size, self._options, check_all)
+            membership = join_group(self._bundle, Seat(self._store, FRONT_RANK, self._size), self._options, check_all)
         except ConnectionLostError as error:
             self._check()
             raise StageLostError(f"a process of the pipeline is lost: {error}") from None

@@ -24,7 +24,7 @@ from stagepack.format.reader import Bundle
 from stagepack.opening import open_bundle
 from stagepack_loaders.distributed.group_trace import report_spans
 from stagepack_loaders.distributed.launch_failures import LaunchFailures
-from stagepack_loaders.distributed.meeting import tell_lost_connection, tell_start_error
+from stagepack_loaders.distributed.meeting import Seat, tell_lost_connection, tell_start_error
 from stagepack_loaders.distributed.membership import GroupOptions, Membership, join_group
 from stagepack_loaders.distributed.process_group import MessageHead, open_store
 from stagepack_loaders.distributed.routes import (
@@ -106,7 +106,7 @@ def run_process(description: ProcessDescription) -> None:
         tell_start_error(store, description.rank, error)
         sys.exit(LOST_STATUS)
     try:
-        run_stage_process(bundle, store, description.rank, description.size, description.options)
+        run_stage_process(bundle, Seat(store, description.rank, description.size), description.options)
     except (StagepackError, DistError):  # told by all processes, or the front has gone
         sys.exit(LOST_STATUS)
     except Exception as error:
@@ -116,31 +116,28 @@ def run_process(description: ProcessDescription) -> None:
 
 def run_stage_process(
     bundle: Bundle,
-    store: Store,
-    rank: int,
-    size: int,
+    seat: Seat,
     options: GroupOptions,
     failures: LaunchFailures | None = None,
 ) -> None:
     """Run the stages of this process until the front closes the pipeline.
 
-    The process ends with the status `LOST_STATUS` if another one is lost.
+    The process, which is not the front, ends with the status `LOST_STATUS` if another one is lost.
 
-    rank: the number of this process, at least 1.
     failures: of processes that a launcher has started on several machines; None where the front reports the errors of all.
     """
     try:
         if failures is None:
-            membership = join_group(bundle, store, rank, size, options)
+            membership = join_group(bundle, seat, options)
         else:
             with failures.watching():
-                membership = join_group(bundle, store, rank, size, options, failures.check, raises_at_once=True)
+                membership = join_group(bundle, seat, options, failures.check, raises_at_once=True)
             failures.hosts.update({member: identity.host for member, identity in enumerate(membership.identities)})
             _LOGGER.info("%s runs %s", failures.origin, stages_text(tuple(membership.stages)))
         with _ignored_stop_signals():
             _StageProcess(bundle, membership, failures).serve()
     except ConnectionLostError as error:
-        _end_after_loss(store, rank, error, failures)
+        _end_after_loss(seat.store, seat.rank, error, failures)
 
 
 def end_with_parent(process_id: int) -> None:

@@ -3,7 +3,7 @@
 A checkpoint has weights, the state of an optimizer and the number of steps, by names that all processes agree on.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -21,7 +21,7 @@ from stagepack.format.reader import Bundle
 from stagepack.torch_internals import weight_tensors
 from stagepack_loaders.torch.container import submodule
 from stagepack_loaders.torch.stage import TorchStage
-from stagepack_loaders.train.boundaries import find_boundaries
+from stagepack_loaders.train.boundaries import StageBoundary, find_boundaries
 from stagepack_loaders.train.loss import LossExchange, MicrobatchLoss
 from stagepack_loaders.train.microbatches import CallInputs, cut_inputs, fingerprint_of
 from stagepack_loaders.train.pipeline_module import PipelineModule, random_numbers_of_stage
@@ -78,6 +78,23 @@ def _check_tensor(found: Any, expected: torch.Tensor, location: str) -> None:
         )
 
 
+def _pipeline_modules(
+    stages: Mapping[int, TorchStage], boundaries: Sequence[StageBoundary], options: TrainingOptions
+) -> dict[int, PipelineModule]:
+    """The stages of this process between their neighbours."""
+    random_stages = [number for number, boundary in enumerate(boundaries) if boundary.draws]
+    return {
+        number: PipelineModule(
+            stage,
+            boundaries[number],
+            random_numbers_of_stage(stage.device, number, random_stages),
+            splits_backward=splits_backward(options.schedule),
+            recompute=options.recompute,
+        )
+        for number, stage in stages.items()
+    }
+
+
 class Training:
     """The stages of one process, with the schedule by which all processes train.
 
@@ -115,17 +132,7 @@ class Training:
         self._own_inputs = {edge.name for number in stages for edge in boundaries[number].model_inputs}
         self._loss_exchange = LossExchange(options.rank_of_stage[-1], groups.pipeline)
         self._is_last = len(bundle.stages) - 1 in stages
-        random_stages = [number for number, boundary in enumerate(boundaries) if boundary.draws]
-        self._modules = {
-            number: PipelineModule(
-                stage,
-                boundaries[number],
-                random_numbers_of_stage(stage.device, number, random_stages),
-                splits_backward=splits_backward(options.schedule),
-                recompute=options.recompute,
-            )
-            for number, stage in stages.items()
-        }
+        self._modules = _pipeline_modules(stages, boundaries, options)
         results = {edge.name: edge for edge in boundaries[-1].sent}
         self._loss = MicrobatchLoss(self._entry_point.signature.result, results, options)
         self._schedules = ScheduleCache(options, self._modules, boundaries, self._loss, groups.pipeline)
