@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 import stagepack
 from stagepack_loaders.generation.decoders import decoder_facts, generating_entry_point
 from stagepack_loaders.generation.settings import read_settings
-from stagepack_loaders.generation.token_loop import TokenLoop
+from stagepack_loaders.generation.token_loop import EncodedTexts, TokenLoop
 from tests.serve.bundles import Bundles
 from tests.serve.generating_families import (
     FAMILIES,
@@ -73,7 +73,7 @@ def test_a_batch_has_the_tokens_of_transformers(bundles: Bundles, family: str, b
             if family in SEQ2SEQ:
                 rows = pipelines["encode"](**prompts).numpy()
                 first = settings.first_tokens(batch_size)
-                loop = TokenLoop(facts, settings, first, None, rows, mask_array)
+                loop = TokenLoop(facts, settings, first, None, EncodedTexts(rows, mask_array))
             else:
                 loop = TokenLoop(facts, settings, prompts["input_ids"].numpy(), mask_array)
             begin_length = loop.tokens.shape[1]

@@ -1,6 +1,6 @@
 """Generate with a pipeline: its calls, driven by a `TokenLoop`."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -24,7 +24,7 @@ from stagepack_loaders.generation.prompts import (
 )
 from stagepack_loaders.generation.sampling import token_logprobs
 from stagepack_loaders.generation.settings import GenerationSettings, read_settings
-from stagepack_loaders.generation.token_loop import TokenLoop
+from stagepack_loaders.generation.token_loop import EncodedTexts, TokenLoop
 from stagepack_loaders.generation.token_texts import StopStringMatcher
 from stagepack_loaders.pipeline_sequence import PipelineSequence
 
@@ -70,16 +70,8 @@ def generate(
     *,
     return_logprobs: bool,
 ) -> Any:
-    """Generate tokens; see `CallablePipeline.generate`.
-
-    encoder: the pipeline of the encoder; None for a decoder alone.
-    """
-    facts = decoder_facts(decoder.bundle.entry_point)
-    if facts is None or facts.takes_encoder != (encoder is not None):
-        expected = "a decoder with the inputs input_ids, cache_position and attention_mask"
-        if facts is not None:
-            expected = "encoder=, the pipeline of the encoder" if facts.takes_encoder else "no encoder="
-        raise InputError(f"{decoder.bundle.location}: to generate, expected {expected}")
+    """Generate tokens; see `CallablePipeline.generate`."""
+    facts = _checked_facts(decoder, has_encoder=encoder is not None)
     inputs, attention_mask, settings = named_inputs(inputs, attention_mask, settings)
     chosen_settings = read_settings(decoder.bundle).override(settings)
     prompts = read_prompts(decoder.bundle, inputs, attention_mask, chosen_settings, continues=encoder is None)
@@ -98,21 +90,10 @@ def generate(
             rows = encoder(**_encoder_inputs(encoder, inputs, prompts))
             if text_count > 1:
                 rows = rows[numpy.repeat(numpy.arange(len(rows)), text_count).tolist()]
-            loop = TokenLoop(
-                facts,
-                chosen_settings,
-                chosen_settings.first_tokens(len(rows)),
-                encoder_hidden_states=rows,
-                encoder_attention_mask=repeated.mask,
-                stop_strings=stop_strings,
-            )
+            first_tokens, encoded = chosen_settings.first_tokens(len(rows)), EncodedTexts(rows, repeated.mask)
+            loop = TokenLoop(facts, chosen_settings, first_tokens, encoded=encoded, stop_strings=stop_strings)
         logprobs: list[Array] = []
-        while not loop.is_finished:
-            call_inputs = {
-                name: decoder.arrays.from_elements(value, edges[name]) if isinstance(value, numpy.ndarray) else value
-                for name, value in loop.next_inputs().items()
-            }
-            logits = logits_as_floats(to_elements(sequence(**call_inputs), facts.logits), facts.logits)
+        for logits in _logits_of_calls(decoder, sequence, loop, facts.logits):
             goes_on = [reason is None for reason in loop.finish_reasons]
             new_tokens = loop.take(logits)
             if return_logprobs:
@@ -129,6 +110,30 @@ def generate(
     has_texts = prompts.tokenizer is not None
     answer = repeated.texts(loop.tokens) if has_texts else to_caller(loop.tokens, edges[_IDS_INPUT].dtype)
     return (answer, to_caller(numpy.stack(logprobs, 1), "float32")) if return_logprobs else answer
+
+
+def _checked_facts(decoder: TextPipeline, *, has_encoder: bool) -> DecoderFacts:
+    """What generation needs to know of a decoder, which is called with the encoder that it needs, and only with that."""
+    facts = decoder_facts(decoder.bundle.entry_point)
+    if facts is not None and facts.takes_encoder == has_encoder:
+        return facts
+    expected = "a decoder with the inputs input_ids, cache_position and attention_mask"
+    if facts is not None:
+        expected = "encoder=, the pipeline of the encoder" if facts.takes_encoder else "no encoder="
+    raise InputError(f"{decoder.bundle.location}: to generate, expected {expected}")
+
+
+def _logits_of_calls(
+    decoder: TextPipeline, sequence: PipelineSequence, loop: TokenLoop, logits: Edge
+) -> Iterator[Array]:
+    """Call a decoder until its texts have ended; yield the logits of each call, [batch, vocabulary], which the loop takes."""
+    edges = {edge.name: edge for edge in decoder.inputs}
+    while not loop.is_finished:
+        inputs = {
+            name: decoder.arrays.from_elements(value, edges[name]) if isinstance(value, numpy.ndarray) else value
+            for name, value in loop.next_inputs().items()
+        }
+        yield logits_as_floats(to_elements(sequence(**inputs), logits), logits)
 
 
 def _logprobs(logits: Array, tokens: Array) -> Array:

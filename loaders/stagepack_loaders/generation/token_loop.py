@@ -4,7 +4,7 @@ It does no calls itself, so that a caller in one thread, many threads and an eve
 """
 
 from collections.abc import Sequence
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 import numpy
 
@@ -19,6 +19,13 @@ from stagepack_loaders.generation.token_texts import StopStringMatcher
 FinishReason = Literal["stop", "length"]
 # Without a setting, as in transformers.
 _DEFAULT_NEW_TOKENS: Final = 20
+
+
+class EncodedTexts(NamedTuple):
+    """What an encoder returns for texts, [batch, length, size], and its mask, [batch, length]; None if there is no padding."""
+
+    rows: Array
+    mask: Array | None = None
 
 
 class TokenLoop:
@@ -36,8 +43,7 @@ class TokenLoop:
         settings: GenerationSettings,
         tokens: Array,
         attention_mask: Array | None = None,
-        encoder_hidden_states: Array | None = None,
-        encoder_attention_mask: Array | None = None,
+        encoded: EncodedTexts | None = None,
         stop_strings: StopStringMatcher | None = None,
     ) -> None:
         batch, length = tokens.shape
@@ -54,12 +60,12 @@ class TokenLoop:
         self._mask = numpy.zeros((batch, facts.max_positions), numpy.int64)
         self._mask[:, :length] = 1 if attention_mask is None else attention_mask
         self._sampler = TokenSampler(settings, self._mask[:, :length] == 0)
-        self._encoder_rows = encoder_hidden_states
+        self._encoder_rows = None if encoded is None else encoded.rows
         self._encoder_mask: Array | None = None
-        if facts.encoder_positions is not None and encoder_hidden_states is not None:
-            row_count = encoder_hidden_states.shape[1]
+        if facts.encoder_positions is not None and encoded is not None:
+            row_count = encoded.rows.shape[1]
             self._encoder_mask = numpy.zeros((batch, facts.encoder_positions), numpy.int64)
-            self._encoder_mask[:, :row_count] = 1 if encoder_attention_mask is None else encoder_attention_mask
+            self._encoder_mask[:, :row_count] = 1 if encoded.mask is None else encoded.mask
 
     @property
     def is_finished(self) -> bool:

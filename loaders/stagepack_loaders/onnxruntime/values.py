@@ -16,7 +16,8 @@ from stagepack.format.manifest import Edge
 from stagepack.format.onnx import COMPLEX_PART_DTYPES, ELEMENT_TYPES, SCALAR_TENSOR_DTYPES
 from stagepack.format.shapes import Symbol, evaluate_dim
 from stagepack_loaders.elements import Array, is_extension_dtype, numpy_dtype
-from stagepack_loaders.output_contract import OutputContract
+from stagepack_loaders.exchange import check_shared_memory
+from stagepack_loaders.stages import OutputContract
 
 PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 # Operators with which ONNX Runtime 1.31 and 1.32 end the process by SIGABRT or SIGFPE where they get a tensor without elements: found by
@@ -84,11 +85,9 @@ def check_written_inputs(inputs: Mapping[str, Any], written_names: Collection[st
     for edge_name in written_names:
         if not _is_writeable(inputs[edge_name]):
             raise InputError(f"{edge_name}: the model writes into this input, and it cannot be written: give a copy")
-        for other_edge_name in inputs.keys() - {edge_name}:
-            if _may_overlap(inputs[edge_name], inputs[other_edge_name]):
-                raise InputError(
-                    f"{edge_name} and {other_edge_name} share memory, and the model writes {edge_name}: give copies"
-                )
+    check_shared_memory(
+        {name: value for name, value in inputs.items() if isinstance(value, numpy.ndarray)}, written_names
+    )
 
 
 def write_input(value: Any, content: OrtValue, dtype: str) -> None:
@@ -106,11 +105,6 @@ def _is_writeable(value: Any) -> bool:
 def _elements_overlap(shape: Sequence[int], strides: Sequence[int]) -> bool:
     # numpy gives arrays without elements strides of 0.
     return 0 not in shape and any(stride == 0 and size > 1 for size, stride in zip(shape, strides, strict=True))
-
-
-def _may_overlap(first: Any, second: Any) -> bool:
-    both_arrays = isinstance(first, numpy.ndarray) and isinstance(second, numpy.ndarray)
-    return both_arrays and numpy.may_share_memory(first, second)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,10 +14,9 @@ from stagepack.format.graph import Graph
 from stagepack.format.shapes import Guard
 from stagepack.torch_internals import child_modules, write_count
 from stagepack_loaders.exchange import to_runtime
-from stagepack_loaders.output_contract import OutputContract
 from stagepack_loaders.registry import find_runtime
 from stagepack_loaders.stage_errors import typed_stage_errors
-from stagepack_loaders.stages import bind_inputs, check_inputs
+from stagepack_loaders.stages import OutputContract, bind_inputs, check_inputs
 from stagepack_loaders.torch.container import Container, Slot, register_weight, set_wait, submodule
 from stagepack_loaders.torch.module_builder import ModuleCallBody, called_modules, connect
 from stagepack_loaders.torch.stage_memory import StageState

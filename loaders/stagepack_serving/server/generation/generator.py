@@ -24,7 +24,7 @@ from stagepack_loaders.generation.decoders import (
 from stagepack_loaders.generation.prompts import Prompts, check_tokens
 from stagepack_loaders.generation.sampling import token_logprobs
 from stagepack_loaders.generation.settings import GenerationSettings, read_settings
-from stagepack_loaders.generation.token_loop import TokenLoop
+from stagepack_loaders.generation.token_loop import EncodedTexts, TokenLoop
 from stagepack_serving.protocol.datatypes import NUMPY_DTYPES
 from stagepack_serving.server.errors import CONTEXT_CODE, BadRequestError, FieldError
 from stagepack_serving.server.generation.json_grammar import GrammarTokens, JsonGrammar, read_grammar_tokens
@@ -309,7 +309,7 @@ class Generator:
             if _MASK_INPUT in self._encoder.interface.inputs:
                 inputs[_MASK_INPUT] = numpy.ones(request.prompt.shape, numpy.int64)
             [rows] = (await self._encoder.call(inputs, None)).values()
-            return TokenLoop(self._facts, settings, settings.first_tokens(1), encoder_hidden_states=rows)
+            return TokenLoop(self._facts, settings, settings.first_tokens(1), encoded=EncodedTexts(rows))
         except InputError as error:
             raise BadRequestError(f"{self._decoder.name}: {error}") from None
 

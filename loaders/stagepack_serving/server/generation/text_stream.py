@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import msgspec
 from tokenizers import Tokenizer
@@ -12,12 +12,11 @@ from stagepack.format.reader import Bundle
 from stagepack.format.rules import JSON_ERRORS
 from stagepack_loaders.generation.prompts import read_tokenizer
 from stagepack_loaders.generation.sampling import TokenLogprobs
+from stagepack_loaders.generation.token_loop import FinishReason
 from stagepack_loaders.generation.token_texts import BYTE_OF_CHARACTER, BYTE_TOKEN, tokenizer_errors
 from stagepack_serving.server.errors import AssetError, BadRequestError
 from stagepack_serving.server.generation.chat_template import ChatTemplate
 
-# Why a text ends: a token or a string that ends it, or the largest number of tokens.
-FinishReason = Literal["stop", "length"]
 # What other tokenizers write for the space before a word.
 _WORD_START: Final = "\u2581"
 # What an incomplete UTF-8 character is decoded to.
