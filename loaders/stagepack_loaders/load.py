@@ -23,6 +23,7 @@ from stagepack_loaders.options import (
     refuse_process_options,
 )
 from stagepack_loaders.pipeline import Pipeline, load_pipeline
+from stagepack_loaders.placement import place_stages
 from stagepack_loaders.preparation import (
     check_load_options,
     compile_prepared,
@@ -229,7 +230,7 @@ def load_in_processes(
     with explain_missing_packages():
         from stagepack_loaders.distributed.membership import absolute_bundle, group_options  # noqa: PLC0415 - imports torch
         from stagepack_loaders.distributed.pipeline import DistributedPipeline  # noqa: PLC0415 - the same
-        from stagepack_loaders.distributed.process_launcher import local_launcher  # noqa: PLC0415 - the same
+        from stagepack_loaders.distributed.process_launcher import LocalLauncher, over_processes  # noqa: PLC0415 - the same
 
     # The processes open the folder of the bundle, which must have all their files.
     opened_bundle.fetch(
@@ -238,9 +239,13 @@ def load_in_processes(
         for file_name in stage_runtime.stage_files(opened_bundle, stage_number)
     )
     named = structs.replace(options, runtime=[stage_runtime.name for stage_runtime in runtimes])
-    group = group_options(named, process_options, limits)
+    group = structs.replace(group_options(named, process_options, limits), is_local=True)
     opened_bundle = absolute_bundle(opened_bundle)
-    launcher = local_launcher(opened_bundle, process_count, group)
+    for stage_runtime, device in zip(
+        runtimes, place_stages(opened_bundle.entry_point, group.load.devices), strict=True
+    ):
+        stage_runtime.parse_device(device)
+    launcher = LocalLauncher(opened_bundle, over_processes(opened_bundle, process_count, group))
     return DistributedPipeline(opened_bundle, launcher, types, process_options, limit)
 
 

@@ -1,8 +1,12 @@
 """Threads for work that releases the GIL, such as reading and hashing."""
 
 import os
+import threading
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -23,3 +27,19 @@ def map_in_threads(function: Callable[[Item], Result], items: Sequence[Item]) ->
 
     with ThreadPoolExecutor(min(usable_cpu_count(), len(items))) as pool:
         return list(pool.map(function, items))
+
+
+def start_in_thread(function: Callable[[], Result], thread_name: str) -> "Future[Result]":
+    """Call a function in a thread of its own, which does not keep the process alive; return its result to come."""
+    from concurrent.futures import Future  # noqa: PLC0415 - as above
+
+    result: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(function())
+        except BaseException as error:  # noqa: BLE001 - raised where the result is waited for
+            result.set_exception(error)
+
+    threading.Thread(target=run, name=thread_name, daemon=True).start()
+    return result

@@ -12,7 +12,7 @@ import struct
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,6 +22,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined] # public, a
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from stagepack.errors import GroupError, first_line
+from stagepack.format.threads import start_in_thread
 from stagepack.torch_internals import gloo_process_group
 from stagepack_loaders.distributed.routes import ConnectionLostError, ValueLayout
 
@@ -97,15 +98,7 @@ def finished(function: Callable[[], Result], check: Callable[[], None]) -> Resul
 
     check: called meanwhile; raises when there is no use in waiting.
     """
-    result: Future[Result] = Future()
-
-    def run() -> None:
-        try:
-            result.set_result(function())
-        except Exception as error:  # noqa: BLE001 - raised below
-            result.set_exception(error)
-
-    threading.Thread(target=run, name="connect", daemon=True).start()
+    result = start_in_thread(function, "connect")
     while not wait([result], _CHECK_SECONDS).done:
         check()
     return result.result()

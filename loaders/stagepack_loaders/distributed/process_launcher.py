@@ -22,7 +22,6 @@ from stagepack_loaders.distributed.routes import FRONT_RANK, ConnectionLostError
 from stagepack_loaders.distributed.stage_process import ProcessDescription
 from stagepack_loaders.distributed.status import ProcessEnd, exit_text, lost_error, stages_text
 from stagepack_loaders.placement import place_stages
-from stagepack_loaders.preparation import runtime_of_each_stage
 from stagepack_loaders.python_process import module_command, module_environment
 
 # How long the first process that has ended gets to be found, when others have ended because of it.
@@ -183,15 +182,3 @@ class LocalLauncher(ProcessLauncher["subprocess.Popen[bytes]"]):
     def _find_end(self, process: "subprocess.Popen[bytes]") -> ProcessEnd | None:
         status = process.poll()
         return None if status is None else ProcessEnd(reason=f"it ended with {exit_text(status)}", exit_status=status)
-
-
-def local_launcher(bundle: Bundle, process_count: int, options: GroupOptions) -> LocalLauncher:
-    """Return the launcher of processes of stages on this machine.
-
-    bundle: by its absolute path.
-    """
-    stage_devices = place_stages(bundle.entry_point, options.load.devices)
-    for runtime, device in zip(runtime_of_each_stage(options.load.runtime, bundle), stage_devices, strict=True):
-        runtime.parse_device(device)
-    local_options = over_processes(bundle, process_count, structs.replace(options, is_local=True))
-    return LocalLauncher(bundle, local_options)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -21,6 +22,7 @@ from torch.distributed import ProcessGroup as TorchGroup
 
 from stagepack.errors import GroupError, StageLostError, StagepackError, first_line
 from stagepack.format.reader import Bundle
+from stagepack.format.threads import start_in_thread
 from stagepack_loaders.distributed.launch_environment import (
     has_launcher,
     has_store_of_launcher,
@@ -160,11 +162,7 @@ class StartMessages:
     def listen(self) -> None:
         """Begin to receive the next message of each peer. Each has a thread, since nothing else wakes a wait of gloo."""
         for rank in self._peers:
-            received: Future[bytes] = Future()
-            self._received[rank] = received
-            threading.Thread(
-                target=_receive, args=(self._group, rank, received), name="training-start", daemon=True
-            ).start()
+            self._received[rank] = start_in_thread(partial(_receive, self._group, rank), "training-start")
 
     def gather(self, message_type: type[Message]) -> tuple[Message, ...]:
         """Return the message of each other process, in process 0."""
@@ -228,15 +226,12 @@ class StartMessages:
         return lost
 
 
-def _receive(group: TorchGroup | None, rank: int, received: Future[bytes]) -> None:
-    try:
-        length = torch.empty(1, dtype=torch.int64)
-        torch.distributed.recv(length, group=group, group_src=rank, tag=_TAG)
-        content = torch.empty(int(length), dtype=torch.uint8)
-        torch.distributed.recv(content, group=group, group_src=rank, tag=_TAG)
-        received.set_result(content.numpy().tobytes())
-    except Exception as error:  # noqa: BLE001 - raised where it is waited for
-        received.set_exception(error)
+def _receive(group: TorchGroup | None, rank: int) -> bytes:
+    length = torch.empty(1, dtype=torch.int64)
+    torch.distributed.recv(length, group=group, group_src=rank, tag=_TAG)
+    content = torch.empty(int(length), dtype=torch.uint8)
+    torch.distributed.recv(content, group=group, group_src=rank, tag=_TAG)
+    return content.numpy().tobytes()
 
 
 def _send_quietly(group: TorchGroup | None, rank: int, message: Struct) -> None:

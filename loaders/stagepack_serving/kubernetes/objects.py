@@ -69,6 +69,7 @@ def _metadata(options: DeploymentOptions, suffix: str = "") -> dict[str, Any]:
 
 def entry_command(options: DeploymentOptions) -> list[str]:
     """Return the command of each container. Kubernetes replaces ``$(NAME)`` by the variables of LeaderWorkerSet."""
+    tls_folder = _SECRETS_FOLDER / "tls"
     devices: list[str] = []
     if options.gpu_resource is not None:
         devices = ["cuda"]
@@ -82,26 +83,17 @@ def entry_command(options: DeploymentOptions) -> list[str]:
         *("-m", "stagepack", "serve", _literal(f"{options.name}={options.bundle_path}")),
         *("--host", "0.0.0.0", "--http-port", str(HTTP_PORT), "--grpc-port", str(GRPC_PORT)),  # noqa: S104 - the pod's
         *([] if options.operator_port is None else ["--operator-port", str(options.operator_port)]),
-        *("--digest", options.digest, *_credential_arguments(options)),
+        *("--digest", options.digest),
+        # The files of Secrets need not be there in pods that run stages alone.
+        *([] if options.token_secret is None else ["--token-file", str(_SECRETS_FOLDER / "token" / "tokens")]),
+        *([] if options.tls_secret is None else ["--tls-certificate", f"{tls_folder}/tls.crt"]),
+        *([] if options.tls_secret is None else ["--tls-key", f"{tls_folder}/tls.key"]),
         *(argument for device in devices for argument in ("--device", device)),
         *("--max-batch", str(options.max_batch_size), "--max-sequences", str(options.max_sequences)),
         *("--linger-s", f"{options.linger:g}", "--drain-s", f"{options.drain:g}"),
         *(argument for namespace in options.allow_ops for argument in ("--allow-ops", _literal(namespace))),
         *(argument for module_name in options.imports for argument in ("--import", _literal(module_name))),
         *map(_literal, options.serve_arguments),
-    ]
-
-
-def _credential_arguments(options: DeploymentOptions) -> list[str]:
-    """The files of Secrets; they need not be there in pods that run stages alone."""
-    tls_folder = _SECRETS_FOLDER / "tls"
-    return [
-        *([] if options.token_secret is None else ["--token-file", str(_SECRETS_FOLDER / "token" / "tokens")]),
-        *(
-            []
-            if options.tls_secret is None
-            else ["--tls-certificate", str(tls_folder / "tls.crt"), "--tls-key", str(tls_folder / "tls.key")]
-        ),
     ]
 
 

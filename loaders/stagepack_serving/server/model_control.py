@@ -9,15 +9,14 @@ import asyncio
 import logging
 import os
 import re
-import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal, Protocol, TypeVar
 
 from stagepack.errors import InputError, StagepackError
+from stagepack.format.threads import start_in_thread
 from stagepack_serving.server.errors import BadRequestError, RequestError, RequestStatus
 from stagepack_serving.server.free_memory import collect_and_give_back
 from stagepack_serving.server.limits import VersionPolicy
@@ -344,16 +343,7 @@ async def _free_refused() -> None:
 
 async def _run_in_thread(function: Callable[[], Result]) -> Result:
     """Run a function in a thread of its own, which does not keep the process alive when the server stops."""
-    result: Future[Result] = Future()
-
-    def run() -> None:
-        try:
-            result.set_result(function())
-        except BaseException as error:  # noqa: BLE001 - raised where the result is awaited
-            result.set_exception(error)
-
-    threading.Thread(target=run, name="bundle", daemon=True).start()
-    return await asyncio.wrap_future(result)
+    return await asyncio.wrap_future(start_in_thread(function, "bundle"))
 
 
 def fixed_bundles(paths: Mapping[str, str]) -> BundleSource:

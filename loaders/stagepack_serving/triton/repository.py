@@ -41,14 +41,6 @@ _FILE_SUFFIXES: Final = (".json", ".msgpack", ".safetensors", ".onnx")
 _MODEL_CODE: Final = '"""Written by stagepack."""\n\nfrom stagepack_serving.triton.{module} import TritonPythonModel as TritonPythonModel\n'
 
 
-def ensemble_models(bundle: Bundle, options: RepositoryOptions) -> list[TritonModel]:
-    """Describe all models of a bundle."""
-    _check_guards(bundle)
-    wiring = _EnsembleWiring(bundle, options)
-    parts = [*stage_models(bundle, options), *wiring.results_models()]
-    return [*parts, TritonModel(wiring.ensemble_config(parts))]
-
-
 def _check_guards(bundle: Bundle) -> None:
     """Check that each guard can be checked by a stage, from the sizes of the inputs that it gets."""
     edges = {edge.name: edge for edge in bundle.edges}
@@ -245,7 +237,10 @@ def write_repository(
     if bundle.path.resolve() in (root.resolve(), *root.resolve().parents):
         raise InputError(f"{root}: a bundle cannot contain a model repository: choose another folder")
     bundle.check_digests(bundle.files)
-    models = ensemble_models(bundle, options)
+    _check_guards(bundle)
+    wiring = _EnsembleWiring(bundle, options)
+    parts = [*stage_models(bundle, options), *wiring.results_models()]
+    models = [*parts, TritonModel(wiring.ensemble_config(parts))]
     _check_file_names(bundle, models)
     model_names = [model.config.name for model in models]
     try:
