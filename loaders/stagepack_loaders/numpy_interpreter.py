@@ -90,7 +90,6 @@ def _call(node: Node, function: Callable[..., Any], known_values: Mapping[str, A
 
 
 def _argument_value(argument: Argument, known_values: Mapping[str, Any]) -> Any:
-    """The value of an argument."""
     if isinstance(argument, ValueArg):
         return known_values[argument.name]
     if isinstance(argument, ListArg):

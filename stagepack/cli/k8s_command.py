@@ -11,7 +11,7 @@ import click
 from stagepack.cli.command import ByteSize, argument, click_parameters, flag, option_object, subcommand
 from stagepack.cli.failures import fail
 from stagepack.cli.output import count_of, format_bytes, print_json, print_line, print_table, printable
-from stagepack.cli.serve_options import ServeOptions
+from stagepack.cli.serve_options import MAX_SEQUENCES, ServeOptions
 from stagepack.cli.shared_flags import (
     ALLOW_OPS_MEANING,
     JSON,
@@ -257,12 +257,7 @@ class _Options(BundleOptions):
         Count(),
         _DEFAULT_LIMITS.max_batch_size,
     )
-    max_sequences: int = limit_flag(
-        "--max-sequences N",
-        "Largest number of sequences whose state a model keeps.",
-        Count(),
-        _DEFAULT_LIMITS.max_sequences,
-    )
+    max_sequences: int = MAX_SEQUENCES
     linger: float = limit_flag(
         "--linger-s SECONDS",
         "How long new requests are still accepted after a pod was told to stop, in seconds.",

@@ -35,6 +35,9 @@ from stagepack_loaders.distributed.launch_environment import is_launched_group
 from stagepack_serving.server.limits import ServerLimits, VersionPolicy
 
 _DEFAULT: Final = ServerLimits()
+MAX_SEQUENCES: int = limit_flag(
+    "--max-sequences N", "Largest number of sequences whose state a model keeps.", Count(), _DEFAULT.max_sequences
+)
 
 
 class _VersionPolicyType(click.ParamType[VersionPolicy]):
@@ -246,9 +249,7 @@ class ServeOptions:
         Count(),
         _DEFAULT.max_waiting_tokens,
     )
-    max_sequences: int = limit_flag(
-        "--max-sequences N", "Largest number of sequences whose state a model keeps.", Count(), _DEFAULT.max_sequences
-    )
+    max_sequences: int = MAX_SEQUENCES
     sequence_idle: float = limit_flag(
         "--sequence-idle-s SECONDS",
         "Idle time after which a sequence is evicted if another one needs its place, in seconds.",

@@ -303,7 +303,6 @@ class FrontProcess:
             self._senders.run()
 
     def _run_stages(self) -> None:
-        """Run the stages of this process."""
         with self._watch.reported_loss(), self._worker.inference():
             while True:
                 work = self._work.get()

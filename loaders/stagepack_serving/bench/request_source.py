@@ -231,7 +231,6 @@ async def check_requests(client: HttpClient, source: RequestSource) -> None:
 
 
 async def _only_model(client: HttpClient, url: ServerUrl, text_models: Sequence[str]) -> str:
-    """The only model of a server."""
     status, body = await _answer(client, url.encode("POST", "/v2/repository/index", b"{}"))
     entries = msgspec.json.decode(body) if status == 200 else []
     names = dict.fromkeys([*(entry["name"] for entry in entries if entry.get("state") == "READY"), *text_models])
