@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import GenerationConfig
 from transformers.integrations.executorch import TorchExportableModuleWithStaticCache
 
 import stagepack
@@ -17,6 +17,7 @@ from tests.zoo.architectures.encoders import minilm_encoder_folder
 from tests.zoo.case import Case
 from tests.zoo.cases import CASES, named
 from tests.zoo.test_zoo import name_of
+from tools.benchmark_models import llama
 
 REQUESTS = 16
 NEW_TOKENS = 24
@@ -99,9 +100,7 @@ def test_published_weights(processes: int, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [2, 3, 4])
 def test_sequences_write_the_greedy_tokens_of_transformers(processes: int, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=4, num_key_value_heads=2)).eval()
+    model = llama(layers=4, hidden=64, intermediate=96, heads=4, kv_heads=2, vocab_size=512)
     prompts = [torch.randint(3, 500, (1, length)) for length in (3, 1, 7, 4)]
     expected = [
         model.generate(prompt, max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0)

@@ -5,13 +5,11 @@ import os
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
 
 import huggingface_hub.constants
 import pytest
 import torch
 from click.testing import CliRunner
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import stagepack
 from stagepack.cli import main
@@ -20,6 +18,7 @@ from stagepack.remote.cache import Cache
 from tests.door.model import EXAMPLE
 from tests.door.test_folders import hub_cache
 from tests.serve.generating_model import tokenizer
+from tools.benchmark_models import llama
 
 
 @pytest.fixture(autouse=True)
@@ -45,8 +44,7 @@ def cached_snapshot(source: Path, cache: Path, name: str = "m") -> Path:
 
 def test_a_hub_name_has_its_tokenizer_and_its_adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "llama"
-    sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48}
-    LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=1, num_attention_heads=4)).save_pretrained(folder)
+    llama(layers=1, hidden=32, intermediate=48, heads=4, kv_heads=4, vocab_size=64).save_pretrained(folder)
     (folder / "tokenizer.json").write_text(tokenizer().to_str())
     cached_snapshot(folder, tmp_path)
     found = stagepack.export("me/m", out=tmp_path / "name.stagepack")

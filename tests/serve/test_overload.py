@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 import stagepack
 from tests.hostile.attack import run
 from tests.serve.servers import Server, stagepack_server
+from tools.benchmark_models import llama
 
 pytestmark = [pytest.mark.xdist_group("serve"), pytest.mark.slow]
 
@@ -40,18 +40,9 @@ def products(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=6,
-        num_attention_heads=4,
-        vocab_size=1000,
-        max_position_embeddings=64,
-        eos_token_id=None,
-    )
+    sizes = {"layers": 6, "hidden": 256, "intermediate": 512, "heads": 4, "kv_heads": 4, "vocab_size": 1000}
+    model = llama(**sizes, max_position_embeddings=64, eos_token_id=None)
     path = tmp_path_factory.mktemp("decoder") / "decoder.stagepack"
-    model = transformers.LlamaForCausalLM(config).eval()
     stagepack.export(model, generate=64, generate_batch=4, out=path, stages=2)
     return path
 

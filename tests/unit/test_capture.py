@@ -19,6 +19,7 @@ from stagepack.capture.torch_messages import describe_error
 from stagepack.errors import CaptureError, OptionError
 from stagepack.torch_internals import uncompiled_module
 from tests.modules import module_of
+from tools.benchmark_models import llama
 
 
 class Net(nn.Module):
@@ -125,12 +126,8 @@ def test_an_error_in_a_library_has_its_package_and_its_line(x: torch.Tensor, tmp
 
 
 def test_a_module_around_a_model_of_transformers_returns_its_cache(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    config = transformers.LlamaConfig(
-        num_hidden_layers=1, hidden_size=8, intermediate_size=8, num_attention_heads=2, vocab_size=16
-    )
-
-    model = transformers.LlamaForCausalLM(config).eval()
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    model = llama(layers=1, hidden=8, intermediate=8, heads=2, kv_heads=2, vocab_size=16)
     around = module_of(lambda self, tokens: self.model(input_ids=tokens, use_cache=True), model=model)
     tokens = torch.tensor([[1, 2, 3]])
     bundle = stagepack.export(around, (tokens,), out=tmp_path / "m.stagepack", stages=1)

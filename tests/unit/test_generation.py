@@ -19,7 +19,6 @@ from transformers import (
     BloomForCausalLM,
     GPTNeoConfig,
     GPTNeoForCausalLM,
-    LlamaConfig,
     LlamaForCausalLM,
     LogitsProcessor,
     PreTrainedTokenizerFast,
@@ -37,17 +36,14 @@ from stagepack_loaders.generation.token_loop import TokenLoop, row_inputs
 from stagepack_loaders.generation.token_texts import StopStringMatcher
 from tests.serve.generating_families import make_model
 from tests.serve.generating_model import tokenizer as byte_tokenizer
+from tools import benchmark_models
 
 POSITIONS = 64
 
 
 @pytest.fixture(scope="module")
 def llama() -> Any:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=99, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
-    )
-    model: Any = LlamaForCausalLM(config).eval()
+    model = benchmark_models.llama(layers=1, hidden=32, intermediate=32, heads=2, kv_heads=2, vocab_size=99)
     # Logits that differ as those of trained models do.
     model.lm_head.weight.data *= 30
     return model
@@ -283,10 +279,8 @@ def test_models_whose_texts_depend_on_each_other_are_refused(make: Any, says: st
 def rotated(rope_type: str) -> Any:
     factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": 16}
     rope = {"rope_type": rope_type, "rope_theta": 1e4, "factor": 4.0} | (factors if rope_type == "longrope" else {})
-    config = LlamaConfig(
-        **SMALL, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, rope_parameters=rope
-    )
-    return LlamaForCausalLM(config)
+    sizes = {"layers": 1, "hidden": 32, "intermediate": 32, "heads": 2, "kv_heads": 2, "vocab_size": 99}
+    return benchmark_models.llama(**sizes, rope_parameters=rope)
 
 
 def test_layers_of_another_kind_are_refused(llama: Any, tmp_path: Path) -> None:

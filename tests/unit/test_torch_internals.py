@@ -25,6 +25,7 @@ from torch.export import Dim
 
 from stagepack import torch_internals
 from tests.zoo.cases import named
+from tools.benchmark_models import llama, llama_config
 
 ROOT = Path(__file__).parents[2]
 
@@ -214,12 +215,10 @@ def test_containers_are_flattened_and_described() -> None:
 
 
 def test_caches_of_transformers_describe_themselves() -> None:
-    from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(num_hidden_layers=1, hidden_size=8, intermediate_size=8, num_attention_heads=2, vocab_size=16)
+    model = llama(layers=1, hidden=8, intermediate=8, heads=2, kv_heads=2, vocab_size=16)
     with canary("models that take or return a cache of transformers cannot be exported"):
-        torch_internals.register_transformers_caches(LlamaForCausalLM(config))
-        cache = DynamicCache(config=config)
+        torch_internals.register_transformers_caches(model)
+        cache = transformers.DynamicCache(config=model.config)
         cache.update(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, 4), 0)
         leaves, spec = torch_internals.tree_flatten(cache)
         assert len(leaves) == 2
@@ -496,11 +495,8 @@ def test_shapes_are_computed_without_data_except_whole_numbers() -> None:
 
 
 def test_checkpoint_tensors_of_transformers_can_be_replaced(tmp_path: Path) -> None:
-    model = transformers.LlamaModel(
-        transformers.LlamaConfig(
-            hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=4
-        )
-    )
+    config = llama_config(layers=1, hidden=8, intermediate=8, heads=1, kv_heads=1, vocab_size=4)
+    model = transformers.LlamaModel(config)
     model.save_pretrained(tmp_path)
     with canary("Hugging Face models are loaded into memory to be exported"):
         replaced = {name: torch.ones_like(tensor) for name, tensor in model.state_dict().items()}
