@@ -114,11 +114,8 @@ def test_a_model_that_can_be_captured_needs_nothing(models: Path) -> None:
     done = run("doctor", f"{models}:whole", "--json")
     facts = json.loads(done.stdout)
     assert done.exit_code == 0
-    assert [(attempt["way"], attempt["error"]) for attempt in facts["attempts"]] == [
-        ("the model runs", None),
-        ("torch.export.export", None),
-        ("stagepack export", None),
-    ]
+    expected = [("the model runs", None), ("torch.export.export", None), ("stagepack export", None)]
+    assert [(attempt["way"], attempt["error"]) for attempt in facts["attempts"]] == expected
     assert facts["modules"] == []
 
 

@@ -70,11 +70,8 @@ def test_the_command_prints_one_stage_or_all(sound: Path) -> None:
         in one_stage
     )
     all_stages = run("inspect", str(sound), "--graph").stdout
-    assert [line for line in all_stages.splitlines() if line.startswith("def ")] == [
-        "def stage_0(",
-        "def stage_1(",
-        "def stage_2(",
-    ]
+    expected = ["def stage_0(", "def stage_1(", "def stage_2("]
+    assert [line for line in all_stages.splitlines() if line.startswith("def ")] == expected
     assert one_stage in all_stages
 
 

@@ -44,12 +44,8 @@ def test_every_request_is_traced_in_every_stage(layers: Bundle) -> None:
         assert [name.partition(" on ")[0] for name in run_trace.processes.values()] == [
             f"process {rank}" for rank in range(4)
         ]
-        assert [name.partition(", ")[2] for name in run_trace.processes.values()] == [
-            "the caller",
-            "stage 0",
-            "stage 1",
-            "stage 2",
-        ]
+        expected = ["the caller", "stage 0", "stage 1", "stage 2"]
+        assert [name.partition(", ")[2] for name in run_trace.processes.values()] == expected
     computed = spans_of(run_trace, "compute")
     requests = sorted({request for request, _ in computed})
     assert requests == list(range(requests[0], requests[0] + 20))

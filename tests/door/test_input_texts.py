@@ -62,12 +62,8 @@ def test_numbers_words_and_files_are_inputs(folder: Path) -> None:
     Image.fromarray(np.full((4, 8, 3), 255, np.uint8)).save("white.png")
     texts = ["@two.npz", "z=@one.npy", "image=@white.png", "n=3", "p=-1e-3", "flag=TRUE", "mask=none"]
     kwargs = parse_inputs(texts).kwargs
-    assert {name: tuple(kwargs[name].shape) for name in ("x", "y", "z", "image")} == {
-        "x": (2, 3),
-        "y": (4,),
-        "z": (5,),
-        "image": (1, 3, 4, 8),
-    }
+    expected = {"x": (2, 3), "y": (4,), "z": (5,), "image": (1, 3, 4, 8)}
+    assert {name: tuple(kwargs[name].shape) for name in ("x", "y", "z", "image")} == expected
     assert (kwargs["n"], kwargs["p"], kwargs["flag"], kwargs["mask"]) == (3, -1e-3, True, None)
     assert kwargs["image"].unique().tolist() == [1.0]
     assert image_tensor(folder / "white.png", (2, 3), "L").shape == (1, 1, 2, 3)

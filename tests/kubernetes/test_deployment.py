@@ -108,11 +108,8 @@ def test_memory_is_that_of_the_plan(layers: Bundle, tmp_path: Path) -> None:
         .invoke(main, ["k8s", str(layers.path), *IMAGE, "-o", str(tmp_path / "x.yaml"), "--memory", "2GiB", "--json"])
         .stdout
     )
-    assert [(pod["stages"], pod["memory"]) for pod in facts["pods"]] == [
-        ([0], "2048Mi"),
-        ([1], "2048Mi"),
-        ([2], "2048Mi"),
-    ]
+    expected = [([0], "2048Mi"), ([1], "2048Mi"), ([2], "2048Mi")]
+    assert [(pod["stages"], pod["memory"]) for pod in facts["pods"]] == expected
 
 
 def test_gpus_and_their_processes(layers: Bundle, tmp_path: Path) -> None:
@@ -168,10 +165,8 @@ def test_only_the_leader_is_asked_and_only_the_group_connects(layers: Bundle, tm
     assert (
         service["metadata"]["name"] != worker_set["metadata"]["name"]
     )  # which LeaderWorkerSet uses for a service of its own
-    assert service["spec"]["selector"] == {
-        "leaderworkerset.sigs.k8s.io/name": "net",
-        "leaderworkerset.sigs.k8s.io/worker-index": "0",
-    }
+    expected = {"leaderworkerset.sigs.k8s.io/name": "net", "leaderworkerset.sigs.k8s.io/worker-index": "0"}
+    assert service["spec"]["selector"] == expected
     among_pods, from_clients = policy["spec"]["ingress"]
     assert among_pods["from"] == [{"podSelector": policy["spec"]["podSelector"]}]
     assert [port["port"] for port in from_clients["ports"]] == [8000, 8001]

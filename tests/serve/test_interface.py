@@ -110,10 +110,8 @@ def test_rows_that_meet_are_seen(together: Any, operator: str, rows: int, tmp_pa
 def test_runs_have_the_last_word(together: Any, rows: int, tmp_path: Path) -> None:
     apart = batched_bundle(lambda x: x * 2, tmp_path / "apart.stagepack", rows)
     pipe = stagepack.load(batched_bundle(together, tmp_path / "together.stagepack", rows))
-    assert batch_limit(apart, ends(apart), 8, pipe) == (
-        1,
-        "the answer to the recorded example depends on the rest of its batch",
-    )
+    expected = (1, "the answer to the recorded example depends on the rest of its batch")
+    assert batch_limit(apart, ends(apart), 8, pipe) == expected
 
 
 def batched_bundle(function: Any, path: Path, rows: int) -> Bundle:

@@ -169,10 +169,8 @@ def test_between_the_layers_of_a_llama_the_hidden_state_crosses_alone(
     bundle = export_capture(four_layers, out=tmp_path / "m.stagepack", cut_options=cut_options)
     sent = [(edge.producer, edge.shape, edge.consumers) for edge in bundle.edges if edge.consumers]
     hidden = ("batch", "sequence", 32)
-    assert sent == [
-        (None, ("batch", "sequence"), (0,)),
-        *((stage, hidden, (stage + 1,)) for stage in range(len(layers))),
-    ]
+    expected = [(None, ("batch", "sequence"), (0,)), *((stage, hidden, (stage + 1,)) for stage in range(len(layers)))]
+    assert sent == expected
 
 
 def test_what_is_computed_in_place_is_computed_again(tmp_path: Path) -> None:
@@ -258,11 +256,8 @@ def test_marks_in_the_models_code_are_cuts(tmp_path: Path) -> None:
     x = torch.randn(2, 4)
     model = Lambda(run, **layers)
     bundle = stagepack.export(model, (x,), out=tmp_path / "m.stagepack")
-    assert [[weight.names[0] for weight in bundle.graph(stage).weights] for stage in range(3)] == [
-        ["a.weight", "a.bias"],
-        ["b.weight", "b.bias", "c.weight", "c.bias"],
-        ["d.weight", "d.bias"],
-    ]
+    expected = [["a.weight", "a.bias"], ["b.weight", "b.bias", "c.weight", "c.bias"], ["d.weight", "d.bias"]]
+    assert [[weight.names[0] for weight in bundle.graph(stage).weights] for stage in range(3)] == expected
     assert torch.equal(stagepack.load(bundle)(x), model(x))
 
 
@@ -282,11 +277,8 @@ def test_a_policy_sees_nodes_and_may_go_back_and_forth(tmp_path: Path) -> None:
     bundle = stagepack.export(model, (x,), out=tmp_path / "m.stagepack", policy=policy)
     assert [node.op for node in seen[:2]] == ["aten.linear.default"] * 2
     assert seen[0].flops == 2 * 2 * 4 * 4
-    assert [{weight.names[0][0] for weight in bundle.graph(stage).weights} for stage in range(3)] == [
-        {"b", "c"},
-        {"a", "d"},
-        set(),
-    ]
+    expected = [{"b", "c"}, {"a", "d"}, set()]
+    assert [{weight.names[0][0] for weight in bundle.graph(stage).weights} for stage in range(3)] == expected
     for ours, theirs in zip(stagepack.load(bundle)(x), model(x), strict=True):
         assert torch.equal(ours, theirs)
 

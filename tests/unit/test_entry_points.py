@@ -179,11 +179,8 @@ def test_onnx_models_are_added_to_each_entry_point(bundle: stagepack.Bundle, tmp
         assert not stagepack.add_onnx(stagepack.open(path).select(name)).torch_only
     with_onnx = stagepack.open(path)
     with_onnx.verify()
-    assert {name for name in with_onnx.files if name.endswith(".onnx")} == {
-        "encode-stage-0.onnx",
-        "decode-stage-0.onnx",
-        "decode-stage-1.onnx",
-    }
+    wanted = {"encode-stage-0.onnx", "decode-stage-0.onnx", "decode-stage-1.onnx"}
+    assert {name for name in with_onnx.files if name.endswith(".onnx")} == wanted
     pipelines = stagepack.load_entry_points(with_onnx, runtime="onnxruntime")
     hidden = numpy.ones((2, 3, 8), dtype=numpy.float32)
     expected, _ = stagepack.load_entry_points(bundle).decode(hidden)

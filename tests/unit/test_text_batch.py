@@ -117,14 +117,8 @@ def test_others_go_on_while_a_long_prompt_is_read(facts: DecoderFacts, monkeypat
     calls += [next_call(batch) for _ in range(5)]
     # The long prompt is in the first row, where the other text has begun.
     assert calls[1].inputs["cache_moves"].tolist() == [[0, slot, 1, slot] for slot in range(3)]
-    assert [(call.inputs["input_ids"].shape, short in call.texts.values()) for call in calls] == [
-        ((1, 3), True),
-        ((1, 4), False),
-        ((2, 1), True),
-        ((1, 4), False),
-        ((2, 1), True),
-        ((1, 2), False),
-    ]
+    expected = [((1, 3), True), ((1, 4), False), ((2, 1), True), ((1, 4), False), ((2, 1), True), ((1, 2), False)]
+    assert [(call.inputs["input_ids"].shape, short in call.texts.values()) for call in calls] == expected
 
 
 @pytest.mark.parametrize(("is_alone", "lengths"), [(True, [40, 1, 1]), (False, [20, 20, 1])])

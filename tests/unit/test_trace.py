@@ -123,13 +123,8 @@ def test_consecutive_spans_begin_where_the_last_one_ended() -> None:
     spans.begin()
     spans.end("transfer", 3, byte_count=8)
     wait, compute, transfer = recorder.stop()
-    assert (wait.kind, wait.request, compute.kind, transfer.kind, transfer.bytes) == (
-        "wait",
-        2,
-        "compute",
-        "transfer",
-        8,
-    )
+    expected = ("wait", 2, "compute", "transfer", 8)
+    assert (wait.kind, wait.request, compute.kind, transfer.kind, transfer.bytes) == expected
     assert wait.end == compute.start
     assert compute.end <= between <= transfer.start
 
@@ -158,21 +153,14 @@ def test_the_file_has_a_row_for_each_thread_of_each_process(tmp_path: Path) -> N
         for event in file_events(tmp_path / "trace.json", "M")
         if event["name"] == "thread_name"
     }
-    assert sorted((process, row_name) for (process, _), row_name in rows.items()) == [
-        (0, "results"),
-        (0, "stages"),
-        (1, "stages"),
-    ]
+    expected = [(0, "results"), (0, "stages"), (1, "stages")]
+    assert sorted((process, row_name) for (process, _), row_name in rows.items()) == expected
     placed = [
         (event["pid"], rows[event["pid"], event["tid"]], event["ts"], event["dur"])
         for event in file_events(tmp_path / "trace.json", "X")
     ]
-    assert sorted(placed) == [
-        (0, "results", 0.01, 0.01),
-        (0, "stages", 0.0, 0.05),
-        (0, "stages", 0.1, 0.05),
-        (1, "stages", 0.0, 0.1),
-    ]
+    expected = [(0, "results", 0.01, 0.01), (0, "stages", 0.0, 0.05), (0, "stages", 0.1, 0.05), (1, "stages", 0.0, 0.1)]
+    assert sorted(placed) == expected
 
 
 def test_events_of_a_row_nest(tmp_path: Path) -> None:
