@@ -149,9 +149,7 @@ def test_a_closed_pipeline_keeps_no_files_open(layers: Bundle) -> None:
 
 @pytest.mark.slow
 def test_closing_gives_up_the_example_of_a_restart(tmp_path: Path) -> None:
-    bundle = stagepack.export(
-        Waiting(), (torch.full((3,), 2.0),), out=tmp_path / "waiting.stagepack", split_at=["second"]
-    )
+    bundle = stagepack.export(Waiting(), (torch.full((3,), 2.0),), out=tmp_path / "waiting", split_at=["second"])
     with in_processes(bundle, 1, imports=[Waiting.__module__], max_restarts=1) as pipeline:
         first_process = process_ids(pipeline)[1]
         os.kill(first_process, signal.SIGKILL)

@@ -78,6 +78,4 @@ def test_the_weights_of_an_adapter_alone_name_its_folder(exported: tuple[Path, t
     with pytest.raises(CaptureError, match=message):
         stagepack.export(tmp_path / "adapter_model.safetensors", graph_from=exported[0], out=tmp_path / "m.stagepack")
     with pytest.raises(CaptureError, match=message):
-        stagepack.export(
-            Scale, (EXAMPLE,), weights=tmp_path / "adapter_model.safetensors", out=tmp_path / "m.stagepack"
-        )
+        stagepack.export(Scale, (EXAMPLE,), weights=tmp_path / "adapter_model.safetensors", out=tmp_path / "m")

@@ -37,9 +37,7 @@ def test_a_bundle_of_a_hugging_face_folder_has_its_tokenizer(tmp_path: Path) -> 
     for name in ("tokenizer.json", "tokenizer_config.json", "vocab.txt"):
         (tmp_path / "bert" / name).write_text(f"the {name} of the model")
     (tmp_path / "tokenizer_config.json").write_text("another one")
-    bundle = stagepack.export(
-        str(tmp_path / "bert"), out=tmp_path / "b.stagepack", assets=[tmp_path / "tokenizer_config.json"]
-    )
+    bundle = stagepack.export(str(tmp_path / "bert"), out=tmp_path / "b", assets=[tmp_path / "tokenizer_config.json"])
     assert bundle.read("tokenizer.json") == b"the tokenizer.json of the model"
     assert bundle.read("vocab.txt") == b"the vocab.txt of the model"
     assert bundle.read("tokenizer_config.json") == b"another one"

@@ -86,9 +86,7 @@ def test_one_of_any_number_of_inputs_has_its_shape_or_a_name(shapes: Any, tmp_pa
 def test_inputs_of_any_number_and_by_name_have_their_shapes(tmp_path: Path) -> None:
     x, scale = torch.ones(2, 5), torch.ones(5)
     shapes = ({1: LENGTH}, {1: LENGTH}, {0: LENGTH})
-    bundle = stagepack.export(
-        AnyInputs(), (x, x), {"scale": scale}, out=tmp_path / "m.stagepack", dynamic_shapes=shapes
-    )
+    bundle = stagepack.export(AnyInputs(), (x, x), {"scale": scale}, out=tmp_path / "m", dynamic_shapes=shapes)
     answer = stagepack.load(bundle)(torch.ones(2, 7), torch.ones(2, 7), scale=torch.full((7,), 2.0))
     assert torch.equal(answer, torch.full((2, 7), 4.0))
 

@@ -158,9 +158,7 @@ def test_what_cannot_be_carried_is_said(tmp_path: Path, monkeypatch: pytest.Monk
         stagepack.export(encoder, out=tmp_path / "m.stagepack")
     words = modules().BoW(["how", "do"])
     with pytest.raises(CaptureError, match=r"BoW: expected tokens of texts .* found sentence_embedding \[2, 2\]"):
-        stagepack.export(
-            sentence_transformers().SentenceTransformer(modules=[words], device="cpu"), out=tmp_path / "m.stagepack"
-        )
+        stagepack.export(sentence_transformers().SentenceTransformer(modules=[words], device="cpu"), out=tmp_path / "m")
     monkeypatch.setattr(
         type(model[0]),
         "preprocess",

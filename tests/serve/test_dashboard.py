@@ -120,9 +120,7 @@ def test_every_alert_says_what_is_wrong_and_who_is_called() -> None:
 
 def request_series(**counts: int) -> dict[str, str]:
     """The counts of requests that a minute adds, by status."""
-    return {
-        f'stagepack_requests_total{{model="m",status="{status}"}}': f"0+{count}x300" for status, count in counts.items()
-    }
+    return {f'stagepack_requests_total{{model="m",status="{status}"}}': f"0+{n}x300" for status, n in counts.items()}
 
 
 # For each alert, the samples of a minute, and what it says of them after 4 hours.

@@ -29,9 +29,7 @@ DIMENSION = 16
 def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
     modules = sentence_transformers().sentence_transformer.modules
     pooling = modules.Pooling(HIDDEN, include_prompt=False)
-    made = sentence_model(
-        tmp_path_factory.mktemp("model"), pooling, modules.Dense(HIDDEN, DIMENSION), modules.Normalize()
-    )
+    made = sentence_model(tmp_path_factory.mktemp("m"), pooling, modules.Dense(HIDDEN, DIMENSION), modules.Normalize())
     made[0].model.config.matryoshka_dimensions = [4, 8]
     made.prompts = {"query": "query : "}
     return made

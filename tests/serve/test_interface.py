@@ -22,9 +22,7 @@ pytestmark = pytest.mark.xdist_group("serve")
 
 
 def output_names(result: Any, tmp_path: Path) -> Any:
-    bundle = stagepack.export(
-        module_of(lambda self, x: result(x)), (torch.ones(2, 3),), out=tmp_path / "m.stagepack", stages=1
-    )
+    bundle = stagepack.export(module_of(lambda self, x: result(x)), (torch.ones(2, 3),), out=tmp_path / "m", stages=1)
     return list(Interface(bundle.entry_point).outputs)
 
 

@@ -189,9 +189,7 @@ def test_deadlines(slow: Path) -> None:
 def test_a_full_queue(slow: Path, options: tuple[str, ...]) -> None:
     with stagepack_server([slow], "--max-queue", "2", *options) as server:
         with concurrent.futures.ThreadPoolExecutor(6) as pool:
-            futures = [
-                pool.submit(ask_slow, server, 300, ("http", "grpc")[request_number % 2]) for request_number in range(6)
-            ]
+            futures = [pool.submit(ask_slow, server, 300, ("http", "grpc")[number % 2]) for number in range(6)]
             errors = [future.exception() for future in futures]
         assert all(error is None or isinstance(error, InferenceServerException) for error in errors)
         statuses = [error.status() for error in errors if isinstance(error, InferenceServerException)]

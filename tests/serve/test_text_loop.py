@@ -278,9 +278,7 @@ def test_a_text_whose_call_fails_does_not_end_the_others(qwen: Path, tmp_path: P
     expected = [pipeline.generate(torch.tensor([prompt]), **settings)[0, len(prompt) :].tolist() for prompt in prompts]
     with stagepack_server([bundle]) as server, ThreadPoolExecutor(CLIENTS) as clients:
         wrong = clients.map(lambda _: generate(server, {"input_ids": [9, VOCABULARY]}), range(4))
-        pending = [
-            clients.submit(generate, server, {"input_ids": prompt, "parameters": settings}) for prompt in prompts
-        ]
+        pending = [clients.submit(generate, server, {"input_ids": text, "parameters": settings}) for text in prompts]
         assert all(status in (400, 500) for status, _ in wrong)
         assert [(answer.result()[0], answer.result()[1]["output_ids"]) for answer in pending] == [
             (200, tokens) for tokens in expected

@@ -146,9 +146,7 @@ def test_the_memory_of_old_versions_is_freed(tmp_path: Path) -> None:
         for version in range(1, 21):
             path = tmp_path / "wide" / str(version)
             weight = torch.nn.Parameter(torch.full((16_000_000,), float(version)))
-            stagepack.export(
-                module_of(lambda self, x: x * self.weight.max(), weight=weight), (torch.ones(2),), out=path
-            )
+            stagepack.export(module_of(lambda self, x: x * self.w.max(), w=weight), (torch.ones(2),), out=path)
             client.raw.load_model("wide")
             answer = client.ask("wide", {"x": numpy.ones(2, "float32")})
             assert answer["output"].tolist() == [version, version]

@@ -76,9 +76,7 @@ def test_a_call_that_is_cancelled_ends_before_its_next_stage(bundle: Bundle, sta
     stages[2].may_run.clear()
     running, waiting = Future[None](), Future[None]()
     values = {bundle.inputs[0].name: torch.tensor(0.0)}
-    answers = [
-        executor.submit(dict(values), {}, options=CallOptions(cancellation=signal)) for signal in (running, waiting)
-    ]
+    answers = [executor.submit(dict(values), {}, options=CallOptions(cancellation=each)) for each in (running, waiting)]
     assert stages[2].has_begun.wait(WAIT_SECONDS)
     for signal in (running, waiting):
         signal.set_result(None)

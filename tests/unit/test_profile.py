@@ -99,9 +99,7 @@ def test_a_bundle_does_not_depend_on_what_chose_its_cut(napping: Bundle, profile
     by_profile = stagepack.recut(napping, out=tmp_path / "profile.stagepack", stages=2, profile=profile)
     by_plan = stagepack.recut(napping, out=tmp_path / "plan.stagepack", plan=by_profile.entry_point.plan)
     assert files(by_profile.path) == files(by_plan.path)
-    exported = stagepack.export(
-        Napping(), (torch.ones(4),), out=tmp_path / "export.stagepack", stages=2, profile=profile
-    )
+    exported = stagepack.export(Napping(), (torch.ones(4),), out=tmp_path / "exported", stages=2, profile=profile)
     assert files(exported.path) == files(by_profile.path)
 
 

@@ -28,8 +28,8 @@ def test_each_step_is_written_when_it_ends(tmp_path: Path) -> None:
     records = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
     expected = [("good", "passed"), ("bad", "failed"), ("slow", "cut off")]
     assert [(record["step"], record["outcome"]) for record in records] == expected
-    expected = ["3 passed", "exit status 1: no such operator", "after 3 s: begun"]
-    assert [record["detail"] for record in records] == expected
+    details = ["3 passed", "exit status 1: no such operator", "after 3 s: begun"]
+    assert [record["detail"] for record in records] == details
     table = (tmp_path / "table.md").read_text()
     assert "| cut | 1.025 |" in table
     assert "The end of `slow.log`:\n\n```text\nbegun\n```" in table

@@ -57,9 +57,7 @@ def test_a_plan_is_written_edited_and_given_back(tmp_path: Path) -> None:
     edited = stagepack.recut(bundle, out=tmp_path / "edited.stagepack", plan=stagepack.read_plan(path))
     assert edited.entry_point.plan is not None
     assert [stage.nodes for stage in edited.entry_point.plan.stages] == [((0, 30),), ((30, first[1] + second[1] - 30),)]
-    direct = export_capture(
-        capture, out=tmp_path / "direct.stagepack", cut_options=CutOptions(plan=stagepack.read_plan(path))
-    )
+    direct = export_capture(capture, out=tmp_path / "direct", cut_options=CutOptions(plan=stagepack.read_plan(path)))
     assert files(edited.path) == files(direct.path)
 
 

@@ -159,8 +159,13 @@ def test_the_file_has_a_row_for_each_thread_of_each_process(tmp_path: Path) -> N
         (event["pid"], rows[event["pid"], event["tid"]], event["ts"], event["dur"])
         for event in file_events(tmp_path / "trace.json", "X")
     ]
-    expected = [(0, "results", 0.01, 0.01), (0, "stages", 0.0, 0.05), (0, "stages", 0.1, 0.05), (1, "stages", 0.0, 0.1)]
-    assert sorted(placed) == expected
+    placements = [
+        (0, "results", 0.01, 0.01),
+        (0, "stages", 0.0, 0.05),
+        (0, "stages", 0.1, 0.05),
+        (1, "stages", 0.0, 0.1),
+    ]
+    assert sorted(placed) == placements
 
 
 def test_events_of_a_row_nest(tmp_path: Path) -> None:
