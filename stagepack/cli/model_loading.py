@@ -41,6 +41,8 @@ def bundle_paths_by_name(bundle_arguments: tuple[str, ...]) -> dict[str, str]:
             model_name, path = default_model_name(argument), argument
         if not model_name or model_name in paths:
             fail(f"{argument}: expected a distinct name for each model, found {model_name!r}: pass NAME=BUNDLE")
+        if not model_name.isprintable():  # protocols have names in UTF-8, and logs have them as they are
+            fail(f"{argument}: expected a name of printable characters, found {model_name!r}: pass NAME=BUNDLE")
         paths[model_name] = path
     return paths
 

@@ -67,6 +67,7 @@ def test_serve_answers_until_it_is_told_to_stop(bundle: stagepack.Bundle, tmp_pa
     assert process.wait() == 0
     for wrong, says in (
         ({}, "at least one"),
+        ({"\udcff": bundle}, "expected a name of printable characters"),
         ({"m": bundle}, "expected a pipeline that stagepack.load returns for 'm'"),
     ):
         with pytest.raises(OptionError, match=says):

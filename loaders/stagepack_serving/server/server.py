@@ -290,6 +290,8 @@ def serve_pipelines(
     if not pipelines:
         raise OptionError("pipelines: expected at least one, found none")
     for name, pipeline in pipelines.items():
+        if not name or not name.isprintable():
+            raise OptionError(f"pipelines: expected a name of printable characters, found {name!r}")
         if not isinstance(pipeline, CallablePipeline):
             raise OptionError(
                 f"pipelines: expected a pipeline that stagepack.load returns for {name!r}, found {type(pipeline).__name__}"
