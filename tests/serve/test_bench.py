@@ -278,6 +278,13 @@ def test_file_without_a_token_is_refused(content: bytes, tmp_path: Path) -> None
     )
 
 
+def test_file_without_authorities_is_named(tmp_path: Path) -> None:
+    (tmp_path / "bad.pem").write_text("x")
+    for file_name in ("bad.pem", "none.pem"):
+        message = command_fails("bench", "https://127.0.0.1:9", "--tls-ca", str(tmp_path / file_name))
+        assert f"{file_name}: expected a PEM file with certificates of authorities: " in message
+
+
 def test_names_are_encoded_in_requests() -> None:
     request = ServerUrl.parse("http://a/é b/%41/").encode("GET", "/v2/models/é ?#%41")
     assert request.head.target == b"/%C3%A9%20b/%41/v2/models/%C3%A9%20%3F%23%2541"

@@ -61,7 +61,7 @@ class ServerUrl:
             port=port or (443 if is_encrypted else 80),
             prefix=quote(parts.path.rstrip("/"), safe="/%"),
             token=token,
-            tls=ssl.create_default_context(cafile=authority_file) if is_encrypted else None,
+            tls=_tls_context(authority_file) if is_encrypted else None,
         )
 
     def encode(
@@ -74,6 +74,14 @@ class ServerUrl:
             all_headers.append(("authorization", f"Bearer {self.token}"))
         head = h11.Request(method=method, target=self.prefix + quote(path), headers=all_headers)
         return EncodedRequest(head=head, body=body)
+
+
+def _tls_context(authority_file: str | None) -> ssl.SSLContext:
+    try:
+        return ssl.create_default_context(cafile=authority_file)
+    except OSError as error:  # those of ssl are such, and do not name the file
+        message = f"{authority_file}: expected a PEM file with certificates of authorities: {error.strerror or error}"
+        raise OptionError(message) from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
