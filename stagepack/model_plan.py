@@ -67,13 +67,7 @@ def plan_model(
         >>> [stage.weight_bytes for stage in plan.stages]
     """
     cut_options = CutOptions(
-        stages=stages,
-        split_at=split_at,
-        policy=policy,
-        memory=memory,
-        speeds=speeds,
-        profile=profile,
-        shared=shared,
+        stages=stages, split_at=split_at, policy=policy, memory=memory, speeds=speeds, profile=profile, shared=shared
     )
     if isinstance(model, Bundle) or _is_bundle(model):
         if args or kwargs or inputs is not None or dynamic_shapes is not None or dtype is not None:

@@ -121,10 +121,7 @@ def main() -> None:
     options = parser.parse_args()
     device = torch.device(options.device)
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        benchmark_results(options.json, device=device_name) as results,
-    ):
+    with tempfile.TemporaryDirectory() as folder, benchmark_results(options.json, device=device_name) as results:
         bench = Bench(Path(folder), device, SIZES[options.size])
         for part_name in options.parts or parts:
             parts[part_name](bench, results)
@@ -273,11 +270,7 @@ def measure_serving(bench: Bench, results: BenchmarkResults) -> None:
     model = torch.nn.Sequential(*(torch.nn.Linear(hidden, hidden) for _ in range(bench.sizes.layers))).eval()
     rows = torch.export.Dim("rows", min=1, max=64)
     bundle = stagepack.export(
-        model,
-        (torch.randn(2, hidden),),
-        out=bench.folder / "served.stagepack",
-        stages=2,
-        dynamic_shapes=({0: rows},),
+        model, (torch.randn(2, hidden),), out=bench.folder / "served.stagepack", stages=2, dynamic_shapes=({0: rows},)
     )
     table = results.table(
         f"Requests of one row, {CLIENTS} clients", "largest batch", "requests per second", "of no batching"

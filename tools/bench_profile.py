@@ -12,12 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    ResNetConfig,
-    ResNetForImageClassification,
-    T5Config,
-    T5ForConditionalGeneration,
-)
+from transformers import ResNetConfig, ResNetForImageClassification, T5Config, T5ForConditionalGeneration
 
 import stagepack
 from stagepack.cli.profile_command import make_profile

@@ -103,11 +103,7 @@ def ours(case: Case) -> Cells:
         test_bit_exact(case, Path(folder))
     capture = case.capture()
     other = NONE if other_size(capture.program, capture.inputs) is capture.inputs else RIGHT
-    return (
-        RIGHT,
-        other,
-        *_folded(canonical_graph(linearize_program(capture).graph)),
-    )
+    return (RIGHT, other, *_folded(canonical_graph(linearize_program(capture).graph)))
 
 
 def _folded(graph: Graph) -> Cells:

@@ -14,9 +14,7 @@ from stagepack_loaders.call_limits import Limits, checked_limits
 from stagepack_loaders.generation.decoders import ENCODER_NAME, generating_entry_point
 from stagepack_loaders.options import LoadOptions, device_list
 from stagepack_loaders.pipeline import Pipeline, load_pipeline
-from stagepack_loaders.preparation import (
-    open_for_loading,
-)
+from stagepack_loaders.preparation import open_for_loading
 from stagepack_loaders.registry import DEFAULT_RUNTIME
 
 if TYPE_CHECKING:

@@ -98,10 +98,7 @@ def bind_inputs(inputs: Sequence[Value | Edge], args: tuple[Any, ...], kwargs: M
 
 
 def check_inputs(
-    inputs: Sequence[Value | Edge],
-    bound_inputs: Mapping[str, Any],
-    symbols: Iterable[Symbol],
-    guards: Iterable[Guard],
+    inputs: Sequence[Value | Edge], bound_inputs: Mapping[str, Any], symbols: Iterable[Symbol], guards: Iterable[Guard]
 ) -> None:
     """Check the inputs of a stage against their recorded types, shapes and ranges, and those guards whose symbols they determine."""
     arguments = {input_name: BoundArgument(input_name, value) for input_name, value in bound_inputs.items()}

@@ -80,10 +80,7 @@ def command(options: ServeOptions) -> None:
     models = ModelRegistry(options.limits(), Metrics())
     control = model_control(bundle_paths, options, models)
     addresses = ServerAddresses(
-        host=options.host,
-        http_port=options.http_port,
-        grpc_port=options.grpc_port,
-        operator_port=options.operator_port,
+        host=options.host, http_port=options.http_port, grpc_port=options.grpc_port, operator_port=options.operator_port
     )
     if not is_launched_group() or launched_rank() == 0:
         check_addresses(addresses)

@@ -253,10 +253,7 @@ class BundleFiles:
             self.source.fetch([self._entry(file_name) for file_name in file_names])
 
     def digest_problems(
-        self,
-        entries: Sequence[File],
-        progress: ByteProgress | None,
-        versions: dict[str, FileVersion] | None = None,
+        self, entries: Sequence[File], progress: ByteProgress | None, versions: dict[str, FileVersion] | None = None
     ) -> list[Problem]:
         """Compare files with their digests; those of a remote bundle that were damaged in the cache are downloaded again, once.
 

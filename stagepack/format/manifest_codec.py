@@ -13,14 +13,7 @@ import msgspec
 from stagepack.errors import NotABundleError
 from stagepack.format import limits
 from stagepack.format.manifest import Manifest
-from stagepack.format.rules import (
-    MANIFEST_NAME,
-    parse_json,
-    raise_problems,
-    refuse_encoding,
-    rule_error,
-    typed_errors,
-)
+from stagepack.format.rules import MANIFEST_NAME, parse_json, raise_problems, refuse_encoding, rule_error, typed_errors
 from stagepack.format.upgrade import check_version, is_newer_minor
 from stagepack.format.validate.manifest_rules import check_manifest
 

@@ -15,13 +15,7 @@ from typing import Self
 
 import msgspec
 
-from stagepack.errors import (
-    ExportWarning,
-    OutputExistsError,
-    StagepackError,
-    WriteError,
-    warn_caller,
-)
+from stagepack.errors import ExportWarning, OutputExistsError, StagepackError, WriteError, warn_caller
 from stagepack.format.bundle_files import BundleFiles, read_manifest
 from stagepack.format.chunks import ByteProgress, File
 from stagepack.format.file_checks import FileVersion, changed_file_error, file_version, open_regular_file

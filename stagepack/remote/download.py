@@ -142,9 +142,7 @@ class Download:
                 thread.join()
 
     def _take_chunks(
-        self,
-        tasks: deque[tuple[FileDownload, FileChunk]],
-        results: queue.SimpleQueue[FileDownload | BaseException],
+        self, tasks: deque[tuple[FileDownload, FileChunk]], results: queue.SimpleQueue[FileDownload | BaseException]
     ) -> None:
         """Download chunks until there are no further ones; put the file of each, or the error, among the results."""
         while True:

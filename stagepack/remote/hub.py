@@ -7,13 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from huggingface_hub import (
-    HfApi,
-    constants,
-    get_token,
-    hf_hub_url,
-    try_to_load_from_cache,
-)
+from huggingface_hub import HfApi, constants, get_token, hf_hub_url, try_to_load_from_cache
 from huggingface_hub.errors import OfflineModeIsEnabled
 
 from stagepack.errors import NotABundleError, RemoteError, StagepackError
@@ -98,10 +92,7 @@ def _find_file(url: BundleUrl, file_name: str) -> Path | None:
     """Return the path of a file of a URL in the Hub's cache; None if that does not have it."""
     location = url.hub_location
     path = try_to_load_from_cache(
-        location.repository,
-        location.path(file_name),
-        cache_dir=constants.HF_HUB_CACHE,
-        revision=location.revision,
+        location.repository, location.path(file_name), cache_dir=constants.HF_HUB_CACHE, revision=location.revision
     )
     return Path(path) if isinstance(path, str) else None
 

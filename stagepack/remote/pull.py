@@ -15,13 +15,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Final
 
-from stagepack.errors import (
-    FormatError,
-    NotABundleError,
-    OutputExistsError,
-    StagepackError,
-    WriteError,
-)
+from stagepack.errors import FormatError, NotABundleError, OutputExistsError, StagepackError, WriteError
 from stagepack.format import limits
 from stagepack.format.chunks import File
 from stagepack.format.file_writing import synchronize
@@ -141,11 +135,7 @@ def _ignore(*_: object) -> None:
 
 
 def open_url(
-    url: BundleUrl,
-    cache: Cache,
-    *,
-    digest: str | None = None,
-    storage_options: Mapping[str, Any] | None = None,
+    url: BundleUrl, cache: Cache, *, digest: str | None = None, storage_options: Mapping[str, Any] | None = None
 ) -> Bundle:
     """Open a bundle at a URL; only its manifest is downloaded.
 

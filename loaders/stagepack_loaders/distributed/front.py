@@ -182,9 +182,7 @@ class FrontProcess:
     def statuses(self) -> dict[int, ProcessStatus]:
         """Return what each process has told last, by rank."""
         own_status = ProcessStatus(
-            stages=self._worker.stage_counts,
-            sequences=self._worker.sequence_count,
-            sent_bytes=self._group.sent_bytes,
+            stages=self._worker.stage_counts, sequences=self._worker.sequence_count, sent_bytes=self._group.sent_bytes
         )
         return dict(self._statuses) | {FRONT_RANK: own_status}
 

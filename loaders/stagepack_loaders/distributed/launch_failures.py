@@ -21,13 +21,7 @@ from stagepack_loaders.distributed.launch_environment import (
 from stagepack_loaders.distributed.meeting import Seat, launched_seat
 from stagepack_loaders.distributed.process_group import host_name
 from stagepack_loaders.distributed.routes import FRONT_RANK
-from stagepack_loaders.distributed.status import (
-    ErrorReport,
-    attribute_error,
-    lost_error,
-    rebuild_error,
-    report_error,
-)
+from stagepack_loaders.distributed.status import ErrorReport, attribute_error, lost_error, rebuild_error, report_error
 from stagepack_loaders.distributed.watch import SilenceClock
 
 _FAILURE_KEY = "failure"

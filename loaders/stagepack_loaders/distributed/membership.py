@@ -33,13 +33,7 @@ from stagepack_loaders.distributed.meeting import (
 )
 from stagepack_loaders.distributed.process_group import LOOPBACK, ProcessGroup, host_name
 from stagepack_loaders.distributed.routes import FRONT_RANK, Route, find_routes, stages_of_rank
-from stagepack_loaders.distributed.status import (
-    ErrorReport,
-    attribute_error,
-    rebuild_error,
-    report_error,
-    stages_text,
-)
+from stagepack_loaders.distributed.status import ErrorReport, attribute_error, rebuild_error, report_error, stages_text
 from stagepack_loaders.options import LoadOptions, ProcessOptions
 from stagepack_loaders.placement import place_stages
 from stagepack_loaders.preparation import compile_prepared, open_for_loading, prepare_stage, runtime_of_each_stage

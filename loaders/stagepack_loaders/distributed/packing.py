@@ -17,13 +17,7 @@ from stagepack.format.dtypes import ITEM_SIZE, SCALAR_DTYPES
 from stagepack.format.manifest import Edge
 from stagepack.format.shapes import Symbol
 from stagepack_loaders.distributed.process_group import MessageHead, allocate
-from stagepack_loaders.distributed.routes import (
-    RouteLayout,
-    SmallTensor,
-    ValueLayout,
-    check_late_shapes,
-    control_bytes,
-)
+from stagepack_loaders.distributed.routes import RouteLayout, SmallTensor, ValueLayout, check_late_shapes, control_bytes
 from stagepack_loaders.distributed.shared_blocks import LARGEST_KEPT_BYTES
 from stagepack_loaders.exchange import to_array
 from stagepack_loaders.torch.arrays import TORCH_ARRAYS

@@ -59,10 +59,7 @@ class ProcessLauncher(ABC, Generic[Handle]):
             raise StageLostError(f"a process of the pipeline is lost: {error}") from None
         processes = dict(self._processes)
         return FrontProcess(
-            self._bundle,
-            membership,
-            find_end=lambda rank: self._find_end(processes[rank]),
-            report_loss=report_loss,
+            self._bundle, membership, find_end=lambda rank: self._find_end(processes[rank]), report_loss=report_loss
         )
 
     def stop(self, *, wait: bool) -> None:

@@ -40,13 +40,7 @@ from stagepack_loaders.distributed.routes import (
     read_control,
 )
 from stagepack_loaders.distributed.stage_worker import StageRequest, StageWorker
-from stagepack_loaders.distributed.status import (
-    ProcessStatus,
-    RequestError,
-    StatusSender,
-    report_error,
-    stages_text,
-)
+from stagepack_loaders.distributed.status import ProcessStatus, RequestError, StatusSender, report_error, stages_text
 from stagepack_loaders.distributed.transfers import RouteReceivers
 from stagepack_loaders.distributed.watch import HEARTBEAT_SECONDS, LOST_STATUS, FrontWatch
 from stagepack_loaders.logs import RequestTrace, current_trace, write_process_log

@@ -12,13 +12,7 @@ from stagepack_loaders.base import Runtime
 from stagepack_loaders.distributed.membership import Membership
 from stagepack_loaders.distributed.packing import PackedValues, pack_command, pack_failure, pack_values
 from stagepack_loaders.distributed.process_group import MessageHead, SentMessages
-from stagepack_loaders.distributed.routes import (
-    ControlKind,
-    ControlMessage,
-    RequestLayout,
-    Route,
-    RouteLayout,
-)
+from stagepack_loaders.distributed.routes import ControlKind, ControlMessage, RequestLayout, Route, RouteLayout
 from stagepack_loaders.distributed.status import StageCounts
 from stagepack_loaders.distributed.transfers import RouteSenders
 from stagepack_loaders.run_trace import ConsecutiveSpans, SpanRecorder

@@ -120,10 +120,7 @@ class TokenLoop:
 
 
 def row_inputs(
-    facts: DecoderFacts,
-    new_tokens: Sequence[Array],
-    lengths: Sequence[int],
-    moves: Sequence[Array] = (),
+    facts: DecoderFacts, new_tokens: Sequence[Array], lengths: Sequence[int], moves: Sequence[Array] = ()
 ) -> dict[str, Array]:
     """Return the inputs of a call of a decoder whose texts have rows of their own.
 

@@ -302,10 +302,7 @@ def _dynamic_dims(value: Value | Weight, symbol_dims: Mapping[str, Any]) -> dict
 
 
 def compile_stages(
-    bundle: Bundle,
-    stages: Mapping[int, PreparedTorchStage],
-    compile: Compile,
-    compiled: str | os.PathLike[str] | None,
+    bundle: Bundle, stages: Mapping[int, PreparedTorchStage], compile: Compile, compiled: str | os.PathLike[str] | None
 ) -> dict[int, PreparedTorchStage]:
     """Return stages that run compiled; see `stagepack_loaders.base.Runtime.compile_stages`."""
     compile_stage = (

@@ -62,11 +62,7 @@ class TorchRuntime(Runtime):
         return prepare_stages(bundle, placement, options)
 
     def compile_stages(
-        self,
-        bundle: Bundle,
-        stages: Mapping[int, Any],
-        compile: Compile,
-        compiled: "str | os.PathLike[str] | None",
+        self, bundle: Bundle, stages: Mapping[int, Any], compile: Compile, compiled: "str | os.PathLike[str] | None"
     ) -> "dict[int, PreparedTorchStage]":
         """See `Runtime`."""
         from stagepack_loaders.torch.compilation import compile_stages

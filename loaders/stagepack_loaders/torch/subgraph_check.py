@@ -214,12 +214,7 @@ def subgraph_result(result: Argument, facts: Mapping[str, Fact]) -> CallResult:
 
 
 def call_subgraphs(
-    operator_name: str,
-    node: Node,
-    facts: Mapping[str, Fact],
-    subgraphs: Sequence[SubgraphFacts],
-    *,
-    is_casting: bool,
+    operator_name: str, node: Node, facts: Mapping[str, Fact], subgraphs: Sequence[SubgraphFacts], *, is_casting: bool
 ) -> CallResult:
     """Return what a higher-order operator returns, with a reason if the call does not fit the subgraphs.
 

@@ -6,16 +6,7 @@ from typing import Any
 import torch
 
 from stagepack.errors import OperatorError
-from stagepack.format.graph import (
-    Argument,
-    DictArg,
-    DtypeArg,
-    LayoutArg,
-    ListArg,
-    MemoryFormatArg,
-    SliceArg,
-    TupleArg,
-)
+from stagepack.format.graph import Argument, DictArg, DtypeArg, LayoutArg, ListArg, MemoryFormatArg, SliceArg, TupleArg
 
 
 def torch_attribute(attribute_name: str, kind: type) -> Any:

@@ -20,17 +20,7 @@ import torch
 
 from stagepack.errors import DeviceError, FormatError, OperatorError, Problem, first_line
 from stagepack.format.aliasing import AliasClasses, alias_classes, may_write
-from stagepack.format.graph import (
-    Argument,
-    DeviceArg,
-    DtypeArg,
-    Graph,
-    LayoutArg,
-    MemoryFormatArg,
-    Node,
-    Value,
-    Weight,
-)
+from stagepack.format.graph import Argument, DeviceArg, DtypeArg, Graph, LayoutArg, MemoryFormatArg, Node, Value, Weight
 from stagepack.format.shapes import Dim, evaluate_dim
 from stagepack.format.traversal import input_names
 from stagepack.torch_internals import (

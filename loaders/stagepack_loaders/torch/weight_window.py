@@ -31,14 +31,7 @@ from stagepack_loaders.torch.weight_store import (
 )
 from stagepack_loaders.torch.weight_transfer import ByteRange, Transfers, current_event, empty_bytes
 from stagepack_loaders.weight_files import FolderReader, ReadInto
-from stagepack_loaders.window_plan import (
-    PLACE_ALIGNMENT,
-    WeightUse,
-    WindowPlan,
-    joined_uses,
-    place_bytes,
-    plan_window,
-)
+from stagepack_loaders.window_plan import PLACE_ALIGNMENT, WeightUse, WindowPlan, joined_uses, place_bytes, plan_window
 
 _LOGGER = logging.getLogger("stagepack")
 _PIECE_BYTES: Final = 8 * 2**20

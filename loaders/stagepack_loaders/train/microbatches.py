@@ -170,10 +170,7 @@ class CallInputs:
 
 
 def cut_inputs(
-    entry_point: EntryPoint,
-    arguments: Mapping[str, BoundArgument],
-    dimensions: BatchDimensions,
-    microbatch_count: int,
+    entry_point: EntryPoint, arguments: Mapping[str, BoundArgument], dimensions: BatchDimensions, microbatch_count: int
 ) -> CallInputs:
     """Return the inputs of a call for a number of microbatches."""
     values: dict[str, Any] = {}

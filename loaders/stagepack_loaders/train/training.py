@@ -9,11 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
 from stagepack.errors import InputError, OptionError
 from stagepack.format.contract import bind_call

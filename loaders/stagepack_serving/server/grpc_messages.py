@@ -190,10 +190,7 @@ def decode_request(request: ParsedInference) -> InferenceRequest:
     output_names = [output.name for output in message.outputs]
     parameters = decode_parameters(message.parameters)
     return InferenceRequest(
-        inputs=inputs,
-        output_names=output_names or None,
-        parameters=parameters,
-        max_answer_bytes=MAX_ANSWER_BYTES,
+        inputs=inputs, output_names=output_names or None, parameters=parameters, max_answer_bytes=MAX_ANSWER_BYTES
     )
 
 

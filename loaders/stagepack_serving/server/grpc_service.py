@@ -167,12 +167,7 @@ class GrpcService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # genera
             raise
 
     async def _answer(
-        self,
-        request: ParsedInference,
-        context: Any,
-        send: Callable[[bytes], Awaitable[None]],
-        *,
-        streams: bool,
+        self, request: ParsedInference, context: Any, send: Callable[[bytes], Awaitable[None]], *, streams: bool
     ) -> None:
         """Answer a request."""
         message = request.message

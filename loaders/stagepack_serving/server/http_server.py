@@ -43,10 +43,7 @@ class HttpServer(uvicorn.Server):
         loop = asyncio.get_running_loop()
         connection_type: Any = self.config.http_protocol_class
         create_connection = functools.partial(
-            connection_type,
-            config=self.config,
-            server_state=self.server_state,
-            app_state={},
+            connection_type, config=self.config, server_state=self.server_state, app_state={}
         )
         self.servers = [
             await loop.create_server(create_connection, sock=listener, backlog=_BACKLOG, **self._tls_options)

@@ -104,9 +104,7 @@ class Metrics:
             registry=self.registry,
         )
         self.request_seconds = self._seconds(
-            "request",
-            "Time from the head of a request (in gRPC its message) to its answer.",
-            (*BY_VERSION, "protocol"),
+            "request", "Time from the head of a request (in gRPC its message) to its answer.", (*BY_VERSION, "protocol")
         )
         self.part_seconds = Counter(
             "stagepack_request_part_seconds",

@@ -13,12 +13,7 @@ from stagepack.format.assembly import GraphAssembler
 from stagepack.format.graph import Graph, ModuleCall, Node, Op, Value
 from stagepack.format.manifest import EntryPoint, run_members
 from stagepack.format.rules import MANIFEST_NAME
-from stagepack.format.traversal import (
-    NodeContents,
-    input_names,
-    output_names,
-    random_nodes,
-)
+from stagepack.format.traversal import NodeContents, input_names, output_names, random_nodes
 
 
 def check_whole_model(entry_point: EntryPoint, graphs: Sequence[Graph]) -> Iterator[Problem]:

@@ -14,12 +14,7 @@ from tritonclient.grpc import service_pb2 as pb
 from stagepack_serving.server.errors import BadRequestError, RequestError, RequestStatus
 from stagepack_serving.server.generation.generator import generator_of, read_request
 from stagepack_serving.server.generation.openai_requests import TEXT_INPUT
-from stagepack_serving.server.grpc_messages import (
-    ParsedInference,
-    decode_input,
-    decode_parameters,
-    typed_bytes,
-)
+from stagepack_serving.server.grpc_messages import ParsedInference, decode_input, decode_parameters, typed_bytes
 from stagepack_serving.server.limits import MAX_TEXT_BYTES
 from stagepack_serving.server.model_registry import ModelRegistry
 from stagepack_serving.server.parameters import InferenceTensor, shorten_deadline, timeout_parameter

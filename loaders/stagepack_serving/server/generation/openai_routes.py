@@ -17,12 +17,7 @@ from starlette.responses import JSONResponse, Response
 from stagepack_loaders.elements import Array
 from stagepack_serving.server.errors import BadRequestError, FieldError, RequestError, RequestStatus, errors_of_field
 from stagepack_serving.server.generation.embedder import embedder_of, embedding_answer
-from stagepack_serving.server.generation.generator import (
-    IDS_INPUT,
-    GenerationRequest,
-    Generator,
-    generator_of,
-)
+from stagepack_serving.server.generation.generator import IDS_INPUT, GenerationRequest, Generator, generator_of
 from stagepack_serving.server.generation.json_grammar import JsonGrammar
 from stagepack_serving.server.generation.openai_answers import ScoredToken, TextAnswer, TextChoice
 from stagepack_serving.server.generation.openai_requests import (
