@@ -9,10 +9,7 @@ import json
 import subprocess
 import sys
 import tempfile
-import threading
-import urllib.request
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +20,7 @@ import stagepack
 from stagepack.format.reader import Bundle
 from tools.benchmark_models import llama
 from tools.benchmark_results import BenchmarkResults, benchmark_parser, benchmark_results
-from tools.measuring import medians, seconds_in_turns, seconds_of
+from tools.measuring import medians, seconds_in_turns
 
 STAGE_COUNTS = (1, 2, 4, 8)
 WARMUP_CALLS = 3
@@ -39,12 +36,12 @@ class Sizes:
     batch: int
     sequence: int
     calls: int
-    requests: int
+    serving_seconds: float
 
 
 SIZES = {
-    "full": Sizes(layers=12, hidden=2048, batch=4, sequence=512, calls=30, requests=1600),
-    "tiny": Sizes(layers=8, hidden=64, batch=2, sequence=8, calls=3, requests=8),
+    "full": Sizes(layers=12, hidden=2048, batch=4, sequence=512, calls=30, serving_seconds=5.0),
+    "tiny": Sizes(layers=8, hidden=64, batch=2, sequence=8, calls=3, serving_seconds=0.5),
 }
 
 
@@ -276,53 +273,20 @@ def measure_serving(bench: Bench, results: BenchmarkResults) -> None:
         f"Requests of one row, {CLIENTS} clients", "largest batch", "requests per second", "of no batching"
     )
     rates = {
-        largest: requests_per_second(bundle, str(bench.device), largest, hidden, bench.sizes.requests)
+        largest: requests_per_second(bundle, str(bench.device), largest, bench.sizes.serving_seconds)
         for largest in (1, 32)
     }
     for largest, rate in rates.items():
         table.add(str(largest), rate, rate / rates[1])
 
 
-def requests_per_second(bundle: Bundle, device: str, largest: int, hidden: int, request_count: int) -> float:
+def requests_per_second(bundle: Bundle, device: str, largest: int, seconds: float) -> float:
     """Return how many requests a server answers in a second."""
-    tensor = {"name": bundle.edges[0].name, "datatype": "FP32", "shape": [1, hidden], "data": [0.5] * hidden}
-    requests_of_client = max(1, request_count // CLIENTS)
-    body = json.dumps({"inputs": [tensor]}).encode()
-    with server(bundle, "--device", device, "--max-batch", str(largest)) as port:
-        url = f"http://127.0.0.1:{port}/v2/models/served/infer"
-
-        def ask(count: int) -> None:
-            for _ in range(count):
-                with urllib.request.urlopen(urllib.request.Request(url, body)) as answer:
-                    answer.read()
-
-        def ask_by_clients() -> None:
-            threads = [threading.Thread(target=ask, args=(requests_of_client,)) for _ in range(CLIENTS)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-
-        ask(4)
-        return CLIENTS * requests_of_client / seconds_of(ask_by_clients)
-
-
-@contextmanager
-def server(bundle: Bundle, *options: str) -> Iterator[int]:
-    """Serve a bundle in a process; yield the port."""
-    command = [sys.executable, "-m", "stagepack", "serve", str(bundle.path), "--json", "--grpc-port", "0"]
-    process = subprocess.Popen([*command, "--http-port", "0", *options], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    try:
-        lines: list[str] = []
-        while not lines or lines[-1] != "}\n":
-            lines.append(process.stdout.readline())
-            if not lines[-1]:
-                raise RuntimeError(f"the server ended with status {process.wait()}")
-        yield json.loads("".join(lines))["http_port"]
-    finally:
-        process.terminate()
-        process.wait()
+    options = ("--clients", str(CLIENTS), "--seconds", str(seconds), "--json", "--", "--device", device)
+    command = [sys.executable, "-m", "stagepack", "bench", str(bundle.path), *options, "--max-batch", str(largest)]
+    measured = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
+    throughput: float = measured["throughput"]
+    return throughput
 
 
 def cuda_graph(call: Callable[[], object]) -> Callable[[], object]:

@@ -32,7 +32,7 @@ from tests.serve.servers import STAGEPACK, stagepack_server, triton_server, why_
 from tools.benchmark_models import Layers
 from tools.benchmark_results import BenchmarkResults, benchmark_parser, benchmark_results
 from tools.gloo_rings import join_ring, started_members
-from tools.measuring import median_ratio, median_seconds
+from tools.measuring import answers_per_second, median_ratio, median_seconds
 
 LAYERS, WIDTH, BATCH_SIZE = 12, 1024, 128
 CALLS = 60
@@ -142,16 +142,7 @@ async def answer_rate(module: Any, port: int) -> float:
     inputs = [module.InferInput("x", list(x.shape), "FP32").set_data_from_numpy(x)]
     async with module.InferenceServerClient(f"127.0.0.1:{port}") as client:
         await client.infer("layers", inputs)
-        end_time, answer_count = time.perf_counter() + SERVER_SECONDS, 0
-
-        async def ask() -> None:
-            nonlocal answer_count
-            while time.perf_counter() < end_time:
-                await client.infer("layers", inputs)
-                answer_count += 1
-
-        await asyncio.gather(*(ask() for _ in range(CLIENTS)))
-    return answer_count / SERVER_SECONDS
+        return await answers_per_second(lambda: client.infer("layers", inputs), CLIENTS, SERVER_SECONDS)
 
 
 def hand_written_rate() -> float:

@@ -26,7 +26,7 @@ import stagepack
 from tests.serve.servers import Client, Server, stagepack_server
 from tests.zoo.architectures.encoders import minilm_encoder_folder
 from tools.benchmark_results import BenchmarkResults, benchmark_parser, benchmark_results
-from tools.measuring import median_seconds
+from tools.measuring import answers_per_second, median_seconds
 
 SECONDS, CONNECTIONS = 60, 32
 MANY = [(batch, length) for batch in range(1, 5) for length in range(4, 40)]  # rows and tokens of a request
@@ -87,30 +87,20 @@ def batching(folder: Path, results: BenchmarkResults) -> None:
     rates: dict[str, list[float]] = {"1": [], "64": []}
     for rows in ("1", "64", "1", "64"):
         with stagepack_server([bundle], "--max-batch", rows) as server:
-            asyncio.run(_ask_all(server.grpc, 64, 3.0))
-            answers = asyncio.run(_ask_all(server.grpc, 64, 10.0))
-            rates[rows].append(len(answers) / 10)
+            asyncio.run(_answer_rate(server.grpc, 3.0))
+            rates[rows].append(asyncio.run(_answer_rate(server.grpc, 10.0)))
     table = results.table("64 clients, one sentence each (MiniLM)", "--max-batch", "answers a second, run 1", "run 2")
     for rows, runs in rates.items():
         table.add(rows, *runs)
     table.add("on over off (best runs)", max(rates["64"]) / max(rates["1"]), "")
 
 
-async def _ask_all(port: int, clients: int, seconds: float) -> list[float]:
-    """Keep so many requests under way over gRPC; the seconds that each took."""
-    client = tritonclient.grpc.aio.InferenceServerClient(f"127.0.0.1:{port}")
+async def _answer_rate(port: int, seconds: float) -> float:
+    """The answers a second to 64 requests at a time over gRPC."""
     inputs = _inputs(tritonclient.grpc, SENTENCE)
     outputs = [tritonclient.grpc.InferRequestedOutput("pooler_output")]
-    until, took = time.perf_counter() + seconds, []
-
-    async def ask() -> None:
-        while (started := time.perf_counter()) < until:
-            await client.infer("minilm", inputs, outputs=outputs)
-            took.append(time.perf_counter() - started)
-
-    await asyncio.gather(*(ask() for _ in range(clients)))
-    await client.close()
-    return took
+    async with tritonclient.grpc.aio.InferenceServerClient(f"127.0.0.1:{port}") as client:
+        return await answers_per_second(lambda: client.infer("minilm", inputs, outputs=outputs), 64, seconds)
 
 
 def _inputs(module: Any, ids: numpy.ndarray[Any, Any]) -> list[Any]:

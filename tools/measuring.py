@@ -1,12 +1,16 @@
-"""Seconds of calls: of one, of several sides in turns, so that what else the machine does meets all of them, and of fresh processes."""
+"""Seconds of calls: of one, of several sides in turns, so that what else the machine does meets all of them, and of fresh processes.
 
+Further: the rate of requests, and the memory of a process.
+"""
+
+import asyncio
 import json
 import os
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +50,20 @@ def median_seconds(call: Call, calls: int) -> float:
 def median_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float:
     """The median of the ratios of two sides that were measured in turns."""
     return statistics.median(above / below for above, below in zip(numerators, denominators, strict=True))
+
+
+async def answers_per_second(ask: Callable[[], Awaitable[object]], clients: int, seconds: float) -> float:
+    """Keep so many requests under way; those of them that are answered in a second."""
+    end_time, answer_count = time.perf_counter() + seconds, 0
+
+    async def ask_again_and_again() -> None:
+        nonlocal answer_count
+        while time.perf_counter() < end_time:
+            await ask()
+            answer_count += 1
+
+    await asyncio.gather(*(ask_again_and_again() for _ in range(clients)))
+    return answer_count / seconds
 
 
 def run_python(*arguments: str, timeout: float | None = None, command: Sequence[str] = (), **variables: str) -> Any:
