@@ -5,7 +5,7 @@ import json
 import os
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed
@@ -78,7 +78,7 @@ def _save_training(training: "Training", out: str | os.PathLike[str], *, overwri
         def write_bundle() -> str:
             if not training.rank:
                 _write_index(folder, file_names)
-                _replace_weights(training.bundle, folder, out, training.allow_ops, overwrite=overwrite)
+                _replace_weights(training.bundle, folder, training.allow_ops, out=out, overwrite=overwrite)
             return ""
 
         _in_all_processes(training, write_bundle)
@@ -95,9 +95,8 @@ def _save_pipeline(pipeline: CallablePipeline, out: str | os.PathLike[str], *, o
         with _folder_beside(out, overwrite=overwrite) as temporary:
             weight_file = temporary.path / "weights.safetensors"
             _write_weights(pipeline.state_dict().items(), weight_file)
-            _replace_weights(
-                pipeline.bundle, weight_file, out, bundle_permissions(pipeline.bundle), overwrite=overwrite
-            )
+            allow_ops = bundle_permissions(pipeline.bundle)
+            _replace_weights(pipeline.bundle, weight_file, allow_ops, out=out, overwrite=overwrite)
     except (OSError, SafetensorError) as error:
         raise WriteError(f"{os.fspath(out)}: cannot be written: {error}") from error
 
@@ -107,21 +106,15 @@ def _folder_beside(out: str | os.PathLike[str], *, overwrite: bool) -> Temporary
     return TemporaryFolder(Path(os.path.abspath(out)))
 
 
-def _replace_weights(
-    bundle: Bundle, weights: Path, out: str | os.PathLike[str], allow_ops: Collection[str], *, overwrite: bool
-) -> None:
-    needed_names = _weight_names(bundle)
-    replace_weights(bundle, weights, out=out, allow_ops=allow_ops, overwrite=overwrite, needed_names=needed_names)
-
-
-def _weight_names(bundle: Bundle) -> set[str]:
-    """The names of the weights of the trained entry point; those that only others use stay as they are."""
-    return {
+def _replace_weights(bundle: Bundle, weights: Path, allow_ops: Collection[str], **output: Any) -> None:
+    """Write a bundle with the weights of the trained entry point; those that only others use stay as they are."""
+    needed_names = {
         weight_name
         for stage_number in range(len(bundle.stages))
         for weight in bundle.graph(stage_number).weights
         for weight_name in weight.names
     }
+    replace_weights(bundle, weights, allow_ops=allow_ops, needed_names=needed_names, **output)
 
 
 def _in_all_processes(training: "Training", action: Callable[[], str]) -> list[str]:

@@ -138,7 +138,7 @@ def read_chunks(reads: Sequence[FileRead], *, compare: bool, progress: ByteProgr
     compare: compare each chunk with its digest (D2). With a destination, the bytes in the destination are the ones compared.
     The result is the problems, in the order of the files; of each file the first one. Without problems, the destinations are filled.
     """
-    pieces = _Pieces(progress)
+    pieces = _Pieces()
 
     def read_chunk(task: tuple[FileRead, FileChunk]) -> Problem | None:
         read, chunk = task
@@ -147,6 +147,8 @@ def read_chunks(reads: Sequence[FileRead], *, compare: bool, progress: ByteProgr
             for piece in pieces.read(read.descriptor, chunk.start, chunk.end, read.destination):
                 if compare:
                     hasher.update(piece)
+                if progress is not None:
+                    progress(len(piece))
         except EOFError as error:
             return Problem(rule="D1", where=chunk.entry.name, message=str(error))
         return chunk.problem(hasher.hexdigest()) if compare else None
@@ -162,8 +164,7 @@ def read_chunks(reads: Sequence[FileRead], *, compare: bool, progress: ByteProgr
 class _Pieces(threading.local):
     """Reads ranges of files in pieces that fit the cache of a core; without a destination, into one buffer for each thread."""
 
-    def __init__(self, progress: ByteProgress | None) -> None:
-        self._progress = progress
+    def __init__(self) -> None:
         self._buffer = memoryview(bytearray(_PIECE_BYTES))
 
     def read(
@@ -178,5 +179,3 @@ class _Pieces(threading.local):
                 raise EOFError("the file was cut short while it was read")
             start += size
             yield piece[:size]
-            if self._progress is not None:
-                self._progress(size)
