@@ -44,6 +44,23 @@ from tools.training_coverage import TrainingError, our_training, their_training,
 
 PAGE = Path(__file__).parents[1] / "docs" / "coverage.md"
 LIMIT = 300  # seconds a model and side
+HEAD = """\
+# What survives the cut
+
+Written by `make coverage`; each line is a model of `tests/zoo`.
+
+- **stagepack** cuts it in 2, 3 and 5 stages, folds each, and is held to the answers of the captured program bit for bit, three
+  calls in a row, state included; so it is in 3 even stages that run by the modules of the model (`modules=True`). Cut again
+  from 2 stages to 5, the bundle must come out the same.
+- **pipelining** is `torch.distributed.pipelining` of torch {torch_version}: the same model in 3 even parts, in one process,
+  held to the same answers.
+- **ONNX Runtime** is held to the same answers within a tolerance (1e-3 of the value for float32). **whole**: the model as
+  `torch.onnx.export(dynamo=True)` writes it, one call. **cut in three**: the bundle with the files of `stagepack onnx`, four
+  calls; stages that have no ONNX form, or that ONNX Runtime has no CPU kernel for, run in torch.
+- **other size** is a call with other sizes than the example's, where the model allows them.
+- **regions** are the parts of the uncut graph that stand in it once and are called several times; **smaller** is how many
+  times smaller they make its file. (The models are tiny: few layers, so few calls.)
+"""
 COLUMNS = 10  # of the table of models
 TRAINING_COLUMNS = 3
 RIGHT, WRONG, NONE = "right", "wrong", ""
@@ -220,23 +237,7 @@ def _child(case: Case, side: Side, sender: Connection) -> None:
 
 def text(found: Found) -> Iterator[str]:
     """The lines of the page."""
-    yield "# What survives the cut"
-    yield ""
-    torch_version = torch.__version__.split("+")[0]
-    yield "Written by `make coverage`; each line is a model of `tests/zoo`."
-    yield ""
-    yield "- **stagepack** cuts it in 2, 3 and 5 stages, folds each, and is held to the answers of the captured program bit for bit, three"
-    yield "  calls in a row, state included; so it is in 3 even stages that run by the modules of the model (`modules=True`). Cut again"
-    yield "  from 2 stages to 5, the bundle must come out the same."
-    yield f"- **pipelining** is `torch.distributed.pipelining` of torch {torch_version}: the same model in 3 even parts, in one process,"
-    yield "  held to the same answers."
-    yield "- **ONNX Runtime** is held to the same answers within a tolerance (1e-3 of the value for float32). **whole**: the model as"
-    yield "  `torch.onnx.export(dynamo=True)` writes it, one call. **cut in three**: the bundle with the files of `stagepack onnx`, four"
-    yield "  calls; stages that have no ONNX form, or that ONNX Runtime has no CPU kernel for, run in torch."
-    yield "- **other size** is a call with other sizes than the example's, where the model allows them."
-    yield "- **regions** are the parts of the uncut graph that stand in it once and are called several times; **smaller** is how many"
-    yield "  times smaller they make its file. (The models are tiny: few layers, so few calls.)"
-    yield ""
+    yield HEAD.format(torch_version=torch.__version__.split("+")[0])
     yield (
         "| | models | stagepack right | pipelining right | of other sizes | stagepack right | pipelining right | wrong without a word "
         "| ONNX Runtime whole right | cut in three right | in ONNX Runtime alone |"
