@@ -209,7 +209,6 @@ def pull(
     out: str | os.PathLike[str],
     *,
     digest: str | None = None,
-    storage_options: Mapping[str, Any] | None = None,
     overwrite: bool = False,
 ) -> tuple[Bundle, bool]:
     """Download a bundle into a folder, with its signature if it has one. Every chunk is compared with its digest.
@@ -231,7 +230,7 @@ def pull(
     _check_own_folder(download_folder)
     cache = Cache(download_folder)
     try:
-        remote = open_url(url, cache, digest=digest, storage_options=storage_options)
+        remote = open_url(url, cache, digest=digest)
         digest = remote.digest
         if (present := _find_present(path, digest)) is not None:
             return _finished(present, download_folder), False

@@ -21,9 +21,7 @@ from stagepack.terminal import byte_progress
 CARD_NAME: Final = "README.md"
 
 
-def push(
-    bundle: Bundle, url: BundleUrl, *, private: bool | None = None, message: str | None = None, token: str | None = None
-) -> str:
+def push(bundle: Bundle, url: BundleUrl, *, private: bool | None, message: str | None) -> str:
     """Upload a bundle to the Hugging Face Hub, in one commit.
 
     The repository is created if it does not exist. Files of an older bundle that the new one does not have are removed; the model card
@@ -36,7 +34,7 @@ def push(
         bundle.verify(progress)
     if sys.stderr is None or not sys.stderr.isatty():
         disable_progress_bars()
-    api = HfApi(token=token)
+    api = HfApi()
     try:
         api.create_repo(location.repository, private=private, exist_ok=True)
         commit = api.create_commit(
