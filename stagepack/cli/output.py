@@ -43,10 +43,10 @@ def facts_on_standard_error(*, is_used: bool) -> Iterator[None]:
         _is_output_taken = False
 
 
-def _echo(line: str) -> None:
-    """Write a line to standard output."""
+def print_text(text: str) -> None:
+    """Print a text for a program, as it is."""
     try:
-        click.echo(line, err=_is_output_taken)
+        click.echo(text, err=_is_output_taken)
     except BrokenPipeError:
         raise
     except OSError as error:
@@ -55,7 +55,7 @@ def _echo(line: str) -> None:
 
 def print_json(facts: Any) -> None:
     """Print facts as indented JSON, in ASCII: names in a bundle may contain control characters, which a terminal obeys."""
-    _echo(json.dumps(facts, indent=2))
+    print_text(json.dumps(facts, indent=2))
 
 
 def finite(difference: float) -> float | None:
@@ -68,14 +68,9 @@ def count_of(noun: str, count: int) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
-def print_text(text: str) -> None:
-    """Print a text for a program, as it is."""
-    _echo(text)
-
-
 def print_line(line: str) -> None:
     """Print one line for people."""
-    _echo(printable(line))
+    print_text(printable(line))
 
 
 def print_table(title: str, column_names: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
@@ -89,7 +84,7 @@ def print_table(title: str, column_names: Sequence[str], rows: Iterable[Sequence
     ]
     widths = [max(map(len, column_cells)) for column_cells in zip(*cells, strict=True)]
     last_width = _last_column_width(widths)
-    _echo(click.style(title, bold=True))
+    print_text(click.style(title, bold=True))
     for row_number, row in enumerate(cells):
         aligned = [
             cell.rjust(width) if column_name.startswith("#") else cell.ljust(width)
@@ -103,7 +98,7 @@ def print_table(title: str, column_names: Sequence[str], rows: Iterable[Sequence
         prefix = "".join(f"  {cell}" for cell in aligned)
         for last_line in last_lines or [""]:
             line = f"{prefix}  {last_line}".rstrip()
-            _echo(click.style(line, dim=True) if row_number == 0 else line)
+            print_text(click.style(line, dim=True) if row_number == 0 else line)
             prefix = " " * len(prefix)
 
 

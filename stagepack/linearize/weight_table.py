@@ -56,7 +56,6 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 def storage_key(tensor: torch.Tensor) -> tuple[object, ...]:
     """Return what is equal for tensors that have elements and share storage."""
-    # Fake tensors have no address.
     # The storage of a fake tensor has no address.
     is_fake = isinstance(tensor, FakeTensor)
     return (tensor.device, is_fake, storage_identity(tensor) if is_fake else tensor.untyped_storage().data_ptr())
