@@ -123,12 +123,10 @@ def _facts(profile: "Profile", file: Path) -> dict[str, Any]:
 
 
 def _measure_link(next_step: Callable[[str], None]) -> "LinkTime":
-    from stagepack.partition.profile import LinkTime  # noqa: PLC0415 - after the arguments are checked
-    from stagepack_loaders.distributed.link_measurement import measure_link  # noqa: PLC0415 - the same
+    from stagepack_loaders.distributed.link_measurement import measure_link  # noqa: PLC0415 - after the arguments are checked
 
     next_step("measuring transfers")
-    times = measure_link()
-    return LinkTime(seconds_per_value=times.seconds_per_value, seconds_per_byte=times.seconds_per_byte)
+    return measure_link()
 
 
 def make_profile(

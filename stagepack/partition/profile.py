@@ -58,7 +58,7 @@ class StageTime(Struct, frozen=True, kw_only=True):
 
 
 class LinkTime(Struct, frozen=True, kw_only=True):
-    """The time of sending a value from one process to another.
+    """The time of sending a value from one process to another: ``seconds_per_value + byte_count * seconds_per_byte``.
 
     Attributes:
         seconds_per_value: the time of a small value.

@@ -5,11 +5,12 @@ import statistics
 import subprocess
 import sys
 import time
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 
 from stagepack.errors import GroupError
+from stagepack.partition.profile import LinkTime
 from stagepack_loaders.distributed.local_links import LinkListener, connect_links, find_local_routes
 from stagepack_loaders.distributed.process_group import (
     LOOPBACK,
@@ -32,14 +33,7 @@ _END_SECONDS = 60.0
 _CHECK_SECONDS = 0.05
 
 
-class LinkTimes(NamedTuple):
-    """How long a value takes between two processes: ``seconds_per_value + byte_count * seconds_per_byte``."""
-
-    seconds_per_value: float
-    seconds_per_byte: float
-
-
-def measure_link() -> LinkTimes:
+def measure_link() -> LinkTime:
     """Measure transfers between this process and one that is started for it."""
     store = open_store()
     process = subprocess.Popen(  # noqa: S603 - this Python
@@ -62,7 +56,7 @@ def measure_link() -> LinkTimes:
         process.kill()
         process.wait()
     seconds_per_byte = max(large_seconds - small_seconds, 0.0) / (large_bytes - small_bytes)
-    return LinkTimes(small_seconds, seconds_per_byte)
+    return LinkTime(seconds_per_value=small_seconds, seconds_per_byte=seconds_per_byte)
 
 
 class _Ends:
