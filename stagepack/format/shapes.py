@@ -2,7 +2,7 @@
 
 import functools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final
 
@@ -56,6 +56,16 @@ class Expr(Struct, frozen=True, kw_only=True):
 
 # A dimension of a shape: an integer, the name of a symbol, or an expression.
 Dim = Int64 | str | Expr
+
+
+def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether the elements of a tensor are side by side in memory, in whatever order of the dimensions (SPEC G9)."""
+    reach = 1
+    for stride, size in sorted(zip(strides, shape, strict=True)):
+        if size > 1 and stride != reach:
+            return 0 in shape
+        reach *= size
+    return True
 
 
 def _bounded(size: int) -> int:

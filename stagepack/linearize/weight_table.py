@@ -23,6 +23,7 @@ from stagepack.format.dtypes import ITEM_SIZE
 from stagepack.format.graph import Weight
 from stagepack.format.limits import is_plain
 from stagepack.format.rules import is_tensor_name
+from stagepack.format.shapes import is_dense
 from stagepack.format.weights import StoredTensor, TensorSpec
 from stagepack.linearize.program_tensors import WeightKind, dtype_name
 from stagepack.torch_internals import FakeTensor, storage_identity, weight_tensors
@@ -42,16 +43,6 @@ def is_all_zeros(tensor: torch.Tensor) -> bool:
     """Return whether every bit of a dense tensor is zero; the sign bit of -0.0 is not."""
     elements = tensor.detach().as_strided((tensor.numel(),), (1,))
     return not bool(elements.view(torch.uint8).any())
-
-
-def is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether the elements are side by side in memory, in whatever order of the dimensions (SPEC G9)."""
-    reach = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1 and stride != reach:
-            return tensor.numel() == 0
-        reach *= size
-    return True
 
 
 def storage_key(tensor: torch.Tensor) -> tuple[object, ...]:
@@ -98,7 +89,8 @@ def base_tensors(tensors: Mapping[str, torch.Tensor], taken_names: Container[str
 
 
 def _base_of_group(group: Mapping[str, torch.Tensor], taken_names: Container[str]) -> BaseTensor | None:
-    if len(group) == 1 and is_dense(next(iter(group.values()))):
+    first_tensor = next(iter(group.values()))
+    if len(group) == 1 and is_dense(first_tensor.shape, first_tensor.stride()):
         return None
     spans = [byte_span(tensor) for tensor in group.values()]
     start, end = min(start for start, _ in spans), max(end for _, end in spans)

@@ -15,7 +15,7 @@ import torch
 from stagepack.errors import InputError
 from stagepack.format.dtypes import ITEM_SIZE, SCALAR_DTYPES
 from stagepack.format.manifest import Edge
-from stagepack.format.shapes import Symbol
+from stagepack.format.shapes import Symbol, is_dense
 from stagepack_loaders.distributed.process_group import MessageHead, allocate
 from stagepack_loaders.distributed.routes import RouteLayout, SmallTensor, ValueLayout, check_late_shapes, control_bytes
 from stagepack_loaders.distributed.shared_blocks import LARGEST_KEPT_BYTES
@@ -129,7 +129,7 @@ def _is_row_major(value: Any, edge: Edge, shape: tuple[int, ...]) -> bool:
 
 def _to_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The elements of a tensor as bytes, in the order of its memory if it is dense, else row-major."""
-    if not _is_dense(tensor.shape, tensor.stride()):
+    if not is_dense(tensor.shape, tensor.stride()):
         tensor = tensor.contiguous()
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
@@ -140,7 +140,7 @@ def from_bytes(memory: torch.Tensor, edge: Edge, shape: Sequence[int], strides: 
         scalar = memory.view(_SCALAR_TENSOR_DTYPES[edge.dtype]).item()
         return bool(scalar) if edge.dtype == "symbool" else scalar
     flat = memory.view(_TENSOR_DTYPES[edge.dtype])
-    if _is_dense(shape, strides) or not flat.numel():
+    if is_dense(shape, strides) or not flat.numel():
         return flat.as_strided(tuple(shape), tuple(strides))
     tensor = flat.view(tuple(shape))
     # The elements without repetitions, in memory with the holes that a view of a larger tensor has.
@@ -165,29 +165,14 @@ def small_row_major(message: memoryview, layout: SmallTensor) -> torch.Tensor:
     return flat if len(layout.shape) == 1 else flat.view(layout.shape)
 
 
-def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether a tensor uses each element of its memory once: its dimensions are in some order row-major without holes."""
-    expected_stride = 1
-    for stride, size in _sorted_dimensions(shape, strides):
-        if stride != expected_stride:
-            return False
-        expected_stride *= size
-    return True
-
-
 def _has_overlap(shape: Sequence[int], strides: Sequence[int]) -> bool:
     """Whether two elements of a tensor may be at one address; negative strides count as an overlap."""
     extent = 1
-    for stride, size in _sorted_dimensions(shape, strides):
+    for stride, size in sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size != 1):
         if stride < extent:
             return True
         extent += stride * (size - 1)
     return False
-
-
-def _sorted_dimensions(shape: Sequence[int], strides: Sequence[int]) -> list[tuple[int, int]]:
-    """The stride and size of each dimension of more than one element, by stride."""
-    return sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size != 1)
 
 
 def write_input(value: Any, content: torch.Tensor, edge: Edge) -> None:

@@ -46,6 +46,7 @@ from stagepack.format.rules import (
     is_identifier,
     is_tensor_name,
 )
+from stagepack.format.shapes import is_dense
 from stagepack.format.traversal import child_arguments, sort_module_calls, subgraph_indices
 from stagepack.format.validate.types import check_depth, check_signature, check_symbols, check_type
 
@@ -88,20 +89,12 @@ def _check_layout(weight: Weight, location: str) -> Iterator[BrokenRule]:
         yield "G9", location, f"expected at most {limits.TENSOR_ELEMENTS} elements"
     elif len(weight.shape if weight.strides is None else weight.strides) != len(weight.shape):
         yield "G9", location, "the number of strides differs from the number of dimensions"
-    elif weight.base is None and (weight.offset or not _is_dense(weight)):
+    elif weight.base is None and (
+        weight.offset or not (weight.strides is None or is_dense(weight.shape, weight.strides))
+    ):
         yield "G9", location, "a weight without base has an offset, or strides that leave gaps or overlap"
     elif weight.base is not None and (weight.strides is None or weight.zeros):
         yield "G9", location, "a weight with a base has no strides, or is all zeros"
-
-
-def _is_dense(weight: Weight) -> bool:
-    """Whether the elements fill their memory without gaps or overlaps, in any order of the dimensions."""
-    expected_stride = 1
-    for stride, size in sorted(zip(weight.strides or (), weight.shape, strict=False)):
-        if size > 1 and stride != expected_stride:
-            return 0 in weight.shape
-        expected_stride *= size
-    return True
 
 
 def check_graph(graph: Graph, file_name: str) -> Iterator[Problem]:
