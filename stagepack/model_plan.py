@@ -7,12 +7,10 @@ from typing import TYPE_CHECKING, Any
 from stagepack.errors import OptionError
 from stagepack.format.manifest import Plan
 from stagepack.format.reader import Bundle
-from stagepack.format.rules import MANIFEST_NAME
-from stagepack.opening import opened
+from stagepack.opening import is_bundle, opened
 from stagepack.partition.cut_options import CutOptions, Policy, WeightSharing
 from stagepack.partition.profile import DeviceProfile, Profile
 from stagepack.recutter import plan_bundle
-from stagepack.remote.url import is_url, split_entry_point
 
 if TYPE_CHECKING:
     import torch
@@ -69,7 +67,7 @@ def plan_model(
     cut_options = CutOptions(
         stages=stages, split_at=split_at, policy=policy, memory=memory, speeds=speeds, profile=profile, shared=shared
     )
-    if isinstance(model, Bundle) or _is_bundle(model):
+    if isinstance(model, Bundle) or is_bundle(model):
         if args or kwargs or inputs is not None or dynamic_shapes is not None or dtype is not None:
             raise OptionError("args, kwargs, inputs, dynamic_shapes, dtype: a bundle has its own: leave them out")
         return plan_bundle(opened(model), cut_options).plan  # type: ignore[arg-type]
@@ -80,9 +78,3 @@ def plan_model(
     capture = capture_source(model, example, dtype=dtype)  # type: ignore[arg-type]
     partition, _ = plan_capture(capture, cut_options)
     return partition.plan
-
-
-def _is_bundle(model: object) -> bool:
-    if not isinstance(model, str | os.PathLike):
-        return False
-    return is_url(model) or os.path.isfile(os.path.join(split_entry_point(model)[0], MANIFEST_NAME))

@@ -28,8 +28,8 @@ from stagepack.cli.output import facts_on_standard_error
 from stagepack.errors import MissingPackageError, StagepackError
 from stagepack.format.dtypes import parse_byte_size
 from stagepack.format.output_file import STANDARD_OUTPUT
-from stagepack.format.rules import MANIFEST_NAME
-from stagepack.remote.url import is_url, split_entry_point, without_secrets
+from stagepack.opening import is_bundle
+from stagepack.remote.url import is_url, without_secrets
 
 OptionsClass = TypeVar("OptionsClass")
 _METADATA = "parameter"
@@ -210,8 +210,3 @@ def _named_errors(values: Mapping[str, Any]) -> Iterator[None]:
         ):
             raise
         raise Failure(f"{without_secrets(bundle_path)}: {message}") from error
-
-
-def is_bundle(source: str) -> bool:
-    """Whether an argument is a URL, or the path of a bundle."""
-    return is_url(source) or os.path.isfile(os.path.join(split_entry_point(source)[0], MANIFEST_NAME))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from stagepack.capture.model_folders import check_source_path
-from stagepack.cli.command import argument, either, flag, is_bundle, option_object, subcommand
+from stagepack.cli.command import argument, either, flag, option_object, subcommand
 from stagepack.cli.cost_facts import assumption_lines, bundle_cut_facts, cost_facts, cut_facts, memory_text
 from stagepack.cli.failures import fail, shown_warnings
 from stagepack.cli.output import (
@@ -29,6 +29,7 @@ from stagepack.format.graph import Graph
 from stagepack.format.manifest import Plan
 from stagepack.format.output_file import check_output_file
 from stagepack.format.shapes import Symbol
+from stagepack.opening import is_bundle
 from stagepack.partition.costs import estimated_operators
 
 if TYPE_CHECKING:
