@@ -14,6 +14,7 @@ from stagepack import self_check
 from stagepack.bundle_builder import BundleBuilder, EntryPointContent
 from stagepack.capture.hugging_face import NotIdenticalError, only_parameters
 from stagepack.capture.model_runs import EXAMPLE_SEED, are_identical
+from stagepack.capture.module_checkpoint import shown
 from stagepack.capture.pretrained_model import model_files
 from stagepack.capture.programs import Capture
 from stagepack.capture.source import FORWARD
@@ -34,7 +35,6 @@ from stagepack.partition.cut_options import CutOptions
 from stagepack.partition.partitioner import Partition, partition_graph
 from stagepack.stored_bundle import read_entry_point
 
-_SHOWN_NAMES = 3
 # Buffers of torch's batch norms, in training mode updated by each call.
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
@@ -314,6 +314,4 @@ def _warn_of_unlisted_operators(capture: Capture, program: LinearizedProgram) ->
 
 
 def _shown(names: Sequence[str]) -> str:
-    distinct = list(dict.fromkeys(name or "the model itself" for name in names))
-    more = f" and {len(distinct) - _SHOWN_NAMES} more" if len(distinct) > _SHOWN_NAMES else ""
-    return ", ".join(distinct[:_SHOWN_NAMES]) + more
+    return shown(dict.fromkeys(name or "the model itself" for name in names))
