@@ -133,6 +133,14 @@ def evaluate_dim(dim: Dim, sizes: Mapping[str, int]) -> int:
     return OPERATIONS[dim.op](*(evaluate_dim(arg, sizes) for arg in dim.args))
 
 
+def known_size(dim: Dim, sizes: Mapping[str, int]) -> int | None:
+    """Compute a dimension; None if it has no value at these sizes, such as one that depends on data."""
+    try:
+        return evaluate_dim(dim, sizes)
+    except (KeyError, ArithmeticError):
+        return None
+
+
 def guard_holds(guard: Guard, sizes: Mapping[str, int], *, without_value: bool = False) -> bool:
     """Whether a condition on sizes holds; True if a symbol has no size, `without_value` if a side has no value."""
     try:

@@ -15,7 +15,7 @@ from torch.fx import Node as FxNode
 from stagepack.argument_guards import guarded_operator
 from stagepack.capture.program_run import run_nodes
 from stagepack.format.graph import Graph, Node, Value
-from stagepack.format.shapes import Dim, Symbol, evaluate_dim
+from stagepack.format.shapes import Dim, Symbol, known_size
 from stagepack.linearize.op_tables import context_module_position, opens_context
 from stagepack.linearize.program import LinearizedProgram
 from stagepack.torch_internals import OperatorOverload
@@ -67,11 +67,8 @@ class ObservedRun:
 
     def _observe_value(self, value: Value, item: Any) -> None:
         for axis, dim, size in _stated_sizes(value, item):
-            try:
-                if evaluate_dim(dim, self._point) != size:
-                    self.observed[value.name, axis] = size
-            except (KeyError, ArithmeticError):
-                continue
+            if known_size(dim, self._point) not in (None, size):
+                self.observed[value.name, axis] = size
 
 
 def _stated_sizes(value: Value, item: Any) -> list[tuple[int | None, Dim, int]]:
@@ -145,7 +142,7 @@ def with_observed_shapes(graph: Graph, observed: Sequence[Observed]) -> Graph:
         if observed_sizes is None:
             return dim
         if (dim, observed_sizes) not in added:
-            added[dim, observed_sizes] = Symbol(name=next(free_names), example=_example_size(dim, sizes))
+            added[dim, observed_sizes] = Symbol(name=next(free_names), example=known_size(dim, sizes))
         return added[dim, observed_sizes].name
 
     def observed_value(value: Value | None) -> Value | None:
@@ -159,10 +156,3 @@ def with_observed_shapes(graph: Graph, observed: Sequence[Observed]) -> Graph:
 
     nodes = tuple(map(observed_node, graph.nodes))
     return replace(graph, nodes=nodes, symbols=(*graph.symbols, *added.values()))
-
-
-def _example_size(dim: Dim, sizes: Point) -> int | None:
-    try:
-        return evaluate_dim(dim, sizes)
-    except (KeyError, ArithmeticError):
-        return None

@@ -21,7 +21,7 @@ import torch
 from stagepack.errors import DeviceError, FormatError, OperatorError, Problem, first_line
 from stagepack.format.aliasing import AliasClasses, alias_classes, may_write
 from stagepack.format.graph import Argument, DeviceArg, DtypeArg, Graph, LayoutArg, MemoryFormatArg, Node, Value, Weight
-from stagepack.format.shapes import Dim, evaluate_dim
+from stagepack.format.shapes import known_size
 from stagepack.format.traversal import input_names
 from stagepack.torch_internals import (
     FakeTensorMode,
@@ -451,20 +451,12 @@ class _GraphCheck:
         if fact is None:
             scalar_type = _SCALAR_TYPES.get(value.dtype)
             if scalar_type is not None:
-                fact = Fact(scalar_type, None if value.expr is None else self._size(value.expr))
+                fact = Fact(scalar_type, None if value.expr is None else known_size(value.expr, self._sizes))
             else:
-                fact = Fact(torch_attribute(value.dtype, torch.dtype), tuple(map(self._size, value.shape)))
+                shape = tuple(known_size(dim, self._sizes) for dim in value.shape)
+                fact = Fact(torch_attribute(value.dtype, torch.dtype), shape)
             self._facts[key] = fact
         return fact
-
-    def _size(self, dim: Dim) -> int | None:
-        """A dimension at the sizes of the example; None if it depends on data."""
-        if type(dim) is int:
-            return dim
-        try:
-            return evaluate_dim(dim, self._sizes)
-        except (KeyError, ArithmeticError):
-            return None
 
 
 def _weight_layout(weight: Weight) -> Layout | None:

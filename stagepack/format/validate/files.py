@@ -20,7 +20,7 @@ from stagepack.format.onnx import (
     onnx_element_type,
 )
 from stagepack.format.rules import INDEX_NAME, BrokenRule, format_names, parse_json
-from stagepack.format.shapes import evaluate_dim, format_dim
+from stagepack.format.shapes import format_dim, known_size
 from stagepack.format.tree import ValueLeaf, tree_leaves
 from stagepack.format.weights import StoredTensor
 
@@ -185,13 +185,12 @@ def _is_stored_value(tensor: StoredTensor, value: Value, sizes: Mapping[str, int
     item_size = ITEM_SIZE.get(value.dtype, 1) if value.dtype in STORED_AS_BYTES else 1
     if tensor.dtype != HEADER_DTYPES.get(value.dtype) or len(tensor.shape) != max(len(value.shape), item_size > 1):
         return False
-    shape = []
+    shape: list[int] = []
     for dim, actual_size in zip(value.shape, tensor.shape, strict=False):
-        try:
-            shape.append(evaluate_dim(dim, sizes))
-        except (KeyError, ArithmeticError):
-            # It depends on data. The last size of what is stored as bytes is a number of bytes.
-            shape.append(actual_size // item_size if len(shape) == len(value.shape) - 1 else actual_size)
+        size = known_size(dim, sizes)
+        if size is None:  # the last size of what is stored as bytes is a number of bytes
+            size = actual_size // item_size if len(shape) == len(value.shape) - 1 else actual_size
+        shape.append(size)
     return tensor.shape == stored_shape(value.dtype, tuple(shape))
 
 
