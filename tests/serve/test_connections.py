@@ -224,6 +224,13 @@ def test_a_port_in_use(small: Server, bundles: Bundles, option: str) -> None:
     assert str(port) in line
 
 
+def test_a_target_may_name_the_server(small: Server) -> None:
+    with socket.create_connection(("127.0.0.1", small.http), 20) as connection:
+        for target in ("http://127.0.0.1/v2/health/ready", "HTTP://other:1/v2/models/skips/ready"):
+            connection.sendall(f"GET {target} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+            assert connection.recv(65_536).startswith(b"HTTP/1.1 200 OK")
+
+
 def test_listens_at_home_only(small: Server) -> None:
     lines = [
         line.split()

@@ -1,6 +1,7 @@
 """One record for each request: what was asked, by whom, what came of it, and how long it took."""
 
 import logging
+import re
 import time
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -18,6 +19,8 @@ ACCESS_LOGGER: Final = logging.getLogger("stagepack.access")
 # Orchestrators ask for them every few seconds.
 _HEALTH_PATHS: Final = "/v2/health/"
 _HTTP_OK: Final = 200
+# A client may name the server in the target of a request: RFC 9112, section 3.2.2.
+_ORIGIN: Final = re.compile("^https?://[^/]*", re.IGNORECASE)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -112,7 +115,7 @@ class RecordedRequests:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
-        path = scope["path"]
+        path = scope["path"] = _ORIGIN.sub("", scope["path"]) or "/"
         operation = f"{scope['method']} {scope['raw_path'].decode('latin-1')}"
         protocol = "openai" if is_openai_path(path) else "rest"
         record = begin_record(_traceparent(scope["headers"]), _address(scope.get("client")), operation, protocol)
