@@ -101,20 +101,13 @@ def _export(
     cut_options: Mapping[str, CutOptions],
     options: ExportOptions,
 ) -> Bundle:
-    is_alone = len(captures) == 1
     parts: list[tuple[EntryPointContent, TensorSource]] = []
     devices = set()
     for entry_name, capture in captures.items():
-        title = "" if is_alone else f" {entry_name}"
+        title = "" if len(captures) == 1 else f" {entry_name}"
         options.progress(f"linearize{title}")
-        program = _linearize(capture)
-        self_check.check_program(program)
-        if entry_name != FORWARD:
-            program = program.without_unused_weights()
-        _warn_of_training_mode(capture, program)
-        _warn_of_lost_backward(capture)
-        _warn_of_unlisted_operators(capture, program)
-        if not is_alone:
+        program = _program(capture, entry_name)
+        if len(captures) > 1:
             program = program.with_constant_prefix(f"{entry_name}.")
         options.progress(f"cut{title}")
         partition = _cut(program, cut_options[entry_name])
@@ -153,6 +146,18 @@ def _export(
     for content, weights in parts:
         builder.add(content, weights)
     return builder.write()
+
+
+def _program(capture: Capture, entry_name: str) -> LinearizedProgram:
+    """The program of an entry point, checked, with warnings of what will be missed when it is used."""
+    program = _linearize(capture)
+    self_check.check_program(program)
+    if entry_name != FORWARD:
+        program = program.without_unused_weights()
+    _warn_of_training_mode(capture, program)
+    _warn_of_lost_backward(capture)
+    _warn_of_unlisted_operators(capture, program)
+    return program
 
 
 def plan_capture(capture: Capture, cut_options: CutOptions) -> tuple[Partition, tuple[Symbol, ...]]:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import click
 
@@ -63,19 +63,11 @@ def command(options: ServeOptions) -> None:
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # this command reports errors itself
     if options.threads is not None:  # before torch is imported, and for processes that are started
         os.environ["OMP_NUM_THREADS"] = str(options.threads)
-    from stagepack_serving.server.access_log import ACCESS_LOGGER  # noqa: PLC0415 - the same
     from stagepack_serving.server.metrics import Metrics  # noqa: PLC0415 - after the arguments are checked
     from stagepack_serving.server.model_registry import ModelRegistry  # noqa: PLC0415 - the same
     from stagepack_serving.server.server import ServerAddresses, check_addresses, serve  # noqa: PLC0415 - the same
 
-    write_package_log(options.log_format, options.log_level)
-    for library_name in _LOGGING_LIBRARIES:
-        write_log(logging.getLogger(library_name), options.log_format, "WARNING")
-    logging.getLogger("grpc._cython.cygrpc").addFilter(_is_no_lost_client)
-    logging.getLogger("uvicorn.error").addFilter(_is_no_upgrade)
-    write_log(
-        ACCESS_LOGGER, options.log_format, "INFO" if options.access_log else "CRITICAL", "%(asctime)s %(message)s"
-    )
+    _write_logs(options)
     security = server_security(options)
     models = ModelRegistry(options.limits(), Metrics())
     control = model_control(bundle_paths, options, models)
@@ -101,15 +93,33 @@ def command(options: ServeOptions) -> None:
             is_drained = serve(control, addresses, on_listening, security)
         _print_stopped(models, options.as_json)
         failure = "; ".join(reason for model in models if (reason := model.unavailable_reason()))
-        if not is_drained:  # threads that still work on abandoned requests would keep the process alive
-            if models.has_failed:
-                click.echo(f"error: {failure}", err=True)
-            if options.trace_file is not None:
-                click.echo(f"{options.trace_file} is not written: requests were still running", err=True)
-            sys.stdout.flush()
-            os._exit(1 if models.has_failed or any(model.admission.pending_requests for model in models) else 0)
+        if not is_drained:
+            _exit_undrained(models, failure, options)
     if models.has_failed:
         fail(failure)
+
+
+def _write_logs(options: ServeOptions) -> None:
+    """Write the records of this package, of its libraries and of requests to standard error."""
+    from stagepack_serving.server.access_log import ACCESS_LOGGER  # noqa: PLC0415 - after the arguments are checked
+
+    write_package_log(options.log_format, options.log_level)
+    for library_name in _LOGGING_LIBRARIES:
+        write_log(logging.getLogger(library_name), options.log_format, "WARNING")
+    logging.getLogger("grpc._cython.cygrpc").addFilter(_is_no_lost_client)
+    logging.getLogger("uvicorn.error").addFilter(_is_no_upgrade)
+    access_level = "INFO" if options.access_log else "CRITICAL"
+    write_log(ACCESS_LOGGER, options.log_format, access_level, "%(asctime)s %(message)s")
+
+
+def _exit_undrained(models: "ModelRegistry", failure: str, options: ServeOptions) -> NoReturn:
+    """End the process at once: threads that still work on abandoned requests would keep it alive."""
+    if models.has_failed:
+        click.echo(f"error: {failure}", err=True)
+    if options.trace_file is not None:
+        click.echo(f"{options.trace_file} is not written: requests were still running", err=True)
+    sys.stdout.flush()
+    os._exit(1 if models.has_failed or any(model.admission.pending_requests for model in models) else 0)
 
 
 def _is_no_lost_client(record: logging.LogRecord) -> bool:

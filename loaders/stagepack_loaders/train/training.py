@@ -132,20 +132,16 @@ class Training:
         results = {edge.name: edge for edge in boundaries[-1].sent}
         self._loss = MicrobatchLoss(self._entry_point.signature.result, results, options)
         self._schedules = ScheduleCache(options, self._modules, boundaries, self._loss, groups.pipeline)
+        named_weights = [
+            (name, weight) for stage in stages.values() for weight in stage.graph.weights for name in weight.names
+        ]
         self._frozen_names = frozenset(
             name
-            for stage in stages.values()
-            for weight in stage.graph.weights
-            for name in weight.names
+            for name, weight in named_weights
             if weight.kind == "parameter" and not weight.trainable and not options.modules
         )
         # A parameter that has several names is called by the first one, in all processes.
-        self._first_names = {
-            name: weight.names[0]
-            for stage in stages.values()
-            for weight in stage.graph.weights
-            for name in weight.names
-        }
+        self._first_names = {name: weight.names[0] for name, weight in named_weights}
         shared_parameters = find_shared_parameters(bundle, options.rank_of_stage)
         pipeline_rank = torch.distributed.get_rank(groups.pipeline)
         self._counted_elsewhere = {name for name, ranks in shared_parameters.items() if ranks[0] != pipeline_rank}
