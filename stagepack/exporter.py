@@ -129,9 +129,8 @@ def _export(
         parts.append((content, _weight_source(capture, program)))
         devices.add(program.device)
     if len(devices) > 1:
-        raise CaptureError(
-            f"expected all entry points on one device, found {', '.join(sorted(devices))}: move the model to one"
-        )
+        shown_devices = ", ".join(sorted(devices))
+        raise CaptureError(f"expected all entry points on one device, found {shown_devices}: move the model to one")
     options.progress("write")
     model = next(iter(captures.values())).model
     builder = BundleBuilder(

@@ -57,12 +57,7 @@ def command(options: ServeOptions) -> None:
     check_options(bundle_paths, options)
     check_security_options(options)
     require_packages(bundle_paths.values(), "serve", *options.runtimes)
-    # oneDNN caches compiled code for each input size, 1 MB and more apiece, 1024 by default, which varying sizes fill up. On a CPU,
-    # MiniLM is as fast with 64, ResNet-50 within a tenth.
-    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # this command reports errors itself
-    if options.threads is not None:  # before torch is imported, and for processes that are started
-        os.environ["OMP_NUM_THREADS"] = str(options.threads)
+    _set_variables(options)
     from stagepack_serving.server.metrics import Metrics  # noqa: PLC0415 - after the arguments are checked
     from stagepack_serving.server.model_registry import ModelRegistry  # noqa: PLC0415 - the same
     from stagepack_serving.server.server import ServerAddresses, check_addresses, serve  # noqa: PLC0415 - the same
@@ -97,6 +92,16 @@ def command(options: ServeOptions) -> None:
             _exit_undrained(models, failure, options)
     if models.has_failed:
         fail(failure)
+
+
+def _set_variables(options: ServeOptions) -> None:
+    """Set up libraries before they are imported, here and in processes that are started."""
+    # oneDNN caches compiled code for each input size, 1 MB and more apiece, 1024 by default, which varying sizes fill up. On a CPU,
+    # MiniLM is as fast with 64, ResNet-50 within a tenth.
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # this command reports errors itself
+    if options.threads is not None:
+        os.environ["OMP_NUM_THREADS"] = str(options.threads)
 
 
 def _write_logs(options: ServeOptions) -> None:

@@ -120,8 +120,7 @@ class Training:
         self.group = groups.whole
         self._options = options
         self._groups = groups
-        self.steps = 0
-        self._checked_batches = 0
+        self.steps = self._checked_batches = 0
         self.allow_ops, self.out, self.overwrite = options.allow_ops, options.out, options.overwrite
         self._entry_point = bundle.entry_point
         boundaries = find_boundaries(bundle, adapts=options.modules)
