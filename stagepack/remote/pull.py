@@ -248,10 +248,10 @@ def pull(
                 replace_folder(remote.path, path, download_folder / "replaced")
             else:
                 remote.path.rename(path)
-    except WriteError:
+    except (OutputExistsError, WriteError):
         # Another process may have written it, and removed the folder.
         if digest is not None and (present := _find_present(path, digest)) is not None:
-            return present, True
+            return _finished(present, download_folder), True
         raise
     return _finished(Bundle(path), download_folder), True
 

@@ -15,6 +15,7 @@ from click.testing import CliRunner, Result
 import stagepack
 from stagepack.cli import main
 from stagepack.errors import NotABundleError, OptionError
+from stagepack.remote.pull import _write_signature
 from tests.remote.http_server import HttpServer, Reply
 
 
@@ -155,6 +156,21 @@ def test_pull_that_is_killed_and_started_again_ends_with_the_bundle(
             assert run("verify", out).exit_code == 0
     both = [subprocess.Popen(command, env=environment) for _ in range(2)]
     assert [process.wait(60) for process in both] == [0, 0]
+    assert run("verify", out).exit_code == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["pulled.stagepack"]
+
+
+def test_pull_that_another_one_overtakes_ends_with_its_bundle(
+    url: str, served: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "pulled.stagepack"
+
+    def overtaken_write(path: Path, signature: bytes | None) -> None:
+        _write_signature(path, signature)
+        shutil.copytree(served / "tiny.stagepack", out)
+
+    monkeypatch.setattr("stagepack.remote.pull._write_signature", overtaken_write)
+    assert run("pull", url, "-o", out).exit_code == 0
     assert run("verify", out).exit_code == 0
     assert [path.name for path in tmp_path.iterdir()] == ["pulled.stagepack"]
 
