@@ -139,9 +139,8 @@ class _Run:
 
         async def ask_on() -> None:
             while (now := time.perf_counter()) < self.record.window[1]:
-                exchange = await self._exchange(now)
-                if exchange.outcome == NO_CONNECTION:
-                    await asyncio.sleep(_CONNECTION_SECONDS)
+                retry_after = await self._exchange(now)
+                await asyncio.sleep(min(retry_after, self.record.window[1] - time.perf_counter()))
 
         await asyncio.gather(*(ask_on() for _ in range(self._options.clients)))
 
@@ -168,9 +167,9 @@ class _Run:
         while under_way:
             await asyncio.wait(under_way)
 
-    async def _exchange(self, start: float) -> Exchange:
-        """Send a request until it is answered, or the client asks no more."""
-        options, request = self._options, next(self._requests)
+    async def _exchange(self, start: float) -> float:
+        """Send a request until it is answered, or the client asks no more; return for how long the client is to ask for nothing."""
+        options, request, retry_after = self._options, next(self._requests), 0.0
         now = time.perf_counter()
         exchange = Exchange(start=start, sent=now, attempt_start=start, end=now, outcome=NOT_SENT)
         self.record.exchanges.append(exchange)
@@ -184,7 +183,8 @@ class _Run:
                 exchange.outcome = str(answer.status)
                 if answer.status == 200 and not reader.is_whole:
                     exchange.outcome = NOT_WHOLE
-                asks_again, retry_after = answer.status in _BUSY, answer.retry_after or 0.0
+                asks_again = answer.status in _BUSY
+                retry_after = answer.retry_after or 0.0 if options.retries else 0.0
             except TimeoutError:
                 exchange.outcome, asks_again = TIMED_OUT, True
             except NoAnswerError as error:
@@ -196,7 +196,7 @@ class _Run:
             if asks_again:
                 await asyncio.sleep(retry_after)
                 exchange.attempt_start = time.perf_counter()
-        return exchange
+        return retry_after
 
 
 def _waiting_seconds() -> float | None:
