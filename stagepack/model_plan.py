@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 from stagepack.errors import OptionError
 from stagepack.format.manifest import Plan
 from stagepack.format.reader import Bundle
-from stagepack.opening import is_bundle, opened
+from stagepack.opening import opened
 from stagepack.partition.cut_options import CutOptions, Policy, WeightSharing
 from stagepack.partition.profile import DeviceProfile, Profile
 from stagepack.recutter import plan_bundle
+from stagepack.remote.url import is_bundle
 
 if TYPE_CHECKING:
     import torch

@@ -141,13 +141,6 @@ def _open_location(
     return bundle
 
 
-def is_bundle(source: object) -> bool:
-    """Whether what a caller names is a URL, or the path of a bundle."""
-    if not isinstance(source, str | os.PathLike):
-        return False
-    return is_url(source) or os.path.isfile(os.path.join(split_entry_point(source)[0], MANIFEST_NAME))
-
-
 def opened(bundle: BundleSource, require_signature: TrustedSigners | None = None) -> Bundle:
     """Return a bundle that may be opened already."""
     if not isinstance(bundle, Bundle):

@@ -28,8 +28,7 @@ from stagepack.cli.output import facts_on_standard_error
 from stagepack.errors import MissingPackageError, StagepackError
 from stagepack.format.dtypes import parse_byte_size
 from stagepack.format.output_file import STANDARD_OUTPUT
-from stagepack.opening import is_bundle
-from stagepack.remote.url import is_url, without_secrets
+from stagepack.remote.url import is_bundle, is_url, without_secrets
 
 OptionsClass = TypeVar("OptionsClass")
 _METADATA = "parameter"

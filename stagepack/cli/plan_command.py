@@ -29,8 +29,8 @@ from stagepack.format.graph import Graph
 from stagepack.format.manifest import Plan
 from stagepack.format.output_file import check_output_file
 from stagepack.format.shapes import Symbol
-from stagepack.opening import is_bundle
 from stagepack.partition.costs import estimated_operators
+from stagepack.remote.url import is_bundle
 
 if TYPE_CHECKING:
     from stagepack.partition.cut_options import CutOptions

@@ -234,10 +234,8 @@ def pull(
         digest = remote.digest
         if (present := _find_present(path, digest)) is not None:
             return _finished(present, download_folder), False
-        if os.path.lexists(path) and not overwrite:
-            raise OutputExistsError(
-                f"{path}: has another bundle than {url}, or a damaged one: choose another path, or replace it (--overwrite)"
-            )
+        if not overwrite:
+            _check_absent(path, url)
         # What lay in the folder before is compared too.
         remote.check_digests(remote.files)
         signature = remote.read_signature()
@@ -254,6 +252,13 @@ def pull(
             return _finished(present, download_folder), True
         raise
     return _finished(Bundle(path), download_folder), True
+
+
+def _check_absent(path: Path, url: BundleUrl) -> None:
+    if os.path.lexists(path):
+        raise OutputExistsError(
+            f"{path}: has another bundle than {url}, or a damaged one: choose another path, or replace it (--overwrite)"
+        )
 
 
 def _find_present(path: Path, digest: str) -> Bundle | None:

@@ -7,6 +7,7 @@ from typing import Self
 from urllib.parse import urlsplit, urlunsplit
 
 from stagepack.errors import NotABundleError, OptionError
+from stagepack.format.rules import MANIFEST_NAME
 
 # A scheme has two characters or more, so that C:/ is a path.
 _URL_PATTERN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://", re.ASCII)
@@ -40,6 +41,13 @@ def split_entry_point(source: str | os.PathLike[str]) -> tuple[str | os.PathLike
     if not separator or (not is_url(text) and os.path.lexists(text)):
         return source, None
     return location, name
+
+
+def is_bundle(source: object) -> bool:
+    """Whether what a caller names is a URL, or the path of a bundle."""
+    if not isinstance(source, str | os.PathLike):
+        return False
+    return is_url(source) or os.path.isfile(os.path.join(split_entry_point(source)[0], MANIFEST_NAME))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
