@@ -223,6 +223,18 @@ def pull(
     """
     path = Path(os.path.abspath(out))
     download_folder = path.parent / f".{path.name}.download"
+    try:
+        return _pull_once(url, path, download_folder, digest=digest, overwrite=overwrite)
+    except WriteError:
+        # Another process may have written the bundle, and removed the folder.
+        if download_folder.exists() or not is_bundle_folder(path):
+            raise
+        return _pull_once(url, path, download_folder, digest=digest, overwrite=overwrite)
+
+
+def _pull_once(
+    url: BundleUrl, path: Path, download_folder: Path, *, digest: str | None, overwrite: bool
+) -> tuple[Bundle, bool]:
     if digest is not None and (present := _find_present(path, digest)) is not None:
         return _finished(present, download_folder), False
     if os.path.lexists(path) and (path.is_symlink() or not is_bundle_folder(path)):
