@@ -55,7 +55,7 @@ class RawConnection:
     def _read(self) -> None:
         """Acknowledge what the server wants acknowledged, so that it goes on with the connection."""
         with contextlib.suppress(OSError), self.socket.makefile("rb") as stream:
-            while head := stream.read(9):
+            while len(head := stream.read(9)) == 9:
                 content = stream.read(int.from_bytes(head[:3], "big"))
                 if head[3] in (_SETTINGS, _PING) and not head[4] & _ACKNOWLEDGED:
                     self.socket.sendall(frame(head[3], _ACKNOWLEDGED, 0, content if head[3] == _PING else b""))
