@@ -5,7 +5,7 @@ import json
 import os
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed
@@ -106,7 +106,9 @@ def _folder_beside(out: str | os.PathLike[str], *, overwrite: bool) -> Temporary
     return TemporaryFolder(Path(os.path.abspath(out)))
 
 
-def _replace_weights(bundle: Bundle, weights: Path, allow_ops: Collection[str], **output: Any) -> None:
+def _replace_weights(
+    bundle: Bundle, weights: Path, allow_ops: Collection[str], *, out: str | os.PathLike[str], overwrite: bool
+) -> None:
     """Write a bundle with the weights of the trained entry point; those that only others use stay as they are."""
     needed_names = {
         weight_name
@@ -114,7 +116,7 @@ def _replace_weights(bundle: Bundle, weights: Path, allow_ops: Collection[str], 
         for weight in bundle.graph(stage_number).weights
         for weight_name in weight.names
     }
-    replace_weights(bundle, weights, allow_ops=allow_ops, needed_names=needed_names, **output)
+    replace_weights(bundle, weights, out=out, allow_ops=allow_ops, overwrite=overwrite, needed_names=needed_names)
 
 
 def _in_all_processes(training: "Training", action: Callable[[], str]) -> list[str]:

@@ -23,11 +23,7 @@ from torch.distributed import ProcessGroup as TorchGroup
 from stagepack.errors import GroupError, StageLostError, StagepackError, first_line
 from stagepack.format.reader import Bundle
 from stagepack.format.threads import start_in_thread
-from stagepack_loaders.distributed.launch_environment import (
-    has_launcher,
-    has_store_of_launcher,
-    launched_address,
-)
+from stagepack_loaders.distributed.launch_environment import has_launcher, has_store_of_launcher, launched_address
 from stagepack_loaders.distributed.meeting import (
     Identity,
     Members,
@@ -56,6 +52,12 @@ _TAG = 5  # of messages while training starts; `schedules` and others have the o
 # How long a send to a process that is gone too may take, and the connections to say which process is gone.
 _SEND_SECONDS, _LOSS_SECONDS = 1.0, 2.0
 _LOOPBACKS = ("127.0.0.1", "::1")
+# Of the default group of torch.
+_START_SECONDS = 300.0
+_CHECK_SECONDS = 0.1
+# How long process 0, which may have the store, lets the others read which process is gone.
+_TELL_SECONDS = 1.0
+_CONNECTED, _LOST = b"connected", "lost"
 Message = TypeVar("Message", bound=Struct)
 
 
@@ -261,13 +263,6 @@ def abort_group(group: TorchGroup | None) -> None:
         set(range(torch_group.size())) - {torch_group.rank()},
         lambda rank, tag: torch.distributed.irecv(torch.empty(1), group=torch_group, group_src=rank, tag=tag),
     )
-
-
-_START_SECONDS = 300.0
-_CHECK_SECONDS = 0.1
-# How long process 0, which may have the store, lets the others read which process is gone.
-_TELL_SECONDS = 1.0
-_CONNECTED, _LOST = b"connected", "lost"
 
 
 class _Presence(Struct, frozen=True, kw_only=True):

@@ -30,6 +30,11 @@ _SCHEDULER_FILE: Final = Path("/proc/thread-self/schedstat")
 _CONNECTION_SECONDS: Final = 0.1
 # A server that has too much to do answers with them.
 _BUSY: Final = (429, 503)
+_PERCENTILES: Final = {"p50": 50, "p90": 90, "p95": 95, "p99": 99, "p99.9": 99.9}
+# Beyond it, what is measured may be the client: it has one thread for all that Python does.
+_BUSY_SHARE: Final = 0.8
+# Of the median latency, that the client may wait for a processor for each request.
+_WAITING_SHARE: Final = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,13 +228,6 @@ async def _call_at(times: list[float], function: Callable[[float], None]) -> Non
 
     threading.Thread(target=wait, name="pacer", daemon=True).start()
     await is_over.wait()
-
-
-_PERCENTILES: Final = {"p50": 50, "p90": 90, "p95": 95, "p99": 99, "p99.9": 99.9}
-# Beyond it, what is measured may be the client: it has one thread for all that Python does.
-_BUSY_SHARE: Final = 0.8
-# Of the median latency, that the client may wait for a processor for each request.
-_WAITING_SHARE: Final = 0.1
 
 
 def measurement_facts(record: LoadRecord, source: RequestSource, options: LoadOptions) -> dict[str, Any]:

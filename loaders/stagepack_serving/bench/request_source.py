@@ -22,6 +22,16 @@ from stagepack_serving.protocol.datatypes import NUMPY_DTYPES
 _EVENT_END: Final = b"\n\n"
 _DATA: Final = b"data:"
 _DONE: Final = b"[DONE]"
+Api = Literal["infer", "completions", "chat"]
+# Of each request that is drawn, so many are sent in turn.
+_DRAWN_REQUESTS: Final = 32
+_BINARY_HEADER: Final = "inference-header-content-length"
+# Token ids are drawn below it if the metadata does not say how many there are.
+_LEAST_VOCABULARY: Final = 256
+# Tokens below it are often special.
+_FIRST_TOKEN: Final = 3
+_WORDS: Final = ("time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world", "school")
+_ERROR_CHARACTERS: Final = 500
 
 
 class _Usage(Struct):
@@ -102,18 +112,6 @@ class EventReader(AnswerReader):
     def is_whole(self) -> bool:
         """Whether the stream has ended as it should, with a text and without an error."""
         return self._is_done and not self._has_error and bool(self.times.arrivals)
-
-
-Api = Literal["infer", "completions", "chat"]
-# Of each request that is drawn, so many are sent in turn.
-_DRAWN_REQUESTS: Final = 32
-_BINARY_HEADER: Final = "inference-header-content-length"
-# Token ids are drawn below it if the metadata does not say how many there are.
-_LEAST_VOCABULARY: Final = 256
-# Tokens below it are often special.
-_FIRST_TOKEN: Final = 3
-_WORDS: Final = ("time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world", "school")
-_ERROR_CHARACTERS: Final = 500
 
 
 class BenchError(StagepackError):

@@ -23,6 +23,9 @@ _BATCH_SIZE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 BY_VERSION = ("model", "version")
 # In this order, but that the run of a batch is between its conversions.
 REQUEST_PARTS: Final = ("receive", "decode", "queue", "convert", "run", "return", "generate", "encode", "send")
+# Those of Triton's statistics, of a run: converting the inputs, running the stages, and converting the outputs.
+_COMPUTE_PARTS: Final = ("compute_input", "compute_infer", "compute_output")
+_STATISTICS_PARTS: Final = ("success", "fail", "queue", *_COMPUTE_PARTS, "cache_hit", "cache_miss")
 
 
 @dataclass(slots=True)
@@ -170,11 +173,6 @@ class Metrics:
         )
 
 
-# The parts of a run: converting the inputs, running the stages, and converting the outputs.
-_COMPUTE_PARTS: Final = ("compute_input", "compute_infer", "compute_output")
-_REQUEST_PARTS: Final = ("success", "fail", "queue", *_COMPUTE_PARTS, "cache_hit", "cache_miss")
-
-
 class _Durations:
     """How often each part was done, and how many seconds it took together."""
 
@@ -228,7 +226,7 @@ class VersionStatistics:
             "last_inference": round(self._last_inference * 1e3),
             "inference_count": self._inference_count,
             "execution_count": self._execution_count,
-            "inference_stats": self._durations.fields(_REQUEST_PARTS),
+            "inference_stats": self._durations.fields(_STATISTICS_PARTS),
             "batch_stats": [
                 {"batch_size": batch_size, **durations.fields(_COMPUTE_PARTS)}
                 for batch_size, durations in sorted(self._durations_by_batch_size.copy().items())
