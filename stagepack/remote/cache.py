@@ -326,7 +326,7 @@ def _remove_unused_files(cache: Cache, unused_seconds: float | None, most_bytes:
 
 @contextlib.contextmanager
 def _exclusive_lock(path: Path) -> Iterator[bool]:
-    """Lock a file or a folder. Yields False, at once, if another process has a lock on it."""
+    """Lock a file or a folder. Yields False, at once, if another process has a lock on it, or has put another one in its place."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         try:
@@ -334,7 +334,7 @@ def _exclusive_lock(path: Path) -> Iterator[bool]:
         except BlockingIOError:
             yield False
         else:
-            yield True
+            yield os.path.samestat(os.fstat(descriptor), os.lstat(path))
     finally:
         os.close(descriptor)
 

@@ -1,5 +1,6 @@
 """`stagepack cache`: what it lists and removes, and what happens to those who use it."""
 
+import fcntl
 import gc
 import json
 import os
@@ -16,7 +17,7 @@ from click.testing import CliRunner
 import stagepack
 from stagepack.cli import main
 from stagepack.errors import WriteError
-from stagepack.remote.cache import Cache, cached_bundles, remove_bundles
+from stagepack.remote.cache import Cache, PartFile, cached_bundles, remove_bundles
 from tests.remote.http_server import HttpServer
 
 X = torch.rand(1, 2100)
@@ -124,6 +125,23 @@ def test_bundles_are_opened_while_others_remove_them(server: HttpServer, cache: 
         for remover in removers:
             remover.join()
     assert not failures
+
+
+def test_part_that_another_download_begins_anew_is_kept(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, parts, lock_file = cache / "files" / "manifest.part", list[PartFile](), fcntl.flock
+    Cache(cache)
+    path.write_bytes(bytes(8192))
+
+    def flock(descriptor: int, operation: int) -> None:
+        if operation & fcntl.LOCK_NB and not parts:
+            path.unlink()
+            parts.append(PartFile(path))
+        lock_file(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    remove_bundles(Cache(cache), most_bytes=0)
+    parts[0].complete(0, cache / "manifest")
+    assert (cache / "manifest").is_file()
 
 
 def test_a_folder_that_is_removed_while_it_is_made_again(
