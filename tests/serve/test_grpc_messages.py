@@ -1,5 +1,6 @@
 """Messages of gRPC: answers are the bytes that protobuf reads; large requests are bounded before they are parsed."""
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -7,10 +8,12 @@ import grpc
 import ml_dtypes
 import numpy
 import pytest
+import uvloop
 from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2 as pb
 
 from stagepack_serving.server.errors import RequestError
+from stagepack_serving.server.grpc_calls import GrpcLoop
 from stagepack_serving.server.grpc_messages import (
     MAX_FIELDS,
     MAX_OTHER_BYTES,
@@ -304,3 +307,15 @@ def test_a_large_request_is_refused_and_takes_little_memory(
     assert found_status == status or (method == STREAM and found_status is None)
     assert says in details
     assert peak_bytes(server) - bytes_before < 4 * len(content)
+
+
+def test_steps_of_calls_end_without_an_error() -> None:
+    async def end_steps() -> None:
+        step, other = (asyncio.get_running_loop().create_future() for _ in range(2))
+        step.set_exception(grpc.aio.InternalError("the client is gone"))
+        other.set_exception(KeyError("another"))
+        assert await step is None
+        with pytest.raises(KeyError):
+            await other
+
+    uvloop.run(end_steps(), loop_factory=GrpcLoop)

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import time
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,7 @@ from stagepack_serving.server.model_control import ModelControl, fixed_bundles
 from stagepack_serving.server.model_registry import LoadedBundle, ModelRegistry
 from tests.modules import module_of
 from tests.process_facts import child_processes, memory_bytes
+from tests.serve.attacks import attacking
 from tests.serve.servers import Client, Server, post, refused, stagepack_server
 from tests.waiting import wait_until
 
@@ -63,6 +65,24 @@ def is_closed(server: Server) -> bool:
     """Whether the index has no version that is being unloaded."""
     _, entries, _ = post(server.http, "/v2/repository/index", b"")
     return all(entry["state"] != "UNLOADING" for entry in entries)
+
+
+@pytest.mark.slow
+def test_calls_that_lose_their_connection_leave_no_memory(heavy: Path) -> None:
+    with stagepack_server([heavy], "--model-control", "explicit", "--log-level", "error") as server:
+
+        def bytes_after_attacks(count: int) -> int:
+            for _ in range(count):
+                with attacking("calls without a message", server.grpc):
+                    time.sleep(1)
+            for action in ("unload", "load"):  # gives back what is free
+                assert post(server.http, f"/v2/repository/models/heavy/{action}", b"")[0] == 200
+            time.sleep(1)
+            return own_bytes(server.process.pid)
+
+        bytes_before = bytes_after_attacks(8)
+        # grpc alone keeps 640 kB of each attack.
+        assert bytes_after_attacks(16) < bytes_before + 16 * 320_000
 
 
 class _Weights:

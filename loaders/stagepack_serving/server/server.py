@@ -26,7 +26,7 @@ from stagepack_serving.server.errors import AddressError
 from stagepack_serving.server.free_memory import give_back_when_quiet
 from stagepack_serving.server.generation.embedder import add_embedders
 from stagepack_serving.server.generation.generator import add_generators
-from stagepack_serving.server.grpc_calls import CheckedMethods
+from stagepack_serving.server.grpc_calls import CheckedMethods, GrpcLoop
 from stagepack_serving.server.grpc_limits import MAX_CONNECTION_CALLS, MAX_RECEIVED_CALLS
 from stagepack_serving.server.grpc_service import INFERENCE_SERVICE, GrpcService, HealthService
 from stagepack_serving.server.http_server import (
@@ -103,7 +103,7 @@ def serve(
     ends the process at once.
     """
     # For a request over gRPC, the event loop of asyncio makes some 200 calls of Python, that of uvloop none.
-    return uvloop.run(_serve(control, addresses, on_listening, security))
+    return uvloop.run(_serve(control, addresses, on_listening, security), loop_factory=GrpcLoop)
 
 
 async def _serve(
