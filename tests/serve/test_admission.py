@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 
-from stagepack_serving.server.admission import Admission, AdmittedRequest, Patience, Turns
+from stagepack_serving.server.admission import Admission, Patience, Turns
 from stagepack_serving.server.errors import RequestError, RequestStatus
 
 RUN_SECONDS = 0.02
@@ -51,15 +51,14 @@ class Simulation:
         heapq.heappush(self._events, (self.now + seconds, next(self._numbers), event))
 
     def _ask(self) -> None:
-        number = next(self._numbers)
-        drop = partial(self._refuse, number)
-        place = self.admission.place(AdmittedRequest(seconds_left=self._deadline, has_begun=lambda: False, drop=drop))
+        place = self.admission.place(self._deadline, lambda: False)
         try:
             place.__enter__()
         except RequestError as error:
             self.refusals += 1
             self.ask_in(error.retry_seconds)
             return
+        number = next(self._numbers)
         self._places[number] = place
         self._queue.append(number)
         self._after(self._client_seconds, partial(self._give_up, number))
@@ -80,18 +79,11 @@ class Simulation:
             self.ask_in(0)
         self._run_next()
 
-    def _refuse(self, number: int) -> None:
-        self._leave(number, RequestError(RequestStatus.BUSY, "dropped"))
-        self.refusals += 1
-        self.ask_in(1)
-
     def _give_up(self, number: int) -> None:
         if number in self._places:
-            self._leave(number, RequestError(RequestStatus.HUNG_UP, "the client closed the connection"))
+            error = RequestError(RequestStatus.HUNG_UP, "the client closed the connection")
+            assert not self._places.pop(number).__exit__(RequestError, error, None)
             self.ask_in(0)
-
-    def _leave(self, number: int, error: RequestError) -> None:
-        assert not self._places.pop(number).__exit__(RequestError, error, None)
 
 
 @pytest.mark.parametrize("tells_deadline", [False, True])
@@ -104,16 +96,6 @@ def test_most_answers_are_in_time_under_overload(
         simulation.ask_in(number * RUN_SECONDS / load)
     simulation.run(60)
     assert len(simulation.answers) > 0.9 * 60 / RUN_SECONDS
-
-
-def test_answers_are_in_time_once_some_clients_have_hung_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    simulation = Simulation(monkeypatch, client_seconds=3, tells_deadline=False)
-    for number in range(round(20 * 3 / RUN_SECONDS)):  # for 20 seconds, whatever is answered
-        simulation.ask_in(number * RUN_SECONDS / 3)
-    simulation.run(5)
-    simulation.answers.clear()
-    simulation.run(5)
-    assert len(simulation.answers) > 0.95 * 5 / RUN_SECONDS
 
 
 def test_refused_clients_come_back_at_the_rate_of_answers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,8 +19,8 @@ from typing import Final
 from stagepack_serving.server.access_log import current_sender
 from stagepack_serving.server.errors import RequestError, RequestStatus
 
-# The share of its deadline in which a request is expected to be answered: a batch of many ends at once, and runs vary.
-_SAFE_SHARE: Final = 0.5
+# The share of its deadline in which a request is expected to be answered: runs vary.
+_SAFE_SHARE: Final = 0.8
 # Over gRPC, a client whose deadline passes cancels its call at about that time.
 _DEADLINE_SHARE: Final = 0.95
 # The answers that the rate is measured with: batches of 32 end at once.
@@ -29,38 +29,16 @@ _ANSWER_SECONDS: Final = 10.0
 # Fewer say nothing about the rate.
 _FEWEST_ANSWERS: Final = 8
 # The requests of a sender that waited, of which some were given up; fewer of these are no overload.
-_WAITED_COUNT: Final = 16
+_WAITED_COUNT: Final = 64
 _FEWEST_GIVEN_UP: Final = 4
 _GIVEN_UP_SHARE: Final = 1 / 2
 # The senders whose requests have waited last.
 _SENDER_COUNT: Final = 64
 # Clients that are refused are asked to come back in turn, after a second at the earliest, and after so many at the latest.
 _LONGEST_RETRY: Final = 10.0
-# By how much clients wait for less time than was known when requests were admitted before these are looked at again.
-_PATIENCE_STEP: Final = 0.9
 # Clients are taken to wait twice as long after so many seconds in which few give up: it is tried out whether they do.
 _PATIENCE_DOUBLES_SECONDS: Final = 30.0
 _MOST_DOUBLINGS: Final = 64  # more is no number
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class AdmittedRequest:
-    """A request from its admission to the end of its answer.
-
-    Attributes:
-        seconds_left: the time from its admission until its deadline.
-        has_begun: whether a part of its answer was sent.
-        drop: what ends it with `RequestStatus.BUSY`.
-        start_time: when it was admitted, in seconds of `time.monotonic`.
-        is_dropped: whether it was ended so.
-    """
-
-    seconds_left: float
-    has_begun: Callable[[], bool]
-    drop: Callable[[], None]
-    sender: str = field(default_factory=current_sender)
-    start_time: float = 0.0
-    is_dropped: bool = False
 
 
 class Admission:
@@ -69,13 +47,13 @@ class Admission:
     Most clients do not say how long they wait. It is learned from those that give up before their answer begins.
 
     Attributes:
+        pending_requests: the number of requests that were admitted and are not answered yet.
         busy_count: how many requests at a time keep the model at work. So many are always admitted.
     """
 
     def __init__(self, model_name: str, most_requests: int, busy_count: int) -> None:
+        self.pending_requests = 0
         self.busy_count = busy_count
-        # The first one waits longest.
-        self._admitted: dict[AdmittedRequest, None] = {}
         self._model_name = model_name
         self._most_requests = most_requests
         # While the model was at work without a pause, beginning with when that began.
@@ -84,17 +62,14 @@ class Admission:
         self._patience = Patience()
         self._retry_turns = Turns(_LONGEST_RETRY)
 
-    @property
-    def pending_requests(self) -> int:
-        """The number of requests that were admitted and are not answered yet."""
-        return len(self._admitted)
-
     def check(self, seconds_left: float) -> None:
         """Refuse a request that is expected to be answered too late, with `RequestStatus.BUSY`."""
         count = self.pending_requests + 1
         if count <= min(self.busy_count, self._most_requests):
             return
-        rate = self._answer_rate()
+        now = time.monotonic()
+        self._forget_old_answers(now)
+        rate = (len(self._answer_times) - 1) / max(now - self._answer_times[0], 1e-9) if self._answer_times else 0.0
         if count > self._most_requests:
             raise self._refusal("at most so many are accepted", rate)
         if len(self._answer_times) > _FEWEST_ANSWERS and count > _SAFE_SHARE * rate * seconds_left:
@@ -106,49 +81,37 @@ class Admission:
             raise self._refusal(f"{expected}, and clients hang up after {patience:.3g} s", rate)
 
     @contextlib.contextmanager
-    def place(self, request: AdmittedRequest) -> Iterator[None]:
-        """Count a request for the duration of the context, or refuse it; see `check`."""
-        self.check(request.seconds_left)
-        request.start_time = time.monotonic()
+    def place(self, seconds_left: float, has_begun: Callable[[], bool]) -> Iterator[None]:
+        """Count a request for the duration of the context, or refuse it; see `check`.
+
+        seconds_left: the time until its deadline.
+        has_begun: whether a part of its answer was sent.
+        """
+        self.check(seconds_left)
+        start_time = time.monotonic()
         waits = self.pending_requests >= self.busy_count
-        self._admitted[request] = None
+        self.pending_requests += 1
         if self.pending_requests >= self.busy_count and not self._answer_times:
-            self._answer_times.append(request.start_time)
+            self._answer_times.append(start_time)
         try:
-            try:
-                yield
-            finally:
-                del self._admitted[request]
+            yield
         except BaseException as error:
-            seconds = time.monotonic() - request.start_time
+            seconds = time.monotonic() - start_time
             # A deadline is known, and teaches nothing; neither does who would have given up without any load.
-            is_late = min(self._answer_seconds, default=0.0) <= seconds < _DEADLINE_SHARE * request.seconds_left
-            if waits and is_late and _is_given_up(error) and not request.is_dropped and not request.has_begun():
-                known_seconds = self._patience.seconds(request.sender)
-                self._patience.learn(request.sender, seconds)
-                if self._patience.seconds(request.sender) < _PATIENCE_STEP * known_seconds:
-                    self._drop_late_requests()
+            is_late = min(self._answer_seconds, default=0.0) <= seconds < _DEADLINE_SHARE * seconds_left
+            if waits and is_late and _is_given_up(error) and not has_begun():
+                self._patience.learn(current_sender(), seconds)
             raise
         else:
-            self._answer_seconds.append(time.monotonic() - request.start_time)
+            self._answer_seconds.append(time.monotonic() - start_time)
             if waits:
-                self._patience.learn(request.sender, None)
+                self._patience.learn(current_sender(), None)
             if self._answer_times:
                 self._answer_times.append(time.monotonic())
         finally:
+            self.pending_requests -= 1
             if 2 * self.pending_requests < self.busy_count:
                 self._answer_times.clear()
-
-    def _drop_late_requests(self) -> None:
-        """Drop requests that were admitted when clients seemed to wait for longer: the others would be answered too late as well."""
-        now, rate, kept_count = time.monotonic(), self._answer_rate(), 0
-        for request in list(self._admitted) if rate else ():
-            seconds = now - request.start_time + (kept_count + 1) / rate
-            if seconds > self._patience.seconds(request.sender) and not request.has_begun():
-                request.is_dropped = True
-                request.drop()
-            else:
-                kept_count += 1
 
     def _refusal(self, reason: str, rate: float) -> RequestError:
         """A refusal, which asks its client to come back when those that were refused before have come back and are answered."""
@@ -160,12 +123,9 @@ class Admission:
             error.retry_seconds = max(1, math.ceil(self._retry_turns.take(1 / rate)))
         return error
 
-    def _answer_rate(self) -> float:
-        """How many requests were answered in a second of late; 0 if this is not known."""
-        now, times = time.monotonic(), self._answer_times
-        while len(times) > _FEWEST_ANSWERS + 1 and now - times[0] > _ANSWER_SECONDS:
-            times.popleft()
-        return (len(times) - 1) / max(now - times[0], 1e-9) if times else 0.0
+    def _forget_old_answers(self, now: float) -> None:
+        while len(self._answer_times) > _FEWEST_ANSWERS + 1 and now - self._answer_times[0] > _ANSWER_SECONDS:
+            self._answer_times.popleft()
 
 
 @dataclass(slots=True)

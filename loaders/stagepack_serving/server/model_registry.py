@@ -13,7 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from stagepack_serving.server.access_log import current_record
-from stagepack_serving.server.admission import AdmittedRequest, Turns
+from stagepack_serving.server.admission import Turns
 from stagepack_serving.server.errors import RequestError, RequestStatus
 from stagepack_serving.server.limits import ServerLimits
 from stagepack_serving.server.metrics import BY_VERSION, Metrics, Timeline
@@ -174,7 +174,7 @@ class ModelRegistry(Collector):
                 async with deadline:
                     yield scope
             except TimeoutError:
-                raise scope.late_error() from None
+                raise RequestError(RequestStatus.TOO_LATE, f"{model_name}: no answer before the deadline") from None
             status = "OK"
         except RequestError as error:
             status = error.status.name
@@ -255,7 +255,6 @@ class RequestScope:
     timeline: Timeline
     model: "ServedModel | None" = None
     has_begun: Callable[[], bool] = lambda: False
-    _admitted: AdmittedRequest | None = None
 
     async def begin_answer(self) -> None:
         """Give the answer its time to be sent. Call it before the first byte, as what ends after that is cut off and has no error."""
@@ -272,23 +271,8 @@ class RequestScope:
         """
         self.model = self.registry.choose(self.model_name, self.version, parameters)
         shorten_deadline(self.deadline, timeout_parameter(parameters))
-        self._admitted = AdmittedRequest(
-            seconds_left=seconds_left(self.deadline), has_begun=lambda: self.has_begun(), drop=self._expire
-        )
-        with self.model.admission.place(self._admitted):
+        with self.model.admission.place(seconds_left(self.deadline), lambda: self.has_begun()):
             yield self.model
-
-    def late_error(self) -> RequestError:
-        """Why the request is not answered in time."""
-        if self._admitted is not None and self._admitted.is_dropped:
-            message = "the requests before this one take longer than clients have waited for answers: try again later"
-            return RequestError(RequestStatus.BUSY, f"{self.model_name}: {message}")
-        return RequestError(RequestStatus.TOO_LATE, f"{self.model_name}: no answer before the deadline")
-
-    def _expire(self) -> None:
-        """Set the deadline to now."""
-        with contextlib.suppress(RuntimeError):  # the request is over
-            self.deadline.reschedule(0)
 
     def check_admission(self) -> None:
         """Refuse a request before its body is decoded, if every version that may run it would."""
