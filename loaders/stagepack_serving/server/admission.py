@@ -19,17 +19,21 @@ from typing import Final
 from stagepack_serving.server.access_log import current_sender
 from stagepack_serving.server.errors import RequestError, RequestStatus
 
-# The share of its deadline in which a request is expected to be answered: runs vary.
-_SAFE_SHARE: Final = 0.8
-# Over gRPC, a client whose deadline passes cancels its call at about that time.
-_DEADLINE_SHARE: Final = 0.95
+# The share of its deadline in which a request is expected to be answered: runs vary. One that will be late is dropped before it runs.
+_DEADLINE_SHARE: Final = 0.8
+# The share of the time that its client waits, which is only an estimate: a batch runs to its end if one of its clients still waits.
+_PATIENCE_SHARE: Final = 0.5
+# Over gRPC, a client whose deadline passes cancels its call at about that time, which may be a little earlier.
+_EXPIRED_SHARE: Final = 0.95
 # The answers that the rate is measured with: batches of 32 end at once.
 _ANSWER_COUNT: Final = 256
 _ANSWER_SECONDS: Final = 10.0
 # Fewer say nothing about the rate.
 _FEWEST_ANSWERS: Final = 8
+# The answers of which the fastest says how long a request takes.
+_FASTEST_OF: Final = 64
 # The requests of a sender that waited, of which some were given up; fewer of these are no overload.
-_WAITED_COUNT: Final = 64
+_WAITED_COUNT: Final = 16
 _FEWEST_GIVEN_UP: Final = 4
 _GIVEN_UP_SHARE: Final = 1 / 2
 # The senders whose requests have waited last.
@@ -58,7 +62,7 @@ class Admission:
         self._most_requests = most_requests
         # While the model was at work without a pause, beginning with when that began.
         self._answer_times: deque[float] = deque(maxlen=_ANSWER_COUNT)
-        self._answer_seconds: deque[float] = deque(maxlen=_WAITED_COUNT)
+        self._answer_seconds: deque[float] = deque(maxlen=_FASTEST_OF)
         self._patience = Patience()
         self._retry_turns = Turns(_LONGEST_RETRY)
 
@@ -72,20 +76,20 @@ class Admission:
         rate = (len(self._answer_times) - 1) / max(now - self._answer_times[0], 1e-9) if self._answer_times else 0.0
         if count > self._most_requests:
             raise self._refusal("at most so many are accepted", rate)
-        if len(self._answer_times) > _FEWEST_ANSWERS and count > _SAFE_SHARE * rate * seconds_left:
+        if len(self._answer_times) > _FEWEST_ANSWERS and count > _DEADLINE_SHARE * rate * seconds_left:
             expected = f"{rate:.3g} are answered in a second"
             raise self._refusal(f"{expected}, and this one has to be in {seconds_left:.3g} s", rate)
         patience = self._patience.seconds(current_sender())
-        if rate and count > _SAFE_SHARE * rate * patience:
+        if rate and count > _PATIENCE_SHARE * rate * patience:
             expected = f"{rate:.3g} are answered in a second"
             raise self._refusal(f"{expected}, and clients hang up after {patience:.3g} s", rate)
 
     @contextlib.contextmanager
-    def place(self, seconds_left: float, has_begun: Callable[[], bool]) -> Iterator[None]:
+    def place(self, seconds_left: float, is_settled: Callable[[], bool]) -> Iterator[None]:
         """Count a request for the duration of the context, or refuse it; see `check`.
 
         seconds_left: the time until its deadline.
-        has_begun: whether a part of its answer was sent.
+        is_settled: whether a part of its answer was sent, or its deadline has passed: its end says nothing about its client.
         """
         self.check(seconds_left)
         start_time = time.monotonic()
@@ -98,8 +102,8 @@ class Admission:
         except BaseException as error:
             seconds = time.monotonic() - start_time
             # A deadline is known, and teaches nothing; neither does who would have given up without any load.
-            is_late = min(self._answer_seconds, default=0.0) <= seconds < _DEADLINE_SHARE * seconds_left
-            if waits and is_late and _is_given_up(error) and not has_begun():
+            is_late = min(self._answer_seconds, default=0.0) <= seconds < _EXPIRED_SHARE * seconds_left
+            if waits and is_late and _is_given_up(error) and not is_settled():
                 self._patience.learn(current_sender(), seconds)
             raise
         else:
