@@ -140,7 +140,8 @@ def test_part_that_another_download_begins_anew_is_kept(cache: Path, monkeypatch
 
     monkeypatch.setattr(fcntl, "flock", flock)
     remove_bundles(Cache(cache), most_bytes=0)
-    parts[0].complete(0, cache / "manifest")
+    with parts[0] as part:
+        part.complete(0, cache / "manifest")
     assert (cache / "manifest").is_file()
 
 

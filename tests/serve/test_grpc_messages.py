@@ -311,11 +311,12 @@ def test_a_large_request_is_refused_and_takes_little_memory(
 
 def test_steps_of_calls_end_without_an_error() -> None:
     async def end_steps() -> None:
-        step, other = (asyncio.get_running_loop().create_future() for _ in range(2))
-        step.set_exception(grpc.aio.InternalError("the client is gone"))
-        other.set_exception(KeyError("another"))
+        step, *others = (asyncio.get_running_loop().create_future() for _ in range(3))
+        step.set_exception(grpc.aio.InternalError('Failed "execute_batch": (ReceiveMessageOperation,)'))
         assert await step is None
-        with pytest.raises(KeyError):
-            await other
+        for future, error in zip(others, (grpc.aio.InternalError("not begun"), KeyError("another")), strict=True):
+            future.set_exception(error)
+            with pytest.raises(type(error)):
+                await future
 
     uvloop.run(end_steps(), loop_factory=GrpcLoop)

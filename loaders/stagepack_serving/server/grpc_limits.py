@@ -34,9 +34,14 @@ _FAMILIES: Final = (socket.AF_INET, socket.AF_INET6)
 
 
 class OpenCall:
-    """A call, from its start until its answer is sent. It is idle while it waits for its client, and no request of it is being answered."""
+    """A call, from its start until its answer is sent. It is idle while it waits for its client, and no request of it is being answered.
+
+    Attributes:
+        is_open: whether its method runs.
+    """
 
     def __init__(self, *, is_watch: bool, idle_seconds: float, count_refusal: Callable[[], None]) -> None:
+        self.is_open = True
         self.start_time = time.monotonic()
         self._idle_start = self.start_time
         # A stream that only reports changes is idle all the time.
@@ -123,7 +128,8 @@ class OpenCalls:
         self._is_empty.clear()
 
     def remove(self, call: OpenCall) -> None:
-        """Free the place of a call."""
+        """Free the place of a call that has ended."""
+        call.is_open = False
         self._calls.pop(call, None)
         if not self._calls:
             self._is_empty.set()

@@ -179,8 +179,13 @@ class GrpcService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # genera
                 check_request_id(message.id)
                 with scope.reserve_place(decode_parameters(message.parameters)) as model:
                     if asks_for_generation(model, request):
+
+                        async def send_part(response: bytes) -> None:
+                            scope.has_begun = lambda: True
+                            await send(response)
+
                         scope.timeline.enter("generate")
-                        await generate_responses(model, request, scope.deadline, send, streams=streams)
+                        await generate_responses(model, request, scope.deadline, send_part, streams=streams)
                         return
                     inference_request = await beside_loop(typed_bytes(message), decode_request, request)
                     outputs = await model.infer(inference_request, scope.deadline)
@@ -205,18 +210,18 @@ def _setting_message(value: Any) -> Any:
 async def _until_stopping(stopping: asyncio.Event, requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
     """The requests of a stream, until the client ends it or the server stops to accept requests."""
     stop_task, iterator = asyncio.ensure_future(stopping.wait()), aiter(requests)
+    tasks: set[asyncio.Task[Any]] = {stop_task}
     try:
         while True:
             next_task = asyncio.ensure_future(anext(iterator, None))
-            await asyncio.wait({next_task, stop_task}, return_when=asyncio.FIRST_COMPLETED)
-            if not next_task.done():
-                next_task.cancel()
-                return
-            if (request := next_task.result()) is None:
+            tasks = {next_task, stop_task}
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if not next_task.done() or (request := next_task.result()) is None:
                 return
             yield request
     finally:
-        stop_task.cancel()
+        for task in tasks:
+            task.cancel()
 
 
 class HealthService(HealthServicer):  # type: ignore[misc]  # generated, without types
