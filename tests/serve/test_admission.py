@@ -1,5 +1,6 @@
 """Which requests a model accepts under load, simulated: the share of its capacity that answers clients who still wait."""
 
+import contextlib
 import heapq
 import itertools
 import math
@@ -96,6 +97,26 @@ def test_most_answers_are_in_time_under_overload(
         simulation.ask_in(number * RUN_SECONDS / load)
     simulation.run(60)
     assert len(simulation.answers) > 0.9 * 60 / RUN_SECONDS
+
+
+def test_clients_who_have_all_given_up_are_not_all_admitted_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, error = [0.0], RequestError(RequestStatus.HUNG_UP, "the client closed the connection")
+    monkeypatch.setattr("stagepack_serving.server.admission.time.monotonic", lambda: now[0])
+    admission = Admission("m", MOST_REQUESTS, 2)
+
+    def admitted_count() -> int:
+        places = []
+        for _ in range(MOST_REQUESTS):
+            place = admission.place(60, lambda: False)
+            with contextlib.suppress(RequestError):
+                place.__enter__()
+                places.append(place)
+        now[0] += 1
+        for place in places:
+            place.__exit__(RequestError, error, None)
+        return len(places)
+
+    assert [admitted_count() for _ in range(3)] == [MOST_REQUESTS, 2, 2]
 
 
 def test_refused_clients_come_back_at_the_rate_of_answers(monkeypatch: pytest.MonkeyPatch) -> None:

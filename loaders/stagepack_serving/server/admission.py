@@ -35,7 +35,7 @@ _FASTEST_OF: Final = 64
 # The requests of a sender that waited, of which some were given up; fewer of these are no overload.
 _WAITED_COUNT: Final = 16
 _FEWEST_GIVEN_UP: Final = 4
-_GIVEN_UP_SHARE: Final = 1 / 2
+_GIVEN_UP_SHARE: Final = 1 / 4
 # The senders whose requests have waited last.
 _SENDER_COUNT: Final = 64
 # Clients that are refused are asked to come back in turn, after a second at the earliest, and after so many at the latest.
@@ -62,6 +62,7 @@ class Admission:
         self._most_requests = most_requests
         # While the model was at work without a pause, beginning with when that began.
         self._answer_times: deque[float] = deque(maxlen=_ANSWER_COUNT)
+        self._earlier_rate = 0.0
         self._answer_seconds: deque[float] = deque(maxlen=_FASTEST_OF)
         self._patience = Patience()
         self._retry_turns = Turns(_LONGEST_RETRY)
@@ -71,9 +72,7 @@ class Admission:
         count = self.pending_requests + 1
         if count <= min(self.busy_count, self._most_requests):
             return
-        now = time.monotonic()
-        self._forget_old_answers(now)
-        rate = (len(self._answer_times) - 1) / max(now - self._answer_times[0], 1e-9) if self._answer_times else 0.0
+        rate = self._answer_rate()
         if count > self._most_requests:
             raise self._refusal("at most so many are accepted", rate)
         if len(self._answer_times) > _FEWEST_ANSWERS and count > _DEADLINE_SHARE * rate * seconds_left:
@@ -114,7 +113,8 @@ class Admission:
                 self._answer_times.append(time.monotonic())
         finally:
             self.pending_requests -= 1
-            if 2 * self.pending_requests < self.busy_count:
+            if 2 * self.pending_requests < self.busy_count and self._answer_times:
+                self._earlier_rate = self._answer_rate() or 1 / max(time.monotonic() - self._answer_times[0], 1e-9)
                 self._answer_times.clear()
 
     def _refusal(self, reason: str, rate: float) -> RequestError:
@@ -127,9 +127,22 @@ class Admission:
             error.retry_seconds = max(1, math.ceil(self._retry_turns.take(1 / rate)))
         return error
 
-    def _forget_old_answers(self, now: float) -> None:
-        while len(self._answer_times) > _FEWEST_ANSWERS + 1 and now - self._answer_times[0] > _ANSWER_SECONDS:
-            self._answer_times.popleft()
+    def _answer_rate(self) -> float:
+        """How many requests are answered in a second while the model is at work; 0 if this is not known.
+
+        Until enough are, some answers at the rate of the time before count too. If that were forgotten, clients who have all given up
+        would all be admitted again, and again none would be answered in time.
+        """
+        times = self._answer_times
+        if not times:
+            return self._earlier_rate
+        now = time.monotonic()
+        while len(times) > _FEWEST_ANSWERS + 1 and now - times[0] > _ANSWER_SECONDS:
+            times.popleft()
+        answer_count, seconds = len(times) - 1, max(now - times[0], 1e-9)
+        if answer_count >= _FEWEST_ANSWERS or not self._earlier_rate:
+            return answer_count / seconds
+        return (answer_count + _FEWEST_ANSWERS) / (seconds + _FEWEST_ANSWERS / self._earlier_rate)
 
 
 @dataclass(slots=True)
