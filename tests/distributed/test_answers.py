@@ -78,8 +78,8 @@ def test_stages_do_not_run_calls_that_nobody_waits_for(tmp_path: Path) -> None:
     with in_processes(bundle, imports=[Waiting.__module__]) as pipeline:
 
         def runs() -> list[int]:
-            statuses = pipeline.executor.process_statuses().values()
-            return [stage.runs for status in statuses for stage in status.stages]
+            statuses = sorted(pipeline.executor.process_statuses().items())
+            return [stage.runs for _, status in statuses for stage in status.stages]
 
         wait_until(lambda: runs() == [1, 1])  # the recorded example
         cancellation = Future[None]()
