@@ -58,10 +58,12 @@ def command(options: ServeOptions) -> None:
     check_security_options(options)
     require_packages(bundle_paths.values(), "serve", *options.runtimes)
     _set_variables(options)
-    from stagepack_serving.server.metrics import Metrics  # noqa: PLC0415 - after the arguments are checked
+    from stagepack_serving.server.free_memory import limit_arenas  # noqa: PLC0415 - after the arguments are checked
+    from stagepack_serving.server.metrics import Metrics  # noqa: PLC0415 - the same
     from stagepack_serving.server.model_registry import ModelRegistry  # noqa: PLC0415 - the same
     from stagepack_serving.server.server import ServerAddresses, check_addresses, serve  # noqa: PLC0415 - the same
 
+    limit_arenas()
     _write_logs(options)
     security = server_security(options)
     models = ModelRegistry(options.limits(), Metrics())

@@ -137,7 +137,7 @@ def test_memory_of_requests_is_given_back(summing: Server, protocol: str) -> Non
     quiet_bytes = own_bytes(summing.process.pid)
     with ThreadPoolExecutor(100) as pool:
         list(pool.map(ask, [5] * 100))
-    wait_until(lambda: own_bytes(summing.process.pid) < quiet_bytes + 100_000_000, 20)
+    wait_until(lambda: own_bytes(summing.process.pid) < quiet_bytes + 60_000_000, 20)
 
 
 def test_answer_that_clients_over_grpc_cannot_read_is_refused_before_the_run(tmp_path: Path) -> None:
