@@ -271,8 +271,9 @@ class RequestScope:
         """
         self.model = self.registry.choose(self.model_name, self.version, parameters)
         shorten_deadline(self.deadline, timeout_parameter(parameters))
-        is_settled = lambda: self.has_begun() or self.deadline.expired()  # noqa: E731
-        with self.model.admission.place(seconds_left(self.deadline), is_settled):
+        with self.model.admission.place(
+            seconds_left(self.deadline), lambda: self.has_begun() or self.deadline.expired()
+        ):
             yield self.model
 
     def check_admission(self) -> None:
