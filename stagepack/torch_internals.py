@@ -15,6 +15,7 @@ import math
 import os
 import sys
 import tempfile
+import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
 from types import FunctionType
@@ -610,6 +611,9 @@ def compile_to_package(program: ExportedProgram, package_path: str, temporary_fo
 
     Files of torch and of the compiler that it starts stay in the temporary folder when this process is killed. Meanwhile it is that of the
     whole process, as `tempfile` and ``TMPDIR`` have it.
+
+    Raises:
+        RuntimeError: the code has a C++ library of its own, with which `parse_device_str` of torch ends the process that loads it.
     """
     from torch._inductor import aoti_compile_and_package  # noqa: PLC0415 - takes a second
     from torch._inductor.runtime.cache_dir_utils import cache_dir  # noqa: PLC0415
@@ -617,6 +621,14 @@ def compile_to_package(program: ExportedProgram, package_path: str, temporary_fo
     cache_dir()  # it is in the folder of temporary files, and is kept for the process
     with _temporary_files_in(temporary_folder):
         aoti_compile_and_package(program, package_path=package_path)
+    with zipfile.ZipFile(package_path) as package:
+        libraries = [package.read(name) for name in package.namelist() if name.endswith(".so")]
+    if not all(b"libstdc++." in library or b"libc++." in library for library in libraries):
+        os.unlink(package_path)
+        compiler = os.environ.get("CXX", "the C++ compiler")
+        raise RuntimeError(
+            f"{compiler} links its library into the code, which ends processes: set CXX to another, as CXX=g++"
+        )
 
 
 @contextlib.contextmanager

@@ -1,7 +1,10 @@
 """Compiled at the first call and ahead of time: each distinct region once, with the answers of the model."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -168,3 +171,19 @@ def test_damaged_code_is_refused(stack: tuple[Stack, Bundle], compiled: Path, tm
         damage()
         with pytest.raises(CompiledError, match="is missing or was changed"):
             stagepack.load(stack[1], compiled=changed)
+
+
+@pytest.mark.slow
+def test_code_with_its_own_cpp_library_is_refused(tmp_path: Path) -> None:
+    """A process that loads such code ends by SIGSEGV."""
+    compiler, out = tmp_path / "c++", tmp_path / "linear.compiled"
+    compiler.write_text(
+        '#!/bin/sh\ncase " $* " in *" -shared "*) exec g++ "$@" -static-libstdc++;; *) exec g++ "$@";; esac\n'
+    )
+    compiler.chmod(0o755)
+    bundle = stagepack.export(torch.nn.Linear(4, 4).eval(), (torch.zeros(2, 4),), out=tmp_path / "b.stagepack")
+    command = [sys.executable, "-m", "stagepack", "compile", str(bundle.path), "-o", str(out), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | {"CXX": str(compiler)})
+    assert f"{compiler} links its library into the code" in done.stdout
+    assert [path.name for path in out.iterdir()] == ["compiled.json"]
+    assert stagepack.load(bundle, ["cpu"], compiled=out)(torch.zeros(2, 4)).shape == (2, 4)
