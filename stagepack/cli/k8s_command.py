@@ -342,6 +342,9 @@ def _deployment_options(bundle: Bundle, options: _Options) -> DeploymentOptions:
         fail("--memory: expected more than 0 bytes, found 0")
     if options.operator_port in RESERVED_PORTS:
         fail(f"--operator-port: expected another port than {', '.join(map(str, RESERVED_PORTS))}, which the pods use")
+    label_keys = [key for key, _ in options.node_selector]
+    if len(set(label_keys)) < len(label_keys):
+        fail(f"--node-selector: expected each key once, found {', '.join(label_keys)}")
     taken_over = {
         field.name: getattr(options, field.name) for field in fields(DeploymentOptions) if hasattr(options, field.name)
     }

@@ -277,7 +277,7 @@ class ServeOptions:
 
 
 def check_sources(bundle_paths: Mapping[str, str], options: ServeOptions) -> None:
-    """Refuse bundles beside a model repository, neither of them, and `--load-model` without clients that load."""
+    """Refuse bundles beside a model repository, neither of them, and options of a mode of control that is not chosen."""
     if not bundle_paths and options.repository is None:
         raise click.UsageError("Missing argument '[NAME=]BUNDLE...', or the option --model-repository.")
     if bundle_paths and options.repository is not None:
@@ -290,6 +290,13 @@ def check_sources(bundle_paths: Mapping[str, str], options: ServeOptions) -> Non
             )
     if options.load_names and (options.repository is None or options.control_mode != "explicit"):
         raise click.UsageError("--load-model requires --model-repository and --model-control explicit")
+    if _is_given("poll_seconds") and options.control_mode != "poll":
+        raise click.UsageError("--poll-s requires --model-control poll")
+
+
+def _is_given(parameter: str) -> bool:
+    """Whether an option is on the command line."""
+    return click.get_current_context().get_parameter_source(parameter) is not click.core.ParameterSource.DEFAULT
 
 
 def _is_written_for_triton(folder: Path) -> bool:
@@ -319,6 +326,8 @@ def check_options(bundle_paths: dict[str, str], options: ServeOptions) -> None:
             raise click.UsageError(
                 "--compiled is the native code of one model: serve one bundle, or one entry point as BUNDLE#NAME"
             )
+    if options.exact and options.max_batch_size > 1 and _is_given("max_batch_size"):
+        raise click.UsageError("--exact cannot be used with --max-batch above 1")
     if options.digest and only_path is None:
         raise click.UsageError("--digest is that of one bundle: serve that bundle alone")
     if is_launched_group():
@@ -348,6 +357,5 @@ def _check_device_memory(options: ServeOptions) -> None:
     """Refuse options that do not go with `--device-memory`."""
     if options.processes or is_launched_group():
         raise click.UsageError("--device-memory cannot be used with --processes or torchrun")
-    copy_source = click.get_current_context().get_parameter_source("copy_weights")
-    if options.copy_weights and copy_source is not click.core.ParameterSource.DEFAULT:
+    if options.copy_weights and _is_given("copy_weights"):
         raise click.UsageError("--device-memory cannot be used with --copy")

@@ -68,6 +68,8 @@ def test_the_help_of_a_command_describes_its_options(command: str, flag: str) ->
         (["serve", "x", "--max-queue", str(2**31)], "is not in the range"),
         ("serve x --model-repository y", "cannot be used together"),
         ("serve --model-repository y --load-model z", "--load-model requires"),
+        ("serve x --poll-s 5", "--poll-s requires --model-control poll"),
+        ("serve x --exact --max-batch 8", "--exact cannot be used with --max-batch above 1"),
         ("serve --model-repository y --version-policy newest", "expected latest, latest:N, specific:N,N or all"),
         ("serve --model-repository y --model-control always", "'always' is not one of"),
         ("serve x --tls-key y", "--tls-certificate and --tls-key require each other"),

@@ -222,6 +222,7 @@ def test_sequences_stay_with_the_group_that_has_their_state(layers: Bundle, tmp_
         (["--path", "/a:b/x"], "no ':'"),
         (["--path", "/tmp/x", "--volume", "claim:models"], "another folder than /tmp"),  # noqa: S108 - of the pod
         (["--memory", "0"], "--memory: expected more than 0 bytes, found 0"),
+        (["--node-selector", "a=b", "--node-selector", "a=c"], "--node-selector: expected each key once, found a, a"),
         (["--operator-port", "8001"], "--operator-port: expected another port than 8000, 8001, 29500"),
     ],
 )
