@@ -55,6 +55,7 @@ class BundleLoading:
         self._options = options
         self._models = models
         self._trusted_files = given_trusted_files()
+        self._has_libraries = False
 
     def __call__(self, model_name: str, version: int, path: str, *, unless_digest: str | None) -> "LoadedBundle | None":
         """See `BundleLoader`. None also in a process that torchrun has started to run stages, when the server has ended."""
@@ -66,7 +67,7 @@ class BundleLoading:
         bundle = open_bundle(path, digest=self._options.digest, require_signature=self._trusted_files)
         if bundle.digest == unless_digest:
             return None
-        if not gc.get_freeze_count():
+        if not self._has_libraries:
             self._freeze_libraries(bundle)
         with named_errors(bundle.location), ExitStack() as closing:
             pipelines = self._load_pipelines(model_name, bundle, closing)
@@ -105,6 +106,7 @@ class BundleLoading:
         for runtime_name in self._options.runtimes:
             import_runtime(choose_runtime(runtime_name, bundle, range(len(bundle.stages))).name)
         gc.freeze()
+        self._has_libraries = True
 
     def _load_pipelines(
         self, model_name: str, bundle: Bundle, closing: ExitStack

@@ -1,6 +1,7 @@
 """Messages of gRPC: answers are the bytes that protobuf reads; large requests are bounded before they are parsed."""
 
 import asyncio
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2 as pb
 
 from stagepack_serving.server.errors import RequestError
-from stagepack_serving.server.grpc_calls import GrpcLoop
+from stagepack_serving.server.grpc_calls import CheckedMethods, GrpcLoop
 from stagepack_serving.server.grpc_messages import (
     MAX_FIELDS,
     MAX_OTHER_BYTES,
@@ -25,7 +26,9 @@ from stagepack_serving.server.grpc_messages import (
     parse_message,
     separate_raw_contents,
 )
-from stagepack_serving.server.limits import MAX_TEXT_BYTES
+from stagepack_serving.server.limits import MAX_TEXT_BYTES, ServerLimits
+from stagepack_serving.server.metrics import Metrics
+from stagepack_serving.server.model_registry import ModelRegistry
 from stagepack_serving.server.parameters import InferenceTensor
 from tests.process_facts import memory_bytes
 from tests.serve.servers import Server, grpc_channel, refused, stagepack_server
@@ -320,3 +323,25 @@ def test_steps_of_calls_end_without_an_error() -> None:
                 await future
 
     uvloop.run(end_steps(), loop_factory=GrpcLoop)
+
+
+def test_refused_calls_leave_no_errors_to_the_garbage_collector() -> None:
+    async def refuse() -> None:
+        server = grpc.aio.server()
+        CheckedMethods(server, ModelRegistry(ServerLimits(), Metrics()), None)
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            for _ in range(5):
+                assert await channel.unary_unary("/no/method")(b"").code() is grpc.StatusCode.UNIMPLEMENTED
+        await server.stop(None)
+
+    gc.collect()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        uvloop.run(refuse(), loop_factory=GrpcLoop)
+        gc.collect()
+        assert not [each for each in gc.garbage if isinstance(each, grpc.aio.AbortError)]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()

@@ -125,7 +125,8 @@ class CheckedMethods(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has 
                     record.request_bytes = len(content)
                     response = await handler.unary_unary(parse(content), context)
                 except (DecodeError, NotImplementedError, RequestError) as error:
-                    await _abort(context, method, error)
+                    _refuse(context, method, error)
+                    return None
                 except asyncio.CancelledError:
                     record.write("HUNG_UP")
                     self._resets.count(call, context.peer())
@@ -153,7 +154,7 @@ class CheckedMethods(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has 
                     requests = RequestStream(method, context, call, parse, check_authorization)
                     await self._send_all(handler.stream_stream(requests, context), context, call)
             except (DecodeError, RequestError) as error:
-                await _abort(context, method, error)
+                _refuse(context, method, error)
             except asyncio.CancelledError:
                 self._resets.count(call, context.peer())
                 raise
@@ -170,7 +171,7 @@ class CheckedMethods(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has 
                 self._begin(method, context, self._open_call())
             except RequestError as refusal:
                 error = refusal
-            await _abort(context, method, error)
+            _refuse(context, method, error)
 
         return grpc.stream_stream_rpc_method_handler(refuse)
 
@@ -296,24 +297,29 @@ def check_call_authorization(check_token: TokenCheck, context: Any) -> None:
     check_authorization(check_token, values)
 
 
-async def _abort(context: Any, method: str, error: Exception) -> None:
-    """End a call that is refused."""
-    if isinstance(error, DecodeError):
-        error = _format_error(error)
-    if (record := current_record.get()) is not None:
-        record.write(error.status.name if isinstance(error, RequestError) else "UNIMPLEMENTED")
-    match error:
-        case AuthenticationError():
-            await context.abort(error.status.grpc_code, str(error), (("www-authenticate", error.challenge),))
-        case RequestError(status=RequestStatus.BUSY):
+def _refuse(context: Any, method: str, error: Exception) -> None:
+    """Give a call the status of an error, with which it ends when its method returns.
+
+    grpc would keep the error that `context.abort` raises, with the frames of the call, until the garbage collector finds them: 50 objects
+    for each of 1,600 calls, for which all threads waited 90 ms.
+    """
+    code = grpc.StatusCode.UNIMPLEMENTED
+    status_name, message = code.name, f"this server does not support {method}"
+    metadata: tuple[tuple[str, str], ...] = ()
+    # The generated class raises NotImplementedError, too, in methods that `GrpcService` does not define.
+    if not isinstance(error, NotImplementedError):
+        refusal = error if isinstance(error, RequestError) else _format_error(error)
+        code, status_name, message = refusal.status.grpc_code, refusal.status.name, str(refusal)
+        if isinstance(refusal, AuthenticationError):
+            metadata = (("www-authenticate", refusal.challenge),)
+        elif refusal.status is RequestStatus.BUSY:
             # Clients with a retry policy wait so long: https://github.com/grpc/proposal/blob/master/A6-client-retries.md.
-            pushback = ("grpc-retry-pushback-ms", str(1000 * error.retry_seconds))
-            await context.abort(error.status.grpc_code, str(error), (pushback,))
-        case RequestError():
-            await context.abort(error.status.grpc_code, str(error))
-        case _:
-            # The generated class raises NotImplementedError, too, in methods that `GrpcService` does not define.
-            await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"this server does not support {method}")
+            metadata = (("grpc-retry-pushback-ms", str(1000 * refusal.retry_seconds)),)
+    if (record := current_record.get()) is not None:
+        record.write(status_name)
+    context.set_trailing_metadata((*context.trailing_metadata(), *metadata))
+    context.set_code(code)
+    context.set_details(message)
 
 
 def _format_error(error: Exception) -> RequestError:
