@@ -48,6 +48,7 @@ class OpenCall:
         self._is_watch = is_watch
         self._idle_seconds = None if is_watch else idle_seconds
         self._timer: asyncio.Timeout | None = None
+        self._reading_timer: asyncio.TimerHandle | None = None
         self._work_count = 0
         self._is_ended = False
         self._count_refusal = count_refusal
@@ -81,6 +82,16 @@ class OpenCall:
             raise RequestError(RequestStatus.TOO_LATE, "the request was not complete before the deadline") from None
         finally:
             self._timer = None
+
+    def bound_reading(self, peer: str, seconds: float) -> None:
+        """End the connection of a client that does not read the answer in time: grpc can end no call whose method has ended."""
+        self._reading_timer = asyncio.get_running_loop().call_later(seconds, end_connection, peer)
+
+    def end(self) -> None:
+        """Take note that the answer is sent, or the client gone."""
+        self.is_open = False
+        if self._reading_timer is not None:
+            self._reading_timer.cancel()
 
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
@@ -129,7 +140,7 @@ class OpenCalls:
 
     def remove(self, call: OpenCall) -> None:
         """Free the place of a call that has ended."""
-        call.is_open = False
+        call.end()
         self._calls.pop(call, None)
         if not self._calls:
             self._is_empty.set()
