@@ -273,14 +273,20 @@ class RequestStream:
 
 def _run_to_end(call: OpenCall, step: Callable[[], Awaitable[Result]]) -> asyncio.Future[Result]:
     """Run a step of a call, which goes on when nobody waits for it any more: see `GrpcLoop`."""
-
-    async def run() -> Result:
-        # The task begins a little later, and grpc must not begin a step of a call that has ended by then.
-        return await step() if call.is_open else grpc.aio.EOF
-
-    task = asyncio.ensure_future(run())
-    task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+    task = asyncio.ensure_future(_run_step(call, step))
+    task.add_done_callback(_take_note_of_error)
     return asyncio.shield(task)
+
+
+async def _run_step(call: OpenCall, step: Callable[[], Awaitable[Result]]) -> Result:
+    """Run a step, unless its call has ended since the step was asked for: grpc must not begin it then."""
+    return await step() if call.is_open else grpc.aio.EOF
+
+
+def _take_note_of_error(task: asyncio.Task[Any]) -> None:
+    """Let asyncio report no error of a step that nobody waits for."""
+    if not task.cancelled():
+        task.exception()
 
 
 async def _only_message(context: Any, call: OpenCall) -> bytes:
