@@ -610,10 +610,8 @@ def compile_to_package(program: ExportedProgram, package_path: str, temporary_fo
     """Compile a program with AOTInductor into a package file; the only way to it is private.
 
     Files of torch and of the compiler that it starts stay in the temporary folder when this process is killed. Meanwhile it is that of the
-    whole process, as `tempfile` and ``TMPDIR`` have it.
-
-    Raises:
-        RuntimeError: the code has a C++ library of its own, with which `parse_device_str` of torch ends the process that loads it.
+    whole process, as `tempfile` and ``TMPDIR`` have it. Code with a C++ library of its own is refused by a `RuntimeError`:
+    `parse_device_str` of torch ends the process that loads it.
     """
     from torch._inductor import aoti_compile_and_package  # noqa: PLC0415 - takes a second
     from torch._inductor.runtime.cache_dir_utils import cache_dir  # noqa: PLC0415
