@@ -2,8 +2,9 @@
 
 import functools
 import gc
+import itertools
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -67,9 +68,9 @@ class BundleLoading:
         bundle = open_bundle(path, digest=self._options.digest, require_signature=self._trusted_files)
         if bundle.digest == unless_digest:
             return None
-        if not self._has_libraries:
-            self._freeze_libraries(bundle)
         with named_errors(bundle.location), ExitStack() as closing:
+            if not self._has_libraries:
+                self._freeze_libraries(models_of_bundle(model_name, bundle).values())
             pipelines = self._load_pipelines(model_name, bundle, closing)
             if pipelines is None:
                 return None
@@ -96,7 +97,7 @@ class BundleLoading:
             end_processes = closing.pop_all().close
         return LoadedBundle(version=version, digest=bundle.digest, models=models, end_processes=end_processes)
 
-    def _freeze_libraries(self, bundle: Bundle) -> None:
+    def _freeze_libraries(self, bundles: Iterable[Bundle]) -> None:
         """Import the libraries of the runtimes, and let the garbage collector look only at what is made after them.
 
         It collects each version that is closed; with torch, it would look at 200,000 objects, and all threads wait for it: 0.1 s. By itself
@@ -105,7 +106,7 @@ class BundleLoading:
         """
         from stagepack_loaders.registry import choose_runtime, import_runtime  # noqa: PLC0415 - after the arguments are checked
 
-        for runtime_name in self._options.runtimes:
+        for bundle, runtime_name in itertools.product(bundles, self._options.runtimes):
             import_runtime(choose_runtime(runtime_name, bundle, range(len(bundle.stages))).name)
         gc.freeze()
         gc.set_threshold(700, 10, 100)
