@@ -94,11 +94,13 @@ def test_a_server_that_cannot_listen_leaves_nothing(
     taken_port: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     bundle = stagepack.export(torch.nn.Linear(2, 2), (torch.ones(1, 2),), out=tmp_path / "x.stagepack", stages=1)
-    threads = set(threading.enumerate())
+    threads, stop_signals = set(threading.enumerate()), (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    handlers = [signal.getsignal(number) for number in stop_signals]
     with socket.create_server(("127.0.0.1", 0)) as listener:
         ports = {"http_port": 0, "grpc_port": 0, taken_port: listener.getsockname()[1]}
         with pytest.raises(AddressError, match="cannot listen"):
             stagepack.serve({"x": stagepack.load(bundle)}, **ports)
+    assert [signal.getsignal(number) for number in stop_signals] == handlers
     gc.collect()  # then asyncio logs the errors of tasks that nobody has asked for
     assert [record for record in caplog.records if record.name == "asyncio"] == []
     assert not [thread.name for thread in set(threading.enumerate()) - threads if thread.name.startswith("lane")]

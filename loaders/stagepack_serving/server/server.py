@@ -102,8 +102,14 @@ def serve(
     `ServerLimits.linger` seconds, reports that it is not ready, and closes each HTTP connection with its answer. A second SIGTERM or SIGINT
     ends the process at once.
     """
-    # For a request over gRPC, the event loop of asyncio makes some 200 calls of Python, that of uvloop none.
-    return uvloop.run(_serve(control, addresses, on_listening, security), loop_factory=GrpcLoop)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    try:
+        # For a request over gRPC, the event loop of asyncio makes some 200 calls of Python, that of uvloop none.
+        return uvloop.run(_serve(control, addresses, on_listening, security), loop_factory=GrpcLoop)
+    finally:
+        for number, handler in handlers.items():
+            if handler is not None:  # else it is none of Python
+                signal.signal(number, handler)  # that of the closed event loop would drop the signal
 
 
 async def _serve(
