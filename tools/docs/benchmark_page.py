@@ -20,7 +20,6 @@ SECTION_TITLES = {
     "gpu_load": "Loading weights on a GPU",
     "gpu": "Stages on one GPU",
     "compile": "Compiling",
-    "compile_gpu": "Compiling on a GPU",
     "onnx": "ONNX Runtime: cut against whole",
     "serve": "Serving",
     "processes": "Stages in processes of their own",
