@@ -625,7 +625,7 @@ def compile_to_package(program: ExportedProgram, package_path: str, temporary_fo
         os.unlink(package_path)
         compiler = os.environ.get("CXX", "the C++ compiler")
         raise RuntimeError(
-            f"{compiler} links its library into the code, which ends processes: set CXX to another, as CXX=g++"
+            f"{compiler} links the C++ library into the code, which ends its process: choose another, as CXX=g++"
         )
 
 

@@ -101,15 +101,15 @@ class BundleLoading:
         """Import the libraries of the runtimes, and let the garbage collector look only at what is made after them.
 
         It collects each version that is closed; with torch, it would look at 200,000 objects, and all threads wait for it: 0.1 s. By itself
-        it looks at all objects when a quarter more have come since, which without the libraries a thousand idle calls of gRPC do: it is to
-        wait until 700,000 more were made than freed.
+        it looks at all objects when a quarter more have come since, which without the libraries a thousand idle calls of gRPC do: it waits
+        ten times as long before it does.
         """
         from stagepack_loaders.registry import choose_runtime, import_runtime  # noqa: PLC0415 - after the arguments are checked
 
         for bundle, runtime_name in itertools.product(bundles, self._options.runtimes):
             import_runtime(choose_runtime(runtime_name, bundle, range(len(bundle.stages))).name)
         gc.freeze()
-        gc.set_threshold(700, 10, 100)
+        gc.set_threshold(*gc.get_threshold()[:2], 10 * gc.get_threshold()[2])
         self._has_libraries = True
 
     def _load_pipelines(
