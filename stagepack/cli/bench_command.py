@@ -20,7 +20,7 @@ from stagepack.cli.shared_flags import JSON, Amount, Count, require_packages
 from stagepack.cli.termination import orderly_termination
 from stagepack.opening import open_bundle
 from stagepack.remote.url import WEB_SCHEMES
-from stagepack_loaders.python_process import module_command, module_environment
+from stagepack_loaders.python_process import kept_signal_handlers, module_command, module_environment
 
 if TYPE_CHECKING:
     from stagepack_serving.bench.http_client import ServerUrl
@@ -276,21 +276,18 @@ def _measure(url: "ServerUrl", options: _Options) -> dict[str, Any]:
             received_signals.append(stop_signal)
             measuring.cancel()
 
-        for stop_signal in handlers:
+        for stop_signal in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(stop_signal, stop, stop_signal)
         return await measuring
 
     # What a handler of Python raises in a callback of the event loop, that drops.
-    handlers = {stop_signal: signal.getsignal(stop_signal) for stop_signal in (signal.SIGINT, signal.SIGTERM)}
     received_signals: list[signal.Signals] = []
-    with progress(f"measuring {options.seconds:g} s"):
-        try:
+    try:
+        with progress(f"measuring {options.seconds:g} s"), kept_signal_handlers():
             return uvloop.run(measure_until_stopped())
-        finally:
-            for stop_signal, handler in handlers.items():
-                signal.signal(stop_signal, handler)
-            for stop_signal in received_signals:
-                signal.raise_signal(stop_signal)
+    finally:
+        for stop_signal in received_signals:
+            signal.raise_signal(stop_signal)
 
 
 def _print_facts(facts: dict[str, Any]) -> None:

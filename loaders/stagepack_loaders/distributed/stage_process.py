@@ -44,6 +44,7 @@ from stagepack_loaders.distributed.status import ProcessStatus, RequestError, St
 from stagepack_loaders.distributed.transfers import RouteReceivers
 from stagepack_loaders.distributed.watch import HEARTBEAT_SECONDS, LOST_STATUS, FrontWatch
 from stagepack_loaders.logs import RequestTrace, current_trace, write_process_log
+from stagepack_loaders.python_process import STOP_SIGNALS, kept_signal_handlers
 from stagepack_loaders.run_trace import SpanRecorder
 
 # The exit status of a process whose device computes nothing more.
@@ -51,7 +52,6 @@ DEVICE_LOST_STATUS = 76
 _LOGGER = logging.getLogger("stagepack")
 _FRONT_SILENCE_SECONDS = 10.0
 _REQUESTS_POSTED_AHEAD = 3
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class ProcessDescription(Struct, frozen=True, kw_only=True):
@@ -170,12 +170,10 @@ def _ignored_stop_signals() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    handlers = {signal_number: signal.signal(signal_number, signal.SIG_IGN) for signal_number in _STOP_SIGNALS}
-    try:
+    with kept_signal_handlers():
+        for stop_signal in STOP_SIGNALS:
+            signal.signal(stop_signal, signal.SIG_IGN)
         yield
-    finally:
-        for signal_number, handler in handlers.items():
-            signal.signal(signal_number, handler)
 
 
 class _StageProcess:

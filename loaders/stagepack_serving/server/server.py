@@ -22,6 +22,7 @@ from tritonclient.grpc.service_pb2_grpc import add_GRPCInferenceServiceServicer_
 
 from stagepack.errors import OptionError, StageLostError
 from stagepack_loaders.pipeline import CallablePipeline
+from stagepack_loaders.python_process import kept_signal_handlers
 from stagepack_serving.server.errors import AddressError
 from stagepack_serving.server.free_memory import give_back_when_quiet
 from stagepack_serving.server.generation.embedder import add_embedders
@@ -102,14 +103,9 @@ def serve(
     `ServerLimits.linger` seconds, reports that it is not ready, and closes each HTTP connection with its answer. A second SIGTERM or SIGINT
     ends the process at once.
     """
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
-    try:
+    with kept_signal_handlers():
         # For a request over gRPC, the event loop of asyncio makes some 200 calls of Python, that of uvloop none.
         return uvloop.run(_serve(control, addresses, on_listening, security), loop_factory=GrpcLoop)
-    finally:
-        for number, handler in handlers.items():
-            if handler is not None:  # else it is none of Python
-                signal.signal(number, handler)  # that of the closed event loop would drop the signal
 
 
 async def _serve(
