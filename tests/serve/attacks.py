@@ -16,6 +16,7 @@ from typing import Final
 _PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _DATA, _HEADERS, _RESET, _SETTINGS, _PING = 0, 1, 3, 4, 6
 _ACKNOWLEDGED, _END_STREAM, _END_HEADERS = 1, 1, 4
+READS_NOTHING: Final = struct.pack(">HI", 4, 0)  # SETTINGS_INITIAL_WINDOW_SIZE of RFC 9113, section 6.5.2
 _CANCEL: Final = struct.pack(">I", 8)
 _INFER, _STREAM = "ModelInfer", "ModelStreamInfer"
 # Paths that cost the server more than a look-up.
@@ -45,11 +46,11 @@ def call_headers(method_name: str) -> bytes:
 class RawConnection:
     """A connection of HTTP/2 that does what no client of gRPC does."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, settings: bytes = b"") -> None:
         self.socket = socket.create_connection(("127.0.0.1", port))
         self.stream_ids = itertools.count(1, 2)
         self.is_open = True
-        self.socket.sendall(_PREFACE + frame(_SETTINGS, 0, 0))
+        self.socket.sendall(_PREFACE + frame(_SETTINGS, 0, 0, settings))
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:

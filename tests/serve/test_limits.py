@@ -21,7 +21,7 @@ from tritonclient.utils import InferenceServerException
 import stagepack
 from stagepack_serving.server.tensor_decoding import array_from_json
 from tests.modules import module_of
-from tests.serve.attacks import RawConnection
+from tests.serve.attacks import READS_NOTHING, RawConnection
 from tests.serve.bundles import Bundles
 from tests.serve.servers import (
     INFER,
@@ -34,6 +34,7 @@ from tests.serve.servers import (
     post,
     refused,
     request_counts,
+    skips_message,
     skips_request,
     stagepack_server,
     wait_for_requests,
@@ -244,6 +245,18 @@ def test_who_does_not_read_is_let_go(wide: Path) -> None:
                 assert client.ask("wide", {"x": numpy.ones(1, "float32")})["output"].shape == (10_000_000,)
         assert server.stop() == 0
         assert server.answers() == {"TOO_LATE": 1, "BUSY": 1, "OK": 1}
+
+
+def test_unread_small_answer_over_grpc_ends_its_connection(bundles: Bundles) -> None:
+    with stagepack_server([bundles["skips"]], "--deadline-s", "2", "--max-connections", "2") as server:
+        reader = RawConnection(server.grpc, READS_NOTHING)
+        with contextlib.closing(reader.socket):
+            for _ in range(2):
+                reader.ask(skips_message().SerializeToString())
+            wait_until(lambda: not reader.is_open, 30)
+        with grpc_stub(server) as stub:
+            assert stub.ModelInfer(skips_message(), timeout=20).outputs
+        assert server.stop() == 0
 
 
 def test_an_answer_that_has_begun_is_not_cut_off(wide: Path) -> None:

@@ -81,8 +81,8 @@ def test_calls_that_lose_their_connection_leave_no_memory(heavy: Path) -> None:
             return own_bytes(server.process.pid)
 
         bytes_before = bytes_after_attacks(8)
-        # grpc alone keeps 640 kB of each attack.
-        assert bytes_after_attacks(16) < bytes_before + 16 * 320_000
+        # grpc alone keeps 640 kB of each attack; arenas differ by 4 MB from one reading to the next.
+        assert bytes_after_attacks(32) < bytes_before + 32 * 320_000
 
 
 class _Weights:

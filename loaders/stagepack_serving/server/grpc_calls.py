@@ -36,8 +36,6 @@ _FAILED_STEP: Final = 'Failed "execute_batch"'
 # grpc closes a connection when it has written the last answer; what the kernel has not sent by then is lost if the client writes
 # meanwhile: with 512 KB answers on a busy machine, 8 of 450 clients met a reset connection.
 _SENDING_SECONDS: Final = 0.5
-# grpc sends as much to a client that does not read.
-_UNREAD_BYTES: Final = 65_535
 
 
 class GrpcLoop(uvloop.Loop):
@@ -133,8 +131,8 @@ class CheckedMethods(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has 
                     self._resets.count(call, context.peer())
                     raise
                 record.answer_bytes = len(response) if is_inference else response.ByteSize()
-                if record.answer_bytes > _UNREAD_BYTES:
-                    call.bound_reading(context.peer(), self._models.limits.sending)
+                # Of a small answer too: a client may have said that it reads nothing (SETTINGS_INITIAL_WINDOW_SIZE of HTTP/2).
+                call.bound_reading(context.peer(), self._models.limits.sending)
                 if method not in _METHODS_WITHOUT_TOKEN:
                     record.write("OK")
                 return response
@@ -151,8 +149,8 @@ class CheckedMethods(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has 
                     await call.wait(self._send_all(responses, context, call))
                 else:
                     # A token may be withdrawn while the stream is open.
-                    check_authorization = functools.partial(self._check_authorization, method, context)
-                    requests = RequestStream(method, context, call, parse, check_authorization)
+                    check_token = functools.partial(self._check_authorization, method, context)
+                    requests = RequestStream(method, context, call, parse, check_token)
                     await self._send_all(handler.stream_stream(requests, context), context, call)
             except (DecodeError, RequestError) as error:
                 await _abort(context, method, error)
@@ -188,6 +186,7 @@ class CheckedMethods(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has 
         context.add_done_callback(functools.partial(self._end_call, call))
         self._check_authorization(method, context)
         if self._is_stopping:
+            self._count_refusal()
             raise RequestError(RequestStatus.BUSY, "this server is stopping: ask another one")
         try:
             self._calls.add(call, is_health=method in _METHODS_WITHOUT_TOKEN)
@@ -200,10 +199,10 @@ class CheckedMethods(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has 
         self._calls.remove(call)
         # grpc keeps the callbacks of a call after it has called them. They refer to the context, and it to them: the garbage collector had
         # to find 50 objects for each of 1,600 refused calls, and all threads waited 90 ms for it.
-        for state in gc.get_referents(context):
-            for callbacks in gc.get_referents(state):
-                if isinstance(callbacks, list):
-                    callbacks.clear()
+        states = (each for each in gc.get_referents(context) if type(each).__name__ == "RPCState")
+        for callbacks in gc.get_referents(*states):
+            if isinstance(callbacks, list):
+                callbacks.clear()
 
     def _check_authorization(self, method: str, context: Any) -> None:
         if self._check_token is not None and method not in _METHODS_WITHOUT_TOKEN:
@@ -227,6 +226,7 @@ class CheckedMethods(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has 
                 except TimeoutError:
                     context.set_code(RequestStatus.TOO_LATE.grpc_code)
                     context.set_details("the client did not read an answer before the deadline")
+                    call.bound_reading(context.peer(), self._models.limits.sending)  # the status waits for it, too
                     return
 
 

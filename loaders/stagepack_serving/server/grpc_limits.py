@@ -37,7 +37,7 @@ class OpenCall:
     """A call, from its start until its answer is sent. It is idle while it waits for its client, and no request of it is being answered.
 
     Attributes:
-        is_open: whether its method runs.
+        is_open: whether its answer is not sent yet, and its client is there.
     """
 
     def __init__(self, *, is_watch: bool, idle_seconds: float, count_refusal: Callable[[], None]) -> None:
@@ -65,8 +65,8 @@ class OpenCall:
 
     def end_idle(self) -> None:
         """End the call, which is idle, for another one."""
-        self._is_ended = True
         self._set_timer(0)
+        self._is_ended = True
 
     async def wait(self, client: Awaitable[Result]) -> Result:
         """Wait for the client, while the call is idle no longer than the limit."""
@@ -75,13 +75,14 @@ class OpenCall:
                 self._begin_idle()
                 return await client
         except TimeoutError:
-            if self._is_ended:  # else its message has come at the same moment, and is answered
+            if self._is_ended:
                 self._count_refusal()
                 message = "the call was idle, and its place is needed for another one: ask again"
                 raise RequestError(RequestStatus.BUSY, message) from None
             raise RequestError(RequestStatus.TOO_LATE, "the request was not complete before the deadline") from None
         finally:
             self._timer = None
+            self._is_ended = False  # its message may have come at the moment at which it was ended, and is answered
 
     def bound_reading(self, peer: str, seconds: float) -> None:
         """End the connection of a client that does not read the answer in time: grpc can end no call whose method has ended."""
@@ -110,7 +111,7 @@ class OpenCall:
             self._set_timer(self._idle_seconds)
 
     def _set_timer(self, seconds: float | None) -> None:
-        if self._timer is not None:
+        if self._timer is not None and not self._is_ended:
             end_time = None if seconds is None else asyncio.get_running_loop().time() + seconds
             with contextlib.suppress(RuntimeError):  # it has gone off
                 self._timer.reschedule(end_time)
