@@ -331,14 +331,14 @@ async def _free(bundle: LoadedBundle) -> None:
     name, version = bundle.models[0].name, bundle.version
     await _run_in_thread(partial(bundle.close, _CLOSE_SECONDS))
     del bundle
-    collect_and_give_back()  # graphs, threads and weights refer to each other
+    await _run_in_thread(collect_and_give_back)  # graphs, threads and weights refer to each other
     _LOGGER.info("%s: version %d is closed", name, version)
 
 
 async def _free_refused() -> None:
     """Free the memory of a version that was refused, which the tracebacks of its errors keep until they are collected."""
     await asyncio.sleep(_WATCH_SECONDS)
-    collect_and_give_back()
+    await _run_in_thread(collect_and_give_back)
 
 
 async def _run_in_thread(function: Callable[[], Result]) -> Result:
