@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import sys
 import time
 import weakref
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import torch
 
 import stagepack
 from stagepack.errors import InputError
+from stagepack_serving.server import free_memory
 from stagepack_serving.server.errors import RequestError
 from stagepack_serving.server.limits import ServerLimits
 from stagepack_serving.server.metrics import Metrics
@@ -89,7 +91,7 @@ class _Weights:
     """Stands for what a version has loaded."""
 
 
-def test_refused_version_leaves_nothing() -> None:
+def test_refused_version_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded: list[weakref.ref[_Weights]] = []
 
     def load_bundle(model_name: str, version: int, path: str, *, unless_digest: str | None) -> LoadedBundle:
@@ -97,17 +99,23 @@ def test_refused_version_leaves_nothing() -> None:
         loaded.append(weakref.ref(weights))
         raise InputError(f"{model_name}: other results than those of the example, with {weights}")
 
-    async def load() -> list[_Weights | None]:
+    async def load() -> None:
         models = ModelRegistry(ServerLimits(), Metrics())
         control = ModelControl(models, fixed_bundles({"model": ""}), load_bundle, mode="explicit")
+        watching = asyncio.create_task(control.watch())
         with pytest.raises(RequestError, match="other results"):
             await control.load("model")
-        await asyncio.sleep(0.5)
-        return [reference() for reference in loaded]
+        await asyncio.sleep(1)
+        assert loaded[0]() is not None  # a collection would stop all requests for long
+        monkeypatch.setattr(free_memory, "_MANY_OBJECTS", sys.maxsize)
+        await asyncio.sleep(1)
+        assert loaded[0]() is None
+        watching.cancel()
 
+    monkeypatch.setattr(free_memory, "_MANY_OBJECTS", 0)
     gc.disable()  # in a server that has nothing to do, it would come after hours
     try:
-        assert asyncio.run(load()) == [None]
+        asyncio.run(load())
     finally:
         gc.enable()
 

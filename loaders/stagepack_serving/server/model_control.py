@@ -10,15 +10,15 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Literal, Protocol, TypeVar
+from typing import Final, Literal, Protocol, TypeVar
 
 from stagepack.errors import InputError, StagepackError
 from stagepack.format.threads import start_in_thread
 from stagepack_serving.server.errors import BadRequestError, RequestError, RequestStatus
-from stagepack_serving.server.free_memory import collect_and_give_back
+from stagepack_serving.server.free_memory import collect_and_give_back, has_many_objects
 from stagepack_serving.server.limits import VersionPolicy
 from stagepack_serving.server.model_registry import LoadedBundle, ModelRegistry
 
@@ -31,6 +31,8 @@ _MODEL_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", re.ASCII)
 _VERSION: Final = re.compile("[1-9][0-9]{0,17}", re.ASCII)
 _LOGGER: Final = logging.getLogger("stagepack.serve")
 _WATCH_SECONDS: Final = 0.2
+# So long the memory of a version waits for clients that keep their calls idle to go away.
+_MOST_OBJECTS_SECONDS: Final = 10
 # A version without requests may still run one that nobody waits for any more.
 _CLOSE_SECONDS: Final = 86_400.0
 
@@ -81,6 +83,8 @@ class ModelControl:
         self._states: dict[tuple[str, int], tuple[str, str]] = {}
         self._polled_states: Mapping[str, object] = {}
         self._closing: set[asyncio.Task[None]] = set()
+        # When the first version has ended, or was refused, of those whose memory is not free yet.
+        self._ended_time: float | None = None
         # One bundle is loaded at a time: two need more memory, and the second would take as much longer.
         self._changing = asyncio.Lock()
 
@@ -172,6 +176,7 @@ class ModelControl:
         while True:
             await asyncio.sleep(_WATCH_SECONDS)
             self._close_retired()
+            await self._free_memory()
 
     def _close_retired(self) -> None:
         # A function of its own: the variable of a loop that waits would keep the last bundle, and its weights.
@@ -179,12 +184,28 @@ class ModelControl:
             if all([model.has_finished() for model in bundle.models]):
                 del self._retiring[bundle]
                 self.models.remove(bundle.models)
-                self._close_later(_free(bundle))
+                closing = asyncio.create_task(self._end_version(bundle))
+                self._closing.add(closing)
+                closing.add_done_callback(self._closing.discard)
 
-    def _close_later(self, closing: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(closing)
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
+    async def _end_version(self, bundle: LoadedBundle) -> None:
+        """End the threads and processes of a version that has finished."""
+        await _run_in_thread(partial(bundle.close, _CLOSE_SECONDS))
+        _LOGGER.info("%s: version %d is closed", bundle.models[0].name, bundle.version)
+        self._note_end()
+
+    def _note_end(self) -> None:
+        self._ended_time = self._ended_time or time.monotonic()
+
+    async def _free_memory(self) -> None:
+        """Free the memory of versions that have ended or were refused: graphs, threads, weights and tracebacks refer to each other."""
+        if self._ended_time is None:
+            return
+        seconds = time.monotonic() - self._ended_time
+        # An error of a version has its weights until it is answered.
+        if seconds > _MOST_OBJECTS_SECONDS or (seconds > _WATCH_SECONDS and not has_many_objects()):
+            self._ended_time = None
+            await _run_in_thread(collect_and_give_back)
 
     async def _poll_source(self) -> None:
         while True:
@@ -227,7 +248,7 @@ class ModelControl:
                 except StagepackError as error:
                     errors.append(error)
             if errors:
-                self._close_later(_free_refused())
+                self._note_end()
                 raise errors[0]
             for version in self._loaded[model_name].keys() - paths.keys():
                 self._retire(model_name, version)
@@ -324,21 +345,6 @@ class ModelControl:
             for model_name, paths in self._source().items()
             if paths
         }
-
-
-async def _free(bundle: LoadedBundle) -> None:
-    """End the threads and processes of a version that has finished, and free its memory."""
-    name, version = bundle.models[0].name, bundle.version
-    await _run_in_thread(partial(bundle.close, _CLOSE_SECONDS))
-    del bundle
-    await _run_in_thread(collect_and_give_back)  # graphs, threads and weights refer to each other
-    _LOGGER.info("%s: version %d is closed", name, version)
-
-
-async def _free_refused() -> None:
-    """Free the memory of a version that was refused, which the tracebacks of its errors keep until they are collected."""
-    await asyncio.sleep(_WATCH_SECONDS)
-    await _run_in_thread(collect_and_give_back)
 
 
 async def _run_in_thread(function: Callable[[], Result]) -> Result:
