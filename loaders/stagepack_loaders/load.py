@@ -30,9 +30,8 @@ from stagepack_loaders.preparation import (
     open_for_loading,
     prepare_stage,
     reading_progress,
-    runtime_of_each_stage,
 )
-from stagepack_loaders.registry import DEFAULT_RUNTIME, choose_runtime
+from stagepack_loaders.registry import DEFAULT_RUNTIME, choose_runtime, runtime_of_each_stage
 
 if TYPE_CHECKING:
     import torch

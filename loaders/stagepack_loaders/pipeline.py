@@ -30,9 +30,8 @@ from stagepack_loaders.preparation import (
     finish_prepared,
     prepare_all,
     reading_progress,
-    runtime_of_each_stage,
 )
-from stagepack_loaders.registry import TORCH_RUNTIME
+from stagepack_loaders.registry import TORCH_RUNTIME, runtime_of_each_stage
 from stagepack_loaders.run_trace import RunTrace
 from stagepack_loaders.stages import CallableStage as CallableStage
 

@@ -12,7 +12,7 @@ from stagepack.terminal import byte_progress
 from stagepack_loaders.base import LoadedStage, PreparedStage, PrepareOptions, Runtime, Verify
 from stagepack_loaders.options import LoadOptions
 from stagepack_loaders.placement import place_stages
-from stagepack_loaders.registry import choose_runtime, find_runtime, import_runtime, runtimes
+from stagepack_loaders.registry import find_runtime, import_runtime, runtime_of_each_stage, runtimes
 
 
 def open_for_loading(bundle: BundleSource, verify: Verify, require_signature: TrustedSigners | None = None) -> Bundle:
@@ -30,16 +30,6 @@ def open_for_loading(bundle: BundleSource, verify: Verify, require_signature: Tr
             "require_signature: the signature is over the digests of all files: do not use without_digests()"
         )
     return opened_bundle.without_digests() if verify == "off" else opened_bundle
-
-
-def runtime_of_each_stage(runtime: str | Sequence[str], bundle: Bundle) -> list[Runtime]:
-    """Return the runtime of each stage, without importing its library."""
-    stage_count = len(bundle.stages)
-    if not isinstance(runtime, list | tuple):
-        return [choose_runtime(runtime, bundle, range(stage_count))] * stage_count
-    if len(runtime) != stage_count:
-        raise OptionError(f"expected a runtime, or one for each of {stage_count} stages, found {len(runtime)}")
-    return [choose_runtime(runtime_name, bundle, [number]) for number, runtime_name in enumerate(runtime)]
 
 
 def prepare_all(

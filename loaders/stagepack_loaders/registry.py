@@ -2,7 +2,7 @@
 
 import importlib
 import importlib.util
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 from stagepack.errors import MissingPackageError, OperatorError, OptionError
@@ -98,6 +98,16 @@ def choose_runtime(runtime_name: object, bundle: Bundle, stage_numbers: Iterable
         message = f"the package {TORCH_RUNTIME!r} is not installed: {torch_runtime.install} installs it{lacking_files}"
         raise MissingPackageError(message, name=TORCH_RUNTIME)
     return torch_runtime
+
+
+def runtime_of_each_stage(runtime: str | Sequence[str], bundle: Bundle) -> list[Runtime]:
+    """Return the runtime of each stage, without importing its library."""
+    stage_count = len(bundle.stages)
+    if not isinstance(runtime, list | tuple):
+        return [choose_runtime(runtime, bundle, range(stage_count))] * stage_count
+    if len(runtime) != stage_count:
+        raise OptionError(f"expected a runtime, or one for each of {stage_count} stages, found {len(runtime)}")
+    return [choose_runtime(runtime_name, bundle, [number]) for number, runtime_name in enumerate(runtime)]
 
 
 def runtimes() -> Iterator[Runtime]:

@@ -2,7 +2,6 @@
 
 import functools
 import gc
-import itertools
 import logging
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
@@ -104,10 +103,11 @@ class BundleLoading:
         it looks at all objects when a quarter more have come since, which without the libraries a thousand idle calls of gRPC do: it waits
         ten times as long before it does.
         """
-        from stagepack_loaders.registry import choose_runtime, import_runtime  # noqa: PLC0415 - after the arguments are checked
+        from stagepack_loaders.registry import import_runtime  # noqa: PLC0415 - after the arguments are checked
 
-        for bundle, runtime_name in itertools.product(bundles, self._options.runtimes):
-            import_runtime(choose_runtime(runtime_name, bundle, range(len(bundle.stages))).name)
+        for bundle in bundles:
+            for runtime_name in runtime_of_each_stage(self._options.runtimes, bundle):
+                import_runtime(runtime_name)
         gc.freeze()
         gc.set_threshold(*gc.get_threshold()[:2], 10 * gc.get_threshold()[2])
         self._has_libraries = True

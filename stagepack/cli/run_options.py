@@ -7,11 +7,11 @@ import click
 
 from stagepack.cli.command import PathType, flag
 from stagepack.format.reader import Bundle
+from stagepack_loaders import registry
 from stagepack_loaders.call_limits import Limits
 from stagepack_loaders.distributed.launch_environment import is_launched_group
 from stagepack_loaders.options import LoadOptions, ProcessOptions
-from stagepack_loaders.registry import DEFAULT_RUNTIME, choose_runtime, find_runtime, runtime_names
-from stagepack_loaders.registry import runtimes as registered_runtimes
+from stagepack_loaders.registry import DEFAULT_RUNTIME, find_runtime, runtime_names
 
 if TYPE_CHECKING:
     from stagepack_loaders.distributed.pipeline import DistributedPipeline
@@ -92,14 +92,14 @@ def runtime_of_each_stage(runtimes: Sequence[str], bundle: Bundle) -> list[str]:
         raise click.UsageError(
             f"--runtime: expected one runtime, or one for each of {stage_count} stages, found {len(runtimes)}"
         )
-    named = [choose_runtime(name, bundle, range(stage_count)).name for name in runtimes]
-    return named if len(named) == stage_count else named * stage_count
+    named = registry.runtime_of_each_stage(runtimes if len(runtimes) > 1 else runtimes[0], bundle)
+    return [runtime.name for runtime in named]
 
 
 def check_runtimes_compile(flag: str, runtimes: Sequence[str]) -> None:
     """Refuse an option for compiled stages with a runtime that does not run them."""
     if not all(name == DEFAULT_RUNTIME or find_runtime(name).compiles for name in runtimes):
-        compiling_runtimes = " or ".join(runtime.name for runtime in registered_runtimes() if runtime.compiles)
+        compiling_runtimes = " or ".join(runtime.name for runtime in registry.runtimes() if runtime.compiles)
         raise click.UsageError(f"{flag} requires the runtime {compiling_runtimes} for all stages: leave out --runtime")
 
 

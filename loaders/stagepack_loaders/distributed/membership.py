@@ -36,8 +36,8 @@ from stagepack_loaders.distributed.routes import FRONT_RANK, Route, find_routes,
 from stagepack_loaders.distributed.status import ErrorReport, attribute_error, rebuild_error, report_error, stages_text
 from stagepack_loaders.options import LoadOptions, ProcessOptions
 from stagepack_loaders.placement import place_stages
-from stagepack_loaders.preparation import compile_prepared, open_for_loading, prepare_stage, runtime_of_each_stage
-from stagepack_loaders.registry import find_runtime
+from stagepack_loaders.preparation import compile_prepared, open_for_loading, prepare_stage
+from stagepack_loaders.registry import find_runtime, runtime_of_each_stage
 
 # Weights may take long to read; a process that ends meanwhile is found by the launcher.
 _LOAD_SECONDS = 24 * 3600.0
