@@ -131,7 +131,6 @@ class CheckedMethods(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has 
                     self._resets.count(call, context.peer())
                     raise
                 record.answer_bytes = len(response) if is_inference else response.ByteSize()
-                # Of a small answer too: a client may have said that it reads nothing (SETTINGS_INITIAL_WINDOW_SIZE of HTTP/2).
                 call.bound_reading(context.peer(), self._models.limits.sending)
                 if method not in _METHODS_WITHOUT_TOKEN:
                     record.write("OK")

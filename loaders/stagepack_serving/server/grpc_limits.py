@@ -86,6 +86,7 @@ class OpenCall:
 
     def bound_reading(self, peer: str, seconds: float) -> None:
         """End the connection of a client that does not read the answer in time: grpc can end no call whose method has ended."""
+        # A small answer waits too: a client may have said that it reads nothing (SETTINGS_INITIAL_WINDOW_SIZE of HTTP/2).
         self._reading_timer = asyncio.get_running_loop().call_later(seconds, end_connection, peer)
 
     def end(self) -> None:
