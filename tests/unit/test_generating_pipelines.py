@@ -164,7 +164,7 @@ def test_stop_strings_need_a_tokenizer(llama: Path, tmp_path: Path) -> None:
         stagepack.load(path).generate([1, 2], stop_strings="a")
 
 
-@pytest.mark.parametrize("family", ["llama", "t5"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("t5", marks=pytest.mark.slow)])
 def test_negative_indices_are_refused_in_each_runtime(family: str, paths: Mapping[str, Path], tmp_path: Path) -> None:
     path = shutil.copytree(paths[family], tmp_path / "m.stagepack")
     for name in ("forward",) if family == "llama" else ("encode", "decode"):
