@@ -33,8 +33,11 @@ def text_of_loss(lost_rank: int) -> str:
     return f"process {lost_rank} on {socket.gethostname()}, which runs stage {lost_rank}, is lost"
 
 
-def check_loss(folder: Path, process_count: int, lost_rank: int, signal_number: int, pause: float) -> None:
-    with started_workers(process_count, "lose", folder / f"{process_count}.stagepack", pause) as workers:
+def check_loss(
+    folder: Path, process_count: int, lost_rank: int, signal_number: int, pause: float, telling_seconds: float = 0.0
+) -> None:
+    bundle = folder / f"{process_count}.stagepack"
+    with started_workers(process_count, "lose", bundle, pause, telling_seconds) as workers:
         for worker in workers:
             worker.wait_for_line("stepped")
         workers[lost_rank].send_signal(signal_number)
@@ -58,6 +61,10 @@ def check_loss_at_start(folder: Path, moment: str, lost_rank: int, *, has_group:
 
 def test_a_killed_process(bundles: Path) -> None:
     check_loss(bundles, 2, 1, signal.SIGKILL, 0.0)
+
+
+def test_process_that_ends_for_a_lost_one_is_not_named_in_its_place(bundles: Path) -> None:
+    check_loss(bundles, 3, 1, signal.SIGKILL, 0.0, telling_seconds=0.3)
 
 
 @pytest.mark.slow

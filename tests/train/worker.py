@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import stagepack
 from stagepack.errors import GroupError, InputError, OptionError, StageLostError, StagepackError, WriteError
-from stagepack_loaders.train import start, torch_meeting
+from stagepack_loaders.train import process_watch, start, torch_meeting
 from stagepack_loaders.train.training import Training
 from tests.train.batches import MICROBATCHES, loss_of, new_optimizer, read_batch
 from tests.train.models import (
@@ -285,8 +285,15 @@ def resume(bundle: str, schedule: str, folder_name: str, kill_rank: str) -> None
     torch.distributed.destroy_process_group()
 
 
-def lose_while_training(bundle: str, pause: str) -> None:
-    """Step until another process is lost; print when, and what the error says."""
+def lose_while_training(bundle: str, pause: str, telling_seconds: str) -> None:
+    """Step until another process is lost; print when, and what the error says. Process 0 takes some time to tell the others."""
+    send = process_watch._send_quietly
+
+    def send_late(*arguments: Any) -> None:
+        time.sleep(float(telling_seconds))
+        send(*arguments)
+
+    pytest.MonkeyPatch().setattr(process_watch, "_send_quietly", send_late)
     torch.distributed.init_process_group("gloo")
     training = stagepack.train(bundle, TIED.loss, microbatches=4, schedule="1f1b", silence_seconds=3.0)
     args, target = TIED.batch(0, 8)

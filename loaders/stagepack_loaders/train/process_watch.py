@@ -47,6 +47,8 @@ class ProcessWatch:
         self._is_loss_expected = False
         self._is_closed = False
         self._lock = threading.Lock()
+        # Those that tell the other processes, by rank, which process is gone.
+        self._tellers: dict[int, threading.Thread] = {}
         self._watch: GroupWatch | FrontWatch
         group = members.group
         if group.rank == FRONT_RANK:
@@ -95,7 +97,7 @@ class ProcessWatch:
             self._watch.expect_close()
         else:
             self._watch.is_closed.set()
-        closers = [_start(self._tell_close, sender, report) for sender in self._senders.values()]
+        closers = [_start(self._tell_close, rank, report) for rank in self._senders]
         deadline = time.monotonic() + _CLOSE_SECONDS
         for thread in (*closers, *self._threads):
             thread.join(max(0.0, deadline - time.monotonic()))
@@ -122,8 +124,7 @@ class ProcessWatch:
             self._is_loss_expected = is_expected
         if self._members.group.rank == FRONT_RANK:
             message = ProcessLost.of(lost, is_expected=is_expected)
-            for sender in self._senders.values():
-                _start(_send_quietly, sender, message)
+            self._tellers = {rank: _start(_send_quietly, sender, message) for rank, sender in self._senders.items()}
         if not is_expected:
             _start(self._end_step)
 
@@ -148,12 +149,14 @@ class ProcessWatch:
 
     def _record_close(self, rank: int) -> None:
         """A process has ended by itself. It is an error only if others go on training."""
-        _start(self._tell_close, self._senders[rank], None)
+        _start(self._tell_close, rank, None)
         self._lose(self._members.lost_error(rank, _ENDED_TEXT), is_expected=True)
 
-    def _tell_close(self, sender: StatusSender, error: ErrorReport | None) -> None:
+    def _tell_close(self, rank: int, error: ErrorReport | None) -> None:
+        if rank in self._tellers:
+            self._tellers[rank].join()  # else the other process would take the end of this one for the cause
         with contextlib.suppress(ConnectionLostError):
-            sender.close(error)
+            self._senders[rank].close(error)
 
     def _hear_front(self) -> None:
         """Take what process 0 tells, until it ends."""
@@ -167,7 +170,7 @@ class ProcessWatch:
         except ConnectionLostError as error:
             self._lose_front(str(error))
             return
-        self._tell_close(self._senders[FRONT_RANK], None)
+        self._tell_close(FRONT_RANK, None)
         if status.error is None:
             self._lose(self._members.lost_error(FRONT_RANK, _ENDED_TEXT), is_expected=True)
         else:
