@@ -95,6 +95,7 @@ def test_refused_version_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None
     loaded: list[weakref.ref[_Weights]] = []
 
     def load_bundle(model_name: str, version: int, path: str, *, unless_digest: str | None) -> LoadedBundle:
+        assert not any(former() for former in loaded)
         weights = _Weights()
         loaded.append(weakref.ref(weights))
         raise InputError(f"{model_name}: other results than those of the example, with {weights}")
@@ -105,11 +106,16 @@ def test_refused_version_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None
         watching = asyncio.create_task(control.watch())
         with pytest.raises(RequestError, match="other results"):
             await control.load("model")
+        next_load = asyncio.create_task(control.load("model"))
         await asyncio.sleep(1)
         assert loaded[0]() is not None  # a collection would stop all requests for long
+        assert not next_load.done()
         monkeypatch.setattr(free_memory, "_MANY_OBJECTS", sys.maxsize)
+        with pytest.raises(RequestError, match="other results"):
+            await next_load
+        del next_load
         await asyncio.sleep(1)
-        assert loaded[0]() is None
+        assert [former() for former in loaded] == [None, None]
         watching.cancel()
 
     monkeypatch.setattr(free_memory, "_MANY_OBJECTS", 0)

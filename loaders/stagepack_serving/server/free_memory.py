@@ -4,6 +4,7 @@ import asyncio
 import ctypes
 import gc
 import os
+import time
 from typing import Final
 
 from stagepack_serving.server.model_registry import ModelRegistry
@@ -15,7 +16,10 @@ _M_ARENA_MAX: Final = -8  # of malloc.h
 # As is usual for servers in Python, of which one thread at a time runs.
 _ARENA_COUNT: Final = 2
 _QUIET_SECONDS: Final = 5.0
+_ANSWER_SECONDS: Final = 0.2
 _MANY_OBJECTS: Final = 25_000
+# So long memory waits for clients that keep their calls idle to go away.
+_MOST_OBJECTS_SECONDS: Final = 10
 
 
 def limit_arenas() -> None:
@@ -34,16 +38,41 @@ def give_back_memory() -> None:
         _MALLOC_TRIM(0)
 
 
-def has_many_objects() -> bool:
-    """Whether the garbage collector would take long, for which all threads wait.
+class EndedVersions:
+    """The versions of bundles that have ended, or were refused. Their graphs, threads, weights and tracebacks refer to each other."""
+
+    def __init__(self) -> None:
+        self._first_end: float | None = None
+
+    @property
+    def hold_memory(self) -> bool:
+        """Whether their memory is not free yet."""
+        return self._first_end is not None
+
+    def add(self) -> None:
+        """Add one that has ended now."""
+        self._first_end = self._first_end or time.monotonic()
+
+    async def free_memory(self) -> None:
+        """Free their memory, if the garbage collector takes long, for which all threads wait, only after some seconds."""
+        if self._first_end is None:
+            return
+        seconds = time.monotonic() - self._first_end
+        # An error of a version has its weights until it is answered.
+        if seconds > _MOST_OBJECTS_SECONDS or (seconds > _ANSWER_SECONDS and not _has_many_objects()):
+            self._first_end = None
+            await asyncio.to_thread(_collect_and_give_back)
+
+
+def _has_many_objects() -> bool:
+    """Whether the garbage collector would take long.
 
     A thousand idle calls of gRPC are 100,000 objects: 30 to 65 ms, and 100 to 180 ms on a busy machine. To count them takes 1 ms.
     """
     return len(gc.get_objects()) > _MANY_OBJECTS
 
 
-def collect_and_give_back() -> None:
-    """Give back what is free, and what objects hold that refer to each other and that nothing else refers to."""
+def _collect_and_give_back() -> None:
     gc.collect()
     give_back_memory()
 

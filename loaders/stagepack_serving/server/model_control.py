@@ -18,7 +18,7 @@ from typing import Final, Literal, Protocol, TypeVar
 from stagepack.errors import InputError, StagepackError
 from stagepack.format.threads import start_in_thread
 from stagepack_serving.server.errors import BadRequestError, RequestError, RequestStatus
-from stagepack_serving.server.free_memory import collect_and_give_back, has_many_objects
+from stagepack_serving.server.free_memory import EndedVersions
 from stagepack_serving.server.limits import VersionPolicy
 from stagepack_serving.server.model_registry import LoadedBundle, ModelRegistry
 
@@ -31,10 +31,9 @@ _MODEL_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", re.ASCII)
 _VERSION: Final = re.compile("[1-9][0-9]{0,17}", re.ASCII)
 _LOGGER: Final = logging.getLogger("stagepack.serve")
 _WATCH_SECONDS: Final = 0.2
-# So long the memory of a version waits for clients that keep their calls idle to go away.
-_MOST_OBJECTS_SECONDS: Final = 10
-# A version without requests may still run one that nobody waits for any more.
+# A version without requests may still run one that nobody waits for any more: for so long, and so long a load waits for it.
 _CLOSE_SECONDS: Final = 86_400.0
+_LOAD_DELAY_SECONDS: Final = 10
 
 
 class BundleLoader(Protocol):
@@ -83,8 +82,7 @@ class ModelControl:
         self._states: dict[tuple[str, int], tuple[str, str]] = {}
         self._polled_states: Mapping[str, object] = {}
         self._closing: set[asyncio.Task[None]] = set()
-        # When the first version has ended, or was refused, of those whose memory is not free yet.
-        self._ended_time: float | None = None
+        self._ended_versions = EndedVersions()
         # One bundle is loaded at a time: two need more memory, and the second would take as much longer.
         self._changing = asyncio.Lock()
 
@@ -176,7 +174,7 @@ class ModelControl:
         while True:
             await asyncio.sleep(_WATCH_SECONDS)
             self._close_retired()
-            await self._free_memory()
+            await self._ended_versions.free_memory()
 
     def _close_retired(self) -> None:
         # A function of its own: the variable of a loop that waits would keep the last bundle, and its weights.
@@ -192,20 +190,16 @@ class ModelControl:
         """End the threads and processes of a version that has finished."""
         await _run_in_thread(partial(bundle.close, _CLOSE_SECONDS))
         _LOGGER.info("%s: version %d is closed", bundle.models[0].name, bundle.version)
-        self._note_end()
+        self._ended_versions.add()
 
-    def _note_end(self) -> None:
-        self._ended_time = self._ended_time or time.monotonic()
-
-    async def _free_memory(self) -> None:
-        """Free the memory of versions that have ended or were refused: graphs, threads, weights and tracebacks refer to each other."""
-        if self._ended_time is None:
-            return
-        seconds = time.monotonic() - self._ended_time
-        # An error of a version has its weights until it is answered.
-        if seconds > _MOST_OBJECTS_SECONDS or (seconds > _WATCH_SECONDS and not has_many_objects()):
-            self._ended_time = None
-            await _run_in_thread(collect_and_give_back)
+    async def _await_free_memory(self) -> None:
+        """Wait until the memory of the versions that have finished is free: a bundle that is loaded before needs memory beside theirs."""
+        self._close_retired()
+        if self._closing:
+            await asyncio.wait(self._closing, timeout=_LOAD_DELAY_SECONDS)
+        while self._ended_versions.hold_memory:
+            await asyncio.sleep(_WATCH_SECONDS)
+            await self._ended_versions.free_memory()
 
     async def _poll_source(self) -> None:
         while True:
@@ -239,6 +233,7 @@ class ModelControl:
         """Load the newest versions of a model; then retire the others, unless one of the newest was refused."""
         async with self._changing:
             paths = self._chosen_versions(model_name, await _run_in_thread(self._source))
+            await self._await_free_memory()
             for version in [version for name, version in self._states if name == model_name]:
                 del self._states[model_name, version]
             errors = []
@@ -248,7 +243,7 @@ class ModelControl:
                 except StagepackError as error:
                     errors.append(error)
             if errors:
-                self._note_end()
+                self._ended_versions.add()
                 raise errors[0]
             for version in self._loaded[model_name].keys() - paths.keys():
                 self._retire(model_name, version)
