@@ -43,6 +43,11 @@ HigherOrderOperator = torch._ops.HigherOrderOperator
 PIPE_SPLIT_OPERATOR: Final = "pippy._pipe_split.default"
 
 
+def untraced_operator(operator: OperatorOverload) -> Callable[..., Any]:
+    """Return the function that an operator calls, which the compiler of torch cannot trace."""
+    return operator._op if type(operator) is OperatorOverload else operator
+
+
 def operator_schema(operator: OperatorOverload) -> torch._C.FunctionSchema:
     """Return the schema of an operator: its parameters and results, with their defaults and aliases."""
     return operator._schema

@@ -1,5 +1,6 @@
 """A graph becomes fx: names and texts of a bundle never become code of their own, regions open and close."""
 
+import copy
 import itertools
 from collections.abc import Sequence
 
@@ -34,7 +35,7 @@ from tests.zoo import cases
 CPU = torch.device("cpu")
 ADD = Op(name="aten.add.Tensor", schema=str(torch.ops.aten.add.Tensor._schema), parameters=("self", "other", "alpha"))
 NAMES = ["self", "torch", "device", "print", "_text_0", "inf", "input_0", "fx_pytree", "math", "operator", "getitem"]
-NAMES.append("type")
+NAMES += ["type", "aten_add_Tensor"]
 
 
 def test_values_may_have_any_identifier_as_name() -> None:
@@ -49,6 +50,19 @@ def test_values_may_have_any_identifier_as_name() -> None:
     given = [torch.full((2,), float(number)) for number in range(len(values))]
     found = build_graph_module(trivially_folded(graph), graph, resolve_operators(graph.ops, (), ""), CPU)(*given)
     assert [float(tensor[0]) for tensor in found] == [2.0 * number + 1 for number in range(len(nodes))]
+
+
+def test_compilers_trace_all_operators_and_copies_call_them() -> None:
+    values = [Value(name=name, dtype="float32", shape=(2,)) for name in "xyz"]
+    node = Node(op=0, args=(ValueArg("x"), ValueArg("y")), outputs=(values[2],))
+    graph = Graph(inputs=tuple(values[:2]), nodes=(node,), outputs=("z",), ops=(ADD,), scopes=(Scope(path=""),))
+    module = build_graph_module(trivially_folded(graph), graph, resolve_operators(graph.ops, (), ""), CPU)
+    x, y = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])
+    traced = torch.compile(module, backend="eager", fullgraph=True)
+    program = torch.export.export(module, (x, y))
+    for function in (module, traced, program.module(), copy.deepcopy(module)):
+        assert torch.equal(function(x, y)[0], x + y)
+    assert any(fx_node.target is torch.ops.aten.add.Tensor for fx_node in program.graph.nodes)
 
 
 def test_texts_hang_on_the_module_and_are_not_in_the_code() -> None:

@@ -46,6 +46,7 @@ from stagepack.graph.region_functions import (
 )
 from stagepack.torch_internals import child_modules
 from stagepack_loaders.torch.devices import device_type_of, has_device, parse_graph_device
+from stagepack_loaders.torch.stage_module import StageModule
 from stagepack_loaders.torch.torch_attributes import torch_argument, torch_attribute
 
 # Key of the `meta` of an fx node that calls an operator: the node of the graph.
@@ -191,10 +192,8 @@ class _FxBody:
         # Child modules are added after the module is made: fx would generate the code of each again.
         children = {key: value for key, value in self._attributes.items() if isinstance(value, GraphModule)}
         attributes = self._attributes | dict.fromkeys(children, torch.nn.Module())
-        module = GraphModule(attributes, self._fx_graph, class_name=class_name)
+        module = StageModule(attributes, self._fx_graph, class_name=class_name)
         child_modules(module).update(children)
-        # The call of fx prints a traceback beside the error that it raises.
-        type(module).__call__ = torch.nn.Module.__call__  # type: ignore[method-assign]
         return module
 
     def _define_items(self, result: FxNode, outputs: Sequence[str]) -> None:
