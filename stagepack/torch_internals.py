@@ -48,6 +48,11 @@ def untraced_operator(operator: OperatorOverload) -> Callable[..., Any]:
     return operator._op if type(operator) is OperatorOverload else operator
 
 
+def function_of_code(source: str, global_variables: dict[str, Any]) -> Callable[..., Any]:
+    """Return the function ``forward`` that generated code defines; tracebacks show its lines."""
+    return torch.fx.graph_module._forward_from_src(source, global_variables)
+
+
 def operator_schema(operator: OperatorOverload) -> torch._C.FunctionSchema:
     """Return the schema of an operator: its parameters and results, with their defaults and aliases."""
     return operator._schema
