@@ -573,11 +573,16 @@ def traced_node(tracer: Any, tensor: torch.Tensor) -> FxNode | None:
 
 @contextlib.contextmanager
 def onnx_functions_read_once() -> Iterator[None]:
-    """Let torch's ONNX exporter read its table of functions once, and not for each program: it takes half a second every time."""
+    """Let torch's ONNX exporter read its tables of functions and of operators once, and not for each program: a second every time."""
+    from torch._export import utils  # noqa: PLC0415 - takes seconds
     from torch.onnx._internal.exporter import _registration  # noqa: PLC0415 - takes seconds
 
     registry = _registration.ONNXRegistry
-    with mock.patch.object(registry, "from_torchlib", staticmethod(functools.cache(registry.from_torchlib))):
+    read_operators = functools.cache(utils._materialize_cpp_cia_ops)
+    with (
+        mock.patch.object(registry, "from_torchlib", staticmethod(functools.cache(registry.from_torchlib))),
+        mock.patch.object(utils, "_materialize_cpp_cia_ops", read_operators),
+    ):
         yield
 
 
