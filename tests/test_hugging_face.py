@@ -58,7 +58,14 @@ def same_state(one: torch.nn.Module, other: torch.nn.Module) -> bool:
 
 
 # Those of mechanisms that the others have too.
-SLOW = ("decoders-llama-tied", "decoders-gpt2", "vision-vit", "mixture-of-experts-mixtral", "audio-whisper")
+SLOW = (
+    "encoder-decoders-t5",
+    "decoders-llama-tied",
+    "decoders-gpt2",
+    "vision-vit",
+    "mixture-of-experts-mixtral",
+    "audio-whisper",
+)
 
 
 @pytest.mark.parametrize(

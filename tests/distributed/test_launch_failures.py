@@ -31,7 +31,7 @@ def copy_with_changed_byte(bundle: Bundle, file_name: str, folder: Path) -> Path
     return copy
 
 
-@pytest.mark.parametrize("failing_rank", [0, 1])
+@pytest.mark.parametrize("failing_rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_missing_bundle_is_told_by_both_torchruns(layers: Bundle, tmp_path: Path, failing_rank: int) -> None:
     nodes = [load(layers), load(layers)]
     nodes[failing_rank] = load(tmp_path / "nothing.stagepack")
@@ -58,6 +58,7 @@ def test_other_bundle_is_told(layers: Bundle, tmp_path: Path) -> None:
             assert f"rank 0 on {HOST} has {layers.digest}, rank 1 on {HOST} has {other.digest}" in line
 
 
+@pytest.mark.slow
 def test_other_version_is_told(layers: Bundle, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(
         "import importlib.metadata as metadata\n"
@@ -90,6 +91,7 @@ def test_more_processes_than_stages_are_told(layers: Bundle) -> None:
             assert line.startswith(f"process {rank} on {HOST}: expected 1 to 3 processes for 3 stages")
 
 
+@pytest.mark.slow
 def test_nodes_that_were_started_for_groups_of_other_sizes_are_told(layers: Bundle) -> None:
     node = load(layers)
     with launched([node, Node(arguments=node.arguments, environment={"WORLD_SIZE": "3"})]) as processes:
@@ -97,6 +99,7 @@ def test_nodes_that_were_started_for_groups_of_other_sizes_are_told(layers: Bund
             assert f"expected one number of processes in all processes: rank 0 on {HOST} has 2, rank 1 on" in line
 
 
+@pytest.mark.slow
 def test_two_nodes_of_one_rank_are_told(layers: Bundle) -> None:
     node = load(layers)
     second = Node(arguments=node.arguments, environment={"RANK": "1"})
@@ -129,7 +132,7 @@ def wait_until_raised(failures: LaunchFailures) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("lost_rank", [0, 1])
+@pytest.mark.parametrize("lost_rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_lost_node_is_told_by_the_other_torchrun(layers: Bundle, lost_rank: int) -> None:
     options = ["--host", "127.0.0.1", "--http-port", str(free_port()), "--grpc-port", "0", "--linger-s", "0"]
     with torchruns([Node(arguments=["serve", layers.path, *options])] * 2) as processes:

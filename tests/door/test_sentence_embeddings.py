@@ -54,7 +54,7 @@ def test_onnx_models_agree_within_rounding(side: str, tmp_path: Path) -> None:
         assert numpy.allclose(pipeline.encode(TEXTS, prompt=prompt), model.encode(TEXTS, prompt=prompt), atol=1e-5)
 
 
-@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("side", [pytest.param("right", marks=pytest.mark.slow), "left"])
 def test_prompts_are_left_out_of_poolings_that_say_so(side: str, tmp_path: Path) -> None:
     pooling = modules().Pooling(HIDDEN, modules().Pooling.POOLING_MODES, include_prompt=False)
     model = sentence_model(tmp_path / "encoder", pooling, side=side)
@@ -136,7 +136,7 @@ def test_an_object_is_exported_as_it_is_and_stays_so(tmp_path: Path) -> None:
     check_equal(bundle, model)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 def test_dtypes_are_those_of_the_model(dtype: torch.dtype, tmp_path: Path) -> None:
     model = sentence_model(tmp_path / "encoder", modules().Pooling(HIDDEN), modules().Dense(HIDDEN, 16))
     model.save(str(tmp_path / "pipeline"))
@@ -222,7 +222,7 @@ def test_a_module_of_ones_own_embeds_texts_with_any_tokenizer(tmp_path: Path) ->
             stagepack.load(bundle).encode(wrong)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
 def test_no_texts_have_no_embeddings(dtype: torch.dtype, tmp_path: Path) -> None:
     model = sentence_model(tmp_path / "encoder", modules().Pooling(HIDDEN))
     model.save(str(tmp_path / "pipeline"))

@@ -50,18 +50,23 @@ def some_logits(kind: str) -> Any:
     return {"flat": logits, "equal": numpy.zeros_like(logits), "few values": logits.round()}[kind]
 
 
-@pytest.mark.parametrize("kind", ["flat", "peaked", "bfloat16", "few values", "equal"])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"top_p": 0.9},
-        {"top_p": 0.3, "temperature": 0.7, "repetition_penalty": 1.2},
-        {"top_p": 0.95, "top_k": 1000},
-        {"top_p": 0.0},
-        {"top_p": 0.999999},
-        {"top_p": 0.8, "min_p": 0.05},
-    ],
-)
+OPTIONS: list[dict[str, Any]] = [
+    {"top_p": 0.9},
+    {"top_p": 0.3, "temperature": 0.7, "repetition_penalty": 1.2},
+    {"top_p": 0.95, "top_k": 1000},
+    {"top_p": 0.0},
+    {"top_p": 0.999999},
+    {"top_p": 0.8, "min_p": 0.05},
+]
+# All kinds with some options, and all options with some kind; the others with the slow tests.
+DRAW_CASES = [
+    pytest.param(kind, options, marks=() if kind == "bfloat16" or options is OPTIONS[0] else pytest.mark.slow)
+    for kind in ("flat", "peaked", "bfloat16", "few values", "equal")
+    for options in OPTIONS
+]
+
+
+@pytest.mark.parametrize(("kind", "options"), DRAW_CASES)
 def test_draws_from_a_large_vocabulary_are_those_of_transformers(kind: str, options: dict[str, Any]) -> None:
     settings = GenerationSettings().override({"do_sample": True, "top_k": 0, "seed": 3} | options)
     tokens, logits = numpy.array([[5, 7, 5], [1, 2, LARGE_VOCABULARY - 1]]), some_logits(kind)

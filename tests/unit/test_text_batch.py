@@ -67,7 +67,7 @@ class Texts:
         return True
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3))])
 def test_drawn_texts_are_those_of_each_alone(
     pipeline: Any, facts: DecoderFacts, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -321,6 +321,7 @@ def _entries_until(event: threading.Event, folder: Path) -> set[str]:
     return entries
 
 
+@pytest.mark.slow
 @pytest.mark.process
 @pytest.mark.xdist_group("compiled")  # in the process of test_compile.py, which has tried the compiler of C++
 def test_a_program_is_compiled_into_a_package_and_loaded(tmp_path: Path) -> None:
