@@ -43,14 +43,9 @@ HigherOrderOperator = torch._ops.HigherOrderOperator
 PIPE_SPLIT_OPERATOR: Final = "pippy._pipe_split.default"
 
 
-def untraced_operator(operator: OperatorOverload) -> Callable[..., Any]:
-    """Return the function that an operator calls, which the compiler of torch cannot trace."""
-    return operator._op if type(operator) is OperatorOverload else operator
-
-
-def function_of_code(source: str, global_variables: dict[str, Any]) -> Callable[..., Any]:
-    """Return the function ``forward`` that generated code defines; tracebacks show its lines."""
-    return torch.fx.graph_module._forward_from_src(source, global_variables)
+def permanent_function(operator: OperatorOverload) -> Callable[..., Any] | None:
+    """Return the function that an operator calls, which a compiler cannot trace; None if it is freed when a library is unloaded."""
+    return None if operator._defined_in_python else operator._op
 
 
 def operator_schema(operator: OperatorOverload) -> torch._C.FunctionSchema:

@@ -65,6 +65,32 @@ def test_compilers_trace_all_operators_and_copies_call_them() -> None:
     assert any(fx_node.target is torch.ops.aten.add.Tensor for fx_node in program.graph.nodes)
 
 
+def test_modules_have_code_objects_of_their_own() -> None:
+    """A compiler compiles a code object for at most 8 modules."""
+    graph = linearize_program(cases.named("operators-text-arguments")[0].capture()).graph
+    operators = resolve_operators(graph.ops, (), "")
+    modules = [build_graph_module(trivially_folded(graph), graph, operators, CPU) for _ in range(2)]
+    assert modules[0].forward.__func__.__code__ is not modules[1].forward.__func__.__code__
+
+
+def test_an_operator_that_a_library_registers_again_is_called() -> None:
+    def register(factor: float) -> None:
+        @torch.library.custom_op("stagepack_test::scaled", mutates_args=())
+        def scaled(x: torch.Tensor) -> torch.Tensor:
+            return x * factor
+
+    register(2.0)
+    op = Op(name="stagepack_test.scaled", schema="stagepack_test::scaled(Tensor x) -> Tensor", parameters=("x",))
+    node = Node(op=0, args=(ValueArg("x"),), outputs=(Value(name="y", dtype="float32"),))
+    x = Value(name="x", dtype="float32", shape=(1,))
+    graph = Graph(inputs=(x,), nodes=(node,), outputs=("y",), ops=(op,), scopes=(Scope(path=""),))
+    operators = resolve_operators(graph.ops, ["stagepack_test"], "")
+    module = build_graph_module(trivially_folded(graph), graph, operators, CPU)
+    assert module(torch.ones(1))[0] == 2
+    register(3.0)
+    assert module(torch.ones(1))[0] == 3
+
+
 def test_texts_hang_on_the_module_and_are_not_in_the_code() -> None:
     graph = linearize_program(cases.named("operators-text-arguments")[0].capture()).graph
     module = build_graph_module(trivially_folded(graph), graph, resolve_operators(graph.ops, (), ""), CPU)

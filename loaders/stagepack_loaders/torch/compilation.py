@@ -32,6 +32,7 @@ from stagepack_loaders.base import Compile, PrepareOptions
 from stagepack_loaders.torch.build import INPUT_TYPES, NODE_COUNT
 from stagepack_loaders.torch.devices import parse_device
 from stagepack_loaders.torch.prepare import PreparedTorchStage, prepare_stages
+from stagepack_loaders.torch.stage_module import module_of_fx
 from stagepack_loaders.torch.torch_attributes import torch_attribute
 
 LIST_NAME = "compiled.json"
@@ -103,7 +104,7 @@ class TorchCompiler:
     def _compile(self, unit: CompilationUnit, is_dynamic: bool) -> torch.nn.Module:
         key = (content_key(unit.module), is_dynamic)
         if key not in self._compiled:
-            self._compiled[key] = torch.compile(unit.module, dynamic=is_dynamic)  # type: ignore[assignment]
+            self._compiled[key] = torch.compile(module_of_fx(unit.module), dynamic=is_dynamic)  # type: ignore[assignment]
         return self._compiled[key]
 
 
