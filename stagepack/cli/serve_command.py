@@ -53,10 +53,10 @@ def command(options: ServeOptions) -> None:
     /metrics on the HTTP port.
     """
     bundle_paths = bundle_paths_by_name(options.bundle_arguments)
+    require_packages(bundle_paths.values(), "serve", *options.runtimes)
     check_sources(bundle_paths, options)
     check_options(bundle_paths, options)
     check_security_options(options)
-    require_packages(bundle_paths.values(), "serve", *options.runtimes)
     _set_variables(options)
     from stagepack_serving.server.free_memory import limit_arenas  # noqa: PLC0415 - after the arguments are checked
     from stagepack_serving.server.metrics import Metrics  # noqa: PLC0415 - the same
