@@ -1,6 +1,7 @@
 """Dimensions of shapes: integers, symbols, arithmetic over symbols, and conditions on them (SPEC S1 to S4)."""
 
 import functools
+import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -66,6 +67,18 @@ def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
             return 0 in shape
         reach *= size
     return True
+
+
+def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor, as torch has them."""
+    reaches = itertools.accumulate((max(1, size) for size in reversed(shape)), operator.mul, initial=1)
+    return tuple(itertools.islice(reaches, len(shape)))[::-1]
+
+
+def is_row_major(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether the elements of a tensor are in memory as those of a contiguous one. A dimension of size 1 may have any stride."""
+    expected = zip(shape, strides, row_major_strides(shape), strict=True)
+    return 0 in shape or all(size == 1 or stride == row_major for size, stride, row_major in expected)
 
 
 def _bounded(size: int) -> int:

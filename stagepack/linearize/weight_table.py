@@ -23,7 +23,7 @@ from stagepack.format.dtypes import ITEM_SIZE
 from stagepack.format.graph import Weight
 from stagepack.format.limits import is_plain
 from stagepack.format.rules import is_tensor_name
-from stagepack.format.shapes import is_dense
+from stagepack.format.shapes import is_dense, row_major_strides
 from stagepack.format.weights import StoredTensor, TensorSpec
 from stagepack.linearize.program_tensors import WeightKind, dtype_name
 from stagepack.torch_internals import FakeTensor, storage_identity, weight_tensors
@@ -257,6 +257,7 @@ def _weight(
 ) -> Weight:
     weight_names = tuple(weight_names)
     is_view = base is not None and base.name != weight_names[0]
+    has_own_strides = tensor.numel() > 0 and tuple(tensor.stride()) != row_major_strides(tensor.shape)
     return Weight(
         value=value_name,
         names=weight_names,
@@ -264,7 +265,8 @@ def _weight(
         dtype=dtype_name(tensor.dtype),
         shape=tuple(tensor.shape),
         trainable=tensor.requires_grad and tensor.is_leaf,
-        strides=tuple(tensor.stride()) if is_view or not tensor.is_contiguous() else None,
+        # Of a dimension of size 1 too: operators choose the memory format of their results by strides.
+        strides=tuple(tensor.stride()) if is_view or has_own_strides else None,
         base=base.name if base is not None and is_view else None,
         offset=offset_in_base(tensor, base.tensor) if base is not None and is_view else 0,
         zeros=zeros,

@@ -6,7 +6,6 @@ when it loads the model, and keeps the copy; ``Gemm`` takes the weight as it is 
 
 import ast
 import importlib.metadata
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +28,7 @@ from stagepack.format.onnx import (
     WRITTEN_PREFIX,
     onnx_element_type,
 )
-from stagepack.format.shapes import format_dim
+from stagepack.format.shapes import format_dim, is_row_major
 from stagepack.format.weights import StoredTensor, TensorSpec, tensor_layout
 from stagepack.onnx.empty_inputs import guard_empty_inputs
 from stagepack.torch_internals import NO_MODULE_PREFIX
@@ -328,12 +327,7 @@ def _start_in_file(
     start = stored_tensors[weight.stored][1].start
     if weight.base is None:
         return start
-    contiguous_strides = [math.prod(weight.shape[index + 1 :]) for index in range(len(weight.shape))]
-    is_contiguous = all(
-        size == 1 or stride == contiguous_stride
-        for size, stride, contiguous_stride in zip(weight.shape, weight.strides or (), contiguous_strides, strict=True)
-    )
-    return start + weight.offset * ITEM_SIZE[weight.dtype] if is_contiguous else None
+    return start + weight.offset * ITEM_SIZE[weight.dtype] if is_row_major(weight.shape, weight.strides or ()) else None
 
 
 def _external_tensor(tensor: ir.TensorProtocol, weight_file: str, start: int) -> ir.ExternalTensor:

@@ -183,6 +183,7 @@ NAMED: dict[str, dict[str, tuple[WeightKind, torch.Tensor]]] = {
     "expanded": {"a": buffer(torch.arange(3.0)[:, None].expand(3, 5))},
     "expanded to a thousand": {"a": buffer(torch.ones(1).expand(1000))},
     "channels last": {"a": parameter(torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last))},
+    "channels last, of size 1": {"a": parameter(torch.randn(54).as_strided((6, 1, 3, 3), (9, 1, 3, 1)))},
     "with gaps": {"a": buffer(whole[::3])},
     "no dimension": {"a": buffer(torch.tensor(7.0)), "b": buffer(torch.tensor(True))},
     "no elements": {"a": buffer(torch.empty(0, 4)), "b": buffer(torch.empty(3, 0, 2, dtype=torch.int8))},

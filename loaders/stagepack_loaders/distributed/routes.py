@@ -8,7 +8,6 @@ depend on data travel, in the head; they are checked against their ranges before
 
 import itertools
 import math
-import operator
 import struct
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from stagepack.format import limits
 from stagepack.format.contract import BoundArgument, check_values
 from stagepack.format.dtypes import ITEM_SIZE, SCALAR_DTYPES
 from stagepack.format.manifest import Edge, EntryPoint
-from stagepack.format.shapes import Symbol, evaluate_dim, format_range, size_in_range
+from stagepack.format.shapes import Symbol, evaluate_dim, format_range, row_major_strides, size_in_range
 from stagepack.format.tree import value_names
 
 # The rank of the process that is called, which has the inputs of the model and gets its results.
@@ -335,7 +334,7 @@ def route_layout(edges: Sequence[Edge], sizes: Mapping[str, int], first_offset: 
                 data_offset=data_offset,
                 byte_count=byte_count,
                 small_tensor=small_tensor,
-                row_major_strides=_row_major_strides(shape or ()),
+                row_major_strides=row_major_strides(shape or ()),
                 strides_words=struct.Struct(f"<{len(edge.shape)}q"),
             )
         )
@@ -375,12 +374,6 @@ def _shape(edge: Edge, sizes: Mapping[str, int]) -> tuple[int, ...] | None:
         raise InputError(f"{edge.name}: its shape cannot be computed for these inputs: {error}") from None
     _byte_count(edge, shape)
     return shape
-
-
-def _row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides that PyTorch gives a new tensor: as if no dimension were empty."""
-    sizes = (max(size, 1) for size in reversed(shape[1:]))
-    return tuple(reversed(list(itertools.accumulate(sizes, operator.mul, initial=1)))) if shape else ()
 
 
 def _byte_count(edge: Edge, shape: Sequence[int]) -> int:

@@ -21,6 +21,7 @@ from stagepack.format.dtypes import TORCH_DTYPES
 from stagepack.format.graph import Graph, Weight
 from stagepack.format.reader import Bundle
 from stagepack.format.rules import rule_error
+from stagepack.format.shapes import is_row_major
 from stagepack.format.weights import StoredTensor
 from stagepack_loaders.base import PrepareOptions
 from stagepack_loaders.torch.stage_memory import zero_bytes
@@ -171,9 +172,11 @@ def lay_out(weight: Weight, stored: torch.Tensor) -> torch.Tensor:
         base = base_bytes[: base_bytes.numel() - base_bytes.numel() % dtype.itemsize].view(dtype)
         return base.as_strided(weight.shape, weight.strides or (), base.storage_offset() + weight.offset)
     stored = _typed(weight, stored)
-    if not is_rearranged(weight):
+    if weight.strides is None:
         return stored
-    return torch.empty_strided(weight.shape, weight.strides or (), dtype=dtype, device=stored.device).copy_(stored)
+    if not is_rearranged(weight):
+        return stored.as_strided(weight.shape, weight.strides)
+    return torch.empty_strided(weight.shape, weight.strides, dtype=dtype, device=stored.device).copy_(stored)
 
 
 def _typed(weight: Weight, stored: torch.Tensor) -> torch.Tensor:
@@ -182,8 +185,8 @@ def _typed(weight: Weight, stored: torch.Tensor) -> torch.Tensor:
 
 
 def is_rearranged(weight: Weight) -> bool:
-    """Whether the strides of a weight are not those of its stored tensor, so that it is a copy of that."""
-    return weight.strides is not None and weight.base is None
+    """Whether the elements of a weight are in another order than those of its stored tensor, so that it is a copy of that."""
+    return weight.base is None and weight.strides is not None and not is_row_major(weight.shape, weight.strides)
 
 
 def zero_weight(weight: Weight, device: torch.device) -> torch.Tensor:
