@@ -4,10 +4,12 @@
 """
 
 import importlib.metadata
+import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import msgspec
 import torch
 
 from stagepack import self_check
@@ -18,12 +20,14 @@ from stagepack.capture.module_checkpoint import shown
 from stagepack.capture.pretrained_model import model_files
 from stagepack.capture.programs import Capture
 from stagepack.capture.source import FORWARD
-from stagepack.errors import CaptureError, ExportWarning, warn_caller
+from stagepack.errors import CaptureError, ExportWarning, InputError, warn_caller
+from stagepack.format.contract import bind_call
 from stagepack.format.file_writing import Piece
 from stagepack.format.manifest import EntryPoint, Producer
 from stagepack.format.operators import needed_permissions
 from stagepack.format.reader import Bundle, bundle_permissions
 from stagepack.format.shapes import Symbol
+from stagepack.format.tree import Signature, value_names
 from stagepack.format.writer import TensorSource, check_output_path
 from stagepack.graph.analysis import GraphAnalysis
 from stagepack.graph.model_assembly import canonical_graph
@@ -156,6 +160,7 @@ def _program(capture: Capture, entry_name: str) -> LinearizedProgram:
     _warn_of_training_mode(capture, program)
     _warn_of_lost_backward(capture)
     _warn_of_unlisted_operators(capture, program)
+    _warn_of_other_defaults(capture, program)
     return program
 
 
@@ -313,6 +318,30 @@ def _warn_of_unlisted_operators(capture: Capture, program: LinearizedProgram) ->
         message = (
             f"{capture.model_name} uses {_shown(permissions)}, which loaders do not run by default: whoever loads the bundle passes "
             f"allow_ops={permissions} (--allow-ops)"
+        )
+        warn_caller(ExportWarning(message))
+
+
+def _warn_of_other_defaults(capture: Capture, program: LinearizedProgram) -> None:
+    """Warn if the example passes other constants than the defaults of the model: calls that pass none are computed with its constants."""
+    declared = {} if capture.model is None else inspect.signature(capture.model.forward).parameters
+    differing = []
+    for parameter in program.signature.parameters:
+        default = declared[parameter.name].default if parameter.name in declared else inspect.Parameter.empty
+        # None says that the model chooses, as by its configuration.
+        if default is inspect.Parameter.empty or default is None or any(value_names(parameter.tree)):
+            continue
+        signature = Signature(
+            parameters=(msgspec.structs.replace(parameter, keyword=True),), result=program.signature.result
+        )
+        try:
+            bind_call(signature, (), {parameter.name: default})
+        except InputError:
+            differing.append(f"{parameter.name}, whose default is {default!r}")
+    if differing:
+        message = (
+            f"{capture.model_name}: the example passes another constant than the default of {_shown(differing)}. The bundle computes with "
+            "the constant of the example, also in calls that leave it out"
         )
         warn_caller(ExportWarning(message))
 

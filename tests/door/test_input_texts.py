@@ -31,7 +31,7 @@ def made():
 
 
 class Scale(torch.nn.Module):
-    def forward(self, x: torch.Tensor, n: int = 1, mask: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, n: int = 3, mask: torch.Tensor | None = None) -> torch.Tensor:
         return x * n if mask is None else x * n * mask
 
 

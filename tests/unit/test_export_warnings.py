@@ -60,3 +60,15 @@ def test_namespaces_of_custom_operators_are_named(tmp_path: Path) -> None:
     with pytest.warns(ExportWarning, match=r"doubles uses warned, .* allow_ops=\['warned'\]"):
         bundle = stagepack.export(module_of(doubles), (x,), out=tmp_path / "m.stagepack")
     assert torch.equal(stagepack.load(bundle, allow_ops=["warned"])(x), x * 2)
+
+
+class Scaled(torch.nn.Module):
+    def forward(self, x: torch.Tensor, scale: float = 1.0, *, shift: tuple[float, ...] = (0.0,)) -> torch.Tensor:
+        return x * scale + shift[0]
+
+
+def test_constants_that_are_not_the_defaults_of_the_model_are_named(tmp_path: Path) -> None:
+    x = torch.ones(2)
+    with pytest.warns(ExportWarning, match=r"scale, whose default is 1.0, shift, whose default is \(0.0,\)"):
+        stagepack.export(Scaled(), (x, 3.0), {"shift": (1.0,)}, out=tmp_path / "others.stagepack")
+    stagepack.export(Scaled(), (x, 1.0), {"shift": (0.0,)}, out=tmp_path / "defaults.stagepack")
