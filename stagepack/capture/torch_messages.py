@@ -63,6 +63,10 @@ _ADVICE: Final = (
         ),
     ),
     (
+        ("specialized it to be a constant (1)", "specialized it to be a constant (0)", "0/1 specialized due to hint"),
+        "the example has a size of 0 or 1 where dynamic_shapes lets it change, which torch fixes: take an example of size 2 or more",
+    ),
+    (
         ("Specializations unexpectedly required", "your code specialized it to be a constant"),
         "the model fixes a size that dynamic_shapes lets change: leave it out, or replace int(...) and numbers of Python in the line",
     ),

@@ -105,7 +105,7 @@ def check_values(
         for size in _checked_sizes(value, bound[value.name]):
             if isinstance(size.dim, int) and size.actual != size.dim:
                 shape = f"(shape {format_shape(value.shape)})"
-                advice = _advice_on_size(bound[value.name].parameter, size.axis)
+                advice = _advice_on_size(bound[value.name].parameter, size)
                 raise InputError(f"{size.location}: expected {size.dim} {shape}, found {size.actual}{advice}")
             if isinstance(size.dim, str):
                 if sizes.setdefault(size.dim, size.actual) != size.actual:
@@ -226,12 +226,14 @@ def _advice_on_constant(constant: object, argument: object, location: str) -> st
     return f"export again with an example that has this {location}, and with an entry point for each value"
 
 
-def _advice_on_size(parameter_name: str | None, axis: int | None) -> str:
+def _advice_on_size(parameter_name: str | None, size: _Size) -> str:
     """How to export a model so that a size of an argument may change; nothing for the value of a stage, which no caller passes."""
     if parameter_name is None:
         return ""
-    dynamic_shapes = f"{{{parameter_name!r}: {{{axis}: torch.export.Dim.DYNAMIC}}}}"
-    return f": the size is fixed: export again with dynamic_shapes={dynamic_shapes} (--dynamic {parameter_name}:{axis}) to change it"
+    dynamic_shapes = f"{{{parameter_name!r}: {{{size.axis}: torch.export.Dim.DYNAMIC}}}}"
+    example = " and an example of size 2 or more" if size.dim in (0, 1) else ""  # torch fixes sizes of 0 and 1
+    flag = f"--dynamic {parameter_name}:{size.axis}"
+    return f": the size is fixed: export again with dynamic_shapes={dynamic_shapes} ({flag}){example} to change it"
 
 
 def _arguments_by_parameter(signature: Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:

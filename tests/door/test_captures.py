@@ -151,6 +151,14 @@ def test_code_that_needs_data_or_gradients_has_advice(derive: Any, advice: str) 
     assert advice in sentence
 
 
+@pytest.mark.parametrize("dim", [torch.export.Dim("rows"), torch.export.Dim.DYNAMIC])
+def test_example_of_size_1_where_the_size_may_change_has_advice(dim: Any) -> None:
+    inputs = Inputs(args=(torch.ones(1, 4),), dynamic_shapes=({0: dim},))
+    with pytest.raises(CaptureError) as caught:
+        capture_module(torch.nn.Linear(4, 1), inputs)
+    assert "take an example of size 2 or more" in capture_advice([str(caught.value)])[0]
+
+
 def test_advice_names_no_way_that_was_seen_to_fail() -> None:
     branch = module_of(lambda self, x: x + 1 if x.sum() > 0 else x)
     with pytest.raises(CaptureError) as caught:
