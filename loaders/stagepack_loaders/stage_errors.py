@@ -63,6 +63,8 @@ def typed_stage_errors(stage_number: int) -> Iterator[None]:
     except StagepackError:
         raise
     except Exception as error:
+        if type(error).__module__ == "torch.utils.checkpoint":
+            raise  # it ends the computation of what a checkpoint has not kept
         message = _out_of_range_message(error)
         if message is not None:
             raise InputError(f"an input value is out of range in stage {stage_number}: {message}") from error

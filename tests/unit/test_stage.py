@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import prune
+from torch.utils.checkpoint import checkpoint
 
 import stagepack
 from stagepack.errors import InputError
@@ -78,6 +79,14 @@ def test_a_copy_has_weights_of_its_own(stage: TorchStage) -> None:
     assert other.get_parameter("last.weight").count_nonzero() == 0
     assert other(x)[0].unique().numel() == 1
     assert stage(x)[0].unique().numel() > 1
+
+
+def test_a_stage_is_computed_again_by_a_checkpoint(stage: TorchStage) -> None:
+    x = torch.randn(2, 4, requires_grad=True)
+    [expected] = torch.autograd.grad(stage(x)[0].sum(), x)
+    result = checkpoint(lambda values: stage(values)[0] * 2, x, use_reentrant=False)
+    [gradient] = torch.autograd.grad(result.sum(), x)
+    assert torch.equal(gradient, expected * 2)
 
 
 def test_a_stage_is_not_pickled(stage: TorchStage) -> None:
