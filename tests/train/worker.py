@@ -10,6 +10,7 @@ import re
 import resource
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -287,13 +288,13 @@ def resume(bundle: str, schedule: str, folder_name: str, kill_rank: str) -> None
 
 def lose_while_training(bundle: str, pause: str, telling_seconds: str) -> None:
     """Step until another process is lost; print when, and what the error says. Process 0 takes some time to tell the others."""
-    send = process_watch._send_quietly
+    start_thread = process_watch._start
 
-    def send_late(*arguments: Any) -> None:
-        time.sleep(float(telling_seconds))
-        send(*arguments)
+    def start_late(function: Callable[..., None], *arguments: object) -> threading.Thread:
+        time.sleep(float(telling_seconds) * (function is process_watch._send_quietly))
+        return start_thread(function, *arguments)
 
-    pytest.MonkeyPatch().setattr(process_watch, "_send_quietly", send_late)
+    pytest.MonkeyPatch().setattr(process_watch, "_start", start_late)
     torch.distributed.init_process_group("gloo")
     training = stagepack.train(bundle, TIED.loss, microbatches=4, schedule="1f1b", silence_seconds=3.0)
     args, target = TIED.batch(0, 8)

@@ -120,11 +120,11 @@ class ProcessWatch:
         with self._lock:
             if self._is_closed or (self.lost is not None and (is_expected or not self._is_loss_expected)):
                 return
-            self.lost = lost
+            if self._members.group.rank == FRONT_RANK:
+                message = ProcessLost.of(lost, is_expected=is_expected)
+                self._tellers = {rank: _start(_send_quietly, sender, message) for rank, sender in self._senders.items()}
             self._is_loss_expected = is_expected
-        if self._members.group.rank == FRONT_RANK:
-            message = ProcessLost.of(lost, is_expected=is_expected)
-            self._tellers = {rank: _start(_send_quietly, sender, message) for rank, sender in self._senders.items()}
+            self.lost = lost  # last: this process may end as soon as it is seen, and the end waits for the tellers that are there
         if not is_expected:
             _start(self._end_step)
 
