@@ -177,6 +177,17 @@ def _any(_: _Operator, arguments: _Arguments) -> Any:
     return torch.logical_not(torch.all(is_false, dim=arguments["dim"], keepdim=arguments["keepdim"]))
 
 
+def _clamp(_: _Operator, arguments: _Arguments) -> Any:
+    # Clip of ONNX, without one of its bounds, takes the largest finite number for it: infinity becomes 3.4e38.
+    tensor, lowest, highest = arguments["self"], arguments.get("min"), arguments.get("max")
+    bound = highest if lowest is None else lowest
+    if None not in (lowest, highest) or not tensor.is_floating_point() or isinstance(bound, torch.Tensor):
+        return None
+    bound_tensor = _as_tensor(bound, tensor.dtype)
+    # Not a maximum: onnxscript 0.7 makes a Clip of a maximum and a minimum, at times with an input that nothing computes.
+    return torch.where(tensor > bound_tensor if lowest is None else tensor < bound_tensor, bound_tensor, tensor)
+
+
 def _reduced_count(arguments: _Arguments) -> Any:
     """The number of elements that become one."""
     tensor, dims = arguments["self"], arguments.get("dim")
@@ -198,6 +209,9 @@ REPLACEMENTS: Final[Mapping[str, Callable[[Any, _Arguments], Any]]] = {
     "alpha_dropout": _dropout,
     "any": _any,
     "bernoulli": _bernoulli,
+    "clamp": _clamp,
+    "clamp_max": _clamp,
+    "clamp_min": _clamp,
     "div": _integer_division,
     "divide": _integer_division,
     "dropout": _dropout,
