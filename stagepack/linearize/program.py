@@ -151,6 +151,7 @@ def linearize_program(capture: Capture) -> LinearizedProgram:
     # from_pretrained of transformers expects every persistent buffer in the files.
     store_zeros = capture.model is not None and is_transformers_model(wrapped_model(capture.model))
     weights = weight_table(tensors, store_zeros=store_zeros, data_of=capture.data)
+    _check_layouts(program)
     smallest_sizes = {symbol_name: request.smallest for symbol_name, request in size_requests(capture).items()}
     symbols = SymbolTable(program, dimension_names(capture), smallest_sizes)
     tables = Tables(symbols, program_device(program, tensors), weights.values, inner_constants(program))
@@ -209,6 +210,18 @@ def _without_vmap(program: ExportedProgram) -> ExportedProgram:
                 f"torch cannot decompose the calls of torch.vmap: {first_line(error)}: {advice}"
             ) from error
     return program
+
+
+def _check_layouts(program: ExportedProgram) -> None:
+    """Refuse sparse inputs and results: stages pass on elements with strides."""
+    results = program.graph.output_node().all_input_nodes
+    for role, verb, nodes in (("input", "take", _placeholders(program).values()), ("result", "return", results)):
+        for node in nodes:
+            layout = getattr(node.meta.get("val"), "layout", torch.strided)
+            if layout != torch.strided:
+                raise UnsupportedError(
+                    f"the {role} {node.name}: expected a tensor with strides, found {layout}: let the model {verb} its indices and values"
+                )
 
 
 def _bind_inputs(program: ExportedProgram, body: BodyBuilder) -> list[Leaf]:

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 import stagepack
 from stagepack.capture.model_runs import are_identical
 from stagepack.capture.torch_messages import describe_error
-from stagepack.errors import CaptureError, OptionError
+from stagepack.errors import CaptureError, OptionError, UnsupportedError
 from stagepack.torch_internals import uncompiled_module
 from tests.modules import module_of
 from tools.benchmark_models import llama
@@ -208,3 +208,19 @@ def test_errors_in_a_library_read_the_installed_packages_once(monkeypatch: pytes
             raised.value
         )
     assert len(reads) <= 1
+
+
+@pytest.mark.parametrize(
+    ("forward", "x", "says"),
+    [
+        (
+            lambda _, x: torch.sparse.mm(x, torch.ones(3, 2)),
+            torch.eye(3).to_sparse(),
+            "the input x: .* torch.sparse_coo",
+        ),
+        (lambda _, x: x.to_sparse(), torch.eye(3), "the result to_sparse: .* return its indices"),
+    ],
+)
+def test_sparse_inputs_and_results_are_refused(forward: Any, x: torch.Tensor, says: str, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match=says):
+        stagepack.export(module_of(forward), (x,), out=tmp_path / "m.stagepack")
