@@ -214,8 +214,10 @@ def _without_vmap(program: ExportedProgram) -> ExportedProgram:
 
 def _check_layouts(program: ExportedProgram) -> None:
     """Refuse sparse inputs and results: stages pass on elements with strides."""
+    placeholders = _placeholders(program)
+    inputs = [placeholders[name] for name in program.graph_signature.user_inputs if name in placeholders]
     results = program.graph.output_node().all_input_nodes
-    for role, verb, nodes in (("input", "take", _placeholders(program).values()), ("result", "return", results)):
+    for role, verb, nodes in (("input", "take", inputs), ("result", "return", results)):
         for node in nodes:
             layout = getattr(node.meta.get("val"), "layout", torch.strided)
             if layout != torch.strided:
