@@ -50,7 +50,8 @@ class _DirectCode:
 
     def __init__(self, module: GraphModule) -> None:
         self._parameters = [node.target for node in module.graph.nodes if node.op == "placeholder"]
-        self._taken_names = {str(name) for node in module.graph.nodes for name in (node.name, node.target)}
+        self._taken_names = {*self._parameters, *(node.name for node in module.graph.nodes)}
+        self._calls: dict[str, str] = {}
         self._operators: dict[str, OperatorOverload] = {}
         self._own_variable = self._free_name("untraced")
 
@@ -67,12 +68,18 @@ class _DirectCode:
         return [first_line, *(_OPERATOR_CALL.sub(self._variable_call, line) for line in lines)]
 
     def _variable_call(self, match: re.Match[str]) -> str:
+        call = match[0]
+        if call not in self._calls:
+            self._calls[call] = self._new_call(match)
+        return self._calls[call]
+
+    def _new_call(self, match: re.Match[str]) -> str:
         overload = getattr(getattr(torch.ops.aten, match[1]), match[2])
         if permanent_function(overload) is None:
             return match[0]
         variable_name = self._free_name(f"aten_{match[1]}_{match[2]}")
-        while self._operators.setdefault(variable_name, overload) is not overload:
-            variable_name = self._free_name(f"{variable_name}_")
+        self._taken_names.add(variable_name)
+        self._operators[variable_name] = overload
         return f"{variable_name}("
 
     def define_variables(self, generated: FunctionType) -> None:
