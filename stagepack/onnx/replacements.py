@@ -181,7 +181,7 @@ def _clamp(_: _Operator, arguments: _Arguments) -> Any:
     # Clip of ONNX, without one of its bounds, takes the largest finite number for it: infinity becomes 3.4e38.
     tensor, lowest, highest = arguments["self"], arguments.get("min"), arguments.get("max")
     bound = highest if lowest is None else lowest
-    if None not in (lowest, highest) or not tensor.is_floating_point() or isinstance(bound, torch.Tensor):
+    if None not in (lowest, highest) or not tensor.is_floating_point() or not isinstance(bound, int | float):
         return None
     bound_tensor = _as_tensor(bound, tensor.dtype)
     # Not a maximum: onnxscript 0.7 makes a Clip of a maximum and a minimum, at times with an input that nothing computes.
