@@ -6,6 +6,7 @@
 import importlib.metadata
 import inspect
 import os
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -337,7 +338,7 @@ def _warn_of_other_defaults(capture: Capture, program: LinearizedProgram) -> Non
         try:
             bind_call(signature, (), {parameter.name: default})
         except InputError:
-            differing.append(f"{parameter.name}, whose default is {default!r}")
+            differing.append(f"{parameter.name}, whose default is {reprlib.repr(default)}")
     if differing:
         message = (
             f"{capture.model_name}: the example passes another constant than the default of {_shown(differing)}. The bundle computes with "

@@ -31,8 +31,9 @@ _MODEL_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", re.ASCII)
 _VERSION: Final = re.compile("[1-9][0-9]{0,17}", re.ASCII)
 _LOGGER: Final = logging.getLogger("stagepack.serve")
 _WATCH_SECONDS: Final = 0.2
-# A version without requests may still run one that nobody waits for any more: for so long, and so long a load waits for it.
+# A version without requests may still run one that nobody waits for any more.
 _CLOSE_SECONDS: Final = 86_400.0
+# The longest time that a load waits for such a version to close.
 _LOAD_DELAY_SECONDS: Final = 10
 
 
