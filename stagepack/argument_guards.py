@@ -1,15 +1,18 @@
-"""Checks of arguments before operators that read past the end of tensors whose shapes or strides they do not expect, and end the process.
+"""Checks of arguments before operators that read past the memory of a tensor, or leave their result unwritten, on some arguments.
 
-Models need these operators, so they run by default, and each call is checked.
+Such a call ends the process, or shows memory of other requests. Models need these operators, so they run by default, and each call is
+checked.
 """
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 
 from stagepack.torch_internals import OperatorOverload, operator_schema
+from stagepack.unwritten_memory import ALLOCATING_OPERATORS, filled_operator, memory_extent
 
 _Arguments = Mapping[str, Any]
 
@@ -19,8 +22,11 @@ def guarded_operator(operator: OperatorOverload) -> Callable[..., Any]:
     """Return a function that checks the arguments of an operator and then calls it; the operator itself if it needs no check.
 
     The function raises ValueError if arguments do not fit. Tensors whose elements overlap, as `expand` and `as_strided` make them, are
-    copied for operators that take the elements of a tensor to be one after another. Its ``__wrapped__`` is the operator.
+    copied for operators that take the elements of a tensor to be one after another. Results that the operator leaves unwritten are
+    zeros. Its ``__wrapped__`` is the operator.
     """
+    if str(operator) in ALLOCATING_OPERATORS:
+        return filled_operator(operator)
     check_arguments = ARGUMENT_CHECKS.get(str(operator))
     needs_no_overlap = str(operator) in NEED_NO_OVERLAP
     if check_arguments is None and not needs_no_overlap:
@@ -43,8 +49,7 @@ def _without_overlap(argument: Any) -> Any:
     """A copy of a tensor that has less memory than elements; any other argument as it is."""
     if not isinstance(argument, torch.Tensor):
         return argument
-    reach = sum((size - 1) * stride for size, stride in zip(argument.shape, argument.stride(), strict=True))
-    return argument.contiguous() if reach + 1 < argument.numel() else argument
+    return argument.contiguous() if memory_extent(argument) < argument.numel() else argument
 
 
 def _check_lstm(arguments: _Arguments) -> None:
@@ -221,6 +226,48 @@ def _check_common_multiple(arguments: _Arguments) -> None:
         raise ValueError(f"expected multiples that are integers of the dtype, found ones of {smallest}")
 
 
+def _check_extent(arguments: _Arguments) -> None:
+    """Check that a view with strides of its own shows no memory outside of the elements of its tensor."""
+    tensor, first = arguments["self"], arguments["self"].storage_offset()
+    offset = arguments.get("storage_offset")
+    offset = first if offset is None else offset
+    sizes, strides = arguments["size"], arguments["stride"]
+    if 0 in sizes:
+        return
+    last = offset + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+    end = first + memory_extent(tensor)
+    if offset < first or last >= end:
+        raise ValueError(
+            f"expected a view of the elements {first} to {end - 1} of the memory, found {offset} to {last}"
+        )
+
+
+def _check_resized(arguments: _Arguments) -> None:
+    tensor = arguments.get("self", arguments.get("out"))
+    template = arguments.get("the_template")
+    element_count = math.prod(arguments["size"] if template is None else template.shape)
+    if element_count > memory_extent(tensor):
+        raise ValueError(
+            f"expected at most the {memory_extent(tensor)} elements that the tensor has memory for, found {element_count}: "
+            "nothing has written the others"
+        )
+
+
+def _check_dense_strides(arguments: _Arguments) -> None:
+    tensor, strides, dense_stride = arguments["a"], arguments["stride"], 1
+    for stride, size in sorted(zip(strides, tensor.shape, strict=True)):
+        if tensor.numel() and size > 1:
+            if stride != dense_stride:
+                raise ValueError(f"stride: expected elements one after another in memory, found {list(strides)}")
+            dense_stride *= size
+
+
+def _check_grid_sampler(arguments: _Arguments) -> None:
+    for name, mode_count in (("interpolation_mode", 3 if arguments["input"].dim() == 4 else 2), ("padding_mode", 3)):
+        if not 0 <= arguments[name] < mode_count:
+            raise ValueError(f"{name}: expected an integer from 0 to {mode_count - 1}, found {arguments[name]}")
+
+
 def _smallest_integer(left: torch.Tensor, right: torch.Tensor | complex) -> int | None:
     """The smallest integer of the dtype of a result, if the processor divides integers of it and the operands have data to look at."""
     if left.is_meta or torch.compiler.is_compiling():
@@ -267,6 +314,10 @@ ARGUMENT_CHECKS: Final[Mapping[str, Callable[[_Arguments], None]]] = {
     "aten._upsample_lanczos2d_aa.default": _check_antialiased_interpolation,
     "aten._weight_norm.default": _check_weight_norm,
     "aten._weight_norm_interface.default": _check_weight_norm,
+    "aten.as_strided.default": _check_extent,
+    "aten.as_strided_.default": _check_extent,
+    "aten.as_strided_copy.default": _check_extent,
+    "aten.as_strided_scatter.default": _check_extent,
     "aten.div.Scalar_mode": _check_truncating_division,
     "aten.div.Tensor_mode": _check_truncating_division,
     "aten.div.out_mode": _check_truncating_division,
@@ -279,6 +330,10 @@ ARGUMENT_CHECKS: Final[Mapping[str, Callable[[_Arguments], None]]] = {
     "aten.divide_.Tensor_mode": _check_truncating_division,
     "aten.embedding_bag.default": _check_embedding_bag,
     "aten.embedding_bag.padding_idx": _check_embedding_bag,
+    "aten.empty.out": _check_resized,
+    "aten.grid_sampler.default": _check_grid_sampler,
+    "aten.grid_sampler_2d.default": _check_grid_sampler,
+    "aten.grid_sampler_3d.default": _check_grid_sampler,
     "aten.gru.input": _check_gru,
     "aten.lcm.default": _check_common_multiple,
     "aten.lcm.out": _check_common_multiple,
@@ -293,8 +348,11 @@ ARGUMENT_CHECKS: Final[Mapping[str, Callable[[_Arguments], None]]] = {
     "aten.native_batch_norm.default": _check_batch_norm,
     "aten.random.from": _check_random_start,
     "aten.random_.from": _check_random_start,
+    "aten.resize_.default": _check_resized,
+    "aten.resize_as_.default": _check_resized,
     "aten.rnn_relu.input": _check_rnn,
     "aten.rnn_tanh.input": _check_rnn,
+    "prims.copy_strided.default": _check_dense_strides,
     "prims.div.default": _check_truncating_division,
 }
 
@@ -303,6 +361,7 @@ NEED_NO_OVERLAP: Final = frozenset(
     {
         "aten._embedding_bag.default",
         "aten._embedding_bag_forward_only.default",
+        "aten._int_mm.default",
         "aten._weight_int4pack_mm_for_cpu.default",
         "aten._weight_int8pack_mm.default",
         "aten._weight_norm.default",

@@ -16,9 +16,10 @@ import signal
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 # Forked processes must not wait for threads that they do not have.
 os.environ |= {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -34,7 +35,8 @@ CALLS = 200
 _CALL_SECONDS = 4
 _MEMORY_BYTES = 2 << 30
 _DEATHS = 4
-_OUTCOMES = ("refused", "raised", "returned")
+OUTCOMES = ("refused", "raised", "returned", "differed")
+MakeCall = Callable[[OperatorOverload, Call], str]
 
 
 @dataclass
@@ -42,7 +44,7 @@ class Outcome:
     """How the calls of an operator ended.
 
     Attributes:
-        counts: calls that were refused on tensors without memory, that raised, and that returned.
+        counts: calls that were refused on tensors without memory, that raised, that returned, and that returned what was in memory before.
         signals: by the signal, how often the process was ended.
         first_deadly: the number of the first call that ended it.
     """
@@ -52,32 +54,54 @@ class Outcome:
     first_deadly: int | None = None
 
 
-def call_hostilely(name: str, valid_calls: Sequence[Call], call_count: int = CALLS) -> Outcome:
+def make_call(operator: OperatorOverload, call: Call) -> str:
+    """Make a call as a loader makes it; return how it ended, one of `OUTCOMES`."""
+    target = guarded_operator(operator)
+    if is_refused(operator, target, call):
+        return "refused"
+    try:
+        with torch.no_grad():
+            target(**call)
+    except Exception:  # noqa: BLE001
+        return "raised"
+    return "returned"
+
+
+def call_hostilely(
+    name: str, valid_calls: Sequence[Call], call_count: int = CALLS, make_call: MakeCall = make_call
+) -> Outcome:
     """Make the calls of an operator, in as many processes as they need.
 
     Args:
         name: its qualified name.
         valid_calls: valid calls of it.
         call_count: how many calls to make.
+        make_call: makes one, and returns how it ended.
     """
     outcome = Outcome()
-    progress = mmap.mmap(-1, 8 * (1 + len(_OUTCOMES)))
+    progress = mmap.mmap(-1, 8 * (1 + len(OUTCOMES)))
     counters = memoryview(progress).cast("q")
     while counters[0] < call_count and sum(outcome.signals.values()) < _DEATHS:
         process = os.fork()
         if not process:
-            _run_calls(find_operator(name), valid_calls, call_count, counters)
+            _run_calls(find_operator(name), valid_calls, call_count, counters, make_call)
         exit_code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
         if exit_code:
             outcome.signals[-exit_code] += 1
             if outcome.first_deadly is None:
                 outcome.first_deadly = counters[0]
             counters[0] += 1
-    outcome.counts.update(dict(zip(_OUTCOMES, counters[1:], strict=True)))
+    outcome.counts.update(dict(zip(OUTCOMES, counters[1:], strict=True)))
     return outcome
 
 
-def _run_calls(operator: OperatorOverload, valid_calls: Sequence[Call], call_count: int, counters: memoryview) -> None:
+def _run_calls(
+    operator: OperatorOverload,
+    valid_calls: Sequence[Call],
+    call_count: int,
+    counters: memoryview,
+    make_call: MakeCall,
+) -> None:
     """Make the calls that are left, and end this process. `counters` has the number of the next call, and the counts of the outcomes."""
     _restrict_process()
     exit_code = 1
@@ -87,11 +111,11 @@ def _run_calls(operator: OperatorOverload, valid_calls: Sequence[Call], call_cou
             # Of the processor, so that other processes do not count; SIGPROF ends this one.
             signal.setitimer(signal.ITIMER_PROF, _CALL_SECONDS)
             original = copy_tensors(call)  # before the operator writes them
-            result = _make_call(operator, call)
+            result = make_call(operator, call)
             signal.setitimer(signal.ITIMER_PROF, 0)
-            counters[1 + _OUTCOMES.index(result)] += 1
+            counters[1 + OUTCOMES.index(result)] += 1
             counters[0] += 1
-            if result == "returned":
+            if result in ("returned", "differed"):
                 known_calls.append(original)  # so that others are changed from it
         exit_code = 0
     except BaseException as error:  # noqa: BLE001 - the process must not go on as the one that forked it
@@ -108,21 +132,15 @@ def _restrict_process() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
-def _make_call(operator: OperatorOverload, call: Call) -> str:
-    target = guarded_operator(operator)
+def is_refused(operator: OperatorOverload, target: Callable[..., Any], call: Call) -> bool:
+    """Whether a loader refuses a call before it reads weights, since the operator does so on tensors without memory."""
     try:
         target(**tree_map(_on_meta, call))
     except NotImplementedError:
-        pass  # it has no implementation for `meta`
+        return False  # it has no implementation for `meta`
     except Exception as error:  # noqa: BLE001 - operators raise errors of any kind
-        if not _needs_data(operator, error):
-            return "refused"
-    try:
-        with torch.no_grad():
-            target(**call)
-    except Exception:  # noqa: BLE001
-        return "raised"
-    return "returned"
+        return not _needs_data(operator, error)
+    return False
 
 
 def _on_meta(leaf: object) -> object:
@@ -138,7 +156,13 @@ def _needs_data(operator: OperatorOverload, error: Exception) -> bool:
     return not data_tags.isdisjoint(operator.tags) or "meta tensor" in str(error)
 
 
-def run(names: Iterable[str], valid_calls: Mapping[str, Sequence[Call]], out: Path, call_count: int = CALLS) -> None:
+def run(
+    names: Iterable[str],
+    valid_calls: Mapping[str, Sequence[Call]],
+    out: Path,
+    call_count: int = CALLS,
+    make_call: MakeCall = make_call,
+) -> None:
     """Call operators, and append a line for each to a file.
 
     Args:
@@ -146,15 +170,16 @@ def run(names: Iterable[str], valid_calls: Mapping[str, Sequence[Call]], out: Pa
         valid_calls: valid calls by the name of the operator.
         out: the file; operators that have a line in it are not called again.
         call_count: how many calls to make of each.
+        make_call: makes one, and returns how it ended.
     """
-    _make_call(
+    make_call(
         torch.ops.aten.add.Tensor, {"self": torch.ones(1), "other": torch.ones(1)}
     )  # imports what each process needs
     done = {json.loads(line)["operator"] for line in out.read_text().splitlines()} if out.exists() else set()
     with out.open("a") as lines:
         for name in names:
             if name not in done:
-                outcome = call_hostilely(name, valid_calls.get(name, ()), call_count)
+                outcome = call_hostilely(name, valid_calls.get(name, ()), call_count, make_call)
                 facts = {"operator": name, "calls": call_count, **outcome.counts}
                 if outcome.signals:
                     facts |= {"signals": dict(outcome.signals), "first_deadly": outcome.first_deadly}

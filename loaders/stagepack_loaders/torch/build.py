@@ -2,11 +2,9 @@
 
 The weights are inputs of the module, after the inputs of the graph, in the order of the weight table. Strings of a bundle do not reach the
 code that fx generates, except checked identifiers.
-
-A context is a module that a function runs, which leaves the context again even if the module raises. torch has operators that do the same,
-but they leave the grad mode changed when something inside raises, and import the compiler when they are called first.
 """
 
+import inspect
 import itertools
 import math
 from collections import Counter
@@ -23,7 +21,6 @@ from torch.fx import Node as FxNode
 from stagepack.format.graph import (
     Argument,
     ComplexArg,
-    Context,
     DeviceArg,
     FoldedGraph,
     Graph,
@@ -45,9 +42,11 @@ from stagepack.graph.region_functions import (
     value_types,
 )
 from stagepack.torch_internals import child_modules
-from stagepack_loaders.torch.devices import device_type_of, has_device, parse_graph_device
+from stagepack.unwritten_memory import ALLOCATING_OPERATORS, Call, overwritten_results
+from stagepack_loaders.torch.contexts import context_call
+from stagepack_loaders.torch.devices import parse_graph_device
 from stagepack_loaders.torch.stage_module import StageModule
-from stagepack_loaders.torch.torch_attributes import torch_argument, torch_attribute
+from stagepack_loaders.torch.torch_attributes import torch_argument
 
 # Key of the `meta` of an fx node that calls an operator: the node of the graph.
 GRAPH_NODE = "stagepack_node"
@@ -55,38 +54,6 @@ GRAPH_NODE = "stagepack_node"
 NODE_COUNT, INPUT_TYPES = "stagepack_nodes", "stagepack_inputs"
 
 Operator = Callable[..., Any]
-
-
-def context_call(context: Context, stage_device: torch.device) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Return the function that runs a module inside a context, and its arguments before the module."""
-    autocast = context.autocast
-    if autocast is None:
-        return run_with_grad_mode, (context.grad,)
-    device_type = stage_device.type if autocast.device is None else device_type_of(autocast.device)
-    if device_type != stage_device.type and not has_device(device_type):
-        # No operator runs on such a device. Code that is written for a GPU opens its autocast on a CPU, too.
-        return run_unchanged, ()
-    dtype = torch_attribute(autocast.dtype, torch.dtype)
-    return run_with_autocast, (device_type, dtype, autocast.enabled, autocast.cache)
-
-
-def run_unchanged(module: torch.nn.Module, *args: Any) -> Any:
-    """Call a module."""
-    return module(*args)
-
-
-def run_with_grad_mode(enabled: bool, module: torch.nn.Module, *args: Any) -> Any:
-    """Call a module with gradients recorded or not."""
-    with torch.set_grad_enabled(enabled):
-        return module(*args)
-
-
-def run_with_autocast(
-    device_type: str, dtype: torch.dtype, enabled: bool, cache: bool, module: torch.nn.Module, *args: Any
-) -> Any:
-    """Call a module under `torch.autocast` for a type of device."""
-    with torch.autocast(device_type, dtype, enabled, cache):
-        return module(*args)
 
 
 class _GraphParts:
@@ -131,6 +98,8 @@ class _FxBody:
         self._attributes: dict[str, Any] = {}
         self._attribute_names: dict[int, str] = {}  # by the identity of the object
         self._fx_nodes: dict[str, FxNode] = {}
+        # Results of allocating operators that are not filled with zeros, since the next step with them writes them whole.
+        self.overwritten: set[str] = set()
         for index, value_name in enumerate(inputs):
             fx_name = None if anonymous else value_name
             parameter = self._create("placeholder", f"{parts.input_prefix}_{index}", fx_name=fx_name)
@@ -160,6 +129,8 @@ class _FxBody:
     def _call_operator(self, node: Node) -> None:
         """Append a call of an operator. If the operator returns a sequence, its items are defined one by one."""
         operator = self._parts.operators[node.op]
+        if not self.overwritten.isdisjoint(output_names(node)):
+            operator = inspect.unwrap(operator)
         args = tuple(map(self._argument, node.args))
         kwargs = {parameter_name: self._argument(argument) for parameter_name, argument in node.kwargs}
         fx_name = next(iter(output_names(node)), None) if not node.unpack else None
@@ -317,6 +288,7 @@ class GraphBuilder:
     ) -> None:
         self._graph = graph
         self._types = value_types(graph)
+        self._allocates = any(op.name in ALLOCATING_OPERATORS for op in graph.ops)
         self._parts = _GraphParts(graph, operators, device)
         for index, subgraph in enumerate(graph.subgraphs):
             subgraph_inputs = [value.name for value in subgraph.inputs]
@@ -370,6 +342,8 @@ class GraphBuilder:
         """The module of a body, after its last steps."""
         uses = _use_counts(steps)
         uses.update(argument_names(result))
+        if self._allocates:
+            body.overwritten.update(overwritten_results(map(self._call, steps)))
         for run_context, step_run in itertools.groupby(steps, lambda step: self._context_inside(step, context)):
             run = list(step_run)
             if run_context is None or run_context == context:
@@ -381,6 +355,12 @@ class GraphBuilder:
                 outputs = [value_name for value_name in produced if uses[value_name] > uses_inside[value_name]]
                 self._append_context(body, run_context, run, outputs)
         return body.finish(result, class_name)
+
+    def _call(self, step: Step) -> Call:
+        operator_name = self._graph.ops[step.op].name if isinstance(step, Node) else ""
+        first = step.args[0] if isinstance(step, Node) and step.args else None
+        first_name = first.name if isinstance(first, ValueArg) else None
+        return Call(operator_name, first_name, used_names(step), produced_names(step))
 
     def _context_inside(self, step: Step, context: int | None) -> int | None:
         """The context that a step has directly inside another one; that one itself, or None, if it has none there."""
