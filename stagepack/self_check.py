@@ -26,7 +26,7 @@ from stagepack.linearize import LinearizedProgram
 from stagepack.linearize.captured_example import example_inputs, run_example
 from stagepack.linearize.op_tables import with_node_location
 from stagepack_loaders.base import PrepareOptions
-from stagepack_loaders.comparison import Difference
+from stagepack_loaders.comparison import Difference, format_difference
 from stagepack_loaders.example import compare_results, run_on_inputs
 from stagepack_loaders.pipeline import Pipeline
 from stagepack_loaders.preparation import finish_prepared, prepare_all
@@ -173,8 +173,8 @@ def report_difference(capture: Capture, inputs: Sequence[Any], largest: float, *
         module = diverging_module(capture.model, capture.program, capture.inputs, inputs)
     part = f", first in {module}" if module else ""
     _refuse_difference(
-        f"{capture.model_name}: the captured program answers the example otherwise than the model does, by {largest:g}{part}: the model "
-        f"takes another path in eager mode than under torch.export{_changed_defaults()}",
+        f"{capture.model_name}: the captured program answers the example otherwise than the model does, by {format_difference(largest)}"
+        f"{part}: the model takes another path in eager mode than under torch.export{_changed_defaults()}",
         change=_FAST_PATH_SWITCH if _FAST_PATH_CLASS in module else "change the model so that both take the same path",
         consequence="; the bundle has the answer of the captured program",
         is_allowed=is_allowed,
@@ -227,7 +227,8 @@ def _report_question(
     which = "inputs" if other.position is None else f"the tensor number {other.position + 1} of the inputs"
     _refuse_difference(
         f"{capture.model_name} asks for the {asked} of its inputs, by {question.function}{shown_location}, which torch.export answers for "
-        f"the example alone: with {which} {other.description}, the model answers otherwise than the captured program, by {largest:g}",
+        f"the example alone: with {which} {other.description}, the model answers otherwise than the captured program, by "
+        f"{format_difference(largest)}",
         change="change the model so that its answer does not depend on it",
         consequence="; the bundle answers as the captured program does",
         is_allowed=is_allowed,

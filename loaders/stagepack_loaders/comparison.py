@@ -1,8 +1,11 @@
 """Compare results with recorded ones."""
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any, Final, NamedTuple
 
+from stagepack.errors import StagepackError
+from stagepack.format.reader import Bundle
 from stagepack_loaders.base import ArrayOps
 
 # How far results may be from those that were recorded, perhaps on another device: relative and absolute. Other dtypes must be equal.
@@ -14,6 +17,10 @@ TOLERANCE: Final[Mapping[str, tuple[float, float]]] = {
     "complex64": (1e-3, 1e-4),
     "complex128": (1e-5, 1e-6),
 }
+
+
+class ExampleError(StagepackError):
+    """A bundle gives other results for its recorded example: it is damaged, or the device computes otherwise."""
 
 
 class Difference(NamedTuple):
@@ -51,6 +58,23 @@ def compare_arrays(arrays: ArrayOps, actual: Any, expected: Any, tolerance: Tole
     """Compare two arrays."""
     dtype = str(expected.dtype).removeprefix("torch.")
     return Difference(*arrays.difference(actual, expected, *(tolerance or Tolerance()).of_dtype(dtype)))
+
+
+def format_difference(largest: float) -> str:
+    """Return the largest difference of results as text."""
+    return f"{largest:g}" if math.isfinite(largest) else f"{largest:g} (other shapes, dtypes or special values)"
+
+
+def check_example_difference(bundle: Bundle, difference: Difference, *, cure: str) -> None:
+    """Refuse results of the recorded example that are beyond the tolerance.
+
+    cure: what allows them, for people.
+    """
+    if not difference.within:
+        raise ExampleError(
+            f"{bundle.location}: expected the recorded results of the example, found a difference of "
+            f"{format_difference(difference.largest)}: the bundle is damaged, or this device computes otherwise ({cure})"
+        )
 
 
 def combine_differences(differences: Iterable[Difference]) -> Difference:

@@ -106,9 +106,11 @@ class NumpyArrays:
             return math.inf, False
         wide_dtype = numpy.complex128 if actual.dtype.kind == "c" else numpy.float64
         with numpy.errstate(invalid="ignore"):
-            actual, expected = actual.astype(wide_dtype), expected.astype(wide_dtype)
             are_equal = (actual == expected) | ((actual != actual) & (expected != expected))
-            distance = numpy.where(are_equal, 0.0, numpy.abs(actual - expected))
+            # Beyond 2**53, float64 does not tell integers apart.
+            least = 1.0 if actual.dtype.kind in "iub" else 0.0
+            actual, expected = actual.astype(wide_dtype), expected.astype(wide_dtype)
+            distance = numpy.where(are_equal, 0.0, numpy.maximum(numpy.abs(actual - expected), least))
             distance = numpy.where(numpy.isnan(distance), math.inf, distance)
             # An infinity is near nothing but itself, though a part of it is infinite too.
             are_close = are_equal | (numpy.isfinite(distance) & (distance <= atol + rtol * numpy.abs(expected)))

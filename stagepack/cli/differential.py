@@ -19,7 +19,7 @@ from stagepack.onnx.add import add_onnx
 from stagepack.onnx.other_sizes import format_sizes, inputs_at, sizes_to_check
 from stagepack.partition.cut_options import CutOptions
 from stagepack_loaders import example
-from stagepack_loaders.comparison import Difference, Tolerance, combine_differences, compare_arrays
+from stagepack_loaders.comparison import Difference, Tolerance, format_difference
 from stagepack_loaders.load import load
 from stagepack_loaders.pipeline import CallablePipeline
 
@@ -156,16 +156,16 @@ def _problem(
             else f"answers, where the captured program raises {expected}"
         )
     difference = _difference(pipeline, answer, expected, road.tolerance)
-    return None if difference.within else f"differs from the captured program by {difference.largest:.3g}"
+    return (
+        None if difference.within else f"differs from the captured program by {format_difference(difference.largest)}"
+    )
 
 
 def _difference(
     pipeline: CallablePipeline, answer: Values, expected: Values, tolerance: Tolerance | None
 ) -> Difference:
     to_host = {name: pipeline.arrays.array(torch.as_tensor(value)) for name, value in answer.items()}
-    return combine_differences(
-        compare_arrays(pipeline.arrays, to_host[name], value, tolerance) for name, value in expected.items()
-    )
+    return example.compare_results(pipeline, to_host, expected, tolerance)
 
 
 def _as_arrays(pipeline: CallablePipeline, inputs: Values) -> Values:

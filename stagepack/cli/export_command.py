@@ -1,6 +1,7 @@
 """`stagepack export`."""
 
 import contextlib
+import math
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -20,7 +21,7 @@ from stagepack.cli.termination import orderly_termination
 from stagepack.extras import require_extras
 from stagepack.format.reader import Bundle
 from stagepack.format.writer import check_output_path
-from stagepack_loaders.comparison import Tolerance
+from stagepack_loaders.comparison import Tolerance, format_difference
 
 
 @option_object
@@ -218,8 +219,8 @@ def _print_export(options: _Options, bundle: Bundle, facts: dict[str, Any]) -> N
     print_line(f"captured {options.source} ({facts['captured_by']})")
     print_written(bundle, options.out, facts["seconds"])
     if "difference" in facts:
-        difference = "the shapes or types differ" if facts["difference"] is None else f"{facts['difference']:g}"
-        print_line(f"replayed the example: largest difference from the model {difference}")
+        difference = math.inf if facts["difference"] is None else facts["difference"]
+        print_line(f"replayed the example: largest difference from the model {format_difference(difference)}")
     else:
         print_line("recorded the answer of the new stages to the example; the model of the weights was not run")
     if "onnx" in facts:

@@ -33,12 +33,15 @@ from stagepack.cli.run_options import (
     check_runtimes_compile,
     runtime_of_each_stage,
     start_processes,
+    verified_text,
 )
 from stagepack.cli.run_tracing import print_trace, trace_requests
 from stagepack.cli.shared_flags import (
     ALLOW_OPS,
+    ATOL,
     IMPORTS,
     JSON,
+    RTOL,
     SIGNATURE,
     BundleOptions,
     check_stage_number,
@@ -46,6 +49,7 @@ from stagepack.cli.shared_flags import (
 )
 from stagepack.format.output_file import check_output_file
 from stagepack.format.reader import Bundle
+from stagepack_loaders.comparison import Difference, Tolerance, check_example_difference, format_difference
 from stagepack_loaders.distributed.launch_environment import is_launched_group
 from stagepack_loaders.options import DEFAULT_IN_FLIGHT, LoadOptions, ProcessOptions, memory_bytes
 from stagepack_loaders.registry import find_runtime, import_runtime
@@ -59,11 +63,6 @@ if TYPE_CHECKING:
 
 _MOST_REQUESTS: Final = 10_000
 _DEFAULT_REQUESTS: Final = 8
-_VERIFIED_PARTS: Final = {
-    "full": "all files that were read",
-    "manifest": "all but the content of weight files (--verify manifest)",
-    "off": "the manifest only (--verify off)",
-}
 
 
 @option_object
@@ -113,6 +112,8 @@ class _Options(BundleOptions):
         "Compute while the weights are still read or downloaded: each is waited for at its first use. Reads them into memory.",
     )
     device_memory: str | None = DEVICE_MEMORY
+    rtol: float | None = RTOL
+    atol: float | None = ATOL
     as_json: bool = JSON
 
     def load_options(self, stage_runtimes: list[str]) -> LoadOptions:
@@ -144,7 +145,8 @@ def command(options: _Options) -> None:
     """Load a bundle and run its example.
 
     Prints what is read for each stage, the largest difference from the recorded results, and the time that each step takes until the
-    first answer.
+    first answer. The exit status is 1 if the results of the example are not the recorded ones, within the tolerance of 'stagepack verify
+    --run'.
     """
     timer = PhaseTimer()
     bundle = open_argument(options.bundle_path, *options.runtimes)
@@ -155,7 +157,7 @@ def command(options: _Options) -> None:
     if options.processes or is_launched_group():
         process_facts = _load_in_processes(bundle, options, stage_runtimes, timer)
         if process_facts is not None:
-            _print_facts(process_facts | {"start": timer.seconds}, options)
+            _report(bundle, process_facts | {"start": timer.seconds}, options)
         return
     for runtime in dict.fromkeys(stage_runtimes):
         with progress(f"importing {runtime}"):
@@ -173,7 +175,7 @@ def command(options: _Options) -> None:
             facts |= _run(bundle, Pipeline(bundle, stages), options, timer)
         if options.stream:
             facts["all_weights"] = _wait_for_weights(stages, timer)
-    _print_facts(facts | {"start": timer.seconds}, options)
+    _report(bundle, facts | {"start": timer.seconds}, options)
 
 
 def _check_usage(options: _Options, bundle: Bundle) -> list[str]:
@@ -338,7 +340,8 @@ def _run(bundle: Bundle, pipeline: "CallablePipeline", options: _Options, timer:
         at_once = DEFAULT_IN_FLIGHT if options.processes or is_launched_group() else 1
         facts["trace"] = trace_requests(pipeline, inputs, options.request_count, options.trace_file, at_once=at_once)
     if options.inputs_file is None:
-        facts["difference"] = example.compare_results(pipeline, results, expected).largest
+        tolerance = Tolerance(options.rtol, options.atol)
+        facts["difference"] = example.compare_results(pipeline, results, expected, tolerance)
     return facts
 
 
@@ -348,11 +351,18 @@ def _compile_seconds(options: _Options, bundle: Bundle) -> float:
     return sum(find_runtime(runtime_name).compile_seconds() for runtime_name in runtime_names)
 
 
+def _report(bundle: Bundle, facts: dict[str, Any], options: _Options) -> None:
+    """Print what was loaded, and what it answered; refuse another answer than the recorded one."""
+    difference: Difference | None = facts.get("difference")
+    if not options.as_json:
+        _print_facts(facts, options)
+    else:
+        print_json(facts if difference is None else facts | {"difference": finite(difference.largest)})
+    if difference is not None:
+        check_example_difference(bundle, difference, cure="--rtol and --atol allow a difference")
+
+
 def _print_facts(facts: dict[str, Any], options: _Options) -> None:
-    """Print what was loaded, and what it answered."""
-    if options.as_json:
-        print_json(facts | ({"difference": finite(facts["difference"])} if "difference" in facts else {}))
-        return
     in_processes = any("process" in stage for stage in facts["stages"])
     rows = [
         [
@@ -368,13 +378,14 @@ def _print_facts(facts: dict[str, Any], options: _Options) -> None:
     ]
     columns = ["#stage", *(["process"] if in_processes else []), "runtime", "device", "#read", "#time", "files"]
     print_table("loaded stages", columns, rows)
-    print_line(f"verified: {_verified_text(facts)}")
+    unchanged_bytes = sum(stage.get("bytes_unchanged", 0) for stage in facts["stages"])
+    print_line(f"verified: {verified_text(facts['verify'], unchanged_bytes)}")
     for stage in facts["stages"]:
         if "residency" in stage:
             print_line(f"stage {stage['stage']}: {Residency(**stage['residency'])}")
     outputs = count_of("output", facts.get("outputs", 0))
     if "difference" in facts:
-        print_line(f"ran the example: {outputs}, largest difference {facts['difference']:g}")
+        print_line(f"ran the example: {outputs}, largest difference {format_difference(facts['difference'].largest)}")
     elif options.inputs_file is not None:
         print_line(f"ran {options.inputs_file}: {outputs}")
     phases: dict[str, float] = facts["start"]
@@ -387,12 +398,3 @@ def _print_facts(facts: dict[str, Any], options: _Options) -> None:
         print_line(f"wrote {options.outputs_file}")
     if "trace" in facts:
         print_trace(facts["trace"])
-
-
-def _verified_text(facts: dict[str, Any]) -> str:
-    """Say what was compared with its digest, and when."""
-    unchanged_bytes = sum(stage.get("bytes_unchanged", 0) for stage in facts["stages"])
-    earlier = (
-        f"; {format_bytes(unchanged_bytes)} of weights earlier, and they are unchanged since" if unchanged_bytes else ""
-    )
-    return _VERIFIED_PARTS[facts["verify"]] + earlier

@@ -1,11 +1,12 @@
 """The options of the subcommands that run bundles, and what these subcommands do with them. Runtimes are imported when they are needed."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 import click
 
 from stagepack.cli.command import PathType, flag
+from stagepack.cli.output import format_bytes
 from stagepack.format.reader import Bundle
 from stagepack_loaders import registry
 from stagepack_loaders.call_limits import Limits
@@ -18,6 +19,11 @@ if TYPE_CHECKING:
 
 # That of `stagepack_loaders.base`, whose import needs more.
 Verify = Literal["full", "manifest", "off"]
+_VERIFIED_PARTS: Final = {
+    "full": "all files that were read",
+    "manifest": "all but the content of weight files (--verify manifest)",
+    "off": "the manifest only (--verify off)",
+}
 
 
 def _check_devices(_context: click.Context, _option: click.Parameter, devices: tuple[str, ...]) -> tuple[str, ...]:
@@ -101,6 +107,12 @@ def check_runtimes_compile(flag: str, runtimes: Sequence[str]) -> None:
     if not all(name == DEFAULT_RUNTIME or find_runtime(name).compiles for name in runtimes):
         compiling_runtimes = " or ".join(runtime.name for runtime in registry.runtimes() if runtime.compiles)
         raise click.UsageError(f"{flag} requires the runtime {compiling_runtimes} for all stages: leave out --runtime")
+
+
+def verified_text(verify: Verify, unchanged_bytes: int) -> str:
+    """Return what a load compared with its digest, and of how many bytes of weights an earlier load did."""
+    earlier = f"; {format_bytes(unchanged_bytes)} of weights earlier, and they are unchanged since"
+    return _VERIFIED_PARTS[verify] + (earlier if unchanged_bytes else "")
 
 
 def batching_text(max_batch: int, reason_without: str) -> str:

@@ -1,6 +1,7 @@
 """`load` and `verify --run`: what they run, what they compare, and what they say when it does not fit."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +147,8 @@ def test_weights_are_compared_with_their_digests_unless_the_caller_says_no(edito
     command_fails("load", str(editor.path), says=r"stage-1\.safetensors: the content was changed")
     for verify in ("manifest", "off"):
         result = run("load", str(editor.path), "--verify", verify, "--json")
-        assert result.exit_code == 0, result.output
+        assert result.exit_code == 1
+        assert "expected the recorded results of the example, found a difference of 0.0" in result.stderr
         facts = json.loads(result.stdout)
         assert facts["difference"] > 0
         assert facts["verify"] == verify
@@ -208,13 +210,25 @@ def test_an_example_with_other_numbers_shows_the_difference(editor: BundleEditor
     example(editor, output_1=torch.tensor([5.0]))
     path = str(editor.path)
     command_fails("verify", "--run", path, says="expected the recorded results of the example, found a difference of 4")
-    result = run("verify", "--run", path, "--json")
-    assert result.exit_code == 1
-    assert (json.loads(result.stdout)["ok"], json.loads(result.stdout)["difference"]) == (False, 4.0)
-    for arguments in (["verify", "--run", "--atol", "4"], ["load"]):
+    command_fails("load", path, says="expected the recorded results of the example, found a difference of 4")
+    for command in (["verify", "--run"], ["load"]):
+        result = run(*command, path, "--json")
+        assert result.exit_code == 1
+        assert json.loads(result.stdout)["difference"] == 4.0
+    assert json.loads(run("verify", "--run", path, "--json").stdout)["ok"] is False
+    for arguments in (["verify", "--run", "--atol", "4"], ["load", "--atol", "4"], ["load", "--rtol", "0.8"]):
         result = run(*arguments, path, "--json")
         assert result.exit_code == 0, result.output
         assert json.loads(result.stdout)["difference"] == 4.0
+
+
+@pytest.mark.process
+def test_another_answer_of_processes_is_refused(editor: BundleEditor) -> None:
+    example(editor, output_1=torch.tensor([5.0]))
+    result = run("load", str(editor.path), "--processes", "2", "--json")
+    assert result.exit_code == 1
+    assert json.loads(result.stdout)["difference"] == 4.0
+    assert "expected the recorded results of the example, found a difference of 4" in result.stderr
 
 
 @pytest.mark.parametrize("recorded", [torch.ones(1, 1), torch.ones(1, dtype=torch.int64)])
@@ -223,19 +237,23 @@ def test_example_with_results_of_another_shape_or_dtype_is_refused(
 ) -> None:
     example(editor, output_1=recorded)
     command_fails("verify", str(editor.path), says=r"expected 'output\.1' with the dtype of its edge .*\[M16\]")
-    facts = json.loads(run("load", str(editor.path), "--json").stdout, parse_constant=pytest.fail)
-    assert facts["difference"] is None
-
-
-def test_example_with_a_recorded_nan_fails_the_check(editor: BundleEditor) -> None:
-    example(editor, output_1=torch.tensor([float("nan")]))
-    command_fails("verify", "--run", str(editor.path), says="found other shapes, types or special values")
-    result = run("verify", "--run", str(editor.path), "--json")
+    result = run("load", str(editor.path), "--json")
     assert result.exit_code == 1
-    facts = json.loads(result.stdout, parse_constant=pytest.fail)
-    assert (facts["ok"], facts["difference"]) == (False, None)
-    facts = json.loads(run("load", str(editor.path), "--json").stdout, parse_constant=pytest.fail)
-    assert facts["difference"] is None
+    assert json.loads(result.stdout, parse_constant=pytest.fail)["difference"] is None
+    assert "found a difference of inf (other shapes, dtypes or special values)" in result.stderr
+
+
+@pytest.mark.parametrize("recorded", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("command", [["verify", "--run"], ["load"]])
+def test_example_with_a_recorded_special_value_fails_the_check(
+    recorded: float, command: list[str], editor: BundleEditor
+) -> None:
+    example(editor, output_1=torch.tensor([recorded]))
+    says = r"found a difference of inf \(other shapes, dtypes or special values\)"
+    command_fails(*command, str(editor.path), says=says)
+    result = run(*command, str(editor.path), "--rtol", "1e9", "--json")
+    assert result.exit_code == 1
+    assert json.loads(result.stdout, parse_constant=pytest.fail)["difference"] is None
 
 
 @pytest.mark.parametrize(

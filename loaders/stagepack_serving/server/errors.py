@@ -122,10 +122,6 @@ def is_openai_path(path: str) -> bool:
     return path == "/v1" or path.startswith("/v1/")
 
 
-class ExampleError(StagepackError):
-    """A bundle that should be served gives other results for its recorded example: it is damaged, or the device computes otherwise."""
-
-
 class AddressError(StagepackError):
     """The server cannot listen at an address: it is in use, or does not belong to this machine. Choose another address."""
 

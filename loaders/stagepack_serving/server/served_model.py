@@ -12,12 +12,13 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from stagepack.errors import InputError, StageLostError, StagepackError
 from stagepack_loaders.batching import BatchLimit, batch_limit
+from stagepack_loaders.comparison import check_example_difference
 from stagepack_loaders.elements import Array
 from stagepack_loaders.example import compare_results, read_example, run_on_inputs
 from stagepack_loaders.pipeline import CallablePipeline
 from stagepack_serving.protocol.interface import Interface
 from stagepack_serving.server.admission import Admission
-from stagepack_serving.server.errors import BadRequestError, ExampleError, RequestError, RequestStatus
+from stagepack_serving.server.errors import BadRequestError, RequestError, RequestStatus
 from stagepack_serving.server.limits import ServerLimits
 from stagepack_serving.server.metadata import FIRST_VERSION, model_metadata, served_model_config
 from stagepack_serving.server.metrics import Metrics, VersionStatistics
@@ -36,13 +37,10 @@ _LOG = logging.getLogger("stagepack.serve")
 def _run_example(pipeline: CallablePipeline, *, check: bool) -> None:
     """Run the recorded example, and compare its results with the recorded ones."""
     inputs, expected_results = read_example(pipeline)
-    difference, is_within = compare_results(pipeline, run_on_inputs(pipeline, inputs), expected_results)
+    difference = compare_results(pipeline, run_on_inputs(pipeline, inputs), expected_results)
     pipeline.reset_state()
-    if check and not is_within:
-        raise ExampleError(
-            f"{pipeline.bundle.location}: expected the results that are recorded in its example, found a difference of {difference:g}: "
-            "the bundle is damaged, or this device computes otherwise (--no-check-example serves it nevertheless)"
-        )
+    if check:
+        check_example_difference(pipeline.bundle, difference, cure="--no-check-example serves it nevertheless")
 
 
 class ServedModel:
