@@ -69,19 +69,24 @@ class Admission:
 
     def check(self, seconds_left: float) -> None:
         """Refuse a request that is expected to be answered too late, with `RequestStatus.BUSY`."""
+        if reason := self.refusal_reason(seconds_left):
+            raise self._refusal(reason)
+
+    def refusal_reason(self, seconds_left: float) -> str:
+        """Return why a request is refused now that has to be answered in so many seconds; empty if it is not."""
         count = self.pending_requests + 1
         if count <= min(self.busy_count, self._most_requests):
-            return
-        rate = self._answer_rate()
+            return ""
         if count > self._most_requests:
-            raise self._refusal("at most so many are accepted", rate)
+            return "at most so many are accepted"
+        rate = self._answer_rate()
+        expected = f"{rate:.3g} are answered in a second"
         if len(self._answer_times) > _FEWEST_ANSWERS and count > _DEADLINE_SHARE * rate * seconds_left:
-            expected = f"{rate:.3g} are answered in a second"
-            raise self._refusal(f"{expected}, and this one has to be in {seconds_left:.3g} s", rate)
+            return f"{expected}, and this one has to be in {seconds_left:.3g} s"
         patience = self._patience.seconds(current_sender())
         if rate and count > _PATIENCE_SHARE * rate * patience:
-            expected = f"{rate:.3g} are answered in a second"
-            raise self._refusal(f"{expected}, and clients hang up after {patience:.3g} s", rate)
+            return f"{expected}, and clients hang up after {patience:.3g} s"
+        return ""
 
     @contextlib.contextmanager
     def place(self, seconds_left: float, is_settled: Callable[[], bool]) -> Iterator[None]:
@@ -117,14 +122,14 @@ class Admission:
                 self._earlier_rate = self._answer_rate() or 1 / max(time.monotonic() - self._answer_times[0], 1e-9)
                 self._answer_times.clear()
 
-    def _refusal(self, reason: str, rate: float) -> RequestError:
+    def _refusal(self, reason: str) -> RequestError:
         """A refusal, which asks its client to come back when those that were refused before have come back and are answered."""
         message = (
             f"{self._model_name}: {self.pending_requests} requests are waiting already, and {reason}: try again later"
         )
         error = RequestError(RequestStatus.BUSY, message)
         if len(self._answer_times) > _FEWEST_ANSWERS:
-            error.retry_seconds = max(1, math.ceil(self._retry_turns.take(1 / rate)))
+            error.retry_seconds = max(1, math.ceil(self._retry_turns.take(1 / self._answer_rate())))
         return error
 
     def _answer_rate(self) -> float:

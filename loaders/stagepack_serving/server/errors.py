@@ -29,7 +29,7 @@ _FIRST_SERVER_CODE: Final = 500
 
 
 class RequestStatus(Enum):
-    """Why a request is refused. Each value holds the status code of HTTP and that of gRPC.
+    """Why a request is refused. Each value begins with the status code of HTTP and that of gRPC.
 
     The names are values of the label ``status`` of the metrics.
     """
@@ -41,6 +41,8 @@ class RequestStatus(Enum):
     TOO_LARGE = (HTTPStatus.REQUEST_ENTITY_TOO_LARGE, StatusCode.RESOURCE_EXHAUSTED)
     MODEL_FAILED = (HTTPStatus.INTERNAL_SERVER_ERROR, StatusCode.INTERNAL)
     BUSY = (HTTPStatus.SERVICE_UNAVAILABLE, StatusCode.UNAVAILABLE)
+    # The third part tells it from BUSY: an enum takes names of equal values for one member.
+    STAGE_LOST = (HTTPStatus.SERVICE_UNAVAILABLE, StatusCode.UNAVAILABLE, "lost")
     HUNG_UP = (HTTPStatus.BAD_REQUEST, StatusCode.CANCELLED)
     TOO_LATE = (HTTPStatus.GATEWAY_TIMEOUT, StatusCode.DEADLINE_EXCEEDED)
 
@@ -48,6 +50,11 @@ class RequestStatus(Enum):
     def http_code(self) -> int:
         """The status code of HTTP."""
         return int(self.value[0])
+
+    @property
+    def is_temporary(self) -> bool:
+        """Whether the same request may be answered later."""
+        return self.http_code == HTTPStatus.SERVICE_UNAVAILABLE
 
     @property
     def grpc_code(self) -> StatusCode:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import functools
 import gc
+import math
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final, Self
 from urllib.parse import quote
@@ -15,7 +16,7 @@ from google.protobuf.message import DecodeError
 from stagepack_serving.server.access_log import RequestRecord, begin_call_record, current_record
 from stagepack_serving.server.errors import BadRequestError, RequestError, RequestStatus
 from stagepack_serving.server.grpc_limits import OpenCall, OpenCalls, ResetGuard, Result
-from stagepack_serving.server.grpc_messages import parse_inference, parse_message
+from stagepack_serving.server.grpc_messages import named_model, parse_inference, parse_message
 from stagepack_serving.server.model_registry import ModelRegistry
 from stagepack_serving.server.security import AuthenticationError, TokenCheck, check_authorization
 
@@ -120,8 +121,12 @@ class CheckedMethods(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has 
                 call, record = self._open_call(), begin_call_record(context, method)
                 try:
                     self._begin(method, context, call)
+                    if is_inference:
+                        await self._models.check_head("grpc", self._seconds_left(context))
                     content = await _only_message(context, call)
                     record.request_bytes = len(content)
+                    if is_inference:
+                        await self._models.check_head("grpc", self._seconds_left(context), *named_model(content))
                     response = await handler.unary_unary(parse(content), context)
                 except (DecodeError, NotImplementedError, RequestError) as error:
                     await _abort(context, method, error)
@@ -176,6 +181,11 @@ class CheckedMethods(grpc.GenericRpcHandler):  # type: ignore[misc]  # grpc has 
     def _open_call(self, *, is_watch: bool = False) -> OpenCall:
         limits = self._models.limits
         return OpenCall(is_watch=is_watch, idle_seconds=limits.deadline, count_refusal=self._count_refusal)
+
+    def _seconds_left(self, context: Any) -> float:
+        """The time until the deadline of a call."""
+        remaining: float | None = context.time_remaining()
+        return min(self._models.limits.deadline, math.inf if remaining is None else remaining)
 
     def _count_refusal(self) -> None:
         self._models.metrics.count_answer("", "", "grpc", RequestStatus.BUSY.name)
@@ -318,7 +328,7 @@ async def _abort(context: Any, method: str, error: Exception) -> None:
         code, status_name, message = refusal.status.grpc_code, refusal.status.name, str(refusal)
         if isinstance(refusal, AuthenticationError):
             metadata += (("www-authenticate", refusal.challenge),)
-        elif refusal.status is RequestStatus.BUSY:
+        elif refusal.status.is_temporary:
             # Clients with a retry policy wait so long: https://github.com/grpc/proposal/blob/master/A6-client-retries.md.
             metadata += (("grpc-retry-pushback-ms", str(1000 * refusal.retry_seconds)),)
     if (record := current_record.get()) is not None:

@@ -1,5 +1,6 @@
 """Inference requests and answers as messages of gRPC."""
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,11 @@ _FEW_FIELDS: Final = 4096
 _MOST_TAG_BYTES: Final = 5
 _VARINT, _FIXED64, _DELIMITED, _FIXED32 = 0, 1, 2, 5
 _FIXED_BYTES: Final = {_FIXED64: 8, _FIXED32: 4}
+# Serializers write fields in the order of their numbers, these first.
+_MODEL_FIELDS: Final = (
+    pb.ModelInferRequest.MODEL_NAME_FIELD_NUMBER,
+    pb.ModelInferRequest.MODEL_VERSION_FIELD_NUMBER,
+)
 _RAW_INPUTS: Final = pb.ModelInferRequest.RAW_INPUT_CONTENTS_FIELD_NUMBER
 # The messages in a request with many fields, and in those.
 _PARTS: Final[Sequence[Sequence[int]]] = (
@@ -101,6 +107,17 @@ def parse_inference(content: bytes) -> ParsedInference:
             raise BadRequestError(f"expected at most {MAX_FIELDS} fields, found more")
     message = pb.ModelInferRequest.FromString(other_content)
     return ParsedInference(message, raw_contents or message.raw_input_contents, len(content))
+
+
+def named_model(content: bytes) -> tuple[str, str]:
+    """Return the name and the version of the model that the first fields of a ``ModelInferRequest`` name; empty for none."""
+    names = dict.fromkeys(_MODEL_FIELDS, "")
+    with contextlib.suppress(DecodeError, UnicodeDecodeError):
+        for field_number, start, end in itertools.islice(_fields(content, 0, len(content)), len(names)):
+            if field_number in names:
+                names[field_number] = content[start:end].decode()
+    name, version = names.values()
+    return name, version
 
 
 def parse_message(parser: Callable[[bytes], Any], content: bytes) -> Any:

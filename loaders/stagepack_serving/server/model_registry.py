@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 # Refusals beyond so many a second wait for their turns, for so many seconds at most. Without that, clients that ask again at once take
 # the processors that models need.
-_REFUSAL_RATE: Final = 500
+_REFUSAL_RATE: Final = 100
 _LONGEST_REFUSAL_WAIT: Final = 0.5
 
 
@@ -178,8 +178,7 @@ class ModelRegistry(Collector):
             status = "OK"
         except RequestError as error:
             status = error.status.name
-            if error.status is RequestStatus.BUSY:
-                await asyncio.sleep(self._refusal_turns.take(1 / _REFUSAL_RATE))
+            await self._await_turn(error)
             raise
         except Exception:
             status = "BUG"
@@ -191,6 +190,28 @@ class ModelRegistry(Collector):
             self.metrics.count_parts(
                 known_name, "" if scope is None or scope.model is None else scope.model.version, timeline
             )
+
+    async def check_head(self, protocol: str, seconds_left: float, model_name: str = "", version: str = "") -> None:
+        """Refuse and count a request of which little but the head is known, if every version that may run it would refuse it.
+
+        model_name: empty if it is not known.
+        """
+        models = self.named(model_name, version) if model_name else list(self)
+        try:
+            _check_admission(models, seconds_left)
+        except RequestError as error:
+            names = {model.name for model in models}
+            known_name = names.pop() if len(names) == 1 else ""
+            self.metrics.count_answer(known_name, "", protocol, error.status.name)
+            if (record := current_record.get()) is not None:
+                record.model, record.status = known_name, error.status.name
+            await self._await_turn(error)
+            raise
+
+    async def _await_turn(self, refusal: RequestError) -> None:
+        """Wait before a refusal is sent whose client may ask again at once."""
+        if refusal.status.is_temporary:
+            await asyncio.sleep(self._refusal_turns.take(1 / _REFUSAL_RATE))
 
     def expire_requests(self) -> None:
         """Set the deadline of all requests in progress to now."""
@@ -214,8 +235,13 @@ class ModelRegistry(Collector):
 
     def _check_version(self, model_name: str, version: str) -> None:
         """Check that a request may name a version: it takes requests, or has begun sequences that it still finishes."""
-        if not any(version in ("", model.version) for model in self._versions_of(model_name)):
+        self._versions_of(model_name)
+        if not self.named(model_name, version):
             self.find(model_name, version)
+
+    def named(self, model_name: str, version: str) -> list["ServedModel"]:
+        """The versions that a request may name, also those that only finish sequences; empty for an unknown name."""
+        return [model for model in self._versions.get(model_name, ()) if version in ("", model.version)]
 
     def _end_sequence_elsewhere(self, holder: "ServedModel", sequence_id: int | str) -> None:
         """End a sequence that has started again in another version."""
@@ -277,10 +303,14 @@ class RequestScope:
             yield self.model
 
     def check_admission(self) -> None:
-        """Refuse a request before its body is decoded, if every version that may run it would."""
-        model = self.registry.find(self.model_name, self.version)
-        if not model.sequence_count:  # else it may belong to a sequence of another version
-            model.admission.check(seconds_left(self.deadline))
+        """Refuse a request before its body is read or decoded, if every version that may run it would."""
+        _check_admission(self.registry.named(self.model_name, self.version), seconds_left(self.deadline))
+
+
+def _check_admission(models: Sequence["ServedModel"], seconds: float) -> None:
+    """Refuse a request that has to be answered in so many seconds, if all of these versions refuse it."""
+    if models and all(model.refuses(seconds) for model in models):
+        models[-1].check_admission(seconds)
 
 
 def _version_metrics(models: Iterable["ServedModel"]) -> Iterator[Metric]:

@@ -139,12 +139,17 @@ class _Exchange:
         self._body_end_time = asyncio.get_running_loop().time() + models.limits.deadline
         body_headers = {header_name for header_name, _ in scope["headers"]} & {b"content-length", b"transfer-encoding"}
         self._is_received = not body_headers
+        # Uvicorn tells such a client to send the body when it is first asked for.
+        self._awaits_continue = (b"expect", b"100-continue") in [
+            (key, value.lower()) for key, value in scope["headers"]
+        ]
         # A request with both headers may be two requests to a proxy before this server: RFC 9112, section 6.3.
         self._must_close = exceeds_limit or len(body_headers) == 2
 
     async def receive(self) -> Message:
         if self._is_received:
             return await self._receive()
+        self._awaits_continue = False
         try:
             async with asyncio.timeout_at(self._body_end_time):
                 message = await self._receive()
@@ -159,7 +164,8 @@ class _Exchange:
                 message["headers"] = [*message["headers"], (b"connection", b"close")]
         elif not self._is_received and not message.get("more_body", False):
             await self._send_in_time({**message, "more_body": True})
-            await self._discard_request()
+            if not self._awaits_continue:  # else it sends no body after a refusal
+                await self._discard_request()
             message = {"type": "http.response.body", "body": b""}
         await self._send_in_time(message)
 

@@ -44,9 +44,10 @@ class InferenceRoute:
 
         try:
             async with self._models.request_scope(*requested_model(request), "rest") as request_scope:
+                request_scope.check_admission()
                 body = await read_body(request, self._models.limits.max_request_bytes)
                 request_scope.timeline.enter("decode")
-                request_scope.check_admission()
+                request_scope.check_admission()  # others may have come meanwhile
                 header, inference_request = await beside_loop(
                     len(body), decode_request, body, header_value(request, BINARY_HEADER)
                 )

@@ -229,10 +229,19 @@ class ServedModel:
         """Return whether the model will answer no requests any more."""
         return bool(self._scheduler.failure) or self._executor.has_ended
 
+    def refuses(self, seconds_left: float) -> bool:
+        """Return whether a request is refused now that has to be answered in so many seconds; see `check_admission`."""
+        return bool(self.unavailable_reason() or self.admission.refusal_reason(seconds_left))
+
+    def check_admission(self, seconds_left: float) -> None:
+        """Refuse a request before its body is read, if its answer would come too late, or not at all."""
+        self._check_availability()
+        self.admission.check(seconds_left)
+
     def _check_availability(self) -> None:
         """Forget sequences whose state is lost."""
         if reason := self.unavailable_reason():
-            raise RequestError(RequestStatus.BUSY, f"{self.name}: {reason}")
+            raise RequestError(RequestStatus.STAGE_LOST, f"{self.name}: {reason}")
         if (restart_count := self._executor.restart_count) != self._restart_count:
             self._restart_count = restart_count
             if self._sequences is not None:
@@ -243,7 +252,7 @@ class ServedModel:
         self._check_availability()
         if sequence is not None and self._sequences is not None and sequence not in self._sequences:
             raise RequestError(
-                RequestStatus.BUSY,
+                RequestStatus.STAGE_LOST,
                 f"{self.name}: the state of the request is lost, since its processes were started again: try again",
             )
 
@@ -311,7 +320,7 @@ class ServedModel:
         except InputError as error:
             raise BadRequestError(f"{self.name}: {error}") from None
         except StageLostError as error:
-            raise RequestError(RequestStatus.BUSY, f"{self.name}: {error}") from None
+            raise RequestError(RequestStatus.STAGE_LOST, f"{self.name}: {error}") from None
         except StagepackError as error:
             _LOG.warning("%s: %s", self.name, error)
             raise RequestError(RequestStatus.MODEL_FAILED, f"{self.name}: {error}") from error

@@ -45,6 +45,7 @@ class GenerateRoute(TextRoute):
     @asynccontextmanager
     async def _begin(self, request: Request) -> AsyncIterator[tuple[RequestScope, _Fields]]:
         async with self._models.request_scope(*requested_model(request), "rest") as request_scope:
+            request_scope.check_admission()
             yield (
                 request_scope,
                 await decode_text_request(request, self._models.limits.max_request_bytes, _decode_fields),

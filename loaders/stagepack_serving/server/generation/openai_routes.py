@@ -85,6 +85,7 @@ class OpenAIRoute(TextRoute):
     @asynccontextmanager
     async def _begin(self, request: Request) -> AsyncIterator[tuple[RequestScope, Any]]:
         end_time = time.monotonic() + self._models.limits.deadline
+        await self._models.check_head("openai", self._models.limits.deadline)
         fields = await self._read_fields(request)
         async with self._models.request_scope(fields.model, "", "openai") as request_scope:
             shorten_deadline(request_scope.deadline, end_time - time.monotonic())

@@ -114,7 +114,7 @@ class _Lane:
 
     def _begin_again(self, error: RequestError) -> None:
         """After a call that failed, find the text that it fails for: the cache may be half written, and is read again."""
-        if error.status is RequestStatus.BUSY:  # the state is lost
+        if error.status is RequestStatus.STAGE_LOST:
             raise error
         failed = self.batch.begin_again()
         if failed is not None:
