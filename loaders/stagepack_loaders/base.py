@@ -193,7 +193,8 @@ class PrepareOptions:
         modules: run by calls of the model's modules; only for a runtime with `runs_modules`.
         types: classes that arguments and results of modules may be built of.
         dense_inputs: values from other stages may be contiguous where those of the capture were not.
-        autocast: the stages may be called in ``torch.autocast``: there, dtypes of values may differ from those of the capture.
+        autocast: whether ``torch.autocast`` around a call reaches the operators of the stages: there, dtypes of values within a stage may
+            differ from those of the capture.
         stream: a stage is ready at once, and each weight is waited for at its first use; only for a runtime with `streams`.
         device_memory: the largest number of bytes of weights on each device, for a runtime with `streams`; None for no limit.
         copy: read weights into memory of this process, where the runtime would map the weight files.

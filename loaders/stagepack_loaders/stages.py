@@ -171,7 +171,11 @@ class CallableStage(ABC):
 
 
 class OutputContract:
-    """Checks the outputs of a stage, given its inputs."""
+    """Checks the outputs of a stage, given its inputs.
+
+    Attributes:
+        dtypes: those of the outputs that are tensors, by position.
+    """
 
     def __init__(
         self,
@@ -189,6 +193,7 @@ class OutputContract:
             for position, value in self._outputs
             if value.dtype not in SCALAR_DTYPES
         ]
+        self.dtypes = {position: dtype for position, dtype, _ in self._tensors}
         # An input and its dimension that is the size of a symbol.
         self._symbols = {
             dim: (position, index)

@@ -92,6 +92,27 @@ def test_autocast_reaches_the_stages_and_follows_the_boundary_contract(tmp_path:
         torch.testing.assert_close(gradient, parameter.grad, rtol=1e-2, atol=1e-2 * gradient.abs().max().item())
 
 
+@pytest.mark.parametrize("recompute", [None, "regions", "stages"])
+def test_values_that_cross_keep_their_dtypes_in_autocast(tmp_path: Path, recompute: Recompute) -> None:
+    """Autocast computes the last operator of each stage in bfloat16, around the load of the stages and their steps."""
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 8))
+    rows = {0: torch.export.Dim("rows", max=8)}
+    stagepack.export(
+        model, (torch.ones(4, 8),), out=tmp_path / "m.stagepack", split_at=["1", "2"], dynamic_shapes=(rows,)
+    )
+    x, target = torch.randn(4, 8), torch.randn(4, 8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = run(tmp_path / "m.stagepack", [((x,), target)], recompute)
+        hidden = model[1](model[0](x).float())
+        loss = mean_square(model[2](hidden).float(), target)
+    loss.backward()
+    torch.testing.assert_close(found["losses"][0].float(), loss.detach(), rtol=1e-6, atol=0)
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        bound = 1e-2 * parameter.grad.abs().max().item()
+        torch.testing.assert_close(found[f"gradient of {name}"], parameter.grad, rtol=1e-2, atol=bound)
+
+
 def test_bfloat16_and_the_gradients_of_several_steps(tmp_path: Path) -> None:
     export_layers(tmp_path / "m.stagepack", width=8, dtype=torch.bfloat16, dropout=0.0)
     batches = [((x.bfloat16(),), target.bfloat16()) for (x,), target in map(noisy_batch, range(2))]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -224,6 +225,44 @@ def test_trained_weights_go_into_the_graphs_of_the_evaluation_mode(tmp_path: Pat
 def test_a_mesh_of_other_dimensions_is_refused() -> None:
     with pytest.raises(OptionError, match=r"mesh: expected the dimensions 'pp', .* found \('pp', 'tp'\)"):
         groups_of_mesh(init_device_mesh("cpu", (1, 1), mesh_dim_names=("pp", "tp")))
+
+
+@pytest.mark.usefixtures("one_process")
+def test_a_checkpoint_restores_the_scheduler_of_learning_rates(tmp_path: Path) -> None:
+    """As docs/how-to/train.md writes it: a run that goes on after 3 of 6 steps ends with the bits of one without a break."""
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 8))
+    stagepack.export(
+        model,
+        (torch.ones(4, 8),),
+        out=tmp_path / "m.stagepack",
+        stages=2,
+        dynamic_shapes=({0: torch.export.Dim("rows", max=8)},),
+    )
+    batches = [(torch.randn(4, 8), torch.randn(4, 8)) for _ in range(6)]
+
+    def run(first: int, last: int, *, load: bool, save: bool) -> dict[str, torch.Tensor | int]:
+        loss = torch.nn.functional.mse_loss
+        training = stagepack.train(tmp_path / "m.stagepack", loss, microbatches=2, schedule="looped-bfs")
+        optimizer = torch.optim.AdamW(training.parameters(), lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=6)
+        checkpoint = training.state_dict(optimizer) | {"scheduler": scheduler.state_dict()}
+        if load:
+            dcp.load(checkpoint, checkpoint_id=tmp_path / "checkpoint")
+            training.load_state_dict(checkpoint, optimizer)
+            scheduler.load_state_dict(checkpoint["scheduler"])
+        for x, target in batches[first:last]:
+            training.step(x, target=target)
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+        checkpoint = training.state_dict(optimizer) | {"scheduler": scheduler.state_dict()}
+        if save:
+            dcp.save(checkpoint, checkpoint_id=tmp_path / "checkpoint")
+        return {name: weight.clone() for name, weight in training.own_weights()} | {"steps": scheduler.last_epoch}
+
+    expected = run(0, 6, load=False, save=False)
+    run(0, 3, load=False, save=True)
+    torch.testing.assert_close(run(3, 6, load=True, save=False), expected, rtol=0, atol=0)
 
 
 def run_torchrun(process_count: int, *arguments: object) -> None:

@@ -193,6 +193,7 @@ def build_code(
             guards=bundle.entry_point.guards,
             graph_module=graph_module,
             module_calls=module_calls,
+            follows_autocast=options.autocast,
         )
     except (DeviceError, OperatorError) as error:
         raise type(error)(f"{stage_entry.graph}: {error}") from None

@@ -93,6 +93,7 @@ class StageCode:
         graph_module: the graph in torch.fx; it takes the inputs and then the weights.
         compiled_module: the same, compiled, or with questions for the weights (`GatedModule`); None to run `graph_module`.
         module_calls: the calls of the model's modules, if the stage runs by these.
+        follows_autocast: whether `torch.autocast` around a call reaches the operators. Outputs have their recorded dtypes in any case.
     """
 
     stage_number: int
@@ -101,6 +102,7 @@ class StageCode:
     graph_module: GraphModule
     compiled_module: torch.nn.Module | None = None
     module_calls: Sequence[ModuleCallBody] = ()
+    follows_autocast: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
@@ -121,6 +123,14 @@ def output_contract(graph: Graph) -> OutputContract:
     produced = {value.name: value for node in graph.nodes for value in node.outputs if value is not None}
     outputs = [produced.get(value_name) for value_name in graph.outputs]
     return OutputContract(graph.inputs, outputs, graph.symbols, lambda dtype: torch_attribute(dtype, torch.dtype))
+
+
+def _with_dtypes(outputs: tuple[Any, ...], dtypes: Mapping[int, torch.dtype]) -> tuple[Any, ...]:
+    """Convert floating-point outputs, which autocast may have computed in another dtype."""
+    return tuple(
+        output.to(dtypes[position]) if position in dtypes and output.is_floating_point() else output
+        for position, output in enumerate(outputs)
+    )
 
 
 class TorchStage(Container):
@@ -233,7 +243,16 @@ class TorchStage(Container):
         write_counts = {} if torch.compiler.is_compiling() else parts.inputs.write_counts(values, moved_values)
         compiled_module = parts.code.compiled_module
         module = parts.code.graph_module if compiled_module is None else compiled_module
-        outputs: tuple[Any, ...] = module(*moved_values, *(self.weights() if weights is None else weights))
+        arguments = (*moved_values, *(self.weights() if weights is None else weights))
+        outputs: tuple[Any, ...]
+        if not (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled(parts.device.type)):
+            outputs = module(*arguments)
+        elif parts.code.follows_autocast:
+            outputs = _with_dtypes(module(*arguments), parts.output_contract.dtypes)
+        else:
+            # The graph states the dtype of each value.
+            with torch.autocast("cpu", enabled=False), torch.autocast(parts.device.type, enabled=False):
+                outputs = module(*arguments)
         if not torch.compiler.is_compiling():
             parts.output_contract.check(moved_values, outputs)
             write_back(values, moved_values, write_counts)

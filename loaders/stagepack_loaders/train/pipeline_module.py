@@ -244,10 +244,7 @@ class PipelineModule(torch.nn.Module):
         """A value as it is sent: its bytes are its numbers, and it has a gradient function if the next stage sends a gradient back."""
         if dtype is None:
             return value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=scalar_dtype(edge))
-        # Autocast computes other dtypes than those of the boundary contract.
-        tensor: torch.Tensor = value
-        if tensor.dtype is not dtype or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-            tensor = tensor.to(dtype).contiguous().resolve_conj().resolve_neg()
+        tensor: torch.Tensor = value.contiguous().resolve_conj().resolve_neg()
         if edge.name in self._boundary.state_outputs:
             # The next microbatch writes it.
             tensor = tensor.clone()
