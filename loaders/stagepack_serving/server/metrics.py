@@ -12,7 +12,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from prometheus_client import CollectorRegistry, Counter, GCCollector, Histogram, PlatformCollector, ProcessCollector
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    GCCollector,
+    Histogram,
+    PlatformCollector,
+    ProcessCollector,
+)
 from prometheus_client.metrics import MetricWrapperBase
 
 _SECONDS_BUCKETS = (
@@ -132,6 +140,12 @@ class Metrics:
         )
         self.generated_tokens = Counter(
             "stagepack_generated_tokens", "Tokens of generated texts.", BY_VERSION, registry=self.registry
+        )
+        self.refused_loads = Gauge(
+            "stagepack_load_refused",
+            "1 for a version that was refused when it was last loaded, 0 for one that was loaded.",
+            BY_VERSION,
+            registry=self.registry,
         )
         self.first_token_seconds = self._seconds(
             "first_token", "Time from the prompt of a text to its first token.", BY_VERSION

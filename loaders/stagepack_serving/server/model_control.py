@@ -237,6 +237,7 @@ class ModelControl:
             await self._await_free_memory()
             for version in [version for name, version in self._states if name == model_name]:
                 del self._states[model_name, version]
+                self.models.metrics.refused_loads.remove(model_name, str(version))
             errors = []
             for version, path in paths.items():
                 try:
@@ -262,6 +263,7 @@ class ModelControl:
         except Exception as error:
             reason = str(error) if isinstance(error, StagepackError) else f"{type(error).__name__}: {error}"
             self._states[model_name, version] = ("UNAVAILABLE", f"refused: {reason}")
+            self.models.metrics.refused_loads.labels(model_name, str(version)).set(1)
             _LOGGER.error("%s: version %d was refused: %s", model_name, version, reason)  # noqa: TRY400 - the reason is enough
             if isinstance(error, StagepackError):
                 raise
@@ -301,6 +303,7 @@ class ModelControl:
         if bundle.version in self._loaded.setdefault(model_name, {}):
             self._retire(model_name, bundle.version)
         self._loaded[model_name][bundle.version] = bundle
+        self.models.metrics.refused_loads.labels(model_name, str(bundle.version)).set(0)
 
     def _retire(self, model_name: str, version: int) -> None:
         bundle = self._loaded[model_name].pop(version)

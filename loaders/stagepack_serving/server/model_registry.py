@@ -318,13 +318,16 @@ def _version_metrics(models: Iterable["ServedModel"]) -> Iterator[Metric]:
 
     While a version is replaced by another one of the same number, both are counted together.
     """
-    pending, sequences, weights, runs, busy, sent, queue, texts, held = (Counter[tuple[str, ...]]() for _ in range(9))
+    pending, sequences, weights, runs, busy, sent, queue, texts, held, restarts = (
+        Counter[tuple[str, ...]]() for _ in range(10)
+    )
     digests: dict[tuple[str, ...], int] = {}
     for model in models:
         labels = (model.name, model.version)
         pending[labels] += model.admission.pending_requests
         sequences[labels] += model.sequence_count
         weights[labels] += model.weight_bytes
+        restarts[labels] += model.restart_count
         digests[(*labels, model.bundle.digest)] = 1
         if model.generator is not None:
             texts[labels] += model.generator.text_count
@@ -344,6 +347,7 @@ def _version_metrics(models: Iterable["ServedModel"]) -> Iterator[Metric]:
     yield _fill(
         GaugeMetricFamily, "model_info", "1 for the digest of the bundle of a loaded version.", "digest", digests
     )
+    yield _fill(CounterMetricFamily, "restarts", "How often the processes were started again.", "", restarts)
     yield _fill(CounterMetricFamily, "stage_runs", "Runs of a stage.", "stage", runs)
     yield _fill(CounterMetricFamily, "stage_busy_seconds", "Time that a stage has run.", "stage", busy)
     yield _fill(CounterMetricFamily, "process_sent_bytes", "Bytes sent to other processes.", "process", sent)

@@ -135,6 +135,11 @@ class ServedModel:
         """The number of batches that run."""
         return self._scheduler.running_count
 
+    @property
+    def restart_count(self) -> int:
+        """How often its processes were started again."""
+        return self._executor.restart_count
+
     def has_sequence(self, sequence_id: object) -> bool:
         """Return whether the state of a sequence is kept here; `sequence_id` may be any parameter of a request."""
         return self._sequences is not None and sequence_id in self._sequences
