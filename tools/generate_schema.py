@@ -1,4 +1,4 @@
-"""Write ``schema/v1/*.schema.json`` from the types of `stagepack.format`; with ``--check``, compare instead."""
+"""Write ``schema/v1`` from the types and the list of operators of `stagepack.format`; with ``--check``, compare instead."""
 
 import inspect
 import json
@@ -10,6 +10,7 @@ import msgspec
 
 from stagepack.format.graph import FoldedGraph
 from stagepack.format.manifest import MAJOR, Manifest
+from stagepack.format.operators import random_operators
 
 FOLDER = Path(__file__).parents[1] / "schema" / f"v{MAJOR}"
 
@@ -38,6 +39,7 @@ def main(arguments: list[str]) -> int:
     wanted = {
         "manifest.schema.json": schema_of(Manifest, "manifest.json of a stagepack bundle"),
         "graph.schema.json": schema_of(FoldedGraph, "A stage's graph, as the JSON that stands for its msgpack"),
+        "random-operators.txt": "".join(f"{name}\n" for name in sorted(random_operators())),
     }
     if arguments != ["--check"]:
         FOLDER.mkdir(parents=True, exist_ok=True)
@@ -47,7 +49,7 @@ def main(arguments: list[str]) -> int:
     found = {path.name: path.read_text() for path in FOLDER.glob("*")}
     differing = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
     if differing:
-        print(f"{', '.join(differing)}: not what the types give: run python tools/generate_schema.py", file=sys.stderr)
+        print(f"{', '.join(differing)}: not what the code gives: run python tools/generate_schema.py", file=sys.stderr)
     return int(bool(differing))
 
 

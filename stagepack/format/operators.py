@@ -75,11 +75,12 @@ def without_overload(operator_name: str) -> str:
 
 def is_random_operator(operator_name: str) -> bool:
     """Tell whether an operator is listed as one that draws from a random generator, in this or another overload, or out of place."""
-    return without_overload(operator_name).removesuffix("_") in _random_operators()
+    return without_overload(operator_name).removesuffix("_") in random_operators()
 
 
 @functools.cache
-def _random_operators() -> frozenset[str]:
+def random_operators() -> frozenset[str]:
+    """Return the names, without overloads, of the operators that draw from a random generator."""
     return frozenset(without_overload(name) for name, verdict in listed_verdicts().items() if verdict == "random")
 
 
