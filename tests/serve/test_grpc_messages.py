@@ -22,6 +22,7 @@ from stagepack_serving.server.grpc_messages import (
     decode_request,
     encode_response,
     encode_stream_response,
+    named_model,
     parse_inference,
     parse_message,
     separate_raw_contents,
@@ -346,3 +347,11 @@ def test_calls_leave_nothing_to_the_garbage_collector() -> None:
     finally:
         gc.set_debug(0)
         gc.garbage.clear()
+
+
+def test_the_model_is_found_without_a_parse_of_the_tensors() -> None:
+    request = pb.ModelInferRequest(model_name="m", model_version="2", raw_input_contents=[b"1234"])
+    assert named_model(request.SerializeToString()) == ("m", "2")
+    assert named_model(pb.ModelInferRequest(model_name="m").SerializeToString()) == ("m", "")
+    for content in (b"", b"\xff", b"\x0a\x02\xff\xff", pb.ModelInferRequest(id="1").SerializeToString()):
+        assert named_model(content) == ("", "")

@@ -5,6 +5,7 @@ import contextlib
 import gzip
 import http.client
 import json
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -30,6 +31,7 @@ from tests.serve.servers import (
     ask_slow,
     begin_post,
     get,
+    grpc_channel,
     grpc_stub,
     post,
     refused,
@@ -245,6 +247,31 @@ def test_who_does_not_read_is_let_go(wide: Path) -> None:
                 assert client.ask("wide", {"x": numpy.ones(1, "float32")})["output"].shape == (10_000_000,)
         assert server.stop() == 0
         assert server.answers() == {"TOO_LATE": 1, "BUSY": 1, "OK": 1}
+
+
+def test_requests_are_refused_by_their_heads(wide: Path) -> None:
+    """Nothing of a body is sent, or a body that is no request: neither is read while the queue is full."""
+    with stagepack_server([wide], "--max-queue", "1") as server, begin_post(server, WIDE, wide_body()):
+        wait_for_requests(server, "wide")
+        wait_until(lambda: post(server.http, WIDE, b"")[0] == 503)
+        for path in (WIDE, "/v2/models/wide/generate", "/v1/completions", "/v1/chat/completions", "/v1/embeddings"):
+            for header in ("Content-Length: 60000000", "Content-Length: 60000000\r\nExpect: 100-continue"):
+                with socket.create_connection(("127.0.0.1", server.http), timeout=20) as plain:
+                    plain.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\n{header}\r\n\r\n".encode())
+                    answer = plain.recv(4096)
+                assert answer.startswith(b"HTTP/1.1 503"), path
+                assert b"retry-after: 1" in answer
+            assert post(server.http, path, b"no request")[0] == 503
+        with grpc_channel(server) as channel, contextlib.ExitStack() as unsent:
+            message_comes = threading.Event()
+            unsent.callback(message_comes.set)
+            infer = channel.stream_unary("/inference.GRPCInferenceService/ModelInfer")
+            for messages in (iter([b"\xff"]), iter(message_comes.wait, True)):
+                with refused("UNAVAILABLE", says="requests are waiting already"):
+                    infer(messages, timeout=20)
+        page = get(server.http)[1]
+        for protocol in ("rest", "openai", "grpc"):
+            assert f'stagepack_requests_total{{model="wide",protocol="{protocol}",status="BUSY",version=""}}' in page
 
 
 def test_unread_small_answer_over_grpc_ends_its_connection(bundles: Bundles) -> None:
