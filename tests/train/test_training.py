@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
+from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoint
 from torch.distributed.device_mesh import init_device_mesh
 
 import stagepack
@@ -247,7 +248,7 @@ def test_a_checkpoint_restores_the_scheduler_of_learning_rates(tmp_path: Path) -
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=6)
         checkpoint = training.state_dict(optimizer) | {"scheduler": scheduler.state_dict()}
         if load:
-            dcp.load(checkpoint, checkpoint_id=tmp_path / "checkpoint")
+            load_checkpoint(checkpoint, checkpoint_id=tmp_path / "checkpoint")
             training.load_state_dict(checkpoint, optimizer)
             scheduler.load_state_dict(checkpoint["scheduler"])
         for x, target in batches[first:last]:
@@ -257,7 +258,7 @@ def test_a_checkpoint_restores_the_scheduler_of_learning_rates(tmp_path: Path) -
             scheduler.step()
         checkpoint = training.state_dict(optimizer) | {"scheduler": scheduler.state_dict()}
         if save:
-            dcp.save(checkpoint, checkpoint_id=tmp_path / "checkpoint")
+            save_checkpoint(checkpoint, checkpoint_id=tmp_path / "checkpoint")
         return {name: weight.clone() for name, weight in training.own_weights()} | {"steps": scheduler.last_epoch}
 
     expected = run(0, 6, load=False, save=False)

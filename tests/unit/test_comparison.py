@@ -12,7 +12,7 @@ from stagepack_loaders.comparison import compare_arrays, format_difference
 from stagepack_loaders.elements import NUMPY_ARRAYS
 from stagepack_loaders.torch.arrays import TORCH_ARRAYS
 
-ONE = numpy.float32([1.0])
+ONE = numpy.array([1.0], "float32")
 
 
 @pytest.mark.parametrize("arrays", [TORCH_ARRAYS, NUMPY_ARRAYS])
@@ -30,13 +30,13 @@ ONE = numpy.float32([1.0])
         (ONE * math.inf, ONE, math.inf, False),
         (ONE, ONE * math.inf, math.inf, False),
         (ONE.astype("float64"), ONE, math.inf, False),
-        (numpy.float32([1.0, 1.0]), ONE, math.inf, False),
+        (numpy.array([1.0, 1.0], "float32"), ONE, math.inf, False),
         (numpy.ones((), "float32"), ONE, math.inf, False),
-        (numpy.float32([]), numpy.float32([]), 0.0, True),
-        (numpy.int64([2**53 + 1]), numpy.int64([2**53]), 1.0, False),
-        (numpy.int64([7]), numpy.int64([5]), 2.0, False),
-        (numpy.bool_([True]), numpy.bool_([False]), 1.0, False),
-        (numpy.complex64([1 + 1j]), numpy.complex64([1 - 1j]), pytest.approx(2.0), False),
+        (numpy.array([], "float32"), numpy.array([], "float32"), 0.0, True),
+        (numpy.array([2**53 + 1], "int64"), numpy.array([2**53], "int64"), 1.0, False),
+        (numpy.array([7], "int64"), numpy.array([5], "int64"), 2.0, False),
+        (numpy.array([True], "bool"), numpy.array([False], "bool"), 1.0, False),
+        (numpy.array([1 + 1j], "complex64"), numpy.array([1 - 1j], "complex64"), pytest.approx(2.0), False),
     ],
 )
 def test_a_difference_and_whether_it_is_within(
