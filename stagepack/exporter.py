@@ -155,6 +155,8 @@ def _export(
 def _program(capture: Capture, entry_name: str) -> LinearizedProgram:
     """The program of an entry point, checked, with warnings of what will be missed when it is used."""
     program = _linearize(capture)
+    if capture.deferred is None:
+        program.weights.require_data()
     self_check.check_program(program)
     if entry_name != FORWARD:
         program = program.without_unused_weights()

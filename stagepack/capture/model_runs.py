@@ -15,6 +15,7 @@ from typing import Any, Final
 import torch
 
 from stagepack.capture.inputs import Inputs, on_device_of
+from stagepack.capture.tensor_kinds import plain_tensors, refuse_unreadable_weights, why_unreadable
 from stagepack.capture.torch_messages import format_torch_error, suppress_warnings, with_location
 from stagepack.capture.trace_records import with_records
 from stagepack.errors import CaptureError
@@ -101,11 +102,11 @@ def _call(model: torch.nn.Module, inputs: Inputs) -> Any:
     with torch.no_grad():
         torch.manual_seed(EXAMPLE_SEED)
         try:
-            result = model(*args, **kwargs)
+            # Results of some classes of tensors have no copy.
+            return _detached_copy(with_records(model(*args, **kwargs)))
         except Exception as error:
             message = f"{type(model).__name__} fails on its example inputs: {format_torch_error(error)}"
             raise CaptureError(with_location(message, error)) from error
-        return _detached_copy(with_records(result))
 
 
 def _detached_copy(values: Any) -> Any:
@@ -173,6 +174,7 @@ def preserve_module(model: torch.nn.Module, written: Iterable[torch.Tensor] = ()
     included; the attributes of the objects that they hold, if their classes come from the packages of the model's classes; the content of
     buffers, of tensors in all these places and of those `written`, but not of other parameters; and the state of torch's random numbers.
     """
+    refuse_unreadable_weights(model)
     attribute_tensors: list[torch.Tensor] = []
     saved_states = [
         *_save_containers(model, attribute_tensors),
@@ -219,7 +221,9 @@ def _save_containers(model: torch.nn.Module, tensors: list[torch.Tensor]) -> Ite
                     pending.extend(items)
                 yield "a set" if isinstance(container, set) else "a list", partial(_restore_items, container, items)
             case torch.Tensor():
-                tensors.append(container)
+                # Else the code of the model has not written it, or torch.export says so.
+                if why_unreadable(container) is None:
+                    tensors.append(container)
             case tuple():
                 pending.extend(tuple.__iter__(container))
             # One that is no submodule, but an attribute like any other.
@@ -292,14 +296,14 @@ def _are_same(items: Any, other_items: Any) -> bool:
 
 def _outside_of_parameters(model: torch.nn.Module, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """The tensors that share no memory with a parameter: torch.export writes into those that are constants to it."""
-    parameter_storages = {storage_identity(tensor) for tensor in _plain_tensors(model.parameters())}
-    return [tensor for tensor in _plain_tensors(tensors) if storage_identity(tensor) not in parameter_storages]
+    parameter_storages = {storage_identity(tensor) for tensor in _strided_tensors(model.parameters())}
+    return [tensor for tensor in _strided_tensors(tensors) if storage_identity(tensor) not in parameter_storages]
 
 
 def _save_storages(tensors: Iterable[torch.Tensor]) -> Iterator[_SavedState]:
     """Save the content of tensors, of each memory once."""
     storages: dict[tuple[int, int], torch.UntypedStorage] = {}
-    for tensor in _plain_tensors(tensors):
+    for tensor in _strided_tensors(tensors):
         storage = tensor.untyped_storage()
         # A fake tensor has another device than its storage.
         if storage.device.type != "meta":
@@ -308,14 +312,9 @@ def _save_storages(tensors: Iterable[torch.Tensor]) -> Iterator[_SavedState]:
         yield "the content of a buffer", partial(_restore_storage, storage, storage.clone())
 
 
-def _plain_tensors(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+def _strided_tensors(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
     """Yield the strided tensors, and those that tensors of other classes consist of."""
-    for tensor in tensors:
-        if hasattr(tensor, "__tensor_flatten__"):
-            attribute_names, _ = tensor.__tensor_flatten__()
-            yield from _plain_tensors(getattr(tensor, attribute_name) for attribute_name in attribute_names)
-        elif tensor.layout == torch.strided:
-            yield tensor
+    return (plain for tensor in tensors for plain in plain_tensors(tensor) if plain.layout == torch.strided)
 
 
 def _restore_storage(storage: torch.UntypedStorage, content: torch.UntypedStorage) -> None:

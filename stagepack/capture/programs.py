@@ -28,6 +28,7 @@ from stagepack.capture.inputs import (
     with_tensors,
 )
 from stagepack.capture.model_runs import preserve_module, wrapped_model
+from stagepack.capture.tensor_kinds import refuse_untraceable, untraceable_attribute
 from stagepack.capture.torch_messages import format_torch_error, hold_log_records, suppress_stderr, with_location
 from stagepack.capture.trace_records import CustomFunction, TracedCalls, TracedModes, captured_results
 from stagepack.capture.traced_code import traced_as_meant
@@ -117,6 +118,7 @@ def capture_module(model: torch.nn.Module, inputs: Inputs) -> Capture:
             )
     if (problem := unknown_inputs(model.forward, inputs)) is not None:
         raise CaptureError(f"{model_class}: {problem}")
+    refuse_untraceable(model, inputs)
     with preserve_module(model), explicit_signature(model, inputs):
         dynamic_shapes = complete_dynamic_shapes(model.forward, inputs)
         try:
@@ -127,6 +129,7 @@ def capture_module(model: torch.nn.Module, inputs: Inputs) -> Capture:
         except Exception as error:
             reason = (
                 _scripted_part(model)
+                or untraceable_attribute(model)
                 or f"{format_torch_error(error)}{_advice_on_pair(inputs)}{_advice_on_devices(model, inputs)}"
             )
             message = f"{model_class} cannot be captured: {reason}"

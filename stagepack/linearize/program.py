@@ -151,7 +151,7 @@ def linearize_program(capture: Capture) -> LinearizedProgram:
     # from_pretrained of transformers expects every persistent buffer in the files.
     store_zeros = capture.model is not None and is_transformers_model(wrapped_model(capture.model))
     weights = weight_table(tensors, store_zeros=store_zeros, data_of=capture.data)
-    _check_layouts(program)
+    _check_tensors(program)
     smallest_sizes = {symbol_name: request.smallest for symbol_name, request in size_requests(capture).items()}
     symbols = SymbolTable(program, dimension_names(capture), smallest_sizes)
     tables = Tables(symbols, program_device(program, tensors), weights.values, inner_constants(program))
@@ -212,14 +212,17 @@ def _without_vmap(program: ExportedProgram) -> ExportedProgram:
     return program
 
 
-def _check_layouts(program: ExportedProgram) -> None:
-    """Refuse sparse inputs and results: stages pass on elements with strides."""
+def _check_tensors(program: ExportedProgram) -> None:
+    """Refuse inputs and results that are sparse or on the meta device: stages pass on elements with strides."""
     placeholders = _placeholders(program)
     inputs = [placeholders[name] for name in program.graph_signature.user_inputs if name in placeholders]
     results = program.graph.output_node().all_input_nodes
     for role, verb, nodes in (("input", "take", inputs), ("result", "return", results)):
         for node in nodes:
-            layout = getattr(node.meta.get("val"), "layout", torch.strided)
+            value = node.meta.get("val")
+            if isinstance(value, torch.Tensor) and value.device.type == "meta":
+                raise UnsupportedError(f"the {role} {node.name} has no data: it is on the meta device")
+            layout = getattr(value, "layout", torch.strided)
             if layout != torch.strided:
                 raise UnsupportedError(
                     f"the {role} {node.name}: expected a tensor with strides, found {layout}: let the model {verb} its indices and values"

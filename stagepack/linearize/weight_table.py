@@ -155,6 +155,14 @@ class WeightTable:
             tensors={name: tensor for name, tensor in self.tensors.items() if name in names},
         )
 
+    def require_data(self) -> None:
+        """Refuse the table if a tensor has no data, though no checkpoint has it."""
+        for tensor_name, tensor in self.tensors.items():
+            if isinstance(tensor, FakeTensor):
+                raise UnsupportedError(
+                    f"the tensor {tensor_name!r} has no data: it is a FakeTensor: make the model outside of FakeTensorMode"
+                )
+
     def with_constant_prefix(self, prefix: str) -> "WeightTable":
         """Return the table with a text before the name of each constant."""
         constants = {name for weight in self.weights if weight.kind == "constant" for name in weight.names}
@@ -205,7 +213,7 @@ def weight_table(
     for weight_index, weight_names in enumerate(tied_names):
         kind, tensor = tensors[weight_names[0]]
         base = bases[weight_names[0]]
-        zeros = base is None and kind not in always_stored and is_all_zeros(data_of(tensor))
+        zeros = base is None and kind not in always_stored and _holds_zeros(data_of(tensor))
         weight = _weight(f"w{weight_index}", weight_names, kind, tensor, base, zeros=zeros)
         weights.append(weight)
         values.update(dict.fromkeys(weight_names, weight.value))
@@ -214,6 +222,11 @@ def weight_table(
         contiguous = partial(_contiguous, source, tensor if base is None else base.member, data_of)
         stored.setdefault(weight.stored, StoredTensorSource(spec, contiguous))
     return WeightTable(weights=tuple(weights), values=values, stored=stored, tensors=tensor_of)
+
+
+def _holds_zeros(data: torch.Tensor) -> bool:
+    """Whether every bit is zero; a tensor of a model without data, of which a plan can be made, is not known to be."""
+    return not isinstance(data, FakeTensor) and is_all_zeros(data)
 
 
 def _contiguous(
