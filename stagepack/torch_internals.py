@@ -405,6 +405,23 @@ def is_registered(container_type: type) -> bool:
     return container_type in _pytree.SUPPORTED_NODES
 
 
+def container_items(value: object) -> list[Any] | None:
+    """Return the items of a container, as ``torch.export`` takes it apart; None for an object that it takes for one value."""
+    node = _pytree.SUPPORTED_NODES.get(_pytree._get_node_type(value))
+    return None if node is None else list(node.flatten_fn(value)[0])
+
+
+def sizes_of_container(value: object, specs: list[Any]) -> Any:
+    """Return the specs of dynamic sizes of the items of a container in the form that ``torch.export`` takes.
+
+    It is a container of the same class if the class is one of Python's, and a list for the classes that somebody registered.
+    """
+    container_type = _pytree._get_node_type(value)
+    node = _pytree.SUPPORTED_NODES[container_type]
+    is_builtin = container_type in _pytree.BUILTIN_TYPES
+    return node.unflatten_fn(specs, node.flatten_fn(value)[1]) if is_builtin else specs
+
+
 def register_container(
     container_type: type,
     flatten: Callable[[Any], tuple[list[Any], Any]],

@@ -19,8 +19,8 @@ class Inputs:
     Attributes:
         args: the inputs that are passed by position.
         kwargs: the inputs that are passed by name.
-        dynamic_shapes: the dimensions that may change, as ``torch.export.export`` takes them, except that parameters may be left out.
-            None: all sizes are those of the example.
+        dynamic_shapes: the dimensions that may change, as ``torch.export.export`` takes them, except that parameters, and items of the
+            dicts that they take, may be left out: their sizes are those of the example. None: all sizes are.
 
     Examples:
         >>> batch = torch.export.Dim("batch", min=1, max=64)
@@ -148,7 +148,33 @@ def complete_dynamic_shapes(forward: Callable[..., Any], inputs: Inputs) -> Any:
     for parameter in inspect.signature(forward).parameters.values():
         if parameter.kind == parameter.VAR_POSITIONAL and parameter.name in example_of_parameter:
             shapes = _with_tuple_for(parameter.name, shapes, example_of_parameter)
-    return dict.fromkeys(example_of_parameter) | dict(shapes) if isinstance(shapes, Mapping) else shapes
+    if isinstance(shapes, list | tuple) and len(shapes) < len(example_of_parameter):
+        shapes = (*shapes, *[None] * (len(example_of_parameter) - len(shapes)))
+    if isinstance(shapes, list | tuple) and len(shapes) == len(example_of_parameter):
+        shapes = type(shapes)(map(complete_spec, example_of_parameter.values(), shapes))
+    if isinstance(shapes, Mapping):
+        named = {key: complete_spec(value, shapes.get(key)) for key, value in example_of_parameter.items()}
+        shapes = {**named, **{key: spec for key, spec in shapes.items() if key not in named}}
+    return shapes
+
+
+def complete_spec(value: Any, spec: Any) -> Any:
+    """The dynamic sizes of one input as ``torch.export`` requires them: with None for each item of a container that they leave out."""
+    from stagepack.torch_internals import container_items, sizes_of_container  # noqa: PLC0415 - imports torch
+
+    items = container_items(value)
+    if items is None:
+        return spec
+    specs: list[Any]
+    if spec is None or spec in ({}, [], ()):
+        specs = [None] * len(items)
+    elif isinstance(value, Mapping) and isinstance(spec, Mapping) and spec.keys() <= value.keys():
+        specs = [spec.get(key) for key in value]
+    elif not isinstance(value, Mapping) and isinstance(spec, list | tuple) and len(spec) == len(items):
+        specs = list(spec)
+    else:
+        return spec  # torch says what does not fit
+    return sizes_of_container(value, list(map(complete_spec, items, specs)))
 
 
 def _with_tuple_for(parameter_name: str, shapes: Any, example_of_parameter: Mapping[str, Any]) -> Any:

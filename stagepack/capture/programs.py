@@ -21,6 +21,7 @@ from stagepack.capture.imports import register_model_outputs
 from stagepack.capture.inputs import (
     Inputs,
     complete_dynamic_shapes,
+    complete_spec,
     device_of,
     inputs_by_parameter,
     required_parameters,
@@ -34,7 +35,7 @@ from stagepack.capture.trace_records import CustomFunction, TracedCalls, TracedM
 from stagepack.capture.traced_code import traced_as_meant
 from stagepack.errors import CaptureError
 from stagepack.format.file_writing import FileRange
-from stagepack.torch_internals import assert_in_trace, export_by_transformers, tree_leaves, tree_map
+from stagepack.torch_internals import assert_in_trace, container_items, export_by_transformers, tree_leaves, tree_map
 
 # Whether modules are captured by the compiler's front end, which traces the code of a model instead of running it.
 _IS_STRICT: ContextVar[bool] = ContextVar("is_strict", default=False)
@@ -267,7 +268,10 @@ def capture_patched(model: Any, inputs: Inputs) -> Capture:
     }
     dynamic_shapes = inputs.dynamic_shapes
     if isinstance(dynamic_shapes, Mapping):
-        dynamic_shapes = {parameter: dynamic_shapes.get(parameter) for parameter in tensor_inputs}
+        dynamic_shapes = {
+            parameter: complete_spec(example, dynamic_shapes.get(parameter))
+            for parameter, example in tensor_inputs.items()
+        }
     try:
         with preserve_module(model), recorded_trace(model) as recorded:
             program = export_by_transformers(model, input_of_parameter, dynamic_shapes)
@@ -376,7 +380,7 @@ def _dims_of_leaves(value: Any, shape_spec: Any) -> Iterator[tuple[Any, Mapping[
         for key, child in value.items():
             yield from _dims_of_leaves(child, shape_spec.get(key))
     elif isinstance(shape_spec, list | tuple):  # of a list, a tuple or an object: one entry for each child
-        children = value if isinstance(value, list | tuple) else tree_leaves(value)
+        children = container_items(value) or ()
         for child, child_spec in zip(children, shape_spec, strict=True):
             yield from _dims_of_leaves(child, child_spec)
     elif type(value) is int and shape_spec is not None:

@@ -24,6 +24,7 @@ import transformers
 from torch.export import Dim
 
 from stagepack import torch_internals
+from stagepack.capture.trace_records import CapturedRecord
 from tests.zoo.cases import named
 from tools.benchmark_models import llama, llama_config
 
@@ -212,6 +213,16 @@ def test_containers_are_flattened_and_described() -> None:
         assert torch_internals.tree_children(dict_spec)[0].is_leaf()
         mapped = torch_internals.tree_map_tensors(lambda tensor: tensor.shape[0], [torch.ones(3), "text"])
         assert mapped == [3, "text"]
+
+
+def test_containers_are_taken_apart_and_made_of_the_sizes_of_their_items() -> None:
+    assert torch_internals.container_items(torch.ones(2)) is None
+    assert torch_internals.container_items(None) is None
+    assert torch_internals.container_items({"a": 1, "b": [2]}) == [1, [2]]
+    assert torch_internals.sizes_of_container({"a": 1, "b": [2]}, [None, []]) == {"a": None, "b": []}
+    record = CapturedRecord("module.Record", {"first": 1, "second": (2,)})
+    assert torch_internals.container_items(record) == [1, (2,)]
+    assert torch_internals.sizes_of_container(record, [None, ()]) == [None, ()]
 
 
 def test_caches_of_transformers_describe_themselves() -> None:
