@@ -48,6 +48,10 @@ def permanent_function(operator: OperatorOverload) -> Callable[..., Any] | None:
     return None if operator._defined_in_python else operator._op
 
 
+# The product of groups of rows with a matrix each. `torch.nn.functional.grouped_mm`, its public name, is no operator.
+GROUPED_PRODUCT: Final = torch.ops.aten._grouped_mm.default
+
+
 def operator_schema(operator: OperatorOverload) -> torch._C.FunctionSchema:
     """Return the schema of an operator: its parameters and results, with their defaults and aliases."""
     return operator._schema

@@ -30,6 +30,7 @@ from stagepack.format.tree import UNUSED_VALUE
 from stagepack.linearize.op_tables import (
     Tables,
     context_module_position,
+    equivalent_call,
     observed_aliases,
     opened_context,
     opens_context,
@@ -226,11 +227,12 @@ class BodyBuilder:
     def _append_node(self, module: GraphModule, node: FxNode, context: int | None) -> None:
         meta: Any = node.meta.get("val")
         returns_several = isinstance(meta, list | tuple)
-        op = self.tables.op_index(node.target)
+        target, call_args, call_kwargs = equivalent_call(node)
+        op = self.tables.op_index(target)
         outputs = self._outputs(node, op, meta if returns_several else [meta], numbered=returns_several)
         further_operands = self._add_subgraphs(module, node)
-        args = with_operands([self._argument(argument, node) for argument in node.args], further_operands)
-        named_arguments = {**node.kwargs, **_dtype_of_default(node)}
+        args = with_operands([self._argument(argument, node) for argument in call_args], further_operands)
+        named_arguments = {**call_kwargs, **_dtype_of_default(node)}
         kwargs = tuple((parameter, self._argument(argument, node)) for parameter, argument in named_arguments.items())
         self.tables.add_aliases(op, observed_aliases(node))
         subgraphs = [self.tables.subgraphs[index] for index in subgraph_indices(Node(op=op, args=args, kwargs=kwargs))]

@@ -21,6 +21,7 @@ from stagepack.linearize.node_costs import CostModel, traced_value
 from stagepack.linearize.program_tensors import dtype_name
 from stagepack.linearize.symbols import SymbolTable
 from stagepack.torch_internals import (
+    GROUPED_PRODUCT,
     NO_MODULE_PREFIX,
     HigherOrderOperator,
     OperatorOverload,
@@ -36,8 +37,27 @@ _RETURN_INPUT = (
     "aten.feature_dropout.default",
     "aten.feature_alpha_dropout.default",
 )
+# Of transformers 5: takes rows, a matrix for each group, and the end of each group among the rows.
+_FALLBACK_PRODUCT = "transformers.grouped_mm_fallback.default"
 _GRAD_MODE = "wrap_with_set_grad_enabled"
 _AUTOCAST = "wrap_with_autocast"
+
+
+def equivalent_call(node: FxNode) -> tuple[Any, tuple[Any, ...], Mapping[str, Any]]:
+    """Return what a node calls, and with what: of an operator of a library that is one of ATen, the call of ATen.
+
+    Models of transformers with experts call ``torch._grouped_mm`` when they run, and in a trace an operator of transformers that
+    does the same: the compiler has a form of the one of ATen for bfloat16 alone.
+    """
+    if str(node.target) != _FALLBACK_PRODUCT or not _has_grouped_product(node.meta["val"].device):
+        return node.target, node.args, node.kwargs
+    parameters = [parameter.name for parameter in operator_schema(node.target).arguments]  # type: ignore[arg-type]
+    args = (*node.args, *(node.kwargs[parameter] for parameter in parameters[len(node.args) :]))
+    return GROUPED_PRODUCT, args, {}
+
+
+def _has_grouped_product(device: torch.device) -> bool:
+    return device.type == "cpu" or (device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0))
 
 
 def op_row(target: Callable[..., Any]) -> Op:
