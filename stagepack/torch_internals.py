@@ -739,6 +739,40 @@ def gloo_process_group(store: "Store", rank: int, size: int, timeout: timedelta,
     return ProcessGroupGloo(store, rank, size, options)
 
 
+# The keys of kernels with a backward of their own.
+_BACKWARDS: Final = ("Autograd", "AutogradCPU", "AutogradCUDA")
+
+
+@contextlib.contextmanager
+def composites_of_libraries_decomposed() -> Iterator[None]:
+    """Let ``torch.export`` trace, within the ``with`` block, what composite operators of libraries call in the place of the operators.
+
+    Their code is how autograd and tensors without data meet them (``CompositeImplicitAutograd``), so that it can be traced; an operator
+    with a backward of its own is left as it is. torch decomposes operators at the same place, but none of these in an export.
+    """
+    handle_decomposition = proxy_tensor.maybe_handle_decomp
+
+    def handle(proxy_mode: Any, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = handle_decomposition(proxy_mode, operator, args, kwargs)
+        if result is NotImplemented and is_composite_of_library(operator):
+            with proxy_mode:
+                return operator.decompose(*args, **kwargs)
+        return result
+
+    with mock.patch.object(proxy_tensor, "maybe_handle_decomp", handle):
+        yield
+
+
+def is_composite_of_library(operator: object) -> bool:
+    """Return whether an operator that a library defines in Python is other operators in the place of a kernel."""
+    if not isinstance(operator, OperatorOverload) or not operator._defined_in_python:
+        return False
+    has_kernel = functools.partial(torch._C._dispatch_has_kernel_for_dispatch_key, operator.name())
+    return has_kernel("CompositeImplicitAutograd") and not any(
+        map(has_kernel, ("Meta", "Autograd", "AutogradCPU", "AutogradCUDA"))
+    )
+
+
 def recorded_call(
     operator: OperatorOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: torch.Tensor
 ) -> torch.Tensor:

@@ -35,7 +35,14 @@ from stagepack.capture.trace_records import CustomFunction, TracedCalls, TracedM
 from stagepack.capture.traced_code import traced_as_meant
 from stagepack.errors import CaptureError
 from stagepack.format.file_writing import FileRange
-from stagepack.torch_internals import assert_in_trace, container_items, export_by_transformers, tree_leaves, tree_map
+from stagepack.torch_internals import (
+    assert_in_trace,
+    composites_of_libraries_decomposed,
+    container_items,
+    export_by_transformers,
+    tree_leaves,
+    tree_map,
+)
 
 # Whether modules are captured by the compiler's front end, which traces the code of a model instead of running it.
 _IS_STRICT: ContextVar[bool] = ContextVar("is_strict", default=False)
@@ -140,7 +147,7 @@ def capture_module(model: torch.nn.Module, inputs: Inputs) -> Capture:
 
 def _capture_strictly(model: torch.nn.Module, inputs: Inputs, dynamic_shapes: Any) -> Capture:
     """Capture a module without running its code, so that nothing of its run is recorded."""
-    with suppress_stderr():
+    with suppress_stderr(), composites_of_libraries_decomposed():
         program = torch.export.export(
             model, tuple(inputs.args), dict(inputs.kwargs), dynamic_shapes=dynamic_shapes, strict=True
         )
@@ -159,6 +166,7 @@ def recorded_trace(model: torch.nn.Module) -> Iterator[dict[str, Any]]:
         modes.recorded(),
         captured_results(model),
         traced_as_meant(model) as asked,
+        composites_of_libraries_decomposed(),
     ):
         yield fields
     fields.update(calls=calls, functions=modes.functions, questions=asked.questions)
