@@ -23,10 +23,8 @@ from typing import Final, Self
 
 from stagepack.errors import OutputExistsError, WriteError
 from stagepack.format.file_writing import synchronize
-from stagepack.format.rules import MANIFEST_NAME
+from stagepack.format.own_folders import is_bundle_folder
 
-# The first field of a manifest. A damaged manifest begins with it too.
-_MANIFEST_START: Final = re.compile(rb'\s*\{\s*"format"\s*:\s*"stagepack"')
 _ATTEMPTS = 10
 STANDARD_OUTPUT: Final = "-"
 _CURRENT_FOLDER = -100  # AT_FDCWD
@@ -91,16 +89,6 @@ def output_file(out: str | os.PathLike[str]) -> Iterator[Path]:
 def is_standard_output(out: str | os.PathLike[str]) -> bool:
     """Whether the path of an output stands for standard output."""
     return os.fspath(out) == STANDARD_OUTPUT
-
-
-def is_bundle_folder(path: Path) -> bool:
-    """Whether a folder is a bundle, possibly a damaged one. Other folders, or with a manifest that cannot be read, must not be removed."""
-    manifest_path = path / MANIFEST_NAME
-    with contextlib.suppress(OSError):
-        if manifest_path.is_file():
-            with manifest_path.open("rb") as file:
-                return _MANIFEST_START.match(file.read(4096)) is not None
-    return False
 
 
 def _is_stream(path: str | os.PathLike[str]) -> bool:

@@ -16,15 +16,15 @@ from typing import Self
 import msgspec
 
 from stagepack.errors import ExportWarning, OutputExistsError, StagepackError, WriteError, warn_caller
-from stagepack.format.bundle_files import BundleFiles, read_manifest
+from stagepack.format.bundle_files import read_manifest
 from stagepack.format.chunks import ByteProgress, File
 from stagepack.format.file_checks import FileVersion, changed_file_error, file_version, open_regular_file
 from stagepack.format.file_writing import FileRange, Piece, synchronize, write_pieces
 from stagepack.format.manifest import Manifest
 from stagepack.format.manifest_codec import encode_manifest
-from stagepack.format.output_file import TemporaryFolder, is_bundle_folder, replace_folder, siblings
+from stagepack.format.output_file import TemporaryFolder, replace_folder, siblings
+from stagepack.format.own_folders import check_no_cache, check_replaceable, is_bundle_folder, other_files
 from stagepack.format.rules import (
-    FILE_NAME_PATTERN,
     MANIFEST_NAME,
     SIGNATURE_NAME,
     format_names,
@@ -54,24 +54,16 @@ def check_output_path(out: str | os.PathLike[str], *, overwrite: bool, absorbed_
         raise OutputExistsError(
             f"{out}: already exists: choose another name, or overwrite it (--overwrite; in Python overwrite=True)"
         )
-    if os.path.lexists(path) and (path.is_symlink() or not is_bundle_folder(path)):
-        raise OutputExistsError(f"{out}: exists and is not a bundle, so it is not overwritten: choose another name")
-    lost_files = [name for name in _unlisted_files(path) if name not in absorbed_names] if os.path.lexists(path) else []
-    if lost_files:
-        raise OutputExistsError(
-            f"{out}: has files that are not of the bundle, and would be lost: {format_names(lost_files)}: move them out of the folder, "
-            "or choose another name"
-        )
+    if os.path.lexists(path):
+        check_replaceable(path)
+        if lost_files := [file_name for file_name in other_files(path) if file_name not in absorbed_names]:
+            raise OutputExistsError(
+                f"{out}: has files that are not of the bundle, and would be lost: {format_names(lost_files)}: move them out of the folder, "
+                "or choose another name"
+            )
+    check_no_cache(path)
     if not path.parent.is_dir():
         raise WriteError(f"{out}: expected the folder {path.parent} to exist")
-
-
-def _unlisted_files(path: Path) -> list[str]:
-    """The files in the folder of a bundle that its manifest does not list; of a damaged bundle, those that no bundle has."""
-    try:
-        return BundleFiles(path).unlisted_files()
-    except StagepackError:
-        return sorted(one.name for one in path.iterdir() if one.is_dir() or not FILE_NAME_PATTERN.fullmatch(one.name))
 
 
 class BundleWriter:
@@ -120,7 +112,8 @@ class BundleWriter:
         if os.path.lexists(self._out):
             # Those of killed processes too: they are needed only as long as there is no output.
             for replaced_folder in siblings(self._out, "old"):
-                shutil.rmtree(replaced_folder, ignore_errors=True)
+                if is_bundle_folder(replaced_folder) and not other_files(replaced_folder):
+                    shutil.rmtree(replaced_folder, ignore_errors=True)
         if isinstance(error, OSError) and self._is_renamed:
             raise WriteError(
                 f"{self._out}: is written and complete, but the disk did not confirm that it keeps the name: {error.strerror or error}: "

@@ -14,6 +14,7 @@ from stagepack.format.file_checks import read_plain_file
 from stagepack.format.file_writing import synchronize
 from stagepack.format.manifest_codec import stated_and_actual_digest
 from stagepack.format.output_file import TemporaryFolder
+from stagepack.format.own_folders import check_no_cache
 from stagepack.format.reader import Bundle
 from stagepack.format.rules import MANIFEST_NAME, SIGNATURE_NAME, rule_error
 from stagepack.remote.url import is_url
@@ -50,7 +51,7 @@ def sign_bundle(
         NotABundleError, VersionError, DigestError, FormatError: the bundle is not in order; see `Bundle.verify`.
         OptionError: the key or the certificate cannot be used, or the bundle is at a URL.
         OutputExistsError: the bundle has a signature.
-        WriteError: the signature cannot be written.
+        WriteError: the signature cannot be written, or the bundle is in a cache of bundles.
         MissingPackageError: the package model_signing is not installed.
 
     Example:
@@ -63,6 +64,7 @@ def sign_bundle(
             f"{location}: a signature is written into the folder: download the bundle first (stagepack pull)"
         )
     opened = bundle if isinstance(bundle, Bundle) else Bundle(bundle)
+    check_no_cache(opened.path)
     signature_path = opened.path / SIGNATURE_NAME
     if os.path.lexists(signature_path) and not overwrite:
         raise OutputExistsError(f"{location}: is signed already: replace the signature (--overwrite), or keep it")

@@ -101,6 +101,10 @@ def test_overwriting_replaces_a_bundle_whole_if_it_is_damaged_or_not(
 ) -> None:
     editor.write_file("old.json", b"{}")
     damage(editor)
+    if b"old.json" not in (editor.path / "manifest.json").read_bytes():
+        with pytest.raises(OutputExistsError, match=r"would be lost: old.json: move"):
+            write_tiny(editor.path, overwrite=True)
+        (editor.path / "old.json").unlink()
     write_tiny(editor.path, overwrite=True)
     assert contents(editor.path) == contents(sound)
     assert list(editor.path.parent.iterdir()) == [editor.path]

@@ -1,0 +1,77 @@
+"""Which folders stagepack has made, so that it may replace, write into or remove them. All others are read only."""
+
+import contextlib
+import os
+import re
+from pathlib import Path
+from typing import Final
+
+from stagepack.errors import OutputExistsError, StagepackError, WriteError
+from stagepack.format import limits
+from stagepack.format.bundle_files import BundleFiles
+from stagepack.format.file_checks import read_plain_file
+from stagepack.format.rules import DIGEST_PATTERN, MANIFEST_NAME, SIGNATURE_NAME, format_names
+
+# The first field of a manifest. A damaged manifest begins with it too.
+_MANIFEST_START: Final = re.compile(rb'\s*\{\s*"format"\s*:\s*"stagepack"')
+# The names that stagepack gives, with the names of entry points before them.
+_WRITTEN_NAME: Final = re.compile(
+    r"model\.safetensors\.index\.json|[\w.-]*(example|(stage|shared)-\d+[\w.-]*)\.(msgpack|onnx|safetensors)", re.ASCII
+)
+
+
+def is_bundle_folder(path: Path) -> bool:
+    """Whether a folder is a bundle, possibly a damaged one. Other folders, or with a manifest that cannot be read, must not be removed."""
+    manifest_path = path / MANIFEST_NAME
+    with contextlib.suppress(OSError):
+        if manifest_path.is_file():
+            with manifest_path.open("rb") as file:
+                return _MANIFEST_START.match(file.read(4096)) is not None
+    return False
+
+
+def check_replaceable(path: Path) -> None:
+    """Refuse to replace or remove a folder unless it is a bundle as stagepack writes it."""
+    if path.is_symlink() or not is_bundle_folder(path):
+        raise OutputExistsError(f"{path}: exists and is not a bundle, so it is not overwritten: choose another name")
+    check_no_cache(path)
+    if links := sorted(entry.name for entry in os.scandir(path) if entry.is_symlink()):
+        raise OutputExistsError(
+            f"{path}: has links that another tool made, so it is not overwritten: {format_names(links)}: choose another name"
+        )
+
+
+def check_no_cache(path: Path) -> None:
+    """Refuse to write into a cache of bundles: that of the Hugging Face Hub, or that of stagepack, whose files are verified."""
+    location = Path(os.path.realpath(path))
+    for folder in (location, *location.parents):
+        cache = folder.parent.parent
+        if folder.parent.name == "snapshots" and ((cache / "blobs").is_dir() or (cache / "refs").is_dir()):
+            found = "the cache of the Hugging Face Hub"
+        elif folder.parent.name == "bundles" and DIGEST_PATTERN.fullmatch(folder.name) and (cache / "files").is_dir():
+            found = "a cache of stagepack"
+        else:
+            continue
+        raise WriteError(
+            f"{path}: is in {found}, which is not changed: copy the bundle (stagepack pull, or cp -rL), and use the copy"
+        )
+
+
+def other_files(path: Path) -> list[str]:
+    """Return the names in the folder of a bundle that are not of the bundle.
+
+    If its manifest is damaged, they are the names that stagepack gives to no file, and that the manifest does not mention.
+    """
+    try:
+        return BundleFiles(path).unlisted_files()
+    except StagepackError:
+        pass
+    content = b""
+    with contextlib.suppress(StagepackError):
+        content = read_plain_file(path, MANIFEST_NAME, limits.MANIFEST_BYTES) or b""
+
+    def is_own(file_name: str) -> bool:
+        is_named = file_name in (MANIFEST_NAME, SIGNATURE_NAME) or _WRITTEN_NAME.fullmatch(file_name) is not None
+        return is_named or os.fsencode(f'"{file_name}"') in content
+
+    return sorted(entry.name for entry in os.scandir(path) if entry.is_dir() or not is_own(entry.name))
