@@ -117,7 +117,7 @@ def _open_location(
     if isinstance(source, str) and is_url(source):
         with explain_missing_packages("remote"):
             from stagepack.remote.cache import Cache, default_cache_folder  # noqa: PLC0415 - fsspec and aiohttp are optional
-            from stagepack.remote.pull import open_url  # noqa: PLC0415 - the same
+            from stagepack.remote.remote_bundle import open_url  # noqa: PLC0415 - the same
 
         cache = Cache(default_cache_folder())
         bundle = open_url(BundleUrl.parse(source), cache, digest=digest, storage_options=storage_options)

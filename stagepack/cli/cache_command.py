@@ -8,7 +8,8 @@ import click
 from stagepack.cli.command import ByteSize, flag, option_object, subcommand
 from stagepack.cli.output import count_of, format_bytes, print_json, print_line, print_table
 from stagepack.cli.shared_flags import JSON
-from stagepack.remote.cache import Cache, CachedBundle, cached_bundles, default_cache_folder, disk_bytes, remove_bundles
+from stagepack.remote.cache import Cache, default_cache_folder
+from stagepack.remote.cache_contents import CachedBundle, cached_bundles, disk_bytes, remove_bundles
 
 _DAY = 86_400  # seconds
 

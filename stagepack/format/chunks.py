@@ -63,13 +63,17 @@ class FileChunk:
         """The byte after the last one of the chunk."""
         return min(self.start + CHUNK_BYTES, self.entry.size)
 
+    @property
+    def digest(self) -> str:
+        """The digest that the manifest states."""
+        return self.entry.chunks[self.index] if self.entry.chunks else self.entry.blake3
+
     def problem(self, actual_digest: str) -> Problem | None:
         """Return the D2 problem if the chunk has another digest than the manifest states, otherwise None."""
-        stated_digest = self.entry.chunks[self.index] if self.entry.chunks else self.entry.blake3
-        if actual_digest == stated_digest:
+        if actual_digest == self.digest:
             return None
         location = f" in the bytes {self.start} to {self.end}" if self.entry.chunks else ""
-        message = f"the content was changed{location}: expected blake3 {stated_digest}, found {actual_digest}"
+        message = f"the content was changed{location}: expected blake3 {self.digest}, found {actual_digest}"
         return Problem(rule="D2", where=self.entry.name, message=message)
 
     def check(self, content: bytes | memoryview) -> Problem | None:

@@ -7,18 +7,14 @@
 
 A file gets its name without ``.part`` when all its bytes are checked and on disk. So a process that dies at any moment leaves a file that
 is complete, or a ``.part`` file whose chunks the next process checks.
-
-- The bundles in the cache, and their removal while other processes use the cache. A bundle that a process has opened is locked, and kept.
-  Of files that are open or mapped, only the names are removed: they stay usable.
 """
 
 import contextlib
+import errno
 import fcntl
 import os
 import shutil
-import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
@@ -30,6 +26,16 @@ from stagepack.format.file_writing import write_at
 from stagepack.format.rules import MANIFEST_NAME
 
 CACHE_VARIABLE: Final = "STAGEPACK_CACHE"
+# No space, no quota, and a limit of the size of files.
+_FULL_ERRORS: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+class DiskFullError(WriteError):
+    """The disk cannot hold what was being downloaded."""
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 def default_cache_folder() -> Path:
@@ -77,19 +83,18 @@ class PartFile:
         except FileNotFoundError:
             return False
 
-    @property
-    def disk_bytes(self) -> int:
-        """The bytes of the disk that the file takes."""
-        return os.fstat(self._descriptor).st_blocks * 512
+    def read(self, start: int, end: int) -> bytes:
+        """Return the bytes from `start` that were written, up to `end`; those of a last block that was not filled are zeros.
 
-    def read(self, start: int, end: int) -> bytes | None:
-        """Return the bytes from `start` to `end`, not included; None if they were never written."""
+        File systems without holes have zeros for all bytes that were never written.
+        """
         try:
-            if os.lseek(self._descriptor, start, os.SEEK_DATA) >= end:
-                return None
+            if os.lseek(self._descriptor, start, os.SEEK_DATA) > start:
+                return b""
+            written_end = min(end, os.lseek(self._descriptor, start, os.SEEK_HOLE))
         except OSError:  # there is nothing after `start`
-            return None
-        return os.pread(self._descriptor, end - start, start)
+            return b""
+        return os.pread(self._descriptor, written_end - start, start)
 
     def write(self, content: bytes | bytearray | memoryview, start: int) -> None:
         """Write bytes at a position. Several threads may write at the same time."""
@@ -109,17 +114,16 @@ class PartFile:
 class Cache:
     """The cache in one folder."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, cure: str = f"choose another folder by {CACHE_VARIABLE}") -> None:
         self.folder = folder
+        self._cure = cure
         self._files = folder / "files"
         try:
             # Others must not write there: it holds records of what was verified, too.
             folder.mkdir(mode=0o755, parents=True, exist_ok=True)
             self._files.mkdir(exist_ok=True)
         except OSError as error:
-            raise WriteError(
-                f"{folder}: the cache cannot be created: {error.strerror}: choose another folder by {CACHE_VARIABLE}"
-            ) from None
+            raise WriteError(f"{folder}: the folder of downloads cannot be created: {error.strerror}: {cure}") from None
 
     def bundle_folder(self, digest: str) -> Path:
         """Return the folder of a bundle, which may not exist."""
@@ -206,15 +210,27 @@ class Cache:
         for path in (self._files / entry.blake3, folder / entry.name):
             path.unlink(missing_ok=True)
 
-    def check_free_bytes(self, needed_bytes: int) -> None:
+    def check_free_bytes(self, entries: Sequence[File]) -> None:
         """Refuse to begin a download that the disk cannot hold."""
         with self.errors():
+            needed_bytes = sum(
+                entry.size - self._part_bytes(entry)
+                for entry in entries
+                if not is_complete(self._files / entry.blake3, entry)
+            )
             free_bytes = shutil.disk_usage(self.folder).free
         if needed_bytes > free_bytes:
             raise WriteError(
-                f"{self.folder}: the download needs {format_bytes(needed_bytes)}, and {format_bytes(free_bytes)} are free: free more, or "
-                f"choose another folder by {CACHE_VARIABLE}"
+                f"{self.folder}: the download needs {format_bytes(needed_bytes)}, and {format_bytes(free_bytes)} are free: free more "
+                f"('stagepack cache' can), or {self._cure}"
             )
+
+    def _part_bytes(self, entry: File) -> int:
+        """The bytes of the disk that the part of a file takes."""
+        try:
+            return min(entry.size, (self._files / f"{entry.blake3}.part").stat().st_blocks * 512)
+        except FileNotFoundError:
+            return 0
 
     @contextlib.contextmanager
     def errors(self) -> Iterator[None]:
@@ -222,10 +238,12 @@ class Cache:
         try:
             yield
         except OSError as error:
-            raise WriteError(
-                f"{error.filename or self.folder}: the cache cannot be written: {error.strerror or error}. What was downloaded stays: "
-                f"solve this and repeat the call, or choose another folder by {CACHE_VARIABLE}"
-            ) from None
+            reason = error.strerror or str(error)
+            message = (
+                f"{error.filename or self.folder}: the download cannot be written: {reason}. What was downloaded stays: solve this and "
+                f"repeat the call, or {self._cure}"
+            )
+            raise (DiskFullError(message, reason) if error.errno in _FULL_ERRORS else WriteError(message)) from None
 
 
 def _lock_folder(folder: Path) -> int | None:
@@ -249,104 +267,3 @@ def is_complete(path: Path, entry: File) -> bool:
         return not path.is_symlink() and path.is_file() and path.stat().st_size == entry.size
     except FileNotFoundError:
         return False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CachedBundle:
-    """A bundle in the cache."""
-
-    digest: str
-    location: str  # the URL that it was opened at last
-    byte_count: int  # of its files that are there; bundles may share some
-    used_at: float  # when it was opened last, in seconds since the epoch
-
-
-def cached_bundles(cache: Cache) -> list[CachedBundle]:
-    """Return the bundles in the cache, the one that was used last first."""
-    bundles = []
-    for folder in _entries(cache.folder / "bundles"):
-        location_path = cache.location_path(folder.name)
-        with contextlib.suppress(FileNotFoundError):  # another process has just removed it
-            try:
-                location, used_at = location_path.read_text(errors="replace"), location_path.stat().st_mtime
-            except OSError:
-                location, used_at = "", folder.stat().st_mtime
-            byte_count = sum(status.st_size for status in _statuses(folder))
-            bundles.append(CachedBundle(digest=folder.name, location=location, byte_count=byte_count, used_at=used_at))
-    return sorted(bundles, key=lambda bundle: bundle.used_at, reverse=True)
-
-
-def disk_bytes(cache: Cache) -> int:
-    """Return the bytes of the disk that the cache takes, each file once."""
-    folders = [cache.folder / "files", *_entries(cache.folder / "bundles")]
-    statuses = {(status.st_dev, status.st_ino): status for folder in folders for status in _statuses(folder)}
-    return sum(status.st_blocks * 512 for status in statuses.values())
-
-
-def remove_bundles(
-    cache: Cache, *, unused_seconds: float | None = None, most_bytes: int | None = None
-) -> list[CachedBundle]:
-    """Remove bundles, the least recently used first, until the cache takes few enough bytes; and interrupted downloads."""
-    removed_bundles = []
-    _remove_unused_files(cache, unused_seconds, most_bytes)
-    for bundle in reversed(cached_bundles(cache)):
-        is_old = unused_seconds is not None and bundle.used_at < time.time() - unused_seconds
-        is_over = most_bytes is not None and disk_bytes(cache) > most_bytes
-        if (is_old or is_over) and _remove_bundle(cache, bundle.digest):
-            removed_bundles.append(bundle)
-            _remove_unused_files(cache, unused_seconds, most_bytes)
-    return removed_bundles
-
-
-def _remove_bundle(cache: Cache, digest: str) -> bool:
-    """Remove the folder of a bundle, unless a process has opened it, or removed it."""
-    folder = cache.bundle_folder(digest)
-    with contextlib.suppress(FileNotFoundError), _exclusive_lock(folder) as is_locked:
-        if is_locked:
-            shutil.rmtree(folder)
-            cache.location_path(digest).unlink(missing_ok=True)
-        return is_locked
-    return False
-
-
-def _remove_unused_files(cache: Cache, unused_seconds: float | None, most_bytes: int | None) -> None:
-    """Remove files that are in no bundle any more, and parts of files that nobody downloads."""
-    for path in _entries(cache.folder / "files"):
-        with contextlib.suppress(FileNotFoundError):
-            status = path.stat()
-            is_old = unused_seconds is not None and status.st_mtime < time.time() - unused_seconds
-            is_over = most_bytes is not None and disk_bytes(cache) > most_bytes
-            if status.st_nlink > 1 or not (is_old or is_over or path.suffix != ".part"):
-                continue
-            # The process that downloads a file has it locked until it is in the folder of a bundle.
-            with _exclusive_lock(path) as is_locked:
-                if is_locked and path.stat().st_nlink == 1:
-                    path.unlink()
-
-
-@contextlib.contextmanager
-def _exclusive_lock(path: Path) -> Iterator[bool]:
-    """Lock a file or a folder. Yields False, at once, if another process has a lock on it, or has put another one in its place."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-        else:
-            yield os.path.samestat(os.fstat(descriptor), os.lstat(path))
-    finally:
-        os.close(descriptor)
-
-
-def _entries(folder: Path) -> Sequence[Path]:
-    try:
-        return list(folder.iterdir())
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-
-
-def _statuses(folder: Path) -> Iterator[os.stat_result]:
-    for path in _entries(folder):
-        with contextlib.suppress(FileNotFoundError):
-            yield path.stat()

@@ -1,8 +1,10 @@
-"""Download files in chunks, several at a time. Each chunk is compared with its digest before it is written."""
+"""Download files in chunks, several at a time. A file is complete when each of its chunks was compared with its digest."""
 
+import contextlib
 import queue
 import random
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +14,7 @@ from stagepack.errors import Problem, RemoteError
 from stagepack.format.chunks import CHUNK_BYTES, ByteProgress, File, FileChunk, file_chunks
 from stagepack.format.rules import rule_error
 from stagepack.remote.cache import PartFile
+from stagepack.remote.local_chunks import LocalChunks
 from stagepack.remote.store import (
     FetchError,
     MissingFileError,
@@ -27,6 +30,10 @@ CONNECTIONS: Final = 8
 _TRIES: Final = 5
 _WRONG_CONTENTS: Final = 3
 _PROGRESS_BYTES: Final = CHUNK_BYTES // 16
+# A process that is killed loses what came in this time. Without it, it lost a chunk of each connection: 128 MiB.
+_WRITE_SECONDS: Final = 1.0
+# The last block that a killed process has written may not be filled. Blocks have 4 KiB, on some machines 64 KiB.
+_BLOCK_BYTES: Final = 2**16
 # Seconds before the second try; doubled for each further one, up to the largest.
 FIRST_PAUSE_SECONDS = 0.5
 LARGEST_PAUSE_SECONDS = 30.0
@@ -100,10 +107,13 @@ def read_small(store: RemoteStore, location: str, file_name: str, max_bytes: int
 class Download:
     """One download of several files."""
 
-    def __init__(self, store: RemoteStore, location: str, progress: ByteProgress) -> None:
+    def __init__(
+        self, store: RemoteStore, location: str, progress: ByteProgress, local_chunks: LocalChunks | None = None
+    ) -> None:
         self._store = store
         self._location = location
         self._progress = progress
+        self._local_chunks = local_chunks or LocalChunks((), ())
         self._stop = threading.Event()
         self._has_ranges = True
 
@@ -158,47 +168,57 @@ class Download:
             results.put(download)
 
     def _take_chunk(self, download: FileDownload, chunk: FileChunk) -> None:
-        """Download one chunk, unless the file has it."""
+        """Download one chunk, unless the file or another bundle has it."""
         if self._stop.is_set():
             raise RemoteError(f"{self._location}: cancelled")
         written = download.part.read(chunk.start, chunk.end)
-        if written is not None and chunk.check(written) is None:
+        is_written = chunk.check(written) is None
+        if not is_written and (local := self._local_chunks.read(chunk)) is not None:
+            download.part.write(local, chunk.start)
+            is_written = True
+        if is_written:
             self._finish_chunk(download, chunk.index, chunk.end - chunk.start)
             return
         if self._has_ranges:
+            content = _ChunkContent(download.part, chunk.start, written[:-_BLOCK_BYTES])
             try:
-                content = self._read_chunk(chunk)
+                self._read_chunk(chunk, content)
             except RangesIgnoredError:
                 self._has_ranges = False
             else:
-                download.part.write(content, chunk.start)
+                content.write()
                 self._finish_chunk(download, chunk.index)
                 return
         with download.whole_lock:
             if download.remaining:
                 self._read_whole(download)
 
-    def _read_chunk(self, chunk: FileChunk) -> bytearray:
-        """Return the content of a chunk. A try goes on where the last one ended."""
+    def _read_chunk(self, chunk: FileChunk, content: "_ChunkContent") -> None:
+        """Read the bytes of a chunk that are missing. A try goes on where the last one ended."""
         tries = Tries(f"{self._location}/{chunk.entry.name}", self._stop)
-        content = bytearray()
-        sink = self._counting(content.extend)
+        sink = self._counting(content.add)
+        kept_bytes = content.size
+        self._progress(kept_bytes)
         while True:
-            start = chunk.start + len(content)
+            start = chunk.start + content.size
             try:
                 if start < chunk.end:
                     self._store.read_range(chunk.entry.name, start, chunk.end, chunk.entry.size, sink)
             except RangesIgnoredError:
+                self._progress(-content.size)
                 raise
             except FetchError as error:
-                tries.failed(error, chunk.start + len(content) - start)
+                tries.failed(error, chunk.start + content.size - start)
                 continue
-            problem = chunk.check(memoryview(content))
+            problem = content.check(chunk)
             if problem is None:
-                return content
-            self._progress(-len(content))
+                return
+            self._progress(-content.size)
             content.clear()
-            tries.wrong_content(problem)
+            if kept_bytes:
+                kept_bytes = 0  # the bytes of a former process were wrong, and not those of the server
+            else:
+                tries.wrong_content(problem)
 
     def _read_whole(self, download: FileDownload) -> None:
         """Download a file in one request, for servers without ranges."""
@@ -232,6 +252,45 @@ class Download:
         download.remaining.discard(chunk_index)
         download.on_chunk(chunk_index)
         self._progress(progress_bytes)
+
+
+class _ChunkContent:
+    """The bytes of one chunk as they come. What a slow connection brings is written every second, before it can be compared."""
+
+    def __init__(self, part: PartFile, start: int, kept: bytes) -> None:
+        self._part = part
+        self._start = start
+        self._content = bytearray(kept)
+        self._written_bytes = len(kept)
+        self._written_at = time.monotonic()
+
+    @property
+    def size(self) -> int:
+        """The number of bytes that have come."""
+        return len(self._content)
+
+    def add(self, piece: bytes) -> None:
+        """Take the next bytes."""
+        self._content += piece
+        if time.monotonic() - self._written_at >= _WRITE_SECONDS:
+            # `write` at the end says it: the store would take an error here for one of the connection.
+            with contextlib.suppress(OSError):
+                self.write()
+            self._written_at = time.monotonic()
+
+    def write(self) -> None:
+        """Write what is not written yet."""
+        self._part.write(self._content[self._written_bytes :], self._start + self._written_bytes)
+        self._written_bytes = len(self._content)
+
+    def check(self, chunk: FileChunk) -> Problem | None:
+        """See `FileChunk.check`."""
+        return chunk.check(memoryview(self._content))
+
+    def clear(self) -> None:
+        """Begin again at the first byte."""
+        self._content.clear()
+        self._written_bytes = 0
 
 
 class _ChunkWriter:

@@ -17,7 +17,8 @@ from click.testing import CliRunner
 import stagepack
 from stagepack.cli import main
 from stagepack.errors import WriteError
-from stagepack.remote.cache import Cache, PartFile, cached_bundles, remove_bundles
+from stagepack.remote.cache import Cache, PartFile
+from stagepack.remote.cache_contents import cached_bundles, remove_bundles
 from tests.remote.http_server import HttpServer
 
 X = torch.rand(1, 2100)
@@ -68,7 +69,7 @@ def test_a_cache_is_trimmed_to_a_size(server: HttpServer, cache: Path, served: P
     time.sleep(0.02)
     stagepack.open(f"{server.url}/tiny.stagepack").verify()
     gc.collect()
-    (cache / "files" / "0000.part").write_bytes(bytes(10_000))  # of a download that was interrupted
+    (cache / "files" / f"{0:064}.part").write_bytes(bytes(10_000))  # of a download that was interrupted
     facts = run("--trim-to", "20MB")
     assert names(facts["removed"]) == ["large.stagepack"]
     assert facts["bytes"] < 1_000_000
@@ -128,7 +129,7 @@ def test_bundles_are_opened_while_others_remove_them(server: HttpServer, cache: 
 
 
 def test_part_that_another_download_begins_anew_is_kept(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, parts, lock_file = cache / "files" / "manifest.part", list[PartFile](), fcntl.flock
+    path, parts, lock_file = cache / "files" / f"{0:064}.part", list[PartFile](), fcntl.flock
     Cache(cache)
     path.write_bytes(bytes(8192))
 
