@@ -225,4 +225,5 @@ def model_control(bundle_paths: Mapping[str, str], options: ServeOptions, models
         mode=options.control_mode,
         version_policy=options.version_policy,
         poll_seconds=options.poll_seconds,
+        trusted_files=given_trusted_files() or (),
     )

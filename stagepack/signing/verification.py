@@ -7,6 +7,7 @@ which each file is compared when it is read (SPEC D2). So weights are read once,
 import contextlib
 import hashlib
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -30,6 +31,8 @@ _HASHES: Final[dict[str, Callable[[bytes], Any]]] = {
     "blake2b": hashlib.blake2b,
     "blake3": blake3,
 }
+_PEM_BLOCK: Final = re.compile(rb"-----BEGIN (CERTIFICATE|PUBLIC KEY)-----\s[^-]*-----END \1-----")
+_PEM_START: Final = re.compile(rb"-----BEGIN (?:CERTIFICATE|PUBLIC KEY)-----")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,10 +48,11 @@ def verify_signature(bundle: Bundle, trusted_files: Iterable[str | os.PathLike[s
 
     The content of the files is compared with the manifest when they are read, or by `Bundle.verify`.
 
-    trusted_files: PEM files, each with a public key or with certificates of authorities. One of them must verify the signature.
+    trusted_files: PEM files with public keys, certificates of authorities, or both. One of all these must verify the signature.
     """
     # Read before the signature, so that what is wrong with them is said first.
-    verifiers = [(path, _verifier(path)) for path in [os.fspath(trusted_file) for trusted_file in trusted_files]]
+    paths = [os.fspath(trusted_file) for trusted_file in trusted_files]
+    verifiers = [(path, verifier) for path in paths for verifier in _verifiers(path)]
     if not verifiers:
         raise OptionError("require_signature: expected a public key or certificates, found no file")
     signature = SignatureFile.parse(_read_signature(bundle), bundle.location)
@@ -93,24 +97,39 @@ def _verified_by_one(
     )
 
 
-def _verifier(path: str) -> verifying.Config:
-    """The verifier of model_signing for a file of the caller."""
+def _verifiers(path: str) -> list[verifying.Config]:
+    """The verifiers of model_signing for a file of the caller: one for each public key, and one for all certificates."""
     try:
         content = Path(path).read_bytes()
     except OSError as error:
         raise OptionError(f"{path}: cannot be read: {error.strerror}") from None
     if b"PRIVATE KEY-----" in content:
         raise OptionError(f"{path}: expected a public key or certificates, found a private key: keep it secret")
+    certificates = [match[0] for match in _PEM_BLOCK.finditer(content) if match[1] == b"CERTIFICATE"]
+    keys = [match[0] for match in _PEM_BLOCK.finditer(content) if match[1] == b"PUBLIC KEY"]
+    if len(certificates) + len(keys) != len(_PEM_START.findall(content)):
+        raise OptionError(f"{path}: a key or certificate in it has no end: write the whole file again")
+    verifiers = [_verifier(path, key) for key in keys]
+    if certificates or not keys:
+        verifiers.append(_verifier(path, b"\n".join(certificates) or content))
+    return verifiers
+
+
+def _verifier(path: str, content: bytes) -> verifying.Config:
+    """The verifier for one public key, or for certificates. model_signing reads a file, and of several keys in it the first one."""
     try:
-        if b"-----BEGIN CERTIFICATE-----" in content:
-            return verifying.Config().use_certificate_verifier(certificate_chain=[path])
-        check_key(path, content)
-        return verifying.Config().use_elliptic_key_verifier(public_key=path)
+        with tempfile.NamedTemporaryFile(prefix="stagepack-key-") as file:
+            file.write(content)
+            file.flush()
+            if b"-----BEGIN CERTIFICATE-----" in content:
+                return verifying.Config().use_certificate_verifier(certificate_chain=[file.name])
+            check_key(path, content)
+            return verifying.Config().use_elliptic_key_verifier(public_key=file.name)
     except OptionError:
         raise
     except Exception as error:
         raise OptionError(
-            f"{path}: expected a PEM file with a public key of the curve P-256, P-384 or P-521, or with certificates: "
+            f"{path}: expected a PEM file with public keys of the curves P-256, P-384 or P-521, or with certificates: "
             f"{str(error).strip() or type(error).__name__}"
         ) from error
 

@@ -9,7 +9,9 @@ from click.testing import CliRunner, Result
 import stagepack
 from stagepack.cli import main
 from tests.conformance.vectors import TINY
-from tests.serve.servers import stagepack_server
+from tests.serve.servers import Client, stagepack_server
+from tests.serve.version_models import Repository, export_scale, factor_of
+from tests.waiting import wait_until
 
 pytest.importorskip("model_signing", reason="signatures are not tested: pip install '.[sign]' installs model_signing")
 
@@ -37,3 +39,32 @@ def test_the_server_refuses_what_is_not_signed_by_a_trusted_signer(tmp_path: Pat
     stagepack.sign(bundle_path, key=signer.key, overwrite=True)
     with stagepack_server([bundle_path], *required) as server:
         assert server.facts["models"][0]["name"] == "tiny"
+
+
+def test_a_refused_version_is_tried_again_when_a_key_file_changed(tmp_path: Path) -> None:
+    old, new = make_signer(tmp_path, "old"), make_signer(tmp_path, "new")
+    trusted = tmp_path / "trusted.pem"
+    trusted.write_bytes(old.public_key.read_bytes())
+    folder = export_scale(tmp_path / "models" / "scale" / "1", 1.0).parent
+    stagepack.sign(folder / "1", key=old.key)
+    options = ("--model-repository", str(folder.parent), "--model-control", "poll", "--poll-s", "0.2")
+    with (
+        stagepack_server([], *options, "--require-signature", str(trusted)) as server,
+        Client("http", server) as client,
+    ):
+        repository = Repository(server, folder.parent)
+
+        def state() -> tuple[str, str]:
+            entry = repository.index("scale").get("2", {"state": ""})
+            return entry["state"], entry.get("reason", "")
+
+        stagepack.sign(export_scale(tmp_path / "next", 2.0), key=new.key)
+        (tmp_path / "next").rename(folder / "2")
+        wait_until(lambda: "not by a trusted signer" in state()[1])
+        assert factor_of(client, "scale") == 1
+        trusted.unlink()  # some tools remove a file before they write it again
+        wait_until(lambda: "cannot be read" in state()[1])
+        assert factor_of(client, "scale") == 1
+        trusted.write_bytes(old.public_key.read_bytes() + new.public_key.read_bytes())
+        wait_until(lambda: state() == ("READY", ""))
+        assert factor_of(client, "scale") == 2

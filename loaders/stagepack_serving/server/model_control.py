@@ -21,6 +21,7 @@ from stagepack_serving.server.errors import BadRequestError, RequestError, Reque
 from stagepack_serving.server.free_memory import EndedVersions
 from stagepack_serving.server.limits import VersionPolicy
 from stagepack_serving.server.model_registry import LoadedBundle, ModelRegistry
+from stagepack_serving.server.security import file_state
 
 ControlMode = Literal["none", "explicit", "poll"]
 Result = TypeVar("Result")
@@ -69,6 +70,7 @@ class ModelControl:
         mode: ControlMode = "none",
         version_policy: VersionPolicy = VersionPolicy(newest_count=1),  # noqa: B008 - frozen
         poll_seconds: float = 15.0,
+        trusted_files: Sequence[str] = (),
     ) -> None:
         self.models = models
         self._source = source
@@ -76,6 +78,7 @@ class ModelControl:
         self._mode = mode
         self._version_policy = version_policy
         self._poll_seconds = poll_seconds
+        self._trusted_files = [Path(path) for path in trusted_files]
         self._loaded: dict[str, dict[int, LoadedBundle]] = {}
         # Each with the name of its model.
         self._retiring: dict[LoadedBundle, str] = {}
@@ -338,9 +341,10 @@ class ModelControl:
                 self._unload(model_name)
 
     def _source_states(self) -> Mapping[str, object]:
-        """For each model a value that changes with its bundles."""
+        """For each model a value that changes with its bundles, and with the keys that must have signed them."""
+        keys = [file_state(path) for path in self._trusted_files]
         return {
-            model_name: {version: folder_state(path) for version, path in paths.items()}
+            model_name: ({version: folder_state(path) for version, path in paths.items()}, keys)
             for model_name, paths in self._source().items()
             if paths
         }

@@ -250,7 +250,7 @@ class WatchedFiles:
             _LOG.info("%s: read again", ", ".join(map(str, self._paths)))
 
     def _current_state(self) -> list[tuple[int, int, int] | None]:
-        return [_file_state(path) for path in self._paths]
+        return [file_state(path) for path in self._paths]
 
 
 async def watch_files(watched_files: Sequence[WatchedFiles]) -> None:
@@ -261,7 +261,7 @@ async def watch_files(watched_files: Sequence[WatchedFiles]) -> None:
             files.check()
 
 
-def _file_state(path: Path) -> tuple[int, int, int] | None:
+def file_state(path: Path) -> tuple[int, int, int] | None:
     """What differs after a file was changed or replaced; None for a pipe, which cannot be read again, and a file that is not there."""
     try:
         status = path.stat()
