@@ -42,7 +42,7 @@ def errors_name_bundle(function: Callable[_Parameters, _Returned]) -> Callable[_
 def _shown_location(bundle: object) -> str:
     """The path or URL of a bundle as errors name it; nothing for what is none, and for a draft, whose name users do not know."""
     if isinstance(bundle, Bundle):
-        return "" if bundle.path.name.endswith(".part") else bundle.location
+        return "" if bundle.path.parent.name.endswith(".part") else bundle.location
     if not isinstance(bundle, str | os.PathLike):
         return ""
     location = os.fspath(split_entry_point(bundle)[0])

@@ -27,6 +27,8 @@ from stagepack.format.own_folders import is_bundle_folder
 
 _ATTEMPTS = 10
 STANDARD_OUTPUT: Final = "-"
+# In a temporary folder. A folder of the user that happens to have such a name does not have it.
+_MARK_NAME: Final = ".stagepack-temporary"
 _CURRENT_FOLDER = -100  # AT_FDCWD
 _EXCHANGE = 2  # RENAME_EXCHANGE
 
@@ -101,9 +103,9 @@ def _is_stream(path: str | os.PathLike[str]) -> bool:
 
 
 class TemporaryFolder:
-    """A new folder, ``.NAME.TOKEN.part`` beside the output NAME. Use it in a ``with`` statement, which removes it.
+    """A new folder, ``.NAME.TOKEN.part/NAME`` beside the output NAME. Use it in a ``with`` statement, which removes it.
 
-    It may be renamed to the output before.
+    It may be renamed to the output before. The folder around it has a file by which it is known as ours.
 
     Attributes:
         path: the folder.
@@ -113,14 +115,17 @@ class TemporaryFolder:
         for leftover in siblings(out, "part"):
             _remove_abandoned(leftover)
         for _ in range(_ATTEMPTS):
-            self.path = out.with_name(f".{out.name}.{secrets.token_hex(4)}.part")
+            folder = out.with_name(f".{out.name}.{secrets.token_hex(4)}.part")
+            self.path = folder / out.name
             descriptors: list[int] = []
             # Before the folder exists: an interrupt may come before the `with` statement is entered.
-            self._remove = weakref.finalize(self, _remove_own, self.path, descriptors, os.getpid())
-            self.path.mkdir()
-            descriptors += _lock(self.path)
+            self._remove = weakref.finalize(self, _remove_own, folder, descriptors, os.getpid())
+            folder.mkdir()
+            descriptors += _lock(folder)
             # Another process may have found the folder before it was locked, and removed it.
-            if self.path.is_dir():
+            with contextlib.suppress(FileNotFoundError):
+                (folder / _MARK_NAME).touch()
+                self.path.mkdir()
                 return
             self._remove()
         raise FileNotFoundError(f"{self.path}: was removed while it was created")
@@ -168,9 +173,13 @@ def _lock(folder: Path) -> list[int]:
 
 
 def _remove_abandoned(folder: Path) -> None:
-    """Remove a folder that no living process has locked."""
+    """Remove a temporary folder that no living process has locked. Without the mark, it is one only if it is empty."""
     for descriptor in _lock(folder):
-        shutil.rmtree(folder, ignore_errors=True)
+        if (folder / _MARK_NAME).exists():
+            shutil.rmtree(folder, ignore_errors=True)
+        else:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
         os.close(descriptor)
 
 

@@ -93,7 +93,7 @@ class BundleWriter:
         except OSError as error:
             raise WriteError(f"{out}: cannot write there: {error.strerror}: {self._out.parent}") from None
         self._temporary_folder = self._locked_folder.path
-        self._replaced_folder = self._temporary_folder.with_suffix(".old")
+        self._replaced_folder = self._temporary_folder.parent.with_suffix(".old")
 
     @property
     def folder(self) -> Path:

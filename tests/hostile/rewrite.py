@@ -70,7 +70,7 @@ class Work:
         known = [("nothing", None), ("old", self.old), ("new", self.new)]
         held = next((name for name, content in known if content == found), "broken")
         beside = [path for path in self.folder.iterdir() if path != self.out]
-        kept = any(contents(path) == self.old for path in beside if path.is_dir())
+        kept = any(contents(path) == self.old for path in beside if path.suffix == ".old")
         return {"holds": held, "beside": sorted(path.name for path in beside), "old_kept_beside": kept}
 
 
