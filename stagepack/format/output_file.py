@@ -23,7 +23,7 @@ from typing import Final, Self
 
 from stagepack.errors import OutputExistsError, WriteError
 from stagepack.format.file_writing import synchronize
-from stagepack.format.own_folders import is_bundle_folder
+from stagepack.format.own_folders import check_outside_bundles
 
 _ATTEMPTS = 10
 STANDARD_OUTPUT: Final = "-"
@@ -49,11 +49,7 @@ def check_output_file(out: str | os.PathLike[str], *, overwrite: bool) -> None:
     target = Path(os.path.realpath(out))
     if not target.parent.is_dir():
         raise WriteError(f"{out}: cannot be written: {target.parent} is no folder")
-    for folder in target.parents:
-        if is_bundle_folder(folder):
-            raise WriteError(
-                f"{out}: expected a file outside of bundles, found one inside {folder}: choose another folder"
-            )
+    check_outside_bundles(Path(out), "a file")
 
 
 @contextlib.contextmanager

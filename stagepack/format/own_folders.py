@@ -57,6 +57,16 @@ def check_no_cache(path: Path) -> None:
         )
 
 
+def check_outside_bundles(path: Path, kind: str = "a path") -> None:
+    """Refuse to write a file or a folder into a bundle, or into a cache of bundles."""
+    check_no_cache(path)
+    for folder in Path(os.path.realpath(path)).parents:
+        if is_bundle_folder(folder):
+            raise WriteError(
+                f"{path}: expected {kind} outside of bundles, found one inside {folder}: choose another folder"
+            )
+
+
 def other_files(path: Path) -> list[str]:
     """Return the names in the folder of a bundle that are not of the bundle.
 

@@ -23,7 +23,7 @@ from stagepack.format.file_writing import FileRange, Piece, synchronize, write_p
 from stagepack.format.manifest import Manifest
 from stagepack.format.manifest_codec import encode_manifest
 from stagepack.format.output_file import TemporaryFolder, replace_folder, siblings
-from stagepack.format.own_folders import check_no_cache, check_replaceable, is_bundle_folder, other_files
+from stagepack.format.own_folders import check_outside_bundles, check_replaceable, is_bundle_folder, other_files
 from stagepack.format.rules import (
     MANIFEST_NAME,
     SIGNATURE_NAME,
@@ -61,7 +61,7 @@ def check_output_path(out: str | os.PathLike[str], *, overwrite: bool, absorbed_
                 f"{out}: has files that are not of the bundle, and would be lost: {format_names(lost_files)}: move them out of the folder, "
                 "or choose another name"
             )
-    check_no_cache(path)
+    check_outside_bundles(path)
     if not path.parent.is_dir():
         raise WriteError(f"{out}: expected the folder {path.parent} to exist")
 

@@ -11,7 +11,7 @@ from stagepack.errors import OutputExistsError, StagepackError, WriteError
 from stagepack.format.dtypes import format_bytes
 from stagepack.format.file_writing import synchronize
 from stagepack.format.output_file import replace_folder
-from stagepack.format.own_folders import check_no_cache, is_bundle_folder, other_files
+from stagepack.format.own_folders import check_outside_bundles, is_bundle_folder, other_files
 from stagepack.format.reader import Bundle
 from stagepack.format.rules import SIGNATURE_NAME, format_names
 from stagepack.format.writer import check_output_path
@@ -67,6 +67,7 @@ def _pull_once(
         return _finished(present, download_folder), False
     if os.path.lexists(path) and (path.is_symlink() or not is_bundle_folder(path)):
         raise OutputExistsError(f"{path}: exists and is not a bundle, so it is not replaced: choose another path")
+    check_outside_bundles(path)
     _check_own_folder(download_folder)
     cache = Cache(download_folder, cure="choose another output")
     remote: Bundle | None = None
@@ -122,11 +123,9 @@ def _open_source(url: BundleUrl, cache: Cache, digest: str | None, path: Path) -
 
 def _check_output(path: Path, url: BundleUrl, *, overwrite: bool) -> None:
     """Refuse an output before the download."""
-    if not os.path.lexists(path):
-        check_no_cache(path)
-    elif overwrite:
+    if os.path.lexists(path) and overwrite:
         check_output_path(path, overwrite=True)
-    else:
+    elif os.path.lexists(path):
         raise OutputExistsError(
             f"{path}: has another bundle than {url}, or a damaged one: choose another path, or replace it (--overwrite)"
         )

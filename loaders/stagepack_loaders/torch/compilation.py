@@ -24,6 +24,7 @@ from stagepack.errors import CompiledError, OptionError, OutputExistsError, Writ
 from stagepack.format.chunks import sha256_of_file
 from stagepack.format.graph import Graph, Value, Weight
 from stagepack.format.output_file import TemporaryFolder
+from stagepack.format.own_folders import check_outside_bundles
 from stagepack.format.reader import Bundle
 from stagepack.format.shapes import Symbol, evaluate_dim
 from stagepack.opening import BundleSource, errors_name_bundle, opened
@@ -372,6 +373,7 @@ def _compile_to_folder(
     """
     if path.exists():
         raise OutputExistsError(f"{path} exists: choose another name, or remove it")
+    check_outside_bundles(path, "a folder")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = TemporaryFolder(path)

@@ -20,6 +20,7 @@ from stagepack.format.bundle_files import read_manifest
 from stagepack.format.contract import determined_symbols
 from stagepack.format.manifest import Edge
 from stagepack.format.output_file import TemporaryFolder, exchange_paths
+from stagepack.format.own_folders import check_outside_bundles
 from stagepack.format.reader import Bundle
 from stagepack.format.rules import MANIFEST_NAME
 from stagepack.format.shapes import format_guard, symbol_names
@@ -236,6 +237,7 @@ def write_repository(
     root = Path(out)
     if bundle.path.resolve() in (root.resolve(), *root.resolve().parents):
         raise InputError(f"{root}: a bundle cannot contain a model repository: choose another folder")
+    check_outside_bundles(root / options.model_name, "a model repository")
     bundle.check_digests(bundle.files)
     _check_guards(bundle)
     wiring = _EnsembleWiring(bundle, options)
