@@ -1,6 +1,7 @@
 """Chunks that bundles on this machine have already, so that they need not be downloaded."""
 
 import contextlib
+import itertools
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -59,8 +60,9 @@ def neighbours(path: Path) -> list[Path]:
     """Return the bundle at a path, if there is one, and those beside it, the one that was changed last first."""
     changed_at: list[tuple[float, Path]] = []
     with contextlib.suppress(OSError), os.scandir(path.parent) as entries:
-        for _, entry in zip(range(_MOST_ENTRIES), entries, strict=False):
+        for entry in itertools.islice(entries, _MOST_ENTRIES):
             folder = Path(entry.path)
-            if folder != path and not entry.name.startswith(".") and entry.is_dir() and is_bundle_folder(folder):
-                changed_at.append((entry.stat().st_mtime, folder))
+            with contextlib.suppress(OSError):  # a link to itself
+                if folder != path and not entry.name.startswith(".") and entry.is_dir() and is_bundle_folder(folder):
+                    changed_at.append((entry.stat().st_mtime, folder))
     return [path, *(folder for _, folder in sorted(changed_at, reverse=True))]
