@@ -127,8 +127,11 @@ def output_contract(graph: Graph) -> OutputContract:
 
 def _with_dtypes(outputs: tuple[Any, ...], dtypes: Mapping[int, torch.dtype]) -> tuple[Any, ...]:
     """Convert floating-point outputs, which autocast may have computed in another dtype."""
+    casts = {position for position, dtype in dtypes.items() if dtype.is_floating_point}
     return tuple(
-        output.to(dtypes[position]) if position in dtypes and output.is_floating_point() else output
+        output.to(dtypes[position])
+        if position in casts and isinstance(output, torch.Tensor) and output.is_floating_point()
+        else output
         for position, output in enumerate(outputs)
     )
 
