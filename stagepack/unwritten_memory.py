@@ -63,7 +63,8 @@ def memory_extent(tensor: Any) -> int:
     """Return the number of elements from the first element of a tensor in memory to the last one, both included; 0 without elements."""
     if not tensor.numel():
         return 0
-    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    last: int = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return last + 1
 
 
 class Call(NamedTuple):

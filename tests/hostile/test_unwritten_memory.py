@@ -15,6 +15,7 @@ from stagepack.argument_guards import guarded_operator
 from stagepack.errors import AnswerDiffersError, StageFailedError
 from stagepack.format.operators import RUN_BY_DEFAULT, listed_verdicts
 from stagepack.unwritten_memory import ALLOCATING_OPERATORS, Call, overwritten_results
+from stagepack_loaders.torch.stage import TorchStage
 from tests.laws.function_model import Calls
 from tools.operators.hostile_arguments import bind
 from tools.operators.hostile_calls import MakeCall, call_hostilely, run
@@ -42,6 +43,8 @@ def partly_written(x: torch.Tensor) -> torch.Tensor:
 
 class Keeps(torch.nn.Module):
     """Its state is unwritten memory after a call."""
+
+    kept: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,7 +124,9 @@ def test_a_fill_that_a_write_covers_is_left_out(tmp_path: Path) -> None:
         pipeline = stagepack.load(bundle)
         if count:
             assert torch.equal(pipeline(X), function(X))
-        targets = [node.target for node in pipeline.stages[0].graph_module.graph.nodes if node.op == "call_function"]
+        stage = pipeline.stages[0]
+        assert isinstance(stage, TorchStage)
+        targets = [node.target for node in stage.graph_module.graph.nodes if node.op == "call_function"]
         allocating = [target for target in targets if str(inspect.unwrap(target)) in ALLOCATING_OPERATORS]
         assert allocating
         assert sum(inspect.unwrap(target) is target for target in allocating) == count
@@ -180,6 +185,14 @@ def test_operators_that_showed_memory_do_not(name: str) -> None:
     assert not outcome.signals
     assert outcome.counts["differed"] == 0
     assert outcome.counts["returned"]
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"), [("aten.empty_like.default", (X,)), ("aten.cat.default", ([X, X[:3]],))]
+)
+def test_a_bundle_of_one_call_answers(name: str, arguments: tuple[Any, ...]) -> None:
+    operator = find_operator(name)
+    assert find_unwritten_in_bundle(operator, bind(operator, arguments, {})) == "returned"
 
 
 @pytest.mark.slow

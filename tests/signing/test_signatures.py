@@ -185,8 +185,13 @@ def test_each_key_and_certificate_of_a_file_is_trusted(
         stagepack.verify(bundle_path, require_signature=trusted)
     for certificates in (parts[1::2], parts):
         trusted.write_bytes(b"".join(part.read_bytes() for part in certificates))
-        files = {"certificate": authority.certificate, "certificate_chain": [authority.chain]}
-        stagepack.sign(bundle_path, key=authority.key, **files, overwrite=True)
+        stagepack.sign(
+            bundle_path,
+            key=authority.key,
+            certificate=authority.certificate,
+            certificate_chain=[authority.chain],
+            overwrite=True,
+        )
         stagepack.verify(bundle_path, require_signature=trusted)
     trusted.write_bytes(stranger.public_key.read_bytes() + other_authority.root.read_bytes())
     with pytest.raises(SignatureError, match="not by a trusted signer") as caught:

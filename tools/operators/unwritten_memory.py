@@ -21,7 +21,7 @@ import torch
 import stagepack
 from stagepack.argument_guards import guarded_operator
 from stagepack.bundle_builder import BundleBuilder, EntryPointContent
-from stagepack.errors import StagepackError
+from stagepack.errors import StagepackError, UnsupportedError
 from stagepack.format.graph import Argument, DeviceArg, Graph, ListArg, Node, Scope, Value, ValueArg
 from stagepack.format.manifest import EntryPoint, Producer
 from stagepack.format.operators import RUN_BY_DEFAULT, listed_verdicts
@@ -63,13 +63,17 @@ def find_unwritten_in_bundle(operator: OperatorOverload, call: Call) -> str:
     target = guarded_operator(operator)
     if not _is_on_cpu(call) or is_refused(operator, target, call):
         return "refused"
+    try:
+        result = target(**copy_memory(call))
+    except Exception:  # noqa: BLE001 - operators raise errors of any kind
+        return "raised"
     with tempfile.TemporaryDirectory() as folder:
         try:
-            inputs = write_bundle(operator, call, Path(folder, "one.stagepack"))
+            inputs = write_bundle(operator, call, result, Path(folder, "one.stagepack"))
             pipeline = stagepack.load(Path(folder, "one.stagepack"))
             pipeline(*copy_memory(inputs))
-        except (StagepackError, ValueError, RuntimeError, TypeError, IndexError):
-            return "raised"  # by the operator, or what a bundle cannot hold
+        except StagepackError:
+            return "refused"  # such as a dtype that a bundle cannot hold
         return compare(operator, call, lambda: pipeline(*copy_memory(inputs)))
 
 
@@ -115,13 +119,12 @@ def copy_memory(values: Any) -> Any:
     return tree_map(copied, values)
 
 
-def write_bundle(operator: OperatorOverload, call: Call, out: Path) -> list[torch.Tensor]:
-    """Write a bundle whose one node makes a call; return its inputs: the tensors of the call."""
+def write_bundle(operator: OperatorOverload, call: Call, result: object, out: Path) -> list[torch.Tensor]:
+    """Write a bundle whose one node makes a call with this result; return its inputs: the tensors of the call."""
     tensors: list[torch.Tensor] = [leaf for leaf in tree_leaves(call) if isinstance(leaf, torch.Tensor)]
     inputs = [_value(f"input_{index}", tensor) for index, tensor in enumerate(tensors)]
     names = iter(inputs)
     kwargs = tuple((name, _argument(argument, names)) for name, argument in call.items())
-    result = guarded_operator(operator)(**copy_memory(call))
     unpack = isinstance(result, list | tuple)
     outputs = [_value(f"result_{index}", item) for index, item in enumerate(result if unpack else [result])]
     result_names = tuple(value.name for value in outputs if value is not None)
@@ -138,9 +141,9 @@ def write_bundle(operator: OperatorOverload, call: Call, out: Path) -> list[torc
         parameters=tuple(parameters), result=SequenceTree(kind="tuple", items=tuple(map(ValueLeaf, result_names)))
     )
     entry_point = EntryPoint(name="forward", signature=signature, stages=(), edges=cut.edges)
-    producer = Producer(stagepack=stagepack.__version__, torch=torch.__version__)
+    producer = Producer(stagepack=stagepack.__version__, torch=str(torch.__version__))
     builder = BundleBuilder(out=out, producer=producer, device="cpu", files={})
-    nothing = TensorSource({}, lambda _: ())
+    nothing = TensorSource(specs={}, read=lambda _: ())
     content = EntryPointContent(entry_point=entry_point, stages=cut.stages, record_example=lambda _: nothing)
     builder.add(content, nothing)
     builder.write()
@@ -151,7 +154,7 @@ def _value(name: str, value: object) -> Value | None:
     if value is None:
         return None
     if not isinstance(value, torch.Tensor):
-        raise TypeError(f"a result of type {type(value).__name__}")
+        raise UnsupportedError(f"a result of type {type(value).__name__}")
     return Value(name=name, dtype=dtype_name(value.dtype), shape=tuple(value.shape))
 
 
