@@ -4,8 +4,7 @@ Inputs as text have this grammar; a text may also name a file of arrays or an im
 
     INPUT = [NAME "="] "@" FILE | NAME "=" (TENSOR | NUMBER | "true" | "false" | "none")
     TENSOR = DTYPE "[" [SIZE {"," SIZE}] "]"
-    SIZE = a number | DIMENSION
-    DIMENSION = SYMBOL ["=" MIN ".." [MAX]]
+    SIZE = a number | DIMENSION, see `stated_sizes`
     DYNAMIC = NAME [":" AXIS ["=" DIMENSION]]
 
 A size with a symbol may change, and is the same wherever the symbol is. A .npz or .safetensors FILE without NAME has an input for each of
@@ -14,7 +13,7 @@ its arrays. DYNAMIC makes a size of an input dynamic, or an input that is a whol
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,6 +25,7 @@ from torch.export import Dim
 from stagepack.capture.example_tensors import random_tensor
 from stagepack.capture.imports import call_user_function
 from stagepack.capture.inputs import Inputs, inputs_by_parameter
+from stagepack.capture.stated_sizes import StatedSize, StatedSizes
 from stagepack.errors import CaptureError, MissingPackageError, OptionError
 
 # Of one call of the model, or of functions of it by their paths.
@@ -36,7 +36,6 @@ StatedInputs = Inputs | str | Sequence[str] | Mapping[str, Any]
 MakeInputs = Callable[[], Inputs]
 _INPUT: Final = re.compile(r"(?:(?P<name>[^\W\d]\w*)\s*=\s*)?(?P<value>.+)", re.DOTALL)
 _TENSOR: Final = re.compile(r"(?P<dtype>\w+)\s*\[(?P<sizes>[^\]]*)\]")
-_DIMENSION: Final = re.compile(r"(?P<symbol>[^\W\d]\w*)(?:\s*=\s*(?P<min>\d+)\s*\.\.\s*(?P<max>\d+)?)?")
 _DYNAMIC: Final = re.compile(r"(?P<name>[^\W\d]\w*)(?::(?P<axis>\d+)(?:=(?P<dimension>.+))?)?")
 _WORDS: Final[Mapping[str, bool | None]] = {"true": True, "false": False, "none": None}
 _DTYPES: Final = {"bool": torch.bool} | {
@@ -112,50 +111,12 @@ def to_inputs(returned: object, reference: str) -> ExampleInputs:
     )
 
 
-@dataclass(slots=True)
-class _Symbols:
-    """The dynamic sizes of all inputs, by their names."""
-
-    dims: dict[str, Dim] = field(default_factory=dict)
-
-    def add(self, input_text: str, dimension: str) -> str:
-        """Add a dimension, and return its symbol. A range may be stated anywhere, once."""
-        stated = _DIMENSION.fullmatch(dimension.strip())
-        if stated is None:
-            raise OptionError(
-                f"{input_text}: expected a size such as 64, batch or batch=2..512, found {dimension.strip() or 'nothing'}"
-            )
-        symbol = stated["symbol"]
-        if stated["min"] is None:
-            self.dims.setdefault(symbol, Dim(symbol))
-            return symbol
-        smallest, largest = int(stated["min"]), None if stated["max"] is None else int(stated["max"])
-        if largest is not None and largest <= smallest:
-            raise OptionError(
-                f"{input_text}: expected a range of two sizes or more for {symbol}, found {smallest} to {largest}"
-            )
-        dim, any_dim = Dim(symbol, min=smallest, max=largest), Dim(symbol)
-        known_dim = self.dims.get(symbol, any_dim)
-        if (known_dim.min, known_dim.max) not in ((dim.min, dim.max), (any_dim.min, any_dim.max)):
-            raise OptionError(
-                f"{input_text}: {symbol} has another range elsewhere: state it once, and then its name alone"
-            )
-        self.dims[symbol] = dim
-        return symbol
-
-    def example_size(self, symbol: str) -> int:
-        """A size of the range: no 0 or 1, which torch may fix, and for each symbol another one, so that none are equal by chance."""
-        dim = self.dims[symbol]
-        size = max(dim.min, 2) + [*self.dims].index(symbol)
-        return min(size, dim.max) if isinstance(dim.max, int) else size
-
-
 @dataclass(frozen=True, slots=True)
 class _Described:
     """A tensor as a text describes it: its sizes are numbers, or symbols."""
 
     dtype: torch.dtype
-    sizes: tuple[int | str, ...]
+    sizes: tuple[int | StatedSize, ...]
 
 
 def parse_inputs(input_texts: str | Iterable[str], make_inputs: MakeInputs | None = None) -> Inputs:
@@ -164,7 +125,7 @@ def parse_inputs(input_texts: str | Iterable[str], make_inputs: MakeInputs | Non
     make_inputs: makes the inputs of a model of images, one of which an image without a name replaces. One with a name is ``[1, 3, height,
         width]`` of numbers from 0 to 1.
     """
-    symbols = _Symbols()
+    stated_sizes = StatedSizes()
     described: dict[str, Any] = {}
     made_inputs = Inputs()
     for input_text in [input_texts] if isinstance(input_texts, str) else input_texts:
@@ -176,17 +137,18 @@ def parse_inputs(input_texts: str | Iterable[str], make_inputs: MakeInputs | Non
             made_inputs = make_inputs()
             values = _image_in_place(input_text, made_inputs)
         else:
-            values = _parse(input_text, symbols)
+            values = _parse(input_text, stated_sizes)
         for input_name, value in values.items():
             if input_name in described:
                 raise OptionError(f"{input_text}: the input {input_name} is there twice")
             described[input_name] = value
     kwargs, dynamic_shapes = dict(made_inputs.kwargs), dict(made_inputs.dynamic_shapes or {})
+    symbol_sizes = stated_sizes.example_sizes()
     for input_name, value in described.items():
-        kwargs[input_name] = _example(input_name, value, symbols) if isinstance(value, _Described) else value
+        kwargs[input_name] = _example(input_name, value, symbol_sizes) if isinstance(value, _Described) else value
         if isinstance(value, _Described):
-            dims = {axis: symbols.dims[size] for axis, size in enumerate(value.sizes) if isinstance(size, str)}
-            dynamic_shapes[input_name] = dims
+            dynamic_sizes = [(axis, size) for axis, size in enumerate(value.sizes) if isinstance(size, StatedSize)]
+            dynamic_shapes[input_name] = {axis: stated_sizes.dim(size) for axis, size in dynamic_sizes}
     return Inputs(
         kwargs=kwargs, dynamic_shapes={input_name: dims for input_name, dims in dynamic_shapes.items() if dims} or None
     )
@@ -216,7 +178,7 @@ def _image_in_place(input_text: str, made_inputs: Inputs) -> dict[str, torch.Ten
 
 def with_dynamic_sizes(inputs: Inputs, input_texts: Iterable[str], forward: Callable[..., Any]) -> Inputs:
     """Return inputs of which further sizes may change."""
-    shapes, symbols, values = inputs.dynamic_shapes, _Symbols(), inputs_by_parameter(forward, inputs)
+    shapes, stated_sizes, values = inputs.dynamic_shapes, StatedSizes(), inputs_by_parameter(forward, inputs)
     if not isinstance(shapes, Mapping | None):
         raise OptionError(
             "dynamic: the dynamic_shapes of the inputs are no dict by the names of parameters: state all sizes there"
@@ -227,10 +189,11 @@ def with_dynamic_sizes(inputs: Inputs, input_texts: Iterable[str], forward: Call
         stated = _DYNAMIC.fullmatch(input_text.strip())
         if stated is None:
             raise OptionError(
-                f"{input_text}: expected NAME:AXIS=SYMBOL, such as x:0=batch or x:0=batch=2..512, or the NAME of a number"
+                f"{input_text}: expected NAME:AXIS=SYMBOL, such as x:0=batch, x:0=batch=2..512 or x:0=4*h, or the NAME of a number"
             )
-        parsed.append((input_text, stated, stated["dimension"] and symbols.add(input_text, stated["dimension"])))
-    for input_text, stated, symbol in parsed:
+        dimension = stated["dimension"]
+        parsed.append((input_text, stated, stated_sizes.add(input_text, dimension) if dimension else None))
+    for input_text, stated, size in parsed:
         input_name, axis = stated["name"], stated["axis"]
         if input_name not in values:
             raise OptionError(
@@ -247,14 +210,14 @@ def with_dynamic_sizes(inputs: Inputs, input_texts: Iterable[str], forward: Call
             kind = f"{value.ndim} dimensions" if isinstance(value, torch.Tensor | np.ndarray) else type(value).__name__
             raise OptionError(f"{input_text}: expected a dimension of a tensor, found {input_name} with {kind}")
         else:
-            dim = Dim.DYNAMIC if symbol is None else symbols.dims[symbol]
+            dim = Dim.DYNAMIC if size is None else stated_sizes.dim(size)
             of_name = dynamic_shapes.get(input_name) or {}
             of_axis = of_name if isinstance(of_name, Mapping) else dict(enumerate(of_name))
             dynamic_shapes[input_name] = {**of_axis, int(axis): dim}
     return replace(inputs, dynamic_shapes=dynamic_shapes)
 
 
-def _parse(input_text: str, symbols: _Symbols) -> dict[str, Any]:
+def _parse(input_text: str, stated_sizes: StatedSizes) -> dict[str, Any]:
     """The inputs of a text, by name."""
     stated = _INPUT.fullmatch(input_text.strip())
     input_name, value = (None, "") if stated is None else (stated["name"], stated["value"].strip())
@@ -277,7 +240,7 @@ def _parse(input_text: str, symbols: _Symbols) -> dict[str, Any]:
     return {
         input_name: _Described(
             _DTYPES[tensor["dtype"]],
-            tuple(int(size) if size.isdecimal() else symbols.add(input_text, size) for size in sizes),
+            tuple(int(size) if size.isdecimal() else stated_sizes.add(input_text, size) for size in sizes),
         )
     }
 
@@ -291,9 +254,9 @@ def _parsed_number(input_text: str) -> int | float | None:
     return None
 
 
-def _example(input_name: str, described: _Described, symbols: _Symbols) -> torch.Tensor:
+def _example(input_name: str, described: _Described, symbol_sizes: Mapping[str, int]) -> torch.Tensor:
     """Random numbers, or ones of other dtypes: they are tokens, masks and numbers of things."""
-    shape = [symbols.example_size(size) if isinstance(size, str) else size for size in described.sizes]
+    shape = [size if isinstance(size, int) else size.at(symbol_sizes[size.symbol]) for size in described.sizes]
     if int(np.prod(shape, dtype=object)) > _MOST_ELEMENTS:
         raise OptionError(f"{input_name}: the example would have over {_MOST_ELEMENTS} elements: state smaller sizes")
     is_float = described.dtype.is_floating_point and described.dtype.itemsize > 1

@@ -224,12 +224,12 @@ class ExampleFlags:
     )
     texts: tuple[str, ...] = flag(
         "--input NAME=INPUT",
-        "An example input, such as x=float32[batch=2..512,64], where batch may change, n=3, mask=none, x=@x.npy or @inputs.npz; of "
-        "a Hugging Face model of images also @image.png. Repeatable.",
+        "An example input, such as x=float32[batch=2..512,64], where batch may change, x=float32[3,4*h,2*w+1], n=3, mask=none, x=@x.npy "
+        "or @inputs.npz; of a Hugging Face model of images also @image.png. Repeatable.",
     )
     dynamic: tuple[str, ...] = flag(
         "--dynamic NAME:AXIS[=SYMBOL]",
-        "Size of an input that may change, such as x:0=batch or x:0=batch=2..512; NAME alone for a whole number. Repeatable.",
+        "Size of an input that may change, such as x:0=batch, x:0=batch=2..512 or x:0=4*h; NAME alone for a whole number. Repeatable.",
     )
 
     def __post_init__(self) -> None:

@@ -1,5 +1,6 @@
 """Example inputs are stated as text, on the command line and in Python."""
 
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import stagepack
 from stagepack.capture.inputs import Inputs
 from stagepack.capture.stated_inputs import image_tensor, parse_inputs, stated_inputs, with_dynamic_sizes
 from stagepack.errors import InputError, OptionError
+from stagepack.format.shapes import format_shape
 from tests.hostile.attack import command_fails, run
 
 MODEL = """
@@ -27,6 +29,25 @@ class Scale(torch.nn.Module):
 
 def made():
     return Scale(), {"x": torch.ones(4, 6)}
+"""
+
+
+DOWN = """
+import torch
+
+
+class Down(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.down, self.up = torch.nn.Conv2d(3, 4, 4, 4), torch.nn.ConvTranspose2d(4, 3, 4, 4)
+
+    def forward(self, image):
+        return image + self.up(self.down(image))
+
+
+def example():
+    return {"image": torch.ones(2, 3, 16, 24)}
 """
 
 
@@ -56,6 +77,30 @@ def test_a_tensor_has_a_dtype_sizes_and_named_ranges() -> None:
     assert torch.equal(parse_inputs("x=float32[3]").kwargs["x"], parse_inputs("x=float32[3]").kwargs["x"])
 
 
+def test_sizes_may_be_multiples_of_a_symbol() -> None:
+    inputs = parse_inputs(["image=float32[batch,3,4*h=1..16,2 * w + 1]", "mask=bool[batch,w,h]"])
+    height, width = (inputs.dynamic_shapes["image"][axis] for axis in (2, 3))
+    assert (height.__name__, height.min, height.max, width.__name__, width.min) == ("4*h", 4, 64, "2*w + 1", 1)
+    assert (height.root, width.root) == (inputs.dynamic_shapes["mask"][2], inputs.dynamic_shapes["mask"][1])
+    batch, w, h = inputs.kwargs["mask"].shape
+    assert inputs.kwargs["image"].shape == (batch, 3, 4 * h, 2 * w + 1)
+
+
+@pytest.mark.parametrize(
+    ("texts", "shapes"),
+    [
+        (["x=float32[2*n,m]", "y=float32[k]"], {"x": (4, 3), "y": (5,)}),
+        (["x=float32[a=3..,b=2..]"], {"x": (3, 4)}),
+        (["x=float32[n-2=2..9]"], {"x": (2,)}),
+        (["x=float32[a=1..2,b=1..2,2*c=1..2]"], {"x": (2, 2, 4)}),
+    ],
+)
+def test_dimensions_of_the_example_differ_where_their_ranges_allow_it(
+    texts: list[str], shapes: dict[str, tuple[int, ...]]
+) -> None:
+    assert {name: tuple(value.shape) for name, value in parse_inputs(texts).kwargs.items()} == shapes
+
+
 def test_numbers_words_and_files_are_inputs(folder: Path) -> None:
     np.savez("two.npz", x=np.ones((2, 3), np.float32), y=np.zeros(4, np.int64))
     np.save("one.npy", np.ones(5))
@@ -76,7 +121,12 @@ def test_numbers_words_and_files_are_inputs(folder: Path) -> None:
         (["float32[2]"], "expected NAME=DTYPE"),
         (["x=float33[2]"], "expected a dtype of torch such as float32, int64 or bool, found float33"),
         (["x=float32[2,]"], "found nothing"),
-        (["x=float32[-1]"], "expected a size such as 64, batch or batch=2..512, found -1"),
+        (["x=float32[-1]"], "expected a size such as 64, batch, batch=2..512, 4*h or 2*n+1, found -1"),
+        *((["x=float32[2," + size + "]"], f"4*h or 2*n+1, found {size}") for size in ("4h", "0*h", "h*4", "h/2", "h*w", "1+h", "4*(h)")),
+        (["x=float32[n-2=1..5]"], "n-2 is -1 where n is 1: let the range of n begin at 2"),
+        (["x=float32[n-2]"], "n needs a range with an end: state it, such as n-2=2..512"),
+        (["x=float32[4*h=1..9223372036854775807]"], "4*h is no size of 64 bits: state a smaller range of h"),
+        (["x=float32[4*h=1..8]", "y=float32[h=1..9]"], "h has another range elsewhere"),
         (["x=float32[b=5..2]"], "expected a range of two sizes or more for b, found 5 to 2"),
         (["x=float32[b=2..5]", "y=float32[b=2..6]"], "b has another range elsewhere"),
         (["x=float32[999999,999999]"], "state smaller sizes"),
@@ -143,10 +193,61 @@ def test_the_command_exports_with_inputs_as_text(arguments: list[str], folder: P
     assert torch.equal(stagepack.load(bundle)(x=x, **kwargs), expected)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "shape", "good", "bad", "says"),
+    [
+        (
+            ["--input", "image=float32[batch=1..8,3,4*h=2..16,4*w]"],
+            "[batch, 3, h*4, w*4]",
+            [(1, 3, 8, 12), (5, 3, 64, 8)],
+            [(1, 3, 30, 8), (1, 3, 68, 8)],
+            ["expected a multiple of 4 from 8 to 64, found 30", "expected a multiple of 4 from 8 to 64, found 68"],
+        ),
+        (
+            ["--inputs", "down.py:example", "--dynamic", "image:2=4*h=1..16", "--dynamic", "image:3=4*w+8"],
+            "[2, 3, h*4, w*4 + 8]",
+            [(2, 3, 8, 16), (2, 3, 64, 20)],
+            [(2, 3, 8, 17)],
+            [r"image: dimension 3: expected w\*4 \+ 8 of at least 8, found 17"],
+        ),
+    ],
+)
+def test_a_model_that_takes_multiples_is_exported(
+    arguments: list[str],
+    shape: str,
+    good: list[tuple[int, ...]],
+    bad: list[tuple[int, ...]],
+    says: list[str],
+    folder: Path,
+) -> None:
+    (folder / "down.py").write_text(DOWN)
+    done = run("export", "down.py:Down", *arguments, "-o", "m.stagepack")
+    assert done.exit_code == 0, done.output
+    bundle = stagepack.open("m.stagepack")
+    assert format_shape(bundle.edges[0].shape) == shape
+    pipe, model = stagepack.load(bundle), runpy.run_path("down.py")["Down"]()
+    for sizes in good:
+        image = torch.randn(sizes)
+        assert torch.equal(pipe(image), model(image))
+    for sizes, message in zip(bad, says, strict=True):
+        with pytest.raises(InputError, match=message):
+            pipe(torch.randn(sizes))
+
+
+def test_a_size_of_the_example_that_is_no_multiple_is_refused(folder: Path) -> None:
+    (folder / "down.py").write_text(DOWN)
+    command = ["export", "down.py:Down", "--inputs", "down.py:example", "-o", "m", "--dynamic", "image:2=3*h"]
+    command_fails(
+        *command, says=r"Expected shape\[2\] = 16 of input Tensor to be of the form 3\*h, where h is an integer"
+    )
+
+
 def test_python_takes_the_same_texts(tmp_path: Path) -> None:
     texts = ["x=float32[batch=1..64,6]", "n=3"]
     bundle = stagepack.export(Scale(), inputs=texts, out=tmp_path / "m.stagepack")
     assert bundle.edges[0].shape == ("batch", 6)
+    multiples = stagepack.export(Scale(), inputs={"x": "float32[2*rows,6]", "n": 3}, out=tmp_path / "o.stagepack")
+    assert format_shape(multiples.edges[0].shape) == "[rows*2, 6]"
     by_name = stated_inputs({"x": "float32[batch=1..64,6]", "n": 3})
     assert by_name.dynamic_shapes["x"][0].max == 64
     assert by_name.kwargs["n"] == 3
