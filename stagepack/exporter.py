@@ -296,7 +296,7 @@ def _warn_of_training_mode(capture: Capture, program: LinearizedProgram) -> None
     if reasons:
         message = (
             f"{capture.model_name} is exported in training mode: each call {' and '.join(reasons)}. Call model.eval() before the "
-            "export, unless the bundle is to be trained"
+            "export (--eval), unless the bundle is to be trained"
         )
         warn_caller(ExportWarning(message))
 

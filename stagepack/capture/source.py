@@ -20,7 +20,7 @@ from stagepack.capture.pretrained_model import is_transformers_model, load_pretr
 from stagepack.capture.programs import SCRIPTED, Capture, capture_module, capture_program, load_program
 from stagepack.capture.sentence_pipeline import is_sentence_transformer, sentence_pipeline
 from stagepack.capture.stated_inputs import ExampleArguments, ExampleInputs, StatedInputs, stated_inputs, to_inputs
-from stagepack.capture.torch_messages import advised_capture
+from stagepack.capture.torch_messages import advised_capture, describe_error
 from stagepack.errors import CaptureError, OptionError
 from stagepack.torch_internals import uncompiled_module
 
@@ -48,20 +48,22 @@ class _NamedModel:
                 f"dtype: it is for a Hugging Face folder or hub name: let {self.source} return a module of this dtype"
             )
 
-    def load(self) -> tuple[Any, ExampleInputs | None]:
-        """Return the model, and the inputs that its factory returns, if it does."""
-        if not self.is_factory:
-            return load_pretrained(self.source, dtype=self.dtype), None
-        self.refuse_dtype()
-        return _call_factory(self.source)
+    def load(self, training: bool | None = None) -> tuple[Any, ExampleInputs | None]:
+        """Return the model, in training mode or not, and the inputs that its factory returns, if it does."""
+        if self.is_factory:
+            self.refuse_dtype()
+            return _call_factory(self.source, training)
+        model = load_pretrained(self.source, dtype=self.dtype)
+        _set_mode(model, training, self.source)
+        return model, None
 
     def load_with_inputs(self, example: ExampleArguments) -> tuple[Any, ExampleInputs]:
         """Return the model and its example inputs."""
         if self.is_factory:
             inputs = example.inputs()
-            model, factory_inputs = self.load()
+            model, factory_inputs = self.load(example.training)
             return model, _completed(example, model, inputs or factory_inputs or Inputs())
-        model, _ = self.load()
+        model, _ = self.load(example.training)
         inputs = example.inputs(lambda: example_inputs(model, self.source)) or example_inputs(model, self.source)
         return model, _completed(example, model, inputs)
 
@@ -125,14 +127,17 @@ def capture_source_argument(
         model, model_inputs = load_source_argument(source, example, dtype)
         return capture_modules(model, model_inputs, modules)
     named = _NamedModel(source=source, dtype=dtype)
-    if not named.is_factory:
+    # Captured by its name, a Hugging Face model is in evaluation mode.
+    if not named.is_factory and (weights is not None or not example.training or source.endswith(".pt2")):
         return _capture_saved(source, example, weights, dtype)
     if weights is not None:
         stated = example.inputs()
         named.refuse_dtype()
         if isinstance(stated, dict):
             raise CaptureError(f"{weights}: weights of a checkpoint are for a model with one entry point")
-        return {FORWARD: capture_with_checkpoint(lambda: _call_factory(source), stated, weights, example)}
+        return {
+            FORWARD: capture_with_checkpoint(lambda: _call_factory(source, example.training), stated, weights, example)
+        }
     model, inputs = named.load_with_inputs(example)
     if isinstance(inputs, dict):
         return capture_entry_points(_module_of_functions(source, model), inputs)
@@ -189,6 +194,7 @@ def load_model_argument(source: str, dtype: str | None = None) -> Any:
 def _inputs_of_saved(source: str, example: ExampleArguments) -> ExampleInputs | None:
     """What is said about the inputs of a ``.pt2`` file or a Hugging Face model."""
     if source.endswith(".pt2"):
+        _set_mode(None, example.training, source)
         if example.dynamic:
             raise OptionError(
                 f"{source}: the sizes of an exported program are fixed or dynamic already: leave out --dynamic"
@@ -261,8 +267,24 @@ def capture_with_checkpoint(
     return replace(capture_module(model, completed), deferred=deferred)
 
 
-def _call_factory(source: str) -> tuple[Any, ExampleInputs | None]:
-    """Call a factory; return the module and its inputs, or None."""
+def _set_mode(model: Any, training: bool | None, source: str) -> None:
+    """Put a module into training mode, or out of it; None leaves its mode as it is. A program keeps that of its export."""
+    if training is None:
+        return
+    if not isinstance(model, torch.nn.Module):
+        raise OptionError(f"{source}: an exported program is in the mode of its export: leave out --eval and --train")
+    try:
+        model.train(training)
+    except Exception as error:
+        # The module of a program, as PT2E quantization returns it, raises NotImplementedError.
+        option = "--train" if training else "--eval"
+        raise CaptureError(
+            f"{source}: {type(model).__name__} has no other mode: leave out {option}: {describe_error(error)}"
+        ) from error
+
+
+def _call_factory(source: str, training: bool | None = None) -> tuple[Any, ExampleInputs | None]:
+    """Call a factory; return the module, in training mode or not, and its inputs, or None."""
     model = call_user_function(source)
     inputs = None
     if isinstance(model, tuple) and len(model) == 2:
@@ -273,4 +295,5 @@ def _call_factory(source: str) -> tuple[Any, ExampleInputs | None]:
         raise CaptureError(
             f"{source}: expected a torch.nn.Module, or a module and its inputs, found {type(model).__name__}"
         )
+    _set_mode(model, training, source)
     return model, inputs

@@ -49,7 +49,7 @@ _MOST_ELEMENTS: Final = 2**31
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExampleArguments:
-    """What the options of the command line say about example inputs."""
+    """What the options of the command line say about the call that is captured."""
 
     # ``file.py:function`` or ``package.module:function``. The function takes no arguments and returns `Inputs`, a tuple of inputs by
     # position, or a dict of inputs by name; or a dict of `Inputs` by paths of functions, see `capture_entry_points`.
@@ -57,6 +57,8 @@ class ExampleArguments:
     # The inputs as text, see `parse_inputs`.
     texts: tuple[str, ...] = ()
     dynamic: tuple[str, ...] = ()
+    # Whether the model is in training mode; None to leave its mode as it is.
+    training: bool | None = None
 
     def inputs(self, make_inputs: MakeInputs | None = None) -> ExampleInputs | None:
         """Return the inputs that are stated, or None; sizes of `dynamic` are not yet dynamic."""

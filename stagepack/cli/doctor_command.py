@@ -65,7 +65,7 @@ def command(options: _Options) -> None:
         raise click.UsageError("--processes requires --differential")
     if source is None:
         if differential or options.example.is_used:
-            raise click.UsageError("--differential, --inputs, --input and --dynamic are for a SOURCE")
+            raise click.UsageError(f"--differential, {ExampleFlags.NAMES} are for a SOURCE")
         describe_machine(as_json=options.as_json)
         return
     check_source_path(source)

@@ -88,7 +88,7 @@ class _Options:
     "export",
     examples=[
         "stagepack export net.py:make_model -o net.stagepack --stages 4",
-        "stagepack export net.py:Net --input 'x=float32[n=1..64,8]' -o n.stagepack",
+        "stagepack export net.py:Net --eval --input 'x=float32[n=1..64,8]' -o n.stagepack",
         "stagepack export net.pt2 -o net.stagepack --split-at layers.4",
         "stagepack export ./llama -o llama.stagepack --stages 2 --onnx",
         "stagepack export ./llama -o llama.stagepack --dtype bfloat16",
@@ -157,7 +157,7 @@ def _check_usage(options: _Options) -> None:
         )
     if options.generate is not None and (makes_inputs or options.graph_from):
         raise click.UsageError(
-            "--generate makes the inputs itself: leave out --inputs, --input, --dynamic, --weights, --part and --graph-from"
+            f"--generate makes the inputs itself: leave out {ExampleFlags.NAMES}, --weights, --part and --graph-from"
         )
     if (options.rtol, options.atol) != (None, None) and not options.with_onnx:
         raise click.UsageError("--rtol and --atol require --onnx")

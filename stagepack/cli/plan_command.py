@@ -84,7 +84,7 @@ def command(options: _Options) -> None:
         check_output_file(out, overwrite=options.overwrite)
     if is_bundle(source) and (options.example.is_used or options.dtype is not None):
         raise click.UsageError(
-            "--inputs, --input, --dynamic and --dtype are for a SOURCE: a bundle contains its example inputs and weights"
+            f"{ExampleFlags.NAMES}, and --dtype, are for a SOURCE: a bundle contains its example inputs and weights"
         )
     with shown_warnings():
         plan, facts = _plan_bundle(options) if is_bundle(source) else _plan_source(options)

@@ -12,7 +12,7 @@ import click
 
 from stagepack.capture.imports import import_user_module
 from stagepack.capture.torch_messages import describe_error
-from stagepack.cli.command import BundleType, OutputFolderType, PathType, argument, flag, option_object
+from stagepack.cli.command import BundleType, OutputFolderType, PathType, argument, either, flag, option_object
 from stagepack.cli.failures import Failure, fail
 from stagepack.extras import require_extras
 from stagepack.format import limits
@@ -215,7 +215,10 @@ def check_output_folder(out: str | os.PathLike[str]) -> None:
 
 @option_object
 class ExampleFlags:
-    """The options that state example inputs."""
+    """The options that state the call that is captured."""
+
+    # What the options are called where a command refuses them.
+    NAMES: ClassVar[str] = "--inputs, --input, --dynamic, --eval and --train"
 
     function_name: str | None = flag(
         "--inputs FILE.py:FUNCTION",
@@ -231,6 +234,14 @@ class ExampleFlags:
         "--dynamic NAME:AXIS[=SYMBOL]",
         "Size of an input that may change, such as x:0=batch, x:0=batch=2..512 or x:0=4*h; NAME alone for a whole number. Repeatable.",
     )
+    mode: Literal["eval", "train"] | None = either(
+        flag("--eval", "Put the model into evaluation mode, as model.eval() does.", flag_value="eval"),
+        flag(
+            "--train",
+            "Put the model into training mode, as model.train() does, such as one with dropout that is to be trained as a bundle.",
+            flag_value="train",
+        ),
+    )
 
     def __post_init__(self) -> None:
         if self.function_name is not None and self.texts:
@@ -239,13 +250,14 @@ class ExampleFlags:
     @property
     def is_used(self) -> bool:
         """Whether one of the options is on the command line."""
-        return self.function_name is not None or bool(self.texts or self.dynamic)
+        return self.function_name is not None or self.mode is not None or bool(self.texts or self.dynamic)
 
     def example_arguments(self) -> "ExampleArguments":
         """Return what the options say. Imports torch."""
         from stagepack.capture.stated_inputs import ExampleArguments  # noqa: PLC0415 - torch, see above
 
-        return ExampleArguments(function=self.function_name, texts=self.texts, dynamic=self.dynamic)
+        training = None if self.mode is None else self.mode == "train"
+        return ExampleArguments(function=self.function_name, texts=self.texts, dynamic=self.dynamic, training=training)
 
 
 @option_object
