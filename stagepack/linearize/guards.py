@@ -14,7 +14,8 @@ from stagepack.errors import UnsupportedError
 from stagepack.format import limits
 from stagepack.format.contract import determined_symbols
 from stagepack.format.graph import Value
-from stagepack.format.shapes import Dim, Expr, Guard, Symbol, guard_holds, symbol_names
+from stagepack.format.shapes import Dim, Expr, Guard, Symbol
+from stagepack.graph.implied_guards import is_implied
 from stagepack.linearize.conditions import integer_condition
 from stagepack.linearize.symbols import SymbolTable
 from stagepack.torch_internals import symbolic_functions
@@ -51,9 +52,8 @@ def program_guards(
     Those that nodes assert are guards too, where they can be, which every runtime checks before a stage runs.
     """
     builder = _GuardBuilder(symbols, inputs)
-    parts = itertools.chain.from_iterable(map(sympy.And.make_args, map(integer_condition, conditions)))
-    kept = [guard for part in parts for guard in builder.guards(part)]
-    kept += [guard for condition in asserted for guard in builder.asserted_guards(condition)]
+    kept = [guard for part in _clauses(map(integer_condition, conditions)) for guard in builder.guards(part)]
+    kept += [guard for part in _clauses(asserted) for guard in builder.asserted_guards(part)]
     guards = tuple(dict.fromkeys(kept))
     if len(guards) > limits.GUARDS:
         raise UnsupportedError(
@@ -63,14 +63,8 @@ def program_guards(
     return guards
 
 
-def is_implied(guard: Guard, symbols: Iterable[Symbol]) -> bool:
-    """Return whether a condition on one symbol holds for all sizes in its range, as far as the range is small enough to try."""
-    guard_symbols = {*symbol_names(guard.left), *symbol_names(guard.right)}
-    ranges = [symbol for symbol in symbols if symbol.name in guard_symbols]
-    if len(ranges) != 1 or ranges[0].min is None or ranges[0].max is None:
-        return False
-    sizes = range(ranges[0].min, ranges[0].max + 1)
-    return len(sizes) <= _MAX_TRIED_SIZES and all(guard_holds(guard, {ranges[0].name: size}) for size in sizes)
+def _clauses(conditions: Iterable[sympy.Basic]) -> Iterable[sympy.Basic]:
+    return itertools.chain.from_iterable(map(sympy.And.make_args, conditions))
 
 
 class _GuardBuilder:
@@ -96,14 +90,7 @@ class _GuardBuilder:
         """The guard of a condition that a node asserts, if it is one on the sizes of inputs, and the ranges do not imply it."""
         checked_symbols = self._checked_symbols(condition)
         guard = self._guard(condition) if checked_symbols else None
-        if guard is None or is_implied(guard, self._table.symbols):
-            return []
-        # torch asserts the lower ends of ranges, too.
-        is_lower_end = guard.relation == "le" and guard.right == checked_symbols[0].name
-        smallest = checked_symbols[0].min
-        if is_lower_end and isinstance(guard.left, int) and smallest is not None and guard.left <= smallest:
-            return []
-        return [guard]
+        return [] if guard is None or is_implied(guard, self._table.symbols) else [guard]
 
     def _checked_symbols(self, condition: sympy.Basic) -> list[Symbol]:
         """The symbols of a condition; none if a reader cannot find the sizes of all."""

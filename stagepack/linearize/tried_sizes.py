@@ -16,8 +16,8 @@ from stagepack.capture.programs import Capture
 from stagepack.errors import ExportWarning, warn_caller
 from stagepack.format.graph import Graph
 from stagepack.format.shapes import Guard, Symbol, guard_holds, size_in_range
+from stagepack.graph.implied_guards import is_implied
 from stagepack.linearize.declared_sizes import DeclaredDimension, SizeRequest, declared_dimensions, size_requests
-from stagepack.linearize.guards import is_implied
 from stagepack.linearize.observed_shapes import Observed, Point, with_observed_shapes
 from stagepack.linearize.program import LinearizedProgram
 from stagepack.linearize.size_trial import Outcome, SizeTrial, Verdict

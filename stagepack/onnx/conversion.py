@@ -17,6 +17,7 @@ from stagepack.format.onnx import onnx_element_type
 from stagepack.format.operators import ALLOWED_NAMESPACES, operator_namespace
 from stagepack.format.reader import Bundle
 from stagepack.format.shapes import Dim, Guard
+from stagepack.graph.implied_guards import is_implied
 from stagepack.onnx.functional_stage import trace_stage
 from stagepack.onnx.stage_model import OnnxFiles, StagePlace, finish_model
 from stagepack.torch_internals import operators_without_onnx_form
@@ -166,6 +167,8 @@ class _Scalars:
         self._dims = {value.name: value.expr for node in graph.nodes for value in filter(None, node.outputs)}
         self._dims |= {value.name: value.expr for value in graph.inputs}
         self._symbols = {symbol.name: symbol for symbol in graph.symbols}
+        # The range of an integer that depends on data is what the assertions check.
+        self._input_symbols = [symbol for symbol in graph.symbols if symbol.example is not None]
 
     def is_needless(self, node: Node, operator_name: str, guards: Collection[Guard]) -> bool:
         """Whether what a node asserts is a guard, or always holds."""
@@ -179,8 +182,10 @@ class _Scalars:
             return False
         lower, upper = definition.args[::-1] if is_swapped else definition.args
         left, right = self._dim(lower), self._dim(upper)
-        if left is not None and right is not None and Guard(left=left, relation=relation, right=right) in guards:
-            return True
+        if left is not None and right is not None:
+            guard = Guard(left=left, relation=relation, right=right)
+            if guard in guards or is_implied(guard, self._input_symbols):
+                return True
         return relation == "le" and self._is_at_most(lower, upper)
 
     def _is_at_most(self, lower: Argument, upper: Argument) -> bool:
