@@ -1,12 +1,13 @@
 """`stagepack doctor`."""
 
 import contextlib
+import itertools
 import sys
 import tempfile
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -14,18 +15,21 @@ from stagepack.capture.model_folders import check_source_path
 from stagepack.cli.command import argument, flag, option_object, subcommand
 from stagepack.cli.failures import shown_warnings
 from stagepack.cli.machine_report import describe_machine
-from stagepack.cli.output import print_json, print_line, print_table, progress
-from stagepack.cli.shared_flags import JSON, ExampleFlags
+from stagepack.cli.output import print_json, print_line, print_rows, progress
+from stagepack.cli.shared_flags import JSON, Amount, ExampleFlags
 from stagepack.errors import StagepackError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Iterable, Iterator
 
     from stagepack.capture.diagnosis import CaptureAttempt, FailingModule
     from stagepack.capture.inputs import Inputs
     from stagepack.capture.programs import Capture
 
 _SHOWN_CHARACTERS = 220
+# Of the columns of rows that are printed before the next ones are known: a name, a time or a class, and a text.
+_LEAST_WIDTHS = (26, 7, 2 * _SHOWN_CHARACTERS)
+_Row = TypeVar("_Row")
 
 
 @option_object
@@ -37,6 +41,12 @@ class _Options:
         "Compare the answers of the model, of its program, of bundles with 1, 2 and 3 stages, and of ONNX Runtime, at several sizes.",
     )
     processes: bool = flag("--processes", "With --differential: start a process for each stage, too.")
+    seconds: float = flag(
+        "--time-limit SECONDS",
+        "Stop a way to capture the model, and the search through its modules, after so many seconds.",
+        type=Amount(1),
+        default=120,
+    )
     as_json: bool = JSON
 
 
@@ -47,6 +57,7 @@ class _Options:
         "stagepack doctor net.py:make",
         "stagepack doctor ./folder",
         "stagepack doctor net.py:Net --inputs net.py:inputs",
+        "stagepack doctor net.py:make --time-limit 600",
         "stagepack doctor net.py:make --differential",
     ],
 )
@@ -57,8 +68,8 @@ def command(options: _Options) -> None:
 
     Tries the ways to capture the model of SOURCE, which is as for 'stagepack export', or each of its entry points, and if none of the
     usual ones works, its modules one by one. A model that is captured is written into a temporary folder, loaded, and compared on its
-    example. The code of SOURCE runs. The exit status is 1 if 'stagepack export' cannot write the model, or if --differential finds roads
-    that disagree.
+    example. Each result is printed when it is there, and stays after Ctrl-C. The code of SOURCE runs. The exit status is 1 if
+    'stagepack export' cannot write the model, or if --differential finds roads that disagree.
     """
     source, differential = options.source, options.differential
     if options.processes and not differential:
@@ -70,29 +81,23 @@ def command(options: _Options) -> None:
         return
     check_source_path(source)
     # The output of the model's own code goes to standard error: standard output is for our facts alone.
-    with progress("importing torch") as next_step, contextlib.redirect_stdout(sys.stderr):
+    with progress("importing torch"), contextlib.redirect_stdout(sys.stderr):
         from stagepack.capture.source import load_functions  # noqa: PLC0415 - torch, slow to import
 
         functions = load_functions(source, options.example.example_arguments())
-        with shown_warnings():
-            diagnoses = {
-                name: _diagnose(model, inputs, next_step, options) for name, (model, inputs) in functions.items()
-            }
-    facts = {name: _facts(diagnosis) for name, diagnosis in diagnoses.items()}
-    if differential:
-        facts = {name: of_name | {"disagreements": diagnoses[name].disagreeing} for name, of_name in facts.items()}
-    if options.as_json:
-        single = next(iter(facts.values())) if len(facts) == 1 else {"entry_points": facts}
-        print_json({"source": source} | single)
-    else:
-        for name, diagnosis in diagnoses.items():
-            if len(diagnoses) > 1:
+    diagnoses: dict[str, _Diagnosis] = {}
+    try:
+        for name, (model, inputs) in functions.items():
+            diagnosis = diagnoses[name] = _Diagnosis()
+            if len(functions) > 1 and not options.as_json:
                 print_line(f"entry point {name}")
-            _print_diagnosis(diagnosis.attempts, diagnosis.failing)
-            for sentence in diagnosis.advice:
-                print_line(f"has worked: {sentence}")
-            for line in diagnosis.disagreeing:
-                print_line(f"disagrees: {line}")
+            _diagnose(diagnosis, model, inputs, options)
+    except KeyboardInterrupt:
+        if options.as_json:
+            print_json(_facts(source, diagnoses, options) | {"interrupted": True})
+        raise
+    if options.as_json:
+        print_json(_facts(source, diagnoses, options))
     sys.exit(0 if all(diagnosis.is_fine for diagnosis in diagnoses.values()) else 1)
 
 
@@ -107,47 +112,68 @@ class _Diagnosis:
     is_fine: bool = False
 
 
-def _diagnose(model: Any, inputs: "Inputs", next_step: "Callable[[str], None]", options: _Options) -> _Diagnosis:
-    """Try the ways to capture a module or to write a program, and then its modules."""
+def _diagnose(diagnosis: _Diagnosis, model: Any, inputs: "Inputs", options: _Options) -> None:
+    """Try the ways to capture a module or to write a program, and then its modules; print what is found when it is found."""
     from torch.export import ExportedProgram  # noqa: PLC0415 - slow to import
 
     from stagepack.capture.diagnosis import DRAFT, WRITE, find_failing_modules, try_export, try_program  # noqa: PLC0415 - the same
     from stagepack.capture.programs import capture_program  # noqa: PLC0415 - the same
     from stagepack.capture.torch_messages import capture_advice  # noqa: PLC0415 - the same
 
-    diagnosis = _Diagnosis()
     captures: list[Capture] = []
     with tempfile.TemporaryDirectory() as folder:
         write = partial(_write, folder=Path(folder), captures=captures)
         if isinstance(model, ExportedProgram):
-            attempts = try_program(capture_program(model, inputs), write)
+            attempts = try_program(capture_program(model, inputs), write, options.seconds)
         else:
-            attempts = try_export(model, inputs, write)
-        for attempt in attempts:
-            diagnosis.attempts.append(attempt)
-            next_step(f"tried: {attempt.way}")
+            attempts = try_export(model, inputs, write, options.seconds)
+        _show_attempts(_each(attempts, "trying ways to capture the model", diagnosis.attempts), options)
         if options.differential and captures:
-            next_step("comparing roads")
-            diagnosis.disagreeing = _disagreements(captures[0], Path(folder), processes=options.processes)
+            with _quiet("comparing roads"):
+                diagnosis.disagreeing = _disagreements(captures[0], Path(folder), processes=options.processes)
     last_attempt = diagnosis.attempts[-1]
     if diagnosis.attempts[0].error is None and last_attempt.way != WRITE:
-        next_step("trying the modules")
-        diagnosis.failing = find_failing_modules(model, inputs)
+        failing = find_failing_modules(model, inputs, options.seconds)
+        _show_modules(_each(failing, "trying the modules", diagnosis.failing), options)
     errors = [attempt.error or "" for attempt in diagnosis.attempts]
     draft_fails = any(attempt.way == DRAFT and not attempt.has_program for attempt in diagnosis.attempts)
     diagnosis.advice = capture_advice(
         [*errors, *(module.error for module in diagnosis.failing)], draft_fails=draft_fails
     )
     diagnosis.is_fine = last_attempt.way == WRITE and last_attempt.error is None and not diagnosis.disagreeing
-    return diagnosis
+    if not options.as_json:
+        _print_advice(diagnosis)
 
 
-def _facts(diagnosis: _Diagnosis) -> dict[str, Any]:
-    return {
-        "attempts": [*map(asdict, diagnosis.attempts)],
-        "modules": [*map(asdict, diagnosis.failing)],
-        "advice": diagnosis.advice,
-    }
+@contextlib.contextmanager
+def _quiet(step: str) -> "Iterator[None]":
+    """Keep what the model's own code prints from standard output."""
+    with progress(step), contextlib.redirect_stdout(sys.stderr), shown_warnings():
+        yield
+
+
+def _each(found: "Iterator[_Row]", step: str, rows: "list[_Row]") -> "Iterator[_Row]":
+    """Yield rows when they are found, and keep them."""
+    while True:
+        with _quiet(step):
+            row = next(found, None)
+        if row is None:
+            return
+        rows.append(row)
+        yield row
+
+
+def _facts(source: str, diagnoses: "dict[str, _Diagnosis]", options: _Options) -> dict[str, Any]:
+    facts = {}
+    for name, diagnosis in diagnoses.items():
+        facts[name] = {
+            "attempts": [*map(asdict, diagnosis.attempts)],
+            "modules": [*map(asdict, diagnosis.failing)],
+            "advice": diagnosis.advice,
+        }
+        if options.differential:
+            facts[name] |= {"disagreements": diagnosis.disagreeing}
+    return {"source": source} | (next(iter(facts.values())) if len(facts) == 1 else {"entry_points": facts})
 
 
 def _disagreements(capture: "Capture", folder: Path, *, processes: bool) -> list[str]:
@@ -169,20 +195,39 @@ def _write(capture: "Capture", *, folder: Path, captures: "list[Capture]") -> No
     export_capture(capture, out=folder / "tried.stagepack", cut_options=CutOptions())
 
 
-def _print_diagnosis(attempts: "list[CaptureAttempt]", failing: "list[FailingModule]") -> None:
-    rows = [
+def _show_attempts(attempts: "Iterator[CaptureAttempt]", options: _Options) -> None:
+    rows = (
         [attempt.way, f"{attempt.seconds:.1f} s", "works" if attempt.error is None else _shortened(attempt.error)]
         for attempt in attempts
-    ]
-    print_table("ways to capture the model", ["way", "#time", "result"], rows)
-    if failing:
-        module_rows: list[Any] = [
-            [module.path or "the model itself", module.type, _shortened(module.error)] for module in failing
-        ]
-        print_table("modules that cannot be captured", ["module", "class", "reason"], module_rows)
-    for attempt in attempts:
+    )
+    _show_rows("ways to capture the model", ["way", "#time", "result"], rows, options)
+
+
+def _show_modules(modules: "Iterator[FailingModule]", options: _Options) -> None:
+    rows = ([module.path or "the model itself", module.type, _shortened(module.error)] for module in modules)
+    first = next(rows, None)
+    if first is not None:
+        title = "modules that cannot be captured"
+        _show_rows(title, ["module", "class", "reason"], itertools.chain([first], rows), options)
+
+
+def _show_rows(title: str, column_names: list[str], rows: "Iterable[list[str]]", options: _Options) -> None:
+    """Print rows when they come; with --json they are only waited for."""
+    if options.as_json:
+        for _ in rows:
+            pass
+    else:
+        print_rows(title, column_names, rows, _LEAST_WIDTHS)
+
+
+def _print_advice(diagnosis: _Diagnosis) -> None:
+    for attempt in diagnosis.attempts:
         if attempt.error is None and attempt.advice:
             print_line(f"{attempt.way} works: {attempt.advice}")
+    for sentence in diagnosis.advice:
+        print_line(f"has worked: {sentence}")
+    for line in diagnosis.disagreeing:
+        print_line(f"disagrees: {line}")
 
 
 def _shortened(reason: str) -> str:

@@ -5,6 +5,7 @@
 """
 
 import contextlib
+import itertools
 import json
 import math
 import shutil
@@ -78,14 +79,20 @@ def print_table(title: str, column_names: Sequence[str], rows: Iterable[Sequence
 
     A column whose name starts with '#' is aligned to the right. On a terminal the last column is wrapped to fit.
     """
-    cells = [
-        [column_name.lstrip("#") for column_name in column_names],
-        *([printable(cell) for cell in row] for row in rows),
-    ]
-    widths = [max(map(len, column_cells)) for column_cells in zip(*cells, strict=True)]
+    cells = [[printable(cell) for cell in row] for row in rows]
+    widths = [max((len(row[index]) for row in cells), default=0) for index in range(len(column_names))]
+    print_rows(title, column_names, cells, widths)
+
+
+def print_rows(
+    title: str, column_names: Sequence[str], rows: Iterable[Sequence[str]], least_widths: Sequence[int]
+) -> None:
+    """Print each row when it comes, as `print_table` does, in columns of at least these widths."""
+    header = [column_name.lstrip("#") for column_name in column_names]
+    widths = [max(sizes) for sizes in zip(map(len, header), least_widths, strict=True)]
     last_width = _last_column_width(widths)
     print_text(click.style(title, bold=True))
-    for row_number, row in enumerate(cells):
+    for row_number, row in enumerate(itertools.chain([header], ([printable(cell) for cell in row] for row in rows))):
         aligned = [
             cell.rjust(width) if column_name.startswith("#") else cell.ljust(width)
             for cell, width, column_name in zip(row[:-1], widths, column_names, strict=False)

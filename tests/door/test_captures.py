@@ -106,7 +106,7 @@ def test_torchscript_is_refused_in_one_sentence(tmp_path: Path) -> None:
         with pytest.raises(CaptureError) as caught:
             stagepack.export(source, (x,), out=tmp_path / "m.stagepack")
         assert str(caught.value).startswith(f"{name}{sentence}")
-    assert find_failing_modules(traced, Inputs(args=(x,))) == []
+    assert [*find_failing_modules(traced, Inputs(args=(x,)))] == []
 
 
 def test_doctor_shows_no_log_of_torch(capfd: pytest.CaptureFixture[str]) -> None:
