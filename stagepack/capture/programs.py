@@ -29,6 +29,7 @@ from stagepack.capture.inputs import (
     with_tensors,
 )
 from stagepack.capture.model_runs import preserve_module, wrapped_model
+from stagepack.capture.packed_weights import packed_weights
 from stagepack.capture.tensor_kinds import refuse_untraceable, untraceable_attribute
 from stagepack.capture.torch_messages import format_torch_error, hold_log_records, suppress_stderr, with_location
 from stagepack.capture.trace_records import CustomFunction, TracedCalls, TracedModes, captured_results
@@ -137,6 +138,7 @@ def capture_module(model: torch.nn.Module, inputs: Inputs) -> Capture:
         except Exception as error:
             reason = (
                 _scripted_part(model)
+                or packed_weights(model)
                 or untraceable_attribute(model)
                 or f"{format_torch_error(error)}{_advice_on_pair(inputs)}{_advice_on_devices(model, inputs)}"
             )

@@ -83,6 +83,13 @@ _ADVICE: Final = (
         "an input is no tensor, number or container of them: make it in a module around the model",
     ),
     (
+        ("which neither torch.export nor a bundle can hold",),
+        (
+            "quantize the model with torchao: quantize_(model, Int8WeightOnlyConfig()), or prepare_pt2e and convert_pt2e for activations "
+            "too; the guide Quantize shows both"
+        ),
+    ),
+    (
         ("There was no fake impl registered", "no fake impl", "with arguments from the 'Meta' backend"),
         (
             "an operator does not tell the shapes of its results: torch.library.register_fake does; eager-mode quantized modules have "
