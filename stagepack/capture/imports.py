@@ -18,6 +18,8 @@ from stagepack.extras import explain_missing_packages
 _TORCHAO_MODULE = "torchao.prototype.safetensors.safetensors_support"
 # When torchao is imported, it warns of its CUDA libraries, and torch of its enums.
 _TORCHAO_LOGGERS = ("torchao", "torch.utils._pytree")
+# It warns where this torchao has not all that it knows.
+_DIFFUSERS_LOGGER = "diffusers.quantizers.torchao.torchao_quantizer"
 # It warns of each attempt to reach the hub.
 _HUB_LOGGER = "huggingface_hub"
 
@@ -93,7 +95,7 @@ def register_model_outputs() -> None:
 
 def quiet_libraries() -> contextlib.AbstractContextManager[None]:
     """Drop warnings that libraries of transformers log, which are for their own developers or repeat an error."""
-    return only_errors_logged(*_TORCHAO_LOGGERS, _HUB_LOGGER)
+    return only_errors_logged(*_TORCHAO_LOGGERS, _DIFFUSERS_LOGGER, _HUB_LOGGER)
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
 """Folders and hub names of models, checked before anything slow is imported, and adapters of PEFT, such as LoRA."""
 
-import importlib
+import importlib.util
 import json
 import os
 import warnings
@@ -53,6 +53,43 @@ def model_file(source: str, file_name: str) -> str | None:
     return downloaded
 
 
+def diffusers_class(source: str) -> str | None:
+    """Return the class of diffusers that the configuration of a model names, such as that of a folder ``unet``; None for another model."""
+    path = model_file(source, MODEL_CONFIG_NAME)
+    try:
+        fields = {} if path is None else json.loads(Path(path).read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None  # what is wrong with it is said by the library that loads it
+    class_name = fields.get("_class_name") if isinstance(fields, dict) and "model_type" not in fields else None
+    return class_name if isinstance(class_name, str) else None
+
+
+def load_diffusers_model(
+    source: str, class_name: str, dtype_option: Mapping[str, Any]
+) -> tuple[Any, Mapping[str, Any]]:
+    """Load a model of diffusers by the name of its class; return it with what its checkpoint lacks."""
+    try:
+        diffusers: Any = importlib.import_module("diffusers")
+    except ModuleNotFoundError as error:
+        message = f"{source}: is a {class_name} of diffusers, which is not installed: pip install diffusers installs it"
+        raise MissingPackageError(message, name=error.name, path=error.path) from error
+    model_class = getattr(diffusers, class_name, None)
+    if not hasattr(model_class, "from_pretrained"):
+        raise CaptureError(
+            f"{source}: diffusers {diffusers.__version__} has no model {class_name}: install a newer one"
+        )
+    options: dict[str, Any] = {f"torch_{name}": value for name, value in dtype_option.items()}
+    # Without accelerate, diffusers warns that it loads the weights in the plain way.
+    options["low_cpu_mem_usage"] = importlib.util.find_spec("accelerate") is not None
+    try:
+        model, loading_info = model_class.from_pretrained(source, output_loading_info=True, **options)
+    except Exception as error:
+        # diffusers and the libraries below raise errors of any class.
+        [reason] = str(error).splitlines()[:1] or [type(error).__name__]
+        raise CaptureError(f"{source}: diffusers cannot load it: {reason}") from error
+    return model, {"mismatched_keys": [], **loading_info}
+
+
 def check_source_path(source: str) -> None:
     """Refuse the path of a model that does not exist, before torch is imported."""
     if os.path.exists(source):
@@ -73,9 +110,15 @@ def check_model_path(source: str) -> None:
                     f"{source}: expected a model, found a bundle: cut it again by 'stagepack recut' (in Python stagepack.recut)"
                 )
             if os.path.isfile(os.path.join(source, PIPELINE_FILE)):
+                components = [
+                    part for part in sorted(os.listdir(source)) if is_model_folder(os.path.join(source, part))
+                ]
+                first = os.path.join(source, "unet" if "unet" in components else components[0]) if components else ""
+                one = f"export one of its models ({', '.join(components)}), as in 'stagepack export {first}', or "
                 raise CaptureError(
-                    f"{source}: is a pipeline of diffusers: write a function that returns DiffusionPipeline.from_pretrained({source!r}) "
-                    "and the inputs of its models, such as {'unet': stagepack.Inputs(...)}, and pass FILE.py:FUNCTION"
+                    f"{source}: is a pipeline of diffusers: {one if components else ''}write a function that returns "
+                    f"DiffusionPipeline.from_pretrained({source!r}) and the inputs of its models, such as "
+                    "{'unet': stagepack.Inputs(...)}, and pass FILE.py:FUNCTION"
                 )
             raise CaptureError(f"{source}: expected a Hugging Face folder with a config.json")
     elif source.endswith(".py"):

@@ -13,7 +13,15 @@ import torch
 
 from stagepack.capture.checkpoint import CheckpointTensor, DataNeededError, DeferredTensors, checkpoint_file_tensors
 from stagepack.capture.imports import import_transformers, quiet_libraries
-from stagepack.capture.model_folders import CONFIGURATION_NAME, Adapter, check_model_path, merge_adapter, read_adapter
+from stagepack.capture.model_folders import (
+    CONFIGURATION_NAME,
+    Adapter,
+    check_model_path,
+    diffusers_class,
+    load_diffusers_model,
+    merge_adapter,
+    read_adapter,
+)
 from stagepack.capture.sentence_pipeline import (
     SentencePipeline,
     import_sentence_transformers,
@@ -62,7 +70,14 @@ def load_pretrained(
     # An adapter in a pipeline belongs to its encoder, which sentence-transformers loads.
     is_pipeline = is_sentence_pipeline(source)
     adapter = None if is_pipeline else read_adapter(source)
-    if adapter is None:
+    class_name = None if is_pipeline or adapter is not None else diffusers_class(source)
+    if class_name is not None:
+        if deferred is not None:
+            raise DataNeededError("diffusers reads the weights of its models")
+        with quiet_libraries():
+            model, loading_info = load_diffusers_model(source, class_name, dtype_option)
+        _check_all_loaded(source, class_name, loading_info, ())
+    elif adapter is None:
         check_model_path(source)
         model = (_load_pipeline if is_pipeline else _load)(source, deferred, dtype_option)
     elif deferred is not None:

@@ -336,15 +336,26 @@ def narrowed_dynamic_shapes(error: BaseException, dynamic_shapes: Any) -> Any:
     lines = text.strip().partition("\n\n")[0].splitlines()
     suggestions = [_SUGGESTION.fullmatch(line.strip()) for line in lines]
     ranges = {found["name"]: found for found in suggestions if found is not None}
-    declared = {leaf.__name__: leaf for leaf in tree_leaves(dynamic_shapes) if isinstance(leaf, Dim)}
-    # A dimension that is derived from another, such as 2*batch, would have to be derived again.
-    is_derived = any(hasattr(dim, "root") for dim in declared.values())
-    if not ranges or len(ranges) < len(lines) or not ranges.keys() <= declared.keys() or is_derived:
+    roots = [_root(leaf) for leaf in tree_leaves(dynamic_shapes) if isinstance(leaf, Dim)]
+    declared = {root.__name__: root for root in roots}
+    if not ranges or len(ranges) < len(lines) or not ranges.keys() <= declared.keys():
         return None
     narrowed = {name: _narrowed(declared[name], found) for name, found in ranges.items()}
     if None in narrowed.values():
         return None
-    return tree_map(lambda leaf: narrowed.get(leaf.__name__, leaf) if isinstance(leaf, Dim) else leaf, dynamic_shapes)
+
+    def narrow(leaf: Any) -> Any:
+        if not isinstance(leaf, Dim) or _root(leaf).__name__ not in narrowed:
+            return leaf
+        root = narrowed[_root(leaf).__name__]
+        return leaf.fn(root) if hasattr(leaf, "fn") else root
+
+    return tree_map(narrow, dynamic_shapes)
+
+
+def _root(dim: Any) -> Any:
+    """The dimension that another one, such as ``2*batch``, is derived from; itself if it is derived from none."""
+    return getattr(dim, "root", dim)
 
 
 def _narrowed(dim: Dim, found: re.Match[str]) -> Dim | None:

@@ -15,6 +15,7 @@ from stagepack.capture.example_inputs import example_inputs
 from stagepack.capture.hugging_face import capture_around_transformers, capture_pretrained, capture_transformers
 from stagepack.capture.imports import call_user_function
 from stagepack.capture.inputs import Inputs, on_device_of
+from stagepack.capture.model_folders import diffusers_class
 from stagepack.capture.module_checkpoint import make_with_checkpoint
 from stagepack.capture.pretrained_model import is_transformers_model, load_pretrained
 from stagepack.capture.programs import SCRIPTED, Capture, capture_module, capture_program, load_program
@@ -41,6 +42,10 @@ class _NamedModel:
         """Whether a function makes it."""
         return ":" in self.source and not os.path.exists(self.source)
 
+    def is_captured_by_name(self, example: ExampleArguments) -> bool:
+        """Whether it is a program, or a model of transformers in evaluation mode, whose weights may stay in their files."""
+        return self.source.endswith(".pt2") or not (example.training or diffusers_class(self.source))
+
     def refuse_dtype(self) -> None:
         """Refuse a dtype for a model that a function makes."""
         if self.dtype is not None:
@@ -64,7 +69,10 @@ class _NamedModel:
             model, factory_inputs = self.load(example.training)
             return model, _completed(example, model, inputs or factory_inputs or Inputs())
         model, _ = self.load(example.training)
-        inputs = example.inputs(lambda: example_inputs(model, self.source)) or example_inputs(model, self.source)
+        inputs = example.inputs(lambda: example_inputs(model, self.source))
+        if inputs is None:
+            # No example is made for a model of diffusers: the error of the capture names its inputs.
+            inputs = Inputs() if diffusers_class(self.source) else example_inputs(model, self.source)
         return model, _completed(example, model, inputs)
 
 
@@ -98,6 +106,8 @@ def capture_source(
             if _is_torchscript(model):
                 raise CaptureError(f"{model}: {SCRIPTED}")
             raise CaptureError(f"{model}: expected a .pt2 file or a Hugging Face folder, found another file")
+        if diffusers_class(os.fspath(model)):
+            return capture_source(load_pretrained(os.fspath(model), dtype=dtype), inputs)
         return capture_pretrained(os.fspath(model), inputs, dtype=dtype)
     raise CaptureError(f"expected a torch.nn.Module, an ExportedProgram or a path, found {type(model).__name__}")
 
@@ -127,8 +137,7 @@ def capture_source_argument(
         model, model_inputs = load_source_argument(source, example, dtype)
         return capture_modules(model, model_inputs, modules)
     named = _NamedModel(source=source, dtype=dtype)
-    # Captured by its name, a Hugging Face model is in evaluation mode.
-    if not named.is_factory and (weights is not None or not example.training or source.endswith(".pt2")):
+    if not named.is_factory and (weights is not None or named.is_captured_by_name(example)):
         return _capture_saved(source, example, weights, dtype)
     if weights is not None:
         stated = example.inputs()

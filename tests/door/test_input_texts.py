@@ -13,9 +13,10 @@ from torch.export import Dim
 import stagepack
 from stagepack.capture.inputs import Inputs
 from stagepack.capture.stated_inputs import image_tensor, parse_inputs, stated_inputs, with_dynamic_sizes
-from stagepack.errors import InputError, OptionError
+from stagepack.errors import ExportWarning, InputError, OptionError
 from stagepack.format.shapes import format_shape
 from tests.hostile.attack import command_fails, run
+from tests.modules import module_of
 
 MODEL = """
 import torch
@@ -232,6 +233,21 @@ def test_a_model_that_takes_multiples_is_exported(
     for sizes, message in zip(bad, says, strict=True):
         with pytest.raises(InputError, match=message):
             pipe(torch.randn(sizes))
+
+
+def test_a_range_beside_multiples_is_narrowed(tmp_path: Path) -> None:
+    model = module_of(lambda self, x: x * 2 if x.shape[0] < 64 and x.shape[1] <= 40 else x)
+    with pytest.warns(ExportWarning, match="does not allow all declared sizes.*batch from 2..99 to 2..63"):
+        bundle = stagepack.export(model, inputs="x=float32[batch=2..99,4*h=2..99]", out=tmp_path / "m.stagepack")
+    pipe = stagepack.load(bundle)
+    for sizes in ((2, 8), (63, 40)):
+        assert torch.equal(pipe(torch.ones(sizes)), torch.full(sizes, 2.0))
+    for sizes, says in (
+        ((64, 40), "expected 2 to 63"),
+        ((2, 44), r"expected h\*4 <= 40, for which the model was captured"),
+    ):
+        with pytest.raises(InputError, match=says):
+            pipe(torch.ones(sizes))
 
 
 def test_a_size_of_the_example_that_is_no_multiple_is_refused(folder: Path) -> None:
