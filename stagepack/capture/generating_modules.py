@@ -113,7 +113,9 @@ class GeneratingDecoder(torch.nn.Module):
         windows = _windows(model, max_positions)
         with torch.no_grad():
             seen = model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=model.device), use_cache=True)
-        layers = _buffer_layers(seen.past_key_values, max_batch, max_positions + 1)
+        # Further slots: of padding, and of zeros, which no call writes. They replace what an earlier text has left in a row: a mask
+        # that is added hides no key or value that is not finite.
+        layers = _buffer_layers(seen.past_key_values, max_batch, max_positions + 2)
         take_parts(self, model, {"cache": _module_of(layers)})
         # In a tuple, else it would be a module of this one.
         self.__model = (model,)

@@ -1,7 +1,9 @@
 """Models of transformers -> modules that generate, with their example inputs, and the files that generation needs beside them."""
 
 import contextlib
+import copy
 import logging
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -20,9 +22,14 @@ from stagepack.extras import explain_missing_packages
 _PROMPT_LENGTH: Final = 3
 _ENCODER_LENGTH: Final = 5
 _FILLED_LENGTH: Final = 4
-# Of the text whose logits are compared: without a window, and of a window.
+# Of the text whose logits are compared: without a window, and of a window with the weights of the model.
 _CHECKED_LENGTH: Final = 8
 _CHECKED_WINDOW: Final = 64
+# What configurations call the number of tokens that a layer looks back at, and the largest one that is tried: a text of 10,000 tokens
+# takes seconds, and its mask 0.4 GB for each head that shares keys.
+_WINDOW_FIELD: Final = re.compile(r"(window|window_size|window_len|local_attention|attention_chunk_size)$")
+_LARGEST_WINDOW: Final = 8192
+_TRIAL_VOCABULARY: Final = 256
 _LOGGER = logging.getLogger("stagepack")
 
 
@@ -64,6 +71,8 @@ def generating_model(model: Any, max_positions: int, max_batch: int) -> Generati
         with _run_errors(model):
             decoder = GeneratingDecoder(model, max_positions, max_batch)
             _check_logits(model, decoder, max_positions, max_batch)
+        if window := max(_windows_within(model, max_positions), default=0):
+            _check_window(model, window, max_positions)
         return GeneratingModel(
             module=decoder, inputs=on_device_of(model, example.decoder()), entry_points={}, files=files
         )
@@ -113,14 +122,79 @@ def _check_rotation(model: Any, max_positions: int) -> None:
             )
 
 
-@torch.no_grad()
-def _check_logits(model: Any, decoder: Any, max_positions: int, max_batch: int) -> None:
-    """Check that a text that two calls read, the second one beside a short text, has the logits that the model has without a cache."""
+def _windows_within(model: Any, max_positions: int) -> list[int]:
+    """The windows that the configuration of a model states, and that texts are longer than."""
     config = model.config.get_text_config(decoder=True)
-    windows = [getattr(config, field_name, None) for field_name in ("sliding_window", "window_size", "local_attention")]
-    # Longer than a window, if that is short.
-    longest = max([0, *(window for window in windows if isinstance(window, int) and window <= _CHECKED_WINDOW)])
-    length = min(max(longest + 2, _CHECKED_LENGTH), max_positions)
+    fields = (getattr(config, name, None) for name in config.to_dict() if _WINDOW_FIELD.search(name))
+    return [field for field in fields if type(field) is int and 0 < field < max_positions]
+
+
+def _check_window(model: Any, window: int, max_positions: int) -> None:
+    """Check that a small model of the same class looks back as its masks say, in a text that is longer than its window.
+
+    It takes seconds, and weights that are not loaded are not needed.
+    """
+    from stagepack.capture.generating_modules import GeneratingDecoder  # noqa: PLC0415 - transformers
+
+    name, cure = type(model).__name__, f"choose at most {window} positions"
+    if window > _LARGEST_WINDOW:
+        raise UnsupportedError(
+            f"generation: expected a window of up to {_LARGEST_WINDOW} tokens, whose texts are tried, found {window} in {name}: {cure}"
+        )
+    try:
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"), _run_errors(model):
+            torch.manual_seed(0)
+            small_model = _small_model(model)
+            length = min(window + window // 16 + _CHECKED_LENGTH, max_positions)
+            _check_logits(small_model, GeneratingDecoder(small_model, max_positions, 2), max_positions, 2, length)
+    except UnsupportedError as error:
+        raise UnsupportedError(
+            f"{error} (tried with a small model and its window of {window} tokens): {cure}"
+        ) from error
+
+
+def _small_model(model: Any) -> Any:
+    """A model of the same class with few heads and layers, one of each type, and the same windows. Its weights let all tokens matter."""
+    config = copy.deepcopy(model.config)
+    text_config = config.get_text_config(decoder=True)
+    layer_count = text_config.num_hidden_layers
+    types = getattr(text_config, "layer_types", None) or getattr(text_config, "attention_layers", None) or [0, 0]
+    kept_count = min(layer_count, max(2, *(types.index(layer_type) + 1 for layer_type in set(types))))
+    for field_name, value in list(vars(text_config).items()):
+        if isinstance(value, list) and len(value) == layer_count:
+            setattr(text_config, field_name, value[:kept_count])
+    head_count = text_config.num_attention_heads
+    key_head_count = getattr(text_config, "num_key_value_heads", None) or head_count
+    group_size = head_count // key_head_count
+    sizes = {
+        "num_hidden_layers": kept_count,
+        "num_attention_heads": group_size,
+        "num_key_value_heads": 1,
+        "hidden_size": text_config.hidden_size // head_count * group_size,
+        "intermediate_size": 64,
+        "vocab_size": _TRIAL_VOCABULARY,
+        "pad_token_id": 0,
+    }
+    for field_name, size in sizes.items():
+        if isinstance(getattr(text_config, field_name, None), int):
+            setattr(text_config, field_name, size)
+    small_model = type(model)(config).float().eval()
+    for weight in small_model.parameters():
+        if weight.dim() > 1:
+            torch.nn.init.normal_(weight, std=2 / weight.shape[-1] ** 0.5)
+    return small_model
+
+
+@torch.no_grad()
+def _check_logits(model: Any, decoder: Any, max_positions: int, max_batch: int, length: int = 0) -> None:
+    """Check that a text that two calls read, the second one beside a short text, has the logits that the model has without a cache.
+
+    length: that of the text; 0 for one that is longer than a window, if that is short.
+    """
+    config = model.config.get_text_config(decoder=True)
+    if not length:
+        windows = [window for window in _windows_within(model, max_positions) if window <= _CHECKED_WINDOW]
+        length = min(max([_CHECKED_LENGTH, *(window + 2 for window in windows)]), max_positions)
     token_rows = [torch.arange(size, device=model.device) * 7 % config.vocab_size for size in (length, 2)[:max_batch]]
     expected = torch.cat(
         [model(input_ids=row_tokens[None], use_cache=False).logits[:, -1] for row_tokens in token_rows]
@@ -236,7 +310,10 @@ class _Example:
             # To the slot of padding: a call writes each other one at most once.
             moves = [[0, 0, row, self._max_positions] for row in range(self._batch_size)]
             kwargs["cache_moves"] = torch.tensor(moves)
-            shapes["cache_moves"] = {0: torch.export.Dim("moves", min=0, max=self._max_batch * self._max_positions)}
+            # All slots: the number says that each row has one of zeros beside the one of padding (SPEC.md, "Generation").
+            shapes["cache_moves"] = {
+                0: torch.export.Dim("moves", min=0, max=self._max_batch * (self._max_positions + 2))
+            }
         return Inputs(kwargs=kwargs, dynamic_shapes=shapes)
 
     def _token_inputs(self) -> Inputs:

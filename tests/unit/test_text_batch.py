@@ -1,5 +1,7 @@
 """Texts that begin and end while others go on, in the rows of one cache, have the tokens of texts that are alone."""
 
+import contextlib
+import dataclasses
 import random
 import shutil
 from typing import Any
@@ -8,12 +10,13 @@ import numpy
 import pytest
 
 import stagepack
+from stagepack.errors import StageFailedError
 from stagepack_loaders.generation import text_batch
 from stagepack_loaders.generation.decoders import DecoderFacts, decoder_facts, logits_as_floats
 from stagepack_loaders.generation.settings import GenerationSettings
 from stagepack_loaders.generation.text_batch import BatchCall, BatchedText, TextBatch
 from stagepack_loaders.generation.token_loop import TokenLoop
-from tests.serve.generating_families import VOCABULARY, qwen_bundle
+from tests.serve.generating_families import POSITIONS, VOCABULARY, make_model, qwen_bundle
 
 ROWS = 4
 
@@ -91,6 +94,70 @@ def test_drawn_texts_are_those_of_each_alone(
             pass
     assert not texts.expected
     assert (len(batch), batch.held_tokens) == (0, 0)
+
+
+NOT_FINITE = VOCABULARY - 1
+
+
+@pytest.fixture(scope="module", params=["torch", "onnxruntime"])
+def fragile_pipeline(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """One of its tokens has keys that are not finite."""
+    model, path = make_model("qwen3"), tmp_path_factory.mktemp("fragile") / "m.stagepack"
+    model.generation_config.eos_token_id = None
+    model.model.embed_tokens.weight.data[NOT_FINITE] = float("nan")
+    stagepack.export(model, out=path, stages=2, generate=POSITIONS, generate_batch=ROWS)
+    if request.param == "onnxruntime":
+        stagepack.add_onnx(path)
+    return stagepack.load(path, runtime=request.param)
+
+
+@pytest.mark.parametrize("has_zeros", [True, False])  # of bundles from before
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 4))])
+def test_texts_that_are_not_finite_leave_nothing_behind(fragile_pipeline: Any, seed: int, has_zeros: bool) -> None:
+    facts = decoder_facts(fragile_pipeline.bundle.entry_point)
+    assert facts is not None
+    assert facts.zero_slot == POSITIONS + 1
+    facts = facts if has_zeros else dataclasses.replace(facts, zero_slot=None)
+    texts, batch = Texts(fragile_pipeline, facts, seed), TextBatch(facts, ROWS)
+    failed_count = 0
+
+    def run_sequence() -> None:
+        nonlocal failed_count
+        with fragile_pipeline.inference(), fragile_pipeline.sequence() as texts.sequence:
+            while (call := batch.next_call()) is not None:
+                logits = logits_as_floats(texts.sequence(**call.inputs), facts.logits)
+                for position, text in call.texts.items():
+                    try:
+                        text.loop.take(logits[position : position + 1])
+                    except StageFailedError:
+                        assert text not in texts.expected
+                        batch.remove(text)
+                        failed_count += 1
+                    else:
+                        if text.loop.is_finished:
+                            assert text.loop.tokens[0].tolist() == texts.expected.pop(text)
+                if begun and texts.random.random() < 0.5:
+                    begun.pop()()
+
+    def begin_drawn() -> None:
+        with contextlib.suppress(
+            StageFailedError
+        ):  # it may choose the token: then it fails alone as it does beside others
+            texts.begin(batch)
+
+    def begin_fragile() -> None:
+        length = texts.random.choice((1, 3, 20, 40))
+        batch.add(
+            BatchedText(TokenLoop(facts, GenerationSettings(max_new_tokens=9), numpy.full((1, length), NOT_FINITE)))
+        )
+
+    begun = [texts.random.choice((begin_fragile, begin_drawn)) for _ in range(60)]
+    while begun or len(batch):
+        if begun:
+            begun.pop()()
+        run_sequence()
+    assert not texts.expected
+    assert failed_count > 10
 
 
 def add_prompt(batch: TextBatch, facts: DecoderFacts, length: int) -> BatchedText:

@@ -34,6 +34,7 @@ class DecoderFacts:
         has_rows: whether each text has positions, and a row of the cache, of its own.
         moves_rows: whether a text may move to another row.
         attends_to_filled: whether a call attends to as many slots as its mask has, and not to the whole cache.
+        zero_slot: the slot of each row that holds zeros in all calls; None for a cache without one.
     """
 
     max_positions: int
@@ -44,6 +45,7 @@ class DecoderFacts:
     has_rows: bool = False
     moves_rows: bool = False
     attends_to_filled: bool = False
+    zero_slot: int | None = None
 
 
 def decoder_facts(entry_point: EntryPoint) -> DecoderFacts | None:
@@ -60,15 +62,20 @@ def decoder_facts(entry_point: EntryPoint) -> DecoderFacts | None:
     if max_positions is None or not inputs["input_ids"].shape or position_rank not in (1, 2):
         return None
     [logits] = (edge for edge in entry_point.edges if edge.name == results[0].name)
+    max_batch = largest_size(inputs["input_ids"].shape[0], entry_point.symbols)
+    move_count = largest_size(inputs[_MOVES].shape[0], entry_point.symbols) if _MOVES in inputs else None
+    # Slots of tokens, one of padding, and one of zeros. Bundles from before have a move for each slot of a token.
+    has_zeros = max_batch is not None and move_count == max_batch * (max_positions + 2)
     return DecoderFacts(
         max_positions=max_positions,
         logits=logits,
         takes_encoder=_ENCODER_INPUT in inputs,
         encoder_positions=encoder_positions,
-        max_batch=largest_size(inputs["input_ids"].shape[0], entry_point.symbols),
+        max_batch=max_batch,
         has_rows=position_rank == 2,
         moves_rows=_MOVES in inputs,
         attends_to_filled=not isinstance(mask[1], int),
+        zero_slot=max_positions + 1 if has_zeros else None,
     )
 
 

@@ -4,7 +4,7 @@ It does no calls itself, as `TokenLoop`.
 """
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 import numpy
@@ -29,11 +29,21 @@ class BatchedText:
         loop: the text; its only prompt has no padding.
         read_count: the number of its tokens that the cache holds.
         row: its row of the cache; None before its first call.
+        prompt_length: the number of tokens that it began with.
     """
 
     loop: TokenLoop
     read_count: int = 0
     row: int | None = None
+    prompt_length: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.prompt_length = self.loop.tokens.shape[1]
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether logits after its tokens were finite; `TokenLoop.take` refuses others."""
+        return self.read_count > 0 and self.loop.tokens.shape[1] > self.prompt_length
 
     @property
     def unread_tokens(self) -> Array:
@@ -71,6 +81,10 @@ class TextBatch:
     The rows in use are the first ones of the cache. Prompts are read in the rows before those of the other texts, so that a call can leave
     the others out; long ones in parts, between which the others go on.
 
+    A call sees as many slots of each row as its longest text has. What a text has left in a row is replaced by zeros when another one takes
+    it, since a mask that is added hides nothing that is not finite: 0 times infinity is NaN. A cache without zeros (see
+    `DecoderFacts.zero_slot`) has the first token of a sound text put there, after a text that was not seen to end well.
+
     is_alone: no other stage runs calls of another batch meanwhile.
 
     Attributes:
@@ -88,6 +102,9 @@ class TextBatch:
         self._waiting: TextQueue = deque() if waiting is None else waiting
         self._limit = most_texts
         self._others_wait = False
+        # The number of slots of each row that a call may have written, and the rows of texts that have not ended well.
+        self._written = [0] * most_texts
+        self._doubtful_rows = set[int]()
         self._prompt_tokens = _ALONE_TOKENS if is_alone else _OVERLAPPED_TOKENS
 
     def __len__(self) -> int:
@@ -108,6 +125,7 @@ class TextBatch:
         for texts in (self._texts, self._beginning):
             if batched_text in texts:
                 texts.remove(batched_text)
+                self._doubt(batched_text)
 
     def take_any(self) -> BatchedText | None:
         """Take out a text that has a row, or gets one in the next call; None if there is none."""
@@ -115,20 +133,25 @@ class TextBatch:
         return texts.pop() if texts else None
 
     def begin_again(self) -> BatchedText | None:
-        """After a call that failed, read all texts again, half as many at once; return the text that fails alone, which ends."""
+        """After a call that failed, read all texts again, half as many at once; return the text that fails alone, which ends.
+
+        The next call begins another sequence: the cache may be half written.
+        """
         failed_texts = [batched_text for batched_text in self._texts if not batched_text.loop.is_finished]
         self._texts = []
         if len(failed_texts) <= 1:
             self._limit = self.most_texts
+            self._begin_anew([])
             return failed_texts[0] if failed_texts else None
         self._limit = max(1, len(failed_texts) // 2)
-        for batched_text in failed_texts:
-            batched_text.read_count, batched_text.row = 0, None
-        self._beginning.extendleft(reversed(failed_texts))
+        self._begin_anew(failed_texts)
         return None
 
     def next_call(self) -> BatchCall | None:
-        """Plan the next call, which has to be made; None if there are no texts. The loops get its logits before the call after it."""
+        """Plan the next call, which has to be made. The loops get its logits before the call after it.
+
+        None ends the sequence of calls: there are no texts, or those that there are begin again in another sequence, whose cache is new.
+        """
         going_on = [batched_text for batched_text in self._texts if not batched_text.loop.is_finished]
         if len(going_on) < len(self._texts):
             self._limit = min(self.most_texts, self._limit + 1)
@@ -141,7 +164,11 @@ class TextBatch:
             return None
         prompt_texts = [batched_text for batched_text in self._texts if len(batched_text.unread_tokens) > 1]
         decoding_texts = [batched_text for batched_text in self._texts if len(batched_text.unread_tokens) == 1]
+        clean_slot = self._clean_slot()
         moves = self._arrange(prompt_texts, decoding_texts)
+        if clean_slot is None and any(batched_text.row in self._doubtful_rows for batched_text in self._texts):
+            self._begin_anew(self._texts)
+            return None
         reads_prompts = bool(prompt_texts) and not (decoding_texts and self._others_wait)
         self._others_wait = reads_prompts and bool(decoding_texts)
         if reads_prompts:
@@ -156,9 +183,9 @@ class TextBatch:
             for batched_text in in_call
         ]
         lengths = [batched_text.read_count for batched_text in in_call]
-        inputs = row_inputs(self._facts, new_tokens, lengths, moves)
         for batched_text, tokens in zip(in_call, new_tokens, strict=True):
             batched_text.read_count += len(tokens)
+        inputs = row_inputs(self._facts, new_tokens, lengths, moves + self._clean(clean_slot))
         texts = {
             position: batched_text
             for position, batched_text in enumerate(in_call)
@@ -177,11 +204,46 @@ class TextBatch:
             free_rows = sorted(set(rows) - {batched_text.row for batched_text in texts})
             for batched_text, row in zip(moving, free_rows, strict=True):
                 if batched_text.row is not None:
+                    if not batched_text.is_sound:
+                        self._doubt(batched_text)
                     slots = numpy.arange(batched_text.read_count)
                     ends = numpy.full_like(slots, batched_text.row), slots, numpy.full_like(slots, row), slots
                     moves.append(numpy.stack(ends, 1))
                 batched_text.row = row
         return moves
+
+    def _doubt(self, batched_text: BatchedText) -> None:
+        if batched_text.row is not None and self.most_texts > 1:  # a single text sees its own slots only
+            self._doubtful_rows.add(batched_text.row)
+
+    def _clean_slot(self) -> tuple[int, int] | None:
+        """The row and the slot of what replaces the tokens of texts that have ended; None if there is nothing that is finite for sure."""
+        if self._facts.zero_slot is not None:
+            return 0, self._facts.zero_slot
+        return next(((_row_of(batched_text), 0) for batched_text in self._texts if batched_text.is_sound), None)
+
+    def _clean(self, clean_slot: tuple[int, int] | None) -> list[Array]:
+        """Replace what is in the rows of texts beyond their tokens; return the moves, [moves, 4] for each row."""
+        moves = []
+        for batched_text in self._texts:
+            row, length = _row_of(batched_text), batched_text.read_count
+            is_cleaned = clean_slot is not None and (self._facts.zero_slot is not None or row in self._doubtful_rows)
+            if clean_slot is not None and is_cleaned:
+                slots = numpy.arange(length, self._written[row])
+                source_row, source_slot = (numpy.full_like(slots, place) for place in clean_slot)
+                moves.append(numpy.stack((source_row, source_slot, numpy.full_like(slots, row), slots), 1))
+                self._doubtful_rows.discard(row)
+                self._written[row] = length
+            self._written[row] = max(self._written[row], length)
+        return moves
+
+    def _begin_anew(self, texts: list[BatchedText]) -> None:
+        """Let texts begin again in another sequence, before the others."""
+        for batched_text in texts:
+            batched_text.read_count, batched_text.row = 0, None
+        self._beginning.extendleft(reversed(texts))
+        self._texts, self._written = [], [0] * self.most_texts
+        self._doubtful_rows.clear()
 
 
 def _row_of(batched_text: BatchedText) -> int:

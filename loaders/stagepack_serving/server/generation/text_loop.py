@@ -104,6 +104,7 @@ class _Lane:
                             self._hand_out(await self._decoder.call(call.inputs, sequence, take))
                         except RequestError as error:
                             self._begin_again(error)
+                            break
         except Exception as error:  # noqa: BLE001 - the requests get any error
             while (batched := self.batch.take_any()) is not None:
                 self._end(batched, error)
@@ -113,7 +114,7 @@ class _Lane:
             self._task = None
 
     def _begin_again(self, error: RequestError) -> None:
-        """After a call that failed, find the text that it fails for: the cache may be half written, and is read again."""
+        """After a call that failed, find the text that it fails for. The texts are read again in a new sequence."""
         if error.status is RequestStatus.STAGE_LOST:
             raise error
         failed = self.batch.begin_again()
