@@ -21,6 +21,10 @@ from transformers import (
     GPTNeoForCausalLM,
     LlamaForCausalLM,
     LogitsProcessor,
+    MistralConfig,
+    MistralForCausalLM,
+    MoshiConfig,
+    MoshiForCausalLM,
     PreTrainedTokenizerFast,
     StopStringCriteria,
     T5ForConditionalGeneration,
@@ -274,6 +278,47 @@ LOCAL: dict[str, Any] = {
 def test_models_whose_texts_depend_on_each_other_are_refused(make: Any, says: str, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match=says):
         stagepack.export(make().eval(), out=tmp_path / "out.stagepack", generate=POSITIONS, generate_batch=4)
+
+
+def neo(window: int) -> Any:
+    sizes = LOCAL | {"window_size": window, "max_position_embeddings": 512}
+    return GPTNeoForCausalLM(GPTNeoConfig(**SMALL, **sizes, num_layers=2, num_heads=4))
+
+
+def test_a_window_is_tried_at_its_own_size() -> None:
+    """The local attention of GPT-Neo depends on the longest text of a batch; Moshi does not apply the window that it states."""
+    for model, window in ((neo(256).eval(), 256), (moshi(100).eval(), 100)):
+        says = rf"its masks do not say \(tried .* its window of {window} tokens\): choose at most {window} positions"
+        with pytest.raises(UnsupportedError, match=says):
+            generating_model(model, 400, 4)
+        generating_model(model, window, 4)
+    model = moshi(9000)
+    model.config.max_position_embeddings = 9999
+    with pytest.raises(
+        UnsupportedError, match=r"a window of up to 8192 tokens, .*, found 9000 in MoshiForCausalLM: choose"
+    ):
+        generating_model(model, 9999, 4)
+
+
+def test_a_window_that_is_applied_is_exported(caplog: pytest.LogCaptureFixture) -> None:
+    config = MistralConfig(
+        **SMALL, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, sliding_window=100
+    )
+    drawn = torch.get_rng_state()
+    model = MistralForCausalLM(config).eval()
+    state = torch.get_rng_state()
+    assert not torch.equal(drawn, state)
+    with caplog.at_level("INFO", "stagepack"):
+        generating_model(model, 300, 4)
+    assert torch.equal(torch.get_rng_state(), state)
+    differences = re.findall(r"differ from those of the model by at most (\S+)", caplog.text)
+    assert len(differences) == 2
+    assert max(map(float, differences)) < 1e-4
+
+
+def moshi(window: int) -> Any:
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 64}
+    return MoshiForCausalLM(MoshiConfig(**SMALL, **sizes, sliding_window=window, max_position_embeddings=512))
 
 
 def rotated(rope_type: str) -> Any:
