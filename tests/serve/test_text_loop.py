@@ -339,7 +339,7 @@ class GatedDecoder:
 
 def test_who_comes_when_a_row_becomes_free_does_not_overtake_who_waits() -> None:
     facts: Any = SimpleNamespace(
-        max_positions=POSITIONS, max_batch=1, has_rows=True, moves_rows=False, encoder_positions=None, zero_slot=None
+        max_positions=POSITIONS, max_batch=1, has_rows=True, moves_rows=False, encoder_positions=None
     )
 
     async def run() -> list[int]:

@@ -213,11 +213,13 @@ class TextBatch:
         return moves
 
     def _doubt(self, batched_text: BatchedText) -> None:
-        if batched_text.row is not None and self.most_texts > 1:  # a single text sees its own slots only
+        if batched_text.row is not None and self.most_texts > 1:
             self._doubtful_rows.add(batched_text.row)
 
     def _clean_slot(self) -> tuple[int, int] | None:
         """The row and the slot of what replaces the tokens of texts that have ended; None if there is nothing that is finite for sure."""
+        if self.most_texts == 1:  # a single text sees its own slots only
+            return None
         if self._facts.zero_slot is not None:
             return 0, self._facts.zero_slot
         return next(((_row_of(batched_text), 0) for batched_text in self._texts if batched_text.is_sound), None)

@@ -72,6 +72,11 @@ class TokenLoop:
         """Whether all texts have ended."""
         return None not in self.finish_reasons
 
+    @property
+    def new_tokens_left(self) -> int:
+        """The largest number of tokens that a text still gets."""
+        return self._last_length - int(self.tokens.shape[1])
+
     def next_inputs(self) -> dict[str, Array]:
         """Return the inputs of the next call."""
         start, end = self._read_length, self.tokens.shape[1]

@@ -13,6 +13,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -20,9 +21,9 @@ from stagepack_serving.server.access_log import current_sender
 from stagepack_serving.server.errors import RequestError, RequestStatus
 
 # The share of its deadline in which a request is expected to be answered: runs vary. One that will be late is dropped before it runs.
-_DEADLINE_SHARE: Final = 0.8
+DEADLINE_SHARE: Final = 0.8
 # The share of the time that its client waits, which is only an estimate: a batch runs to its end if one of its clients still waits.
-_PATIENCE_SHARE: Final = 0.5
+PATIENCE_SHARE: Final = 0.5
 # Over gRPC, a client whose deadline passes cancels its call at about that time, which may be a little earlier.
 _EXPIRED_SHARE: Final = 0.95
 # The answers that the rate is measured with: batches of 32 end at once.
@@ -43,6 +44,18 @@ _LONGEST_RETRY: Final = 10.0
 # Clients are taken to wait twice as long after so many seconds in which few give up: it is tried out whether they do.
 _PATIENCE_DOUBLES_SECONDS: Final = 30.0
 _MOST_DOUBLINGS: Final = 64  # more is no number
+
+
+@dataclass(slots=True)
+class Place:
+    """That of a request which was admitted: when its deadline is, and whether it had to wait."""
+
+    seconds_left: Callable[[], float]
+    waits: bool
+
+
+# That of the request that a task works on.
+current_place: ContextVar[Place | None] = ContextVar("current_place", default=None)
 
 
 class Admission:
@@ -81,23 +94,36 @@ class Admission:
             return "at most so many are accepted"
         rate = self._answer_rate()
         expected = f"{rate:.3g} are answered in a second"
-        if len(self._answer_times) > _FEWEST_ANSWERS and count > _DEADLINE_SHARE * rate * seconds_left:
+        if len(self._answer_times) > _FEWEST_ANSWERS and count > DEADLINE_SHARE * rate * seconds_left:
             return f"{expected}, and this one has to be in {seconds_left:.3g} s"
         patience = self._patience.seconds(current_sender())
-        if rate and count > _PATIENCE_SHARE * rate * patience:
+        if rate and count > PATIENCE_SHARE * rate * patience:
             return f"{expected}, and clients hang up after {patience:.3g} s"
         return ""
 
+    def patience_seconds(self) -> float:
+        """Return how long the client of the request that the task works on will wait."""
+        return self._patience.seconds(current_sender())
+
+    def retry_seconds(self, seconds: float) -> int:
+        """Return when a client that is refused comes back: so long after the one before, but not much later."""
+        return max(1, math.ceil(self._retry_turns.take(seconds)))
+
     @contextlib.contextmanager
-    def place(self, seconds_left: float, is_settled: Callable[[], bool]) -> Iterator[None]:
+    def place(
+        self, seconds_left: float, is_settled: Callable[[], bool], time_left: Callable[[], float] | None = None
+    ) -> Iterator[None]:
         """Count a request for the duration of the context, or refuse it; see `check`.
 
         seconds_left: the time until its deadline.
         is_settled: whether a part of its answer was sent, or its deadline has passed: its end says nothing about its client.
+        time_left: the time until its deadline, which may be moved while it is read.
         """
         self.check(seconds_left)
         start_time = time.monotonic()
-        waits = self.pending_requests >= self.busy_count
+        end_time = start_time + seconds_left
+        place = Place(time_left or (lambda: end_time - time.monotonic()), self.pending_requests >= self.busy_count)
+        token = current_place.set(place)
         self.pending_requests += 1
         if self.pending_requests >= self.busy_count and not self._answer_times:
             self._answer_times.append(start_time)
@@ -107,16 +133,18 @@ class Admission:
             seconds = time.monotonic() - start_time
             # A deadline is known, and teaches nothing; neither does who would have given up without any load.
             is_late = min(self._answer_seconds, default=0.0) <= seconds < _EXPIRED_SHARE * seconds_left
-            if waits and is_late and _is_given_up(error) and not is_settled():
+            if place.waits and is_late and _is_given_up(error) and not is_settled():
                 self._patience.learn(current_sender(), seconds)
             raise
         else:
             self._answer_seconds.append(time.monotonic() - start_time)
-            if waits:
+            if place.waits:
                 self._patience.learn(current_sender(), None)
             if self._answer_times:
                 self._answer_times.append(time.monotonic())
         finally:
+            with contextlib.suppress(ValueError):  # ended in another context than it began in, as a generator may be
+                current_place.reset(token)
             self.pending_requests -= 1
             if 2 * self.pending_requests < self.busy_count and self._answer_times:
                 self._earlier_rate = self._answer_rate() or 1 / max(time.monotonic() - self._answer_times[0], 1e-9)
@@ -129,7 +157,7 @@ class Admission:
         )
         error = RequestError(RequestStatus.BUSY, message)
         if len(self._answer_times) > _FEWEST_ANSWERS:
-            error.retry_seconds = max(1, math.ceil(self._retry_turns.take(1 / self._answer_rate())))
+            error.retry_seconds = self.retry_seconds(1 / self._answer_rate())
         return error
 
     def _answer_rate(self) -> float:

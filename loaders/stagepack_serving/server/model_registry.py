@@ -298,7 +298,9 @@ class RequestScope:
         self.model = self.registry.choose(self.model_name, self.version, parameters)
         shorten_deadline(self.deadline, timeout_parameter(parameters))
         with self.model.admission.place(
-            seconds_left(self.deadline), lambda: self.has_begun() or self.deadline.expired()
+            seconds_left(self.deadline),
+            lambda: self.has_begun() or self.deadline.expired(),
+            lambda: seconds_left(self.deadline),
         ):
             yield self.model
 

@@ -90,7 +90,7 @@ class Generator:
 
     @property
     def texts_at_once(self) -> int:
-        """How many texts of one request are generated at once: more would wait before the texts of other requests."""
+        """How many texts are generated at once: others wait."""
         return self._decoder.limits.max_sequences if self.text_loop is None else self.text_loop.row_count
 
     @property

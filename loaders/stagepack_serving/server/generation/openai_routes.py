@@ -201,13 +201,12 @@ async def _answer_grammar(generator: Generator, fields: ChatFields, reader: Call
 async def _generate_together(
     generator: Generator, requests: Sequence[GenerationRequest]
 ) -> AsyncGenerator[tuple[int, GeneratedPart], None]:
-    """Generate texts at the same time: yield the parts of each, with its index, as they come."""
+    """Generate texts at the same time: yield the parts of each, with its index, as they come. All join the queue at once."""
     parts: asyncio.Queue[tuple[int, GeneratedPart | None]] = asyncio.Queue()
-    turns = asyncio.Semaphore(generator.texts_at_once)
 
     async def generate(index: int, request: GenerationRequest) -> None:
         try:
-            async with turns, aclosing(generator.generate(request)) as text_parts:
+            async with aclosing(generator.generate(request)) as text_parts:
                 async for part in text_parts:
                     parts.put_nowait((index, part))
         finally:

@@ -16,6 +16,7 @@ from stagepack_loaders.generation.text_batch import BatchCall, BatchedText, Text
 from stagepack_loaders.generation.token_loop import TokenLoop
 from stagepack_serving.server.access_log import current_sender
 from stagepack_serving.server.errors import RequestError, RequestStatus
+from stagepack_serving.server.generation.text_admission import TextAdmission
 from stagepack_serving.server.served_model import ServedModel
 
 
@@ -78,9 +79,15 @@ class _Lane:
     """One batch, and its sequence of calls while it has texts."""
 
     def __init__(
-        self, decoder: ServedModel, batch: TextBatch, texts: dict[BatchedText, _Text], waiting: ClientQueue
+        self,
+        decoder: ServedModel,
+        batch: TextBatch,
+        texts: dict[BatchedText, _Text],
+        waiting: ClientQueue,
+        admission: TextAdmission,
     ) -> None:
         self.batch = batch
+        self._admission = admission
         self._decoder = decoder
         self._texts = texts
         self._waiting = waiting
@@ -139,6 +146,9 @@ class _Lane:
 
     def _hand_out(self, parts: Sequence[tuple[_Text, Any]]) -> None:
         now = time.monotonic()
+        self._admission.count_call(
+            {text.batched: part.finish_reason is not None for text, part in parts if not isinstance(part, Exception)}
+        )
         for running_text, part in parts:
             if isinstance(part, Exception):
                 self._end(running_text.batched, part)
@@ -176,8 +186,9 @@ class TextLoop:
         self._texts: dict[BatchedText, _Text] = {}
         self._waiting = ClientQueue()
         batches = [TextBatch(facts, rows, self._waiting, is_alone=lane_count == 1) for _ in range(lane_count)]
-        self._lanes = [_Lane(decoder, batch, self._texts, self._waiting) for batch in batches]
         self.row_count = rows * lane_count
+        self._admission = TextAdmission(decoder, self.row_count)
+        self._lanes = [_Lane(decoder, batch, self._texts, self._waiting, self._admission) for batch in batches]
 
     @property
     def text_count(self) -> int:
@@ -190,14 +201,24 @@ class TextLoop:
         return sum(lane.batch.held_tokens for lane in self._lanes)
 
     async def generate(self, loop: TokenLoop, take: TakeLogits) -> AsyncGenerator[Any, None]:
-        """Generate a text in the lane with the fewest ones; yield what `take` returns. With too many prompts that wait, it is refused."""
+        """Generate a text in the lane with the fewest ones; yield what `take` returns.
+
+        It is refused with too many prompts that wait, and if it would end too late. The texts of a request are asked for at once, so that
+        they come before those of later requests of its client.
+        """
         running_text = _Text(BatchedText(loop), take, time.monotonic())
         batched = running_text.batched
         lane = min(self._lanes, key=lambda lane: len(lane.batch))
+        is_first = self._admission.is_first()
+        self._admission.add(batched, loop.new_tokens_left)
         if len(lane.batch) < lane.batch.most_texts and not self._waiting:  # first come, first served
             lane.batch.add(batched)
         else:
-            self._check_waiting(loop.tokens.shape[1])
+            try:
+                self._check_waiting(loop.tokens.shape[1], is_first=is_first)
+            except RequestError:
+                self._admission.remove(batched)
+                raise
             self._waiting.append(batched)
         self._texts[batched] = running_text
         lane.start()
@@ -210,14 +231,16 @@ class TextLoop:
                 if part.finish_reason is not None:
                     return
         finally:
+            self._admission.remove(batched)
             self._texts.pop(batched, None)
             for lane in self._lanes:
                 lane.batch.remove(batched)
             self._waiting.remove(batched)
 
-    def _check_waiting(self, prompt_length: int) -> None:
+    def _check_waiting(self, prompt_length: int, *, is_first: bool) -> None:
+        """Refuse a request by its first text, and not by its own texts."""
         waiting_count = sum(len(batched.unread_tokens) for batched in self._waiting)
         most_waiting = self._decoder.limits.max_waiting_tokens
-        if waiting_count and waiting_count + prompt_length > most_waiting:
+        if is_first and waiting_count and waiting_count + prompt_length > most_waiting:
             found = f"prompts of {waiting_count} tokens wait already, and at most {most_waiting} may"
             raise RequestError(RequestStatus.BUSY, f"{self._decoder.name}: {found}: try again later")
