@@ -191,7 +191,7 @@ class CallablePipeline(ABC):
 
         Raises:
             InputError: the bundle has no decoder of this kind, a setting is unknown or out of range, a text has no tokens, a token is not
-                one of the model, the cache has not enough positions or holds fewer texts, or there are ``stop_strings`` and no tokenizer.
+                one of the model, the cache has not enough positions, or there are ``stop_strings`` and no tokenizer.
 
         Examples:
             >>> pipeline = stagepack.load("llama.stagepack")

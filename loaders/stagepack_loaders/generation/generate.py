@@ -1,5 +1,6 @@
 """Generate with a pipeline: its calls, driven by a `TokenLoop`."""
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -12,7 +13,7 @@ from stagepack.format.manifest import Edge
 from stagepack.format.reader import Bundle
 from stagepack_loaders.base import ArrayOps
 from stagepack_loaders.elements import Array
-from stagepack_loaders.exchange import array_ops_of_call, to_elements
+from stagepack_loaders.exchange import array_ops_of, array_ops_of_call, to_elements
 from stagepack_loaders.generation.decoders import DecoderFacts, decoder_facts, logits_as_floats
 from stagepack_loaders.generation.prompts import (
     TOKENIZER_FILE,
@@ -30,6 +31,7 @@ from stagepack_loaders.pipeline_sequence import PipelineSequence
 
 _IDS_INPUT = "input_ids"
 _MASK_INPUT = "attention_mask"
+_POSITIONS, _MOVES = "cache_position", "cache_moves"
 
 # Called with the new tokens of each text, [batch].
 TokenCallback = Callable[[Array], object]
@@ -80,20 +82,19 @@ def generate(
     if encoder is None and isinstance(vocabulary_size, int):
         check_tokens(decoder.bundle, prompts, vocabulary_size)
     text_count = _sequence_count(chosen_settings)
-    _check_batch(prompts.tokens, text_count, edges[_IDS_INPUT] if encoder is None else _main_input(encoder), facts)
     repeated = prompts.repeat(text_count)
     stop_strings = _stop_strings(decoder.bundle, prompts, chosen_settings)
-    with decoder.inference(for_autograd=False), decoder.sequence() as sequence:
+    with decoder.inference(for_autograd=False):
         if encoder is None:
             loop = TokenLoop(facts, chosen_settings, repeated.tokens, repeated.mask, stop_strings=stop_strings)
         else:
-            rows = encoder(**_encoder_inputs(encoder, inputs, prompts))
+            rows = _encode(encoder, _encoder_inputs(encoder, inputs, prompts), facts.max_batch)
             if text_count > 1:
                 rows = rows[numpy.repeat(numpy.arange(len(rows)), text_count).tolist()]
             first_tokens, encoded = chosen_settings.first_tokens(len(rows)), EncodedTexts(rows, repeated.mask)
             loop = TokenLoop(facts, chosen_settings, first_tokens, encoded=encoded, stop_strings=stop_strings)
         logprobs: list[Array] = []
-        for logits in _logits_of_calls(decoder, sequence, loop, facts.logits):
+        for logits in _logits_of_calls(decoder, loop, facts):
             goes_on = [reason is None for reason in loop.finish_reasons]
             new_tokens = loop.take(logits)
             if return_logprobs:
@@ -123,17 +124,52 @@ def _checked_facts(decoder: TextPipeline, *, has_encoder: bool) -> DecoderFacts:
     raise InputError(f"{decoder.bundle.location}: to generate, expected {expected}")
 
 
-def _logits_of_calls(
-    decoder: TextPipeline, sequence: PipelineSequence, loop: TokenLoop, logits: Edge
-) -> Iterator[Array]:
-    """Call a decoder until its texts have ended; yield the logits of each call, [batch, vocabulary], which the loop takes."""
+def _logits_of_calls(decoder: TextPipeline, loop: TokenLoop, facts: DecoderFacts) -> Iterator[Array]:
+    """Call a decoder until its texts have ended; yield the logits of each token, [batch, vocabulary], which the loop takes.
+
+    Texts beyond the rows of a cache take turns, each group of them with a cache of its own.
+    """
     edges = {edge.name: edge for edge in decoder.inputs}
-    while not loop.is_finished:
-        inputs = {
-            name: decoder.arrays.from_elements(value, edges[name]) if isinstance(value, numpy.ndarray) else value
-            for name, value in loop.next_inputs().items()
-        }
-        yield logits_as_floats(to_elements(sequence(**inputs), logits), logits)
+    groups = _groups(len(loop.tokens), facts.max_batch)
+    with contextlib.ExitStack() as contexts:
+        sequences = [contexts.enter_context(decoder.sequence()) for _ in groups]
+        while not loop.is_finished:
+            inputs, logits = loop.next_inputs(), []
+            for group, sequence in zip(groups, sequences, strict=True):
+                group_inputs = {
+                    name: decoder.arrays.from_elements(value, edges[name])
+                    if isinstance(value, numpy.ndarray)
+                    else value
+                    for name, value in _rows_of(inputs, group).items()
+                }
+                logits.append(logits_as_floats(to_elements(sequence(**group_inputs), facts.logits), facts.logits))
+            yield logits[0] if len(logits) == 1 else numpy.concatenate(logits)
+
+
+def _encode(encoder: TextPipeline, inputs: Mapping[str, Any], most_texts: int | None) -> Any:
+    """What an encoder returns for all texts."""
+    main_input = _main_input(encoder)
+    value = inputs[main_input.name]
+    has_batch = value.ndim == len(main_input.shape)  # an error of the call else, which names the input
+    groups = _groups(len(value) if has_batch else 1, most_texts)
+    if len(groups) == 1:
+        return encoder(**inputs)
+    rows = [encoder(**_rows_of(inputs, group)) for group in groups]
+    return array_ops_of(rows[0]).join(rows)
+
+
+def _groups(text_count: int, most_texts: int | None) -> list[slice]:
+    """The texts that share each call."""
+    size = most_texts or max(1, text_count)
+    return [slice(start, start + size) for start in range(0, max(1, text_count), size)]
+
+
+def _rows_of(inputs: Mapping[str, Any], group: slice) -> dict[str, Any]:
+    """The inputs of a call for some of the texts. Others than those of the texts are positions that all share, and moves."""
+    return {
+        name: value if name == _MOVES or (name == _POSITIONS and value.ndim == 1) else value[group]
+        for name, value in inputs.items()
+    }
 
 
 def _logprobs(logits: Array, tokens: Array) -> Array:
@@ -161,17 +197,6 @@ def _stop_strings(bundle: Bundle, prompts: Prompts, settings: GenerationSettings
             f"{bundle.location}: stop_strings: expected a bundle with {TOKENIZER_FILE}, found none: stagepack asset add adds one"
         )
     return StopStringMatcher(tokenizer, settings.stop_strings)
-
-
-def _check_batch(tokens: Array, text_count: int, edge: Edge, facts: DecoderFacts) -> None:
-    """Check that the cache holds all texts; what has another rank than the input is left to the call, which names it."""
-    largest = facts.max_batch
-    count = len(tokens) * text_count
-    if largest is not None and 0 < tokens.ndim == len(edge.shape) and count > largest:
-        expected = "1 text" if largest == 1 else f"1 to {largest} texts"
-        advice = f"export again with --generate-batch {count} (in Python generate_batch={count})"
-        found = f"{count}" if text_count == 1 else f"{count} ({len(tokens)} times num_return_sequences, {text_count})"
-        raise InputError(f"{edge.name}: expected {expected}, found {found}: {advice}")
 
 
 def _main_input(encoder: TextPipeline) -> Edge:

@@ -27,8 +27,8 @@ class _Work:
 class TextAdmission:
     """Admits texts to the rows of a decoder, and to the queue before them.
 
-    `Admission` learns from requests that are answered. A request may have many texts, of any length, so that none says in time how
-    long the next one takes: texts are counted by their tokens, and each call teaches the rate. A text that ends before its largest number of
+    `Admission` learns from requests that are answered. A request may have many texts, of any length, so that none says in time how long
+    the next one takes: texts are counted by their tokens, and each call teaches the rate. A text that ends before its largest number of
     tokens counts as if it had them, in what is left and in the rate.
     """
 
