@@ -18,7 +18,7 @@ import tempfile
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
-from types import FunctionType
+from types import FunctionType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final, cast
 from unittest import mock
 
@@ -381,6 +381,7 @@ TreeSpec = _pytree.TreeSpec
 tree_flatten = _pytree.tree_flatten
 tree_leaves = _pytree.tree_leaves
 tree_map = _pytree.tree_map
+tree_unflatten = _pytree.tree_unflatten
 
 
 def call_leaves(program: ExportedProgram, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any] | None:
@@ -617,6 +618,32 @@ def signs_of_zeros_kept() -> Iterator[None]:
         return get_or_create({} if has_negative_zero else constants, constant, *further)
 
     with mock.patch.object(_building, "_get_or_create_constant", of_own_sign):
+        yield
+
+
+@contextlib.contextmanager
+def onnx_decompositions(added: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
+    """Let torch's ONNX exporter decompose further operators: none of those that it has a function for would be."""
+    from torch.onnx._internal.exporter import _decomp  # noqa: PLC0415 - takes seconds
+
+    create_table = _decomp.create_onnx_friendly_decomposition_table
+
+    def with_added(*args: Any) -> dict[Any, Callable[..., Any]]:
+        return {**create_table(*args), **added}
+
+    with mock.patch.object(_decomp, "create_onnx_friendly_decomposition_table", with_added):
+        yield
+
+
+@contextlib.contextmanager
+def constants_matched_exactly() -> Iterator[None]:
+    """Let the optimizer of onnxscript take only 0 for 0: it removes the addition of 1e-8, and the product with 1.000001."""
+    from onnxscript.rewriter import _matcher  # noqa: PLC0415 - takes a second
+
+    def is_equal(first: float, second: float, **_: float) -> bool:
+        return first == second
+
+    with mock.patch.object(_matcher, "math", SimpleNamespace(isclose=is_equal)):
         yield
 
 

@@ -18,9 +18,10 @@ from stagepack.format.operators import ALLOWED_NAMESPACES, operator_namespace
 from stagepack.format.reader import Bundle
 from stagepack.format.shapes import Dim, Guard
 from stagepack.graph.implied_guards import is_implied
+from stagepack.onnx.decompositions import NoOnnxFormError, decompositions
 from stagepack.onnx.functional_stage import trace_stage
 from stagepack.onnx.stage_model import OnnxFiles, StagePlace, finish_model
-from stagepack.torch_internals import operators_without_onnx_form
+from stagepack.torch_internals import constants_matched_exactly, onnx_decompositions, operators_without_onnx_form
 from stagepack_loaders.base import PrepareOptions
 from stagepack_loaders.torch.build import build_graph_module
 from stagepack_loaders.torch.prepare import read_parts
@@ -61,6 +62,8 @@ def explain_failure(graph: Graph, program: ExportedProgram | None, error: BaseEx
         )
     while error.__cause__ is not None:
         error = error.__cause__
+    if isinstance(error, NoOnnxFormError):
+        return f"no ONNX form of {error}"
     return f"{type(error).__name__}: {' '.join(str(error).split())[:_MAX_REASON_LENGTH]}"
 
 
@@ -108,6 +111,8 @@ def convert_stage(bundle: Bundle, stage_number: int, allow_ops: Collection[str])
         only_errors_logged(*_EXPORTER_LOGGERS),
         warnings.catch_warnings(action="ignore"),
         sequences_of_any_length(_LAYERS_IN_ONNX),
+        onnx_decompositions(decompositions()),
+        constants_matched_exactly(),
     ):
         try:
             program = trace_stage(module, graph, targets, tensors, writes)

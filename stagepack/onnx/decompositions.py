@@ -1,0 +1,226 @@
+"""Decompositions of operators whose ONNX form answers otherwise than torch at some values.
+
+torch's exporter writes ``log1p(x)`` as ``Log(x + 1)``, which is 0 for x = 1e-10, and ONNX Runtime runs some operators of ONNX otherwise
+than torch at NaN. The exporter decomposes a program before it converts it, so these decompositions are also those of the operators that
+others decompose into. ``tools/operators/onnx_values.py`` compares all operators with torch.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+
+aten = torch.ops.aten
+_NARROW = (torch.float16, torch.bfloat16)
+_DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {}
+
+
+class NoOnnxFormError(Exception):
+    """An operator has no ONNX form that answers as torch at all values."""
+
+
+def decompositions() -> Mapping[Any, Callable[..., Any]]:
+    """Return the decompositions, by operator; one that returns `NotImplemented` leaves a call to the exporter."""
+    return _DECOMPOSITIONS
+
+
+def _decomposes(*operators: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        _DECOMPOSITIONS.update(dict.fromkeys(operators, function))
+        return function
+
+    return register
+
+
+def _in_float32(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Compute a function of tensors of 16 bits in float32, as torch does, and one of integers too."""
+
+    @functools.wraps(function)
+    def wide(*args: Any, **kwargs: Any) -> torch.Tensor:
+        tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+        dtype = functools.reduce(torch.promote_types, (torch.result_type(tensor, 1.0) for tensor in tensors))
+        computed = torch.float32 if dtype in _NARROW else dtype
+        widened = [arg.to(computed) if isinstance(arg, torch.Tensor) and arg.dtype != computed else arg for arg in args]
+        result = function(*widened, **kwargs)
+        return result if result.dtype == dtype else result.to(dtype)
+
+    return wide
+
+
+def _number(value: float, tensor: torch.Tensor) -> torch.Tensor:
+    return torch.full((), value, dtype=tensor.dtype)
+
+
+def _is_negative(tensor: torch.Tensor) -> torch.Tensor:
+    """Whether the sign bit is set, -0.0 included; the converter of ``signbit`` leaves it out."""
+    return (tensor < 0) | ((tensor == 0) & (tensor.reciprocal() < 0))
+
+
+@_decomposes(aten.log1p.default)
+@_in_float32
+def _log1p(self: torch.Tensor) -> torch.Tensor:
+    # Kahan: the rounding error of 1 + x cancels in the quotient.
+    total = self + 1
+    is_special = (total == 1) | (self == math.inf)
+    distance = torch.where(is_special, _number(1, self), total - 1)
+    return torch.where(is_special, self, torch.log(total) * (self / distance))
+
+
+@_decomposes(aten.expm1.default, aten.special_expm1.default)
+@_in_float32
+def _expm1(self: torch.Tensor) -> torch.Tensor:
+    power = torch.exp(self)
+    distance = power - 1
+    # Where exp(x) is 1, or so small or large that the difference of 1 does not count.
+    is_exact = (power == 1) | (distance == -1) | (self > 1)
+    logarithm = torch.where(is_exact, _number(1, self), torch.log(power))
+    return torch.where(power == 1, self, torch.where(is_exact, distance, distance * (self / logarithm)))
+
+
+def _log_of_sum(low: torch.Tensor) -> torch.Tensor:
+    """log(1 + exp(low)) for a number that is not positive."""
+    return _log1p(torch.exp(low))
+
+
+@_decomposes(aten.log_sigmoid.default)
+@_in_float32
+def _log_sigmoid(self: torch.Tensor) -> torch.Tensor:
+    return torch.where(self < 0, self, _number(0, self)) - _log_of_sum(-self.abs())
+
+
+@_decomposes(aten.log_sigmoid_forward.default)
+def _log_sigmoid_forward(self: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return _log_sigmoid(self), self.new_empty(0)
+
+
+@_decomposes(aten.logaddexp.default)
+@_in_float32
+def _logaddexp(self: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    # Infinities of the same sign have no difference.
+    distance = torch.where(self == other, _number(0, self), -(self - other).abs())
+    return torch.where(
+        (self == other) & (self.abs() == math.inf), self, torch.maximum(self, other) + _log_of_sum(distance)
+    )
+
+
+@_decomposes(aten.logaddexp2.default)
+@_in_float32
+def _logaddexp2(self: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    distance = torch.where(self == other, _number(0, self), -(self - other).abs())
+    logarithm = _log_of_sum(distance * math.log(2)) * (1 / math.log(2))
+    return torch.where((self == other) & (self.abs() == math.inf), self, torch.maximum(self, other) + logarithm)
+
+
+@_decomposes(aten.elu.default)
+@_in_float32
+def _elu(self: torch.Tensor, alpha: float = 1, scale: float = 1, input_scale: float = 1) -> torch.Tensor:
+    return torch.where(self > 0, self * scale, _expm1(self * input_scale) * (alpha * scale))
+
+
+@_decomposes(aten.celu.default)
+@_in_float32
+def _celu(self: torch.Tensor, alpha: float = 1.0) -> torch.Tensor:
+    return _elu(self, alpha, 1, 1 / alpha)
+
+
+@_decomposes(aten.selu.default)
+@_in_float32
+def _selu(self: torch.Tensor) -> torch.Tensor:
+    return _elu(self, 1.6732632423543772848170429916717, 1.0507009873554804934193349852946)
+
+
+@_decomposes(aten.atan2.default)
+@_in_float32
+def _atan2(self: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    height, width = self.abs(), other.abs()
+    # Two zeros or two infinities have no quotient.
+    is_diagonal = (height == width) & (height != 0)
+    slope = torch.where(height == 0, height * _number(0, height), height / width)
+    slope = torch.where(is_diagonal, _number(1, height), torch.where(width != width, width, slope))  # noqa: PLR0124
+    angle = torch.atan(slope)
+    angle = torch.where(_is_negative(other), math.pi - angle, angle)
+    return torch.where(_is_negative(self), -angle, angle)
+
+
+@_decomposes(aten.angle.default)
+def _angle(self: torch.Tensor) -> torch.Tensor:
+    if not self.is_floating_point():
+        return NotImplemented
+    angle = torch.where(self < 0, _number(math.pi, self), _number(0, self))
+    return torch.where(self.isnan(), self, angle)
+
+
+def _float_operands(self: Any, other: Any) -> tuple[torch.Tensor, torch.Tensor, torch.dtype] | None:
+    """Two operands in the dtype of the result, or in float32 if it has 16 bits; None if it is one of integers."""
+    dtype = torch.result_type(self, other)
+    if not dtype.is_floating_point:
+        return None
+    computed = torch.float32 if dtype in _NARROW else dtype
+    first, second = (
+        value.to(computed) if isinstance(value, torch.Tensor) else torch.full((), value, dtype=computed)
+        for value in (self, other)
+    )
+    return first, second, dtype
+
+
+@_decomposes(aten.remainder.Tensor, aten.remainder.Scalar, aten.remainder.Scalar_Tensor)
+def _remainder(self: Any, other: Any) -> torch.Tensor:
+    operands = _float_operands(self, other)
+    if operands is None:
+        return NotImplemented
+    dividend, divisor, dtype = operands
+    rest = torch.fmod(dividend, divisor)
+    return torch.where((rest != 0) & ((divisor < 0) != (rest < 0)), rest + divisor, rest).to(dtype)
+
+
+@_decomposes(aten.floor_divide.default, aten.floor_divide.Scalar)
+def _floor_divide(self: Any, other: Any) -> torch.Tensor:
+    operands = _float_operands(self, other)
+    if operands is None:
+        return NotImplemented
+    # As `div_floor_floating` of torch: the quotient of 0.5 and 0.1 is rounded to 5, and the floor of the exact one is 4.
+    dividend, divisor, dtype = operands
+    quotient = dividend / divisor
+    rest = torch.fmod(dividend, divisor)
+    whole = (dividend - rest) / divisor
+    whole = torch.where((rest != 0) & ((divisor < 0) != (rest < 0)), whole - 1, whole)
+    floor = torch.floor(whole)
+    floor = torch.where(whole - floor > 0.5, floor + 1, floor)
+    floor = torch.where(whole == 0, torch.where(_is_negative(quotient), _number(-0.0, whole), _number(0, whole)), floor)
+    return torch.where(divisor == 0, quotient, floor).to(dtype)
+
+
+@_decomposes(aten.div.Tensor_mode, aten.div.Scalar_mode)
+def _div(self: torch.Tensor, other: Any, *, rounding_mode: str | None = None) -> torch.Tensor:
+    return _floor_divide(self, other) if rounding_mode == "floor" else NotImplemented
+
+
+@_decomposes(aten.sum.default, aten.sum.dim_IntList)
+def _sum(
+    self: torch.Tensor, dim: Sequence[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    if self.dtype != torch.int64 or dtype not in (None, torch.int64):
+        return NotImplemented
+    # ONNX Runtime 1.31 sums in float64. The sums of halves of 32 bits are exact there, and their overflow wraps as that in torch.
+    dims = list(range(self.dim())) if not dim else list(dim)
+    low = self & 0xFFFFFFFF
+    high = (self - low) // 2**32
+    low_sum, high_sum = (half.to(torch.float64).sum(dims, keepdim).to(torch.int64) for half in (low, high))
+    return high_sum * 2**32 + low_sum
+
+
+@_decomposes(aten.scatter_reduce.two)
+def _scatter_reduce(
+    self: torch.Tensor, dim: int, index: torch.Tensor, src: torch.Tensor, reduce: str, *, include_self: bool = True
+) -> torch.Tensor:
+    if reduce != "mean":
+        return NotImplemented
+    if not self.is_floating_point():
+        raise NoOnnxFormError("aten.scatter_reduce.two: its mean of integers is rounded down")
+    # The exporter has no mean: it divides by the numbers of elements at the example.
+    zeros, ones = torch.zeros_like(self), torch.ones_like(self)
+    counts = zeros.scatter_add(dim, index, torch.ones_like(src)) + (1 if include_self else 0)
+    start = self if include_self else torch.where(counts > 0, zeros, self)
+    return start.scatter_add(dim, index, src) / torch.maximum(counts, ones)

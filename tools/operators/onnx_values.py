@@ -1,0 +1,231 @@
+"""Compare ONNX stages with torch, operator by operator, over a grid of values: ``python -m tools.operators.onnx_values [OPERATOR...]``.
+
+Each call of `value_grid` becomes a part of a bundle, whose stage is converted as `stagepack.add_onnx` does, without its self check. What
+ONNX Runtime answers must be what torch answers: integers, booleans, NaN, infinities and the signs of zeros alike, and other
+floats but for rounding. A call without an ONNX form stays in torch, by name.
+"""
+
+import argparse
+import collections
+import itertools
+import json
+import math
+import os
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+import stagepack
+from stagepack.format.reader import Bundle
+from stagepack.onnx.add import _write_bundle
+from stagepack.onnx.conversion import convert_stage
+from stagepack.torch_internals import onnx_functions_read_once, signs_of_zeros_kept
+from tests.modules import module_of
+from tools.operators.valid_calls import recorded_calls
+from tools.operators.value_grid import ValueCall, is_swept, results, trials, value_calls
+
+EQUAL, ROUNDED, SIGNS, DIFFERS, IN_TORCH, FAILS, ENDS = "equal", "rounded", "sign of zero", "differs", "torch", "fails", "ends the process"
+_ORDER = (EQUAL, ROUNDED, SIGNS, FAILS, DIFFERS)
+_BATCH = 40
+# Units in the last place that a value may differ: of the result, or of its largest finite value where elements are reduced.
+ULPS = {torch.float64: 256, torch.float32: 32, torch.float16: 4, torch.bfloat16: 4}
+
+
+class Verdict(NamedTuple):
+    """What the sweep says of a call."""
+
+    call: str
+    kind: str
+    detail: str = ""
+    trials: int = 0
+
+
+def compare(found: torch.Tensor, expected: torch.Tensor, elementwise: bool, largest: float = 0.0) -> tuple[str, int | None]:
+    """Return how a result is other than expected, and the element where it is."""
+    if found.dtype != expected.dtype or found.shape != expected.shape:
+        return DIFFERS, None
+    if not expected.dtype.is_floating_point:
+        unequal = (found != expected).flatten().nonzero()
+        return (DIFFERS, int(unequal[0])) if len(unequal) else (EQUAL, None)
+    info = torch.finfo(expected.dtype)
+    a, b = found.double().flatten(), expected.double().flatten()
+    same = (a == b) | (a.isnan() & b.isnan())
+    wrong_zero = same & (a == 0) & (a.signbit() != b.signbit())
+    # A finite number next to the largest one may be infinite.
+    finite = b[b.isfinite()].abs()
+    scale = b.abs() if elementwise else torch.cat([finite, torch.tensor([largest], dtype=torch.float64)]).max().expand_as(b)
+    near = (a - b).abs() <= ULPS[expected.dtype] * info.eps * scale + 2 * info.smallest_normal
+    bad = ~(same | (near & a.isfinite() & b.isfinite()))
+    if bad.any():
+        return DIFFERS, int(bad.nonzero()[0])
+    if wrong_zero.any():
+        return SIGNS, int(wrong_zero.nonzero()[0])
+    return (EQUAL, None) if same.all() else (ROUNDED, None)
+
+
+def _largest(tensors: Sequence[torch.Tensor]) -> float:
+    finite = [tensor[tensor.isfinite()].double().abs().max() for tensor in tensors if tensor.is_floating_point() and tensor.isfinite().any()]
+    return float(max(finite, default=0.0))
+
+
+def converted(calls: Sequence[ValueCall], folder: Path) -> Any:
+    """Return a pipeline in ONNX Runtime of some calls, or why there is none."""
+    counts = [len(call.tensors) for call in calls]
+
+    def forward(_: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        remaining, outputs = list(tensors), []
+        for call, count in zip(calls, counts, strict=True):
+            outputs += results(call, remaining[:count])
+            remaining = remaining[count:]
+        return tuple(outputs)
+
+    args = tuple(tensor for call in calls for tensor in call.tensors)
+    try:
+        bundle = stagepack.export(module_of(forward), args, out=folder / "torch", overwrite=True)
+    except Exception as error:  # noqa: BLE001
+        return f"export: {type(error).__name__}: {str(error)[:200]}"
+    files = convert_stage(bundle, 0, ())
+    if isinstance(files, str):
+        return files
+    try:
+        _write_bundle(bundle, {0: files}, bundle.check_digests(bundle.files), folder / "onnx", replaced_digest=Bundle(folder / "onnx").digest if (folder / "onnx").exists() else None)
+        return stagepack.load(folder / "onnx", runtime="onnxruntime")
+    except Exception as error:  # noqa: BLE001
+        return f"load: {' '.join(str(error).split())[:300]}"
+
+
+def sweep_calls(calls: Sequence[ValueCall], folder: Path) -> Iterator[Verdict]:
+    """Yield the verdict on each of some calls."""
+    if not calls:
+        return
+    pipe = converted(calls, folder)
+    if isinstance(pipe, str):
+        first = pipe if len(calls) == 1 else converted(calls[:1], folder)
+        if isinstance(first, str) and (len(calls) == 1 or calls[0].types == calls[-1].types):
+            # No function of the exporter, or no kernel of ONNX Runtime, for the operator or the dtype.
+            for call in calls:
+                yield Verdict(str(call), IN_TORCH, first)
+        else:
+            half = len(calls) // 2
+            yield from sweep_calls(calls[:half], folder)
+            yield from sweep_calls(calls[half:], folder)
+        return
+    worst = [Verdict(str(call), EQUAL) for call in calls]
+    counts = [0] * len(calls)
+    streams = [list(trials(call)) for call in calls]
+    for trial in range(max(map(len, streams))):
+        inputs, expected = [], []
+        for index, (call, stream) in enumerate(zip(calls, streams, strict=True)):
+            tensors = stream[trial] if trial < len(stream) else call.tensors
+            if trial < len(stream):
+                try:
+                    answer = results(call, tensors)
+                    counts[index] += 1
+                except Exception:  # noqa: BLE001
+                    tensors, answer = call.tensors, results(call, call.tensors)
+            else:
+                answer = results(call, tensors)
+            inputs.append(tensors)
+            expected.append(answer)
+        try:
+            outputs = pipe(*(tensor.clone() for tensors in inputs for tensor in tensors))
+        except Exception as error:  # noqa: BLE001
+            if len(calls) > 1:
+                for call in calls:
+                    yield from sweep_calls([call], folder)
+                return
+            detail = f"trial {trial}: {' '.join(str(error).split())[:200]}"
+            worst[0] = max(worst[0], Verdict(str(calls[0]), FAILS, detail), key=lambda one: _ORDER.index(one.kind))
+            continue
+        found = list(outputs) if isinstance(outputs, tuple | list) else [outputs]
+        for index, (call, tensors, answer) in enumerate(zip(calls, inputs, expected, strict=True)):
+            for wanted in answer:
+                given = found.pop(0)
+                kind, place = compare(given, wanted, call.is_elementwise, _largest(tensors))
+                if _ORDER.index(kind) > _ORDER.index(worst[index].kind):
+                    worst[index] = Verdict(str(call), kind, _describe(call, tensors, given, wanted, place, trial))
+    for verdict, count in zip(worst, counts, strict=True):
+        yield verdict._replace(trials=count)
+
+
+def _describe(call: ValueCall, tensors: Sequence[torch.Tensor], given: torch.Tensor, wanted: torch.Tensor, place: int | None, trial: int) -> str:
+    if place is None:
+        return "" if given.dtype == wanted.dtype and given.shape == wanted.shape else f"{given.dtype}{list(given.shape)} for {wanted.dtype}{list(wanted.shape)}"
+    inputs = ", ".join(str(tensor[place].item()) for tensor in tensors) if call.is_elementwise else f"trial {trial}"
+    if not call.is_elementwise and sum(tensor.numel() for tensor in tensors) < 40:
+        inputs += " " + " ".join(str(tensor.tolist()) for tensor in tensors)
+    extra = "" if call.is_elementwise or given.numel() > 24 else f" all {given.tolist()} for {wanted.tolist()}"
+    return f"at {inputs}: {given.flatten()[place].item()} for {wanted.flatten()[place].item()}{extra}"
+
+
+def sweep_operator(calls: Sequence[ValueCall]) -> list[Verdict]:
+    """Return the verdicts on the calls of an operator. Where a call ends the process, each is tried in a process of its own."""
+    verdicts = _in_process(calls)
+    if verdicts is None and len(calls) > 1:
+        half = len(calls) // 2
+        return sweep_operator(calls[:half]) + sweep_operator(calls[half:])
+    return [Verdict(str(calls[0]), ENDS)] if verdicts is None else verdicts
+
+
+def _batches(calls: Sequence[ValueCall]) -> Iterator[Sequence[ValueCall]]:
+    return (calls[start : start + _BATCH] for start in range(0, len(calls), _BATCH))
+
+
+def _in_process(calls: Sequence[ValueCall]) -> list[Verdict] | None:
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(reader)
+        with os.fdopen(writer, "w") as stream, tempfile.TemporaryDirectory() as folder:
+            sys.stderr.flush()
+            found: list[Verdict] = []
+            for _, group in itertools.groupby(calls, key=lambda call: call.types):
+                for batch in _batches(list(group)):
+                    found += sweep_calls(batch, Path(folder))
+            json.dump(found, stream)
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as stream:
+        text = stream.read()
+    os.waitpid(child, 0)
+    return [Verdict(*entry) for entry in json.loads(text)] if text else None
+
+
+def main() -> None:
+    """Print the verdicts."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("operators", nargs="*")
+    parser.add_argument("-o", "--out")
+    parser.add_argument("--part", default="0/1")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    samples = recorded_calls()
+    names = [name for name in sorted(samples) if name.partition(".")[0] == "aten" and is_swept(name)]
+    if options.operators:
+        names = [name for name in names if any(part in (name, name.split(".")[1]) for part in options.operators)]
+    index, count = map(int, options.part.split("/"))
+    stream = open(options.out, "w") if options.out else sys.stdout
+    totals: collections.Counter[str] = collections.Counter()
+    with onnx_functions_read_once(), signs_of_zeros_kept():
+        for name in names[index::count]:
+            start = time.monotonic()
+            calls = value_calls(name, samples[name])
+            found = sweep_operator(calls) if calls else []
+            totals.update(verdict.kind for verdict in found)
+            for verdict in found:
+                stream.write(json.dumps([name, *verdict]) + "\n")
+            stream.flush()
+            kinds = collections.Counter(verdict.kind for verdict in found)
+            print(name, dict(kinds), f"{time.monotonic() - start:.1f} s", file=sys.stderr, flush=True)
+    print(dict(totals), file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
