@@ -5,9 +5,10 @@ than torch at NaN. The exporter decomposes a program before it converts it, so t
 others decompose into. ``tools/operators/onnx_values.py`` compares all operators with torch.
 """
 
+import contextlib
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -15,6 +16,7 @@ import torch
 aten = torch.ops.aten
 _NARROW = (torch.float16, torch.bfloat16)
 _DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {}
+_LEFT: set[Any] = set()
 
 
 class NoOnnxFormError(Exception):
@@ -28,10 +30,23 @@ def decompositions() -> Mapping[Any, Callable[..., Any]]:
 
 def _decomposes(*operators: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        _DECOMPOSITIONS.update(dict.fromkeys(operators, function))
+        def decompose(*args: Any, **kwargs: Any) -> Any:
+            return NotImplemented if _LEFT.intersection(operators) else function(*args, **kwargs)
+
+        _DECOMPOSITIONS.update(dict.fromkeys(operators, decompose))
         return function
 
     return register
+
+
+@contextlib.contextmanager
+def _left_to_exporter(operator: Any) -> Iterator[None]:
+    """Leave the calls of an operator to the exporter: a decomposition calls it."""
+    _LEFT.add(operator)
+    try:
+        yield
+    finally:
+        _LEFT.discard(operator)
 
 
 def _in_float32(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -224,3 +239,101 @@ def _scatter_reduce(
     counts = zeros.scatter_add(dim, index, torch.ones_like(src)) + (1 if include_self else 0)
     start = self if include_self else torch.where(counts > 0, zeros, self)
     return start.scatter_add(dim, index, src) / torch.maximum(counts, ones)
+
+
+@_decomposes(aten.diagonal.default, aten.diagonal_copy.default)
+def _diagonal(self: torch.Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1) -> torch.Tensor:
+    # The exporter sums products with a mask, so that NaN and infinity beside the diagonal spread.
+    matrices = self.movedim((dim1, dim2), (-2, -1))
+    rows, columns = matrices.shape[-2:]
+    first = offset if offset >= 0 else -offset * columns
+    length = torch.sym_min(rows, columns - offset) if offset >= 0 else torch.sym_min(rows + offset, columns)
+    positions = torch.arange(torch.sym_max(length, 0)) * (columns + 1) + first
+    return matrices.flatten(-2).index_select(-1, positions)
+
+
+@_decomposes(aten._prelu_kernel.default)
+def _prelu(self: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    # PRelu of ONNX Runtime leaves NaN of the weight out where the input is 0.
+    return torch.where(self > 0, self, weight * self)
+
+
+@_decomposes(aten.avg_pool1d.default, aten.avg_pool2d.default, aten.avg_pool3d.default)
+def _avg_pool(self: torch.Tensor, kernel_size: Sequence[int], *args: Any, **kwargs: Any) -> torch.Tensor:
+    # The exporter leaves out the divisor.
+    divisor = kwargs.get("divisor_override", args[4] if len(args) > 4 else None)
+    if divisor is None:
+        return NotImplemented
+    raise NoOnnxFormError(f"aten.avg_pool{len(kernel_size)}d.default with divisor_override={divisor}")
+
+
+def _sort_keys(self: torch.Tensor, operator_name: str) -> torch.Tensor:
+    """Keys that TopK of ONNX Runtime sorts as torch sorts a tensor: NaN is larger than infinity."""
+    if not self.is_floating_point():
+        return self
+    if self.dtype == torch.float64:
+        raise NoOnnxFormError(f"{operator_name} of float64, in which ONNX Runtime puts NaN in another place")
+    infinity = torch.full((), 1e300, dtype=torch.float64)
+    wide = self.to(torch.float64)
+    wide = torch.where(self == math.inf, infinity, torch.where(self == -math.inf, -infinity, wide))
+    return torch.where(self.isnan(), _number(math.inf, wide), wide)
+
+
+@_decomposes(aten.sort.default)
+def _sort(self: torch.Tensor, dim: int = -1, descending: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    if not self.is_floating_point() or not self.dim():
+        return NotImplemented
+    keys = _sort_keys(self, "aten.sort.default")
+    with _left_to_exporter(aten.sort.default):
+        indices = aten.sort.default(keys, dim, descending)[1]
+    return self.gather(dim, indices), indices
+
+
+@_decomposes(aten.topk.default)
+def _topk(
+    self: torch.Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if not self.is_floating_point() or not self.dim():
+        return NotImplemented
+    keys = _sort_keys(self, "aten.topk.default")
+    with _left_to_exporter(aten.topk.default):
+        indices = aten.topk.default(keys, k, dim, largest, sorted)[1]
+    return self.gather(dim, indices), indices
+
+
+def _max_pool(operator: Any) -> Callable[..., torch.Tensor]:
+    def with_nan(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        # MaxPool of ONNX Runtime leaves NaN out.
+        if not self.is_floating_point():
+            return NotImplemented
+        with _left_to_exporter(operator):
+            largest = operator(self, *args, **kwargs)
+            has_nan = operator(self.isnan().to(self.dtype), *args, **kwargs) > 0
+        return torch.where(has_nan, _number(math.nan, self), largest)
+
+    return with_nan
+
+
+def _max_pool_with_indices(operator: Any) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    def with_nan(self: torch.Tensor, kernel_size: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self.is_floating_point():
+            return NotImplemented
+        # The index is that of the last NaN.
+        sizes = self.shape[-len(kernel_size) :]
+        positions = torch.arange(math.prod(sizes), dtype=torch.float32).reshape(sizes)
+        positions = torch.where(self.isnan(), positions, torch.full((), -1.0))
+        with _left_to_exporter(operator):
+            largest, indices = operator(self, kernel_size, *args, **kwargs)
+            last_nan = operator(positions, kernel_size, *args, **kwargs)[0]
+        has_nan = last_nan >= 0
+        return torch.where(has_nan, _number(math.nan, self), largest), torch.where(
+            has_nan, last_nan.to(torch.int64), indices
+        )
+
+    return with_nan
+
+
+for _operator in (aten.max_pool1d.default, aten.max_pool2d.default, aten.max_pool3d.default):
+    _decomposes(_operator)(_max_pool(_operator))
+for _operator in (aten.max_pool2d_with_indices.default, aten.max_pool3d_with_indices.default):
+    _decomposes(_operator)(_max_pool_with_indices(_operator))

@@ -141,7 +141,8 @@ def _integer_division(target: _Operator, arguments: _Arguments) -> Any:
     # The smallest integer divided by -1 has no quotient of its dtype, and ends the process of ONNX Runtime by SIGFPE.
     dividend, divisor = arguments["self"], arguments["other"]
     dtype = torch.result_type(dividend, divisor)
-    if dtype not in (torch.int32, torch.int64) or arguments.get("rounding_mode", "floor") is None:
+    is_exact = target.overloadpacket.__name__.startswith("div") and arguments.get("rounding_mode") is None
+    if dtype not in (torch.int32, torch.int64) or is_exact:
         return None
     is_remainder = target.overloadpacket.__name__.removesuffix("_") in ("remainder", "fmod")
     if not isinstance(divisor, torch.Tensor):

@@ -11,28 +11,34 @@ import itertools
 import json
 import math
 import os
+import signal
 import sys
 import tempfile
 import time
+import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch.onnx._internal.exporter._registration import ONNXRegistry
 
 import stagepack
 from stagepack.format.reader import Bundle
 from stagepack.onnx.add import _write_bundle
 from stagepack.onnx.conversion import convert_stage
+from stagepack.onnx.decompositions import decompositions
+from stagepack.onnx.replacements import REPLACEMENTS
 from stagepack.torch_internals import onnx_functions_read_once, signs_of_zeros_kept
 from tests.modules import module_of
 from tools.operators.valid_calls import recorded_calls
-from tools.operators.value_grid import ValueCall, is_swept, results, trials, value_calls
+from tools.operators.value_grid import TYPES, ValueCall, is_swept, results, trials, value_calls
 
 EQUAL, ROUNDED, SIGNS, DIFFERS, IN_TORCH, FAILS, ENDS = "equal", "rounded", "sign of zero", "differs", "torch", "fails", "ends the process"
 _ORDER = (EQUAL, ROUNDED, SIGNS, FAILS, DIFFERS)
 _BATCH = 40
+_MAX_SECONDS = 600
 # Units in the last place that a value may differ: of the result, or of its largest finite value where elements are reduced.
 ULPS = {torch.float64: 256, torch.float32: 32, torch.float16: 4, torch.bfloat16: 4}
 
@@ -106,11 +112,17 @@ def sweep_calls(calls: Sequence[ValueCall], folder: Path) -> Iterator[Verdict]:
         return
     pipe = converted(calls, folder)
     if isinstance(pipe, str):
-        first = pipe if len(calls) == 1 else converted(calls[:1], folder)
-        if isinstance(first, str) and (len(calls) == 1 or calls[0].types == calls[-1].types):
-            # No function of the exporter, or no kernel of ONNX Runtime, for the operator or the dtype.
+        kinds = {(call.operator_name, call.types) for call in calls}
+        first = pipe if len(calls) == 1 or len(kinds) > 1 else converted(calls[:1], folder)
+        if len(kinds) == 1 and isinstance(first, str):
+            # No function of the exporter, or no kernel of ONNX Runtime, for the operator and the dtypes.
             for call in calls:
                 yield Verdict(str(call), IN_TORCH, first)
+        elif unsupported := {call.operator_name for call in calls if f"no ONNX form of {call.operator_name} " in pipe}:
+            for call in calls:
+                if call.operator_name in unsupported:
+                    yield Verdict(str(call), IN_TORCH, pipe)
+            yield from sweep_calls([call for call in calls if call.operator_name not in unsupported], folder)
         else:
             half = len(calls) // 2
             yield from sweep_calls(calls[:half], folder)
@@ -164,17 +176,13 @@ def _describe(call: ValueCall, tensors: Sequence[torch.Tensor], given: torch.Ten
     return f"at {inputs}: {given.flatten()[place].item()} for {wanted.flatten()[place].item()}{extra}"
 
 
-def sweep_operator(calls: Sequence[ValueCall]) -> list[Verdict]:
-    """Return the verdicts on the calls of an operator. Where a call ends the process, each is tried in a process of its own."""
+def sweep(calls: Sequence[ValueCall]) -> list[Verdict]:
+    """Return the verdicts on calls, from a process of its own. Where it ends, the calls are tried in halves."""
     verdicts = _in_process(calls)
     if verdicts is None and len(calls) > 1:
         half = len(calls) // 2
-        return sweep_operator(calls[:half]) + sweep_operator(calls[half:])
+        return sweep(calls[:half]) + sweep(calls[half:])
     return [Verdict(str(calls[0]), ENDS)] if verdicts is None else verdicts
-
-
-def _batches(calls: Sequence[ValueCall]) -> Iterator[Sequence[ValueCall]]:
-    return (calls[start : start + _BATCH] for start in range(0, len(calls), _BATCH))
 
 
 def _in_process(calls: Sequence[ValueCall]) -> list[Verdict] | None:
@@ -182,19 +190,32 @@ def _in_process(calls: Sequence[ValueCall]) -> list[Verdict] | None:
     child = os.fork()
     if not child:
         os.close(reader)
-        with os.fdopen(writer, "w") as stream, tempfile.TemporaryDirectory() as folder:
-            sys.stderr.flush()
-            found: list[Verdict] = []
-            for _, group in itertools.groupby(calls, key=lambda call: call.types):
-                for batch in _batches(list(group)):
-                    found += sweep_calls(batch, Path(folder))
-            json.dump(found, stream)
-        os._exit(0)
+        signal.alarm(_MAX_SECONDS)
+        try:
+            with os.fdopen(writer, "w") as stream, tempfile.TemporaryDirectory() as folder:
+                verdicts = list(sweep_calls(calls, Path(folder)))
+                json.dump(verdicts, stream)
+        finally:
+            traceback.print_exc()
+            os._exit(0)
     os.close(writer)
     with os.fdopen(reader) as stream:
         text = stream.read()
     os.waitpid(child, 0)
     return [Verdict(*entry) for entry in json.loads(text)] if text else None
+
+
+def swept_operators(samples: Mapping[str, Any]) -> list[str]:
+    """Return the operators that torch's exporter or stagepack converts, as far as there are samples and a bundle may call them."""
+    registry = ONNXRegistry.from_torchlib()
+    converted_names = {str(target).replace("::", ".") for target in registry.functions}
+    converted_names |= {f"{converted_name}.default" for converted_name in converted_names}
+    replaced = {str(operator) for operator in decompositions()}
+    return [
+        name
+        for name in sorted(samples)
+        if (name in converted_names or name in replaced or name.split(".")[1] in REPLACEMENTS) and is_swept(name)
+    ]
 
 
 def main() -> None:
@@ -203,28 +224,28 @@ def main() -> None:
     parser.add_argument("operators", nargs="*")
     parser.add_argument("-o", "--out")
     parser.add_argument("--part", default="0/1")
+    parser.add_argument("--dtypes")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     samples = recorded_calls()
-    names = [name for name in sorted(samples) if name.partition(".")[0] == "aten" and is_swept(name)]
+    names = swept_operators(samples)
     if options.operators:
         names = [name for name in names if any(part in (name, name.split(".")[1]) for part in options.operators)]
     index, count = map(int, options.part.split("/"))
-    stream = open(options.out, "w") if options.out else sys.stdout
+    start = time.monotonic()
+    chosen = frozenset(dtype for dtype in TYPES if not options.dtypes or str(dtype).removeprefix("torch.") in options.dtypes.split(","))
+    calls = [call for name in names[index::count] for call in value_calls(name, samples[name], chosen)]
+    print(f"{len(names)} operators, {len(calls)} calls, {time.monotonic() - start:.1f} s", file=sys.stderr, flush=True)
     totals: collections.Counter[str] = collections.Counter()
-    with onnx_functions_read_once(), signs_of_zeros_kept():
-        for name in names[index::count]:
-            start = time.monotonic()
-            calls = value_calls(name, samples[name])
-            found = sweep_operator(calls) if calls else []
+    with onnx_functions_read_once(), signs_of_zeros_kept(), open(options.out, "w") if options.out else sys.stdout as stream:
+        for first in range(0, len(calls), _BATCH):
+            found = sweep(calls[first : first + _BATCH])
             totals.update(verdict.kind for verdict in found)
             for verdict in found:
-                stream.write(json.dumps([name, *verdict]) + "\n")
+                stream.write(json.dumps([verdict.call.partition("(")[0], *verdict]) + "\n")
             stream.flush()
-            kinds = collections.Counter(verdict.kind for verdict in found)
-            print(name, dict(kinds), f"{time.monotonic() - start:.1f} s", file=sys.stderr, flush=True)
-    print(dict(totals), file=sys.stderr)
+            print(first, dict(totals), f"{time.monotonic() - start:.1f} s", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

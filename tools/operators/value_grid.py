@@ -4,10 +4,11 @@ The calls are those of the samples of torch's own tests, in each dtype that torc
 scalars. An elementwise operator gets each combination of the grid; all others get tensors of the shapes of the sample, of six profiles.
 """
 
+import functools
 import itertools
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -96,14 +97,14 @@ def is_swept(operator_name: str) -> bool:
     return not operator_schema(operator).is_mutable and not any(word in packet_name for word in _UNDEFINED)
 
 
-def value_calls(operator_name: str, samples: Sequence[Call]) -> list[ValueCall]:
+def value_calls(operator_name: str, samples: Sequence[Call], dtypes: Set[torch.dtype] = frozenset(TYPES)) -> list[ValueCall]:
     """Return the calls of an operator that are compared: those that torch can make."""
     calls: dict[str, ValueCall] = {}
     counts: dict[Any, int] = {}
     for sample in samples:
         for call in _variants(operator_name, sample):
             types = call.types
-            if not types or counts.get(types, 0) >= _CALLS_OF_DTYPE.get(types[0], _CALLS_OF_OTHERS):
+            if not types or not dtypes >= set(types) or counts.get(types, 0) >= _CALLS_OF_DTYPE.get(types[0], _CALLS_OF_OTHERS):
                 continue
             kind = f"{call.operator_name} {types} {[leaf for leaf in call.leaves if not isinstance(leaf, torch.Tensor)]}"
             if str(call) in calls or counts.get(kind, 0) > 1 or not _works(call):
@@ -135,7 +136,7 @@ def _elementwise_variants(call: ValueCall) -> Iterator[ValueCall]:
     tensors = call.tensors
     mixed = [types for types in _MIXED if len(tensors) == 2]
     for types in (*([dtype] * len(tensors) for dtype in TYPES), *mixed):
-        flat = _retyped(call, list(types), size=len(next(_grid_trials(list(types)))[0]))
+        flat = _retyped(call, list(types), size=len(_grid_columns(tuple(types))[0]))
         yield flat
         is_usual = list(types) in ([torch.float32], [torch.int64]) and len(tensors) == 1
         for position, leaf in enumerate(call.leaves):
@@ -189,7 +190,7 @@ def results(call: ValueCall, tensors: Sequence[torch.Tensor]) -> list[torch.Tens
 def trials(call: ValueCall) -> Iterator[list[torch.Tensor]]:
     """Yield the tensors of the calls that are compared."""
     if call.is_elementwise:
-        yield from _grid_trials([tensor.dtype for tensor in call.tensors])
+        yield _grid_columns(call.types)
         return
     yield call.tensors
     for trial in range(_TRIALS):
@@ -197,12 +198,14 @@ def trials(call: ValueCall) -> Iterator[list[torch.Tensor]]:
         yield [_filled(tensor, trial, generator) for tensor in call.tensors]
 
 
-def _grid_trials(types: Sequence[torch.dtype]) -> Iterator[list[torch.Tensor]]:
+@functools.cache
+def _grid_columns(types: tuple[torch.dtype, ...]) -> list[torch.Tensor]:
+    """Each combination of the values of some dtypes."""
     values = [grid(dtype) if len(types) <= 2 else _few(dtype) for dtype in types]
     if len(types) > 3:
         values = [numbers if position < 3 else numbers[3:4] for position, numbers in enumerate(values)]
     columns = zip(*itertools.product(*values), strict=True)
-    yield [torch.tensor(column, dtype=torch.float64 if dtype.is_floating_point else torch.int64).to(dtype) for column, dtype in zip(columns, types, strict=True)]
+    return [torch.tensor(column, dtype=torch.float64 if dtype.is_floating_point else torch.int64).to(dtype) for column, dtype in zip(columns, types, strict=True)]
 
 
 def grid(dtype: torch.dtype) -> list[float | int]:
