@@ -63,7 +63,8 @@ def explain_failure(graph: Graph, program: ExportedProgram | None, error: BaseEx
     while error.__cause__ is not None:
         error = error.__cause__
     if isinstance(error, NoOnnxFormError):
-        return f"no ONNX form of {error}"
+        # torch adds the node and its place in the code.
+        return f"no ONNX form of {str(error).partition(chr(10))[0]}"
     return f"{type(error).__name__}: {' '.join(str(error).split())[:_MAX_REASON_LENGTH]}"
 
 

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import Any
 
 import torch
 
@@ -105,11 +105,6 @@ def _log_sigmoid(self: torch.Tensor) -> torch.Tensor:
     return torch.where(self < 0, self, _number(0, self)) - _log_of_sum(-self.abs())
 
 
-@_decomposes(aten.log_sigmoid_forward.default)
-def _log_sigmoid_forward(self: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return _log_sigmoid(self), self.new_empty(0)
-
-
 @_decomposes(aten.logaddexp.default)
 @_in_float32
 def _logaddexp(self: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -153,7 +148,7 @@ def _atan2(self: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     # Two zeros or two infinities have no quotient.
     is_diagonal = (height == width) & (height != 0)
     slope = torch.where(height == 0, height * _number(0, height), height / width)
-    slope = torch.where(is_diagonal, _number(1, height), torch.where(width != width, width, slope))  # noqa: PLR0124
+    slope = torch.where(is_diagonal, _number(1, height), torch.where(width != width, width, slope))
     angle = torch.atan(slope)
     angle = torch.where(_is_negative(other), math.pi - angle, angle)
     return torch.where(_is_negative(self), -angle, angle)
@@ -273,7 +268,8 @@ def _sort_keys(self: torch.Tensor, operator_name: str) -> torch.Tensor:
         return self
     if self.dtype == torch.float64:
         raise NoOnnxFormError(f"{operator_name} of float64, in which ONNX Runtime puts NaN in another place")
-    infinity = torch.full((), 1e300, dtype=torch.float64)
+    # The exporter stores a number in float32, also one of float64.
+    infinity = torch.full((), 1e38, dtype=torch.float64).square()
     wide = self.to(torch.float64)
     wide = torch.where(self == math.inf, infinity, torch.where(self == -math.inf, -infinity, wide))
     return torch.where(self.isnan(), _number(math.inf, wide), wide)
@@ -301,21 +297,29 @@ def _topk(
     return self.gather(dim, indices), indices
 
 
+def _with_special_values(largest: torch.Tensor, kinds: torch.Tensor) -> torch.Tensor:
+    """Maxima of windows, with what MaxPool of ONNX Runtime leaves out: NaN, and -inf, for which it has the smallest finite number."""
+    special = torch.where(kinds == 0, _number(-math.inf, largest), largest)
+    return torch.where(kinds > 1, _number(math.nan, largest), special)
+
+
+def _kinds(self: torch.Tensor) -> torch.Tensor:
+    """2 for NaN, 0 for -inf, and else 1."""
+    return self.isnan().to(self.dtype) + (self != -math.inf).to(self.dtype)
+
+
 def _max_pool(operator: Any) -> Callable[..., torch.Tensor]:
-    def with_nan(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        # MaxPool of ONNX Runtime leaves NaN out.
+    def pool(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if not self.is_floating_point():
             return NotImplemented
         with _left_to_exporter(operator):
-            largest = operator(self, *args, **kwargs)
-            has_nan = operator(self.isnan().to(self.dtype), *args, **kwargs) > 0
-        return torch.where(has_nan, _number(math.nan, self), largest)
+            return _with_special_values(operator(self, *args, **kwargs), operator(_kinds(self), *args, **kwargs))
 
-    return with_nan
+    return pool
 
 
 def _max_pool_with_indices(operator: Any) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    def with_nan(self: torch.Tensor, kernel_size: Any, *args: Any, **kwargs: Any) -> Any:
+    def pool(self: torch.Tensor, kernel_size: Any, *args: Any, **kwargs: Any) -> Any:
         if not self.is_floating_point():
             return NotImplemented
         # The index is that of the last NaN.
@@ -325,15 +329,19 @@ def _max_pool_with_indices(operator: Any) -> Callable[..., tuple[torch.Tensor, t
         with _left_to_exporter(operator):
             largest, indices = operator(self, kernel_size, *args, **kwargs)
             last_nan = operator(positions, kernel_size, *args, **kwargs)[0]
-        has_nan = last_nan >= 0
-        return torch.where(has_nan, _number(math.nan, self), largest), torch.where(
-            has_nan, last_nan.to(torch.int64), indices
-        )
+            kinds = operator(_kinds(self), kernel_size, *args, **kwargs)[0]
+        return _with_special_values(largest, kinds), torch.where(last_nan >= 0, last_nan.to(torch.int64), indices)
 
-    return with_nan
+    return pool
 
 
 for _operator in (aten.max_pool1d.default, aten.max_pool2d.default, aten.max_pool3d.default):
     _decomposes(_operator)(_max_pool(_operator))
 for _operator in (aten.max_pool2d_with_indices.default, aten.max_pool3d_with_indices.default):
     _decomposes(_operator)(_max_pool_with_indices(_operator))
+
+
+@_decomposes(aten.addbmm.default)
+def _addbmm(self: torch.Tensor, batch1: torch.Tensor, batch2: torch.Tensor, *, beta: Any = 1, alpha: Any = 1) -> Any:
+    # As the sum of other integers.
+    return NotImplemented if self.is_floating_point() else beta * self + alpha * torch.bmm(batch1, batch2).sum(0)

@@ -16,7 +16,7 @@ import torch
 
 from stagepack.format.operators import RUN_BY_DEFAULT, is_random_operator, operator_verdict
 from stagepack.torch_internals import OperatorOverload, operator_schema, tree_flatten, tree_unflatten
-from tools.operators.hostile_arguments import Call
+from tools.operators.hostile_arguments import Call, bind
 from tools.operators.valid_calls import find_operator
 
 FLOATS: Final = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -34,8 +34,8 @@ _FEW: Final = (0.0, -0.0, 0.5, 1.0, -1.5, 3.0, -30.0, 1e4, math.inf, -math.inf, 
 _SCALARS: Final = (0, -0.0, 1, -1, 2, 3, -2, 0.5, 0.1, -2.5, 30.0, math.inf, -math.inf, math.nan)
 _FEW_SCALARS: Final = (0, -1, 2, 0.5, math.inf)
 _TRIALS: Final = 12
-_CALLS_OF_DTYPE: Final = {torch.float32: 24, torch.int64: 8}
-_CALLS_OF_OTHERS: Final = 3
+_CALLS_OF_DTYPE: Final = {torch.float32: 8, torch.int64: 3}
+_CALLS_OF_OTHERS: Final = 1
 _MAX_ELEMENTS: Final = 512
 # Without the tag of elementwise operators in torch 2.13.
 _ELEMENTWISE: Final = frozenset({"floor_divide", "log_sigmoid", "_to_copy", "to", "type_as"})
@@ -80,7 +80,9 @@ class ValueCall:
 
     def __str__(self) -> str:
         parts = [
-            f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}" if isinstance(leaf, torch.Tensor) else str(leaf)
+            f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
+            if isinstance(leaf, torch.Tensor)
+            else str(leaf)
             for leaf in self.leaves
             if leaf is not None
         ]
@@ -97,16 +99,24 @@ def is_swept(operator_name: str) -> bool:
     return not operator_schema(operator).is_mutable and not any(word in packet_name for word in _UNDEFINED)
 
 
-def value_calls(operator_name: str, samples: Sequence[Call], dtypes: Set[torch.dtype] = frozenset(TYPES)) -> list[ValueCall]:
+def value_calls(
+    operator_name: str, samples: Sequence[Call], dtypes: Set[torch.dtype] = frozenset(TYPES)
+) -> list[ValueCall]:
     """Return the calls of an operator that are compared: those that torch can make."""
     calls: dict[str, ValueCall] = {}
     counts: dict[Any, int] = {}
     for sample in samples:
         for call in _variants(operator_name, sample):
             types = call.types
-            if not types or not dtypes >= set(types) or counts.get(types, 0) >= _CALLS_OF_DTYPE.get(types[0], _CALLS_OF_OTHERS):
+            if (
+                not types
+                or not dtypes >= set(types)
+                or counts.get(types, 0) >= _CALLS_OF_DTYPE.get(types[0], _CALLS_OF_OTHERS)
+            ):
                 continue
-            kind = f"{call.operator_name} {types} {[leaf for leaf in call.leaves if not isinstance(leaf, torch.Tensor)]}"
+            kind = (
+                f"{call.operator_name} {types} {[leaf for leaf in call.leaves if not isinstance(leaf, torch.Tensor)]}"
+            )
             if str(call) in calls or counts.get(kind, 0) > 1 or not _works(call):
                 continue
             for counted in (types, kind):
@@ -205,7 +215,10 @@ def _grid_columns(types: tuple[torch.dtype, ...]) -> list[torch.Tensor]:
     if len(types) > 3:
         values = [numbers if position < 3 else numbers[3:4] for position, numbers in enumerate(values)]
     columns = zip(*itertools.product(*values), strict=True)
-    return [torch.tensor(column, dtype=torch.float64 if dtype.is_floating_point else torch.int64).to(dtype) for column, dtype in zip(columns, types, strict=True)]
+    return [
+        torch.tensor(column, dtype=torch.float64 if dtype.is_floating_point else torch.int64).to(dtype)
+        for column, dtype in zip(columns, types, strict=True)
+    ]
 
 
 def grid(dtype: torch.dtype) -> list[float | int]:
@@ -224,7 +237,11 @@ def grid(dtype: torch.dtype) -> list[float | int]:
 def _few(dtype: torch.dtype) -> list[float | int]:
     if dtype.is_floating_point:
         return list(_FEW)
-    return [n for n in grid(dtype) if abs(n) < 8 or n in (torch.iinfo(dtype).max, torch.iinfo(dtype).min)] if dtype != torch.bool else [0, 1]
+    return (
+        [n for n in grid(dtype) if abs(n) < 8 or n in (torch.iinfo(dtype).max, torch.iinfo(dtype).min)]
+        if dtype != torch.bool
+        else [0, 1]
+    )
 
 
 def _filled(tensor: torch.Tensor, trial: int, generator: random.Random) -> torch.Tensor:
@@ -241,8 +258,16 @@ def _filled(tensor: torch.Tensor, trial: int, generator: random.Random) -> torch
         return torch.tensor(values, dtype=torch.int64).reshape(tensor.shape).to(tensor.dtype)
     profile = trial % 6
     usual = [0.0, -0.0, 1.0, -1.0, 0.5, 1.5, 2.5, -2.5, 3.0, 1e-4, -7.0, 30.0, -30.0]
-    values = [generator.choice(usual) if generator.random() < 0.5 else generator.uniform(-2, 2) for _ in range(tensor.numel())]
-    special = {1: [math.nan], 2: [math.inf], 3: [-math.inf], 4: [1e4, -1e4, 1000.0, -1000.0], 5: [math.inf, -math.inf, math.nan]}
+    values = [
+        generator.choice(usual) if generator.random() < 0.5 else generator.uniform(-2, 2) for _ in range(tensor.numel())
+    ]
+    special = {
+        1: [math.nan],
+        2: [math.inf],
+        3: [-math.inf],
+        4: [1e4, -1e4, 1000.0, -1000.0],
+        5: [math.inf, -math.inf, math.nan],
+    }
     for position in range(len(values)):
         if profile and generator.random() < (0.15 if profile < 4 else 0.4):
             values[position] = generator.choice(special[profile])
@@ -251,3 +276,12 @@ def _filled(tensor: torch.Tensor, trial: int, generator: random.Random) -> torch
     if trial == 7:
         values = [generator.choice([0.0, -0.0, torch.finfo(tensor.dtype).tiny / 4]) for _ in values]
     return torch.tensor(values, dtype=torch.float64).reshape(tensor.shape).to(tensor.dtype)
+
+
+def bound_call(operator_name: str, *args: Any, **kwargs: Any) -> ValueCall:
+    """Return a call with examples of its tensors; a dtype stands for a tensor of the grid, of an elementwise operator."""
+    grids = iter(_grid_columns(tuple(arg for arg in args if isinstance(arg, torch.dtype))))
+    filled = [torch.ones_like(next(grids)) if isinstance(arg, torch.dtype) else arg for arg in args]
+    arguments = bind(find_operator(operator_name), filled, kwargs)
+    leaves, structure = tree_flatten(list(arguments.values()))
+    return ValueCall(operator_name, tuple(arguments), tuple(leaves), structure)

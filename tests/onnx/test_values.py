@@ -1,0 +1,80 @@
+"""Stages that answer as torch at values that the example does not have: zeros, ties, the largest numbers, infinities and NaN."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from stagepack.onnx.decompositions import decompositions
+from stagepack.torch_internals import onnx_functions_read_once
+from tools.operators.onnx_values import DIFFERS, FAILS, IN_TORCH, sweep_calls
+from tools.operators.value_grid import bound_call
+
+F32 = torch.float32
+IMAGE, ROWS = torch.rand(1, 2, 6, 6), torch.rand(4, 5)
+REPLACED = [
+    *(
+        bound_call(f"aten.{name}.default", F32)
+        for name in ("log1p", "expm1", "special_expm1", "log_sigmoid", "elu", "celu", "selu", "angle")
+    ),
+    *(bound_call(f"aten.{name}.default", F32, F32) for name in ("atan2", "logaddexp", "logaddexp2", "floor_divide")),
+    bound_call("aten.elu.default", F32, 0.5, 2, 3),
+    bound_call("aten.remainder.Tensor", F32, F32),
+    bound_call("aten.remainder.Scalar", F32, 0.1),
+    bound_call("aten.remainder.Scalar_Tensor", 0.5, F32),
+    bound_call("aten.div.Tensor_mode", F32, F32, rounding_mode="floor"),
+    bound_call("aten.div.Scalar_mode", F32, 0.1, rounding_mode="floor"),
+    bound_call("aten.div.Tensor", torch.int32, torch.int32),
+    bound_call("aten.add.Scalar", F32, 1e-8),
+    bound_call("aten.mul.Scalar", F32, 1.000001),
+    bound_call("aten.sum.default", torch.arange(6)),
+    bound_call("aten.sum.dim_IntList", torch.arange(6).reshape(2, 3), [1]),
+    bound_call("aten.addbmm.default", torch.ones(2, 3).long(), torch.ones(4, 2, 5).long(), torch.ones(4, 5, 3).long()),
+    bound_call("aten.diagonal.default", ROWS, 1),
+    bound_call("aten.diagonal_copy.default", ROWS, -1, 1, 0),
+    bound_call("aten._prelu_kernel.default", torch.rand(3, 2), torch.rand(1, 2)),
+    bound_call("aten.sort.default", ROWS, -1, True),
+    bound_call("aten.topk.default", ROWS, 3),
+    bound_call("aten.max_pool1d.default", ROWS[None], [2]),
+    bound_call("aten.max_pool2d.default", IMAGE, [3, 3], [2, 2], [1, 1]),
+    bound_call("aten.max_pool2d_with_indices.default", IMAGE, [2, 2]),
+    bound_call("aten.max_pool3d.default", IMAGE[None], [2, 2, 2]),
+    bound_call("aten.max_pool3d_with_indices.default", IMAGE[None], [2, 2, 2]),
+    bound_call(
+        "aten.scatter_reduce.two", ROWS, 0, torch.tensor([[0, 0, 1, 2, 3]] * 3), ROWS[:3], "mean", include_self=False
+    ),
+    bound_call("aten.scatter_reduce.two", ROWS, 0, torch.tensor([[0, 0, 1, 2, 3]] * 3), ROWS[:3], "mean"),
+]
+REFUSED = {
+    "sort.default of float64": bound_call("aten.sort.default", ROWS.double()),
+    "topk.default of float64": bound_call("aten.topk.default", ROWS.double(), 2),
+    "avg_pool2d.default with divisor_override=3": bound_call(
+        "aten.avg_pool2d.default", IMAGE, [2, 2], divisor_override=3
+    ),
+    "scatter_reduce.two: its mean of integers": bound_call(
+        "aten.scatter_reduce.two", torch.arange(3), 0, torch.tensor([0, 0]), torch.tensor([4, 5]), "mean"
+    ),
+}
+
+
+def test_replaced_operators_answer_as_torch_over_the_grid(tmp_path: Path) -> None:
+    with onnx_functions_read_once():
+        verdicts = list(sweep_calls(REPLACED, tmp_path))
+    assert len(verdicts) == len(REPLACED)
+    assert [verdict for verdict in verdicts if verdict.kind in (DIFFERS, FAILS, IN_TORCH)] == []
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_calls_that_no_form_makes_right_stay_in_torch_by_name(reason: str, tmp_path: Path) -> None:
+    (verdict,) = sweep_calls([REFUSED[reason]], tmp_path)
+    assert verdict.kind == IN_TORCH
+    assert f"no ONNX form of aten.{reason}" in verdict.detail
+
+
+def test_each_decomposition_is_tried() -> None:
+    tried = {call.operator_name for call in [*REPLACED, *REFUSED.values()]}
+    assert {str(operator) for operator in decompositions()} - tried <= {
+        "aten.avg_pool1d.default",
+        "aten.avg_pool3d.default",
+        "aten.floor_divide.Scalar",
+    }
