@@ -204,7 +204,12 @@ def _floor_divide(self: Any, other: Any) -> torch.Tensor:
 
 @_decomposes(aten.div.Tensor_mode, aten.div.Scalar_mode)
 def _div(self: torch.Tensor, other: Any, *, rounding_mode: str | None = None) -> torch.Tensor:
-    return _floor_divide(self, other) if rounding_mode == "floor" else NotImplemented
+    if rounding_mode == "floor":
+        return _floor_divide(self, other)
+    if rounding_mode is None or torch.result_type(self, other).is_floating_point:
+        return NotImplemented
+    # The exporter divides integers as floats: 2**53 + 1 by 1 is another number, and 0 divides.
+    return torch.floor_divide(self - torch.fmod(self, other), other)
 
 
 @_decomposes(aten.sum.default, aten.sum.dim_IntList)

@@ -8,7 +8,7 @@ import functools
 import itertools
 import math
 import random
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence, Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -100,7 +100,7 @@ def is_swept(operator_name: str) -> bool:
 
 
 def value_calls(
-    operator_name: str, samples: Sequence[Call], dtypes: Set[torch.dtype] = frozenset(TYPES)
+    operator_name: str, samples: Sequence[Call], dtypes: AbstractSet[torch.dtype] = frozenset(TYPES)
 ) -> list[ValueCall]:
     """Return the calls of an operator that are compared: those that torch can make."""
     calls: dict[str, ValueCall] = {}
@@ -110,7 +110,7 @@ def value_calls(
             types = call.types
             if (
                 not types
-                or not dtypes >= set(types)
+                or types[0] not in dtypes
                 or counts.get(types, 0) >= _CALLS_OF_DTYPE.get(types[0], _CALLS_OF_OTHERS)
             ):
                 continue
@@ -200,7 +200,11 @@ def results(call: ValueCall, tensors: Sequence[torch.Tensor]) -> list[torch.Tens
 def trials(call: ValueCall) -> Iterator[list[torch.Tensor]]:
     """Yield the tensors of the calls that are compared."""
     if call.is_elementwise:
-        yield _grid_columns(call.types)
+        columns = _grid_columns(call.types)
+        yield columns
+        if len(columns) == 2 and not columns[1].is_floating_point():
+            # A division by 0 raises, and leaves the other values out.
+            yield [columns[0], torch.where(columns[1] == 0, 1, columns[1].to(torch.int64)).to(columns[1].dtype)]
         return
     yield call.tensors
     for trial in range(_TRIALS):
