@@ -21,29 +21,33 @@ _MAX_SECONDS: Final = 10.0
 class ChatTemplate:
     """The template of a bundle, which is filled in by a process of its own; see `template_process`.
 
+    Some bundles have a second template, for conversations with tools.
+
     Attributes:
         call_form: how the model writes calls of tools; None if the template teaches none, or another form than those that are read.
 
     The process starts with the first conversation, and again after one that it did not survive.
     """
 
-    def __init__(self, template: str, special_tokens: Mapping[str, str]) -> None:
+    def __init__(self, template: str, special_tokens: Mapping[str, str], tool_template: str | None = None) -> None:
         self._template = template
-        self.call_form = form_of_template(template)
+        self._tool_template = template if tool_template is None else tool_template
+        self.call_form = form_of_template(self._tool_template)
         self._special_tokens = dict(special_tokens)
         self._process: subprocess.Popen[bytes] | None = None
-        # Of its own: conversations that wait for it take no threads of other models, and are dropped when their clients go away.
+        # A thread of its own: conversations that wait for it take none of other models, and are dropped when their clients go away.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="stagepack-chat-template")
 
     async def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """Write a conversation as a text, which ends where the answer of the assistant begins."""
-        if "developer" not in self._template:  # OpenAI's newer name of that role
+        template = self._tool_template if tools else self._template
+        if "developer" not in template:  # OpenAI's newer name of that role
             messages = [
                 {**message, "role": "system"} if message.get("role") == "developer" else message for message in messages
             ]
         variables = {**self._special_tokens, "messages": messages, "add_generation_prompt": True}
         variables |= {"tools": list(tools)} if tools else {}
-        request = {"template": self._template, "variables": variables}
+        request = {"template": template, "variables": variables}
         answer_line = await asyncio.get_running_loop().run_in_executor(self._thread, self._exchange, request)
         if not answer_line:
             raise BadRequestError("the chat template of the bundle took too much time or memory")

@@ -216,25 +216,7 @@ class _MessageHead(Struct):
 
     role: str
     content: str | list[_TextPart] | None = None
-    tool_calls: list[dict[str, Any]] | None = None
-
-    def text(self) -> str | None:
-        """The content, which may be in parts, as one text."""
-        return "\n".join(part.text for part in self.content) if isinstance(self.content, list) else self.content
-
-    def calls(self) -> dict[str, Any]:
-        """The calls of tools with their arguments as objects, as templates expect them, in the fields of the message."""
-        if not self.tool_calls:
-            return {}
-        calls = [call | {"function": _with_arguments(call.get("function"))} for call in self.tool_calls]
-        return {"tool_calls": calls}
-
-
-def _with_arguments(function: Any) -> Any:
-    """A function of a call whose arguments are an object, and not its JSON."""
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
-        return function
-    return function | {"arguments": decode_field("tool_calls", Raw(function["arguments"].encode()), Any)}
+    tool_calls: list[dict[str, Raw]] | None = None
 
 
 class _JsonSchema(Struct):
@@ -313,13 +295,10 @@ class ChatFields(OpenAIFields, kw_only=True, forbid_unknown_fields=True):
         return self.tool_choice == "required" or isinstance(self.tool_choice, ChosenTool)
 
     def template_messages(self) -> list[dict[str, Any]]:
-        """Return the messages as templates expect them: each content is one string."""
+        """Return the messages, each with its role as a text; `template_process` makes of them what templates expect."""
         heads = decode_field("messages", self.messages, Annotated[list[_MessageHead], Meta(min_length=1)])
         messages = decode_field("messages", self.messages, list[dict[str, Raw]])
-        return [
-            message | {"role": head.role, "content": head.text()} | head.calls()
-            for head, message in zip(heads, messages, strict=True)
-        ]
+        return [message | {"role": head.role} for head, message in zip(heads, messages, strict=True)]
 
     def settings(self) -> dict[str, Any]:
         """Return the settings of a generation."""

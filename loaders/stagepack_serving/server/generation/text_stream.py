@@ -191,11 +191,13 @@ def read_text_format(bundle: Bundle) -> TextFormat | None:
     if tokenizer is None:
         return None
     config = _read_fields(bundle, _TOKENIZER_CONFIG)
-    template = bundle.read(_TEMPLATE).decode(errors="replace") if _TEMPLATE in bundle.files else _template_in(config)
-    if template is None:
+    templates = _templates_in(config)
+    if _TEMPLATE in bundle.files:
+        templates = {"default": bundle.read(_TEMPLATE).decode(errors="replace")}
+    if "default" not in templates:
         return TextFormat(tokenizer, None)
     special_tokens = _special_token_texts(_read_fields(bundle, _SPECIAL_TOKENS) | config)
-    return TextFormat(tokenizer, ChatTemplate(template, special_tokens))
+    return TextFormat(tokenizer, ChatTemplate(templates["default"], special_tokens, templates.get("tool_use")))
 
 
 def _read_fields(bundle: Bundle, asset_name: str) -> dict[str, Any]:
@@ -208,13 +210,14 @@ def _read_fields(bundle: Bundle, asset_name: str) -> dict[str, Any]:
         raise AssetError(f"{bundle.location}: {asset_name}: expected a JSON object: {error}") from None
 
 
-def _template_in(config: Mapping[str, Any]) -> str | None:
-    """The chat template in the configuration of a tokenizer, which may have several by name."""
-    template = config.get("chat_template")
-    if isinstance(template, list):
-        named_templates = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
-        template = named_templates[0].get("template") if named_templates else None
-    return template if isinstance(template, str) else None
+def _templates_in(config: Mapping[str, Any]) -> dict[str, str]:
+    """The chat templates in the configuration of a tokenizer, by name: one is the default."""
+    templates = config.get("chat_template")
+    if isinstance(templates, str):
+        return {"default": templates}
+    entries = [entry for entry in templates if isinstance(entry, dict)] if isinstance(templates, list) else []
+    named = {entry.get("name"): entry.get("template") for entry in entries if isinstance(entry.get("name"), str)}
+    return {name: template for name, template in named.items() if isinstance(template, str)}
 
 
 def _special_token_texts(fields: Mapping[str, Any]) -> dict[str, str]:
