@@ -12,8 +12,10 @@ import jsonschema
 import openai
 import pytest
 from pydantic import BaseModel, Field
+from tokenizers import Tokenizer
 
 import stagepack
+from stagepack_serving.server.generation.text_stream import GeneratedText, TextFormat
 from stagepack_serving.server.generation.tool_calls import CallForm, CallReader, ToolCall, form_of_template
 from tests.serve.generating_model import tokenizer
 from tests.serve.servers import Server, openai_client, post, stagepack_server
@@ -44,8 +46,18 @@ def server(writer: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
         callers.append(shutil.copytree(ending, folder / f"{model}.stagepack"))
         (folder / "chat_template.jinja").write_text(template + CALLING_MESSAGES)
         stagepack.add_assets(callers[-1], [folder / "chat_template.jinja"], overwrite=True)
+    # The markers of calls as special tokens, which a decoded text leaves out.
+    callers.append(shutil.copytree(folder / "hermes.stagepack", folder / "special.stagepack"))
+    (folder / "tokenizer.json").write_text(special_tokenizer().to_str())
+    stagepack.add_assets(callers[-1], [folder / "tokenizer.json"], overwrite=True)
     with stagepack_server([writer, ending, *callers], "--max-sequences", "3") as server:
         yield server
+
+
+def special_tokenizer() -> Tokenizer:
+    special = tokenizer()
+    special.add_special_tokens(["<tool_call>", "</tool_call>"])
+    return special
 
 
 @pytest.fixture
@@ -187,7 +199,7 @@ TOOLS: Any = [
 CHOSEN: Any = {"type": "function", "function": {"name": "g"}}
 
 
-@pytest.mark.parametrize("model", ["hermes", "mistral", "llama3"])
+@pytest.mark.parametrize("model", ["hermes", "mistral", "llama3", "special"])
 @pytest.mark.parametrize("choice", ["required", CHOSEN])
 def test_a_tool_that_must_be_called_is_called(client: openai.OpenAI, model: str, choice: Any) -> None:
     pytest.importorskip("llguidance")
@@ -205,6 +217,25 @@ def test_a_tool_that_must_be_called_is_called(client: openai.OpenAI, model: str,
     first, other = whole.choices[0].message.tool_calls[0].function, streamed.function
     assert (streamed.index, other.name, other.arguments) == (0, first.name, first.arguments)
     assert not "".join(delta.content or "" for delta in deltas).strip()
+
+
+def test_calls_between_special_tokens_are_seen(client: openai.OpenAI) -> None:
+    text_format = TextFormat(special_tokenizer(), None)
+    tokens = text_format.encode("So: " + MARKED + MARKED, adds_special_tokens=False)
+    for shown_tokens, says in (
+        (frozenset(), ("So: ", [])),
+        (text_format.special_ids(HERMES.markers), ("So: ", CALLS[:1] * 2)),
+    ):
+        text = GeneratedText(text_format, ["stop"], shown_tokens)
+        whole = "".join(
+            text.add(token, "stop" if place == len(tokens) else None).text for place, token in enumerate(tokens, 1)
+        )
+        content, calls = CallReader(HERMES, frozenset("f")).split(whole)
+        assert (content.partition("{")[0], calls) == says
+    [token] = special_tokenizer().encode("<tool_call>").ids
+    request: Any = {"model": "special", "max_tokens": 2, "logit_bias": {str(token): 100}}
+    assert converse(client, **request).choices[0].message.content == ""
+    assert converse(client, **request, tools=TOOLS).choices[0].message.content == "<tool_call>" * 2
 
 
 def test_tools_are_in_the_prompt_and_texts_without_calls_are_texts(client: openai.OpenAI) -> None:

@@ -53,12 +53,14 @@ class GenerationRequest:
 
     Attributes:
         logprob_count: how many of the likeliest tokens each part has beside its own; None for parts without `GeneratedPart.logprobs`.
+        shown_tokens: special tokens that are part of the text.
     """
 
     prompt: Array
     settings: Mapping[str, Any]
     stop_strings: Sequence[str] = ()
     logprob_count: int | None = None
+    shown_tokens: frozenset[int] = frozenset()
 
 
 class Generator:
@@ -205,7 +207,7 @@ class Generator:
         """Generate a text."""
         if request.stop_strings and self.text_format is None:
             raise FieldError("stop", "the bundle has no tokenizer.json, so there is no text")
-        text = GeneratedText(self.text_format, request.stop_strings)
+        text = GeneratedText(self.text_format, request.stop_strings, request.shown_tokens)
 
         def take(loop: TokenLoop, logits: Array) -> GeneratedPart:
             logits = logits_as_floats(logits, self._facts.logits)

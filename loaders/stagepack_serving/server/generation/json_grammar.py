@@ -4,6 +4,7 @@ Source: https://github.com/guidance-ai/llguidance. It bounds the time and the me
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -17,6 +18,8 @@ from stagepack_serving.server.generation.text_stream import TextFormat
 
 # Between the parts of the JSON. Without a bound, a model may write whitespace until its text is full.
 _WHITESPACE: Final = r"[ \n\t]{0,32}"
+# What may be a token in the frame of an answer.
+_MARKERS: Final = re.compile("(<[^<>]*>)")
 # Changes the scores of the next token; see `GenerationSettings.logits_processor`.
 LogitsProcessor = Callable[[Array, Array], Array]
 
@@ -44,6 +47,7 @@ class GrammarTokens:
         with explain_missing_packages():
             import llguidance  # noqa: PLC0415 - optional
         self._library: Any = llguidance
+        self._text_format = text_format
         facts = _TokenizerFacts(text_format, vocabulary_size, end_tokens[0])
         wrapper = llguidance.TokenizerWrapper(facts)
         self._tokenizer = llguidance.LLTokenizer(wrapper, n_vocab=vocabulary_size, eos_token=list(end_tokens))
@@ -53,7 +57,7 @@ class GrammarTokens:
         matcher_type = self._library.LLMatcher
         options = {"whitespace_pattern": _WHITESPACE, "whitespace_flexible": True, "lenient": False}
         fields = {**schema, "x-guidance": options} if isinstance(schema, Mapping) else schema
-        before, after = map(json.dumps, frame)
+        before, after = map(self._frame_rule, frame)
         grammar = f"start: {before} answer {after}\nanswer: %json {json.dumps(fields)}"
         matcher = matcher_type(self._tokenizer, grammar, log_level=0)
         if not matcher.is_error():
@@ -61,6 +65,14 @@ class GrammarTokens:
         if matcher.is_error() or matcher.is_stopped():
             raise _refused(matcher.get_error() or "no JSON satisfies it")
         return JsonGrammar(matcher)
+
+    def _frame_rule(self, text: str) -> str:
+        """The rule of a text of a frame. A special token is no text to llguidance, but a number."""
+        parts = [part for part in _MARKERS.split(text) if part] or [""]
+        token_ids = [self._text_format.special_ids([part]) for part in parts]
+        return " ".join(
+            f"<[{next(iter(ids))}]>" if ids else json.dumps(part) for part, ids in zip(parts, token_ids, strict=True)
+        )
 
 
 class JsonGrammar:

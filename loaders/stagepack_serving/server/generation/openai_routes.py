@@ -124,7 +124,9 @@ class CompletionRoute(OpenAIRoute):
         with errors_of_field("messages" if isinstance(fields, ChatFields) else "prompt"):
             prompts = await _read_prompts(generator, fields)
             requests = [
-                request for prompt in prompts for request in _generation_requests(generator, fields, prompt, grammar)
+                request
+                for prompt in prompts
+                for request in _generation_requests(generator, fields, prompt, grammar, reader)
             ]
         answer = TextAnswer(fields, generator.text_format, reader)
         choices = [TextChoice(answer, index) for index in range(len(requests))]
@@ -156,11 +158,18 @@ class CompletionRoute(OpenAIRoute):
 
 
 def _generation_requests(
-    generator: Generator, fields: OpenAIFields, prompt: _Prompt, grammar: JsonGrammar | None
+    generator: Generator,
+    fields: OpenAIFields,
+    prompt: _Prompt,
+    grammar: JsonGrammar | None,
+    reader: CallReader | None,
 ) -> Iterator[GenerationRequest]:
     """The texts after a prompt. With a seed, each is that of a request for one text with the next seed."""
     given_settings = fields.settings() | ({"max_new_tokens": 1} if fields.max_tokens == 0 else {})
     settings = generator.openai_settings(prompt.array, given_settings, fields.default_count)
+    shown_tokens: frozenset[int] = frozenset()
+    if reader is not None and generator.text_format is not None:
+        shown_tokens = generator.text_format.special_ids(reader.form.markers)
     for number in range(fields.n):
         seed = {} if fields.seed is None else {"seed": fields.seed + number}
         yield GenerationRequest(
@@ -168,6 +177,7 @@ def _generation_requests(
             settings=settings | seed | ({} if grammar is None else {"logits_processor": grammar.start_text()}),
             stop_strings=fields.stop_strings(),
             logprob_count=fields.logprob_count,
+            shown_tokens=shown_tokens,
         )
 
 

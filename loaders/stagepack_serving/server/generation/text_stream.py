@@ -139,9 +139,13 @@ class TextFormat:
             return bytes(BYTE_OF_CHARACTER[character] for character in token_text)
         return token_text.replace(_WORD_START, " ").encode()
 
-    def start_text(self) -> TextStream:
-        """Start to decode a text."""
-        return TextStream(self.tokenizer, self._special_tokens)
+    def special_ids(self, token_texts: Sequence[str]) -> frozenset[int]:
+        """Return those of some tokens that are special."""
+        return self._special_tokens.intersection(map(self.tokenizer.token_to_id, token_texts))
+
+    def start_text(self, shown_tokens: frozenset[int] = frozenset()) -> TextStream:
+        """Start to decode a text, without special tokens but those that are shown."""
+        return TextStream(self.tokenizer, self._special_tokens - shown_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,8 +167,10 @@ class GeneratedPart:
 class GeneratedText:
     """A text that grows by tokens."""
 
-    def __init__(self, text_format: TextFormat | None, stop_strings: Sequence[str]) -> None:
-        self._stream = None if text_format is None else text_format.start_text()
+    def __init__(
+        self, text_format: TextFormat | None, stop_strings: Sequence[str], shown_tokens: frozenset[int] = frozenset()
+    ) -> None:
+        self._stream = None if text_format is None else text_format.start_text(shown_tokens)
         self._stop_strings = StopStrings(stop_strings)
 
     def add(self, token: int, finish_reason: FinishReason | None) -> GeneratedPart:

@@ -15,7 +15,8 @@ from typing import Annotated, Any, Final, Literal
 from msgspec import Meta, Struct
 
 _MARKER: Final = "<tool_call>"
-_MARKED_CALL: Final = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+_END_MARKER: Final = "</tool_call>"
+_MARKED_CALL: Final = re.compile(rf"{_MARKER}(.*?)(?:{_END_MARKER}|\Z)", re.DOTALL)
 # Of forms that are not read: those of Qwen 3 Coder, and of Mistral since 2025.
 _OTHER_MARKERS: Final = ("<function=", "[ARGS]")
 _SEPARATORS: Final = " \t\r\n;"
@@ -75,7 +76,12 @@ class CallForm:
 
     def frame(self) -> tuple[str, str]:
         """Return what is written before and after the JSON of a call."""
-        return ("<tool_call>\n", "\n</tool_call>") if self.is_marked else ("", "")
+        return (f"{_MARKER}\n", f"\n{_END_MARKER}") if self.is_marked else ("", "")
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """What begins and ends a call, which may be special tokens."""
+        return (_MARKER, _END_MARKER) if self.is_marked else ()
 
     def schema(self, tools: Sequence[Tool]) -> dict[str, Any]:
         """Return the schema of the JSON of one call."""
