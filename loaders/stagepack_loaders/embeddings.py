@@ -13,6 +13,7 @@ import numpy
 from msgspec import Struct
 
 from stagepack.errors import InputError
+from stagepack.format.graph import ValueArg
 from stagepack.format.limits import Int64
 from stagepack.format.manifest import Edge, EntryPoint
 from stagepack.format.reader import Bundle
@@ -30,12 +31,18 @@ if TYPE_CHECKING:
     from stagepack_loaders.generation.generate import TextPipeline
 
 _RESULT: Final = "sentence_embedding"
-_IDS: Final = "input_ids"
+IDS_INPUT: Final = "input_ids"
 _MASK: Final = "attention_mask"
 _TYPES: Final = "token_type_ids"
 _OFFSETS: Final = "offsets"
 _PROMPT_LENGTHS: Final = "prompt_length"
 _SETTINGS_FILE: Final = "config_sentence_transformers.json"
+
+# Operators that look tokens up in a table, their first argument; and those whose result has the same tokens.
+_TABLES: Final = frozenset({"embedding", "embedding_bag", "_embedding_bag", "_embedding_bag_forward_only"})
+_COPIES: Final = frozenset(
+    {"_to_copy", "alias", "clone", "contiguous", "expand", "reshape", "squeeze", "to", "unsqueeze", "view"}
+)
 
 
 class EmbeddingSettings(Struct, frozen=True, kw_only=True):
@@ -91,19 +98,38 @@ def embedding_facts(entry_point: EntryPoint) -> EmbeddingFacts | None:
     if not isinstance(result, DictTree) or [key for key, _ in result.items] != [_RESULT]:
         return None
     [(_, leaf)] = result.items
-    is_flat = inputs.keys() == {_IDS, _OFFSETS}
-    is_known = is_flat or (inputs.keys() <= {_IDS, _MASK, _TYPES, _PROMPT_LENGTHS} and _IDS in inputs)
-    if not isinstance(leaf, ValueLeaf) or not is_known or len(inputs[_IDS].shape) != 2 - is_flat:
+    is_flat = inputs.keys() == {IDS_INPUT, _OFFSETS}
+    is_known = is_flat or (inputs.keys() <= {IDS_INPUT, _MASK, _TYPES, _PROMPT_LENGTHS} and IDS_INPUT in inputs)
+    if not isinstance(leaf, ValueLeaf) or not is_known or len(inputs[IDS_INPUT].shape) != 2 - is_flat:
         return None
     [edge] = (edge for edge in entry_point.edges if edge.name == leaf.name)
-    batch_dim = inputs[_OFFSETS if is_flat else _IDS].shape[0]
+    batch_dim = inputs[_OFFSETS if is_flat else IDS_INPUT].shape[0]
     return EmbeddingFacts(
         inputs=inputs,
         result=edge,
-        max_length=largest_size(inputs[_IDS].shape[-1], entry_point.symbols),
+        max_length=largest_size(inputs[IDS_INPUT].shape[-1], entry_point.symbols),
         max_batch=largest_size(batch_dim, entry_point.symbols),
         is_flat=is_flat,
     )
+
+
+def vocabulary_size(bundle: Bundle) -> int | None:
+    """Return the number of tokens that an entry point that embeds texts has embeddings of; None if its graphs do not say it."""
+    [ids_edge] = (edge for edge in bundle.entry_point.inputs if edge.name == IDS_INPUT)
+    row_counts: list[int] = []
+    for stage_number in ids_edge.consumers:
+        graph = bundle.graph(stage_number)
+        shapes = {weight.value: weight.shape for weight in graph.weights}
+        names = {IDS_INPUT}  # the tokens, and what has the same numbers
+        for node in graph.nodes:
+            operator_name = graph.ops[node.op].name.removeprefix("aten.").partition(".")[0]
+            arguments = [argument.name if isinstance(argument, ValueArg) else None for argument in node.args[:2]]
+            if operator_name in _COPIES and arguments[0] in names:
+                names |= {value.name for value in node.outputs if value is not None}
+            elif operator_name in _TABLES and arguments[-1] in names:
+                row_counts += [size for size in shapes.get(arguments[0] or "", ())[:1] if isinstance(size, int)]
+            shapes |= {value.name: value.shape for value in node.outputs if value is not None}
+    return min(row_counts, default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,11 +204,11 @@ class TextReader:
     def _flat_batch(self, rows: Sequence[Sequence[int]]) -> TextBatch:
         ids = numpy.array([token for row in rows for token in row], numpy.int64)
         offsets = numpy.cumsum([0, *map(len, rows[:-1])], dtype=numpy.int64)
-        return TextBatch(inputs={_IDS: ids, _OFFSETS: offsets}, token_count=len(ids))
+        return TextBatch(inputs={IDS_INPUT: ids, _OFFSETS: offsets}, token_count=len(ids))
 
     def _batch(self, ids: Array, mask: Array, types: Array, prompt_length: int) -> TextBatch:
         lengths = numpy.full(len(ids), prompt_length, numpy.int64)
-        arrays = {_IDS: ids, _MASK: mask, _TYPES: types, _PROMPT_LENGTHS: lengths}
+        arrays = {IDS_INPUT: ids, _MASK: mask, _TYPES: types, _PROMPT_LENGTHS: lengths}
         inputs = {input_name: array for input_name, array in arrays.items() if input_name in self.facts.inputs}
         return TextBatch(inputs=inputs, token_count=int(mask.sum()))
 
@@ -207,8 +233,8 @@ def text_reader(bundle: Bundle) -> TextReader:
     facts = embedding_facts(bundle.entry_point)
     if facts is None:
         raise InputError(
-            f"{bundle.location}: to encode texts, expected a model that takes {_IDS} [batch, sequence] and returns {_RESULT!r}, such as "
-            "one of sentence-transformers"
+            f"{bundle.location}: to encode texts, expected a model that takes {IDS_INPUT} [batch, sequence] and returns {_RESULT!r}, "
+            "such as one of sentence-transformers"
         )
     return TextReader(bundle, facts)
 

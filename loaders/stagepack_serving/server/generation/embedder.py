@@ -2,7 +2,8 @@
 
 import asyncio
 import base64
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -11,10 +12,10 @@ import numpy
 
 from stagepack.errors import InputError
 from stagepack_loaders.elements import Array
-from stagepack_loaders.embeddings import TextBatch, TextReader, embedding_facts
+from stagepack_loaders.embeddings import IDS_INPUT, TextBatch, TextReader, embedding_facts, vocabulary_size
 from stagepack_loaders.generation.decoders import logits_as_floats
 from stagepack_serving.protocol.datatypes import NUMPY_DTYPES
-from stagepack_serving.server.errors import AssetError, BadRequestError, RequestError, RequestStatus
+from stagepack_serving.server.errors import AssetError, BadRequestError, RequestError, RequestStatus, errors_of_field
 from stagepack_serving.server.generation.openai_requests import EmbeddingFields
 from stagepack_serving.server.parameters import InferenceRequest, InferenceTensor
 from stagepack_serving.server.served_model import ServedModel
@@ -37,26 +38,29 @@ class Embedder:
     def __init__(self, reader: TextReader, model: ServedModel) -> None:
         self._reader = reader
         self._model = model
+        ids_dtype = NUMPY_DTYPES[model.interface.inputs[IDS_INPUT].datatype]
+        self._vocabulary_size = vocabulary_size(model.bundle) or numpy.iinfo(ids_dtype).max
         [self._output] = model.interface.outputs
 
     async def embed(
         self, sentences: Sequence[str] | Sequence[Sequence[int]], fields: EmbeddingFields, deadline: asyncio.Timeout
     ) -> Embeddings:
         """Embed texts."""
-        try:
+        with self._errors_of("prompt_name"):
             prompt = self._reader.settings.prompt(fields.prompt_name)
+        with self._errors_of("dimensions"):
             dimensions = self._dimensions(fields.dimensions)
-            positions = [*self._reader.batches([len(sentence) for sentence in sentences], _BATCH_SIZE)]
+        positions = [*self._reader.batches([len(sentence) for sentence in sentences], _BATCH_SIZE)]
+        with self._errors_of("input"):
             # In a thread: a long text takes as long as other requests must not wait for.
             batches = [
                 await asyncio.to_thread(self._read, [sentences[position] for position in batch], prompt)
                 for batch in positions
             ]
-        except InputError as error:
-            raise BadRequestError(f"{self._model.name}: {error}") from None
         tasks = [asyncio.ensure_future(self._model.infer(self._request(batch), deadline)) for batch in batches]
         try:
-            answers = await asyncio.gather(*tasks)
+            with errors_of_field("input"):
+                answers = await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
@@ -74,7 +78,20 @@ class Embedder:
         longest, limit = max(map(len, sentences)), self._reader.facts.max_length
         if limit is not None and longest > limit:
             raise InputError(f"input: expected at most {limit} tokens, found {longest}")
+        lowest, highest = min(map(min, sentences)), max(map(max, sentences))
+        # A runtime may take negative numbers from the end of the table, and read memory beyond it.
+        if lowest < 0 or highest >= self._vocabulary_size:
+            found = lowest if lowest < 0 else highest
+            raise InputError(f"input: expected tokens from 0 to {self._vocabulary_size - 1}, found {found}")
         return self._reader.read_tokens(sentences)
+
+    @contextlib.contextmanager
+    def _errors_of(self, field_name: str) -> Iterator[None]:
+        try:
+            yield
+        except InputError as error:
+            with errors_of_field(field_name):
+                raise BadRequestError(f"{self._model.name}: {error}") from None
 
     def _request(self, batch: TextBatch) -> InferenceRequest:
         datatypes = {input_name: tensor.datatype for input_name, tensor in self._model.interface.inputs.items()}

@@ -3,17 +3,19 @@
 Source: https://platform.openai.com/docs/api-reference.
 """
 
-import codecs
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from stagepack_loaders.generation.sampling import TokenLogprobs
 from stagepack_serving.server.generation.openai_requests import ChatFields, OpenAIFields
 from stagepack_serving.server.generation.text_stream import GeneratedPart, TextFormat
+from stagepack_serving.server.generation.token_starts import TokenStarts
 from stagepack_serving.server.generation.tool_calls import CallReader, ToolCall
+
+_LEAST_LOGPROB: Final = -9999.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,7 @@ class TextChoice:
         self._answer = answer
         self._index = index
         self._tokens: list[ScoredToken] = []
-        self._offsets = _TextOffsets(answer.text_format)
+        self._starts = TokenStarts(answer.text_format)
         self._event_start = (0, 0)  # in the text and in the tokens
         self._has_role = False
         self.text = ""
@@ -47,7 +49,10 @@ class TextChoice:
     def echo(self, text: str, tokens: Iterable[ScoredToken]) -> None:
         """Begin the text with the prompt."""
         self.text += text
-        self._tokens += tokens
+        for scored in tokens:
+            self._tokens.append(scored)
+            self._starts.add(scored.token)
+        self._starts.begin_text(len(self.text))
 
     def add(self, part: GeneratedPart) -> None:
         """Add what a token adds."""
@@ -58,11 +63,13 @@ class TextChoice:
         ends_text = part.finish_reason == "stop" and text_format is not None and text_format.is_special(part.token)
         if part.logprobs is not None and not ends_text:
             self._tokens.append(ScoredToken(part.token, part.logprobs))
+            if not self._answer.is_chat:
+                self._starts.add(part.token)
 
     def whole(self) -> dict[str, Any]:
         """Return the fields of the choice in the whole answer."""
         if not self._answer.is_chat:
-            return self._fields({"text": self.text}, self._tokens)
+            return self._fields({"text": self.text}, slice(None))
         content, calls = self._content()
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if calls:
@@ -70,7 +77,7 @@ class TextChoice:
                 "content": content if content.strip() else None,
                 "tool_calls": [call.fields() for call in calls],
             }
-        return self._fields({"message": message}, self._tokens, calls_tools=bool(calls))
+        return self._fields({"message": message}, slice(None), calls_tools=bool(calls))
 
     @property
     def has_news(self) -> bool:
@@ -82,7 +89,7 @@ class TextChoice:
         text_start, token_start = self._event_start
         text, calls = self._content()
         self._event_start = len(text), len(self._tokens)
-        text, tokens = text[text_start:], self._tokens[token_start:]
+        text, tokens = text[text_start:], slice(token_start, None)
         role = {} if self._has_role else {"role": "assistant"}
         self._has_role = True
         if not self._answer.is_chat:
@@ -93,7 +100,7 @@ class TextChoice:
             call_fields = [{"index": index} | call.fields() for index, call in enumerate(calls)]
             delta = role | {"content": text or None, "tool_calls": call_fields}
             yield self._answer.event([self._fields({"delta": delta}, tokens) | {"finish_reason": None}])
-            role, text, tokens = {}, "", []
+            role, text, tokens = {}, "", slice(0)
         yield self._answer.event([self._fields({"delta": role | {"content": text}}, tokens, calls_tools=bool(calls))])
 
     def _content(self) -> tuple[str, list[ToolCall]]:
@@ -106,13 +113,12 @@ class TextChoice:
             else self._answer.reader.split(self.text)
         )
 
-    def _fields(
-        self, content: dict[str, Any], tokens: Sequence[ScoredToken], *, calls_tools: bool = False
-    ) -> dict[str, Any]:
-        logprobs = None
-        if self._answer.has_logprobs:
-            form = _chat_logprobs if self._answer.is_chat else _completion_logprobs
-            logprobs = form(self._offsets, tokens)
+    def _fields(self, content: dict[str, Any], span: slice, *, calls_tools: bool = False) -> dict[str, Any]:
+        logprobs, tokens, text_format = None, self._tokens[span], self._answer.text_format
+        if self._answer.has_logprobs and self._answer.is_chat:
+            logprobs = _chat_logprobs(text_format, tokens)
+        elif self._answer.has_logprobs:
+            logprobs = _completion_logprobs(text_format, tokens) | {"text_offset": self._starts.offsets()[span]}
         reason = "tool_calls" if calls_tools and self.finish_reason == "stop" else self.finish_reason
         return {"index": self._index, **content, "logprobs": logprobs, "finish_reason": reason}
 
@@ -146,57 +152,47 @@ class TextAnswer:
         return {**self._heading, "object": object_name, "choices": choices, **usage_fields}
 
 
-class _TextOffsets:
-    """Where tokens begin in a text, in characters, and what they are as texts."""
-
-    def __init__(self, text_format: TextFormat | None) -> None:
-        self._text_format = text_format
-        self._decoder = codecs.getincrementaldecoder("utf-8")("ignore")
-        self._offset = 0
-
-    def add(self, token: int) -> int:
-        """Return where a token begins that follows those before."""
-        offset = self._offset
-        is_text = self._text_format is not None and not self._text_format.is_special(token)
-        if is_text:
-            self._offset += len(self._decoder.decode(self.content(token)))
-        return offset
-
-    def content(self, token: int) -> bytes:
-        """Return the bytes of a token."""
-        return b"" if self._text_format is None else self._text_format.token_bytes(token)
-
-    def text(self, token: int) -> str:
-        """Return a token as a text. Bytes that are no text are written as OpenAI writes them."""
-        content = self.content(token)
-        try:
-            return content.decode() if self._text_format is not None else f"token_id:{token}"
-        except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
+def _content(text_format: TextFormat | None, token: int) -> bytes:
+    """The bytes of a token."""
+    return b"" if text_format is None else text_format.token_bytes(token)
 
 
-def _completion_logprobs(offsets: _TextOffsets, tokens: Sequence[ScoredToken]) -> dict[str, Any]:
+def _text(text_format: TextFormat | None, token: int) -> str:
+    """A token as a text. Bytes that are no text are written as OpenAI writes them."""
+    content = _content(text_format, token)
+    try:
+        return content.decode() if text_format is not None else f"token_id:{token}"
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
+
+
+def _number(logprob: float) -> float:
+    """A logprob as JSON has it, which lacks infinity: OpenAI writes -9999 for a token that cannot be."""
+    return max(logprob, _LEAST_LOGPROB)
+
+
+def _completion_logprobs(text_format: TextFormat | None, tokens: Sequence[ScoredToken]) -> dict[str, Any]:
     """The logprobs of a completion: lists with an item for each token."""
     logprobs = [scored.logprobs for scored in tokens]
     return {
-        "tokens": [offsets.text(scored.token) for scored in tokens],
-        "token_logprobs": [None if entry is None else entry.logprob for entry in logprobs],
+        "tokens": [_text(text_format, scored.token) for scored in tokens],
+        "token_logprobs": [None if entry is None else _number(entry.logprob) for entry in logprobs],
         "top_logprobs": [
             None
             if entry is None
-            else {offsets.text(token): logprob for token, logprob in entry.likeliest}
-            | {offsets.text(scored.token): entry.logprob}
+            else {_text(text_format, token): _number(logprob) for token, logprob in entry.likeliest}
+            | {_text(text_format, scored.token): _number(entry.logprob)}
             for scored, entry in zip(tokens, logprobs, strict=True)
         ],
-        "text_offset": [offsets.add(scored.token) for scored in tokens],
     }
 
 
-def _chat_logprobs(offsets: _TextOffsets, tokens: Sequence[ScoredToken]) -> dict[str, Any]:
+def _chat_logprobs(text_format: TextFormat | None, tokens: Sequence[ScoredToken]) -> dict[str, Any]:
     """The logprobs of a message: an object for each token."""
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
-        return {"token": offsets.text(token), "logprob": logprob, "bytes": list(offsets.content(token))}
+        content = _content(text_format, token)
+        return {"token": _text(text_format, token), "logprob": _number(logprob), "bytes": list(content)}
 
     content = []
     for scored in tokens:

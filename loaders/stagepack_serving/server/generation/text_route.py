@@ -4,9 +4,10 @@ Source: https://html.spec.whatwg.org/multipage/server-sent-events.html.
 """
 
 import asyncio
+import json
 from abc import ABC, abstractmethod
 from contextlib import AbstractAsyncContextManager
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 from starlette.requests import Request
@@ -17,6 +18,9 @@ from stagepack_serving.server.errors import RequestError, refusal_fields
 from stagepack_serving.server.model_registry import ModelRegistry, RequestScope
 from stagepack_serving.server.rest_request import unless_disconnected
 from stagepack_serving.server.served_model import ServedModel
+
+# Characters of texts that the standard does not end a line at, but clients do that split lines as Python does.
+_LINE_ENDS: Final = {end.encode(): json.dumps(end)[1:-1].encode() for end in ("\x85", "\u2028", "\u2029")}
 
 
 class AnswerChannel:
@@ -48,6 +52,8 @@ class AnswerChannel:
             headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
         data = event.encode() if isinstance(event, str) else msgspec.json.encode(event)
+        for character, escape in _LINE_ENDS.items():
+            data = data.replace(character, escape)
         await self._send({"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True})
 
     async def end_events(self) -> None:
