@@ -130,7 +130,10 @@ def test_rows_of_several_requests_share_a_batch(client: openai.OpenAI, server: S
         ({"input": [True]}, "input: expected a text"),
         ({"input": [10**30]}, "input: expected a text"),
         ({"input": [1] * (POSITIONS + 1)}, f"input: expected at most {POSITIONS} tokens, found {POSITIONS + 1}"),
-        ({"input": [5000]}, "out of range"),
+        ({"input": [128]}, "input: expected tokens from 0 to 127, found 128"),
+        ({"input": [[3, 2], [2**40, -1]]}, "input: expected tokens from 0 to 127, found -1"),
+        ({"model": "static", "input": [[0], [72]]}, "input: expected tokens from 0 to 71, found 72"),
+        ({"model": "static", "input": [-1]}, "input: expected tokens from 0 to 71, found -1"),
         ({"dimensions": 5}, "dimensions: expected 4, 8, found 5"),
         ({"model": "static", "dimensions": 4}, "dimensions: the model does not say that its embeddings may be cut"),
         ({"dimensions": 0}, "dimensions"),
@@ -143,6 +146,10 @@ def test_requests_that_cannot_be_answered(client: openai.OpenAI, fields: Any, sa
     with pytest.raises(openai.BadRequestError, match=says) as raised:
         client.embeddings.create(**{"model": "sentences", "input": "a"} | fields)
     assert raised.value.type == "invalid_request_error"
+    [wrong_name] = fields.keys() - {"model"}
+    assert raised.value.param == (
+        "truncate" if "truncate" in says else "prompt_name" if wrong_name == "extra_body" else wrong_name
+    )
 
 
 def test_errors_below_v1_have_the_form_of_openai(client: openai.OpenAI, server: Server) -> None:

@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 
+import stagepack
+from stagepack_serving.server.generation.openai_requests import ChatFields, CompletionFields, EmbeddingFields
+from tests.sentence_models import HIDDEN, sentence_model, sentence_transformers
 from tests.serve.generating_model import POSITIONS
 from tests.serve.servers import Server, get, post_json, stagepack_server
 
@@ -14,8 +17,11 @@ pytestmark = pytest.mark.xdist_group("serve")
 
 
 @pytest.fixture(scope="module")
-def server(writer: Path) -> Iterator[Server]:
-    with stagepack_server([writer]) as server:
+def server(writer: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("sentences")
+    pooling = sentence_transformers().sentence_transformer.modules.Pooling(HIDDEN)
+    stagepack.export(sentence_model(folder, pooling), out=folder / "sentences.stagepack")
+    with stagepack_server([writer, folder / "sentences.stagepack"]) as server:
         yield server
 
 
@@ -58,7 +64,7 @@ def test_errors_of_all_paths_have_the_form_of_openai(server: Server) -> None:
         ({"guided_choice": ["a"]}, "guided_choice"),
         ({"model": None}, "model"),
         ({"max_tokens": POSITIONS}, "messages"),  # as OpenAI has it
-        ({"model": "reader"}, None),
+        ({"model": "reader"}, "model"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
@@ -69,3 +75,49 @@ def test_an_error_names_the_field_that_is_wrong(
     status, answer = post_json(server, "/v1/chat/completions", **body | fields)
     assert status in (400, 404)
     assert answer["error"]["param"] == wrong_name, answer
+
+
+FIELDS_TYPES = {"completions": CompletionFields, "chat/completions": ChatFields, "embeddings": EmbeddingFields}
+VALUES: list[Any] = [
+    "x",
+    "",
+    -1,
+    0,
+    10**9,
+    2**70,
+    -1e300,
+    0.5,
+    True,
+    [],
+    [[]],
+    [-1],
+    [{}],
+    {},
+    {"x": 1},
+    {"type": "x"},
+    [None],
+    "\U0010ffff" * 99,
+]
+
+
+@pytest.mark.parametrize("path", FIELDS_TYPES)
+def test_every_field_that_is_wrong_is_named(server: Server, path: str) -> None:
+    refused_count, wrong_names = 0, []
+    valid = {"model": "writer", "max_tokens": 1}
+    valid |= {"messages": [{"role": "user", "content": "Hi"}]} if path.startswith("chat") else {"prompt": "a"}
+    if path == "embeddings":
+        valid = {"model": "sentences", "input": "a"}
+    for field_name in [*FIELDS_TYPES[path].__struct_fields__, "audio", "functions", "suffix", "unknown"]:
+        for value in VALUES if field_name != "stream" else VALUES[:5]:
+            status, answer = post_json(server, f"/v1/{path}", **valid | {field_name: value})
+            assert status in (200, 400, 404), answer
+            refused_count += status != 200
+            # As OpenAI has it, a prompt that does not fit beside `max_tokens` is what is wrong.
+            if (
+                status != 200
+                and answer["error"]["code"] != "context_length_exceeded"
+                and answer["error"]["param"] != field_name
+            ):
+                wrong_names.append((field_name, value, answer))
+    assert not wrong_names
+    assert refused_count > 50

@@ -52,7 +52,9 @@ def openai_endpoints(models: ModelRegistry) -> list[Endpoint]:
         for model in _text_models(models):
             if model.name == model_name:
                 return JSONResponse(_model_fields(model))
-        raise RequestError(RequestStatus.NOT_FOUND, f"the model {model_name!r} does not exist")
+        refusal = RequestError(RequestStatus.NOT_FOUND, f"the model {model_name!r} does not exist")
+        refusal.field_name = "model"
+        raise refusal
 
     routes: list[tuple[str, str, type[OpenAIRoute], type[OpenAIFields | EmbeddingFields]]] = [
         ("completions", "The text after a prompt, whole or as server-sent events", CompletionRoute, CompletionFields),
@@ -87,9 +89,14 @@ class OpenAIRoute(TextRoute):
         end_time = time.monotonic() + self._models.limits.deadline
         await self._models.check_head("openai", self._models.limits.deadline)
         fields = await self._read_fields(request)
-        async with self._models.request_scope(fields.model, "", "openai") as request_scope:
-            shorten_deadline(request_scope.deadline, end_time - time.monotonic())
-            yield request_scope, fields
+        try:
+            async with self._models.request_scope(fields.model, "", "openai") as request_scope:
+                shorten_deadline(request_scope.deadline, end_time - time.monotonic())
+                yield request_scope, fields
+        except RequestError as error:
+            if error.status is RequestStatus.NOT_FOUND:
+                error.field_name = "model"
+            raise
 
     async def _read_fields(self, request: Request) -> Any:
         """The fields of a request; one that is refused is counted here, since its model is not known."""
@@ -118,7 +125,8 @@ class CompletionRoute(OpenAIRoute):
     """Generates texts."""
 
     async def _answer(self, model: ServedModel, fields: Any, channel: AnswerChannel, deadline: asyncio.Timeout) -> Any:
-        generator = generator_of(model)
+        with errors_of_field("model"):
+            generator = generator_of(model)
         reader = _call_reader(generator, fields) if isinstance(fields, ChatFields) else None
         grammar = await _answer_grammar(generator, fields, reader) if isinstance(fields, ChatFields) else None
         with errors_of_field("messages" if isinstance(fields, ChatFields) else "prompt"):
@@ -128,22 +136,11 @@ class CompletionRoute(OpenAIRoute):
                 for prompt in prompts
                 for request in _generation_requests(generator, fields, prompt, grammar, reader)
             ]
-        answer = TextAnswer(fields, generator.text_format, reader)
-        choices = [TextChoice(answer, index) for index in range(len(requests))]
-        if isinstance(fields, CompletionFields) and fields.echo:
-            await _echo(generator, fields, prompts, choices)
-        if fields.max_tokens == 0:
-            for choice in choices:
-                choice.finish_reason = "length"
-                for event in choice.events() if fields.stream else ():
-                    await channel.send_event(event)
-        else:
-            async with aclosing(_generate_together(generator, requests)) as parts:
-                async for index, part in parts:
-                    choice = choices[index]
-                    choice.add(part)
-                    for event in choice.events() if fields.stream and choice.has_news else ():
-                        await channel.send_event(event)
+            answer = TextAnswer(fields, generator.text_format, reader)
+            choices = [TextChoice(answer, index) for index in range(len(requests))]
+            if isinstance(fields, CompletionFields) and fields.echo:
+                await _echo(generator, fields, prompts, choices)
+            await _generate_choices(generator, fields, requests, choices, channel)
         token_counts = sum(prompt.array.size for prompt in prompts), sum(choice.token_count for choice in choices)
         usage = dict(
             zip(("prompt_tokens", "completion_tokens", "total_tokens"), (*token_counts, sum(token_counts)), strict=True)
@@ -155,6 +152,28 @@ class CompletionRoute(OpenAIRoute):
         await channel.send_event(_DONE)
         await channel.end_events()
         return None
+
+
+async def _generate_choices(
+    generator: Generator,
+    fields: OpenAIFields,
+    requests: Sequence[GenerationRequest],
+    choices: Sequence[TextChoice],
+    channel: AnswerChannel,
+) -> None:
+    """Generate the texts of the choices, and send their events."""
+    if fields.max_tokens == 0:
+        for choice in choices:
+            choice.finish_reason = "length"
+            for event in choice.events() if fields.stream else ():
+                await channel.send_event(event)
+        return
+    async with aclosing(_generate_together(generator, requests)) as parts:
+        async for index, part in parts:
+            choice = choices[index]
+            choice.add(part)
+            for event in choice.events() if fields.stream and choice.has_news else ():
+                await channel.send_event(event)
 
 
 def _generation_requests(
@@ -264,7 +283,9 @@ class EmbeddingRoute(OpenAIRoute):
 
     async def _answer(self, model: ServedModel, fields: Any, channel: AnswerChannel, deadline: asyncio.Timeout) -> Any:
         sentences = await beside_loop(len(memoryview(fields.input)), fields.sentences)
-        embeddings = await embedder_of(model).embed(sentences, fields, deadline)
+        with errors_of_field("model"):
+            embedder = embedder_of(model)
+        embeddings = await embedder.embed(sentences, fields, deadline)
         return await beside_loop(embeddings.vectors.nbytes, embedding_answer, fields, embeddings)
 
 
