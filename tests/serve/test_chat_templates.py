@@ -1,6 +1,7 @@
 """Conversations as texts: by this project as by ``apply_chat_template`` of transformers."""
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -30,7 +31,10 @@ def call(arguments: Any, call_id: str = "abcdefghi", name: str = "look_up") -> d
 USER = {"role": "user", "content": " Grüß <Gott> & 'so' \u2028"}
 ASSISTANT = {"role": "assistant", "content": "Yes.\n"}
 SYSTEM = {"role": "system", "content": "Be brief"}
-PARTS = [{"type": "text", "text": " one "}, {"type": "text", "text": "two", "cache_control": {"type": "ephemeral"}}]
+PARTS = [
+    {"type": "text", "text": " part 1 "},
+    {"type": "text", "text": "part 2", "cache_control": {"type": "ephemeral"}},
+]
 ANSWERED = [{"role": "tool", "tool_call_id": "abcdefghi", "content": "4"}, {"role": "user", "content": "And?"}]
 
 
@@ -140,20 +144,34 @@ def test_a_template_writes_what_transformers_writes(template_name: str) -> None:
         for tools in ([], TOOLS):
             found, plain = rendered_here(template, messages, tools), [with_objects(message) for message in messages]
             expected = rendered_there(template, plain, tools)
-            if "parts" in conversation and (expected is None or writes_lists(template)):
-                expected = rendered_there(template, [with_texts(message) for message in plain], tools)
+            if "parts" in conversation:
+                expected = with_all_parts(
+                    expected, rendered_there(template, [with_texts(message) for message in plain], tools)
+                )
             if found != expected:
                 differing[conversation, len(tools)] = (found, expected)
     assert not differing
 
 
-def writes_lists(template: str) -> bool:
-    """Whether a template writes parts in Python's notation."""
-    written = rendered_there(template, [{"role": "user", "content": [{"type": "text", "text": "a"}]}], [])
-    return written is not None and "[{'type': 'text', 'text': 'a'}]" in written.lower()
+def with_all_parts(text: str | None, joined_text: str | None) -> str | None:
+    """What transformers writes of parts, or of one text if that is an error, Python's notation of a list, or not all of them."""
+    if text is None or "[{'type': 'text', 'text': " in text.lower():
+        return joined_text
+    parts = ("part 1", "part 2")
+    is_whole = joined_text is None or all(text.lower().count(part) >= joined_text.lower().count(part) for part in parts)
+    return text if is_whole else joined_text
 
 
 def test_there_are_many_templates_of_which_most_write_most_conversations() -> None:
     texts = [rendered_there(template, CONVERSATIONS["long"], TOOLS) for template in TEMPLATES.values()]
     assert len(TEMPLATES) >= 60
     assert sum(text is not None for text in texts) >= 60
+
+
+def test_conversations_with_tools_may_have_a_template_of_their_own() -> None:
+    async def run() -> list[str]:
+        with contextlib.closing(ChatTemplate("{{ tools }}", {}, "<tool_call>{{ tools | length }}")) as chat_template:
+            assert chat_template.call_form is not None
+            return [await chat_template.render([USER], tools) for tools in ([], TOOLS)]
+
+    assert asyncio.run(run()) == ["None", "<tool_call>2"]

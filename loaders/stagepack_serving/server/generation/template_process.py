@@ -82,22 +82,54 @@ class _Parts(list[Any]):
 def render(template: str, variables: dict[str, Any]) -> str:
     """Fill in a template as ``apply_chat_template`` of transformers does.
 
-    A template that knows no parts of contents, and writes the list or fails, gets their texts, which transformers does not do.
+    A template that knows no parts of contents gets their texts, where transformers fails, or writes a text without them.
     """
     messages = [_seen_message(message) for message in variables["messages"]]
     if any(isinstance(message.get("content"), list) for message in messages):
-        as_parts = [
-            {
-                key: _Parts(value) if key == "content" and isinstance(value, list) else value
-                for key, value in fields.items()
-            }
-            for fields in messages
-        ]
-        try:
-            return _fill_in(template, variables | {"messages": as_parts})
-        except Exception:  # noqa: BLE001 - a template raises any error
-            messages = [message | _joined_content(message) for message in messages]
+        form = _with_parts if _knows_parts(template, variables, messages) else _with_joined_parts
+        messages = [form(message) for message in messages]
     return _fill_in(template, variables | {"messages": messages})
+
+
+def _knows_parts(template: str, variables: dict[str, Any], messages: list[dict[str, Any]]) -> bool:
+    """Whether a template writes all parts that it would write as one text, which is tried with numbers in the place of their texts."""
+    numbers = [
+        [f"{9_000_000 + index}{place:03}7" for place in range(_part_count(fields))]
+        for index, fields in enumerate(messages)
+    ]
+    probes = [fields | _numbered_content(fields, own) for fields, own in zip(messages, numbers, strict=True)]
+    try:
+        with_parts = _fill_in(template, variables | {"messages": [_with_parts(probe) for probe in probes]})
+    except Exception:  # noqa: BLE001 - a template raises any error
+        return False
+    try:
+        with_texts = _fill_in(template, variables | {"messages": [_with_joined_parts(probe) for probe in probes]})
+    except Exception:  # noqa: BLE001
+        return True
+    return all(number in with_parts or number not in with_texts for own in numbers for number in own)
+
+
+def _part_count(message: dict[str, Any]) -> int:
+    content = message.get("content")
+    return len(content) if isinstance(content, list) else 0
+
+
+def _numbered_content(message: dict[str, Any], numbers: list[str]) -> dict[str, Any]:
+    if not isinstance(message.get("content"), list):
+        return {}
+    return {"content": [part | {"text": number} for part, number in zip(message["content"], numbers, strict=True)]}
+
+
+def _with_parts(message: dict[str, Any]) -> dict[str, Any]:
+    content = message.get("content")
+    return message | {"content": _Parts(content)} if isinstance(content, list) else message
+
+
+def _with_joined_parts(message: dict[str, Any]) -> dict[str, Any]:
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    return message | {"content": "\n".join(part["text"] for part in content)}
 
 
 def _fill_in(template: str, variables: dict[str, Any]) -> str:
@@ -129,11 +161,6 @@ def _seen_call(call: Any) -> Any:
     with contextlib.suppress(ValueError, RecursionError):
         arguments = json.loads(arguments) if arguments.strip() else {}
     return call | {"function": function | {"arguments": arguments}}
-
-
-def _joined_content(message: dict[str, Any]) -> dict[str, Any]:
-    content = message.get("content")
-    return {"content": "\n".join(part["text"] for part in content)} if isinstance(content, list) else {}
 
 
 @functools.lru_cache(maxsize=8)
