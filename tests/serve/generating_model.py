@@ -1,5 +1,6 @@
 """A small decoder with the inputs of generation, its tokenizer, and its text without a server."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -76,9 +77,12 @@ def tokenizer() -> Tokenizer:
     return byte_tokenizer
 
 
-def export_decoder(folder: Path) -> Path:
-    """Write the bundle ``writer``, with the assets of a chat model."""
+def export_decoder(folder: Path, biases: Mapping[int, float] | None = None) -> Path:
+    """Write the bundle ``writer``, with the assets of a chat model, which may prefer some tokens."""
     torch.manual_seed(0)
+    decoder = Decoder().eval()
+    for token, bias in (biases or {}).items():
+        decoder.head.bias.data[token] += bias
     length = torch.export.Dim("length", min=1, max=POSITIONS)
     inputs = {
         "input_ids": torch.ones(1, 3, dtype=torch.int64),
@@ -87,7 +91,7 @@ def export_decoder(folder: Path) -> Path:
     }
     dynamic_shapes = {"input_ids": {1: length}, "cache_position": {0: length}, "attention_mask": None}
     path, assets = folder / "writer.stagepack", write_assets(folder)
-    stagepack.export(Decoder().eval(), (), inputs, out=path, stages=2, dynamic_shapes=dynamic_shapes, assets=assets)
+    stagepack.export(decoder, (), inputs, out=path, stages=2, dynamic_shapes=dynamic_shapes, assets=assets)
     return path
 
 

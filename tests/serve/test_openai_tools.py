@@ -1,5 +1,6 @@
 """Answers over OpenAI's API that are JSON of a schema, or calls of tools."""
 
+import contextlib
 import json
 import re
 import shutil
@@ -34,10 +35,9 @@ CALLING_MESSAGES = (
 )
 
 
-@pytest.fixture(scope="module")
-def server(writer: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    # The same with a token that ends texts.
-    folder = tmp_path_factory.mktemp("ending")
+@contextlib.contextmanager
+def calling_server(writer: Path, folder: Path) -> Iterator[Server]:
+    """A server of `writer`, of the same with a token that ends texts, and of models that call tools."""
     (folder / "generation_config.json").write_text('{"eos_token_id": 1}')
     ending = shutil.copytree(writer, folder / "ending.stagepack")
     stagepack.add_assets(ending, [folder / "generation_config.json"])
@@ -58,6 +58,12 @@ def special_tokenizer() -> Tokenizer:
     special = tokenizer()
     special.add_special_tokens(["<tool_call>", "</tool_call>"])
     return special
+
+
+@pytest.fixture(scope="module")
+def server(writer: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with calling_server(writer, tmp_path_factory.mktemp("ending")) as server:
+        yield server
 
 
 @pytest.fixture

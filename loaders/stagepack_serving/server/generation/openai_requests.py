@@ -8,7 +8,7 @@ import logging
 import re
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal, Protocol
 
 import msgspec
 from msgspec import Meta, Raw, Struct
@@ -25,10 +25,10 @@ _Penalty = Annotated[float, Meta(ge=-2, le=2)]
 _Bias = Annotated[float, Meta(ge=-100, le=100)]
 _OpenStopStrings = Annotated[list[Annotated[str, Meta(max_length=1000)]], Meta(max_length=16)]
 _LogprobCount = Annotated[int, Meta(ge=0, le=20)]
-_Probability = Annotated[float, Meta(ge=0, le=1)]
-_TokenCount = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+Probability = Annotated[float, Meta(ge=0, le=1)]
+TokenCount = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 # Fields that say nothing of the answer.
-_IGNORED_FIELDS: Final = frozenset(
+IGNORED_FIELDS: Final = frozenset(
     {
         "metadata",
         "prompt_cache_key",
@@ -72,11 +72,11 @@ class SamplingFields(Struct, kw_only=True, forbid_unknown_fields=True):
     `top_p`, `top_k` or `min_p` says so. Strings that end the text are not part of it.
     """
 
-    max_tokens: _TokenCount | None = None
+    max_tokens: TokenCount | None = None
     temperature: Annotated[float, Meta(ge=0, le=1000)] | None = None
-    top_p: _Probability | None = None
+    top_p: Probability | None = None
     top_k: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
-    min_p: _Probability | None = None
+    min_p: Probability | None = None
     repetition_penalty: Annotated[float, Meta(gt=0, le=1000)] | None = None
     presence_penalty: _Penalty | None = None
     frequency_penalty: _Penalty | None = None
@@ -133,6 +133,8 @@ class StreamOptions(Struct, kw_only=True):
 class OpenAIFields(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     """Fields that both kinds of requests have."""
 
+    ignored_fields: ClassVar[frozenset[str]] = IGNORED_FIELDS
+    neutral_values: ClassVar[Mapping[str, tuple[Any, ...]]] = _NEUTRAL_VALUES
     default_count: ClassVar[int | None] = None  # a chat may take all positions that are left
 
     model: str
@@ -219,17 +221,17 @@ class _MessageHead(Struct):
     tool_calls: list[dict[str, Raw]] | None = None
 
 
-class _JsonSchema(Struct):
+class JsonSchema(Struct):
     """A schema of an answer; its name and description say nothing here, and `strict` is as if it was true."""
 
     schema: dict[str, Any] | bool
 
 
-class _ResponseFormat(Struct, forbid_unknown_fields=True):
+class ResponseFormat(Struct, forbid_unknown_fields=True):
     """What an answer is: a text, or JSON, of a schema or of any."""
 
     type: Literal["text", "json_object", "json_schema"]
-    json_schema: _JsonSchema | None = None
+    json_schema: JsonSchema | None = None
 
     def schema(self) -> dict[str, Any] | bool | None:
         """Return the schema that an answer satisfies; None for a text."""
@@ -249,10 +251,10 @@ class ChatFields(OpenAIFields, kw_only=True, forbid_unknown_fields=True):
     """A request for the next message of a conversation. The fields of messages are those that the chat template knows."""
 
     messages: Raw
-    max_completion_tokens: _TokenCount | None = None  # the newer name of `max_tokens`
+    max_completion_tokens: TokenCount | None = None  # the newer name of `max_tokens`
     logprobs: bool = False
     top_logprobs: _LogprobCount = 0
-    response_format: _ResponseFormat | None = None
+    response_format: ResponseFormat | None = None
     tools: list[dict[str, Any]] = []
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
     parallel_tool_calls: bool = True
@@ -312,9 +314,12 @@ class EmbeddingFields(Struct, kw_only=True, forbid_unknown_fields=True):
     In base64, embeddings are the bytes of float32 numbers. The name of the prompt that is put before texts is not in OpenAI's API.
     """
 
+    ignored_fields: ClassVar[frozenset[str]] = IGNORED_FIELDS
+    neutral_values: ClassVar[Mapping[str, tuple[Any, ...]]] = _NEUTRAL_VALUES
+
     model: str
     input: Raw
-    dimensions: _TokenCount | None = None
+    dimensions: TokenCount | None = None
     encoding_format: Literal["float", "base64"] = "float"
     prompt_name: str | None = None
 
@@ -337,28 +342,41 @@ class EmbeddingFields(Struct, kw_only=True, forbid_unknown_fields=True):
         return sentences
 
 
-def decode_openai_request(body: bytearray, fields_type: type[OpenAIFields | EmbeddingFields]) -> Any:
+class RequestFields(Protocol):
+    """The fields of a request of any kind.
+
+    Attributes:
+        ignored_fields: fields that change no answer.
+        neutral_values: the values of fields that are refused with any other.
+    """
+
+    ignored_fields: ClassVar[frozenset[str]]
+    neutral_values: ClassVar[Mapping[str, tuple[Any, ...]]]
+    __struct_fields__: ClassVar[tuple[str, ...]]
+
+
+def decode_openai_request(body: bytearray, fields_type: type[RequestFields]) -> Any:
     """Decode the body of a request."""
     # `null` is as if the field was absent.
     raw_fields = {field_name: value for field_name, value in split_fields(body).items() if bytes(value) != b"null"}
-    if ignored_names := sorted(_IGNORED_FIELDS & raw_fields.keys()):
+    if ignored_names := sorted(fields_type.ignored_fields & raw_fields.keys()):
         _LOG.info("ignored fields of a request, which change no answer: %s", ", ".join(ignored_names))
     raw_fields = {field_name: value for field_name, value in raw_fields.items() if field_name not in ignored_names}
     prompts = {field_name: raw_fields.pop(field_name) for field_name in _PROMPT_FIELDS & raw_fields.keys()}
     fields = decode_fields(raw_fields)
-    for field_name in fields.keys() & _NEUTRAL_VALUES.keys():
-        if fields.pop(field_name) not in _NEUTRAL_VALUES[field_name]:
+    for field_name in fields.keys() & fields_type.neutral_values.keys():
+        if fields.pop(field_name) not in fields_type.neutral_values[field_name]:
             raise FieldError(field_name, "this server does not support it: leave it out")
     request = convert_fields(fields | prompts, fields_type)
     request.check()
     return request
 
 
-def use_of_field(fields_type: type[OpenAIFields | EmbeddingFields], field_name: str) -> str:
+def use_of_field(fields_type: type[RequestFields], field_name: str) -> str:
     """Return what requests of a type do with a field: it is "served", "ignored" or "refused"."""
     if field_name in fields_type.__struct_fields__:
         return "served"
-    return "ignored" if field_name in _IGNORED_FIELDS else "refused"
+    return "ignored" if field_name in fields_type.ignored_fields else "refused"
 
 
 class GenerateParameters(SamplingFields, kw_only=True, forbid_unknown_fields=True):
@@ -368,7 +386,7 @@ class GenerateParameters(SamplingFields, kw_only=True, forbid_unknown_fields=Tru
     `triton_enable_empty_final_response`, to be told of the end by a response of its own.
     """
 
-    max_new_tokens: _TokenCount | None = None  # another name for `max_tokens`
+    max_new_tokens: TokenCount | None = None  # another name for `max_tokens`
     stream: bool = False
     timeout: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0  # in microseconds
     triton_enable_empty_final_response: bool = False

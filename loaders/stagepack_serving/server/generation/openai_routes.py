@@ -1,4 +1,4 @@
-"""Routes of OpenAI's API: ``/v1/models``, ``/v1/completions``, ``/v1/chat/completions`` and ``/v1/embeddings``.
+"""Routes of OpenAI's API: ``/v1/models``, ``/v1/completions``, ``/v1/chat/completions``, ``/v1/responses`` and ``/v1/embeddings``.
 
 Source: https://platform.openai.com/docs/api-reference.
 """
@@ -25,9 +25,16 @@ from stagepack_serving.server.generation.openai_requests import (
     CompletionFields,
     EmbeddingFields,
     OpenAIFields,
+    RequestFields,
     decode_openai_request,
 )
-from stagepack_serving.server.generation.text_route import AnswerChannel, TextRoute
+from stagepack_serving.server.generation.openai_responses import (
+    ResponseAnswer,
+    ResponseEvents,
+    ResponseFields,
+    errors_of_response,
+)
+from stagepack_serving.server.generation.text_route import AnswerChannel, EventChannel, TextRoute
 from stagepack_serving.server.generation.text_stream import GeneratedPart
 from stagepack_serving.server.generation.tool_calls import CallReader
 from stagepack_serving.server.model_registry import ModelRegistry, RequestScope
@@ -56,13 +63,19 @@ def openai_endpoints(models: ModelRegistry) -> list[Endpoint]:
         refusal.field_name = "model"
         raise refusal
 
-    routes: list[tuple[str, str, type[OpenAIRoute], type[OpenAIFields | EmbeddingFields]]] = [
+    routes: list[tuple[str, str, type[OpenAIRoute], type[RequestFields]]] = [
         ("completions", "The text after a prompt, whole or as server-sent events", CompletionRoute, CompletionFields),
         (
             "chat/completions",
             "The answer of a conversation, whole or as server-sent events",
             CompletionRoute,
             ChatFields,
+        ),
+        (
+            "responses",
+            "The next items of a conversation, whole or as server-sent events",
+            ResponsesRoute,
+            ResponseFields,
         ),
         ("embeddings", "Embeddings of texts or tokens", EmbeddingRoute, EmbeddingFields),
     ]
@@ -80,7 +93,7 @@ def openai_endpoints(models: ModelRegistry) -> list[Endpoint]:
 class OpenAIRoute(TextRoute):
     """An ASGI application that reads requests of the API, which name their model in the body."""
 
-    def __init__(self, models: ModelRegistry, fields_type: type[OpenAIFields | EmbeddingFields]) -> None:
+    def __init__(self, models: ModelRegistry, fields_type: type[RequestFields]) -> None:
         super().__init__(models)
         self._fields_type = fields_type
 
@@ -124,7 +137,7 @@ class _Prompt:
 class CompletionRoute(OpenAIRoute):
     """Generates texts."""
 
-    async def _answer(self, model: ServedModel, fields: Any, channel: AnswerChannel, deadline: asyncio.Timeout) -> Any:
+    async def _answer(self, model: ServedModel, fields: Any, channel: EventChannel, deadline: asyncio.Timeout) -> Any:
         with errors_of_field("model"):
             generator = generator_of(model)
         reader = _call_reader(generator, fields) if isinstance(fields, ChatFields) else None
@@ -159,7 +172,7 @@ async def _generate_choices(
     fields: OpenAIFields,
     requests: Sequence[GenerationRequest],
     choices: Sequence[TextChoice],
-    channel: AnswerChannel,
+    channel: EventChannel,
 ) -> None:
     """Generate the texts of the choices, and send their events."""
     if fields.max_tokens == 0:
@@ -276,6 +289,21 @@ async def _echo(
                     scored_tokens += [ScoredToken(part.token, part.logprobs) async for part in parts]
         for choice in choices[number * fields.n : (number + 1) * fields.n]:
             choice.echo(text, scored_tokens)
+
+
+class ResponsesRoute(CompletionRoute):
+    """Generates texts as chats do."""
+
+    async def _answer(self, model: ServedModel, fields: Any, channel: EventChannel, deadline: asyncio.Timeout) -> Any:
+        response = ResponseAnswer(fields)
+        with errors_of_response():
+            chat_fields = await beside_loop(len(memoryview(fields.input)), fields.chat_fields)
+            chat = await super()._answer(model, chat_fields, ResponseEvents(response, channel), deadline)
+        return None if chat is None else response.whole(chat)
+
+    def _error_event(self, path: str, error: RequestError, event_count: int) -> dict[str, Any]:
+        facts = super()._error_event(path, error, event_count)["error"]
+        return {**facts, "type": "error", "code": facts["code"] or facts["type"], "sequence_number": event_count}
 
 
 class EmbeddingRoute(OpenAIRoute):

@@ -33,7 +33,7 @@ class _GenerationBlock(Extension):
 
     tags = {"generation"}  # noqa: RUF012 - as in the base class
 
-    def parse(self, parser: Parser) -> nodes.CallBlock:
+    def parse(self, parser: Parser) -> nodes.Node:
         line_number = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("_write_block"), [], [], body).set_lineno(line_number)

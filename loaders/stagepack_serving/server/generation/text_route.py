@@ -7,7 +7,7 @@ import asyncio
 import json
 from abc import ABC, abstractmethod
 from contextlib import AbstractAsyncContextManager
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import msgspec
 from starlette.requests import Request
@@ -23,12 +23,22 @@ from stagepack_serving.server.served_model import ServedModel
 _LINE_ENDS: Final = {end.encode(): json.dumps(end)[1:-1].encode() for end in ("\x85", "\u2028", "\u2029")}
 
 
+class EventChannel(Protocol):
+    """Sends an answer in events."""
+
+    async def send_event(self, event: Any) -> None:
+        """Send an event."""
+
+    async def end_events(self) -> None:
+        """End the answer."""
+
+
 class AnswerChannel:
     """Sends one answer.
 
     Attributes:
         is_started: whether a part of the answer was sent.
-        has_events: whether that part is an event.
+        event_count: how many events were sent.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -36,7 +46,7 @@ class AnswerChannel:
         self._receive = receive
         self._send = send
         self.is_started = False
-        self.has_events = False
+        self.event_count = 0
 
     async def send_json(self, answer: Any) -> None:
         """Send the whole answer: plain data, or JSON as bytes."""
@@ -46,15 +56,17 @@ class AnswerChannel:
         await response(self._scope, self._receive, self._send)
 
     async def send_event(self, event: Any) -> None:
-        """Send an event; the first one after the head of the answer."""
+        """Send an event; the first one after the head of the answer. One with a type is named so."""
         if not self.is_started:
-            self.is_started = self.has_events = True
+            self.is_started = True
             headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
         data = event.encode() if isinstance(event, str) else msgspec.json.encode(event)
         for character, escape in _LINE_ENDS.items():
             data = data.replace(character, escape)
-        await self._send({"type": "http.response.body", "body": b"data: " + data + b"\n\n", "more_body": True})
+        name = f"event: {event['type']}\n".encode() if isinstance(event, dict) and "type" in event else b""
+        self.event_count += 1
+        await self._send({"type": "http.response.body", "body": name + b"data: " + data + b"\n\n", "more_body": True})
 
     async def end_events(self) -> None:
         """End an answer of events."""
@@ -75,6 +87,10 @@ class TextRoute(ABC):
     async def _answer(self, model: ServedModel, fields: Any, channel: AnswerChannel, deadline: asyncio.Timeout) -> Any:
         """Run the model on a request; return the answer, or None if it was sent as events."""
 
+    def _error_event(self, path: str, error: RequestError, event_count: int) -> dict[str, Any]:
+        """The event of an error after other events."""
+        return refusal_fields(path, str(error), error.status.http_code, error.code, error.field_name)
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
         channel = AnswerChannel(scope, receive, send)
@@ -89,10 +105,8 @@ class TextRoute(ABC):
                         await request_scope.begin_answer()
                         await channel.send_json(answer)
         except RequestError as error:
-            if channel.has_events:
-                http_code = error.status.http_code
-                event = refusal_fields(scope["path"], str(error), http_code, error.code, error.field_name)
-                await channel.send_event(event)
+            if channel.event_count:
+                await channel.send_event(self._error_event(scope["path"], error, channel.event_count))
                 await channel.end_events()
             elif not channel.is_started:
                 raise

@@ -222,8 +222,8 @@ def _templates_in(config: Mapping[str, Any]) -> dict[str, str]:
     if isinstance(templates, str):
         return {"default": templates}
     entries = [entry for entry in templates if isinstance(entry, dict)] if isinstance(templates, list) else []
-    named = {entry.get("name"): entry.get("template") for entry in entries if isinstance(entry.get("name"), str)}
-    return {name: template for name, template in named.items() if isinstance(template, str)}
+    named = [(entry.get("name"), entry.get("template")) for entry in entries]
+    return {name: template for name, template in named if isinstance(name, str) and isinstance(template, str)}
 
 
 def _special_token_texts(fields: Mapping[str, Any]) -> dict[str, str]:

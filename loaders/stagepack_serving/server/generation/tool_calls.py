@@ -36,7 +36,9 @@ class Tool(Struct):
     function: _Function
 
 
-class _FunctionName(Struct):
+class FunctionName(Struct):
+    """The name of a function."""
+
     name: str
 
 
@@ -44,7 +46,7 @@ class ChosenTool(Struct):
     """The tool that a model must call."""
 
     type: Literal["function"]
-    function: _FunctionName
+    function: FunctionName
 
 
 @dataclass(frozen=True, slots=True)
