@@ -7,11 +7,20 @@ from typing import Any
 
 import openai
 import pytest
-from openai.types.responses import Response, ResponseFunctionToolCall, ResponseOutputMessage, response_create_params
+from openai.types.responses import (
+    Response,
+    ResponseErrorEvent,
+    ResponseFunctionToolCall,
+    ResponseOutputMessage,
+    response_create_params,
+)
 from pydantic import BaseModel, Field
 
+from stagepack_serving.server.errors import FieldError
 from stagepack_serving.server.generation.openai_requests import decode_openai_request, use_of_field
 from stagepack_serving.server.generation.openai_responses import ResponseAnswer, ResponseEvents, ResponseFields
+from stagepack_serving.server.generation.openai_routes import ResponsesRoute
+from stagepack_serving.server.model_registry import ModelRegistry
 from tests.serve.generating_model import export_decoder
 from tests.serve.servers import Server, openai_client, post_json
 from tests.serve.test_openai import field_rows
@@ -254,6 +263,14 @@ def test_what_cannot_be_answered_is_refused(
     assert raised.value.status_code in (400, 404)
     assert says in raised.value.message
     assert raised.value.param == wrong_name
+
+
+def test_an_error_after_the_first_event_is_an_event() -> None:
+    route = ResponsesRoute(ModelRegistry.__new__(ModelRegistry), ResponseFields)
+    error = FieldError("input", "wrong")
+    event = ResponseErrorEvent.model_validate(route._error_event("/v1/responses", error, 4))
+    assert (event.type, event.sequence_number, event.message) == ("error", 4, "input: wrong")
+    assert (event.param, event.code) == ("input", "invalid_request_error")
 
 
 def test_every_field_that_is_wrong_is_named(server: Server) -> None:
