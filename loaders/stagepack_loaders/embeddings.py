@@ -119,14 +119,14 @@ def vocabulary_size(bundle: Bundle) -> int | None:
     row_counts: list[int] = []
     for stage_number in ids_edge.consumers:
         graph = bundle.graph(stage_number)
-        shapes = {weight.value: weight.shape for weight in graph.weights}
-        names = {IDS_INPUT}  # the tokens, and what has the same numbers
+        shapes: dict[str, Sequence[object]] = {weight.value: weight.shape for weight in graph.weights}
+        id_names = {IDS_INPUT}  # the tokens, and what has the same numbers
         for node in graph.nodes:
             operator_name = graph.ops[node.op].name.removeprefix("aten.").partition(".")[0]
             arguments = [argument.name if isinstance(argument, ValueArg) else None for argument in node.args[:2]]
-            if operator_name in _COPIES and arguments[0] in names:
-                names |= {value.name for value in node.outputs if value is not None}
-            elif operator_name in _TABLES and arguments[-1] in names:
+            if operator_name in _COPIES and arguments[0] in id_names:
+                id_names |= {value.name for value in node.outputs if value is not None}
+            elif operator_name in _TABLES and arguments[-1] in id_names:
                 row_counts += [size for size in shapes.get(arguments[0] or "", ())[:1] if isinstance(size, int)]
             shapes |= {value.name: value.shape for value in node.outputs if value is not None}
     return min(row_counts, default=None)

@@ -75,6 +75,8 @@ def test_a_text_is_that_of_a_chat(client: openai.OpenAI) -> None:
     answer = respond(client, max_output_tokens=9, metadata={"a": "b"}, user="me", store=False)
     assert isinstance(answer, Response)
     assert answer.output_text == chat_text(client, [{"role": "user", "content": "Hi"}])
+    assert answer.incomplete_details is not None
+    assert answer.usage is not None
     assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     assert (answer.usage.output_tokens, answer.usage.total_tokens) == (9, answer.usage.input_tokens + 9)
     assert (answer.object, answer.model, answer.metadata, answer.tool_choice) == (
@@ -160,7 +162,9 @@ def test_tools_are_called_whole_and_in_a_stream(client: openai.OpenAI, model: st
     assert {event.item_id for event in events[3:5]} == {streamed.id}
     with client.responses.stream(**{"input": "Hi", "temperature": 0, **request}) as stream:
         final = stream.get_final_response()
-    assert final.output[0].arguments == call.arguments
+    [streamed_call] = final.output
+    assert isinstance(streamed_call, ResponseFunctionToolCall)
+    assert streamed_call.arguments == call.arguments
     # The client sends what it got back, with the result of the tool.
     output = {"type": "function_call_output", "call_id": call.call_id, "output": "7"}
     again = respond(client, model=model, input=[*whole.output, output], tools=TOOLS, max_output_tokens=2)

@@ -226,6 +226,7 @@ def test_a_tool_that_must_be_called_is_called(client: openai.OpenAI, model: str,
 
 
 def test_calls_between_special_tokens_are_seen(client: openai.OpenAI) -> None:
+    assert HERMES is not None
     text_format = TextFormat(special_tokenizer(), None)
     tokens = text_format.encode("So: " + MARKED + MARKED, adds_special_tokens=False)
     for shown_tokens, says in (

@@ -81,8 +81,8 @@ class Embedder:
         lowest, highest = min(map(min, sentences)), max(map(max, sentences))
         # A runtime may take negative numbers from the end of the table, and read memory beyond it.
         if lowest < 0 or highest >= self._vocabulary_size:
-            found = lowest if lowest < 0 else highest
-            raise InputError(f"input: expected tokens from 0 to {self._vocabulary_size - 1}, found {found}")
+            wrong_token = lowest if lowest < 0 else highest
+            raise InputError(f"input: expected tokens from 0 to {self._vocabulary_size - 1}, found {wrong_token}")
         return self._reader.read_tokens(sentences)
 
     @contextlib.contextmanager

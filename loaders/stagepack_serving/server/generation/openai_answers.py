@@ -152,21 +152,21 @@ class TextAnswer:
         return {**self._heading, "object": object_name, "choices": choices, **usage_fields}
 
 
-def _content(text_format: TextFormat | None, token: int) -> bytes:
+def _token_content(text_format: TextFormat | None, token: int) -> bytes:
     """The bytes of a token."""
     return b"" if text_format is None else text_format.token_bytes(token)
 
 
-def _text(text_format: TextFormat | None, token: int) -> str:
+def _token_text(text_format: TextFormat | None, token: int) -> str:
     """A token as a text. Bytes that are no text are written as OpenAI writes them."""
-    content = _content(text_format, token)
+    content = _token_content(text_format, token)
     try:
         return content.decode() if text_format is not None else f"token_id:{token}"
     except UnicodeDecodeError:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in content)
 
 
-def _number(logprob: float) -> float:
+def _finite_logprob(logprob: float) -> float:
     """A logprob as JSON has it, which lacks infinity: OpenAI writes -9999 for a token that cannot be."""
     return max(logprob, _LEAST_LOGPROB)
 
@@ -175,13 +175,13 @@ def _completion_logprobs(text_format: TextFormat | None, tokens: Sequence[Scored
     """The logprobs of a completion: lists with an item for each token."""
     logprobs = [scored.logprobs for scored in tokens]
     return {
-        "tokens": [_text(text_format, scored.token) for scored in tokens],
-        "token_logprobs": [None if entry is None else _number(entry.logprob) for entry in logprobs],
+        "tokens": [_token_text(text_format, scored.token) for scored in tokens],
+        "token_logprobs": [None if entry is None else _finite_logprob(entry.logprob) for entry in logprobs],
         "top_logprobs": [
             None
             if entry is None
-            else {_text(text_format, token): _number(logprob) for token, logprob in entry.likeliest}
-            | {_text(text_format, scored.token): _number(entry.logprob)}
+            else {_token_text(text_format, token): _finite_logprob(logprob) for token, logprob in entry.likeliest}
+            | {_token_text(text_format, scored.token): _finite_logprob(entry.logprob)}
             for scored, entry in zip(tokens, logprobs, strict=True)
         ],
     }
@@ -191,8 +191,8 @@ def _chat_logprobs(text_format: TextFormat | None, tokens: Sequence[ScoredToken]
     """The logprobs of a message: an object for each token."""
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
-        content = _content(text_format, token)
-        return {"token": _text(text_format, token), "logprob": _number(logprob), "bytes": list(content)}
+        content = _token_content(text_format, token)
+        return {"token": _token_text(text_format, token), "logprob": _finite_logprob(logprob), "bytes": list(content)}
 
     content = []
     for scored in tokens:

@@ -275,18 +275,18 @@ def _usage(chat_usage: Mapping[str, int]) -> dict[str, Any]:
     }
 
 
-def _text_part(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def _text_part(content: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": content, "annotations": [], "logprobs": []}
 
 
-def _message_item(text: str, *, is_complete: bool) -> dict[str, Any]:
+def _message_item(content: str, *, is_complete: bool) -> dict[str, Any]:
     status = "completed" if is_complete else "incomplete"
     return {
         "id": f"msg_{uuid.uuid4().hex}",
         "type": "message",
         "role": "assistant",
         "status": status,
-        "content": [_text_part(text)],
+        "content": [_text_part(content)],
     }
 
 
@@ -305,7 +305,7 @@ class ResponseEvents:
         self._item: dict[str, Any] | None = (
             None  # the message, which begins with the first character that is no whitespace
         )
-        self._text = ""
+        self._sent_text = ""
         self._waiting_text = ""
         self._calls: list[Any] = []
         self._is_complete = True
@@ -316,8 +316,8 @@ class ResponseEvents:
         if isinstance(event, str):  # the end of the stream, which this API does not mark
             return
         if not self._event_count:
-            for name in ("created", "in_progress"):
-                await self._send(name, response=self._answer.object([], None))
+            for event_name in ("created", "in_progress"):
+                await self._send(event_name, response=self._answer.object([], None))
         self._usage = event["usage"] or {}
         for choice in event["choices"]:
             self._is_complete = choice["finish_reason"] != "length"
@@ -334,37 +334,39 @@ class ResponseEvents:
             items.append(await self._end_message())
         for call in self._calls:
             items.append(item := _call_item(call))
-            place, arguments = {"item_id": item["id"], "output_index": len(items) - 1}, item["arguments"]
+            call_position, arguments = {"item_id": item["id"], "output_index": len(items) - 1}, item["arguments"]
             begun = item | {"status": "in_progress", "arguments": ""}
             await self._send("output_item.added", output_index=len(items) - 1, item=begun)
-            await self._send("function_call_arguments.delta", **place, delta=arguments)
-            await self._send("function_call_arguments.done", **place, arguments=arguments)
+            await self._send("function_call_arguments.delta", **call_position, delta=arguments)
+            await self._send("function_call_arguments.done", **call_position, arguments=arguments)
             await self._send("output_item.done", output_index=len(items) - 1, item=item)
-        name = "completed" if self._is_complete else "incomplete"
-        await self._send(name, response=self._answer.object(items, self._usage, is_complete=self._is_complete))
+        event_name = "completed" if self._is_complete else "incomplete"
+        await self._send(event_name, response=self._answer.object(items, self._usage, is_complete=self._is_complete))
         await self._channel.end_events()
 
     async def _send_text(self) -> None:
         if self._item is None:
             self._item = _message_item("", is_complete=True) | {"status": "in_progress", "content": []}
             await self._send("output_item.added", output_index=0, item=self._item)
-            await self._send("content_part.added", **self._place(), part=_text_part(""))
+            await self._send("content_part.added", **self._text_position(), part=_text_part(""))
         if self._waiting_text:
-            await self._send("output_text.delta", **self._place(), delta=self._waiting_text, logprobs=[])
-        self._text, self._waiting_text = self._text + self._waiting_text, ""
+            await self._send("output_text.delta", **self._text_position(), delta=self._waiting_text, logprobs=[])
+        self._sent_text, self._waiting_text = self._sent_text + self._waiting_text, ""
 
     async def _end_message(self) -> dict[str, Any]:
         assert self._item is not None
-        item = _message_item(self._text, is_complete=self._is_complete) | {"id": self._item["id"]}
-        await self._send("output_text.done", **self._place(), text=self._text, logprobs=[])
-        await self._send("content_part.done", **self._place(), part=_text_part(self._text))
+        item = _message_item(self._sent_text, is_complete=self._is_complete) | {"id": self._item["id"]}
+        await self._send("output_text.done", **self._text_position(), text=self._sent_text, logprobs=[])
+        await self._send("content_part.done", **self._text_position(), part=_text_part(self._sent_text))
         await self._send("output_item.done", output_index=0, item=item)
         return item
 
-    def _place(self) -> dict[str, Any]:
+    def _text_position(self) -> dict[str, Any]:
         assert self._item is not None
         return {"item_id": self._item["id"], "output_index": 0, "content_index": 0}
 
-    async def _send(self, name: str, **fields: Any) -> None:
-        await self._channel.send_event({"type": f"response.{name}", "sequence_number": self._event_count, **fields})
+    async def _send(self, event_name: str, **fields: Any) -> None:
+        await self._channel.send_event(
+            {"type": f"response.{event_name}", "sequence_number": self._event_count, **fields}
+        )
         self._event_count += 1

@@ -93,11 +93,11 @@ def render(template: str, variables: dict[str, Any]) -> str:
 
 def _knows_parts(template: str, variables: dict[str, Any], messages: list[dict[str, Any]]) -> bool:
     """Whether a template writes all parts that it would write as one text, which is tried with numbers in the place of their texts."""
-    numbers = [
-        [f"{9_000_000 + index}{place:03}7" for place in range(_part_count(fields))]
+    part_numbers = [
+        [f"{9_000_000 + index}{part_index:03}7" for part_index in range(_part_count(fields))]
         for index, fields in enumerate(messages)
     ]
-    probes = [fields | _numbered_content(fields, own) for fields, own in zip(messages, numbers, strict=True)]
+    probes = [fields | _numbered_content(fields, own) for fields, own in zip(messages, part_numbers, strict=True)]
     try:
         with_parts = _fill_in(template, variables | {"messages": [_with_parts(probe) for probe in probes]})
     except Exception:  # noqa: BLE001 - a template raises any error
@@ -106,7 +106,7 @@ def _knows_parts(template: str, variables: dict[str, Any], messages: list[dict[s
         with_texts = _fill_in(template, variables | {"messages": [_with_joined_parts(probe) for probe in probes]})
     except Exception:  # noqa: BLE001
         return True
-    return all(number in with_parts or number not in with_texts for own in numbers for number in own)
+    return all(number in with_parts or number not in with_texts for own in part_numbers for number in own)
 
 
 def _part_count(message: dict[str, Any]) -> int:
@@ -114,10 +114,10 @@ def _part_count(message: dict[str, Any]) -> int:
     return len(content) if isinstance(content, list) else 0
 
 
-def _numbered_content(message: dict[str, Any], numbers: list[str]) -> dict[str, Any]:
+def _numbered_content(message: dict[str, Any], part_numbers: list[str]) -> dict[str, Any]:
     if not isinstance(message.get("content"), list):
         return {}
-    return {"content": [part | {"text": number} for part, number in zip(message["content"], numbers, strict=True)]}
+    return {"content": [part | {"text": number} for part, number in zip(message["content"], part_numbers, strict=True)]}
 
 
 def _with_parts(message: dict[str, Any]) -> dict[str, Any]:

@@ -64,9 +64,11 @@ class AnswerChannel:
         data = event.encode() if isinstance(event, str) else msgspec.json.encode(event)
         for character, escape in _LINE_ENDS.items():
             data = data.replace(character, escape)
-        name = f"event: {event['type']}\n".encode() if isinstance(event, dict) and "type" in event else b""
+        type_line = f"event: {event['type']}\n".encode() if isinstance(event, dict) and "type" in event else b""
         self.event_count += 1
-        await self._send({"type": "http.response.body", "body": name + b"data: " + data + b"\n\n", "more_body": True})
+        await self._send(
+            {"type": "http.response.body", "body": type_line + b"data: " + data + b"\n\n", "more_body": True}
+        )
 
     async def end_events(self) -> None:
         """End an answer of events."""

@@ -223,7 +223,11 @@ def _templates_in(config: Mapping[str, Any]) -> dict[str, str]:
         return {"default": templates}
     entries = [entry for entry in templates if isinstance(entry, dict)] if isinstance(templates, list) else []
     named = [(entry.get("name"), entry.get("template")) for entry in entries]
-    return {name: template for name, template in named if isinstance(name, str) and isinstance(template, str)}
+    return {
+        template_name: template
+        for template_name, template in named
+        if isinstance(template_name, str) and isinstance(template, str)
+    }
 
 
 def _special_token_texts(fields: Mapping[str, Any]) -> dict[str, str]:

@@ -56,17 +56,17 @@ def _offsets_in(text_format: TextFormat | None, tokens: Sequence[int], text: str
     whole = content.decode(errors="replace")
     if whole.endswith(text):
         characters = _characters_of_bytes(content)
-        places = [characters[place] for place in accumulate(map(len, contents), initial=0)]
+        starts = [characters[byte_index] for byte_index in accumulate(map(len, contents), initial=0)]
     else:
         # The ByteFallback decoder writes a replacement for each byte of a run that is no UTF-8.
-        names = [text_format.tokenizer.id_to_token(token) or "" for token in tokens]
+        token_names = [text_format.tokenizer.id_to_token(token) or "" for token in tokens]
         lengths = [
-            1 if BYTE_TOKEN.fullmatch(name) else len(content.decode(errors="replace"))
-            for name, content in zip(names, contents, strict=True)
+            1 if BYTE_TOKEN.fullmatch(token_name) else len(content.decode(errors="replace"))
+            for token_name, content in zip(token_names, contents, strict=True)
         ]
-        places = list(accumulate(lengths, initial=0))
-    dropped = places[-1] - len(text)
-    return [start + min(max(0, place - dropped), len(text)) for place in places[:-1]]
+        starts = list(accumulate(lengths, initial=0))
+    dropped = starts[-1] - len(text)
+    return [start + min(max(0, offset - dropped), len(text)) for offset in starts[:-1]]
 
 
 def _characters_of_bytes(content: bytes) -> list[int]:
