@@ -281,7 +281,9 @@ class HttpStore(RemoteStore):
         except CancelledError:
             raise PermanentFetchError("cancelled") from None
         finally:
-            future.cancel()  # if the waiting was interrupted
+            if future.cancel() or future.cancelled():  # also if the waiting was interrupted
+                # The sink may take bytes in this moment, and write them to a file that is closed next. After one turn of the loop, it is done.
+                asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._file_system.loop).result()
             with self._lock:
                 self._pending.discard(future)
 

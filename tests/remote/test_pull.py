@@ -208,12 +208,11 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.process
 @pytest.mark.parametrize("is_first", [True, False])
-def test_a_full_disk_is_left_as_it_was(is_first: bool, server: HttpServer, disk: Path) -> None:
+def test_a_full_disk_is_left_as_it_was(is_first: bool, server: HttpServer, versions: Path, disk: Path) -> None:
     """It fills up during the download, which began with enough space."""
     if not is_first:
-        server.misbehave = fail_after(4_000_000)
-        assert pull(server, "v0", disk / "out").exit_code == 1
-        server.requests.clear()
+        with HttpServer(versions, fail_after(4_000_000)) as failing_server:
+            assert pull(failing_server, "v0", disk / "out").exit_code == 1
 
     def fill(name: str, _index: int, _reply: Reply) -> None:
         if name.endswith(".safetensors") and not (disk / "others").exists():
