@@ -282,7 +282,7 @@ class HttpStore(RemoteStore):
             raise PermanentFetchError("cancelled") from None
         finally:
             if future.cancel() or future.cancelled():  # also if the waiting was interrupted
-                # The sink may take bytes in this moment, and write them to a file that is closed next. After one turn of the loop, it is done.
+                # The sink may be writing to a file that is closed next. After one turn of the loop, it is done.
                 asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._file_system.loop).result()
             with self._lock:
                 self._pending.discard(future)
