@@ -15,6 +15,7 @@ from stagepack.torch_internals import OperatorOverload, operator_schema
 from stagepack.unwritten_memory import ALLOCATING_OPERATORS, filled_operator, memory_extent
 
 _Arguments = Mapping[str, Any]
+_QUANTIZED_DTYPES: Final = (torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4)
 
 
 @functools.cache
@@ -218,6 +219,13 @@ def _check_truncating_division(arguments: _Arguments) -> None:
             raise ValueError(f"expected quotients that are integers of the dtype, found {smallest} / -1")
 
 
+def _check_retyped(arguments: _Arguments) -> None:
+    # An operator such as `empty` makes a tensor of a quantized dtype without a quantizer, which a view in another dtype asks for.
+    for dtype in (arguments["self"].dtype, arguments["dtype"]):
+        if dtype in _QUANTIZED_DTYPES:
+            raise ValueError(f"expected dtypes of numbers, found {dtype}")
+
+
 def _check_common_multiple(arguments: _Arguments) -> None:
     # A greatest common divisor that overflows is -1, which the smallest integer is then divided by.
     left, right = arguments["self"], arguments["other"]
@@ -352,6 +360,8 @@ ARGUMENT_CHECKS: Final[Mapping[str, Callable[[_Arguments], None]]] = {
     "aten.resize_as_.default": _check_resized,
     "aten.rnn_relu.input": _check_rnn,
     "aten.rnn_tanh.input": _check_rnn,
+    "aten.view.dtype": _check_retyped,
+    "aten.view_copy.dtype": _check_retyped,
     "prims.copy_strided.default": _check_dense_strides,
     "prims.div.default": _check_truncating_division,
 }

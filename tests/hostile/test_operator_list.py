@@ -1,5 +1,6 @@
 """The list of judged operators: complete for this torch, and what is in it ends no process, whatever its arguments."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -148,6 +149,32 @@ def test_guards_let_valid_calls_through(name: str) -> None:
         assert guarded is not operator
         for expected, found in zip(operator(**call), guarded(**call), strict=True):
             assert torch.equal(expected, found)
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch, about quantized dtypes
+@pytest.mark.parametrize("name", ["aten.view.dtype", "aten.view_copy.dtype"])
+def test_a_view_in_another_dtype_stays_in_its_memory(name: str) -> None:
+    dtypes = dict.fromkeys(dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype))
+    quantized = {dtype for dtype in dtypes if str(dtype).startswith("torch.q")}
+    operator, view_count = guarded_operator(find_operator(name)), 0
+    for dtype in quantized:
+        with pytest.raises(ValueError, match="expected dtypes of numbers, found torch.q"):
+            operator(torch.ones(4), dtype)
+        with pytest.raises(ValueError, match="expected dtypes of numbers, found torch.q"):
+            operator(torch.empty(4, dtype=dtype), torch.uint8)
+    for dtype, other in itertools.product(dtypes.keys() - quantized, dtypes.keys() - quantized):
+        whole = torch.empty(64, dtype=dtype)
+        tensors = [whole, whole[3:], whole[::2], whole.view(4, 16)[:, 1:9], whole[:1].expand(4, 8), whole[:0], whole[0]]
+        for tensor in (*tensors, whole.as_strided((4, 8), (1, 2)), whole.view(8, 8).t()):
+            try:
+                view = operator(tensor, other)
+            except (RuntimeError, ValueError):
+                continue
+            reach = sum((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True))
+            end = (view.storage_offset() + reach + 1) * view.element_size()
+            assert not view.numel() or end <= view.untyped_storage().nbytes()
+            view_count += 1
+    assert view_count > 2000
 
 
 @pytest.mark.parametrize("name", sorted(NEED_NO_OVERLAP))
