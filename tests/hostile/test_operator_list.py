@@ -158,9 +158,9 @@ def test_a_view_in_another_dtype_stays_in_its_memory(name: str) -> None:
     quantized = {dtype for dtype in dtypes if str(dtype).startswith("torch.q")}
     operator, view_count = guarded_operator(find_operator(name)), 0
     for dtype in quantized:
-        with pytest.raises(ValueError, match="expected dtypes of numbers, found torch.q"):
+        with pytest.raises(ValueError, match=r"expected dtypes of numbers, found torch\.q"):
             operator(torch.ones(4), dtype)
-        with pytest.raises(ValueError, match="expected dtypes of numbers, found torch.q"):
+        with pytest.raises(ValueError, match=r"expected dtypes of numbers, found torch\.q"):
             operator(torch.empty(4, dtype=dtype), torch.uint8)
     for dtype, other in itertools.product(dtypes.keys() - quantized, dtypes.keys() - quantized):
         whole = torch.empty(64, dtype=dtype)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._C._distributed_c10d import HashStore
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
@@ -27,14 +28,14 @@ class Wrapper(torch.Tensor):
 
     @staticmethod
     def __new__(cls: type, inner: torch.Tensor) -> Any:
-        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
 
     def __init__(self, inner: torch.Tensor) -> None:
-        self.inner = inner
+        self.whole = inner
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args = tuple(arg.inner if isinstance(arg, Wrapper) else arg for arg in args)
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        args = tuple(arg.whole if isinstance(arg, Wrapper) else arg for arg in args)
         result = func(*args, **(kwargs or {}))
         return cls(result) if func is torch.ops.aten.detach.default else result
 
@@ -53,7 +54,7 @@ def masked() -> torch.Tensor:
 
 
 def functional() -> torch.Tensor:
-    tensor: torch.Tensor = torch._to_functional_tensor(torch.ones(4, 4))  # type: ignore[attr-defined]
+    tensor: torch.Tensor = torch._to_functional_tensor(torch.ones(4, 4))
     return tensor
 
 
@@ -131,7 +132,7 @@ PLACES: Mapping[str, Holder] = {
 def _group() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if not torch.distributed.is_initialized():
-            torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+            torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
             stack.callback(torch.distributed.destroy_process_group)
         yield
 
