@@ -140,9 +140,22 @@ class TemporaryFolder:
 def _remove_own(folder: Path, descriptors: list[int], process: int) -> None:
     # A process that was forked has the object too.
     if os.getpid() == process:
-        shutil.rmtree(folder, ignore_errors=True)
+        remove_folder(folder, _MARK_NAME)
         for descriptor in descriptors:
             os.close(descriptor)
+
+
+def remove_folder(folder: Path, last_name: str) -> None:
+    """Remove a folder, the file by which it is known as ours last, so that a process that is killed meanwhile leaves one that is known."""
+    if folder.is_symlink():
+        return
+    with contextlib.suppress(OSError):
+        for path in folder.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            elif path.name != last_name:
+                path.unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def siblings(out: Path, suffix: str) -> Iterator[Path]:
@@ -172,7 +185,7 @@ def _remove_abandoned(folder: Path) -> None:
     """Remove a temporary folder that no living process has locked. Without the mark, it is one only if it is empty."""
     for descriptor in _lock(folder):
         if (folder / _MARK_NAME).exists():
-            shutil.rmtree(folder, ignore_errors=True)
+            remove_folder(folder, _MARK_NAME)
         else:
             with contextlib.suppress(OSError):
                 folder.rmdir()

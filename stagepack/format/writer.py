@@ -6,7 +6,6 @@ folders, it may be missing, and the old bundle is then beside it.
 """
 
 import os
-import shutil
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ from stagepack.format.file_checks import FileVersion, changed_file_error, file_v
 from stagepack.format.file_writing import FileRange, Piece, synchronize, write_pieces
 from stagepack.format.manifest import Manifest
 from stagepack.format.manifest_codec import encode_manifest
-from stagepack.format.output_file import TemporaryFolder, replace_folder, siblings
+from stagepack.format.output_file import TemporaryFolder, remove_folder, replace_folder, siblings
 from stagepack.format.own_folders import check_outside_bundles, check_replaceable, is_bundle_folder, other_files
 from stagepack.format.rules import (
     MANIFEST_NAME,
@@ -113,7 +112,7 @@ class BundleWriter:
             # Those of killed processes too: they are needed only as long as there is no output.
             for replaced_folder in siblings(self._out, "old"):
                 if is_bundle_folder(replaced_folder) and not other_files(replaced_folder):
-                    shutil.rmtree(replaced_folder, ignore_errors=True)
+                    remove_folder(replaced_folder, MANIFEST_NAME)
         if isinstance(error, OSError) and self._is_renamed:
             raise WriteError(
                 f"{self._out}: is written and complete, but the disk did not confirm that it keeps the name: {error.strerror or error}: "

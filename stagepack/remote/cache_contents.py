@@ -8,7 +8,6 @@ import contextlib
 import fcntl
 import os
 import re
-import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import Final
 
 from stagepack.errors import StagepackError
 from stagepack.format.bundle_files import read_manifest
+from stagepack.format.output_file import remove_folder
 from stagepack.format.own_folders import other_files
 from stagepack.format.rules import DIGEST_PATTERN, MANIFEST_NAME
 from stagepack.remote.cache import Cache
@@ -94,7 +94,7 @@ def _remove_bundle(cache: Cache, digest: str) -> bool:
     with contextlib.suppress(FileNotFoundError), _exclusive_lock(folder) as is_locked:
         is_removed = is_locked and not other_files(folder)
         if is_removed:
-            shutil.rmtree(folder)
+            remove_folder(folder, MANIFEST_NAME)
             cache.location_path(digest).unlink(missing_ok=True)
         return is_removed
     return False
@@ -124,7 +124,11 @@ def other_entries(cache_folder: Path) -> list[str]:
         if pattern is None or folder.is_symlink() or not folder.is_dir():
             others.append(folder.name)
             continue
-        others += [f"{folder.name}/{path.name}" for path in _entries(folder) if not pattern.fullmatch(path.name)]
+        others += [
+            f"{folder.name}/{path.name}"
+            for path in _entries(folder)
+            if path.is_symlink() or not pattern.fullmatch(path.name)
+        ]
     for bundle_folder in _entries(cache_folder / "bundles"):
         if bundle_folder.is_dir():
             others += [f"bundles/{bundle_folder.name}/{file_name}" for file_name in other_files(bundle_folder)]

@@ -10,10 +10,10 @@ from typing import Final
 from stagepack.errors import OutputExistsError, StagepackError, WriteError
 from stagepack.format.dtypes import format_bytes
 from stagepack.format.file_writing import synchronize
-from stagepack.format.output_file import replace_folder
+from stagepack.format.output_file import remove_folder, replace_folder
 from stagepack.format.own_folders import check_outside_bundles, is_bundle_folder, other_files
 from stagepack.format.reader import Bundle
-from stagepack.format.rules import SIGNATURE_NAME, format_names
+from stagepack.format.rules import MANIFEST_NAME, SIGNATURE_NAME, format_names
 from stagepack.format.writer import check_output_path
 from stagepack.remote.cache import Cache, DiskFullError, default_cache_folder
 from stagepack.remote.cache_contents import has_downloads, keep_newest_bundles, other_entries
@@ -167,6 +167,8 @@ def _finished(bundle: Bundle, download_folder: Path) -> Bundle:
 
 def _remove_downloads(download_folder: Path) -> None:
     if os.path.lexists(download_folder) and _is_own_folder(download_folder) and not _other_entries(download_folder):
+        for bundle_folder in (*cached_folders(download_folder), download_folder / _REPLACED_NAME):
+            remove_folder(bundle_folder, MANIFEST_NAME)
         shutil.rmtree(download_folder, ignore_errors=True)
 
 

@@ -223,8 +223,11 @@ def open_store(url: BundleUrl, storage_options: Mapping[str, Any] | None = None)
 
 def cached_folders(cache_folder: Path) -> list[Path]:
     """The folders of the bundles in a cache, the one that was changed last first."""
-    folders = (cache_folder / "bundles").glob("*/")
-    return sorted(folders, key=lambda folder: os.stat(folder).st_mtime, reverse=True)
+    changed_at: list[tuple[float, Path]] = []
+    for folder in (cache_folder / "bundles").glob("*/"):
+        with contextlib.suppress(FileNotFoundError):  # another process has just removed it
+            changed_at.append((folder.stat().st_mtime, folder))
+    return [folder for _, folder in sorted(changed_at, reverse=True)]
 
 
 def _cached_bundle(cache: Cache, digest: str) -> bool:

@@ -257,3 +257,14 @@ def test_folders_of_the_user_that_look_like_left_overs(writer: str, sound: Path,
         assert result.exit_code == 0, result.output
         assert out.exists()
     assert {name: tree(tmp_path / name) for name in before} == before
+
+
+def test_a_link_in_the_folder_of_a_download_is_not_followed(sound: Path, tmp_path: Path) -> None:
+    root, folder, before = made(with_notes, sound, tmp_path)
+    download = tmp_path / ".out.download"
+    (download / "bundles").mkdir(parents=True)
+    (download / "bundles" / ("0" * 64)).symlink_to(folder)
+    result = command("pull file://BUNDLE -o OUT", folder, sound, tmp_path, OUT=str(tmp_path / "out"))
+    assert result.exit_code == 1
+    assert f"found other files in it: bundles/{'0' * 64}" in result.stderr
+    assert tree(root) == before
