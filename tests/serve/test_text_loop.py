@@ -316,6 +316,32 @@ def test_a_request_for_many_texts_does_not_wait_for_itself(qwen: Path, tmp_path:
         assert (status, len(answer["choices"])) == (200, count)
 
 
+def test_requests_of_more_texts_than_rows_are_those_of_each_alone(qwen: Path, tmp_path: Path) -> None:
+    """Beside clients who leave; each of n texts has the tokens of its seed."""
+    bundle, count = with_tokenizer(qwen, tmp_path), 2 * ROWS + 1
+    pipeline, made = stagepack.load(bundle), tokenizer()
+    prompts = [[3 + number, 4] for number in range(6)]
+    settings: dict[str, Any] = {"max_new_tokens": 9, "do_sample": True, "top_k": 0}
+    expected = [
+        [
+            made.decode(pipeline.generate(torch.tensor([prompt]), seed=seed, **settings)[0, 2:].tolist())
+            for seed in range(count)
+        ]
+        for prompt in prompts
+    ]
+
+    def ask(prompt: list[int]) -> list[str]:
+        body = {"model": "qwen", "prompt": prompt, "n": count, "max_tokens": 9, "seed": 0}
+        begin_stream(server, "/v1/completions", body | {"stream": True}).close()
+        status, answer, _ = post(server.http, "/v1/completions", json.dumps(body))
+        assert status == 200, answer
+        return [choice["text"] for choice in answer["choices"]]
+
+    with stagepack_server([bundle]) as server, ThreadPoolExecutor(CLIENTS) as clients:
+        assert list(clients.map(ask, prompts)) == expected
+        wait_until(lambda: is_idle(server), 20)
+
+
 class GatedDecoder:
     """Answers calls when the test says so."""
 

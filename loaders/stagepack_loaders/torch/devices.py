@@ -73,8 +73,8 @@ class ZeroMemory:
         # Small ones need no look at the host, which takes 50 µs.
         if self._byte_count > 2**26 and self._byte_count > (available_bytes := available_host_bytes()):
             raise DeviceError(
-                f"the weights of zeros do not fit into the memory of this host: expected at most {format_bytes(available_bytes)}, "
-                f"found {format_bytes(self._byte_count)}: choose another device, fewer stages in one process, or a smaller "
+                "caches and other buffers of zeros do not fit into the memory of this host: expected at most "
+                f"{format_bytes(available_bytes)}, found {format_bytes(self._byte_count)}: choose another device, fewer stages in one process, or a smaller "
                 "cache (--generate, --generate-batch)"
             )
 
@@ -106,5 +106,6 @@ def typed_memory_errors() -> Iterator[None]:
             raise
         reason = first_line(error) or "no memory"
         raise DeviceError(
-            f"the weights do not fit into the memory of a device: {reason}: choose another device, more devices, or device_memory="
+            f"the weights and buffers do not fit into the memory of a device: {reason}: choose another device, more devices, or "
+            "device_memory="
         ) from None

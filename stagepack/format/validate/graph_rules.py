@@ -73,7 +73,7 @@ def check_graph_weights(weights: Sequence[Weight], defined: set[str]) -> Iterato
             yield "G9", location, f"{weight.dtype[:80]!r} is not a dtype of stored tensors, or cannot be trained"
         yield from _check_layout(weight, location)
     if sum(weight.zero_bytes for weight in weights) > limits.ZERO_BYTES:
-        yield "L1", "weights", f"expected at most {limits.ZERO_BYTES} bytes of weights of zeros"
+        yield "L1", "weights", f"expected at most {limits.ZERO_BYTES} bytes of buffers of zeros, such as caches"
 
 
 def _check_layout(weight: Weight, location: str) -> Iterator[BrokenRule]:
