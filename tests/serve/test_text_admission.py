@@ -22,7 +22,9 @@ class Requests:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
         monkeypatch.setattr("time.monotonic", lambda: self.now)
-        self.decoder: Any = SimpleNamespace(name="m", admission=Admission("m", 256, ROWS + 1))
+        fields: dict[str, Any] = {"name": "m", "admission": Admission("m", 256, ROWS + 1)}
+        decoder: Any = SimpleNamespace
+        self.decoder = decoder(**fields)
         self.admission = TextAdmission(self.decoder, ROWS)
         self.texts: dict[Any, int] = {}
         self.refusal: RequestError | None = None

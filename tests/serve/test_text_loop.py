@@ -330,7 +330,7 @@ def test_requests_of_more_texts_than_rows_are_those_of_each_alone(qwen: Path, tm
         for prompt in prompts
     ]
 
-    def ask(prompt: list[int]) -> list[str]:
+    def ask_for(server: Server, prompt: list[int]) -> list[str]:
         body = {"model": "qwen", "prompt": prompt, "n": count, "max_tokens": 9, "seed": 0}
         begin_stream(server, "/v1/completions", body | {"stream": True}).close()
         status, answer, _ = post(server.http, "/v1/completions", json.dumps(body))
@@ -338,7 +338,7 @@ def test_requests_of_more_texts_than_rows_are_those_of_each_alone(qwen: Path, tm
         return [choice["text"] for choice in answer["choices"]]
 
     with stagepack_server([bundle]) as server, ThreadPoolExecutor(CLIENTS) as clients:
-        assert list(clients.map(ask, prompts)) == expected
+        assert list(clients.map(lambda prompt: ask_for(server, prompt), prompts)) == expected
         wait_until(lambda: is_idle(server), 20)
 
 

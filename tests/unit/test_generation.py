@@ -317,7 +317,7 @@ def test_a_window_that_is_applied_is_exported(caplog: pytest.LogCaptureFixture) 
 
 
 def moshi(window: int) -> Any:
-    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 64}
+    sizes: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 64}
     return MoshiForCausalLM(MoshiConfig(**SMALL, **sizes, sliding_window=window, max_position_embeddings=512))
 
 

@@ -167,8 +167,8 @@ def _groups(text_count: int, most_texts: int | None) -> list[slice]:
 def _rows_of(inputs: Mapping[str, Any], group: slice) -> dict[str, Any]:
     """The inputs of a call for some of the texts. Others than those of the texts are positions that all share, and moves."""
     return {
-        name: value if name == _MOVES or (name == _POSITIONS and value.ndim == 1) else value[group]
-        for name, value in inputs.items()
+        input_name: value if input_name == _MOVES or (input_name == _POSITIONS and value.ndim == 1) else value[group]
+        for input_name, value in inputs.items()
     }
 
 

@@ -73,8 +73,8 @@ class ZeroMemory:
         # Small ones need no look at the host, which takes 50 µs.
         if self._byte_count > 2**26 and self._byte_count > (available_bytes := available_host_bytes()):
             raise DeviceError(
-                "caches and other buffers of zeros do not fit into the memory of this host: expected at most "
-                f"{format_bytes(available_bytes)}, found {format_bytes(self._byte_count)}: choose another device, fewer stages in one process, or a smaller "
+                f"caches and other buffers of zeros do not fit into the memory of this host: expected {format_bytes(available_bytes)} "
+                f"at most, found {format_bytes(self._byte_count)}: choose another device, fewer stages in one process, or a smaller "
                 "cache (--generate, --generate-batch)"
             )
 
