@@ -209,7 +209,17 @@ def _div(self: torch.Tensor, other: Any, *, rounding_mode: str | None = None) ->
     if rounding_mode is None or torch.result_type(self, other).is_floating_point:
         return NotImplemented
     # The exporter divides integers as floats: 2**53 + 1 by 1 is another number, and 0 divides.
-    return torch.floor_divide(self - torch.fmod(self, other), other)
+    floor, rest = torch.floor_divide(self, other), torch.remainder(self, other)
+    return torch.where((rest != 0) & ((self < 0) != (other < 0)), floor + 1, floor)
+
+
+@_decomposes(aten.fmod.Tensor, aten.fmod.Scalar)
+def _fmod(self: torch.Tensor, other: Any) -> torch.Tensor:
+    if torch.result_type(self, other).is_floating_point:
+        return NotImplemented
+    # The exporter takes the remainder of integers as that of floats.
+    rest = torch.remainder(self, other)
+    return torch.where((rest != 0) & ((self < 0) != (other < 0)), rest - other, rest)
 
 
 @_decomposes(aten.sum.default, aten.sum.dim_IntList)
@@ -252,7 +262,7 @@ def _diagonal(self: torch.Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1)
     return matrices.flatten(-2).index_select(-1, positions)
 
 
-@_decomposes(aten._prelu_kernel.default)
+@_decomposes(aten._prelu_kernel.default)  # noqa: SLF001 - the name of the operator
 def _prelu(self: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     # PRelu of ONNX Runtime leaves NaN of the weight out where the input is 0.
     return torch.where(self > 0, self, weight * self)
@@ -313,16 +323,6 @@ def _kinds(self: torch.Tensor) -> torch.Tensor:
     return self.isnan().to(self.dtype) + (self != -math.inf).to(self.dtype)
 
 
-def _max_pool(operator: Any) -> Callable[..., torch.Tensor]:
-    def pool(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if not self.is_floating_point():
-            return NotImplemented
-        with _left_to_exporter(operator):
-            return _with_special_values(operator(self, *args, **kwargs), operator(_kinds(self), *args, **kwargs))
-
-    return pool
-
-
 def _max_pool_with_indices(operator: Any) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
     def pool(self: torch.Tensor, kernel_size: Any, *args: Any, **kwargs: Any) -> Any:
         if not self.is_floating_point():
@@ -340,8 +340,6 @@ def _max_pool_with_indices(operator: Any) -> Callable[..., tuple[torch.Tensor, t
     return pool
 
 
-for _operator in (aten.max_pool1d.default, aten.max_pool2d.default, aten.max_pool3d.default):
-    _decomposes(_operator)(_max_pool(_operator))
 for _operator in (aten.max_pool2d_with_indices.default, aten.max_pool3d_with_indices.default):
     _decomposes(_operator)(_max_pool_with_indices(_operator))
 

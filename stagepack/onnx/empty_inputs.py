@@ -8,6 +8,8 @@ from typing import Any
 
 import onnx_ir as ir
 
+from stagepack.onnx.branches import Nodes, node_prefix, replace_by_choice
+
 _RECURRENT = {"GRU", "LSTM"}
 _IMAGES_IN_3D = 5  # dimensions
 
@@ -46,12 +48,12 @@ def _has_elements(sequences: ir.Value | None) -> bool:
 
 def _put_into_branch(node: ir.Node) -> None:
     """Put a recurrent layer into a branch, with zeros in the other."""
-    sequences, prefix = node.inputs[0], _prefix(node)
+    sequences, prefix = node.inputs[0], node_prefix(node)
     assert sequences is not None
-    count = _Nodes(f"{prefix}/count")
+    count = Nodes(f"{prefix}/count")
     elements = count.add("ReduceProd", [count.add("Shape", [sequences], {"start": 0, "end": 2})], {"keepdims": 0})
     used = [index for index, output in enumerate(node.outputs) if output.name]
-    _replace_by_choice(node, count, elements, _zeros_graph(node, sequences, used, prefix))
+    replace_by_choice(node, count, _is_zero(count, elements), _zeros_graph(node, sequences, used, prefix))
 
 
 def _fail_without_elements(node: ir.Node) -> None:
@@ -59,8 +61,8 @@ def _fail_without_elements(node: ir.Node) -> None:
     image, kernel = node.inputs[:2]
     assert image is not None
     assert kernel is not None
-    prefix = _prefix(node)
-    count, failure = _Nodes(f"{prefix}/count"), _Nodes(f"{prefix}/expected_elements")
+    prefix = node_prefix(node)
+    count, failure = Nodes(f"{prefix}/count"), Nodes(f"{prefix}/expected_elements")
     sizes = count.add("Concat", [count.add("Shape", [image], {"start": 1}), count.add("Shape", [kernel])], {"axis": 0})
     elements = count.add("ReduceProd", [sizes], {"keepdims": 0})
     zero = failure.add("CastLike", [failure.constant(ir.tensor(0.0)), image])
@@ -70,41 +72,16 @@ def _fail_without_elements(node: ir.Node) -> None:
     output = failure.add("Reshape", [empty, failure.integers(*[1] * rank)])
     output.type = node.outputs[0].type
     failing = ir.Graph([], [output], nodes=failure.nodes, name=f"{prefix}/expected_elements")
-    _replace_by_choice(node, count, elements, failing)
+    replace_by_choice(node, count, _is_zero(count, elements), failing)
 
 
-def _prefix(node: ir.Node) -> str:
-    return next(output.name for output in node.outputs if output.name)
-
-
-def _replace_by_choice(node: ir.Node, count: "_Nodes", elements: ir.Value, empty_graph: ir.Graph) -> None:
-    """Replace a layer by an ``If`` with the same outputs, which has another graph where there are no elements, and else the layer."""
-    old_outputs = list(node.outputs)
-    output_names = [output.name or "" for output in old_outputs]
-    prefix = _prefix(node)
-    is_empty = count.add("Equal", [elements, count.integers(0, scalar=True)])
-    used = [index for index, output_name in enumerate(output_names) if output_name]
-    layer = ir.Node(node.domain, node.op_type, node.inputs, node.attributes.values(), num_outputs=len(old_outputs))
-    for output, old_output in zip(layer.outputs, old_outputs, strict=True):
-        output.name = f"{old_output.name}/layer" if old_output.name else ""
-        output.type, output.shape = old_output.type, old_output.shape
-    layer_graph = ir.Graph([], [layer.outputs[index] for index in used], nodes=[layer], name=f"{prefix}/layer")
-    choice = ir.node("If", [is_empty], {"then_branch": empty_graph, "else_branch": layer_graph}, num_outputs=len(used))
-    graph = node.graph
-    assert graph is not None
-    graph.insert_before(node, [*count.nodes, choice])
-    choice.metadata_props.update(node.metadata_props)
-    for index, new_output in zip(used, choice.outputs, strict=True):
-        old_output = old_outputs[index]
-        new_output.type, new_output.shape = old_output.type, old_output.shape
-        ir.convenience.replace_all_uses_with(old_output, new_output, replace_graph_outputs=True)
-        new_output.name, old_output.name = output_names[index], f"{output_names[index]}/replaced"
-    graph.remove(node, safe=True)
+def _is_zero(count: Nodes, elements: ir.Value) -> ir.Value:
+    return count.add("Equal", [elements, count.integers(0, scalar=True)])
 
 
 def _zeros_graph(node: ir.Node, sequences: ir.Value, used: Sequence[int], prefix: str) -> ir.Graph:
     """The answers of a layer without elements: zeros, and its states as they are."""
-    nodes = _Nodes(f"{prefix}/zeros")
+    nodes = Nodes(f"{prefix}/zeros")
     directions = 2 if node.attributes.get_string("direction", "forward") == "bidirectional" else 1
     hidden_size = node.attributes.get_int("hidden_size", 0)
     outputs = []
@@ -124,23 +101,3 @@ def _zeros_graph(node: ir.Node, sequences: ir.Value, used: Sequence[int], prefix
         output.type, output.shape = old_output.type, old_output.shape
         outputs.append(output)
     return ir.Graph([], outputs, nodes=nodes.nodes, name=f"{prefix}/zeros")
-
-
-class _Nodes:
-    """Nodes that are added one after another, with names that no other value has."""
-
-    def __init__(self, prefix: str) -> None:
-        self.prefix = prefix
-        self.nodes: list[ir.Node] = []
-
-    def add(self, operator: str, inputs: Sequence[ir.Value], attributes: dict[str, Any] | None = None) -> ir.Value:
-        node = ir.node(operator, inputs, attributes or {})
-        node.outputs[0].name = f"{self.prefix}/{len(self.nodes)}"
-        self.nodes.append(node)
-        return node.outputs[0]
-
-    def constant(self, tensor: ir.TensorProtocol) -> ir.Value:
-        return self.add("Constant", [], {"value": tensor})
-
-    def integers(self, *sizes: int, scalar: bool = False) -> ir.Value:
-        return self.constant(ir.tensor(sizes[0] if scalar else list(sizes), dtype=ir.DataType.INT64))

@@ -25,6 +25,8 @@ REPLACED = [
     bound_call("aten.div.Tensor_mode", F32, F32, rounding_mode="floor"),
     bound_call("aten.div.Scalar_mode", F32, 0.1, rounding_mode="floor"),
     bound_call("aten.div.Tensor_mode", torch.int64, torch.int64, rounding_mode="trunc"),
+    bound_call("aten.fmod.Tensor", torch.int64, torch.int64),
+    bound_call("aten.fmod.Scalar", torch.int32, -3),
     bound_call("aten.div.Tensor", torch.int32, torch.int32),
     bound_call("aten.add.Scalar", F32, 1e-8),
     bound_call("aten.mul.Scalar", F32, 1.000001),
