@@ -42,11 +42,12 @@ def _decomposes(*operators: Any) -> Callable[[Callable[..., Any]], Callable[...,
 @contextlib.contextmanager
 def _left_to_exporter(operator: Any) -> Iterator[None]:
     """Leave the calls of an operator to the exporter: a decomposition calls it."""
-    _LEFT.add(operator)
+    added = {operator} - _LEFT
+    _LEFT.update(added)
     try:
         yield
     finally:
-        _LEFT.discard(operator)
+        _LEFT.difference_update(added)
 
 
 def _in_float32(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -348,3 +349,161 @@ for _operator in (aten.max_pool2d_with_indices.default, aten.max_pool3d_with_ind
 def _addbmm(self: torch.Tensor, batch1: torch.Tensor, batch2: torch.Tensor, *, beta: Any = 1, alpha: Any = 1) -> Any:
     # As the sum of other integers.
     return NotImplemented if self.is_floating_point() else beta * self + alpha * torch.bmm(batch1, batch2).sum(0)
+
+
+@_decomposes(aten.sigmoid.default)
+@_in_float32
+def _sigmoid(self: torch.Tensor) -> torch.Tensor:
+    # Sigmoid of ONNX Runtime is 1.5e-8 for all x below -18, of which the logarithm is not x.
+    return torch.reciprocal(1 + torch.exp(-self))
+
+
+@_decomposes(aten.sign.default)
+def _sign(self: torch.Tensor) -> torch.Tensor:
+    return (self > 0).to(self.dtype) - (self < 0).to(self.dtype) if self.is_floating_point() else NotImplemented
+
+
+@_decomposes(aten.signbit.default)
+def _signbit(self: torch.Tensor) -> torch.Tensor:
+    return _is_negative(self) if self.is_floating_point() else NotImplemented
+
+
+@_decomposes(aten.heaviside.default)
+def _heaviside(self: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    return torch.where(self == 0, values, (self > 0).to(self.dtype))
+
+
+@_decomposes(aten.lerp.Tensor, aten.lerp.Scalar)
+def _lerp(self: torch.Tensor, end: torch.Tensor, weight: Any) -> torch.Tensor:
+    distance = end - self
+    if not isinstance(weight, torch.Tensor):
+        return self + weight * distance if abs(weight) < 0.5 else end - distance * (1 - weight)
+    return torch.where(weight.abs() < 0.5, self + weight * distance, end - distance * (1 - weight))
+
+
+@_decomposes(aten.logit.default)
+@_in_float32
+def _logit(self: torch.Tensor, eps: float | None = None) -> torch.Tensor:
+    if eps is not None:
+        low, high = _number(eps, self), _number(1 - eps, self)
+        self = torch.where(self < low, low, torch.where(self > high, high, self))
+    return torch.log(self / (1 - self))
+
+
+@_decomposes(aten.pow.Tensor_Scalar)
+def _pow(self: torch.Tensor, exponent: Any) -> torch.Tensor:
+    # torch takes the square root, which of -inf is NaN.
+    return torch.sqrt(self) if exponent == 0.5 and self.is_floating_point() else NotImplemented
+
+
+def _softmax(operator: Any) -> Callable[..., torch.Tensor]:
+    def in_dtype(self: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        # The exporter casts the result, torch the input.
+        return NotImplemented if dtype in (None, self.dtype) else operator(self.to(dtype), dim, False)
+
+    return in_dtype
+
+
+_decomposes(aten.softmax.int)(_softmax(aten._softmax.default))  # noqa: SLF001 - the name of the operator
+
+
+@_decomposes(aten._log_softmax.default)  # noqa: SLF001
+def _log_softmax(self: torch.Tensor, *_: Any) -> torch.Tensor:
+    if self.dtype == torch.float64:
+        raise NoOnnxFormError("aten.log_softmax of float64, which leaves NaN out in ONNX Runtime")
+    return NotImplemented
+
+
+@_decomposes(aten.log_softmax.int, aten.special_log_softmax.default)
+def _log_softmax_in_dtype(self: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    return aten._log_softmax.default(self if dtype is None else self.to(dtype), dim, False)  # noqa: SLF001
+
+
+def _has_nan(self: torch.Tensor, dims: Sequence[int], keepdim: bool) -> torch.Tensor:
+    with _left_to_exporter(aten.amax.default):
+        return torch.amax(self.isnan().to(torch.float32), list(dims), keepdim) > 0
+
+
+def _reduced_extreme(operator: Any) -> Callable[..., torch.Tensor]:
+    def extreme(self: torch.Tensor, dim: Sequence[int] = (), keepdim: bool = False) -> torch.Tensor:
+        # ReduceMax of ONNX Runtime leaves NaN out.
+        if not self.is_floating_point():
+            return NotImplemented
+        with _left_to_exporter(operator):
+            return torch.where(_has_nan(self, dim, keepdim), _number(math.nan, self), operator(self, dim, keepdim))
+
+    return extreme
+
+
+def _extreme_with_index(operator: Any) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    def extreme(self: torch.Tensor, dim: int, keepdim: bool = False) -> Any:
+        if not self.is_floating_point() or not self.dim():
+            return NotImplemented
+        has_nan = _has_nan(self, [dim], keepdim)
+        with _left_to_exporter(operator):
+            values, indices = operator(self, dim, keepdim)
+        first_nan = torch.argmax(self.isnan().to(torch.float32), dim, keepdim)
+        return torch.where(has_nan, _number(math.nan, self), values), torch.where(has_nan, first_nan, indices)
+
+    return extreme
+
+
+for _operator in (aten.amax.default, aten.amin.default):
+    _decomposes(_operator)(_reduced_extreme(_operator))
+for _operator in (aten.max.dim, aten.min.dim):
+    _decomposes(_operator)(_extreme_with_index(_operator))
+
+
+@_decomposes(aten.max.default)
+def _max(self: torch.Tensor) -> torch.Tensor:
+    return torch.amax(self, list(range(self.dim()))) if self.is_floating_point() and self.dim() else NotImplemented
+
+
+@_decomposes(aten.min.default)
+def _min(self: torch.Tensor) -> torch.Tensor:
+    return torch.amin(self, list(range(self.dim()))) if self.is_floating_point() and self.dim() else NotImplemented
+
+
+@_decomposes(aten.logsumexp.default)
+def _logsumexp(self: torch.Tensor, dim: Sequence[int], keepdim: bool = False) -> torch.Tensor:
+    if not self.is_floating_point() or not self.dim():
+        return NotImplemented
+    largest = torch.amax(self, list(dim), True)
+    shift = torch.where(largest.abs() == math.inf, _number(0, self), largest)
+    total = torch.exp(self - shift).sum(list(dim), keepdim)
+    return torch.log(total) + (shift if keepdim else torch.squeeze(shift, list(dim)))
+
+
+def _refuse(reason: str, is_refused: Callable[..., bool]) -> Callable[..., Any]:
+    def check(*args: Any, **kwargs: Any) -> Any:
+        if is_refused(*args, **kwargs):
+            raise NoOnnxFormError(reason)
+        return NotImplemented
+
+    return check
+
+
+_decomposes(aten.logcumsumexp.default)(
+    _refuse("aten.logcumsumexp.default, which is NaN after -inf in ONNX Runtime", lambda *_: True)
+)
+_decomposes(aten.prod.default)(
+    _refuse(
+        "aten.prod.default of floats, whose NaN depends on the order of the elements",
+        lambda tensor, **_: tensor.is_floating_point(),
+    )
+)
+_decomposes(aten.native_batch_norm.default)(
+    _refuse("aten.native_batch_norm.default in training mode", lambda *args: bool(args[5]))
+)
+_decomposes(aten.layer_norm.default)(
+    _refuse(
+        "aten.layer_norm.default over one element, which keeps infinity in ONNX Runtime",
+        lambda _, shape, *__, **___: math.prod(shape) == 1,
+    )
+)
+_decomposes(aten.native_layer_norm.default)(
+    _refuse(
+        "aten.native_layer_norm.default over one element, which keeps infinity in ONNX Runtime",
+        lambda _, shape, *__: math.prod(shape) == 1,
+    )
+)

@@ -31,7 +31,7 @@ from stagepack.format.onnx import (
 from stagepack.format.shapes import format_dim, is_row_major
 from stagepack.format.weights import StoredTensor, TensorSpec, tensor_layout
 from stagepack.onnx.empty_inputs import guard_empty_inputs
-from stagepack.onnx.special_maxima import keep_special_maxima
+from stagepack.onnx.special_values import guard_special_values
 from stagepack.torch_internals import NO_MODULE_PREFIX
 
 _SCOPES_KEY = "pkg.torch.onnx.name_scopes"
@@ -163,7 +163,7 @@ def finish_model(model: ir.Model, graph: Graph, writes: StageWrites, stage_place
     del model.graph.inputs[0]
     _optimize(model, weights)
     guard_empty_inputs(model)
-    keep_special_maxima(model)
+    guard_special_values(model)
     _allow_zero_sizes(model)
     tensors = move_weights_out(model, weights, stage_place)
     module_paths = {node: _node_module_path(node) for node in model.graph.all_nodes()}

@@ -15,10 +15,37 @@ IMAGE, ROWS = torch.rand(1, 2, 6, 6), torch.rand(4, 5)
 REPLACED = [
     *(
         bound_call(f"aten.{name}.default", F32)
-        for name in ("log1p", "expm1", "special_expm1", "log_sigmoid", "elu", "celu", "selu", "angle")
+        for name in (
+            "log1p",
+            "expm1",
+            "special_expm1",
+            "log_sigmoid",
+            "elu",
+            "celu",
+            "selu",
+            "angle",
+            "sigmoid",
+            "sign",
+            "signbit",
+            "logit",
+        )
     ),
     *(bound_call(f"aten.{name}.default", F32, F32) for name in ("atan2", "logaddexp", "logaddexp2", "floor_divide")),
     bound_call("aten.elu.default", F32, 0.5, 2, 3),
+    bound_call("aten.heaviside.default", F32, F32),
+    bound_call("aten.lerp.Tensor", F32, F32, F32),
+    bound_call("aten.lerp.Scalar", F32, F32, 0.7),
+    bound_call("aten.logit.default", F32, 0.2),
+    bound_call("aten.pow.Tensor_Scalar", F32, 0.5),
+    bound_call("aten.softmax.int", ROWS, 0, dtype=torch.float64),
+    bound_call("aten.log_softmax.int", ROWS, 0),
+    bound_call("aten.amax.default", ROWS, [0, 1]),
+    bound_call("aten.amin.default", ROWS, [1], True),
+    bound_call("aten.max.default", ROWS),
+    bound_call("aten.min.default", ROWS),
+    bound_call("aten.max.dim", ROWS, 1),
+    bound_call("aten.min.dim", ROWS, 0, True),
+    bound_call("aten.logsumexp.default", ROWS, [1]),
     bound_call("aten.remainder.Tensor", F32, F32),
     bound_call("aten.remainder.Scalar", F32, 0.1),
     bound_call("aten.remainder.Scalar_Tensor", 0.5, F32),
@@ -54,6 +81,10 @@ REFUSED = {
     "avg_pool2d.default with divisor_override=3": bound_call(
         "aten.avg_pool2d.default", IMAGE, [2, 2], divisor_override=3
     ),
+    "log_softmax of float64": bound_call("aten.log_softmax.int", ROWS, 0, dtype=torch.float64),
+    "logcumsumexp.default": bound_call("aten.logcumsumexp.default", ROWS, 0),
+    "prod.default of floats": bound_call("aten.prod.default", ROWS),
+    "layer_norm.default over one element": bound_call("aten.layer_norm.default", ROWS[:, :1], [1]),
     "scatter_reduce.two: its mean of integers": bound_call(
         "aten.scatter_reduce.two", torch.arange(3), 0, torch.tensor([0, 0]), torch.tensor([4, 5]), "mean"
     ),
@@ -79,5 +110,9 @@ def test_each_decomposition_is_tried() -> None:
     assert {str(operator) for operator in decompositions()} - tried <= {
         "aten.avg_pool1d.default",
         "aten.avg_pool3d.default",
+        "aten._log_softmax.default",
+        "aten.special_log_softmax.default",
         "aten.floor_divide.Scalar",
+        "aten.native_batch_norm.default",
+        "aten.native_layer_norm.default",
     }
