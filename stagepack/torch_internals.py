@@ -621,6 +621,13 @@ def signs_of_zeros_kept() -> Iterator[None]:
         yield
 
 
+def onnx_operator_names() -> set[str]:
+    """Return the names of the operators that torch's ONNX exporter has a function for, such as ``aten::add.Tensor``."""
+    from torch.onnx._internal.exporter import _registration  # noqa: PLC0415 - takes seconds
+
+    return {str(target) for target in _registration.ONNXRegistry.from_torchlib().functions}
+
+
 @contextlib.contextmanager
 def onnx_decompositions(added: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
     """Let torch's ONNX exporter decompose further operators: none of those that it has a function for would be."""

@@ -87,7 +87,7 @@ def add_onnx_within(
     checks = _check_converted(opened, converted, versions, allow_ops, stated_tolerance)
     matching = {stage_number: files for stage_number, files in converted.items() if checks[stage_number].within}
     differing = {stage_number: checks[stage_number].reason for stage_number in converted.keys() - matching.keys()}
-    _write_bundle(opened, matching, versions, _resolved_path(opened), replaced_digest=opened.digest)
+    write_bundle(opened, matching, versions, _resolved_path(opened), replaced_digest=opened.digest)
     return AddedOnnx(
         bundle=Bundle(opened.path).select(opened.entry_point.name),
         torch_only=dict(sorted((refused | differing).items())),
@@ -119,7 +119,7 @@ def _check_converted(
 ) -> list[StageCheck]:
     """Write a temporary bundle with the ONNX models, and compare the answers of all stages."""
     with _folder_beside(_resolved_path(bundle)) as folder:
-        _write_bundle(bundle, converted, versions, folder / "checked")
+        write_bundle(bundle, converted, versions, folder / "checked")
         checked_bundle = Bundle(folder / "checked").select(bundle.entry_point.name)
         return list(check_stages(checked_bundle, allow_ops, tolerance))
 
@@ -140,7 +140,7 @@ def _folder_beside(path: Path) -> Iterator[Path]:
         yield folder.path
 
 
-def _write_bundle(
+def write_bundle(
     bundle: Bundle,
     converted: Mapping[int, OnnxFiles],
     versions: Mapping[str, FileVersion],

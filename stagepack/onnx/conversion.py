@@ -18,7 +18,8 @@ from stagepack.format.operators import ALLOWED_NAMESPACES, operator_namespace
 from stagepack.format.reader import Bundle
 from stagepack.format.shapes import Dim, Guard
 from stagepack.graph.implied_guards import is_implied
-from stagepack.onnx.decompositions import NoOnnxFormError, decompositions
+from stagepack.onnx import elementwise, reductions
+from stagepack.onnx.decompositions import NoOnnxFormError
 from stagepack.onnx.functional_stage import trace_stage
 from stagepack.onnx.stage_model import OnnxFiles, StagePlace, finish_model
 from stagepack.torch_internals import constants_matched_exactly, onnx_decompositions, operators_without_onnx_form
@@ -29,6 +30,7 @@ from stagepack_loaders.torch.weight_store import WeightCache
 
 _MAX_REASON_LENGTH = 300
 _CPU = torch.device("cpu")
+DECOMPOSITIONS = {**elementwise.TABLE, **reductions.TABLE}
 # The others are decomposed into the steps of the example, so that their stages are refused where the length is dynamic.
 _LAYERS_IN_ONNX = ("lstm", "gru")
 _EXPORTER_LOGGERS = ("torch.onnx", "onnx_ir", "onnxscript")
@@ -112,7 +114,7 @@ def convert_stage(bundle: Bundle, stage_number: int, allow_ops: Collection[str])
         only_errors_logged(*_EXPORTER_LOGGERS),
         warnings.catch_warnings(action="ignore"),
         sequences_of_any_length(_LAYERS_IN_ONNX),
-        onnx_decompositions(decompositions()),
+        onnx_decompositions(DECOMPOSITIONS),
         constants_matched_exactly(),
     ):
         try:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from stagepack.onnx.decompositions import decompositions
+from stagepack.onnx.conversion import DECOMPOSITIONS
 from stagepack.torch_internals import onnx_functions_read_once
 from tools.operators.onnx_values import DIFFERS, FAILS, IN_TORCH, sweep_calls
 from tools.operators.value_grid import bound_call
@@ -107,7 +107,7 @@ def test_calls_that_no_form_makes_right_stay_in_torch_by_name(reason: str, tmp_p
 
 def test_each_decomposition_is_tried() -> None:
     tried = {call.operator_name for call in [*REPLACED, *REFUSED.values()]}
-    assert {str(operator) for operator in decompositions()} - tried <= {
+    assert {str(operator) for operator in DECOMPOSITIONS} - tried <= {
         "aten.avg_pool1d.default",
         "aten.avg_pool3d.default",
         "aten._log_softmax.default",

@@ -8,7 +8,8 @@ import functools
 import itertools
 import math
 import random
-from collections.abc import Iterator, Sequence, Set as AbstractSet
+from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -203,7 +204,7 @@ def trials(call: ValueCall) -> Iterator[list[torch.Tensor]]:
         columns = _grid_columns(call.types)
         if "trunc" in call.leaves and not columns[0].is_floating_point():
             # The smallest integer divided by -1 ends the process of torch 2.13 by SIGFPE.
-            columns = [column.clamp(min=torch.iinfo(column.dtype).min + 1) for column in columns]
+            columns = [torch.where(columns[0] < -100, columns[0] | 1, columns[0]), *columns[1:]]
         yield columns
         if len(columns) == 2 and not columns[1].is_floating_point():
             # A division by 0 raises, and leaves the other values out.
@@ -211,7 +212,7 @@ def trials(call: ValueCall) -> Iterator[list[torch.Tensor]]:
         return
     yield call.tensors
     for trial in range(_TRIALS):
-        generator = random.Random(f"{call.operator_name} {trial}")
+        generator = random.Random(f"{call.operator_name} {trial}")  # noqa: S311
         yield [_filled(tensor, trial, generator) for tensor in call.tensors]
 
 

@@ -1,0 +1,217 @@
+"""Decompositions of elementwise operators for which the exporter has a naive formula, or ONNX Runtime another result at NaN."""
+
+import math
+from typing import Any
+
+import torch
+
+from stagepack.onnx.decompositions import Decompositions, in_float32, number
+
+aten = torch.ops.aten
+_NARROW = (torch.float16, torch.bfloat16)
+TABLE = Decompositions()
+
+
+def _is_negative(tensor: torch.Tensor) -> torch.Tensor:
+    """Whether the sign bit is set, -0.0 included; the converter of ``signbit`` leaves it out."""
+    return (tensor < 0) | ((tensor == 0) & (tensor.reciprocal() < 0))
+
+
+@TABLE.register(aten.log1p.default)
+@in_float32
+def _log1p(self: torch.Tensor) -> torch.Tensor:
+    # Kahan: the rounding error of 1 + x cancels in the quotient.
+    total = self + 1
+    is_special = (total == 1) | (self == math.inf)
+    distance = torch.where(is_special, number(1, self), total - 1)
+    return torch.where(is_special, self, torch.log(total) * (self / distance))
+
+
+@TABLE.register(aten.expm1.default, aten.special_expm1.default)
+@in_float32
+def _expm1(self: torch.Tensor) -> torch.Tensor:
+    power = torch.exp(self)
+    distance = power - 1
+    # Where exp(x) is 1, or so small or large that the difference of 1 does not count.
+    is_exact = (power == 1) | (distance == -1) | (self > 1)
+    logarithm = torch.where(is_exact, number(1, self), torch.log(power))
+    return torch.where(power == 1, self, torch.where(is_exact, distance, distance * (self / logarithm)))
+
+
+def _log_of_sum(low: torch.Tensor) -> torch.Tensor:
+    """log(1 + exp(low)) for a number that is not positive."""
+    return _log1p(torch.exp(low))
+
+
+@TABLE.register(aten.log_sigmoid.default)
+@in_float32
+def _log_sigmoid(self: torch.Tensor) -> torch.Tensor:
+    return torch.where(self < 0, self, number(0, self)) - _log_of_sum(-self.abs())
+
+
+@TABLE.register(aten.logaddexp.default)
+@in_float32
+def _logaddexp(self: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    # Infinities of the same sign have no difference.
+    distance = torch.where(self == other, number(0, self), -(self - other).abs())
+    return torch.where(
+        (self == other) & (self.abs() == math.inf), self, torch.maximum(self, other) + _log_of_sum(distance)
+    )
+
+
+@TABLE.register(aten.logaddexp2.default)
+@in_float32
+def _logaddexp2(self: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    distance = torch.where(self == other, number(0, self), -(self - other).abs())
+    logarithm = _log_of_sum(distance * math.log(2)) * (1 / math.log(2))
+    return torch.where((self == other) & (self.abs() == math.inf), self, torch.maximum(self, other) + logarithm)
+
+
+@TABLE.register(aten.elu.default)
+@in_float32
+def _elu(self: torch.Tensor, alpha: float = 1, scale: float = 1, input_scale: float = 1) -> torch.Tensor:
+    return torch.where(self > 0, self * scale, _expm1(self * input_scale) * (alpha * scale))
+
+
+@TABLE.register(aten.celu.default)
+@in_float32
+def _celu(self: torch.Tensor, alpha: float = 1.0) -> torch.Tensor:
+    return _elu(self, alpha, 1, 1 / alpha)
+
+
+@TABLE.register(aten.selu.default)
+@in_float32
+def _selu(self: torch.Tensor) -> torch.Tensor:
+    return _elu(self, 1.6732632423543772848170429916717, 1.0507009873554804934193349852946)
+
+
+@TABLE.register(aten.atan2.default)
+@in_float32
+def _atan2(self: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    height, width = self.abs(), other.abs()
+    # Two zeros or two infinities have no quotient.
+    is_diagonal = (height == width) & (height != 0)
+    slope = torch.where(height == 0, height * number(0, height), height / width)
+    slope = torch.where(is_diagonal, number(1, height), torch.where(width != width, width, slope))
+    angle = torch.atan(slope)
+    angle = torch.where(_is_negative(other), math.pi - angle, angle)
+    return torch.where(_is_negative(self), -angle, angle)
+
+
+@TABLE.register(aten.angle.default)
+def _angle(self: torch.Tensor) -> torch.Tensor:
+    if not self.is_floating_point():
+        return NotImplemented
+    angle = torch.where(self < 0, number(math.pi, self), number(0, self))
+    return torch.where(self.isnan(), self, angle)
+
+
+def _float_operands(self: Any, other: Any) -> tuple[torch.Tensor, torch.Tensor, torch.dtype] | None:
+    """Two operands in the dtype of the result, or in float32 if it has 16 bits; None if it is one of integers."""
+    dtype = torch.result_type(self, other)
+    if not dtype.is_floating_point:
+        return None
+    computed = torch.float32 if dtype in _NARROW else dtype
+    first, second = (
+        value.to(computed) if isinstance(value, torch.Tensor) else torch.full((), value, dtype=computed)
+        for value in (self, other)
+    )
+    return first, second, dtype
+
+
+@TABLE.register(aten.remainder.Tensor, aten.remainder.Scalar, aten.remainder.Scalar_Tensor)
+def _remainder(self: Any, other: Any) -> torch.Tensor:
+    operands = _float_operands(self, other)
+    if operands is None:
+        return NotImplemented
+    dividend, divisor, dtype = operands
+    rest = torch.fmod(dividend, divisor)
+    return torch.where((rest != 0) & ((divisor < 0) != (rest < 0)), rest + divisor, rest).to(dtype)
+
+
+@TABLE.register(aten.floor_divide.default, aten.floor_divide.Scalar)
+def _floor_divide(self: Any, other: Any) -> torch.Tensor:
+    operands = _float_operands(self, other)
+    if operands is None:
+        return NotImplemented
+    # As `div_floor_floating` of torch: the quotient of 0.5 and 0.1 is rounded to 5, and the floor of the exact one is 4.
+    dividend, divisor, dtype = operands
+    quotient = dividend / divisor
+    rest = torch.fmod(dividend, divisor)
+    whole = (dividend - rest) / divisor
+    whole = torch.where((rest != 0) & ((divisor < 0) != (rest < 0)), whole - 1, whole)
+    floor = torch.floor(whole)
+    floor = torch.where(whole - floor > 0.5, floor + 1, floor)
+    floor = torch.where(whole == 0, torch.where(_is_negative(quotient), number(-0.0, whole), number(0, whole)), floor)
+    return torch.where(divisor == 0, quotient, floor).to(dtype)
+
+
+@TABLE.register(aten.div.Tensor_mode, aten.div.Scalar_mode)
+def _div(self: torch.Tensor, other: Any, *, rounding_mode: str | None = None) -> torch.Tensor:
+    if rounding_mode == "floor":
+        return _floor_divide(self, other)
+    if rounding_mode is None or torch.result_type(self, other).is_floating_point:
+        return NotImplemented
+    # The exporter divides integers as floats: 2**53 + 1 by 1 is another number, and 0 divides.
+    floor, rest = torch.floor_divide(self, other), torch.remainder(self, other)
+    return torch.where((rest != 0) & ((self < 0) != (other < 0)), floor + 1, floor)
+
+
+@TABLE.register(aten.fmod.Tensor, aten.fmod.Scalar)
+def _fmod(self: torch.Tensor, other: Any) -> torch.Tensor:
+    if torch.result_type(self, other).is_floating_point:
+        return NotImplemented
+    # The exporter takes the remainder of integers as that of floats.
+    rest = torch.remainder(self, other)
+    return torch.where((rest != 0) & ((self < 0) != (other < 0)), rest - other, rest)
+
+
+@TABLE.register(aten._prelu_kernel.default)  # noqa: SLF001 - the name of the operator
+def _prelu(self: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    # PRelu of ONNX Runtime leaves NaN of the weight out where the input is 0.
+    return torch.where(self > 0, self, weight * self)
+
+
+@TABLE.register(aten.sigmoid.default)
+@in_float32
+def _sigmoid(self: torch.Tensor) -> torch.Tensor:
+    # Sigmoid of ONNX Runtime is 1.5e-8 for all x below -18, of which the logarithm is not x.
+    return torch.reciprocal(1 + torch.exp(-self))
+
+
+@TABLE.register(aten.sign.default)
+def _sign(self: torch.Tensor) -> torch.Tensor:
+    return (self > 0).to(self.dtype) - (self < 0).to(self.dtype) if self.is_floating_point() else NotImplemented
+
+
+@TABLE.register(aten.signbit.default)
+def _signbit(self: torch.Tensor) -> torch.Tensor:
+    return _is_negative(self) if self.is_floating_point() else NotImplemented
+
+
+@TABLE.register(aten.heaviside.default)
+def _heaviside(self: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    return torch.where(self == 0, values, (self > 0).to(self.dtype))
+
+
+@TABLE.register(aten.lerp.Tensor, aten.lerp.Scalar)
+def _lerp(self: torch.Tensor, end: torch.Tensor, weight: Any) -> torch.Tensor:
+    distance = end - self
+    if not isinstance(weight, torch.Tensor):
+        return self + weight * distance if abs(weight) < 0.5 else end - distance * (1 - weight)
+    return torch.where(weight.abs() < 0.5, self + weight * distance, end - distance * (1 - weight))
+
+
+@TABLE.register(aten.logit.default)
+@in_float32
+def _logit(self: torch.Tensor, eps: float | None = None) -> torch.Tensor:
+    if eps is not None:
+        low, high = number(eps, self), number(1 - eps, self)
+        self = torch.where(self < low, low, torch.where(self > high, high, self))
+    return torch.log(self / (1 - self))
+
+
+@TABLE.register(aten.pow.Tensor_Scalar)
+def _pow(self: torch.Tensor, exponent: Any) -> torch.Tensor:
+    # torch takes the square root, which of -inf is NaN.
+    return torch.sqrt(self) if exponent == 0.5 and self.is_floating_point() else NotImplemented
