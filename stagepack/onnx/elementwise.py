@@ -125,8 +125,8 @@ def _remainder(self: Any, other: Any) -> torch.Tensor:
     if operands is None:
         return NotImplemented
     dividend, divisor, dtype = operands
-    rest = torch.fmod(dividend, divisor)
-    return torch.where((rest != 0) & ((divisor < 0) != (rest < 0)), rest + divisor, rest).to(dtype)
+    remainder = torch.fmod(dividend, divisor)
+    return torch.where((remainder != 0) & ((divisor < 0) != (remainder < 0)), remainder + divisor, remainder).to(dtype)
 
 
 @TABLE.register(aten.floor_divide.default, aten.floor_divide.Scalar)
@@ -137,9 +137,9 @@ def _floor_divide(self: Any, other: Any) -> torch.Tensor:
     # As `div_floor_floating` of torch: the quotient of 0.5 and 0.1 is rounded to 5, and the floor of the exact one is 4.
     dividend, divisor, dtype = operands
     quotient = dividend / divisor
-    rest = torch.fmod(dividend, divisor)
-    whole = (dividend - rest) / divisor
-    whole = torch.where((rest != 0) & ((divisor < 0) != (rest < 0)), whole - 1, whole)
+    remainder = torch.fmod(dividend, divisor)
+    whole = (dividend - remainder) / divisor
+    whole = torch.where((remainder != 0) & ((divisor < 0) != (remainder < 0)), whole - 1, whole)
     floor = torch.floor(whole)
     floor = torch.where(whole - floor > 0.5, floor + 1, floor)
     floor = torch.where(whole == 0, torch.where(_is_negative(quotient), number(-0.0, whole), number(0, whole)), floor)
@@ -153,8 +153,8 @@ def _div(self: torch.Tensor, other: Any, *, rounding_mode: str | None = None) ->
     if rounding_mode is None or torch.result_type(self, other).is_floating_point:
         return NotImplemented
     # The exporter divides integers as floats: 2**53 + 1 by 1 is another number, and 0 divides.
-    floor, rest = torch.floor_divide(self, other), torch.remainder(self, other)
-    return torch.where((rest != 0) & ((self < 0) != (other < 0)), floor + 1, floor)
+    floor, remainder = torch.floor_divide(self, other), torch.remainder(self, other)
+    return torch.where((remainder != 0) & ((self < 0) != (other < 0)), floor + 1, floor)
 
 
 @TABLE.register(aten.fmod.Tensor, aten.fmod.Scalar)
@@ -162,8 +162,8 @@ def _fmod(self: torch.Tensor, other: Any) -> torch.Tensor:
     if torch.result_type(self, other).is_floating_point:
         return NotImplemented
     # The exporter takes the remainder of integers as that of floats.
-    rest = torch.remainder(self, other)
-    return torch.where((rest != 0) & ((self < 0) != (other < 0)), rest - other, rest)
+    remainder = torch.remainder(self, other)
+    return torch.where((remainder != 0) & ((self < 0) != (other < 0)), remainder - other, remainder)
 
 
 @TABLE.register(aten._prelu_kernel.default)  # noqa: SLF001 - the name of the operator

@@ -38,7 +38,7 @@ def _choose(node: ir.Node, elements: ir.Value, special: Nodes) -> None:
     decision = Nodes(f"{prefix}/sum")
     total = decision.add("ReduceSum", [elements], {"keepdims": 0})
     is_special = decision.add(
-        "Not", [decision.add("Equal", [decision.add("Sub", [total, total]), _number(decision, 0.0, elements)])]
+        "Not", [decision.add("Equal", [decision.add("Sub", [total, total]), _constant_like(decision, 0.0, elements)])]
     )
 
     output = special.nodes[-1].outputs[0]
@@ -65,17 +65,17 @@ def _special_maxima(node: ir.Node, elements: ir.Value) -> Nodes:
         return special.add("MaxPool", [values], dict(node.attributes))
 
     # 2 for NaN, 0 for -inf, and else 1.
-    lowest = _number(special, -math.inf, elements)
+    lowest = _constant_like(special, -math.inf, elements)
     is_other = special.add("Not", [special.add("Equal", [elements, lowest])])
     flags = [special.add("CastLike", [flag, elements]) for flag in (special.add("IsNaN", [elements]), is_other)]
     kinds = pooled(special.add("Add", flags))
-    is_lowest = special.add("Equal", [kinds, _number(special, 0.0, elements)])
-    is_nan = special.add("Greater", [kinds, _number(special, 1.0, elements)])
+    is_lowest = special.add("Equal", [kinds, _constant_like(special, 0.0, elements)])
+    is_nan = special.add("Greater", [kinds, _constant_like(special, 1.0, elements)])
     largest = special.add("Where", [is_lowest, lowest, pooled(elements)])
-    special.add("Where", [is_nan, _number(special, math.nan, elements), largest])
+    special.add("Where", [is_nan, _constant_like(special, math.nan, elements), largest])
     return special
 
 
-def _number(nodes: Nodes, number: float, like: ir.Value) -> ir.Value:
+def _constant_like(nodes: Nodes, value: float, like: ir.Value) -> ir.Value:
     assert like.dtype is not None
-    return nodes.constant(ir.tensor(number, dtype=like.dtype))
+    return nodes.constant(ir.tensor(value, dtype=like.dtype))

@@ -3,6 +3,7 @@
 # Long because it has a test for each private name of one file.
 
 import ast
+import contextlib
 import os
 import subprocess
 import sys
@@ -322,6 +323,28 @@ def test_the_functions_of_the_onnx_exporter_are_read_once() -> None:
             assert read.call_count == 1
             torch.onnx.export(program, dynamo=True, optimize=False, verbose=False)
             assert read.call_count == 2
+
+
+def test_further_operators_are_decomposed_for_the_onnx_exporter() -> None:
+    program = captured(lambda x: torch.log1p(x), torch.ones(2))
+    with canary("stages with operators such as log1p answer otherwise in ONNX Runtime at some values"):
+        assert "aten::log1p" in torch_internals.onnx_operator_names()
+        table = {torch.ops.aten.log1p.default: lambda x: torch.exp(x) + 1}
+        with torch_internals.onnx_decompositions(table):
+            converted = torch.onnx.export(program, dynamo=True, optimize=False, verbose=False)
+        assert converted is not None
+        assert "Exp" in {node.op_type for node in converted.model.graph.all_nodes()}
+
+
+def test_the_optimizer_of_onnx_takes_no_small_number_for_zero() -> None:
+    program = captured(lambda x: x + 1e-8, torch.ones(2))
+    with canary("stages lose an addition of 1e-8 in ONNX Runtime"):
+        for is_kept in (False, True):
+            converted = torch.onnx.export(program, dynamo=True, optimize=False, verbose=False)
+            assert converted is not None
+            with torch_internals.constants_matched_exactly() if is_kept else contextlib.nullcontext():
+                converted.optimize()
+            assert ("Add" in {node.op_type for node in converted.model.graph.all_nodes()}) == is_kept
 
 
 def _entries_until(event: threading.Event, folder: Path) -> set[str]:

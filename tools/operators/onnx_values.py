@@ -2,7 +2,7 @@
 
 Each call of `value_grid` becomes a part of a bundle, whose stage is converted as `stagepack.add_onnx` does, without its self check. What
 ONNX Runtime answers must be what torch answers: integers, booleans, NaN, infinities and the signs of zeros alike, and other
-floats but for rounding. A call without an ONNX form stays in torch, by name.
+floats but for rounding. A call without an ONNX form stays in torch, by operator_name.
 """
 
 import argparse
@@ -47,7 +47,7 @@ _CANCELLING = frozenset({"lerp", "logaddexp", "logaddexp2"})
 # Erf and Sigmoid of ONNX Runtime are near to torch relative to 1, not to their value.
 _NEAR_ONE = frozenset({"erfc", "gelu", "silu", "special_erfc", "special_erfcx"})
 # How far a value may be from that of torch, relative to it, or to the largest finite value where elements are reduced: 32 units in the last
-# place of float32, 4 of the types of 16 bits. Scalars are stored in float32, also for tensors of float64.
+# element_index of float32, 4 of the types of 16 bits. Scalars are stored in float32, also for tensors of float64.
 RELATIVE = {torch.float64: 2**-22, torch.float32: 2**-18, torch.float16: 2**-8, torch.bfloat16: 2**-5}
 
 
@@ -61,16 +61,16 @@ class Verdict(NamedTuple):
 
 
 def compare(
-    found: torch.Tensor, expected: torch.Tensor, elementwise: bool, largest: float = 0.0
+    actual: torch.Tensor, expected: torch.Tensor, elementwise: bool, largest: float = 0.0
 ) -> tuple[str, int | None]:
     """Return how a result is other than expected, and the element where it is."""
-    if found.dtype != expected.dtype or found.shape != expected.shape:
+    if actual.dtype != expected.dtype or actual.shape != expected.shape:
         return DIFFERS, None
     if not expected.dtype.is_floating_point:
-        unequal = (found != expected).flatten().nonzero()
+        unequal = (actual != expected).flatten().nonzero()
         return (DIFFERS, int(unequal[0])) if len(unequal) else (EQUAL, None)
     info = torch.finfo(expected.dtype)
-    a, b = found.double().flatten(), expected.double().flatten()
+    a, b = actual.double().flatten(), expected.double().flatten()
     same = (a == b) | (a.isnan() & b.isnan())
     wrong_zero = same & (a == 0) & (a.signbit() != b.signbit())
     # A finite number next to the largest one may be infinite.
@@ -115,15 +115,21 @@ def _selected(call: ValueCall, tensors: Sequence[torch.Tensor], result: torch.Te
 
 
 def _one_by_one(
-    call: ValueCall, tensors: Sequence[torch.Tensor], given: torch.Tensor, wanted: torch.Tensor
+    call: ValueCall, tensors: Sequence[torch.Tensor], onnx_result: torch.Tensor, torch_result: torch.Tensor
 ) -> torch.Tensor:
     """The results of torch, with those of calls of one element where they differ: vectors of elements are computed otherwise."""
-    unlike = ((given != wanted) & ~(given.isnan() & wanted.isnan())).flatten().nonzero().flatten().tolist()
-    alone = wanted.clone()
-    for place in unlike[:_MAX_ALONE]:
-        (answer,) = results(call, [tensor.flatten()[place : place + 1] for tensor in tensors])
-        if compare(given.flatten()[place : place + 1], answer, True)[0] != DIFFERS:
-            alone.view(-1)[place] = given.flatten()[place]
+    unlike = (
+        ((onnx_result != torch_result) & ~(onnx_result.isnan() & torch_result.isnan()))
+        .flatten()
+        .nonzero()
+        .flatten()
+        .tolist()
+    )
+    alone = torch_result.clone()
+    for element_index in unlike[:_MAX_ALONE]:
+        (answer,) = results(call, [tensor.flatten()[element_index : element_index + 1] for tensor in tensors])
+        if compare(onnx_result.flatten()[element_index : element_index + 1], answer, True)[0] != DIFFERS:
+            alone.view(-1)[element_index] = onnx_result.flatten()[element_index]
     return alone
 
 
@@ -199,10 +205,10 @@ def _compared(calls: Sequence[ValueCall], pipe: Any, folder: Path) -> Iterator[V
                 return
             worst[0] = max(worst[0], _failure(calls[0], trial, error), key=_rank)
             continue
-        found = iter(outputs if isinstance(outputs, tuple | list) else [outputs])
+        actual = iter(outputs if isinstance(outputs, tuple | list) else [outputs])
         for index, (call, tensors) in enumerate(zip(calls, inputs, strict=True)):
-            for wanted in results(call, tensors):
-                worst[index] = max(worst[index], _verdict(call, tensors, next(found), wanted, trial), key=_rank)
+            for torch_result in results(call, tensors):
+                worst[index] = max(worst[index], _verdict(call, tensors, next(actual), torch_result, trial), key=_rank)
     for verdict, stream in zip(worst, streams, strict=True):
         yield verdict._replace(trials=len(stream))
 
@@ -225,41 +231,51 @@ def _failure(call: ValueCall, trial: int, error: Exception) -> Verdict:
 
 
 def _verdict(
-    call: ValueCall, tensors: Sequence[torch.Tensor], given: torch.Tensor, wanted: torch.Tensor, trial: int
+    call: ValueCall, tensors: Sequence[torch.Tensor], onnx_result: torch.Tensor, torch_result: torch.Tensor, trial: int
 ) -> Verdict:
     """What is said of a result."""
     packet_name = call.operator_name.split(".")[1]
     largest = max(_largest(tensors), 1.0 if packet_name in _NEAR_ONE else 0.0)
     is_relative = call.is_elementwise and packet_name not in _NEAR_ONE | _CANCELLING
-    given, wanted = _selected(call, tensors, given), _selected(call, tensors, wanted)
-    kind, place = compare(given, wanted, is_relative, largest)
-    if kind == DIFFERS and call.is_elementwise and place is not None:
-        wanted = _one_by_one(call, tensors, given, wanted)
-        kind, place = compare(given, wanted, is_relative, largest)
-    if kind == DIFFERS and _is_example(call, trial) and not compare_arrays(TORCH_ARRAYS, given, wanted).within:
+    onnx_result, torch_result = _selected(call, tensors, onnx_result), _selected(call, tensors, torch_result)
+    kind, element_index = compare(onnx_result, torch_result, is_relative, largest)
+    if kind == DIFFERS and call.is_elementwise and element_index is not None:
+        torch_result = _one_by_one(call, tensors, onnx_result, torch_result)
+        kind, element_index = compare(onnx_result, torch_result, is_relative, largest)
+    if (
+        kind == DIFFERS
+        and _is_example(call, trial)
+        and not compare_arrays(TORCH_ARRAYS, onnx_result, torch_result).within
+    ):
         kind = IN_TORCH
-    return Verdict(str(call), kind, _describe(call, tensors, given, wanted, place, trial))
+    return Verdict(str(call), kind, _describe(call, tensors, onnx_result, torch_result, element_index, trial))
 
 
 def _describe(
     call: ValueCall,
     tensors: Sequence[torch.Tensor],
-    given: torch.Tensor,
-    wanted: torch.Tensor,
-    place: int | None,
+    onnx_result: torch.Tensor,
+    torch_result: torch.Tensor,
+    element_index: int | None,
     trial: int,
 ) -> str:
-    if place is None:
+    if element_index is None:
         return (
             ""
-            if given.dtype == wanted.dtype and given.shape == wanted.shape
-            else f"{given.dtype}{list(given.shape)} for {wanted.dtype}{list(wanted.shape)}"
+            if onnx_result.dtype == torch_result.dtype and onnx_result.shape == torch_result.shape
+            else f"{onnx_result.dtype}{list(onnx_result.shape)} for {torch_result.dtype}{list(torch_result.shape)}"
         )
-    inputs = ", ".join(str(tensor[place].item()) for tensor in tensors) if call.is_elementwise else f"trial {trial}"
+    inputs = (
+        ", ".join(str(tensor[element_index].item()) for tensor in tensors) if call.is_elementwise else f"trial {trial}"
+    )
     if not call.is_elementwise and sum(tensor.numel() for tensor in tensors) < 40:
         inputs += " " + " ".join(str(tensor.tolist()) for tensor in tensors)
-    extra = "" if call.is_elementwise or given.numel() > 24 else f" all {given.tolist()} for {wanted.tolist()}"
-    return f"at {inputs}: {given.flatten()[place].item()} for {wanted.flatten()[place].item()}{extra}"
+    extra = (
+        ""
+        if call.is_elementwise or onnx_result.numel() > 24
+        else f" all {onnx_result.tolist()} for {torch_result.tolist()}"
+    )
+    return f"at {inputs}: {onnx_result.flatten()[element_index].item()} for {torch_result.flatten()[element_index].item()}{extra}"
 
 
 def sweep(calls: Sequence[ValueCall]) -> list[Verdict]:
@@ -286,9 +302,9 @@ def _in_process(calls: Sequence[ValueCall]) -> list[Verdict] | None:
             os._exit(0)
     os.close(writer)
     with os.fdopen(reader) as stream:
-        text = stream.read()
+        report = stream.read()
     os.waitpid(child, 0)
-    return [Verdict(*entry) for entry in json.loads(text)] if text else None
+    return [Verdict(*entry) for entry in json.loads(report)] if report else None
 
 
 def swept_operators(samples: Mapping[str, Any]) -> list[str]:
@@ -297,9 +313,12 @@ def swept_operators(samples: Mapping[str, Any]) -> list[str]:
     converted_names |= {f"{converted_name}.default" for converted_name in converted_names}
     replaced = {str(operator) for operator in DECOMPOSITIONS}
     return [
-        name
-        for name in sorted(samples)
-        if (name in converted_names or name in replaced or name.split(".")[1] in REPLACEMENTS) and is_swept(name)
+        operator_name
+        for operator_name in sorted(samples)
+        if (
+            operator_name in converted_names or operator_name in replaced or operator_name.split(".")[1] in REPLACEMENTS
+        )
+        and is_swept(operator_name)
     ]
 
 
@@ -314,16 +333,28 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     samples = recorded_calls()
-    names = swept_operators(samples)
+    operator_names = swept_operators(samples)
     if options.operators:
-        names = [name for name in names if any(part in (name, name.split(".")[1]) for part in options.operators)]
+        operator_names = [
+            operator_name
+            for operator_name in operator_names
+            if any(part in (operator_name, operator_name.split(".")[1]) for part in options.operators)
+        ]
     index, count = map(int, options.part.split("/"))
     start = time.monotonic()
     chosen = frozenset(
         dtype for dtype in TYPES if not options.dtypes or str(dtype).removeprefix("torch.") in options.dtypes.split(",")
     )
-    calls = [call for name in names[index::count] for call in value_calls(name, samples[name], chosen)]
-    print(f"{len(names)} operators, {len(calls)} calls, {time.monotonic() - start:.1f} s", file=sys.stderr, flush=True)
+    calls = [
+        call
+        for operator_name in operator_names[index::count]
+        for call in value_calls(operator_name, samples[operator_name], chosen)
+    ]
+    print(
+        f"{len(operator_names)} operators, {len(calls)} calls, {time.monotonic() - start:.1f} s",
+        file=sys.stderr,
+        flush=True,
+    )
     totals: collections.Counter[str] = collections.Counter()
     with (
         onnx_functions_read_once(),
@@ -331,9 +362,9 @@ def main() -> None:
         open(options.out, "w") if options.out else sys.stdout as stream,
     ):
         for first in range(0, len(calls), _BATCH):
-            found = sweep(calls[first : first + _BATCH])
-            totals.update(verdict.kind for verdict in found)
-            for verdict in found:
+            actual = sweep(calls[first : first + _BATCH])
+            totals.update(verdict.kind for verdict in actual)
+            for verdict in actual:
                 stream.write(json.dumps([verdict.call.partition("(")[0], *verdict]) + "\n")
             stream.flush()
             print(first, dict(totals), f"{time.monotonic() - start:.1f} s", file=sys.stderr, flush=True)

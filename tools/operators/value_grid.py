@@ -75,8 +75,8 @@ class ValueCall:
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Call the operator with other tensors."""
-        given = iter(tensors)
-        leaves = [next(given) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
+        remaining = iter(tensors)
+        leaves = [next(remaining) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
         return self.operator(**dict(zip(self.names, tree_unflatten(leaves, self.structure), strict=True)))
 
     def __str__(self) -> str:
@@ -162,7 +162,9 @@ def _takes_any_number(call: ValueCall, position: int) -> bool:
     """Whether an argument without a nested list is a number of any kind."""
     if len(call.leaves) != len(call.names):
         return False
-    parameter = next(one for one in operator_schema(call.operator).arguments if one.name == call.names[position])
+    parameter = next(
+        argument for argument in operator_schema(call.operator).arguments if argument.name == call.names[position]
+    )
     return any(word in str(parameter.type) for word in ("number", "float", "Scalar"))
 
 
@@ -221,7 +223,7 @@ def _grid_columns(types: tuple[torch.dtype, ...]) -> list[torch.Tensor]:
     """Each combination of the values of some dtypes."""
     values = [grid(dtype) if len(types) <= 2 else _few(dtype) for dtype in types]
     if len(types) > 3:
-        values = [numbers if position < 3 else numbers[3:4] for position, numbers in enumerate(values)]
+        values = [column if position < 3 else column[3:4] for position, column in enumerate(values)]
     columns = zip(*itertools.product(*values), strict=True)
     return [
         torch.tensor(column, dtype=torch.float64 if dtype.is_floating_point else torch.int64).to(dtype)
