@@ -74,7 +74,7 @@ def load_diffusers_model(
         message = f"{source}: is a {class_name} of diffusers, which is not installed: pip install diffusers installs it"
         raise MissingPackageError(message, name=error.name, path=error.path) from error
     model_class = getattr(diffusers, class_name, None)
-    if not hasattr(model_class, "from_pretrained"):
+    if model_class is None or not hasattr(model_class, "from_pretrained"):
         raise CaptureError(
             f"{source}: diffusers {diffusers.__version__} has no model {class_name}: install a newer one"
         )

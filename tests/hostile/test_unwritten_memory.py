@@ -171,8 +171,21 @@ VALID_CALLS = quantized_calls() | {
         "prims.copy_strided.default": (X, (20, 1)),
     }.items()
 }
+
+
+@pytest.mark.parametrize("by_columns", [False, True])
+@pytest.mark.parametrize("last", [0, 5, 16, -3])
+def test_what_no_group_has_is_zero(last: int, by_columns: bool, fill_memory: Callable[[int], None]) -> None:
+    rows, matrices, ends = torch.randn(16, 32), torch.randn(2, 32, 16), torch.tensor([0, last], dtype=torch.int32)
+    call = (torch.randn(2, 8, 32), torch.randn(32, 16), ends) if by_columns else (rows, matrices, ends)
+    fill_memory(0x11)
+    result = guarded_operator(find_operator("aten._grouped_mm.default"))(*call)
+    assert not (result[:, max(last, 0) :] if by_columns else result[max(last, 0) :]).any()
+
+
 SHOWED_MEMORY = sorted({
-    *ALLOCATING_OPERATORS, "aten._int_mm.default", "aten.as_strided.default", "aten.as_strided_scatter.default", "aten.empty.out",
+    *ALLOCATING_OPERATORS, "aten._grouped_mm.default", "aten._int_mm.default", "aten.as_strided.default",
+    "aten.as_strided_scatter.default", "aten.empty.out",
     "aten.grid_sampler.default", "aten.grid_sampler_2d.default", "aten.grid_sampler_3d.default", "aten.resize_.default",
     "aten.resize_as_.default", "prims.copy_strided.default",
 })  # fmt: skip

@@ -85,7 +85,8 @@ class Drawn:
     def size(self, depth: int) -> Size:
         draw = self._generator
         if depth == 0 or draw.random() < 0.2:
-            return draw.choice(["n", "m", draw.randint(-4, 6)])
+            leaves: list[Size] = ["n", "m", draw.randint(-4, 6)]
+            return draw.choice(leaves)
         op = draw.choice(["add", "add", "mul", "mul", "floordiv", "mod", "max", "min"])
         args = (self.size(depth - 1), self.size(depth - 1))
         divides = op in ("floordiv", "mod") and draw.random() < 0.8

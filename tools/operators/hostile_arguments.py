@@ -73,7 +73,7 @@ _DTYPES: Final = [
 _DEVICES: Final = ["cpu", "cpu", "cpu", "meta", "cuda:0"]
 _LAYOUTS: Final = [torch.strided, torch.strided, torch.sparse_coo, torch.sparse_csr]
 _MEMORY_FORMATS: Final = [torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d]
-_INDEX_WORDS: Final = ("ind", "idx", "offset", "length", "target", "bucket", "batch_sizes", "repeats", "sections")
+_INDEX_WORDS: Final = ("ind", "idx", "offs", "length", "target", "bucket", "batch_sizes", "repeats", "sections")
 _PAGE: Final = mmap.PAGESIZE
 
 _libc = ctypes.CDLL(None, use_errno=True)

@@ -126,7 +126,8 @@ def write_bundle(operator: OperatorOverload, call: Call, result: object, out: Pa
     names = iter(inputs)
     kwargs = tuple((name, _argument(argument, names)) for name, argument in call.items())
     unpack = isinstance(result, list | tuple)
-    outputs = [_value(f"result_{index}", item) for index, item in enumerate(result if unpack else [result])]
+    items = [*result] if isinstance(result, list | tuple) else [result]
+    outputs = [_value(f"result_{index}", item) for index, item in enumerate(items)]
     result_names = tuple(value.name for value in outputs if value is not None)
     graph = Graph(
         inputs=tuple(value for value in inputs if value is not None),

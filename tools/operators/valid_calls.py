@@ -106,7 +106,7 @@ def quantized_calls() -> dict[str, list[Call]]:
     groups = torch.tensor([8, 16], dtype=torch.int32)
     args: dict[str, tuple[Any, ...]] = {
         "aten._convert_weight_to_int4pack_for_cpu.default": (integers, 1),
-        "aten._grouped_mm.default": (torch.randn(16, 32), torch.randn(2, 32, 16), groups),
+        "aten._grouped_mm.default": (torch.randn(16, 32).bfloat16(), torch.randn(2, 32, 16).bfloat16(), groups),
         "aten._int_mm.default": (integers[:, :32].char(), integers[:, :32].t().char()),
         "aten._weight_int4pack_mm_for_cpu.default": (rows, packed, 32, scales),
         "aten._weight_int8pack_mm.default": (rows, integers.char(), torch.randn(32, dtype=torch.bfloat16)),
