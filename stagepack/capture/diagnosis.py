@@ -154,8 +154,8 @@ def _attempt(seconds: float, way: str, capture: Callable[[], object], advice: st
         error = str(own_error)
     except Exception as torch_error:  # noqa: BLE001 - torch and the code of the model raise any class
         error = with_location(format_torch_error(torch_error), torch_error)
-    taken = time.perf_counter() - start_time
-    return CaptureAttempt(way=way, error=error, seconds=taken, advice="" if error else advice)
+    elapsed = time.perf_counter() - start_time
+    return CaptureAttempt(way=way, error=error, seconds=elapsed, advice="" if error else advice)
 
 
 def _draft_attempt(model: torch.nn.Module, inputs: Inputs, seconds: float) -> CaptureAttempt:

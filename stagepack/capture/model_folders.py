@@ -73,8 +73,8 @@ def load_diffusers_model(
     except ModuleNotFoundError as error:
         message = f"{source}: is a {class_name} of diffusers, which is not installed: pip install diffusers installs it"
         raise MissingPackageError(message, name=error.name, path=error.path) from error
-    model_class = getattr(diffusers, class_name, None)
-    if model_class is None or not hasattr(model_class, "from_pretrained"):
+    model_class: Any = getattr(diffusers, class_name, None)
+    if not hasattr(model_class, "from_pretrained"):
         raise CaptureError(
             f"{source}: diffusers {diffusers.__version__} has no model {class_name}: install a newer one"
         )
@@ -114,9 +114,9 @@ def check_model_path(source: str) -> None:
                     part for part in sorted(os.listdir(source)) if is_model_folder(os.path.join(source, part))
                 ]
                 first = os.path.join(source, "unet" if "unet" in components else components[0]) if components else ""
-                one = f"export one of its models ({', '.join(components)}), as in 'stagepack export {first}', or "
+                advice = f"export one of its models ({', '.join(components)}), as in 'stagepack export {first}', or "
                 raise CaptureError(
-                    f"{source}: is a pipeline of diffusers: {one if components else ''}write a function that returns "
+                    f"{source}: is a pipeline of diffusers: {advice if components else ''}write a function that returns "
                     f"DiffusionPipeline.from_pretrained({source!r}) and the inputs of its models, such as "
                     "{'unet': stagepack.Inputs(...)}, and pass FILE.py:FUNCTION"
                 )

@@ -29,8 +29,7 @@ from stagepack.capture.inputs import (
     with_tensors,
 )
 from stagepack.capture.model_runs import preserve_module, wrapped_model
-from stagepack.capture.packed_weights import packed_weights
-from stagepack.capture.tensor_kinds import refuse_untraceable, untraceable_attribute
+from stagepack.capture.tensor_kinds import SCRIPTED, refuse_untraceable, untraceable_part
 from stagepack.capture.torch_messages import format_torch_error, hold_log_records, suppress_stderr, with_location
 from stagepack.capture.trace_records import CustomFunction, TracedCalls, TracedModes, captured_results
 from stagepack.capture.traced_code import traced_as_meant
@@ -50,7 +49,6 @@ _IS_STRICT: ContextVar[bool] = ContextVar("is_strict", default=False)
 # Whether this torch is 2.11, see `_export`.
 _PROVES_FEW_GUARDS: Final = str(torch.__version__).startswith("2.11.")
 # What is said of a module of TorchScript.
-SCRIPTED: Final = "is TorchScript, which torch.export does not trace: export the torch.nn.Module that it was made of"
 PATCHED_EXPORT = "transformers.exporters.DynamoExporter"
 # A line at the end of an error of torch, such as "batch = Dim('batch', min=2, max=63)"; others are "batch = 2" and "rows = 2*batch".
 _SUGGESTION: Final = re.compile(r"(?P<name>\w+) = Dim\('(?P=name)'(?:, min=(?P<min>\d+))?(?:, max=(?P<max>\d+))?\)")
@@ -137,9 +135,7 @@ def capture_module(model: torch.nn.Module, inputs: Inputs) -> Capture:
                 program = _export(model, inputs, dynamic_shapes)
         except Exception as error:
             reason = (
-                _scripted_part(model)
-                or packed_weights(model)
-                or untraceable_attribute(model)
+                untraceable_part(model)
                 or f"{format_torch_error(error)}{_advice_on_pair(inputs)}{_advice_on_devices(model, inputs)}"
             )
             message = f"{model_class} cannot be captured: {reason}"
@@ -172,12 +168,6 @@ def recorded_trace(model: torch.nn.Module) -> Iterator[dict[str, Any]]:
     ):
         yield fields
     fields.update(calls=calls, functions=modes.functions, questions=asked.questions)
-
-
-def _scripted_part(model: torch.nn.Module) -> str | None:
-    """Which module of a model is TorchScript; None if none is."""
-    paths = [path for path, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
-    return f"{paths[0]}: {SCRIPTED}" if paths else None
 
 
 def _advice_on_pair(inputs: Inputs) -> str:

@@ -18,9 +18,10 @@ from stagepack.capture.inputs import Inputs, on_device_of
 from stagepack.capture.model_folders import diffusers_class
 from stagepack.capture.module_checkpoint import make_with_checkpoint
 from stagepack.capture.pretrained_model import is_transformers_model, load_pretrained
-from stagepack.capture.programs import SCRIPTED, Capture, capture_module, capture_program, load_program
+from stagepack.capture.programs import Capture, capture_module, capture_program, load_program
 from stagepack.capture.sentence_pipeline import is_sentence_transformer, sentence_pipeline
 from stagepack.capture.stated_inputs import ExampleArguments, ExampleInputs, StatedInputs, stated_inputs, to_inputs
+from stagepack.capture.tensor_kinds import SCRIPTED
 from stagepack.capture.torch_messages import advised_capture, describe_error
 from stagepack.errors import CaptureError, OptionError
 from stagepack.torch_internals import uncompiled_module

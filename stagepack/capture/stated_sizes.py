@@ -103,7 +103,7 @@ class StatedSizes:
     def example_sizes(self) -> dict[str, int]:
         """Return a size of each symbol: of its range, no 0 or 1, which torch may fix, and so that no dimensions are equal by chance."""
         chosen_sizes: dict[str, int] = {}
-        taken: set[int] = set()
+        used_sizes: set[int] = set()
         for index, (symbol, stated_range) in enumerate(self._ranges.items()):
             smallest, largest = stated_range or (self._first_size(symbol), None)
             sizes = [size for size in self._sizes if size.symbol == symbol]
@@ -111,8 +111,10 @@ class StatedSizes:
             last = first + _TRIED_SIZES if largest is None else min(largest, first + _TRIED_SIZES)
             tries = [*range(first, last + 1), *range(min(first - 1, last), max(smallest, 2) - 1, -1)]
             fitting = (
-                tried for tried in tries if all(size.at(tried) > 1 and size.at(tried) not in taken for size in sizes)
+                tried
+                for tried in tries
+                if all(size.at(tried) > 1 and size.at(tried) not in used_sizes for size in sizes)
             )
             chosen_sizes[symbol] = next(fitting, min(first, last))
-            taken.update(size.at(chosen_sizes[symbol]) for size in sizes)
+            used_sizes.update(size.at(chosen_sizes[symbol]) for size in sizes)
         return chosen_sizes

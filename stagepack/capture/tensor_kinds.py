@@ -1,9 +1,10 @@
 """Tensors of a model, or of its example, that cannot be captured, refused by name: torch meets them without a name, or not at all."""
 
 import copy
+import itertools
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -11,6 +12,10 @@ from torch.nn.parameter import is_lazy
 from stagepack.capture.inputs import Inputs, inputs_by_parameter
 from stagepack.errors import CaptureError
 from stagepack.torch_internals import tree_leaves
+
+SCRIPTED: Final = "is TorchScript, which torch.export does not trace: export the torch.nn.Module that it was made of"
+# By which `torch_messages` finds its advice.
+_PACKED: Final = "which neither torch.export nor a bundle can hold"
 
 
 def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -62,8 +67,32 @@ def refuse_untraceable(model: torch.nn.Module, inputs: Inputs) -> None:
                 raise CaptureError(f"{type(model).__name__}: the input {parameter} {reason}")
 
 
-def untraceable_attribute(model: torch.nn.Module) -> str | None:
-    """Return which attribute of a model, besides its weights, holds a tensor that ``torch.export`` does not take, and why; or None."""
+def untraceable_part(model: torch.nn.Module) -> str | None:
+    """Return which part of a model ``torch.export`` does not take, and why: TorchScript, packed weights, an attribute; or None."""
+    scripted = [path for path, module in model.named_modules() if isinstance(module, torch.jit.ScriptModule)]
+    if scripted:
+        return f"{scripted[0]}: {SCRIPTED}"
+    return _packed_weights(model) or _untraceable_attribute(model)
+
+
+def _packed_weights(model: torch.nn.Module) -> str | None:
+    """Which module of a model has weights that torch.ao.quantization packed for a processor, or None."""
+    for path, module in model.named_modules():
+        # A packed weight is an attribute of a module of its own, such as `0._packed_params`.
+        owner_path = ".".join(itertools.takewhile(lambda part: not part.startswith("_"), path.split(".")))
+        owner = model.get_submodule(owner_path)
+        place = f"{owner_path or 'the model itself'} ({type(owner).__module__}.{type(owner).__qualname__})"
+        if any(isinstance(value, torch.ScriptObject) for value in vars(module).values()) and _is_quantized(module):
+            return f"{place} has weights that torch.ao.quantization packed, {_PACKED}"
+    return None
+
+
+def _is_quantized(module: torch.nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.ao.nn.")
+
+
+def _untraceable_attribute(model: torch.nn.Module) -> str | None:
+    """Which attribute of a model, besides its weights, holds a tensor that ``torch.export`` does not take, and why; or None."""
     for module_path, module in model.named_modules():
         for attribute_name, value in vars(module).items():
             for leaf in tree_leaves(value):

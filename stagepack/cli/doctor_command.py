@@ -152,11 +152,11 @@ def _quiet(step: str) -> "Iterator[None]":
         yield
 
 
-def _each(found: "Iterator[_Row]", step: str, rows: "list[_Row]") -> "Iterator[_Row]":
+def _each(row_iterator: "Iterator[_Row]", step: str, rows: "list[_Row]") -> "Iterator[_Row]":
     """Yield rows when they are found, and keep them."""
     while True:
         with _quiet(step):
-            row = next(found, None)
+            row = next(row_iterator, None)
         if row is None:
             return
         rows.append(row)

@@ -113,30 +113,30 @@ class _Sizes:
         if self._lower(divisor) < 1:
             raise _UndecidedError
         quotient: dict[_Product, int] = {}
-        rest = dict(dividend)
+        remainder = dict(dividend)
         if len(divisor) == 1:
             ((unit, scale),) = divisor.items()
             for product, factor in dividend.items():
-                others = _without(product, unit)
-                if others is not None:
-                    quotient[others], rest[product] = divmod(factor, scale)
-        rest = _without_zeros(rest)
-        if self._lower(rest) >= 0 and self._lower(_added(divisor, rest, -1)) >= 1:
+                cofactors = _without(product, unit)
+                if cofactors is not None:
+                    quotient[cofactors], remainder[product] = divmod(factor, scale)
+        remainder = _without_zeros(remainder)
+        if self._lower(remainder) >= 0 and self._lower(_added(divisor, remainder, -1)) >= 1:
             return _without_zeros(quotient)
-        of_rest = self._atom(Expr(op="floordiv", args=(_dim(rest), _dim(divisor))))
-        return _added(_without_zeros(quotient), of_rest)
+        of_remainder = self._atom(Expr(op="floordiv", args=(_dim(remainder), _dim(divisor))))
+        return _added(_without_zeros(quotient), of_remainder)
 
     def _extremum(self, op: str, args: Iterable[_Sum]) -> _Sum:
         """The largest or the smallest of sums, without those that another one is in the place of for all sizes."""
         sign = 1 if op == "max" else -1
-        kept: list[_Sum] = []
+        extreme_sums: list[_Sum] = []
         for candidate in args:
-            if not any(self._lower(_added(other, candidate, -1, sign)) >= 0 for other in kept):
-                kept = [other for other in kept if self._lower(_added(candidate, other, -1, sign)) < 0]
-                kept.append(candidate)
-        if len(kept) == 1:
-            return kept[0]
-        return self._atom(Expr(op=op, args=tuple(sorted(map(_dim, kept), key=str))))
+            if not any(self._lower(_added(term, candidate, -1, sign)) >= 0 for term in extreme_sums):
+                extreme_sums = [term for term in extreme_sums if self._lower(_added(candidate, term, -1, sign)) < 0]
+                extreme_sums.append(candidate)
+        if len(extreme_sums) == 1:
+            return extreme_sums[0]
+        return self._atom(Expr(op=op, args=tuple(sorted(map(_dim, extreme_sums), key=str))))
 
     def _atom(self, expr: Expr) -> _Sum:
         """A part of which no sum is known; a number if its bounds are equal."""
@@ -155,12 +155,12 @@ class _Sizes:
         if replacements:
             for product, factor in terms.items():
                 if len(product) == 1 and isinstance(product[0], Expr):
-                    rest = {other: of_other for other, of_other in terms.items() if other != product}
-                    bounds.append(self._lower_without(product[0], factor, rest, replacements - 1))
+                    further_terms = {key: value for key, value in terms.items() if key != product}
+                    bounds.append(self._lower_without(product[0], factor, further_terms, replacements - 1))
         return max(bounds)
 
-    def _lower_without(self, atom: Expr, factor: int, rest: _Sum, replacements: int) -> float:
-        """A lower bound of ``rest + factor * atom``, by what bounds the atom."""
+    def _lower_without(self, atom: Expr, factor: int, further_terms: _Sum, replacements: int) -> float:
+        """A lower bound of ``further_terms + factor * atom``, by what bounds the atom."""
         args = [self._sum(arg) for arg in atom.args]
         if atom.op == "floordiv":
             dividend, divisor = args
@@ -169,9 +169,9 @@ class _Sizes:
                 return -_INFINITY
             # The divisor times the quotient is from the dividend - divisor + 1 to the dividend.
             closest = dividend if factor < 0 else _added(dividend, {(): scale - 1}, -1)
-            lower = self._lower(_added(_added({}, rest, scale), closest, factor), replacements)
+            lower = self._lower(_added(_added({}, further_terms, scale), closest, factor), replacements)
             return lower if math.isinf(lower) else -(-lower // scale)
-        bounds = [self._lower(_added(rest, arg, factor), replacements) for arg in args]
+        bounds = [self._lower(_added(further_terms, arg, factor), replacements) for arg in args]
         return max(bounds) if (atom.op == "max") == (factor > 0) else min(bounds)
 
     def _interval(self, product: _Product) -> _Interval:
@@ -218,12 +218,12 @@ def _without_zeros(terms: _Sum) -> dict[_Product, int]:
 
 def _without(product: _Product, divisor: _Product) -> _Product | None:
     """A product divided by another; None if it is no multiple of that."""
-    others = list(product)
+    cofactors = list(product)
     for part in divisor:
-        if part not in others:
+        if part not in cofactors:
             return None
-        others.remove(part)
-    return tuple(others)
+        cofactors.remove(part)
+    return tuple(cofactors)
 
 
 def _dim(terms: _Sum) -> Dim:
