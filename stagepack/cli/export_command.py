@@ -88,7 +88,7 @@ class _Options:
     "export",
     examples=[
         "stagepack export net.py:make_model -o net.stagepack --stages 4",
-        "stagepack export net.py:Net --eval --input 'x=float32[n=1..64,8]' -o n.stagepack",
+        "stagepack export net.py:Net --eval --input 'x=float32[n,8]' -o n.stagepack",
         "stagepack export net.pt2 -o net.stagepack --split-at layers.4",
         "stagepack export ./llama -o llama.stagepack --stages 2 --onnx",
         "stagepack export ./llama -o llama.stagepack --dtype bfloat16",
