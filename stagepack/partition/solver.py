@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from stagepack.errors import CutError, ExportWarning, warn_caller
+from stagepack.errors import CutError
 from stagepack.format.dtypes import format_bytes
 from stagepack.partition.assignment import NodeOrder, execution_order
 from stagepack.partition.recipes import CostedGraph, activation_bytes
@@ -262,43 +262,29 @@ def balance_stages(
     """Choose where to cut a model into consecutive stages.
 
     Of all cuts that split no colocation group, the one whose slowest stage is fastest; the time of a stage is that of its nodes on a device
-    of its speed, and of receiving its inputs. Repeats are not cut when the slowest stage is at most a twentieth slower for it. When there
-    are fewer positions to cut at than requested, the last stages are empty, and an `ExportWarning` says so.
+    of its speed, and of receiving its inputs. Repeats are not cut when the slowest stage is at most a twentieth slower for it.
     """
     if stage_count < 1:
         raise CutError(f"stages: expected at least 1, found {stage_count}")
     _check_devices("memory", memory, stage_count)
     _check_devices("speeds", speeds, stage_count)
-    if not costed.graph.nodes:
-        _warn_of_empty_stages(stage_count, 0, 0)
-        return [0] * (stage_count - 1)
-    sequence = cost_sequence(costed, execution_order(costed.graph) if order is None else order)
-    filled_count = min(stage_count, len(sequence.split_positions) + 1)
-    _warn_of_empty_stages(stage_count, filled_count, len(sequence.times))
-    stage_speeds = list(speeds or [1.0] * stage_count)[:filled_count]
-    limits: list[int | None] = [*memory[:filled_count]] or [None] * filled_count
+    node_count = len(costed.graph.nodes)
+    order = execution_order(costed.graph) if order is None else order
+    sequence = cost_sequence(costed, order)
+    most = len(sequence.split_positions) + 1
+    if stage_count > most:
+        reason = ", and those that use memory which calls write stay in one stage" if most < node_count else ""
+        raise CutError(
+            f"stages: expected at most {most}, found {stage_count}: the model has {node_count} operators{reason}"
+        )
+    if not node_count:
+        return []
+    stage_speeds = list(speeds or [1.0] * stage_count)
+    limits: list[int | None] = [*memory] or [None] * stage_count
     starts = split_sequence(sequence, stage_speeds, limits)
     if starts is None:
         raise CutError(_memory_message(sequence, limits))
-    starts = _split_between_repeats(sequence, stage_speeds, limits, starts, repeat_interiors)
-    return starts + [len(costed.graph.nodes)] * (stage_count - filled_count)
-
-
-def _warn_of_empty_stages(stage_count: int, filled_count: int, node_count: int) -> None:
-    """Warn if the model has too few positions to cut at for a number of stages."""
-    if filled_count >= max(stage_count, 1) or stage_count == 1:
-        return
-    reason = (
-        f"the model has only {node_count} operators"
-        if filled_count == node_count
-        else "the model has no other positions to cut at, because operators that use memory which calls write stay in one stage"
-    )
-    warn_caller(
-        ExportWarning(
-            f"stages: {stage_count} were asked for, and the last {stage_count - filled_count} are empty: {reason}: "
-            f"{max(filled_count, 1)} would be enough"
-        )
-    )
+    return _split_between_repeats(sequence, stage_speeds, limits, starts, repeat_interiors)
 
 
 def _check_devices(option: str, device_values: Sequence[float], stage_count: int) -> None:

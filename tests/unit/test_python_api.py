@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import stagepack
-from stagepack.errors import ExportWarning, OptionError, OutputExistsError
+from stagepack.errors import CutError, OptionError, OutputExistsError
 from stagepack.examples.tower import Tower, inputs
 from tests.distributed.forked_processes import forked_launches
 from tools.fork_server import ForkedCommand
@@ -74,12 +74,18 @@ def test_serve_answers_until_it_is_told_to_stop(bundle: stagepack.Bundle, tmp_pa
             stagepack.serve(wrong)  # type: ignore[arg-type]
 
 
-def test_more_stages_than_positions_to_cut_at_are_a_warning(tmp_path: Path) -> None:
+def test_more_stages_than_operators_are_refused(tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
-    message = "stages: 5 were asked for, and the last 3 are empty: the model has only 2 operators: 2 would be enough"
-    with pytest.warns(ExportWarning, match=message):
-        bundle = stagepack.export(model, (torch.ones(1, 2),), out=tmp_path / "m.stagepack", stages=5)
-    assert [len(bundle.graph(number).nodes) for number in range(5)] == [1, 1, 0, 0, 0]
+    bundle = stagepack.export(model, (torch.ones(1, 2),), out=tmp_path / "m.stagepack", stages=2)
+    for road in (
+        lambda: stagepack.export(model, (torch.ones(1, 2),), out=tmp_path / "n.stagepack", stages=3),
+        lambda: stagepack.plan(model, (torch.ones(1, 2),), stages=3),
+        lambda: stagepack.plan(bundle, stages=3),
+        lambda: stagepack.recut(bundle, out=tmp_path / "n.stagepack", stages=3),
+    ):
+        with pytest.raises(CutError, match=r"stages: expected at most 2, found 3: the model has 2 operators$"):
+            road()
+    assert [path.name for path in tmp_path.iterdir()] == ["m.stagepack"]
 
 
 @pytest.mark.process

@@ -16,6 +16,13 @@ from stagepack.capture.inputs import Inputs
 from stagepack.capture.model_runs import preserve_module
 from stagepack.capture.programs import Capture
 from stagepack.capture.source import capture_source
+from stagepack.graph.analysis import GraphAnalysis
+from stagepack.graph.model_assembly import canonical_graph
+from stagepack.linearize import linearize_program
+from stagepack.partition.assignment import late_state_order
+from stagepack.partition.costs import graph_costs
+from stagepack.partition.recipes import CostedGraph
+from stagepack.partition.solver import cost_sequence
 
 Build = Callable[[], tuple[torch.nn.Module, Inputs]]
 
@@ -50,6 +57,14 @@ class Case:
     def classes(self) -> list[type]:
         """The classes of `types`."""
         return [pkgutil.resolve_name(cls) if isinstance(cls, str) else cls for cls in self.types]
+
+
+def stages_at_most(stages: int, capture: Capture) -> int:
+    """A number of stages; if a model cannot be cut into as many, the most that it can be cut into."""
+    graph = canonical_graph(linearize_program(capture).graph)
+    costs = graph_costs(graph, {weight.stored: 0 for weight in graph.weights})
+    costed = CostedGraph(analysis=GraphAnalysis(graph), costs=costs)
+    return min(stages, 1 + len(cost_sequence(costed, late_state_order(costed.analysis)).split_positions))
 
 
 def answers(run: Callable[..., Any], calls: list[Inputs]) -> list[list[Any]]:
