@@ -5,6 +5,7 @@ model, so that joining gives the graph back: ``join_stages(cut_graph(canonical_g
 """
 
 import bisect
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -204,7 +205,9 @@ def _planned_stage(
     weight_bytes = sum(stored_bytes.values())
     received_bytes = [
         costs.value_bytes[value_name]
-        for value_name in used_names
+        for value_name in dict.fromkeys(
+            itertools.chain(*(costed.received_names[node_number] for node_number in node_numbers))
+        )
         if value_name in costed.sent_values and value_name not in defined_names
     ]
     nodes = [graph.nodes[node_number] for node_number in node_numbers]

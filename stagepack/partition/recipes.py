@@ -1,25 +1,31 @@
-"""Values that are cheaper to compute again where they are used than to send: masks, rotary tables, position ids.
+"""What need not be sent: values that are cheaper to compute again where they are used, and tensors that are asked for sizes alone.
 
-What is written in place is computed again as a whole, with all nodes of its colocation group.
+Masks, rotary tables and position ids are cheaper to compute again. What is written in place is computed again as a whole, with all nodes of
+its colocation group.
 """
 
 import itertools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from stagepack.format.dtypes import SCALAR_DTYPES
 from stagepack.format.graph import Graph, Node, Value, value_bytes
-from stagepack.format.shapes import example_sizes, symbol_names
+from stagepack.format.operators import operator_namespace, without_overload
+from stagepack.format.shapes import Dim, example_sizes, symbol_names
 from stagepack.format.traversal import input_names, output_names
 from stagepack.graph.analysis import GraphAnalysis
+from stagepack.graph.rows.operator_rules import METADATA
 from stagepack.partition.assignment import NodeOrder
 from stagepack.partition.costs import GraphCosts, memory_time, transfer_time
 
 # Prefixes of operators that return uninitialized memory.
 _UNINITIALIZED = ("empty", "new_empty", "resize")
 _PURE_NAMESPACES = ("aten", "prims")
+# Namespaces of arithmetic on symbolic scalars.
+SCALAR_NAMESPACES = ("operator", "math", "torch")
+_SCALAR_ASSERTION = "aten._assert_scalar.default"
 # Nodes that are computed again for one value, at most.
 _MOST_NODES = 64
 # Sizes that may change count as at least this.
@@ -141,6 +147,36 @@ def _is_pure(graph: Graph, node: Node) -> bool:
     return all(value is None or value.dtype not in SCALAR_DTYPES for value in node.outputs)
 
 
+def find_size_nodes(analysis: GraphAnalysis) -> frozenset[int]:
+    """Find the nodes that ask tensors for sizes, strides or dtypes alone, compute with sizes, or make views that only such nodes use.
+
+    Nodes that write memory, or stay with those that do, are not among them.
+    """
+    graph = analysis.graph
+    fixed_nodes = {node_number for group in analysis.colocation_groups for node_number in group.nodes}
+    fixed_nodes.update(*analysis.alias_classes.writers.values())
+    read_names = set(graph.outputs)
+    size_nodes: set[int] = set()
+    for node_number in reversed(range(len(graph.nodes))):
+        op_name, result_names = graph.ops[graph.nodes[node_number].op].name, analysis.node_outputs[node_number]
+        asks_for_sizes = (
+            without_overload(op_name) in METADATA
+            or operator_namespace(op_name) in SCALAR_NAMESPACES
+            or op_name == _SCALAR_ASSERTION
+            or (result_names and read_names.isdisjoint(result_names) and _is_view(graph, graph.nodes[node_number]))
+        )
+        if asks_for_sizes and node_number not in fixed_nodes:
+            size_nodes.add(node_number)
+        else:
+            read_names.update(analysis.node_inputs[node_number])
+    return frozenset(size_nodes)
+
+
+def _is_view(graph: Graph, node: Node) -> bool:
+    """Whether a node moves elements at most."""
+    return not node.cost.flops and _is_pure(graph, node)
+
+
 class _LargeCosts:
     """Costs where the dimensions that may change are large."""
 
@@ -188,6 +224,44 @@ class CostedGraph:
     def recipes(self) -> Mapping[str, Recipe]:
         """How to compute the values that are cheaper to compute again than to send, by name."""
         return recomputation_recipes(self.analysis, self.costs)
+
+    @cached_property
+    def size_nodes(self) -> frozenset[int]:
+        """The numbers of the nodes that ask for sizes alone: a stage receives no tensor for them if another stage can run them."""
+        return find_size_nodes(self.analysis)
+
+    def content_nodes(self, node_numbers: Iterable[int]) -> list[int]:
+        """Return those of some nodes that use more of tensors than their sizes."""
+        return [node_number for node_number in node_numbers if node_number not in self.size_nodes]
+
+    @cached_property
+    def received_names(self) -> Sequence[tuple[str, ...]]:
+        """For each node, the values that its stage receives for it, unless it has them. What is asked for its size alone is none of them.
+
+        But the first node that uses the size of an input of the model receives the input, if no node before it has used the input, nor
+        another one that has the size.
+        """
+        analysis, input_names = self.analysis, {value.name for value in self.graph.inputs}
+        sources: dict[str, frozenset[str]] = {}  # the inputs that a size is read off
+        seen_inputs: set[str] = set()
+        seen_dims: set[Dim | None] = set()
+        received: list[tuple[str, ...]] = []
+        for node_number, used_names in enumerate(analysis.node_inputs):
+            if node_number in self.size_nodes:
+                own_sources = frozenset(used_names) & input_names
+                own_sources = own_sources.union(*(sources.get(value_name, ()) for value_name in used_names))
+                sources |= dict.fromkeys(analysis.node_outputs[node_number], own_sources)
+                received.append(())
+                continue
+            sizes = sources.keys() & set(used_names)
+            sized_inputs = frozenset[str]().union(
+                *(sources[size] for size in sizes if analysis.values[size].expr not in seen_dims)
+            )
+            received.append((*used_names, *sorted(sized_inputs - seen_inputs - set(used_names))))
+            new_inputs = input_names.intersection(received[-1]) - seen_inputs
+            seen_inputs |= new_inputs
+            seen_dims.update(*(analysis.values[value_name].shape for value_name in new_inputs))
+        return received
 
     @cached_property
     def sent_values(self) -> frozenset[str]:

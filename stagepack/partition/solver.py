@@ -284,7 +284,25 @@ def balance_stages(
     starts = split_sequence(sequence, stage_speeds, limits)
     if starts is None:
         raise CutError(_memory_message(sequence, limits))
-    return _split_between_repeats(sequence, stage_speeds, limits, starts, repeat_interiors)
+    starts = _split_between_repeats(sequence, stage_speeds, limits, starts, repeat_interiors)
+    working = [position for position, node in enumerate(order.node_numbers) if node not in costed.size_nodes]
+    return _split_without_idle_parts(sequence, stage_speeds, limits, starts, working)
+
+
+def _split_without_idle_parts(
+    sequence: CostSequence,
+    speeds: Sequence[float],
+    limits: Sequence[int | None],
+    best: list[int],
+    working: Sequence[int],
+) -> list[int]:
+    """The best split, or the best one that leaves no part without one of the working items, if there is one: other items take no time."""
+    ends = itertools.pairwise([0, *best, len(sequence.times)])
+    if all(bisect.bisect_left(working, start) < bisect.bisect_left(working, end) for start, end in ends):
+        return best
+    positions = sorted({item + 1 for item in working[:-1]}.intersection(sequence.split_positions))
+    enough = len(positions) >= len(speeds) - 1
+    return (enough and split_sequence(replace(sequence, split_positions=positions), speeds, limits)) or best
 
 
 def _check_devices(option: str, device_values: Sequence[float], stage_count: int) -> None:
@@ -298,11 +316,11 @@ def _split_between_repeats(
     sequence: CostSequence,
     speeds: Sequence[float],
     limits: Sequence[int | None],
-    best_starts: list[int],
+    best: list[int],
     repeat_interiors: Sequence[Collection[int]],
 ) -> list[int]:
     """A split that cuts no repeat when one is nearly as fast as the best split, else the best split."""
-    longest_time = _slowest_time(sequence, best_starts, speeds) * _WHOLE_REPEATS_SLOWDOWN
+    longest_time = _slowest_time(sequence, best, speeds) * _WHOLE_REPEATS_SLOWDOWN
     for interiors in repeat_interiors:
         positions = [position for position in sequence.split_positions if position not in interiors]
         if len(positions) < len(speeds) - 1:
@@ -310,7 +328,7 @@ def _split_between_repeats(
         starts = split_sequence(replace(sequence, split_positions=positions), speeds, limits, longest_time=longest_time)
         if starts is not None and _slowest_time(sequence, starts, speeds) <= longest_time:
             return starts
-    return best_starts
+    return best
 
 
 def _slowest_time(sequence: CostSequence, starts: Sequence[int], speeds: Sequence[float]) -> float:
@@ -349,24 +367,24 @@ def _memory_message(sequence: CostSequence, limits: Sequence[int | None]) -> str
 def cost_sequence(costed: CostedGraph, order: NodeOrder) -> CostSequence:
     """Describe the nodes of a graph as items to split, so that no split divides a colocation group."""
     analysis, costs, positions = costed.analysis, costed.costs, order.positions
-    users = {
-        value_name: sorted(positions[node_number] for node_number in node_numbers)
-        for value_name, node_numbers in analysis.users.items()
-    }
+    receivers: dict[str, list[int]] = {}
+    for position, node_number in enumerate(order.node_numbers):
+        for value_name in costed.received_names[node_number]:
+            receivers.setdefault(value_name, []).append(position)
     transfers = [
         SharedCost(
             cost=costs.link.sending_time(costs.value_bytes[value_name]),
-            users=users[value_name],
+            users=receivers[value_name],
             producer=positions[analysis.producers[value_name]] if value_name in analysis.producers else -1,
         )
         for value_name in analysis.values
-        if value_name in costed.sent_values and value_name in users
+        if value_name in costed.sent_values and value_name in receivers
     ]
-    stored_bytes: dict[str, int] = {}
-    stored_users: dict[str, set[int]] = {}
+    stored_bytes = {weight.stored: costs.weight_bytes[weight.value] for weight in analysis.graph.weights}
+    users_of: dict[str, set[int]] = {}
     for weight in analysis.graph.weights:
-        stored_bytes[weight.stored] = costs.weight_bytes[weight.value]
-        stored_users.setdefault(weight.stored, set()).update(users.get(weight.value, ()))
+        weight_users = map(positions.__getitem__, analysis.users.get(weight.value, ()))
+        users_of.setdefault(weight.stored, set()).update(weight_users)
     inside_groups: set[int] = set()
     for group in analysis.colocation_groups:
         group_positions = [positions[node_number] for node_number in group.nodes]
@@ -375,9 +393,7 @@ def cost_sequence(costed: CostedGraph, order: NodeOrder) -> CostSequence:
         times=[costs.node_times[node_number] for node_number in order.node_numbers],
         transfers=transfers,
         weights=[
-            SharedCost(cost=stored_bytes[tensor_name], users=sorted(weight_users))
-            for tensor_name, weight_users in stored_users.items()
-            if weight_users
+            SharedCost(cost=stored_bytes[tensor], users=sorted(users)) for tensor, users in users_of.items() if users
         ],
         working_bytes=activation_bytes(analysis, costs, order),
         split_positions=[position for position in range(1, len(positions)) if position not in inside_groups],

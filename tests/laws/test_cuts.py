@@ -7,15 +7,21 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils import _pytree as pytree
 
 import stagepack
+from stagepack.capture.inputs import Inputs
+from stagepack.capture.programs import capture_module
 from stagepack.exporter import export_capture
+from stagepack.format.graph import value_bytes
+from stagepack.format.shapes import example_sizes
 from stagepack.partition.cut_options import CutOptions
+from tests.laws.picture_models import PICTURE_MODELS, FeaturePyramid
 from tests.modules import module_of
 from tests.unit.test_recut import files
 from tests.zoo.case import Case, stages_at_most
 from tests.zoo.cases import ROWS, named
-from tests.zoo.test_zoo import name_of, slow
+from tests.zoo.test_zoo import name_of, slow, tensors_sent_for_sizes
 
 LAYERS: dict[str, Callable[[int], torch.nn.Module]] = {
     "linear": lambda width: torch.nn.Linear(width, width),
@@ -83,6 +89,40 @@ def test_no_stage_is_emptied_and_each_weight_is_in_one(layer: str, way: str, tmp
     plan = bundle.entry_point.plan
     again = stagepack.export(model, (IDS,), dynamic_shapes=SHAPES, out=tmp_path / "again.stagepack", plan=plan)
     assert [stage.nodes for stage in again.stages] == [stage.nodes for stage in bundle.stages]
+
+
+def tensor_bytes(bundle: stagepack.Bundle) -> int:
+    """The bytes that stages send, at the sizes of the example; to each stage anew."""
+    sizes = example_sizes(bundle.entry_point.symbols)
+    return sum(value_bytes(edge, sizes) * len(edge.consumers) for edge in bundle.edges if edge.producer is not None)
+
+
+@pytest.mark.parametrize("make", PICTURE_MODELS)
+@torch.no_grad()
+def test_no_picture_model_sends_a_tensor_for_its_size(make: type[torch.nn.Module], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    picture, larger = torch.randn(2, 3, 36, 44), torch.randn(3, 3, 52, 64)
+    sizes = {0: torch.export.Dim("rows", max=8)}
+    sizes |= {dim: 4 * torch.export.Dim(name, min=2, max=32) for dim, name in ((2, "height"), (3, "width"))}
+    capture = capture_module(make().eval(), Inputs(args=(picture,), dynamic_shapes={"x": sizes}))
+    program = capture.program.module()
+    wanted = [pytree.tree_leaves(program(given)) for given in (picture, larger)]
+    less = []
+    for stages in range(2, 7):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("stagepack.partition.recipes.find_size_nodes", lambda _: frozenset())
+            before = export_capture(capture, out=tmp_path / f"{stages}.old", cut_options=CutOptions(stages=stages))
+        for way in ({"stages": stages}, {"plan": before.entry_point.plan}):
+            name = f"{stages}-{min(way)}"
+            bundle = export_capture(capture, out=tmp_path / name, cut_options=CutOptions(**way))
+            assert stagepack.recut(before, out=tmp_path / f"{name}-again", **way).digest == bundle.digest
+            assert not tensors_sent_for_sizes(bundle)
+            pipe = stagepack.load(bundle)
+            for given, leaves in zip((picture, larger), wanted, strict=True):
+                assert all(map(torch.equal, pytree.tree_leaves(pipe(given)), leaves))
+        less.append(tensor_bytes(before) - tensor_bytes(bundle))  # of the same cut
+    assert min(less) > -17, less  # two integers
+    assert max(less) > 20_000 or make is FeaturePyramid, less
 
 
 # Of many nodes.

@@ -21,6 +21,7 @@ from stagepack.format.reader import Bundle
 from stagepack.format.tree import ValueLeaf, tree_leaves
 from stagepack.partition.cut_options import CutOptions
 from tests.zoo.case import other_size, stages_at_most
+from tests.zoo.test_zoo import tensors_sent_for_sizes
 
 Runner = subprocess.Popen[str]
 
@@ -45,6 +46,7 @@ def assert_right_in_fresh_process(
             export_capture(capture, out=folder / f"{stages}.stagepack", cut_options=CutOptions(stages=stages))
         )
         assert len(bundles[-1].stages) == stages
+        assert not tensors_sent_for_sizes(bundles[-1])
     signature = bundles[0].entry_point.signature
     calls = [capture.inputs, other_size(capture.program, capture.inputs), capture.inputs]
     expected = _answers(capture.program, calls)

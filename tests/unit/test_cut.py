@@ -322,3 +322,55 @@ def test_an_activation_is_bound_until_its_last_write() -> None:
     op_names = [graph.ops[graph.nodes[node_number].op].name for node_number in group.nodes]
     assert op_names == ["aten.linear.default", "aten.slice.Tensor", "aten.linear.default", "aten.mul_.Tensor"]
     assert assign_by_modules(analysis, execution_order(graph), ["c"]).stage_of == [0, 0, 0, 0, 1, 1]
+
+
+def sent_values(bundle: stagepack.Bundle) -> list[tuple[int, str, tuple[int, ...]]]:
+    """What stages send: the producer, the dtype and the consumers of each edge."""
+    edges = [edge for edge in bundle.edges if edge.consumers]
+    return sorted((edge.producer, edge.dtype, edge.consumers) for edge in edges if edge.producer is not None)
+
+
+@pytest.mark.parametrize(
+    ("adds", "split_at", "sent"),
+    [
+        (True, ["c"], [(0, "float32", (1,)), (0, "float32", (1,))]),
+        (False, ["c"], [(0, "float32", (1,)), (0, "symint", (1,))]),
+        (True, ["c", "d"], [(0, "float32", (1,)), (0, "float32", (2,)), (0, "symint", (1,)), (1, "float32", (2,))]),
+        (False, ["c", "d"], [(0, "float32", (1,)), (0, "symint", (1,)), (1, "float32", (2,))]),
+    ],
+)
+def test_no_tensor_is_sent_for_its_size(adds: bool, split_at: list[str], sent: list[Any], tmp_path: Path) -> None:
+    """The size is asked of the result of a layer; its activation has the same size, and is added in the end or not."""
+
+    def run(self: Any, x: torch.Tensor) -> torch.Tensor:
+        far = torch.relu(self.a(x))
+        h = self.c(torch.relu(self.b(x[:, ::2]))).transpose(1, 2)
+        h = self.d(torch.nn.functional.interpolate(h, size=far.shape[1]).transpose(1, 2))
+        return h + far if adds else h
+
+    shapes = {"args": ({1: 2 * torch.export.Dim("half", min=2, max=64)},)}
+    model = Lambda(run, **{layer: torch.nn.Linear(4, 4) for layer in "abcd"})
+    x, other = torch.randn(2, 16, 4), torch.randn(2, 26, 4)
+    bundle = stagepack.export(model, (x,), out=tmp_path / "m.stagepack", dynamic_shapes=shapes, split_at=split_at)
+    assert sent_values(bundle) == sent
+    assert bundle.entry_point.plan is not None
+    far_bytes = 2 * 16 * 4 * 4 if adds and split_at == ["c"] else 0
+    assert bundle.entry_point.plan.stages[1].received == 2 * 8 * 4 * 4 + far_bytes
+    pipe = stagepack.load(bundle)
+    assert all(torch.equal(pipe(given), model(given)) for given in (x, other))
+
+
+def test_sizes_of_views_and_sizes_from_data_are_sent_as_integers(tmp_path: Path) -> None:
+    def run(self: Any, x: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        picked = self.a(x)[mask]
+        h = self.b(x)
+        asked = picked[:, None].expand(-1, 2, -1)  # for its sizes alone
+        return h.new_ones(asked.shape[0], 2), h.sum(0) * asked.numel() + asked.stride(0), h
+
+    x, mask = torch.randn(6, 4), torch.tensor([True, False, True, True, False, True])
+    model = Lambda(run, a=torch.nn.Linear(4, 4), b=torch.nn.Linear(4, 4))
+    bundle = stagepack.export(model, (x, mask), out=tmp_path / "m.stagepack", split_at=["b"])
+    assert {(producer, dtype) for producer, dtype, _ in sent_values(bundle)} == {(0, "symint")}
+    pipe = stagepack.load(bundle)
+    for picks in (mask, ~mask):
+        assert all(map(torch.equal, pipe(x, picks), model(x, picks)))

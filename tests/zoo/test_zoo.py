@@ -11,13 +11,15 @@ import stagepack
 from stagepack.capture.programs import capture_program
 from stagepack.errors import CaptureError, CutError
 from stagepack.exporter import export_capture
-from stagepack.format.graph import Cost, Graph, value_bytes
-from stagepack.format.operators import ALLOWED_NAMESPACES, operator_namespace
+from stagepack.format.dtypes import SCALAR_DTYPES
+from stagepack.format.graph import Cost, Graph, Node, value_bytes
+from stagepack.format.operators import ALLOWED_NAMESPACES, operator_namespace, without_overload
 from stagepack.format.reader import Bundle
 from stagepack.format.shapes import example_sizes
 from stagepack.format.traversal import input_names, output_names
 from stagepack.graph.analysis import GraphAnalysis
 from stagepack.graph.model_assembly import join_stages
+from stagepack.graph.rows.operator_rules import METADATA
 from stagepack.partition.costs import estimated_operators
 from stagepack.partition.cut_options import CutOptions, PolicyNode
 from stagepack.partition.operator_costs import cost_source
@@ -60,6 +62,7 @@ def test_bit_exact(case: Case, tmp_path: Path) -> None:
         pipe.reset_state()
         assert_equal(answers(pipe, others), others_wanted)
         assert not needless_sizes(bundle)
+        assert not tensors_sent_for_sizes(bundle)
         bundles.append(bundle)
     assert not uncounted_operators(bundles[0])
     stage_of = even(
@@ -69,6 +72,7 @@ def test_bit_exact(case: Case, tmp_path: Path) -> None:
     where = CutOptions(policy=lambda node: stage_of[node.index])
     bundle = export_capture(capture, out=tmp_path / "even.stagepack", cut_options=where)
     assert not needless_sizes(bundle)
+    assert not tensors_sent_for_sizes(bundle)
     apart = load_apart(bundle, types=case.classes(), allow_ops=namespaces(bundle), modules=True)
     assert_equal(answers(apart, calls), wanted)
     again = stagepack.recut(bundles[0], out=tmp_path / "again.stagepack", stages=len(bundles[-1].stages))
@@ -133,6 +137,42 @@ def needless_sizes(bundle: Bundle) -> list[str]:
         if edges[name].dtype == "symint" and edges[name].producer is not None
         if any(edges[name].expr in edges[other].shape for other in stage.inputs)
     ]
+
+
+def tensors_sent_for_sizes(bundle: Bundle) -> list[str]:
+    """The tensors that a stage receives only for their sizes, though another stage could send these.
+
+    A stage may receive an input of the model so, if it is the first one with this input; and a stage that does nothing else may.
+    """
+    edges = {edge.name: edge for edge in bundle.edges}
+    sent = []
+    for stage_number, stage in enumerate(bundle.stages):
+        graph = bundle.graph(stage_number)
+        content_nodes = _content_nodes(graph)
+        read = {name for node in content_nodes for name in input_names(node)}
+        sent += [
+            f"{name} -> stage {stage_number}"
+            for name in stage.inputs
+            if edges[name].dtype not in SCALAR_DTYPES and name not in read and content_nodes
+            if edges[name].producer is not None or edges[name].consumers[0] != stage_number
+        ]
+    return sent
+
+
+def _content_nodes(graph: Graph) -> list[Node]:
+    """The nodes that use more of tensors than their sizes, and do not compute what only others use."""
+    read = set(graph.outputs)
+    content_nodes = []
+    for node in reversed(graph.nodes):
+        op, results = graph.ops[node.op], set(output_names(node))
+        is_size = without_overload(op.name) in METADATA or op.name == "aten._assert_scalar.default"
+        is_pure = operator_namespace(op.name) in {"aten", "prims"} and not op.mutates and not op.random
+        is_unread = is_pure and results and read.isdisjoint(results) and not node.cost.flops
+        if not is_size and not is_unread:
+            read.update(input_names(node))
+            if operator_namespace(op.name) not in {"operator", "math", "torch"}:
+                content_nodes.append(node)
+    return content_nodes
 
 
 def uncounted_operators(bundle: Bundle) -> set[str]:
