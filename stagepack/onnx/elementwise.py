@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from stagepack.onnx.decompositions import Decompositions, in_float32, number
+from stagepack.onnx.decompositions import Decompositions, NoOnnxFormError, in_float32, number
 
 aten = torch.ops.aten
 _NARROW = (torch.float16, torch.bfloat16)
@@ -38,14 +38,14 @@ def _expm1(self: torch.Tensor) -> torch.Tensor:
     return torch.where(power == 1, self, torch.where(is_exact, distance, distance * (self / logarithm)))
 
 
-def _log_of_sum(low: torch.Tensor) -> torch.Tensor:
+def _log_of_sum(low: torch.Tensor) -> Any:
     """log(1 + exp(low)) for a number that is not positive."""
     return _log1p(torch.exp(low))
 
 
 @TABLE.register(aten.log_sigmoid.default)
 @in_float32
-def _log_sigmoid(self: torch.Tensor) -> torch.Tensor:
+def _log_sigmoid(self: torch.Tensor) -> Any:
     return torch.where(self < 0, self, number(0, self)) - _log_of_sum(-self.abs())
 
 
@@ -75,13 +75,13 @@ def _elu(self: torch.Tensor, alpha: float = 1, scale: float = 1, input_scale: fl
 
 @TABLE.register(aten.celu.default)
 @in_float32
-def _celu(self: torch.Tensor, alpha: float = 1.0) -> torch.Tensor:
+def _celu(self: torch.Tensor, alpha: float = 1.0) -> Any:
     return _elu(self, alpha, 1, 1 / alpha)
 
 
 @TABLE.register(aten.selu.default)
 @in_float32
-def _selu(self: torch.Tensor) -> torch.Tensor:
+def _selu(self: torch.Tensor) -> Any:
     return _elu(self, 1.6732632423543772848170429916717, 1.0507009873554804934193349852946)
 
 
@@ -99,7 +99,7 @@ def _atan2(self: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 
 @TABLE.register(aten.angle.default)
-def _angle(self: torch.Tensor) -> torch.Tensor:
+def _angle(self: torch.Tensor) -> Any:
     if not self.is_floating_point():
         return NotImplemented
     angle = torch.where(self < 0, number(math.pi, self), number(0, self))
@@ -120,7 +120,7 @@ def _float_operands(self: Any, other: Any) -> tuple[torch.Tensor, torch.Tensor, 
 
 
 @TABLE.register(aten.remainder.Tensor, aten.remainder.Scalar, aten.remainder.Scalar_Tensor)
-def _remainder(self: Any, other: Any) -> torch.Tensor:
+def _remainder(self: Any, other: Any) -> Any:
     operands = _float_operands(self, other)
     if operands is None:
         return NotImplemented
@@ -130,7 +130,7 @@ def _remainder(self: Any, other: Any) -> torch.Tensor:
 
 
 @TABLE.register(aten.floor_divide.default, aten.floor_divide.Scalar)
-def _floor_divide(self: Any, other: Any) -> torch.Tensor:
+def _floor_divide(self: Any, other: Any) -> Any:
     operands = _float_operands(self, other)
     if operands is None:
         return NotImplemented
@@ -147,9 +147,9 @@ def _floor_divide(self: Any, other: Any) -> torch.Tensor:
 
 
 @TABLE.register(aten.div.Tensor_mode, aten.div.Scalar_mode)
-def _div(self: torch.Tensor, other: Any, *, rounding_mode: str | None = None) -> torch.Tensor:
+def _div(self: torch.Tensor, other: Any, *, rounding_mode: str | None = None) -> Any:
     if rounding_mode == "floor":
-        return _floor_divide(self, other)
+        return torch.floor_divide(self, other)
     if rounding_mode is None or torch.result_type(self, other).is_floating_point:
         return NotImplemented
     # The exporter divides integers as floats: 2**53 + 1 by 1 is another number, and 0 divides.
@@ -158,7 +158,7 @@ def _div(self: torch.Tensor, other: Any, *, rounding_mode: str | None = None) ->
 
 
 @TABLE.register(aten.fmod.Tensor, aten.fmod.Scalar)
-def _fmod(self: torch.Tensor, other: Any) -> torch.Tensor:
+def _fmod(self: torch.Tensor, other: Any) -> Any:
     if torch.result_type(self, other).is_floating_point:
         return NotImplemented
     # The exporter takes the remainder of integers as that of floats.
@@ -195,7 +195,7 @@ def _heaviside(self: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 
 
 @TABLE.register(aten.lerp.Tensor, aten.lerp.Scalar)
-def _lerp(self: torch.Tensor, end: torch.Tensor, weight: Any) -> torch.Tensor:
+def _lerp(self: torch.Tensor, end: torch.Tensor, weight: Any) -> Any:
     distance = end - self
     if not isinstance(weight, torch.Tensor):
         return self + weight * distance if abs(weight) < 0.5 else end - distance * (1 - weight)
@@ -215,3 +215,22 @@ def _logit(self: torch.Tensor, eps: float | None = None) -> torch.Tensor:
 def _pow(self: torch.Tensor, exponent: Any) -> torch.Tensor:
     # torch takes the square root, which of -inf is NaN.
     return torch.sqrt(self) if exponent == 0.5 and self.is_floating_point() else NotImplemented
+
+
+@TABLE.register(aten.xlogy.Tensor)
+@in_float32
+def _xlogy(self: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    product = torch.where(self == 0, number(0, self), self * torch.log(other))
+    return torch.where(other.isnan(), other, product)
+
+
+@TABLE.register(aten.pow.Tensor_Tensor)
+def _pow_of_tensors(self: torch.Tensor, exponent: torch.Tensor) -> Any:
+    if not torch.result_type(self, exponent).is_floating_point:
+        raise NoOnnxFormError("aten.pow.Tensor_Tensor of integers, which are powers of floats in ONNX Runtime")
+    return NotImplemented
+
+
+@TABLE.register(aten.special_erfcx.default)
+def _erfcx(_: torch.Tensor) -> Any:
+    raise NoOnnxFormError("aten.special_erfcx.default, which is NaN above 9 in ONNX Runtime")

@@ -15,7 +15,7 @@ TABLE = Decompositions()
 @TABLE.register(aten.sum.default, aten.sum.dim_IntList)
 def _sum(
     self: torch.Tensor, dim: Sequence[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
-) -> torch.Tensor:
+) -> Any:
     if self.dtype != torch.int64 or dtype not in (None, torch.int64):
         return NotImplemented
     # ONNX Runtime 1.31 sums in float64. The sums of halves of 32 bits are exact there, and their overflow wraps as that in torch.
@@ -29,7 +29,7 @@ def _sum(
 @TABLE.register(aten.scatter_reduce.two)
 def _scatter_reduce(
     self: torch.Tensor, dim: int, index: torch.Tensor, src: torch.Tensor, reduce: str, *, include_self: bool = True
-) -> torch.Tensor:
+) -> Any:
     if reduce != "mean":
         return NotImplemented
     if not self.is_floating_point():
@@ -53,7 +53,7 @@ def _diagonal(self: torch.Tensor, offset: int = 0, dim1: int = 0, dim2: int = 1)
 
 
 @TABLE.register(aten.avg_pool1d.default, aten.avg_pool2d.default, aten.avg_pool3d.default)
-def _avg_pool(self: torch.Tensor, kernel_size: Sequence[int], *args: Any, **kwargs: Any) -> torch.Tensor:
+def _avg_pool(self: torch.Tensor, kernel_size: Sequence[int], *args: Any, **kwargs: Any) -> Any:
     # The exporter leaves out the divisor.
     divisor = kwargs.get("divisor_override", args[4] if len(args) > 4 else None)
     if divisor is None:
@@ -75,7 +75,7 @@ def _sort_keys(self: torch.Tensor, operator_name: str) -> torch.Tensor:
 
 
 @TABLE.register(aten.sort.default)
-def _sort(self: torch.Tensor, dim: int = -1, descending: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+def _sort(self: torch.Tensor, dim: int = -1, descending: bool = False) -> Any:
     if not self.is_floating_point() or not self.dim():
         return NotImplemented
     keys = _sort_keys(self, "aten.sort.default")
@@ -85,9 +85,7 @@ def _sort(self: torch.Tensor, dim: int = -1, descending: bool = False) -> tuple[
 
 
 @TABLE.register(aten.topk.default)
-def _topk(
-    self: torch.Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _topk(self: torch.Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
     if not self.is_floating_point() or not self.dim():
         return NotImplemented
     keys = _sort_keys(self, "aten.topk.default")
@@ -146,14 +144,14 @@ TABLE.register(aten.softmax.int)(_softmax(aten._softmax.default))  # noqa: SLF00
 
 
 @TABLE.register(aten._log_softmax.default)  # noqa: SLF001
-def _log_softmax(self: torch.Tensor, *_: Any) -> torch.Tensor:
+def _log_softmax(self: torch.Tensor, *_: Any) -> Any:
     if self.dtype == torch.float64:
         raise NoOnnxFormError("aten.log_softmax of float64, which leaves NaN out in ONNX Runtime")
     return NotImplemented
 
 
 @TABLE.register(aten.log_softmax.int, aten.special_log_softmax.default)
-def _log_softmax_in_dtype(self: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+def _log_softmax_in_dtype(self: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> Any:
     return aten._log_softmax.default(self if dtype is None else self.to(dtype), dim, False)  # noqa: SLF001
 
 
@@ -163,7 +161,7 @@ def _has_nan(self: torch.Tensor, dims: Sequence[int], keepdim: bool) -> torch.Te
 
 
 def _reduced_extreme(operator: Any) -> Callable[..., torch.Tensor]:
-    def extreme(self: torch.Tensor, dim: Sequence[int] = (), keepdim: bool = False) -> torch.Tensor:
+    def extreme(self: torch.Tensor, dim: Sequence[int] = (), keepdim: bool = False) -> Any:
         # ReduceMax of ONNX Runtime leaves NaN out.
         if not self.is_floating_point():
             return NotImplemented
@@ -203,7 +201,7 @@ def _min(self: torch.Tensor) -> torch.Tensor:
 
 
 @TABLE.register(aten.logsumexp.default)
-def _logsumexp(self: torch.Tensor, dim: Sequence[int], keepdim: bool = False) -> torch.Tensor:
+def _logsumexp(self: torch.Tensor, dim: Sequence[int], keepdim: bool = False) -> Any:
     if not self.is_floating_point() or not self.dim():
         return NotImplemented
     largest = torch.amax(self, list(dim), True)
@@ -226,8 +224,14 @@ TABLE.register(aten.logcumsumexp.default)(
 )
 TABLE.register(aten.prod.default)(
     _refuse(
-        "aten.prod.default of floats, whose NaN depends on the order of the elements",
-        lambda tensor, **_: tensor.is_floating_point(),
+        "aten.prod.default, whose NaN and overflow depend on the order of the elements",
+        lambda tensor, **_: tensor.dtype != torch.bool,
+    )
+)
+TABLE.register(aten.prod.dim_int)(
+    _refuse(
+        "aten.prod.dim_int of integers, which is a product of floats in ONNX Runtime",
+        lambda tensor, *_, **__: not tensor.is_floating_point(),
     )
 )
 TABLE.register(aten.native_batch_norm.default)(

@@ -15,16 +15,18 @@ _Operator = OperatorOverload
 
 def call_replaced(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Call an operator, or what is right in its place."""
-    if not isinstance(target, OperatorOverload):
+    # `guarded_operator` wraps the operators whose arguments the loader checks.
+    operator = getattr(target, "__wrapped__", target)
+    if not isinstance(operator, OperatorOverload):
         return target(*args, **kwargs)
-    namespace, written_name, overload = str(target).split(".")
+    namespace, written_name, overload = str(operator).split(".")
     functional_name = written_name.removesuffix("_")
     replacement = REPLACEMENTS.get(functional_name) if namespace == "aten" else None
     if replacement is None:
         return target(*args, **kwargs)
-    arguments = {parameter.name: parameter.default_value for parameter in operator_schema(target).arguments}
+    arguments = {parameter.name: parameter.default_value for parameter in operator_schema(operator).arguments}
     arguments |= {**dict(zip(arguments, args, strict=False)), **kwargs}
-    functional = getattr(getattr(torch.ops.aten, functional_name), overload, target)
+    functional = getattr(getattr(torch.ops.aten, functional_name), overload, operator)
     result = None if "out" in arguments else replacement(functional, arguments)
     if result is None:
         return target(*args, **kwargs)

@@ -22,7 +22,8 @@ def guard_special_values(model: ir.Model) -> None:
     """Put maximum poolings of floats without indices, and nodes that spread NaN otherwise than torch, into branches."""
     for node in list(model.graph.all_nodes()):
         elements = node.inputs[0] if node.inputs else None
-        if elements is None or elements.dtype not in _FLOATS:
+        # The optimizer does not know all dtypes.
+        if elements is None or (elements.dtype or node.outputs[0].dtype or ir.DataType.FLOAT) not in _FLOATS:
             continue
         has_indices = len(node.outputs) > 1 and node.outputs[1].uses()
         is_nearest = node.attributes.get_string("mode", "nearest") == "nearest"
@@ -37,10 +38,7 @@ def _choose(node: ir.Node, elements: ir.Value, special: Nodes) -> None:
     prefix = node_prefix(node)
     decision = Nodes(f"{prefix}/sum")
     total = decision.add("ReduceSum", [elements], {"keepdims": 0})
-    is_special = decision.add(
-        "Not", [decision.add("Equal", [decision.add("Sub", [total, total]), _constant_like(decision, 0.0, elements)])]
-    )
-
+    is_special = decision.add("IsNaN", [decision.add("Sub", [total, total])])
     output = special.nodes[-1].outputs[0]
     output.type, output.shape = node.outputs[0].type, node.outputs[0].shape
     graph = ir.Graph([], [output], nodes=special.nodes, name=f"{special.prefix}/graph")
@@ -77,5 +75,4 @@ def _special_maxima(node: ir.Node, elements: ir.Value) -> Nodes:
 
 
 def _constant_like(nodes: Nodes, value: float, like: ir.Value) -> ir.Value:
-    assert like.dtype is not None
-    return nodes.constant(ir.tensor(value, dtype=like.dtype))
+    return nodes.add("CastLike", [nodes.constant(ir.tensor(value, dtype=ir.DataType.FLOAT)), like])

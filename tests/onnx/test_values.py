@@ -32,6 +32,8 @@ REPLACED = [
     ),
     *(bound_call(f"aten.{name}.default", F32, F32) for name in ("atan2", "logaddexp", "logaddexp2", "floor_divide")),
     bound_call("aten.elu.default", F32, 0.5, 2, 3),
+    bound_call("aten.xlogy.Tensor", F32, F32),
+    bound_call("aten.div.Tensor_mode", torch.int64, torch.int64, rounding_mode="floor"),
     bound_call("aten.heaviside.default", F32, F32),
     bound_call("aten.lerp.Tensor", F32, F32, F32),
     bound_call("aten.lerp.Scalar", F32, F32, 0.7),
@@ -81,9 +83,12 @@ REFUSED = {
     "avg_pool2d.default with divisor_override=3": bound_call(
         "aten.avg_pool2d.default", IMAGE, [2, 2], divisor_override=3
     ),
+    "prod.dim_int of integers": bound_call("aten.prod.dim_int", torch.ones(2, 3).long(), 0),
+    "pow.Tensor_Tensor of integers": bound_call("aten.pow.Tensor_Tensor", torch.ones(3).long(), torch.ones(3).long()),
+    "special_erfcx.default": bound_call("aten.special_erfcx.default", ROWS),
     "log_softmax of float64": bound_call("aten.log_softmax.int", ROWS, 0, dtype=torch.float64),
     "logcumsumexp.default": bound_call("aten.logcumsumexp.default", ROWS, 0),
-    "prod.default of floats": bound_call("aten.prod.default", ROWS),
+    "prod.default, whose NaN": bound_call("aten.prod.default", ROWS),
     "layer_norm.default over one element": bound_call("aten.layer_norm.default", ROWS[:, :1], [1]),
     "scatter_reduce.two: its mean of integers": bound_call(
         "aten.scatter_reduce.two", torch.arange(3), 0, torch.tensor([0, 0]), torch.tensor([4, 5]), "mean"

@@ -257,17 +257,7 @@ def _few(dtype: torch.dtype) -> list[float | int]:
 def _filled(tensor: torch.Tensor, trial: int, generator: random.Random) -> torch.Tensor:
     """A tensor of the same shape with values of a profile."""
     if not tensor.is_floating_point():
-        integers: list[Any]
-        if tensor.dtype == torch.bool:
-            integers = [generator.random() < (0.5, 0.0, 1.0)[trial % 3] for _ in range(tensor.numel())]
-        elif trial % 3 == 0:
-            return tensor
-        else:
-            # Repeated indices, negative ones, and the values of the grid where they are no indices.
-            kinds: list[list[Any]] = [[0, 1, 1, 2], [0, -1, 1, -2], grid(tensor.dtype)]
-            chosen = kinds[trial // 3 % 3]
-            integers = [generator.choice(chosen) for _ in range(tensor.numel())]
-        return torch.tensor(integers, dtype=torch.int64).reshape(tensor.shape).to(tensor.dtype)
+        return _filled_integers(tensor, trial, generator)
     profile = trial % 6
     usual = [0.0, -0.0, 1.0, -1.0, 0.5, 1.5, 2.5, -2.5, 3.0, 1e-4, -7.0, 30.0, -30.0]
     values = [
@@ -288,6 +278,17 @@ def _filled(tensor: torch.Tensor, trial: int, generator: random.Random) -> torch
     if trial == 7:
         values = [generator.choice([0.0, -0.0, torch.finfo(tensor.dtype).tiny / 4]) for _ in values]
     return torch.tensor(values, dtype=torch.float64).reshape(tensor.shape).to(tensor.dtype)
+
+
+def _filled_integers(tensor: torch.Tensor, trial: int, generator: random.Random) -> torch.Tensor:
+    if tensor.dtype != torch.bool and trial % 3 == 0:
+        return tensor
+    # Repeated indices, negative ones, and the values of the grid where they are no indices.
+    choices: list[list[float | int]] = [[0, 1, 1, 2], [0, -1, 1, -2], grid(tensor.dtype)]
+    if tensor.dtype == torch.bool:
+        choices = [[0, 1], [0], [1]]
+    values = [generator.choice(choices[trial // 3 % 3]) for _ in range(tensor.numel())]
+    return torch.tensor(values, dtype=torch.int64).reshape(tensor.shape).to(tensor.dtype)
 
 
 def bound_call(operator_name: str, *args: Any, **kwargs: Any) -> ValueCall:
