@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-_NARROW = (torch.float16, torch.bfloat16)
+NARROW = (torch.float16, torch.bfloat16)
 _LEFT: set[Any] = set()
 
 
@@ -54,7 +54,7 @@ def in_float32(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
     def wide(*args: Any, **kwargs: Any) -> torch.Tensor:
         tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
         dtype = functools.reduce(torch.promote_types, (torch.result_type(tensor, 1.0) for tensor in tensors))
-        computed = torch.float32 if dtype in _NARROW else dtype
+        computed = torch.float32 if dtype in NARROW else dtype
         widened = [arg.to(computed) if isinstance(arg, torch.Tensor) and arg.dtype != computed else arg for arg in args]
         result = function(*widened, **kwargs)
         return result if result.dtype == dtype else result.to(dtype)

@@ -1,14 +1,15 @@
 """Decompositions of elementwise operators for which the exporter has a naive formula, or ONNX Runtime another result at NaN."""
 
 import math
+import struct
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from stagepack.onnx.decompositions import Decompositions, NoOnnxFormError, in_float32, number
+from stagepack.onnx.decompositions import NARROW, Decompositions, NoOnnxFormError, in_float32, number
 
 aten = torch.ops.aten
-_NARROW = (torch.float16, torch.bfloat16)
 TABLE = Decompositions()
 
 
@@ -111,7 +112,7 @@ def _float_operands(self: Any, other: Any) -> tuple[torch.Tensor, torch.Tensor, 
     dtype = torch.result_type(self, other)
     if not dtype.is_floating_point:
         return None
-    computed = torch.float32 if dtype in _NARROW else dtype
+    computed = torch.float32 if dtype in NARROW else dtype
     first, second = (
         value.to(computed) if isinstance(value, torch.Tensor) else torch.full((), value, dtype=computed)
         for value in (self, other)
@@ -234,3 +235,59 @@ def _pow_of_tensors(self: torch.Tensor, exponent: torch.Tensor) -> Any:
 @TABLE.register(aten.special_erfcx.default)
 def _erfcx(_: torch.Tensor) -> Any:
     raise NoOnnxFormError("aten.special_erfcx.default, which is NaN above 9 in ONNX Runtime")
+
+
+@TABLE.register(aten.sinc.default)
+@in_float32
+def _sinc(self: torch.Tensor) -> torch.Tensor:
+    # Two numbers of float32 are pi in float64, in which the exporter stores none.
+    pi = number(3.1415927410125732, self)
+    pi = pi + number(-8.742277657347586e-08, self) if self.dtype == torch.float64 else pi
+    angle = torch.where(self == 0, number(1, self), self * pi)
+    return torch.where(self == 0, number(1, self), torch.sin(angle) / angle)
+
+
+def _infinities(is_infinite: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., Any]:
+    def compare(self: torch.Tensor) -> Any:
+        # The exporter casts float64 to float32, where the largest numbers are infinite.
+        return is_infinite(self) if self.dtype == torch.float64 else NotImplemented
+
+    return compare
+
+
+TABLE.register(aten.isinf.default)(_infinities(lambda tensor: tensor.abs() == math.inf))
+TABLE.register(aten.isposinf.default)(_infinities(lambda tensor: tensor == math.inf))
+TABLE.register(aten.isneginf.default)(_infinities(lambda tensor: tensor == -math.inf))
+
+
+def _rounded(value: float, dtype: torch.dtype) -> float:
+    """A number as a dtype of 16 bits has it. Within a trace, torch makes no tensors with values."""
+    if dtype == torch.float16:
+        try:
+            return float(struct.unpack("e", struct.pack("e", value))[0])
+        except OverflowError:
+            return math.copysign(math.inf, value)
+    (bits,) = struct.unpack("I", struct.pack("f", value))
+    return float(struct.unpack("f", struct.pack("I", (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000))[0])
+
+
+def _compared_with_scalar(operator: Any) -> Callable[..., Any]:
+    def compare(self: torch.Tensor, other: Any) -> Any:
+        # ONNX Runtime compares in float32, torch in 16 bits, where 1e-11 is 0.
+        if self.dtype not in NARROW or not isinstance(other, float):
+            return NotImplemented
+        rounded = _rounded(other, self.dtype)
+        return NotImplemented if rounded == other or rounded != rounded else operator(self, rounded)
+
+    return compare
+
+
+for _operator in (
+    aten.eq.Scalar,
+    aten.ne.Scalar,
+    aten.lt.Scalar,
+    aten.le.Scalar,
+    aten.gt.Scalar,
+    aten.ge.Scalar,
+):
+    TABLE.register(_operator)(_compared_with_scalar(_operator))

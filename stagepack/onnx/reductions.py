@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from stagepack.onnx.decompositions import Decompositions, NoOnnxFormError, left_to_exporter, number
+from stagepack.onnx.decompositions import NARROW, Decompositions, NoOnnxFormError, left_to_exporter, number
 
 aten = torch.ops.aten
 TABLE = Decompositions()
@@ -232,6 +232,12 @@ TABLE.register(aten.prod.dim_int)(
     _refuse(
         "aten.prod.dim_int of integers, which is a product of floats in ONNX Runtime",
         lambda tensor, *_, **__: not tensor.is_floating_point(),
+    )
+)
+TABLE.register(aten.histc.default)(
+    _refuse(
+        "aten.histc.default of 16 bits, whose borders are rounded in ONNX Runtime",
+        lambda tensor, *_, **__: tensor.dtype in NARROW,
     )
 )
 TABLE.register(aten.native_batch_norm.default)(

@@ -184,6 +184,9 @@ def _clamp(_: _Operator, arguments: _Arguments) -> Any:
     # Clip of ONNX, without one of its bounds, takes the largest finite number for it: infinity becomes 3.4e38.
     tensor, lowest, highest = arguments["self"], arguments.get("min"), arguments.get("max")
     bound = highest if lowest is None else lowest
+    if any(isinstance(number, float) and math.isnan(number) for number in (lowest, highest)):
+        # Clip of ONNX Runtime leaves a bound of NaN out.
+        return torch.full_like(tensor, math.nan, dtype=torch.result_type(tensor, math.nan))
     if None not in (lowest, highest) or not tensor.is_floating_point() or not isinstance(bound, int | float):
         return None
     bound_tensor = _as_tensor(bound, tensor.dtype)

@@ -10,7 +10,7 @@ from stagepack.torch_internals import onnx_functions_read_once
 from tools.operators.onnx_values import DIFFERS, FAILS, IN_TORCH, sweep_calls
 from tools.operators.value_grid import bound_call
 
-F32 = torch.float32
+F32, NAN = torch.float32, float("nan")
 IMAGE, ROWS = torch.rand(1, 2, 6, 6), torch.rand(4, 5)
 REPLACED = [
     *(
@@ -34,6 +34,17 @@ REPLACED = [
     bound_call("aten.elu.default", F32, 0.5, 2, 3),
     bound_call("aten.xlogy.Tensor", F32, F32),
     bound_call("aten.div.Tensor_mode", torch.int64, torch.int64, rounding_mode="floor"),
+    bound_call("aten.sinc.default", torch.float64),
+    *(bound_call(f"aten.{name}.default", torch.float64) for name in ("isinf", "isposinf", "isneginf")),
+    *(bound_call(f"aten.{name}.Scalar", torch.float16, 1e-11) for name in ("eq", "ne", "lt", "le", "gt", "ge")),
+    *(
+        bound_call("aten.clamp.default", F32, *bounds)
+        for bounds in ((NAN, 1.0), (0.0, NAN), (NAN,), (None, NAN), (1.0, -1.0))
+    ),
+    bound_call("aten.clamp_min.default", F32, NAN),
+    bound_call("aten.clamp_min.Tensor", F32, F32),
+    bound_call("aten.clamp.Tensor", F32, F32, F32),
+    bound_call("aten.hardtanh.default", F32),
     bound_call("aten.heaviside.default", F32, F32),
     bound_call("aten.lerp.Tensor", F32, F32, F32),
     bound_call("aten.lerp.Scalar", F32, F32, 0.7),
@@ -85,6 +96,7 @@ REFUSED = {
     ),
     "prod.dim_int of integers": bound_call("aten.prod.dim_int", torch.ones(2, 3).long(), 0),
     "pow.Tensor_Tensor of integers": bound_call("aten.pow.Tensor_Tensor", torch.ones(3).long(), torch.ones(3).long()),
+    "histc.default of 16 bits": bound_call("aten.histc.default", ROWS.half(), 4),
     "special_erfcx.default": bound_call("aten.special_erfcx.default", ROWS),
     "log_softmax of float64": bound_call("aten.log_softmax.int", ROWS, 0, dtype=torch.float64),
     "logcumsumexp.default": bound_call("aten.logcumsumexp.default", ROWS, 0),

@@ -45,8 +45,8 @@ _MAX_ALONE = 500
 _UNORDERED = frozenset({"argsort", "sort", "topk"})
 # Sums of a number and a logarithm: their rounding is that of the number.
 _CANCELLING = frozenset({"lerp", "logaddexp", "logaddexp2"})
-# Erf and Sigmoid of ONNX Runtime are near to torch relative to 1, not to their value.
-_NEAR_ONE = frozenset({"erfc", "gelu", "silu", "special_erfc", "special_erfcx"})
+# Erf and Sigmoid of ONNX Runtime are near to torch relative to 1, not to their value; so are sines of multiples of pi.
+_NEAR_ONE = frozenset({"erfc", "gelu", "silu", "sinc", "special_erfc", "special_erfcx"})
 # How far a value may be from that of torch, relative to it, or to the largest finite value where elements are reduced: 32 units in the last
 # element_index of float32, 4 of the types of 16 bits. Scalars are stored in float32, also for tensors of float64.
 RELATIVE = {torch.float64: 2**-22, torch.float32: 2**-18, torch.float16: 2**-8, torch.bfloat16: 2**-5}

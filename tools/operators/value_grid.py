@@ -270,6 +270,9 @@ def _filled(tensor: torch.Tensor, trial: int, generator: random.Random) -> torch
         4: [1e4, -1e4, 1000.0, -1000.0],
         5: [math.inf, -math.inf, math.nan],
     }
+    if tensor.dtype == torch.float16:
+        # Products of larger numbers overflow in one runtime and not in the other, which rounds later.
+        special[4] = [50.0, -50.0]
     for position in range(len(values)):
         if profile and generator.random() < (0.15 if profile < 4 else 0.4):
             values[position] = generator.choice(special[profile])
