@@ -7,7 +7,7 @@ import torch
 
 from stagepack.onnx.conversion import DECOMPOSITIONS
 from stagepack.torch_internals import onnx_functions_read_once
-from tools.operators.onnx_values import DIFFERS, FAILS, IN_TORCH, sweep_calls
+from tools.operators.onnx_values import DIFFERS, ENDS, FAILS, IN_TORCH, sweep_calls, sweep_operators
 from tools.operators.value_grid import bound_call
 
 F32, NAN = torch.float32, float("nan")
@@ -133,3 +133,12 @@ def test_each_decomposition_is_tried() -> None:
         "aten.native_batch_norm.default",
         "aten.native_layer_norm.default",
     }
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.parametrize("dtypes", ["float32", "float16,float64", "int64,int32", "uint8,int8,int16,bool,bfloat16"])
+def test_no_operator_differs_silently(dtypes: str) -> None:
+    """About 3,000 calls of 300 operators, in 10 minutes for each group of dtypes."""
+    chosen = {getattr(torch, dtype_name) for dtype_name in dtypes.split(",")}
+    assert [verdict for verdict in sweep_operators([], chosen) if verdict.kind in (DIFFERS, ENDS)] == []

@@ -17,6 +17,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -355,52 +356,35 @@ def swept_operators(samples: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def main() -> None:
-    """Print the verdicts."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("operators", nargs="*")
-    parser.add_argument("-o", "--out")
-    parser.add_argument("--part", default="0/1")
-    parser.add_argument("--dtypes")
-    options = parser.parse_args()
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
+def sweep_operators(operator_names: Sequence[str], dtypes: AbstractSet[torch.dtype]) -> Iterator[Verdict]:
+    """Yield the verdicts on the calls of some operators, or of all, whose first tensor is of some dtypes."""
     samples = recorded_calls()
-    operator_names = swept_operators(samples)
-    if options.operators:
-        operator_names = [
-            operator_name
-            for operator_name in operator_names
-            if any(part in (operator_name, operator_name.split(".")[1]) for part in options.operators)
-        ]
-    index, count = map(int, options.part.split("/"))
-    start = time.monotonic()
-    chosen = frozenset(
-        dtype for dtype in TYPES if not options.dtypes or str(dtype).removeprefix("torch.") in options.dtypes.split(",")
-    )
     calls = [
         call
-        for operator_name in operator_names[index::count]
-        for call in value_calls(operator_name, samples[operator_name], chosen)
+        for operator_name in swept_operators(samples)
+        if not operator_names or {operator_name, operator_name.split(".")[1]}.intersection(operator_names)
+        for call in value_calls(operator_name, samples[operator_name], dtypes)
     ]
-    print(
-        f"{len(operator_names)} operators, {len(calls)} calls, {time.monotonic() - start:.1f} s",
-        file=sys.stderr,
-        flush=True,
-    )
-    totals: collections.Counter[str] = collections.Counter()
-    with (
-        onnx_functions_read_once(),
-        signs_of_zeros_kept(),
-        open(options.out, "w") if options.out else sys.stdout as stream,
-    ):
+    with warnings.catch_warnings(action="ignore"), onnx_functions_read_once(), signs_of_zeros_kept():
         for first in range(0, len(calls), _BATCH):
-            actual = sweep(calls[first : first + _BATCH])
-            totals.update(verdict.kind for verdict in actual)
-            for verdict in actual:
-                stream.write(json.dumps([verdict.call.partition("(")[0], *verdict]) + "\n")
-            stream.flush()
-            print(first, dict(totals), f"{time.monotonic() - start:.1f} s", file=sys.stderr, flush=True)
+            yield from sweep(calls[first : first + _BATCH])
+
+
+def main() -> None:
+    """Print the verdicts as lines of JSON, and how many there are of each kind."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("operators", nargs="*")
+    parser.add_argument(
+        "--dtypes", type=lambda value: value.split(","), help="such as float32,int64: of the first tensor"
+    )
+    options = parser.parse_args()
+    dtypes = {dtype for dtype in TYPES if not options.dtypes or str(dtype).removeprefix("torch.") in options.dtypes}
+    start, kinds = time.monotonic(), collections.Counter[str]()
+    for verdict in sweep_operators(options.operators, dtypes):
+        kinds[verdict.kind] += 1
+        print(json.dumps(verdict._asdict()), flush=True)
+    print(f"{kinds.total()} calls in {time.monotonic() - start:.0f} s: {dict(kinds)}", file=sys.stderr)
+    sys.exit(bool(kinds[DIFFERS] + kinds[ENDS]))
 
 
 if __name__ == "__main__":
