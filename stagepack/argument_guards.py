@@ -237,19 +237,19 @@ def _check_common_multiple(arguments: _Arguments) -> None:
 
 
 def _check_extent(arguments: _Arguments) -> None:
-    """Check that a view with strides of its own shows no memory outside of the elements of its tensor."""
-    tensor, first = arguments["self"], arguments["self"].storage_offset()
-    offset = arguments.get("storage_offset")
-    offset = first if offset is None else offset
+    """Check that a view with strides of its own shows no memory behind the elements of its tensor, which nothing may have written.
+
+    What is before them is of the tensor that it is a view of, and models use it: `x[1:].as_strided(size, stride, 0)`.
+    """
+    tensor, offset = arguments["self"], arguments.get("storage_offset")
+    offset = tensor.storage_offset() if offset is None else offset
     sizes, strides = arguments["size"], arguments["stride"]
     if 0 in sizes:
         return
     last = offset + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
-    end = first + memory_extent(tensor)
-    if offset < first or last >= end:
-        raise ValueError(
-            f"expected a view of the elements {first} to {end - 1} of the memory, found {offset} to {last}"
-        )
+    end = tensor.storage_offset() + memory_extent(tensor)
+    if last >= end:
+        raise ValueError(f"expected a view of the elements 0 to {end - 1} of the memory, found {offset} to {last}")
 
 
 def _check_resized(arguments: _Arguments) -> None:

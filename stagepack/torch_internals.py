@@ -50,6 +50,10 @@ def permanent_function(operator: OperatorOverload) -> Callable[..., Any] | None:
 
 # The product of groups of rows with a matrix each. `torch.nn.functional.grouped_mm`, its public name, is no operator.
 GROUPED_PRODUCT: Final = torch.ops.aten._grouped_mm.default
+# Operators that torch.export makes of public functions.
+LOG_SOFTMAX: Final = torch.ops.aten._log_softmax.default
+PRELU: Final = torch.ops.aten._prelu_kernel.default
+SOFTMAX: Final = torch.ops.aten._softmax.default
 
 
 def operator_schema(operator: OperatorOverload) -> torch._C.FunctionSchema:

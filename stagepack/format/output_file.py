@@ -139,7 +139,7 @@ class TemporaryFolder:
 
 def _remove_own(folder: Path, descriptors: list[int], process: int) -> None:
     # A process that was forked has the object too.
-    if os.getpid() == process:
+    if os.getpid() == process and os.path.lexists(folder):  # its name may be too long to make it
         remove_folder(folder, _MARK_NAME)
         for descriptor in descriptors:
             os.close(descriptor)

@@ -213,14 +213,15 @@ def _without_vmap(program: ExportedProgram) -> ExportedProgram:
 
 
 def _check_tensors(program: ExportedProgram) -> None:
-    """Refuse inputs and results that are sparse or on the meta device: stages pass on elements with strides."""
+    """Refuse inputs and results that are sparse, and results on the meta device: stages pass on elements with strides."""
     placeholders = _placeholders(program)
     inputs = [placeholders[name] for name in program.graph_signature.user_inputs if name in placeholders]
     results = program.graph.output_node().all_input_nodes
     for role, verb, nodes in (("input", "take", inputs), ("result", "return", results)):
         for node in nodes:
             value = node.meta.get("val")
-            if isinstance(value, torch.Tensor) and value.device.type == "meta":
+            # A program that was captured on the meta device has such inputs, and runs on any device.
+            if role == "result" and isinstance(value, torch.Tensor) and value.device.type == "meta":
                 raise UnsupportedError(f"the {role} {node.name} has no data: it is on the meta device")
             layout = getattr(value, "layout", torch.strided)
             if layout != torch.strided:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from stagepack.onnx.decompositions import NARROW, Decompositions, NoOnnxFormError, in_float32, number
+from stagepack.torch_internals import PRELU
 
 aten = torch.ops.aten
 TABLE = Decompositions()
@@ -167,7 +168,7 @@ def _fmod(self: torch.Tensor, other: Any) -> Any:
     return torch.where((remainder != 0) & ((self < 0) != (other < 0)), remainder - other, remainder)
 
 
-@TABLE.register(aten._prelu_kernel.default)  # noqa: SLF001 - the name of the operator
+@TABLE.register(PRELU)
 def _prelu(self: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     # PRelu of ONNX Runtime leaves NaN of the weight out where the input is 0.
     return torch.where(self > 0, self, weight * self)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from stagepack.onnx.decompositions import NARROW, Decompositions, NoOnnxFormError, left_to_exporter, number
+from stagepack.torch_internals import LOG_SOFTMAX, SOFTMAX
 
 aten = torch.ops.aten
 TABLE = Decompositions()
@@ -140,10 +141,10 @@ def _softmax(operator: Any) -> Callable[..., torch.Tensor]:
     return in_dtype
 
 
-TABLE.register(aten.softmax.int)(_softmax(aten._softmax.default))  # noqa: SLF001 - the name of the operator
+TABLE.register(aten.softmax.int)(_softmax(SOFTMAX))
 
 
-@TABLE.register(aten._log_softmax.default)  # noqa: SLF001
+@TABLE.register(LOG_SOFTMAX)
 def _log_softmax(self: torch.Tensor, *_: Any) -> Any:
     if self.dtype == torch.float64:
         raise NoOnnxFormError("aten.log_softmax of float64, which leaves NaN out in ONNX Runtime")
@@ -152,7 +153,7 @@ def _log_softmax(self: torch.Tensor, *_: Any) -> Any:
 
 @TABLE.register(aten.log_softmax.int, aten.special_log_softmax.default)
 def _log_softmax_in_dtype(self: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> Any:
-    return aten._log_softmax.default(self if dtype is None else self.to(dtype), dim, False)  # noqa: SLF001
+    return LOG_SOFTMAX(self if dtype is None else self.to(dtype), dim, False)
 
 
 def _has_nan(self: torch.Tensor, dims: Sequence[int], keepdim: bool) -> torch.Tensor:

@@ -105,7 +105,7 @@ def test_weights_that_change_are_not_kept_beside_new_ones(
     assert {path.name for path in tmp_path.iterdir()} == {"tiny.stagepack", "new.safetensors"}
 
 
-@pytest.mark.parametrize("function_name", ["_check_converted", "_write_bundle"])
+@pytest.mark.parametrize("function_name", ["_check_converted", "write_bundle"])
 def test_a_bundle_that_was_written_while_another_is_converted_is_kept(
     function_name: str, editor: BundleEditor, monkeypatch: pytest.MonkeyPatch
 ) -> None:

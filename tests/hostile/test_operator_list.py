@@ -40,6 +40,7 @@ BAGS = [ROWS[:, :1].expand(6, 3), torch.tensor([[2]]).expand(1, 4)[0], torch.ten
 OVERLAPPING_ARGUMENTS: dict[str, list[Any]] = {
     "aten._embedding_bag.default": BAGS,
     "aten._embedding_bag_forward_only.default": BAGS,
+    "aten._int_mm.default": [torch.ones(32, 32).char(), torch.ones(1, 32).char().expand(32, 32)],
     "aten._weight_int4pack_mm_for_cpu.default": [
         *(INT4_CALL[name] for name in ("self", "mat2", "qGroupSize")),
         INT4_CALL["qScaleAndZeros"][:1].expand(2, 32, 2),
