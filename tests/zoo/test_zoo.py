@@ -142,13 +142,14 @@ def needless_sizes(bundle: Bundle) -> list[str]:
 def tensors_sent_for_sizes(bundle: Bundle) -> list[str]:
     """The tensors that a stage receives only for their sizes, though another stage could send these.
 
-    A stage may receive an input of the model so, if it is the first one with this input; and a stage that does nothing else may.
+    A stage may receive an input of the model so, if it is the first one with this input. A stage that does nothing else may, and one whose
+    values the later stages compute again: it is not emptied.
     """
     edges = {edge.name: edge for edge in bundle.edges}
     sent = []
     for stage_number, stage in enumerate(bundle.stages):
         graph = bundle.graph(stage_number)
-        content_nodes = _content_nodes(graph)
+        content_nodes = _content_nodes(graph) if graph.outputs else []
         read = {name for node in content_nodes for name in input_names(node)}
         sent += [
             f"{name} -> stage {stage_number}"
