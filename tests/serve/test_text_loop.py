@@ -25,6 +25,7 @@ import torch
 import stagepack
 from stagepack_loaders.generation.settings import GenerationSettings
 from stagepack_loaders.generation.token_loop import TokenLoop
+from stagepack_serving.server.admission import Admission
 from stagepack_serving.server.generation.text_loop import TextLoop
 from stagepack_serving.server.limits import ServerLimits
 from stagepack_serving.server.metrics import Metrics
@@ -350,6 +351,7 @@ class GatedDecoder:
 
     def __init__(self) -> None:
         self.limits, self.metrics = ServerLimits(max_batch_size=1, max_sequences=1), Metrics()
+        self.admission = Admission(self.name, 256, 2)
         self.prompts: list[int] = []
         self.may_answer = asyncio.Semaphore(0)
 

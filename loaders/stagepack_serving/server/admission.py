@@ -13,11 +13,10 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Final
 
-from stagepack_serving.server.access_log import current_sender
+from stagepack_serving.server.access_log import current_record, current_sender
 from stagepack_serving.server.errors import RequestError, RequestStatus
 
 # The share of its deadline in which a request is expected to be answered: runs vary. One that will be late is dropped before it runs.
@@ -54,10 +53,6 @@ class Place:
     waits: bool
 
 
-# That of the request that a task works on.
-current_place: ContextVar[Place | None] = ContextVar("current_place", default=None)
-
-
 class Admission:
     """Admits requests to one model. Its methods are called in the thread of the event loop.
 
@@ -76,6 +71,8 @@ class Admission:
         # While the model was at work without a pause, beginning with when that began.
         self._answer_times: deque[float] = deque(maxlen=_ANSWER_COUNT)
         self._earlier_rate = 0.0
+        # Places of the requests under way, by the identity of the record of the request.
+        self._places: dict[int, Place] = {}
         self._answer_seconds: deque[float] = deque(maxlen=_FASTEST_OF)
         self._patience = Patience()
         self._retry_turns = Turns(_LONGEST_RETRY)
@@ -101,6 +98,10 @@ class Admission:
             return f"{expected}, and clients hang up after {patience:.3g} s"
         return ""
 
+    def current_place(self) -> Place | None:
+        """Return the place of the request that the task works on; None if it has none."""
+        return self._places.get(id(current_record.get()))
+
     def patience_seconds(self) -> float:
         """Return how long the client of the request that the task works on will wait."""
         return self._patience.seconds(current_sender())
@@ -123,7 +124,8 @@ class Admission:
         start_time = time.monotonic()
         end_time = start_time + seconds_left
         place = Place(time_left or (lambda: end_time - time.monotonic()), self.pending_requests >= self.busy_count)
-        token = current_place.set(place)
+        record = current_record.get()  # which lives as long as this call, so that no other one has its identity
+        self._places[id(record)] = place
         self.pending_requests += 1
         if self.pending_requests >= self.busy_count and not self._answer_times:
             self._answer_times.append(start_time)
@@ -143,8 +145,7 @@ class Admission:
             if self._answer_times:
                 self._answer_times.append(time.monotonic())
         finally:
-            with contextlib.suppress(ValueError):  # ended in another context than it began in, as a generator may be
-                current_place.reset(token)
+            self._places.pop(id(record), None)
             self.pending_requests -= 1
             if 2 * self.pending_requests < self.busy_count and self._answer_times:
                 self._earlier_rate = self._answer_rate() or 1 / max(time.monotonic() - self._answer_times[0], 1e-9)

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from stagepack_loaders.generation.text_batch import BatchedText
 from stagepack_serving.server.access_log import current_record
-from stagepack_serving.server.admission import DEADLINE_SHARE, PATIENCE_SHARE, current_place
+from stagepack_serving.server.admission import DEADLINE_SHARE, PATIENCE_SHARE
 from stagepack_serving.server.errors import RequestError, RequestStatus
 from stagepack_serving.server.served_model import ServedModel
 
@@ -48,7 +48,7 @@ class TextAdmission:
 
     def add(self, text: BatchedText, new_tokens: int) -> None:
         """Admit a text with so many new tokens at most, or refuse it with `RequestStatus.BUSY`."""
-        place, record = current_place.get(), current_record.get()
+        place, record = self._decoder.admission.current_place(), current_record.get()
         if len(self._work) >= self._row_count and place is not None:
             place.waits = True
             if any(work.record is not record for work in self._work.values()):
