@@ -248,13 +248,15 @@ class TorchStage(Container):
         module = parts.code.graph_module if compiled_module is None else compiled_module
         arguments = (*moved_values, *(self.weights() if weights is None else weights))
         outputs: tuple[Any, ...]
-        if not (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled(parts.device.type)):
+        # Tensors on `meta`, which only have shapes, know no autocast.
+        device_type = "cpu" if parts.device.type == "meta" else parts.device.type
+        if not (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled(device_type)):
             outputs = module(*arguments)
         elif parts.code.follows_autocast:
             outputs = _with_dtypes(module(*arguments), parts.output_contract.dtypes)
         else:
             # The graph states the dtype of each value.
-            with torch.autocast("cpu", enabled=False), torch.autocast(parts.device.type, enabled=False):
+            with torch.autocast("cpu", enabled=False), torch.autocast(device_type, enabled=False):
                 outputs = module(*arguments)
         if not torch.compiler.is_compiling():
             parts.output_contract.check(moved_values, outputs)
