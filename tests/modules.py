@@ -1,9 +1,12 @@
-"""A module that is made of its ``forward`` alone."""
+"""A module that is made of its ``forward`` alone, and bundles of such modules in several stages."""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+import stagepack
+from stagepack.errors import CutError
 
 
 def module_of(forward: Callable[..., Any], **held: Any) -> torch.nn.Module:
@@ -15,3 +18,14 @@ def module_of(forward: Callable[..., Any], **held: Any) -> torch.nn.Module:
         else:
             module.register_buffer(name, value)
     return module
+
+
+def cut_at_most(bundle: stagepack.Bundle, stages: int) -> stagepack.Bundle:
+    """Cut a bundle in place into so many stages, or into as many as its few operators allow."""
+    for count in range(stages, 1, -1):
+        try:
+            return stagepack.recut(bundle, out=bundle.path, stages=count, overwrite=True)
+        except CutError as error:
+            if "stages: expected at most" not in str(error):
+                raise
+    return bundle

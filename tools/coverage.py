@@ -81,9 +81,7 @@ ELSEWHERE = {
         "tests/unit/test_cut.py::test_empty_stages_are_refused",
         "tests/unit/test_cut.py::test_a_cut_that_cannot_be_is_refused",
     ],
-    "cuts: more stages than nodes": [
-        "tests/unit/test_cut.py::test_more_stages_than_operators_leave_the_last_ones_empty"
-    ],
+    "cuts: more stages than nodes": ["tests/unit/test_cut.py::test_more_stages_than_places_to_cut_at_are_refused"],
 }
 
 
