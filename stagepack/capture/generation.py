@@ -22,7 +22,7 @@ from stagepack.extras import explain_missing_packages
 _PROMPT_LENGTH: Final = 3
 _ENCODER_LENGTH: Final = 5
 _FILLED_LENGTH: Final = 4
-# Of the text whose logits are compared: without a window, and of a window with the weights of the model.
+# Tokens of the text whose logits are compared: without a window, and with a window and the weights of the model.
 _CHECKED_LENGTH: Final = 8
 _CHECKED_WINDOW: Final = 64
 # What configurations call the number of tokens that a layer looks back at, and the largest one that is tried: a text of 10,000 tokens

@@ -18,7 +18,7 @@ from stagepack.extras import explain_missing_packages
 _TORCHAO_MODULE = "torchao.prototype.safetensors.safetensors_support"
 # When torchao is imported, it warns of its CUDA libraries, and torch of its enums.
 _TORCHAO_LOGGERS = ("torchao", "torch.utils._pytree")
-# It warns where this torchao has not all that it knows.
+# diffusers warns where this torchao lacks what diffusers knows.
 _DIFFUSERS_LOGGER = "diffusers.quantizers.torchao.torchao_quantizer"
 # It warns of each attempt to reach the hub.
 _HUB_LOGGER = "huggingface_hub"

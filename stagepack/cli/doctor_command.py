@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from stagepack.capture.programs import Capture
 
 _SHOWN_CHARACTERS = 220
-# Of the columns of rows that are printed before the next ones are known: a name, a time or a class, and a text.
+# Least widths of the columns where rows are printed one by one: a name, a time or a class, and a text.
 _LEAST_WIDTHS = (26, 7, 2 * _SHOWN_CHARACTERS)
 _Row = TypeVar("_Row")
 

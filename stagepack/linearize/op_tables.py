@@ -37,7 +37,7 @@ _RETURN_INPUT = (
     "aten.feature_dropout.default",
     "aten.feature_alpha_dropout.default",
 )
-# Of transformers 5: takes rows, a matrix for each group, and the end of each group among the rows.
+# Operator of transformers 5: takes rows, a matrix for each group, and the end of each group among the rows.
 _FALLBACK_PRODUCT = "transformers.grouped_mm_fallback.default"
 _GRAD_MODE = "wrap_with_set_grad_enabled"
 _AUTOCAST = "wrap_with_autocast"

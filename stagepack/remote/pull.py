@@ -23,7 +23,7 @@ from stagepack.remote.remote_bundle import cached_folders, open_in_cache, open_s
 from stagepack.remote.store import FsspecStore
 from stagepack.remote.url import HUB_SCHEME, BundleUrl
 
-# Of an interrupted download, and of the one of another version before it, whose chunks may be in the new one.
+# Folders kept: an interrupted download, and the one of another version before it, whose chunks may be in the new one.
 _KEPT_DOWNLOADS: Final = 2
 # Bundles beside the output whose chunks may be in the new one.
 _MOST_NEIGHBOURS: Final = 32
