@@ -1,9 +1,10 @@
 """Clients that wait for a row of the cache take turns."""
 
+import asyncio
 import contextlib
 import contextvars
 import json
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,10 +14,15 @@ import numpy
 import pytest
 import tritonclient.grpc
 
+from stagepack_loaders.generation.settings import GenerationSettings
+from stagepack_loaders.generation.token_loop import TokenLoop
 from stagepack_serving.server.access_log import begin_record
-from stagepack_serving.server.generation.text_loop import ClientQueue
+from stagepack_serving.server.admission import Admission
+from stagepack_serving.server.generation.text_loop import ClientQueue, TextLoop
+from stagepack_serving.server.limits import ServerLimits
+from stagepack_serving.server.metrics import Metrics
 from tests.serve.certificates import secret_file
-from tests.serve.generating_families import POSITIONS
+from tests.serve.generating_families import POSITIONS, VOCABULARY
 from tests.serve.servers import Server, grpc_client, post, stagepack_server
 from tests.serve.test_serve import metrics
 from tests.waiting import wait_until
@@ -91,3 +97,61 @@ def test_a_client_of_one_text_does_not_wait_for_all_of_another(server: Server, a
         # Those that had a row, and as many that got one while this text was generated.
         assert waiting_count - sum(not answer.done() for answer in flood) <= 4 * ROWS
         assert {answer.result() for answer in flood} == {POSITIONS}
+
+
+class GatedDecoder:
+    """Answers calls when the test says so."""
+
+    name, version, lane_count = "gated", "1", 1
+    interface = SimpleNamespace(outputs=["logits"])
+
+    def __init__(self) -> None:
+        self.limits, self.metrics = ServerLimits(max_batch_size=1, max_sequences=1), Metrics()
+        self.admission = Admission(self.name, 256, 2)
+        self.prompts: list[int] = []
+        self.may_answer = asyncio.Semaphore(0)
+
+    @contextlib.asynccontextmanager
+    async def reserve_sequence(self) -> AsyncIterator[None]:
+        yield
+
+    async def call(self, inputs: Mapping[str, Any], sequence: None, finish: Any) -> Any:
+        self.prompts.append(int(inputs["input_ids"][0, 0]))
+        await self.may_answer.acquire()
+        return finish({"logits": numpy.zeros((1, VOCABULARY), numpy.float32)})
+
+
+def test_who_comes_when_a_row_becomes_free_does_not_overtake_who_waits() -> None:
+    facts: Any = SimpleNamespace(
+        max_positions=POSITIONS, max_batch=1, has_rows=True, moves_rows=False, encoder_positions=None
+    )
+
+    async def run() -> list[int]:
+        decoder: Any = GatedDecoder()
+        loop = TextLoop(decoder, facts)
+
+        async def generate_text(prompt: int) -> None:
+            text = TokenLoop(facts, GenerationSettings(max_new_tokens=1), numpy.array([[prompt, prompt]]))
+
+            def take(logits: Any) -> Any:
+                text.take(logits)
+                return SimpleNamespace(finish_reason=text.finish_reasons[0])
+
+            async with contextlib.aclosing(loop.generate(text, take)) as parts:
+                async for _ in parts:
+                    pass
+
+        tasks = []
+        for prompt in (1, 2):
+            tasks.append(asyncio.create_task(generate_text(prompt)))
+            await asyncio.sleep(0.01)
+        tasks[0].cancel()  # while its call is under way
+        await asyncio.sleep(0.01)
+        tasks.append(asyncio.create_task(generate_text(3)))
+        await asyncio.sleep(0.01)
+        for _ in tasks:
+            decoder.may_answer.release()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return list(decoder.prompts)
+
+    assert asyncio.run(run()) == [1, 2, 3]

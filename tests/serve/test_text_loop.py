@@ -1,6 +1,5 @@
 """Texts of many clients are generated as one batch: what each says, who waits, and what ends before its time."""
 
-import asyncio
 import contextlib
 import http.client
 import json
@@ -12,23 +11,15 @@ import shutil
 import signal
 import subprocess
 import threading
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy
 import pytest
 import torch
 
 import stagepack
-from stagepack_loaders.generation.settings import GenerationSettings
-from stagepack_loaders.generation.token_loop import TokenLoop
-from stagepack_serving.server.admission import Admission
-from stagepack_serving.server.generation.text_loop import TextLoop
-from stagepack_serving.server.limits import ServerLimits
-from stagepack_serving.server.metrics import Metrics
 from tests.distributed.test_serving import stage_process_ids
 from tests.serve.generating_families import POSITIONS, VOCABULARY, export_qwen
 from tests.serve.generating_model import tokenizer
@@ -341,61 +332,3 @@ def test_requests_of_more_texts_than_rows_are_those_of_each_alone(qwen: Path, tm
     with stagepack_server([bundle]) as server, ThreadPoolExecutor(CLIENTS) as clients:
         assert list(clients.map(lambda prompt: ask_for(server, prompt), prompts)) == expected
         wait_until(lambda: is_idle(server), 20)
-
-
-class GatedDecoder:
-    """Answers calls when the test says so."""
-
-    name, version, lane_count = "gated", "1", 1
-    interface = SimpleNamespace(outputs=["logits"])
-
-    def __init__(self) -> None:
-        self.limits, self.metrics = ServerLimits(max_batch_size=1, max_sequences=1), Metrics()
-        self.admission = Admission(self.name, 256, 2)
-        self.prompts: list[int] = []
-        self.may_answer = asyncio.Semaphore(0)
-
-    @contextlib.asynccontextmanager
-    async def reserve_sequence(self) -> AsyncIterator[None]:
-        yield
-
-    async def call(self, inputs: Mapping[str, Any], sequence: None, finish: Any) -> Any:
-        self.prompts.append(int(inputs["input_ids"][0, 0]))
-        await self.may_answer.acquire()
-        return finish({"logits": numpy.zeros((1, VOCABULARY), numpy.float32)})
-
-
-def test_who_comes_when_a_row_becomes_free_does_not_overtake_who_waits() -> None:
-    facts: Any = SimpleNamespace(
-        max_positions=POSITIONS, max_batch=1, has_rows=True, moves_rows=False, encoder_positions=None
-    )
-
-    async def run() -> list[int]:
-        decoder: Any = GatedDecoder()
-        loop = TextLoop(decoder, facts)
-
-        async def generate_text(prompt: int) -> None:
-            text = TokenLoop(facts, GenerationSettings(max_new_tokens=1), numpy.array([[prompt, prompt]]))
-
-            def take(logits: Any) -> Any:
-                text.take(logits)
-                return SimpleNamespace(finish_reason=text.finish_reasons[0])
-
-            async with contextlib.aclosing(loop.generate(text, take)) as parts:
-                async for _ in parts:
-                    pass
-
-        tasks = []
-        for prompt in (1, 2):
-            tasks.append(asyncio.create_task(generate_text(prompt)))
-            await asyncio.sleep(0.01)
-        tasks[0].cancel()  # while its call is under way
-        await asyncio.sleep(0.01)
-        tasks.append(asyncio.create_task(generate_text(3)))
-        await asyncio.sleep(0.01)
-        for _ in tasks:
-            decoder.may_answer.release()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        return list(decoder.prompts)
-
-    assert asyncio.run(run()) == [1, 2, 3]
