@@ -1,15 +1,18 @@
 """At three times the load that a model can take, most of its capacity answers clients in time."""
 
-import json
+import asyncio
+import time
+from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 import torch
 
 import stagepack
-from tests.hostile.attack import run
 from tests.serve.servers import Server, stagepack_server
 from tools.benchmark_models import llama
 
@@ -47,37 +50,74 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def measure(server: Server, *options: str) -> Mapping[str, Any]:
-    """What `stagepack bench` says."""
-    result = run("bench", f"http://127.0.0.1:{server.http}", "--json", *options)
-    assert result.exit_code == 0, result.output
-    facts: Mapping[str, Any] = json.loads(result.stdout)
-    return facts
+PRODUCTS = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [1, 1024], "data": [0.5] * 1024}]}
+TEXT = {"model": "decoder", "prompt": [1, 2, 3, 4], "max_tokens": 48}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """Clients that each ask again when they have an answer, or after `deadline` seconds."""
+
+    path: str = "/v2/models/products/infer"
+    body: Mapping[str, Any] = field(default_factory=lambda: PRODUCTS)
+    clients: int = 16
+    seconds: float = 6
+    warmup: float = 3
+    deadline: float = 60
+    obeys_retry_after: bool = True
+
+    def goodput(self, server: Server) -> tuple[float, set[str]]:
+        """Answers a second that come within the deadline, and what came to the clients: statuses, or "timed out"."""
+        return asyncio.run(self._goodput(f"http://127.0.0.1:{server.http}{self.path}"))
+
+    async def _goodput(self, url: str) -> tuple[float, set[str]]:
+        outcomes: Counter[str] = Counter()
+        start = time.monotonic() + self.warmup
+        timeout = aiohttp.ClientTimeout(self.deadline)
+        async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
+
+            async def ask() -> None:
+                while (now := time.monotonic()) < start + self.seconds:
+                    pause = 0.0
+                    try:
+                        async with session.post(url, json=self.body) as answer:
+                            await answer.read()
+                    except TimeoutError:
+                        outcome = "timed out"
+                    else:
+                        outcome = str(answer.status)
+                        if answer.status != 200 and self.obeys_retry_after:
+                            pause = float(answer.headers["Retry-After"])
+                    outcomes[outcome] += now >= start
+                    await asyncio.sleep(pause)
+
+            await asyncio.gather(*(ask() for _ in range(self.clients)))
+        return outcomes["200"] / self.seconds, {outcome for outcome, count in outcomes.items() if count}
 
 
 @pytest.mark.parametrize("options", [(), ("--processes", "2")])
 def test_most_answers_are_in_time(products: Path, options: tuple[str, ...]) -> None:
     with stagepack_server([products], *options) as server:
-        check_goodput(server)
+        check_goodput(server, Load())
 
 
 def test_clients_that_ask_again_at_once_leave_most_of_the_capacity(products: Path) -> None:
     with stagepack_server([products]) as server:
-        capacity = measure(server, "--clients", "16", "--seconds", "6", "--warmup-s", "3")["goodput"]
-        clients = ("--clients", str(round(3 * capacity)), "--deadline-ms", "1000", "--timeout-s", "1")
-        overloaded = measure(server, *clients, "--seconds", "12", "--warmup-s", "4")
-        assert overloaded["goodput"] > 0.5 * capacity
+        capacity, _ = Load().goodput(server)
+        clients = round(3 * capacity)
+        goodput, _ = Load(clients=clients, seconds=12, warmup=4, deadline=1, obeys_retry_after=False).goodput(server)
+        assert goodput > 0.5 * capacity
 
 
 def test_most_texts_are_in_time(decoder: Path) -> None:
     with stagepack_server([decoder]) as server:
-        check_goodput(server, "--api", "completions", "--prompt-tokens", "4", "--output-tokens", "48")
+        check_goodput(server, Load(path="/v1/completions", body=TEXT))
 
 
-def check_goodput(server: Server, *request_options: str) -> None:
+def check_goodput(server: Server, load: Load) -> None:
     """Each client waits for a second, and asks again."""
-    capacity = measure(server, "--clients", "16", "--seconds", "6", "--warmup-s", "3", *request_options)["goodput"]
-    clients = ("--clients", str(round(3 * capacity)), "--deadline-ms", "1000", "--retry", "1000000")
-    overloaded = measure(server, *clients, "--seconds", "12", "--warmup-s", "4", *request_options)
-    assert overloaded["goodput"] > 0.6 * capacity
-    assert set(overloaded["outcomes"]) <= {"200", "503", "timed out"}
+    capacity, _ = load.goodput(server)
+    overload = replace(load, clients=round(3 * capacity), seconds=12, warmup=4, deadline=1)
+    goodput, outcomes = overload.goodput(server)
+    assert goodput > 0.6 * capacity
+    assert outcomes <= {"200", "503", "timed out"}
