@@ -40,11 +40,8 @@ _COMMAND_GROUPS = {
         "load": "Load a bundle and run its example.",
         "profile": "Measure how long the operators of a bundle take.",
         "serve": "Serve bundles over the Open Inference Protocol.",
-        "bench": "Measure how fast a server answers.",
         "triton": "Write a bundle into a Triton model repository.",
-        "k8s": "Write a deployment on Kubernetes.",
     },
-    "Use this command": {"completion": "Print the script with which a shell completes words."},
 }
 
 # That of a program that a shell sees end by SIGINT.

@@ -18,7 +18,7 @@ from tests.hostile.attack import command_fails
 COMMANDS = main.list_commands(click.Context(main))
 # Before it reads a bundle.
 TAKES_PORTS = pytest.mark.process
-OUT = {"compile": "-o", "export": "-o", "k8s": "-o", "profile": "-o", "recut": "-o", "report": "-o", "triton": "-o"}
+OUT = {"compile": "-o", "export": "-o", "profile": "-o", "recut": "-o", "report": "-o", "triton": "-o"}
 
 
 @pytest.fixture
@@ -47,12 +47,12 @@ def folder(user: Path) -> Path:
     [
         pytest.param(command, marks=TAKES_PORTS if command == "serve" else ())
         for command in COMMANDS
-        if command not in ("asset", "cache", "completion", "doctor", "export", "plan", "pull")
+        if command not in ("asset", "cache", "doctor", "export", "plan", "pull")
     ],
 )
 def test_a_path_that_is_no_bundle_is_named(command: str, path: str, found: str, folder: Path) -> None:
     more = ["-o", "out"] if command in OUT else []
-    more += {"recut": ["--stages", "2"], "k8s": ["--image", "image"]}.get(command, [])
+    more += {"recut": ["--stages", "2"]}.get(command, [])
     more += {"push": ["hf://org/name"], "diff": [path], "sign": ["--key", "nowhere"]}.get(command, [])
     line = command_fails(command, path, *more)
     expected = "not a stagepack bundle: expected a folder with a file manifest.json"

@@ -19,7 +19,6 @@ STAGEPACK = Path(sys.executable).with_name("stagepack")
 
 # The file is the last argument.
 WRITERS = [
-    ["k8s", "BUNDLE", "--image", "image", "-o"],
     ["report", "BUNDLE", "-o"],
     ["profile", "BUNDLE", "--runs", "1", "-o"],
     ["plan", "BUNDLE", "-o"],
@@ -87,9 +86,7 @@ def test_a_folder_is_not_written_to_standard_output(writer: list[str], sound: Pa
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(
-    "writer", [["k8s", "BUNDLE", "--image", "image", "-o"], ["report", "BUNDLE", "-o"]], ids=" ".join
-)
+@pytest.mark.parametrize("writer", [["report", "BUNDLE", "-o"]], ids=" ".join)
 def test_a_full_disk_leaves_the_file_that_was_there(writer: list[str], sound: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.write_text("mine")

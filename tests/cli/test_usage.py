@@ -13,7 +13,7 @@ from stagepack_loaders.registry import runtime_names
 COMMANDS = main.list_commands(click.Context(main))
 RUNTIMES = ", ".join(map(repr, ("auto", *runtime_names())))
 # They require an option, or take further arguments.
-NEED_MORE = {"asset", "compile", "completion", "diff", "export", "k8s", "profile", "pull", "push", "recut", "report"}
+NEED_MORE = {"asset", "compile", "diff", "export", "profile", "pull", "push", "recut", "report"}
 NEED_MORE |= {"serve", "sign"}
 
 
@@ -79,11 +79,8 @@ def test_the_help_of_a_command_describes_its_options(command: str, flag: str) ->
         ("load x --trace run.json --requests 0", "0 is not in the range"),
         ("profile x -o times.json --runs 0", "0 is not in the range"),
         ("triton x -o y --sequence-idle-s 1e30", "1e+30 is not in the range"),
-        ("k8s x -o y --volume models", "expected claim:NAME, host:FOLDER or image:REFERENCE"),
-        ("k8s x -o y --volume host:models", "expected an absolute path"),
-        ("k8s x -o y --memory much", "expected a number of bytes such as 24GiB, 24GB or"),
-        (["k8s", "x", "-o", "y", "--image", "a\nb"], "expected a container image such as a/b:1, found 'a\\nb'"),
-        (["k8s", "x", "-o", "y", "--path", "/a\nb/c"], "control characters are not allowed"),
+        (["x", "-o", "y", "--image", "a\nb"], "expected a container image such as a/b:1, found 'a\\nb'"),
+        (["x", "-o", "y", "--path", "/a\nb/c"], "control characters are not allowed"),
         ("export x -o y --inputs a.py:f --input n=3", "--inputs and --input cannot be used together"),
         ("export x -o y --profile z", "--profile requires --stages"),
         ("recut x -o y --profile z", "--profile requires --stages"),
@@ -96,7 +93,6 @@ def test_the_help_of_a_command_describes_its_options(command: str, flag: str) ->
         ("plan BUNDLE --inputs x.py:f", "a bundle contains its example"),
         (["inspect", ""], "Invalid value for 'BUNDLE': the path is empty"),
         ("inspect x --graph --json", "--graph and --json cannot be used together"),
-        ("doctor x.py:f --processes", "--processes requires --differential"),
         ("triton BUNDLE -o out --backend onnxruntime", "requires --runtime onnxruntime"),
         (["load", "x", "--inputs", ""], "Invalid value for '--inputs': the path is empty"),
         ("load x --device meta", "tensors on the device meta have no data"),

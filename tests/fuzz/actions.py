@@ -87,7 +87,6 @@ ACTIONS: dict[str, Callable[[Case, Path], str | None]] = {
     "diff of the original": command("diff", "{original}", "{bundle}"),
     "pull": command("pull", "file://{bundle}", "-o", "{out}"),
     "triton": command("triton", "{bundle}", "-o", "{out}"),
-    "k8s": command("k8s", "{bundle}", "--image", "image", "-o", "{out}.yaml"),
     "profile": command("profile", "{bundle}", "-o", "{out}.json"),
     "load": command("load", "{bundle}"),
     "load --stream": command("load", "{bundle}", "--stream"),

@@ -1,62 +1,85 @@
-"""The command of the containers, run on this machine as the pods of a group: LeaderWorkerSet's variables in the environment."""
+"""The commands of `group.yaml`, run on this machine as the pods of a group: LeaderWorkerSet's variables in the environment."""
 
 import contextlib
 import os
-import re
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
 
 import pytest
 import torch
 
 import stagepack
 from stagepack.format.reader import Bundle
-from tests.kubernetes.deployment import container_of, expand, templates, write_deployment
+from tests.distributed.bundles import export_layers
+from tests.kubernetes.manifests import container_of, expand, templates, worker_set
 from tests.process_facts import child_processes
 from tests.serve.servers import http_client
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("serve")]
 IDS = torch.arange(6)
+TOKEN = "a-token-of-at-least-16-characters"  # noqa: S105 - of these servers alone
 
 
-def start_pod(container: dict[str, Any], index: int, group_size: int, path: str | None) -> "subprocess.Popen[str]":
-    variables = {"LWS_LEADER_ADDRESS": "localhost", "LWS_GROUP_SIZE": str(group_size), "LWS_WORKER_INDEX": str(index)}
-    variables |= {variable["name"]: variable["value"] for variable in container["env"]}
-    command = [expand(argument, variables) for argument in container["command"]]
-    if path is not None:
-        command = [re.sub("=/.*", f"={path}", argument) for argument in command]
-    environment = os.environ | variables | {"PYTHONPATH": os.pathsep.join(folder for folder in sys.path if folder)}
-    environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The pods of `group.yaml` as processes of this machine, each with a bundle of its own."""
+
+    bundle: Bundle
+    tokens: Path
+    size: int
+    paths: Mapping[int, Path] = field(default_factory=dict)
+
+    def start_pod(self, index: int) -> "subprocess.Popen[str]":
+        container = container_of(templates(worker_set())[min(index, 1)])
+        variables = {variable["name"]: variable["value"] for variable in container["env"]}
+        variables |= {
+            "LWS_LEADER_ADDRESS": "localhost",
+            "LWS_GROUP_SIZE": str(self.size),
+            "LWS_WORKER_INDEX": str(index),
+        }
+        variables["BUNDLE_DIGEST"] = self.bundle.digest
+        places = {
+            "/models/tower.stagepack": str(self.paths.get(index, self.bundle.path)),
+            "/etc/stagepack/tokens/tokens": str(self.tokens if index == 0 else self.tokens.with_name("no-such-file")),
+        }
+        command = [expand(argument, variables) for argument in container["command"]]
+        for path, place in places.items():
+            assert sum(path in argument for argument in command) == 1
+            command = [argument.replace(path, place) for argument in command]
+        environment = os.environ | variables | {"PYTHONPATH": os.pathsep.join(folder for folder in sys.path if folder)}
+        environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
+        return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    @contextlib.contextmanager
+    def pods(self) -> Iterator[list["subprocess.Popen[str]"]]:
+        """The processes by number; the workers begin first, as may happen."""
+        started = [self.start_pod(index) for index in reversed(range(self.size))][::-1]
+        try:
+            yield started
+        finally:
+            for pod in started:
+                kill_pod(pod)
+                if pod.stdout is not None:
+                    pod.stdout.close()
 
 
-@contextlib.contextmanager
-def group_of_pods(
-    worker_set: dict[str, Any], paths: Mapping[int, str] = MappingProxyType({})
-) -> Iterator[list["subprocess.Popen[str]"]]:
-    """The pods of a group as processes; the workers begin first, as may happen.
+@pytest.fixture
+def tokens(tmp_path: Path) -> Path:
+    path = tmp_path / "tokens"
+    path.write_text(TOKEN)
+    path.chmod(0o400)
+    return path
 
-    paths: where pods find another bundle than that of the command.
-    """
-    size = worker_set["spec"]["leaderWorkerTemplate"]["size"]
-    leader, worker = map(container_of, templates(worker_set))
-    pods = [start_pod(worker, index, size, paths.get(index)) for index in range(size - 1, 0, -1)]
-    pods.append(start_pod(leader, 0, size, paths.get(0)))
-    pods.reverse()
-    try:
-        yield pods
-    finally:
-        for pod in pods:
-            kill_pod(pod)
-            if pod.stdout is not None:
-                pod.stdout.close()
+
+@pytest.fixture(scope="module")
+def layers(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    return export_layers(tmp_path_factory.mktemp("bundles"))
 
 
 def process_ids(pod: "subprocess.Popen[str]") -> list[int]:
@@ -96,37 +119,42 @@ def resident_bytes(pod: "subprocess.Popen[str]") -> int:
     )
 
 
-def ask(model_name: str) -> torch.Tensor:
+def ask() -> torch.Tensor:
     http = sys.modules["tritonclient.http"]
     ids = http.InferInput("ids", list(IDS.shape), "INT64").set_data_from_numpy(IDS.numpy())
+    headers = {"Authorization": f"Bearer {TOKEN}"}
     with contextlib.closing(http_client(8000)) as client:
         assert client.is_server_ready()
-        return torch.from_numpy(client.infer(model_name, [ids]).as_numpy("output").copy())
+        return torch.from_numpy(client.infer("tower", [ids], headers=headers).as_numpy("output").copy())
 
 
-def is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except OSError:
-            return False
-    return True
+@pytest.fixture(autouse=True)
+def _free_ports() -> None:
+    for port in (8000, 8001, 9000, 29500):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("", port))
+            except OSError:
+                pytest.skip("a port of the manifest is in use on this machine")
 
 
 @pytest.mark.skipif(shutil.which("torchrun", path=str(Path(sys.executable).parent)) is None, reason="no torchrun")
-def test_two_pods_answer_and_stop_in_order(layers: Bundle, tmp_path: Path) -> None:
+def test_two_pods_answer_and_stop_in_order(layers: Bundle, tokens: Path) -> None:
     pytest.importorskip("tritonclient.http", reason="tritonclient is not installed")
-    if not all(map(is_free, (8000, 8001, 29500))):
-        pytest.skip("a port of the deployment is in use on this machine")
-    worker_set, _, _ = write_deployment(layers, tmp_path, "--pods", "2", "--path", str(layers.path), "--name", "net")
     expected = stagepack.load(layers)(IDS)
-    with group_of_pods(worker_set) as pods:
+    with Group(layers, tokens, 2).pods() as pods:
         wait_until_listening(pods[0])
-        assert torch.equal(ask("net"), expected)
-        for pod, template in zip(pods, templates(worker_set), strict=True):
+        assert torch.equal(ask(), expected)
+        for pod, template in zip(pods, templates(worker_set()), strict=True):
             reserved = int(container_of(template)["resources"]["limits"]["memory"].removesuffix("Mi")) * 2**20
             assert resident_bytes(pod) < reserved
+        assert is_alive(pods[1])
+        for child in child_processes(pods[1].pid):
+            os.kill(child, signal.SIGSTOP)
+        assert not is_alive(pods[1])
+        for child in child_processes(pods[1].pid):
+            os.kill(child, signal.SIGCONT)
         for pod in pods:  # Kubernetes tells all pods at once
             pod.send_signal(signal.SIGTERM)
         for pod in pods:
@@ -135,11 +163,15 @@ def test_two_pods_answer_and_stop_in_order(layers: Bundle, tmp_path: Path) -> No
         assert "stopped: 1 OK" in pods[0].stdout.read()
 
 
-def test_a_lost_pod_ends_the_group(layers: Bundle, tmp_path: Path) -> None:
-    if not all(map(is_free, (8000, 8001, 29500))):
-        pytest.skip("a port of the deployment is in use on this machine")
-    worker_set, _, _ = write_deployment(layers, tmp_path, "--pods", "2", "--path", str(layers.path), "--linger-s", "1")
-    with group_of_pods(worker_set) as pods:
+def is_alive(worker: "subprocess.Popen[str]") -> bool:
+    """What the liveness probe of the workers says, in whose containers torchrun is process 1."""
+    command = container_of(templates(worker_set())[1])["livenessProbe"]["exec"]["command"]
+    here = [argument.replace("/proc/1/", f"/proc/{worker.pid}/") for argument in command]
+    return subprocess.run(here, check=False).returncode == 0
+
+
+def test_a_lost_pod_ends_the_group(layers: Bundle, tokens: Path) -> None:
+    with Group(layers, tokens, 2).pods() as pods:
         wait_until_listening(pods[0])
         kill_pod(pods[1])
         # With another status than 0, Kubernetes starts the container again, and LeaderWorkerSet the group.
@@ -161,14 +193,11 @@ def change_file(bundle: Path) -> None:
     ids=["missing bundle", "changed byte"],
 )
 def test_three_pods_say_which_of_them_failed_and_why(
-    layers: Bundle, tmp_path: Path, damage: Callable[[Path], None], reason: str
+    layers: Bundle, tokens: Path, tmp_path: Path, damage: Callable[[Path], None], reason: str
 ) -> None:
-    if not all(map(is_free, (8000, 8001, 29500))):
-        pytest.skip("a port of the deployment is in use on this machine")
     copy = tmp_path / "copy" / layers.path.name
     shutil.copytree(layers.path, copy)
-    worker_set, _, _ = write_deployment(layers, tmp_path, "--path", str(layers.path))
     damage(copy)
-    with group_of_pods(worker_set, {2: str(copy)}) as pods:
+    with Group(layers, tokens, 3, {2: copy}).pods() as pods:
         (line,) = last_lines(pods)
         assert line.startswith(f"process 2 on {socket.gethostname()}: {reason.format(path=copy)}")
