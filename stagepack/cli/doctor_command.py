@@ -17,7 +17,6 @@ from stagepack.cli.failures import shown_warnings
 from stagepack.cli.machine_report import describe_machine
 from stagepack.cli.output import print_json, print_line, print_rows, progress
 from stagepack.cli.shared_flags import JSON, Amount, ExampleFlags
-from stagepack.errors import StagepackError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -36,11 +35,6 @@ _Row = TypeVar("_Row")
 class _Options:
     source: str | None = argument("[SOURCE]", required=False)
     example: ExampleFlags
-    differential: bool = flag(
-        "--differential",
-        "Compare the answers of the model, of its program, of bundles with 1, 2 and 3 stages, and of ONNX Runtime, at several sizes.",
-    )
-    processes: bool = flag("--processes", "With --differential: start a process for each stage, too.")
     seconds: float = flag(
         "--time-limit SECONDS",
         "Stop a way to capture the model, and the search through its modules, after so many seconds.",
@@ -58,7 +52,6 @@ class _Options:
         "stagepack doctor ./folder",
         "stagepack doctor net.py:Net --inputs net.py:inputs",
         "stagepack doctor net.py:make --time-limit 600",
-        "stagepack doctor net.py:make --differential",
     ],
 )
 def command(options: _Options) -> None:
@@ -69,14 +62,12 @@ def command(options: _Options) -> None:
     Tries the ways to capture the model of SOURCE, which is as for 'stagepack export', or each of its entry points, and if none of the
     usual ones works, its modules one by one. A model that is captured is written into a temporary folder, loaded, and compared on its
     example. Each result is printed when it is there, and stays after Ctrl-C. The code of SOURCE runs. The exit status is 1 if
-    'stagepack export' cannot write the model, or if --differential finds roads that disagree.
+    'stagepack export' cannot write the model.
     """
-    source, differential = options.source, options.differential
-    if options.processes and not differential:
-        raise click.UsageError("--processes requires --differential")
+    source = options.source
     if source is None:
-        if differential or options.example.is_used:
-            raise click.UsageError(f"--differential, {ExampleFlags.NAMES} are for a SOURCE")
+        if options.example.is_used:
+            raise click.UsageError(f"{ExampleFlags.NAMES} are for a SOURCE")
         describe_machine(as_json=options.as_json)
         return
     check_source_path(source)
@@ -94,10 +85,10 @@ def command(options: _Options) -> None:
             _diagnose(diagnosis, model, inputs, options)
     except KeyboardInterrupt:
         if options.as_json:
-            print_json(_facts(source, diagnoses, options) | {"interrupted": True})
+            print_json(_facts(source, diagnoses) | {"interrupted": True})
         raise
     if options.as_json:
-        print_json(_facts(source, diagnoses, options))
+        print_json(_facts(source, diagnoses))
     sys.exit(0 if all(diagnosis.is_fine for diagnosis in diagnoses.values()) else 1)
 
 
@@ -108,7 +99,6 @@ class _Diagnosis:
     attempts: "list[CaptureAttempt]" = field(default_factory=list)
     failing: "list[FailingModule]" = field(default_factory=list)
     advice: list[str] = field(default_factory=list)
-    disagreeing: list[str] = field(default_factory=list)
     is_fine: bool = False
 
 
@@ -120,17 +110,13 @@ def _diagnose(diagnosis: _Diagnosis, model: Any, inputs: "Inputs", options: _Opt
     from stagepack.capture.programs import capture_program  # noqa: PLC0415 - the same
     from stagepack.capture.torch_messages import capture_advice  # noqa: PLC0415 - the same
 
-    captures: list[Capture] = []
     with tempfile.TemporaryDirectory() as folder:
-        write = partial(_write, folder=Path(folder), captures=captures)
+        write = partial(_write, folder=Path(folder))
         if isinstance(model, ExportedProgram):
             attempts = try_program(capture_program(model, inputs), write, options.seconds)
         else:
             attempts = try_export(model, inputs, write, options.seconds)
         _show_attempts(_each(attempts, "trying ways to capture the model", diagnosis.attempts), options)
-        if options.differential and captures:
-            with _quiet("comparing roads"):
-                diagnosis.disagreeing = _disagreements(captures[0], Path(folder), processes=options.processes)
     last_attempt = diagnosis.attempts[-1]
     if diagnosis.attempts[0].error is None and last_attempt.way != WRITE:
         failing = find_failing_modules(model, inputs, options.seconds)
@@ -140,7 +126,7 @@ def _diagnose(diagnosis: _Diagnosis, model: Any, inputs: "Inputs", options: _Opt
     diagnosis.advice = capture_advice(
         [*errors, *(module.error for module in diagnosis.failing)], draft_fails=draft_fails
     )
-    diagnosis.is_fine = last_attempt.way == WRITE and last_attempt.error is None and not diagnosis.disagreeing
+    diagnosis.is_fine = last_attempt.way == WRITE and last_attempt.error is None
     if not options.as_json:
         _print_advice(diagnosis)
 
@@ -163,35 +149,23 @@ def _each(row_iterator: "Iterator[_Row]", step: str, rows: "list[_Row]") -> "Ite
         yield row
 
 
-def _facts(source: str, diagnoses: "dict[str, _Diagnosis]", options: _Options) -> dict[str, Any]:
-    facts = {}
-    for name, diagnosis in diagnoses.items():
-        facts[name] = {
+def _facts(source: str, diagnoses: "dict[str, _Diagnosis]") -> dict[str, Any]:
+    facts = {
+        name: {
             "attempts": [*map(asdict, diagnosis.attempts)],
             "modules": [*map(asdict, diagnosis.failing)],
             "advice": diagnosis.advice,
         }
-        if options.differential:
-            facts[name] |= {"disagreements": diagnosis.disagreeing}
+        for name, diagnosis in diagnoses.items()
+    }
     return {"source": source} | (next(iter(facts.values())) if len(facts) == 1 else {"entry_points": facts})
 
 
-def _disagreements(capture: "Capture", folder: Path, *, processes: bool) -> list[str]:
-    """What the roads of a captured model answer differently, or why they cannot be compared."""
-    from stagepack.cli.differential import disagreements  # noqa: PLC0415 - with torch
-
-    try:
-        return list(disagreements(capture, folder, processes=processes))
-    except StagepackError as error:
-        return [f"the roads cannot be compared: {error}"]
-
-
-def _write(capture: "Capture", *, folder: Path, captures: "list[Capture]") -> None:
-    """Keep a capture, and write a bundle that is removed afterwards: what loaders refuse is an error."""
+def _write(capture: "Capture", *, folder: Path) -> None:
+    """Write a bundle that is removed afterwards: what loaders refuse is an error."""
     from stagepack.exporter import export_capture  # noqa: PLC0415 - with torch
     from stagepack.partition.cut_options import CutOptions  # noqa: PLC0415 - the same
 
-    captures.append(capture)
     export_capture(capture, out=folder / "tried.stagepack", cut_options=CutOptions())
 
 
@@ -226,8 +200,6 @@ def _print_advice(diagnosis: _Diagnosis) -> None:
             print_line(f"{attempt.way} works: {attempt.advice}")
     for sentence in diagnosis.advice:
         print_line(f"has worked: {sentence}")
-    for line in diagnosis.disagreeing:
-        print_line(f"disagrees: {line}")
 
 
 def _shortened(reason: str) -> str:
