@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from stagepack.bundle_assets import remove_assets as remove_assets
     from stagepack.capture.inputs import Inputs as Inputs
     from stagepack.capture.split_marker import split_here as split_here
-    from stagepack.cli.report.page import write_report as report
+    from stagepack.cli.report_page import write_report as report
     from stagepack.format.reader import Bundle as Bundle
     from stagepack.model_export import export as export
     from stagepack.model_plan import plan_model as plan
@@ -60,7 +60,7 @@ _HOMES = {
     "read_profile": ("stagepack.partition.profile", "read_profile"),
     "recut": ("stagepack.recutter", "recut"),
     "remove_assets": ("stagepack.bundle_assets", "remove_assets"),
-    "report": ("stagepack.cli.report.page", "write_report"),
+    "report": ("stagepack.cli.report_page", "write_report"),
     "save": ("stagepack.saver", "save"),
     "serve": ("stagepack_serving.server.server", "serve_pipelines"),
     "sign": ("stagepack.signing.sign", "sign_bundle"),
@@ -122,7 +122,7 @@ def __getattr__(attribute_name: str) -> Any:
 
 
 def _notebook_view(bundle: Any) -> str:
-    html: str = importlib.import_module("stagepack.cli.report.page").notebook_view(bundle)
+    html: str = importlib.import_module("stagepack.cli.report_page").notebook_view(bundle)
     return html
 
 

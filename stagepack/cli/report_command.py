@@ -4,7 +4,7 @@ from pathlib import Path
 
 from stagepack.cli.command import PathType, flag, option_object, subcommand
 from stagepack.cli.output import format_bytes, print_line
-from stagepack.cli.report.page import write_report
+from stagepack.cli.report_page import write_report
 from stagepack.cli.shared_flags import OVERWRITE, PROFILE, BundleOptions, open_argument
 from stagepack.format.output_file import is_standard_output
 
@@ -14,7 +14,7 @@ class _Options(BundleOptions):
     out: Path = flag("-o, --out FILE", "HTML file to write.", required=True)
     trace_file: str | None = flag(
         "--trace FILE",
-        "Also draw a run of the bundle, which 'stagepack load --trace' has traced, beside the estimated pipeline.",
+        "Also show the idle time of a run of the bundle, which 'stagepack load --trace' has traced, beside the estimate.",
         default_text="none",
         type=PathType(),
     )
@@ -33,8 +33,8 @@ class _Options(BundleOptions):
 def command(options: _Options) -> None:
     """Write a report about a bundle as an HTML page.
 
-    The page shows the stages, the edges between them, the balance, the pipeline bubble and all nodes. It is one file that requests
-    nothing from the network. Needs no torch.
+    The page has tables of the stages, the edges between them, the balance, the pipeline bubble and all nodes, and a flowchart in Mermaid.
+    It is one file that requests nothing from the network. Needs no torch.
     """
     bundle = open_argument(options.bundle_path)
     trace = None

@@ -23,7 +23,7 @@ def trace_facts(trace: "RunTrace") -> dict[str, Any]:
 
     `idle` is the share of the time of all processes with stages in which they computed nothing, which the pipeline bubble estimates.
     """
-    start, end = window(trace.spans)
+    start, end = _window(trace.spans)
     seconds = (end - start) / _SECOND
     processes: list[dict[str, Any]] = [
         {
@@ -47,8 +47,8 @@ def trace_facts(trace: "RunTrace") -> dict[str, Any]:
     }
 
 
-def window(spans: "Iterable[Span]") -> tuple[int, int]:
-    """Return when the first span starts and when the last one ends; 0 and 0 without spans."""
+def _window(spans: "Iterable[Span]") -> tuple[int, int]:
+    """When the first span starts and when the last one ends; 0 and 0 without spans."""
     times = [(span.start, span.end) for span in spans]
     return min((start for start, _ in times), default=0), max((end for _, end in times), default=0)
 

@@ -9,7 +9,7 @@ from stagepack.cli.output import format_bytes
 _MAX_LABEL_NAMES = 3
 
 
-class Arrow(NamedTuple):
+class _Arrow(NamedTuple):
     """All edges from one stage, or from the input, to another stage or to the result.
 
     Attributes:
@@ -25,8 +25,8 @@ class Arrow(NamedTuple):
     byte_count: int
 
 
-def arrows(cut_facts: Mapping[str, Any]) -> Iterator[Arrow]:
-    """Yield an arrow for each pair of stages that edges connect, and for each stage with results, from the facts of a cut."""
+def _arrows(cut_facts: Mapping[str, Any]) -> Iterator[_Arrow]:
+    """An arrow for each pair of stages that edges connect, and for each stage with results, from the facts of a cut."""
     edges_between: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for edge in cut_facts["edges"]:
         source = "input" if edge["producer"] is None else f"stage{edge['producer']}"
@@ -34,11 +34,11 @@ def arrows(cut_facts: Mapping[str, Any]) -> Iterator[Arrow]:
         for target in targets:
             edges_between.setdefault((source, target), []).append(edge)
     for (source, target), edges in edges_between.items():
-        yield Arrow(source, target, edges_label(edges), sum(edge["bytes"] for edge in edges))
+        yield _Arrow(source, target, _edges_label(edges), sum(edge["bytes"] for edge in edges))
 
 
-def edges_label(edges: Sequence[dict[str, Any]]) -> str:
-    """Return the names of the first edges, and how many more there are."""
+def _edges_label(edges: Sequence[dict[str, Any]]) -> str:
+    """The names of the first edges, and how many more there are."""
     label = ", ".join(edge["name"] for edge in edges[:_MAX_LABEL_NAMES])
     return label if len(edges) <= _MAX_LABEL_NAMES else f"{label} and {len(edges) - _MAX_LABEL_NAMES} more"
 
@@ -54,7 +54,7 @@ def graphviz_lines(cut_facts: dict[str, Any]) -> Iterator[str]:
     )
     for stage in cut_facts["stages"]:
         yield f"  stage{stage['stage']} [label={json.dumps(_stage_label(stage, chr(10)))}];"
-    for arrow in arrows(cut_facts):
+    for arrow in _arrows(cut_facts):
         label = json.dumps(f"{arrow.label}\n{format_bytes(arrow.byte_count)}")
         yield f"  {arrow.source} -> {arrow.target} [label={label}];"
     yield "}"
@@ -65,7 +65,7 @@ def mermaid_lines(cut_facts: dict[str, Any]) -> Iterator[str]:
     yield from ("flowchart LR", "  input([input])", "  result([result])")
     for stage in cut_facts["stages"]:
         yield f'  stage{stage["stage"]}["{_escape_quotes(_stage_label(stage, "<br/>"))}"]'
-    for arrow in arrows(cut_facts):
+    for arrow in _arrows(cut_facts):
         label = f"{_escape_quotes(arrow.label)}<br/>{format_bytes(arrow.byte_count)}"
         yield f'  {arrow.source} -->|"{label}"| {arrow.target}'
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from stagepack.cli.report.pipeline_drawing import packed_lanes, pipeline_drawing, shortened_path
 from stagepack.format.aliasing import alias_classes
 from stagepack.format.contract import BoundArgument, check_values
 from stagepack.format.folded_graph import trivially_folded
@@ -21,7 +20,6 @@ from stagepack.graph.model_assembly import canonical_graph
 from stagepack.partition.assignment import node_dependencies
 from stagepack_loaders.torch.build import build_graph_module
 from stagepack_loaders.torch.resolved_operators import resolve_operators
-from tests.cli.test_pipeline_drawing import Edges, facts, to_all, u_net
 
 RELU = Op(name="aten.relu.default", schema="aten::relu(Tensor self) -> Tensor", parameters=("self",))
 UNBIND = Op(
@@ -190,30 +188,3 @@ def test_nodes_without_a_name_are_numbered_in_linear_time() -> None:
         return lambda: build_graph_module(trivially_folded(graph), graph, operators, CPU)
 
     assert_linear(work, 200)
-
-
-@pytest.mark.parametrize(
-    "edges", [lambda count: to_all(0, count), lambda count: to_all(None, count), u_net], ids=["first", "input", "u-net"]
-)
-def test_a_picture_of_many_stages_is_drawn_in_linear_time(edges: Callable[[int], Edges]) -> None:
-    def work(count: int) -> Callable[[], object]:
-        cut_facts = facts(count, edges(count))
-        return lambda: pipeline_drawing(cut_facts)
-
-    assert_linear(work, 128)
-
-
-def test_lanes_that_all_cross_one_box_are_found_in_linear_time() -> None:
-    def work(count: int) -> Callable[[], object]:
-        spans = [(2 * (index % 7), 14) for index in range(count)]
-        assert sorted(packed_lanes(spans)) == [*range(count)]
-        return lambda: packed_lanes(spans)
-
-    assert_linear(work, 50)
-
-
-def test_a_long_path_is_shortened_at_once() -> None:
-    path = ".".join(["0"] * 10_000)
-    steps = step_count(lambda: shortened_path(path, 16))
-    assert steps < 40_000
-    assert shortened_path(path, 16) == "…0.0.0.0.0.0.0.0"

@@ -59,7 +59,7 @@ def test_embeddings(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_images(tmp_path: Path) -> None:
     bundle = export(str(EXAMPLES / "resnet.py"), tmp_path / "resnet.stagepack", 2)
-    picture = EXAMPLES.parent / "docs" / "report.png"
+    picture = EXAMPLES.parent / "docs" / "soak.png"
     with stagepack_server([bundle]) as server:
         printed = run("classify", f"127.0.0.1:{server.grpc}", picture, picture)
     pixels = torch.from_numpy(module("classify").read_image(str(picture))).float()[None]
