@@ -150,7 +150,7 @@ def machine_text(facts: Mapping[str, Any]) -> str:
     return f"{devices} of {facts['machine']}, torch {facts['torch']}, {count_of('thread', facts['threads'])}"
 
 
-def link_text(link: Mapping[str, float]) -> str:
+def _link_text(link: Mapping[str, float]) -> str:
     """Describe how fast values are sent."""
     latency = format_time(link["seconds_per_value"] * 1e12)
     speed = f"{1e-9 / link['seconds_per_byte']:.3g} GB/s" if link["seconds_per_byte"] else "any speed"
@@ -172,7 +172,7 @@ def assumption_lines(facts: Mapping[str, Any] | None) -> list[str]:
             f"their times are estimates times {facts['scale']:.4g}, as the others took"
         )
     link = facts["link"]
-    return [*lines, f"assumed: {_ASSUMED_LINKS}" if link is None else f"measured: {link_text(link)}"]
+    return [*lines, f"assumed: {_ASSUMED_LINKS}" if link is None else f"measured: {_link_text(link)}"]
 
 
 def _device_line(facts: Mapping[str, Any]) -> str:

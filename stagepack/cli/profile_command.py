@@ -1,7 +1,6 @@
 """`stagepack profile`."""
 
 from collections import defaultdict
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +8,7 @@ import click
 
 from stagepack.cli.bundle_facts import each_entry_point
 from stagepack.cli.command import flag, option_object, subcommand
-from stagepack.cli.cost_facts import link_text, machine_text, profile_facts
+from stagepack.cli.cost_facts import machine_text, profile_facts
 from stagepack.cli.failures import fail
 from stagepack.cli.output import count_of, format_time, print_json, print_line, print_table, progress
 from stagepack.cli.run_options import DEVICES, INPUTS_FILE
@@ -19,7 +18,7 @@ from stagepack.format.reader import Bundle
 from stagepack_loaders.registry import TORCH_RUNTIME, import_runtime
 
 if TYPE_CHECKING:
-    from stagepack.partition.profile import LinkTime, Profile
+    from stagepack.partition.profile import Profile
     from stagepack_loaders.torch.measurement import BundleMeasurement
 
 _DEFAULT_RUNS = 10
@@ -38,9 +37,6 @@ class _Options(BundleOptions):
         "How many runs of each stage are measured, after some that do not count.",
         type=click.IntRange(1, _MOST_RUNS),
         default=_DEFAULT_RUNS,
-    )
-    measures_links: bool = flag(
-        "--links", "Also measure how long values take between two processes of this machine, in the place of estimates."
     )
     allow_ops: tuple[str, ...] = ALLOW_OPS
     imports: tuple[str, ...] = IMPORTS
@@ -89,8 +85,7 @@ def command(options: _Options) -> None:
                 runs=options.runs,
                 progress=next_step,
             )
-            link = _measure_link(next_step) if options.measures_links else None
-            profiles.append(make_profile(selected, measurement, options.runs, link))
+            profiles.append(make_profile(selected, measurement, options.runs))
             write_profile(profiles[-1], file)
     facts = [_facts(profile, file) for profile, file in zip(profiles, files, strict=True)]
     if options.as_json:
@@ -122,16 +117,7 @@ def _facts(profile: "Profile", file: Path) -> dict[str, Any]:
     }
 
 
-def _measure_link(next_step: Callable[[str], None]) -> "LinkTime":
-    from stagepack_loaders.distributed.link_measurement import measure_link  # noqa: PLC0415 - after the arguments are checked
-
-    next_step("measuring transfers")
-    return measure_link()
-
-
-def make_profile(
-    bundle: Bundle, measurement: "BundleMeasurement", runs: int, link: "LinkTime | None" = None
-) -> "Profile":
+def make_profile(bundle: Bundle, measurement: "BundleMeasurement", runs: int) -> "Profile":
     """Return the profile of measured times. A node that several stages compute has the mean of its times."""
     import torch  # noqa: PLC0415 - imported by now
 
@@ -152,7 +138,6 @@ def make_profile(
         threads=measurement.threads,
         runs=runs,
         sizes=measurement.sizes,
-        link=link,
         stages=tuple(
             StageTime(stage=stage.stage, device=stage.device, seconds=stage.seconds) for stage in measurement.stages
         ),
@@ -192,8 +177,6 @@ def _print_profile(facts: dict[str, Any]) -> None:
     if facts["sizes"]:
         print_line("sizes: " + ", ".join(f"{symbol} = {size}" for symbol, size in facts["sizes"].items()))
     print_line(f"measured: {machine_text(facts)}, medians of {count_of('run', facts['runs'])}")
-    if facts["link"] is not None:
-        print_line(f"measured between two processes: {link_text(facts['link'])}")
     print_line(
         f"wrote {facts['file']}: {count_of('node', facts['measured_nodes'])}, {format_time(total_seconds * _PICOSECONDS)} in all"
     )

@@ -53,9 +53,6 @@ def test_a_report_of_the_machine_has_versions_devices_and_limits() -> None:
 @pytest.mark.process
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_a_shell_completes_commands_and_options(shell: str) -> None:
-    script = CliRunner().invoke(main, ["completion", shell])
-    assert script.exit_code == 0
-    assert f"_STAGEPACK_COMPLETE={shell}_complete" in script.output
     words = {"COMP_WORDS": "stagepack ver", "COMP_CWORD": "1" if shell != "fish" else "ver"}
     environment = os.environ | words | {"_STAGEPACK_COMPLETE": f"{shell}_complete"}
     done = subprocess.run(

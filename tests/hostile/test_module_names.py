@@ -10,7 +10,6 @@ import pytest
 
 import stagepack
 from stagepack.errors import InputError
-from stagepack_loaders.distributed.link_measurement import measure_link
 from stagepack_serving.server.generation.chat_template import ChatTemplate
 from stagepack_serving.triton.model_configs import RepositoryOptions
 from stagepack_serving.triton.repository import write_repository
@@ -49,12 +48,6 @@ def test_the_process_of_templates_imports_nothing_from_the_current_folder(bundle
             return await chat_template.render([{"content": "a"}])
 
     assert asyncio.run(render()) == "a"
-    assert not (bundle_with_modules / "imported").exists()
-
-
-@pytest.mark.process
-def test_the_process_that_measures_transfers_imports_nothing_from_the_current_folder(bundle_with_modules: Path) -> None:
-    assert measure_link().seconds_per_value > 0
     assert not (bundle_with_modules / "imported").exists()
 
 
