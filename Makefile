@@ -21,7 +21,7 @@ GPU_WHEELS := build/gpu-wheels
 # set this variable.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo gpu gpu-wheels test lint typecheck schema-check smoke unit docs docs-outputs test-changed test-fast test-torch test-zoo test-libraries coverage coverage-libraries fuzz fuzz-short clean
+.PHONY: help demo gpu gpu-wheels test lint typecheck schema-check smoke unit docs docs-outputs test-changed test-fast test-torch test-zoo test-libraries coverage fuzz fuzz-short clean
 
 help:
 	@echo "make demo      export, verify and run a real model"
@@ -34,7 +34,7 @@ help:
 	@echo "make fuzz      all fuzzers, FUZZ_SECONDS each, by default an hour; make fuzz-short 3 minutes of bundles and 20 s of each parser"
 	@echo "make gpu       tests and benchmarks on a GPU, in 8 minutes, with $(PYTHON) and the wheels that make gpu-wheels collects; see docs/contributing/gpu.md"
 	@echo "make docs      the site of docs/, in build/site; make docs-outputs writes what is generated into the pages: references, diagrams, outputs of commands"
-	@echo "make coverage  write docs/coverage.md anew: an hour; make coverage-libraries its part on other libraries"
+	@echo "make coverage  write docs/coverage.md anew: an hour"
 	@echo "make clean     remove what the others made"
 
 demo: $(VENV)/ready
@@ -127,10 +127,6 @@ docs-outputs: $(VENV)/ready
 
 coverage: $(VENV)/ready
 	$(BIN)/python -m tools.coverage
-
-coverage-libraries: $(LIBRARIES)/ready
-	LIBRARY_COVERAGE=eager,program_file,theirs,onnx OMP_NUM_THREADS=1 $(LIBRARIES)/bin/python -m pytest $(PYTEST_OPTIONS) tests/libraries/test_libraries.py
-	$(LIBRARIES)/bin/python -m tools.coverage --libraries
 
 # torch versions differ in their warnings too, which the tests of the pinned version treat as errors.
 test-torch: $(VENV)/ready

@@ -1,9 +1,8 @@
 """Write `docs/coverage.md`: every model of the zoo, what becomes of it here, in `torch.distributed.pipelining`, and in ONNX Runtime.
 
 Each model runs in a process of its own, two at a time. Ours is what the test of the zoo says; theirs is cut in three even parts and
-held to the same answers; onnx is what ONNX Runtime answers, to the whole model and cut in three. `tools/training_coverage.py` trains both.
-With `--libraries`, the page gets what `make coverage-libraries` has written about the models of `tests/libraries`, see
-`tools/library_coverage.py`, and no model runs.
+held to the same answers; onnx is what ONNX Runtime answers, to the whole model and cut in three. The tables of training and of models of
+libraries were measured once, and stay.
 """
 
 import argparse
@@ -12,7 +11,7 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -21,7 +20,6 @@ from typing import Any
 import torch
 
 from stagepack.capture.inputs import Inputs
-from stagepack.capture.programs import Capture
 from stagepack.format.folded_graph import trivially_folded
 from stagepack.format.graph import Graph
 from stagepack.format.graph_codec import encode_graph
@@ -30,17 +28,12 @@ from stagepack.graph.folding import fold_graph
 from stagepack.graph.model_assembly import canonical_graph
 from stagepack.graph.repeats import find_repeats
 from stagepack.linearize import linearize_program
-from tests.libraries.case import LibraryCase
-from tests.libraries.cases import CASES as LIBRARY_CASES
-from tests.libraries.cases import REFUSED as REFUSED_LIBRARIES
 from tests.zoo import in_onnxruntime
 from tests.zoo.architectures.refused import REASON, REFUSED
 from tests.zoo.case import Case, answers, assert_equal, captured_answers, other_size
 from tests.zoo.cases import ARCHITECTURES, CASES, EXAMPLES, ROWS
 from tests.zoo.test_zoo import test_bit_exact
-from tools import library_coverage, pipelining
-from tools.library_coverage import captured_case, eager, library_table, program_file, read_results, write_result
-from tools.training_coverage import TrainingError, our_training, their_training, training_table
+from tools import pipelining
 
 PAGE = Path(__file__).parents[1] / "docs" / "coverage.md"
 LIMIT = 300  # seconds a model and side
@@ -62,7 +55,7 @@ Written by `make coverage`; each line is a model of `tests/zoo`.
   times smaller they make its file. (The models are tiny: few layers, so few calls.)
 """
 COLUMNS = 10  # of the table of models
-TRAINING_COLUMNS = 3
+STATIC_TABLES = ("## Training\n", "## Not captured\n")  # they are between these headings of the page
 RIGHT, WRONG, NONE = "right", "wrong", ""
 # Rows that are not about a model alone, and the tests that hold them.
 ELSEWHERE = {
@@ -97,13 +90,12 @@ def main() -> None:
         choices=[side.__name__ for side in SIDES],
         help="run this side, or several, and keep the others",
     )
-    parser.add_argument("--libraries", action="store_true", help="write what is known of the models of libraries")
     options = parser.parse_args()
     sides = [side for side in SIDES if not options.side or side.__name__ in options.side]
-    kept = read(PAGE.read_text())
+    page = PAGE.read_text()
+    start, end = map(page.index, STATIC_TABLES)
     work = [(case, side) for case in CASES if options.only in case.name for side in sides]
-    found = read_results() if options.libraries else run(work)
-    PAGE.write_text("\n".join(text(kept | found)) + "\n")
+    PAGE.write_text("\n".join(text(read(page) | run(work), page[start:end])) + "\n")
 
 
 # What is said of a side: right or what went wrong, with the example's sizes and with others; of ours also what was folded.
@@ -162,8 +154,7 @@ def onnx(case: Case) -> Cells:
     return first, f"{found.answer}, {in_torch}" if in_torch else found.answer
 
 
-SIDES: tuple[Side, ...] = (ours, theirs, onnx, our_training, their_training)
-LIBRARY_SIDES: tuple[Callable[[Any], Cells], ...] = (eager, program_file, theirs, onnx)
+SIDES: tuple[Side, ...] = (ours, theirs, onnx)
 
 
 def read(page: str) -> Found:
@@ -178,11 +169,6 @@ def read(page: str) -> Found:
                 (name, "theirs"): tuple(cells[6:8]),
                 (name, "onnx"): tuple(cells[8:]),
             }
-        elif len(cells) == TRAINING_COLUMNS and cells[0].startswith("`"):
-            name = cells[0].strip("`")
-            found |= {(name, "our_training"): (cells[1],), (name, "their_training"): (cells[2],)}
-        elif len(cells) == library_coverage.COLUMNS and cells[0].startswith("`"):
-            found |= library_coverage.read_line(cells)
     return found
 
 
@@ -191,16 +177,6 @@ def run(work: list[tuple[Case, Side]]) -> Found:
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         answers = pool.map(lambda job: _in_a_process(*job), work)
         return {(case.name, side.__name__): answer for (case, side), answer in zip(work, answers, strict=True)}
-
-
-def record_library(case: LibraryCase, capture: Capture, side_names: Collection[str]) -> None:
-    """Write down that the stages of a model of a library answered right, and what these sides make of it that have no result yet."""
-    has_other_size = other_size(capture.program, capture.inputs) is not capture.inputs
-    write_result(case.name, "fresh", (RIGHT, RIGHT if has_other_size else NONE))
-    known = read_results()
-    for side in LIBRARY_SIDES:
-        if side.__name__ in side_names and (case.name, side.__name__) not in known:
-            write_result(case.name, side.__name__, _in_a_process(captured_case(case, capture), side))
 
 
 def _in_a_process(case: Case, side: Side) -> Cells:
@@ -227,13 +203,11 @@ def _child(case: Case, side: Side, sender: Connection) -> None:
     torch.set_num_threads(1)
     try:
         sender.send(side(case))
-    except TrainingError as error:
-        sender.send((f"raises {error}", NONE))
     except Exception as error:  # noqa: BLE001 - whatever it raises is the finding
         sender.send((f"raises {type(error).__name__}", NONE))
 
 
-def text(found: Found) -> Iterator[str]:
+def text(found: Found, static_tables: str) -> Iterator[str]:
     """The lines of the page."""
     yield HEAD.format(torch_version=torch.__version__.split("+")[0])
     yield (
@@ -281,12 +255,7 @@ def text(found: Found) -> Iterator[str]:
     for case in CASES:
         cells = (*(*found[case.name, "ours"], NONE, NONE)[:4], *found[case.name, "theirs"], *found[case.name, "onnx"])
         yield f"| `{case.name}` | {case.row} | {' | '.join(cell.replace('|', '/').replace('](', '] (') for cell in cells)} |"
-    trained = [
-        {name: cells[0] for (name, side), cells in found.items() if side == which}
-        for which in ("our_training", "their_training")
-    ]
-    yield from training_table((case.name for case in CASES), *trained)
-    yield from library_table(LIBRARY_CASES, found, REFUSED_LIBRARIES)
+    yield from ("", static_tables.rstrip("\n"))
     yield from ("", "## Not captured", "")
     yield "Architectures that neither `torch.export` nor transformers' exporter captures, so that there is nothing to cut:"
     yield ""

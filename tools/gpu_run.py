@@ -99,7 +99,6 @@ def steps_of(device: str, size: str, folder: Path) -> list[Step]:
         benchmark("load", 80, "tools.bench_gpu_load", "--device", device, *load_sizes, *loaders),
         stages("text", 90, "text"),
         stages("serving", 50, "serving"),
-        benchmark("compile", 290, "tools.bench_compile", "--device", device.partition(":")[0], "--size", size),
     ]
 
 

@@ -1,7 +1,5 @@
 """Every model of a library, in 1, 3 and 5 stages, answers in a fresh process bit for bit as the captured program does."""
 
-import importlib
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,9 +11,6 @@ from tests.libraries.case import LibraryCase
 from tests.libraries.cases import CASES, QUICK, REFUSED, REFUSED_CASES, STAGES
 from tests.roundtrip.fresh_process import Runner, assert_right_in_fresh_process, started_runner
 from tests.zoo.test_zoo import name_of
-
-# What else of a model is written into the results that become `docs/coverage.md`, such as "eager,onnx"; unset: nothing is written.
-SIDES = os.environ.get("LIBRARY_COVERAGE")
 
 
 @pytest.fixture(scope="module")
@@ -31,17 +26,11 @@ def runner() -> Iterator[Runner]:
     ids=lambda case: name_of(case),
 )
 def test_bit_exact(case: LibraryCase, tmp_path: Path, runner: Runner) -> None:
-    coverage = None if SIDES is None else importlib.import_module("tools.coverage")
-    sides = (SIDES or "").split(",")
-    if coverage and {(case.name, side) for side in ("fresh", *filter(None, sides))} <= coverage.read_results().keys():
-        pytest.skip("the results have it")
     capture = case.capture()
     assert_right_in_fresh_process(
         capture, operators=case.operators, stage_counts=STAGES, folder=tmp_path, runner=runner
     )
     assert_outputs_vary(tmp_path / f"{STAGES[0]}.out" / "0.safetensors")
-    if coverage:
-        coverage.record_library(case, capture, sides)
 
 
 def assert_outputs_vary(path: Path) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
 
-from tools.docs.source_tree import import_contracts
+from tools.docs.import_contracts import import_contracts
 
 ROOT = Path(__file__).parents[2]
 IMAGE_FOLDER = ROOT / "docs" / "images"

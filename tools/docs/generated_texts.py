@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tools.docs.benchmark_page import benchmark_tables
+from tools.docs.import_contracts import contract_list
 from tools.docs.references import command_reference, coverage_figures, error_reference, option_reference, rule_reference
-from tools.docs.source_tree import contract_list, source_tree
 
 ROOT = Path(__file__).parents[2]
 TEXT_FUNCTIONS: dict[str, Callable[[], str]] = {
@@ -23,7 +23,6 @@ TEXT_FUNCTIONS: dict[str, Callable[[], str]] = {
     "errors": error_reference,
     "options of serve": functools.partial(option_reference, "serve"),
     "rules": rule_reference,
-    "tree": source_tree,
 }
 _GENERATED_PATTERN = re.compile(
     r"(?P<start><!-- generated: (?P<name>[\w ]+) -->\n).*?(?P<end><!-- end of (?P=name) -->\n)", re.DOTALL
