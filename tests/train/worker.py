@@ -54,14 +54,13 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 # The functions of `stagepack.train`, where they are looked up, at whose first call a process is lost.
 MOMENTS: dict[str, Any] = {
-    "init_process_group": torch.distributed,
     "open_for_loading": start,
     "own_identity": torch_meeting,
     "open_store": torch_meeting,
     "check_identities": torch_meeting,
     "ProcessGroup": torch_meeting,
     "reachable_address": torch_meeting,
-    "_facts": torch_meeting,
+    "StageFacts": torch_meeting,
     "ProcessWatch": start,
     "prepare_placed": start,
     "finish_prepared": start,

@@ -15,7 +15,6 @@ from stagepack.format.reader import Bundle
 from stagepack.format.writer import check_output_path
 from stagepack.opening import errors_name_bundle
 from stagepack_loaders.base import PrepareOptions, Verify
-from stagepack_loaders.distributed.launch_environment import has_launcher, launched_size
 from stagepack_loaders.distributed.routes import stages_of_rank
 from stagepack_loaders.preparation import finish_prepared, open_for_loading, prepare_placed
 from stagepack_loaders.torch.stage import TorchStage
@@ -24,7 +23,7 @@ from stagepack_loaders.train.microbatches import BatchDimensions, find_batch_dim
 from stagepack_loaders.train.process_watch import ProcessWatch
 from stagepack_loaders.train.schedules import SCHEDULES, check_microbatches, place_stages_for, splits_backward
 from stagepack_loaders.train.shared_parameters import TrainingGroups, groups_of_mesh
-from stagepack_loaders.train.torch_meeting import KnownProcesses, make_default_group, meet_processes
+from stagepack_loaders.train.torch_meeting import make_default_group, meet_processes
 from stagepack_loaders.train.training import Training
 from stagepack_loaders.train.training_options import Loss, Recompute, Reduction, TrainingOptions
 
@@ -113,11 +112,8 @@ def train(
     if out is not None:
         check_output_path(out, overwrite=overwrite)
     _check_words(schedule, recompute, loss_reduction)
-    known_processes = KnownProcesses(hosts={}, stages={})
     if not torch.distributed.is_initialized():
-        if has_launcher():
-            known_processes.expect_stages(place_stages_for(schedule, len(opened_bundle.stages), launched_size()))
-        make_default_group(known_processes, silence_seconds)
+        make_default_group()
     if group is not None and mesh is not None:
         raise OptionError("mesh excludes group: the dimension 'pp' of the mesh is the group of the pipeline")
     groups = TrainingGroups(pipeline=group, whole=group) if mesh is None else groups_of_mesh(mesh)
@@ -130,12 +126,10 @@ def train(
     if not torch.distributed.get_rank(groups.whole):
         for warning in _find_warnings(opened_bundle, dimensions):
             warn_caller(warning)
-    if groups.replica_count == 1:
-        known_processes.expect_stages(rank_of_stage)
     watch = None
     if torch.distributed.get_world_size(groups.whole) > 1:
         # Before weights are read, so that a process that is lost meanwhile is noticed.
-        members = meet_processes(opened_bundle, own_stages, groups.whole, known_processes)
+        members = meet_processes(opened_bundle, own_stages, groups.whole)
         watch = ProcessWatch(members, groups.all_groups, silence_seconds=silence_seconds)
     options = PrepareOptions(
         allow_ops=allow_ops, dense_inputs=True, autocast=True, copy=True, modules=modules, types=types
