@@ -55,13 +55,13 @@ def read_assets(paths: Iterable[str | os.PathLike[str]]) -> dict[str, bytes]:
     return contents
 
 
-def exported_assets(source: object, contents: Mapping[str, bytes], *, generates: bool) -> dict[str, bytes]:
+def exported_assets(source: str | None, contents: Mapping[str, bytes], *, generates: bool) -> dict[str, bytes]:
     """Return the assets of an export: those that the caller gives, and the tokenizer and processors of a Hugging Face model.
 
-    source: what was exported: a Hugging Face folder, or a hub name, whose model was loaded; anything else has no such files.
+    source: the folder or the hub name of the Hugging Face model that is exported; None for another model.
     generates: whether the bundle generates, which it does with texts only if it has a tokenizer: a warning says so otherwise.
     """
-    folders = _hugging_face_folders(source)
+    folders = [] if source is None else _hugging_face_folders(source)
     if not folders:
         return dict(contents)
     assets: dict[str, bytes] = {}
@@ -78,23 +78,17 @@ def exported_assets(source: object, contents: Mapping[str, bytes], *, generates:
     return assets
 
 
-def _hugging_face_folders(source: object) -> list[Path]:
+def _hugging_face_folders(source: str) -> list[Path]:
     """The folders that have the files of a Hugging Face model: of a hub name, the snapshot in the Hub's cache.
 
     An adapter of PEFT has a folder after that of its base model.
     """
-    if not isinstance(source, str | os.PathLike):
-        return []
     folder = Path(source)
     if not folder.exists():
-        if ":" in os.fspath(source):  # FILE.py:FUNCTION
-            return []
         from huggingface_hub import snapshot_download  # noqa: PLC0415 - transformers has imported it
 
         folder = Path(
-            snapshot_download(
-                os.fspath(source), allow_patterns=[*_HUGGING_FACE_FILES, MODEL_CONFIG_NAME, CONFIGURATION_NAME]
-            )
+            snapshot_download(source, allow_patterns=[*_HUGGING_FACE_FILES, MODEL_CONFIG_NAME, CONFIGURATION_NAME])
         )
     adapter = read_adapter(os.fspath(folder))
     if adapter is not None:

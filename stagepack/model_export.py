@@ -2,20 +2,19 @@
 
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.export import ExportedProgram
 
 from stagepack.bundle_assets import exported_assets, read_assets
-from stagepack.capture.entry_points import capture_entry_points, capture_modules, pipeline_module
-from stagepack.capture.example_inputs import example_inputs
 from stagepack.capture.generation import generating_model
 from stagepack.capture.inputs import Inputs
-from stagepack.capture.pretrained_model import load_pretrained, model_files
-from stagepack.capture.programs import Capture
-from stagepack.capture.source import FORWARD, capture_source, capture_with_checkpoint, inputs_of_call
-from stagepack.capture.stated_inputs import StatedInputs
+from stagepack.capture.pretrained_model import model_files
+from stagepack.capture.programs import Capture, strict_captures
+from stagepack.capture.source import FORWARD, ModelSource
+from stagepack.capture.stated_inputs import Example, StatedInputs
 from stagepack.errors import ExportWarning, OptionError, warn_caller
 from stagepack.exporter import ExportOptions, export_captures
 from stagepack.format.manifest import Plan
@@ -23,9 +22,89 @@ from stagepack.format.reader import Bundle
 from stagepack.format.writer import check_output_path
 from stagepack.partition.cut_options import CutOptions, Policy, WeightSharing
 from stagepack.partition.profile import DeviceProfile, Profile
-from stagepack.torch_internals import uncompiled_module
 from stagepack.weight_replacement import replace_weights
 from stagepack_loaders.comparison import Tolerance
+
+if TYPE_CHECKING:
+    from stagepack.onnx import AddedOnnx
+
+_NO_ENTRY_POINTS = "stages, split_at: a dict is for entry_points, which are missing"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportRequest:
+    """An export, as Python's function and the command ask for it.
+
+    Attributes:
+        model: the model, see `ModelSource.of`; with `graph_from`, a checkpoint.
+        example: what is said about the call that is captured.
+        cut: where to cut the model, or each of its entry points that has no cut of its own.
+        cuts: where to cut entry points, by their names.
+        tolerance: with `with_onnx`: that of the comparison with torch.
+        options: how the bundle is written.
+
+    The other attributes are the arguments of `export`.
+
+    Raises:
+        OptionError: two of them do not go together.
+    """
+
+    model: object
+    out: str | os.PathLike[str]
+    example: Example = field(default_factory=Example)
+    modules: Sequence[str] = ()
+    weights: str | os.PathLike[str] | None = None
+    graph_from: str | os.PathLike[str] | Bundle | None = None
+    dtype: str | torch.dtype | None = None
+    generate: int | None = None
+    generate_batch: int = 8
+    cut: CutOptions = field(default_factory=CutOptions)
+    cuts: Mapping[str, CutOptions] = field(default_factory=dict)
+    with_onnx: bool = False
+    tolerance: Tolerance = field(default_factory=Tolerance)
+    strict: bool = False
+    allow_ops: Collection[str] = ()
+    options: ExportOptions = field(default_factory=ExportOptions)
+
+    def __post_init__(self) -> None:
+        makes_inputs = self.example.is_given or self.modules or self.weights is not None
+        if self.graph_from is not None:
+            cuts = self.cut != CutOptions() or self.cuts
+            if makes_inputs or cuts or self.dtype is not None or self.options.assets:
+                raise OptionError(
+                    "graph_from: the inputs, the dtypes, the cut and the assets are those of the bundle: leave out the other options"
+                )
+            if not isinstance(self.model, str | os.PathLike):
+                raise OptionError(f"graph_from: expected the path of a checkpoint, found {type(self.model).__name__}")
+        if self.generate is not None and (makes_inputs or self.graph_from is not None):
+            raise OptionError(
+                "generate: the inputs are made by the export: leave out inputs, entry points, modules, weights and graph_from"
+            )
+        if self.modules and self.example.entry_points is not None:
+            raise OptionError("entry_points: each has its own inputs: leave out modules")
+        may_be_several = (
+            self.example.entry_points is not None or self.modules or isinstance(self.model, str | os.PathLike)
+        )
+        if self.cuts and not may_be_several and self.generate is None:
+            raise OptionError(_NO_ENTRY_POINTS)
+        if self.tolerance != Tolerance() and not self.with_onnx:
+            raise OptionError("rtol, atol: they are for ONNX files: add these by onnx")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportResult:
+    """What an export has written.
+
+    Attributes:
+        method: how the model was captured.
+        difference: how far its answer to the example is from that of the model; None if the model was not run.
+        onnx: the ONNX files of each entry point.
+    """
+
+    bundle: Bundle
+    method: str
+    difference: float | None = None
+    onnx: "Sequence[AddedOnnx]" = ()
 
 
 def export(
@@ -55,6 +134,7 @@ def export(
     onnx: bool = False,
     rtol: float | None = None,
     atol: float | None = None,
+    strict: bool = False,
     allow_ops: Collection[str] = (),
     allow_difference: bool = False,
     overwrite: bool = False,
@@ -67,10 +147,10 @@ def export(
     where to cut; without them, the model is cut at `stagepack.split_here` in its code, or is one stage.
 
     Args:
-        model: a module, an exported program, a ``.pt2`` file, or a Hugging Face folder or hub name. The folder of an adapter of PEFT is
-            merged into its base model. Of a module that ``torch.compile`` returned, the original module is exported. Do not pass a
-            ``.pt2`` file that you do not trust: torch reads a part of it with pickle. With `weights`, a function without arguments that
-            makes the module, such as its class.
+        model: a module, an exported program, a ``.pt2`` file, a Hugging Face folder or hub name, or ``"FILE.py:FUNCTION"``. The folder of
+            an adapter of PEFT is merged into its base model. Of a module that ``torch.compile`` returned, the original module is exported.
+            Do not pass a ``.pt2`` file that you do not trust: torch reads a part of it with pickle. With `weights`, a function without
+            arguments that makes the module, such as its class.
         args: example inputs by position. An exported program and a Hugging Face model may do without example inputs.
         kwargs: example inputs by name.
         inputs: the example inputs in one argument, in the place of `args`, `kwargs` and `dynamic_shapes`: `Inputs`; or texts, such as
@@ -111,6 +191,7 @@ def export(
         onnx: also add ONNX files, as `stagepack.add_onnx` does. A stage that has no ONNX form is named by a warning.
         rtol: with `onnx`: the tolerance of the comparison with torch, see `stagepack.add_onnx`.
         atol: likewise.
+        strict: capture with ``strict=True`` of ``torch.export.export``, which traces the Python code in the place of running it.
         allow_ops: with `graph_from`: as for `stagepack.load`.
         allow_difference: write a model of which the captured program answers otherwise than the model does in eager mode, by more than
             rounding. The bundle answers as the program does, and a warning says so.
@@ -153,136 +234,112 @@ def export(
         >>> stagepack.export(Net, (x,), weights="net.safetensors", out="net.stagepack")
     """
     check_output_path(out, overwrite=overwrite)
-    ways = {"policy": policy, "plan": plan, "memory": memory, "speeds": speeds, "profile": profile}
-    inputs = inputs_of_call(args, kwargs, dynamic_shapes, inputs, model)
-    asset_contents = read_assets(assets)
-    source = model
-    if generate is not None:
-        if inputs != Inputs() or entry_points or modules or weights is not None or graph_from is not None:
-            raise OptionError(
-                "generate: the inputs are made by the export: leave out inputs, entry_points, modules and other weights"
-            )
-        made = generating_model(_loaded_module(model, dtype), generate, generate_batch)
-        model, dtype, asset_contents = made.module, None, {**made.files, **asset_contents}
-        inputs, entry_points = made.inputs or inputs, made.entry_points or None
-    if onnx:
-        import stagepack.onnx  # noqa: F401, PLC0415 - packages that it needs are missed before the work begins
-    if entry_points is not None or modules:
-        if weights is not None or graph_from is not None or any(ways.values()):
-            raise OptionError(
-                "entry_points, modules: each entry point is cut by stages or split_at: leave out weights, graph_from and the other ways "
-                "to cut"
-            )
-        captures = _captures_of_functions(model, inputs, entry_points, modules, dtype)
-        cut_options = _entry_point_cut_options(captures, stages, split_at, shared)
-    else:
-        if isinstance(stages, Mapping) or isinstance(split_at, Mapping):
-            raise OptionError("stages, split_at: a dict is for entry_points, which are missing")
-        cut_options = {FORWARD: CutOptions(stages=stages, split_at=split_at, shared=shared, **ways)}  # type: ignore[arg-type]
-        if graph_from is not None:
-            is_alone = inputs == Inputs() and weights is None and dtype is None and not assets
-            if cut_options[FORWARD] != CutOptions() or not is_alone:
-                raise OptionError(
-                    "graph_from: the inputs, the dtypes, the cut and the assets are those of the bundle: leave out the other options"
-                )
-            if not isinstance(model, str | os.PathLike):
-                raise OptionError(f"graph_from: expected the path of a checkpoint, found {type(model).__name__}")
-            bundle = replace_weights(graph_from, model, out=out, allow_ops=allow_ops, overwrite=overwrite)
-            return _with_onnx(bundle, Tolerance(rtol, atol)) if onnx else bundle
-        captures = {FORWARD: _captured_model(model, inputs, weights, dtype)}
-    own_files = model_files(next(iter(captures.values())).model)
-    options = ExportOptions(
-        assets=exported_assets(source, own_files | asset_contents, generates=generate is not None),
-        overwrite=overwrite,
-        allow_difference=allow_difference,
-    )
-    bundle = export_captures(captures, out=out, cut_options=cut_options, options=options)
-    return _with_onnx(bundle, Tolerance(rtol, atol)) if onnx else bundle
-
-
-def _captures_of_functions(
-    model: object,
-    inputs: Inputs,
-    entry_points: Mapping[str, Inputs] | None,
-    modules: Sequence[str],
-    dtype: str | torch.dtype | None,
-) -> dict[str, Capture]:
-    """The captured functions or modules of a model that become entry points."""
-    if entry_points is None:
-        module = _loaded_module(model, dtype)
-        if inputs == Inputs() and isinstance(model, str | os.PathLike):
-            inputs = example_inputs(module, os.fspath(model))
-        return capture_modules(module, inputs, modules)
-    if inputs != Inputs() or modules:
-        raise OptionError("entry_points: each has its own inputs: leave out args, kwargs, dynamic_shapes and modules")
-    return capture_entry_points(_loaded_module(model, dtype), entry_points)
-
-
-def _loaded_module(model: object, dtype: str | torch.dtype | None) -> torch.nn.Module:
-    """The module whose functions become entry points."""
-    if isinstance(model, str | os.PathLike):
-        loaded: torch.nn.Module = load_pretrained(os.fspath(model), dtype=dtype)
-        return loaded
-    if dtype is not None:
-        raise OptionError("dtype: it is for a Hugging Face folder or hub name: convert a module yourself")
-    module = pipeline_module(model) or model
-    if not isinstance(module, torch.nn.Module):
-        raise OptionError(
-            f"entry_points: expected a torch.nn.Module, a pipeline of diffusers, or a Hugging Face folder or hub name, found "
-            f"{type(model).__name__}"
-        )
-    return uncompiled_module(module)
-
-
-def _entry_point_cut_options(
-    names: Collection[str],
-    stages: int | Mapping[str, int] | None,
-    split_at: Sequence[str] | Mapping[str, Sequence[str]],
-    shared: WeightSharing,
-) -> dict[str, CutOptions]:
-    """Where to cut each entry point."""
-    if split_at and not isinstance(split_at, Mapping):
-        raise OptionError("split_at: with entry_points, expected a dict from their names to lists of modules")
-    stages_of_name = stages if isinstance(stages, Mapping) else {}
     splits_of_name = split_at if isinstance(split_at, Mapping) else {}
-    for option, options_of_name in (("stages", stages_of_name), ("split_at", splits_of_name)):
-        for name in options_of_name:
-            if name not in names:
-                raise OptionError(f"{option}: expected names among {', '.join(names)}, found {name!r}")
-    # Split points in the code of the model hold where neither option does.
-    stage_count = None if isinstance(stages, Mapping) else stages
-    return {
-        name: CutOptions(
-            stages=stages_of_name.get(name, None if name in splits_of_name else stage_count),
-            split_at=splits_of_name.get(name, ()),
-            shared=shared,
-        )
-        for name in names
-    }
-
-
-def _with_onnx(bundle: Bundle, tolerance: Tolerance) -> Bundle:
-    """Add ONNX files; warn of stages that have none."""
-    from stagepack.onnx import add_onnx_to_new_bundle  # noqa: PLC0415 - packages that only this needs
-
-    for added in add_onnx_to_new_bundle(bundle, tolerance):
-        prefix = f"{added.bundle.entry_point.name}, " if len(bundle.entry_points) > 1 else ""
+    stages_of_name = stages if isinstance(stages, Mapping) else {}
+    cut = CutOptions(
+        stages=None if isinstance(stages, Mapping) else stages,
+        split_at=() if isinstance(split_at, Mapping) else split_at,
+        policy=policy,
+        plan=plan,
+        memory=memory,
+        speeds=speeds,
+        profile=profile,
+        shared=shared,
+    )
+    request = ExportRequest(
+        model=model,
+        out=out,
+        example=Example.of_call(args, kwargs, dynamic_shapes, inputs, entry_points),
+        modules=modules,
+        weights=weights,
+        graph_from=graph_from,
+        dtype=dtype,
+        generate=generate,
+        generate_batch=generate_batch,
+        cut=cut,
+        cuts={
+            # Split points in the code of the model hold where neither option does.
+            name: replace(
+                cut,
+                stages=stages_of_name.get(name, None if name in splits_of_name else cut.stages),
+                split_at=splits_of_name.get(name, ()),
+            )
+            for name in {**stages_of_name, **splits_of_name}
+        },
+        with_onnx=onnx,
+        tolerance=Tolerance(rtol, atol),
+        strict=strict,
+        allow_ops=allow_ops,
+        options=ExportOptions(assets=read_assets(assets), overwrite=overwrite, allow_difference=allow_difference),
+    )
+    result = write_model(request)
+    for added in result.onnx:
+        prefix = f"{added.bundle.entry_point.name}, " if len(result.bundle.entry_points) > 1 else ""
         for stage_number, reason in added.torch_only.items():
             warn_caller(ExportWarning(f"{prefix}stage {stage_number} runs in torch only: {reason}"))
-    return Bundle(bundle.path)
+    return result.bundle
 
 
-def _captured_model(
-    model: object, inputs: Inputs, weights: str | os.PathLike[str] | None, dtype: str | torch.dtype | None
-) -> Capture:
-    if weights is None:
-        return capture_source(model, inputs, dtype=dtype)  # type: ignore[arg-type]
-    if dtype is not None:
-        raise OptionError(
-            "dtype: it is for a Hugging Face folder or hub name: let the function make a module of this dtype"
-        )
-    if isinstance(model, torch.nn.Module) or not callable(model):
-        raise OptionError(
-            f"weights: expected a function that makes the module, such as its class, found {type(model).__name__}"
-        )
-    return capture_with_checkpoint(lambda: (model(), None), inputs, weights)
+def write_model(request: ExportRequest) -> ExportResult:
+    """Write the bundle of a request. See `export` for what is raised."""
+    if request.with_onnx:
+        # Before a bundle is written, which a package that cannot be imported would leave without ONNX files.
+        from stagepack.onnx import add_onnx_to_new_bundle  # noqa: PLC0415 - packages that only this needs
+    progress = request.options.progress
+    result = _written_capture(request) if request.graph_from is None else _with_other_weights(request)
+    if not request.with_onnx:
+        return result
+    added = tuple(add_onnx_to_new_bundle(result.bundle, request.tolerance, progress))
+    return replace(result, bundle=Bundle(result.bundle.path), onnx=added)
+
+
+def _with_other_weights(request: ExportRequest) -> ExportResult:
+    """Write the graphs of a bundle with the weights of a checkpoint; no other answer than that of the stages is recorded."""
+    assert request.graph_from is not None
+    assert isinstance(request.model, str | os.PathLike)
+    bundle = replace_weights(
+        request.graph_from,
+        request.model,
+        out=request.out,
+        allow_ops=request.allow_ops,
+        overwrite=request.options.overwrite,
+        progress=request.options.progress,
+    )
+    return ExportResult(bundle=bundle, method=f"the graphs of {request.graph_from}")
+
+
+def _written_capture(request: ExportRequest) -> ExportResult:
+    request.options.progress("capturing the model")
+    source = ModelSource.of(request.model, weights=request.weights, dtype=request.dtype)
+    folder, assets = source.folder, request.options.assets
+    example = request.example
+    if request.generate is not None:
+        made = generating_model(source.load()[0], request.generate, request.generate_batch)
+        assets = {**made.files, **assets}
+        source = ModelSource.of(made.module)
+        example = Example(stated=made.inputs, entry_points=made.entry_points or None)
+    with strict_captures(request.strict):
+        captures = source.captures(example, request.modules)
+    differences: list[float] = []
+    # The files of a pipeline say more than those of its folder, such as how texts are cut.
+    files = {**model_files(next(iter(captures.values())).model), **assets}
+    options = replace(
+        request.options,
+        assets=exported_assets(folder, files, generates=request.generate is not None),
+        compared=differences.append,
+    )
+    bundle = export_captures(captures, out=request.out, cut_options=_cut_options(request, captures), options=options)
+    method = " and ".join(dict.fromkeys(capture.method for capture in captures.values()))
+    return ExportResult(bundle=bundle, method=method, difference=max(differences, default=0.0))
+
+
+def _cut_options(request: ExportRequest, captures: Mapping[str, Capture]) -> dict[str, CutOptions]:
+    """Where to cut each entry point."""
+    if FORWARD in captures and request.cuts:
+        raise OptionError(_NO_ENTRY_POINTS)
+    for name in request.cuts:
+        if name not in captures:
+            raise OptionError(f"stages, split_at: expected names among {', '.join(captures)}, found {name!r}")
+    if FORWARD not in captures and (request.cut.policy is not None or request.cut.plan is not None):
+        raise OptionError("policy, plan: each entry point is cut by stages or split_at: leave them out")
+    return {name: request.cuts.get(name, request.cut) for name in captures}

@@ -72,10 +72,15 @@ def plan_model(
         if args or kwargs or inputs is not None or dynamic_shapes is not None or dtype is not None:
             raise OptionError("args, kwargs, inputs, dynamic_shapes, dtype: a bundle has its own: leave them out")
         return plan_bundle(opened(model), cut_options).plan  # type: ignore[arg-type]
-    from stagepack.capture.source import capture_source, inputs_of_call  # noqa: PLC0415 - torch, which a bundle does not need
+    from stagepack.capture.source import FORWARD, ModelSource  # noqa: PLC0415 - torch, which a bundle does not need
+    from stagepack.capture.stated_inputs import Example  # noqa: PLC0415 - the same
     from stagepack.exporter import plan_capture  # noqa: PLC0415 - the same
 
-    example = inputs_of_call(args, kwargs, dynamic_shapes, inputs, model)
-    capture = capture_source(model, example, dtype=dtype)  # type: ignore[arg-type]
-    partition, _ = plan_capture(capture, cut_options)
+    example = Example.of_call(args, kwargs, dynamic_shapes, inputs)
+    captures = ModelSource.of(model, dtype=dtype).captures(example)
+    if FORWARD not in captures:
+        raise OptionError(
+            f"model: expected one entry point, found {', '.join(captures)}: export it, and plan the bundle"
+        )
+    partition, _ = plan_capture(captures[FORWARD], cut_options)
     return partition.plan

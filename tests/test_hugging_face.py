@@ -16,7 +16,7 @@ from stagepack.capture import pretrained_model
 from stagepack.capture.hugging_face import capture_pretrained
 from stagepack.capture.inputs import Inputs
 from stagepack.capture.pretrained_model import model_files
-from stagepack.capture.source import load_source_argument
+from stagepack.capture.source import ModelSource
 from stagepack.errors import CaptureError
 from stagepack.exporter import export_capture
 from stagepack.partition.cut_options import CutOptions
@@ -169,8 +169,8 @@ def test_a_path_that_is_not_there_makes_no_attempt_at_the_hub(
     monkeypatch.setattr(pretrained_model, "import_transformers", lambda: pytest.fail("transformers was asked"))
     with pytest.raises(CaptureError, match="no such file"):
         stagepack.export(source, out=tmp_path / "m.stagepack")
-    with pytest.raises(CaptureError, match="no such file or folder; expected a folder, a hub name"):
-        load_source_argument(source)
+    with pytest.raises(CaptureError, match="no such file"):
+        ModelSource.of(source).load()
 
 
 def test_a_hub_that_cannot_be_reached_is_one_line(tmp_path: Path) -> None:

@@ -10,11 +10,8 @@ from typing import Any, Final
 
 import torch
 
-from stagepack.capture.entry_points import capture_entry_points
 from stagepack.capture.inputs import Inputs, on_device_of
 from stagepack.capture.pretrained_model import is_transformers_model, model_files
-from stagepack.capture.programs import Capture, capture_module
-from stagepack.capture.source import FORWARD, load_model_argument
 from stagepack.errors import OptionError, StagepackError, UnsupportedError, first_line
 from stagepack.extras import explain_missing_packages
 
@@ -277,17 +274,6 @@ def _position_limit(model: Any) -> int | None:
     config = model.config.get_text_config(decoder=True)
     limits = (getattr(config, name, None) for name in ("max_target_positions", "max_position_embeddings"))
     return next((limit for limit in limits if isinstance(limit, int)), None)
-
-
-def capture_generating(
-    source: str, max_positions: int, max_batch: int, dtype: str | None
-) -> tuple[dict[str, Capture], dict[str, bytes]]:
-    """Capture the model that the command line names, so that it generates."""
-    model = load_model_argument(source, dtype)
-    made = generating_model(model, max_positions, max_batch)
-    if made.inputs is None:
-        return capture_entry_points(made.module, made.entry_points), made.files
-    return {FORWARD: capture_module(made.module, made.inputs)}, made.files
 
 
 class _Example:

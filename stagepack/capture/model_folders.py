@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from stagepack.errors import CaptureError, MissingPackageError
 from stagepack.extras import explain_missing_packages
@@ -30,6 +30,15 @@ _CLASS_OF_TASK: Final = {
     "SEQ_CLS": "AutoModelForSequenceClassification",
     "TOKEN_CLS": "AutoModelForTokenClassification",
 }
+
+
+def form_of_source(source: str) -> Literal["program", "function", "file", "pretrained"]:
+    """Return what a text names: a ``.pt2`` file, ``FILE.py:FUNCTION``, another file, or a Hugging Face folder or hub name."""
+    if source.endswith(".pt2"):
+        return "program"
+    if ":" in source and not os.path.exists(source):
+        return "function"
+    return "file" if os.path.isfile(source) and not source.endswith(".py") else "pretrained"
 
 
 def is_model_folder(folder: str | os.PathLike[str]) -> bool:

@@ -1,9 +1,10 @@
-"""Any model that `stagepack.export` accepts, or that the SOURCE argument of the command line names -> a captured model."""
+"""A model in any form that users have: `ModelSource` gives its captures, its functions and its files."""
 
 import os
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,13 +15,13 @@ from stagepack.capture.entry_points import capture_entry_points, capture_modules
 from stagepack.capture.example_inputs import example_inputs
 from stagepack.capture.hugging_face import capture_around_transformers, capture_pretrained, capture_transformers
 from stagepack.capture.imports import call_user_function
-from stagepack.capture.inputs import Inputs, on_device_of
-from stagepack.capture.model_folders import diffusers_class
+from stagepack.capture.inputs import Inputs
+from stagepack.capture.model_folders import diffusers_class, form_of_source
 from stagepack.capture.module_checkpoint import make_with_checkpoint
 from stagepack.capture.pretrained_model import is_transformers_model, load_pretrained
 from stagepack.capture.programs import Capture, capture_module, capture_program, load_program
 from stagepack.capture.sentence_pipeline import is_sentence_transformer, sentence_pipeline
-from stagepack.capture.stated_inputs import ExampleArguments, ExampleInputs, StatedInputs, stated_inputs, to_inputs
+from stagepack.capture.stated_inputs import Example, ExampleInputs, to_inputs
 from stagepack.capture.tensor_kinds import SCRIPTED
 from stagepack.capture.torch_messages import advised_capture, describe_error
 from stagepack.errors import CaptureError, OptionError
@@ -28,193 +29,240 @@ from stagepack.torch_internals import uncompiled_module
 
 # The name of the only entry point of a model.
 FORWARD = "forward"
-NO_EXAMPLE = ExampleArguments()
+_NO_EXAMPLE = Example()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _NamedModel:
-    """A model that the command line names, and the dtype that its weights are converted to."""
+class ModelSource(ABC):
+    """A model in any form: a module, a program, a ``.pt2`` file, a Hugging Face folder or hub name, or a function that makes a module.
 
-    source: str
-    dtype: str | None = None
+    Attributes:
+        name: how messages name it.
+        folder: the folder or hub name of a Hugging Face model; None for others.
+    """
 
-    @property
-    def is_factory(self) -> bool:
-        """Whether a function makes it."""
-        return ":" in self.source and not os.path.exists(self.source)
+    folder: str | None = None
 
-    def is_captured_by_name(self, example: ExampleArguments) -> bool:
-        """Whether it is a program, or a model of transformers in evaluation mode, whose weights may stay in their files."""
-        return self.source.endswith(".pt2") or not (example.training or diffusers_class(self.source))
+    def __init__(self, name: str) -> None:
+        self.name = name
 
-    def refuse_dtype(self) -> None:
-        """Refuse a dtype for a model that a function makes."""
-        if self.dtype is not None:
+    @staticmethod
+    def of(
+        model: object, *, weights: str | os.PathLike[str] | None = None, dtype: str | torch.dtype | None = None
+    ) -> "ModelSource":
+        """Return the source of a model.
+
+        Args:
+            model: the model; of a text, what the command line takes as SOURCE.
+            weights: a checkpoint of the module that a function makes.
+            dtype: what the weights of a Hugging Face model are converted to.
+
+        Raises:
+            CaptureError: `model` is no model.
+            OptionError: the model does not take `weights` or `dtype`.
+        """
+        source = _named_source(os.fspath(model), weights, dtype) if isinstance(model, str | os.PathLike) else None
+        if source is None and weights is not None and callable(model) and not isinstance(model, torch.nn.Module):
+            source = _Factory(getattr(model, "__qualname__", type(model).__name__), model, weights)
+        if source is None:
+            source = _LoadedModel(model)
+        if weights is not None and not isinstance(source, _Factory):
             raise OptionError(
-                f"dtype: it is for a Hugging Face folder or hub name: let {self.source} return a module of this dtype"
+                "weights: expected a function that makes the module, such as its class or FILE.py:FUNCTION, found "
+                f"{source.name}, which has its own weights"
+            )
+        if dtype is not None and not isinstance(source, _Pretrained):
+            raise OptionError(
+                "dtype: it is for a Hugging Face folder or hub name: convert a module yourself, as in model.to(torch.bfloat16)"
+            )
+        return source
+
+    @abstractmethod
+    def load(self, training: bool | None = None) -> tuple[Any, ExampleInputs | None]:
+        """Return the module or the program, and the inputs that a function returns beside it.
+
+        training: its mode; None to leave it as it is.
+        """
+
+    def captures(self, example: Example = _NO_EXAMPLE, modules: Sequence[str] = ()) -> dict[str, Capture]:
+        """Capture the model, or those functions or modules of it that become entry points, by the names of these.
+
+        modules: paths of modules that are captured with the inputs that they get when the model runs its example.
+        """
+        model, inputs = self.load_with_inputs(example)
+        if modules:
+            if not isinstance(model, torch.nn.Module) or isinstance(inputs, dict):
+                raise CaptureError(f"{self.name}: expected a torch.nn.Module and the inputs of one call")
+            return capture_modules(model, inputs, modules)
+        if isinstance(inputs, dict):
+            return capture_entry_points(self._module_of_functions(model), inputs)
+        return {FORWARD: capture_model(model, inputs)}
+
+    def functions(self, example: Example) -> dict[str, tuple[Any, Inputs]]:
+        """Return the modules to capture, or the program, with their inputs, by the names of the entry points; nothing is captured."""
+        model, inputs = self.load_with_inputs(example)
+        if not isinstance(inputs, dict):
+            return {FORWARD: (model, inputs)}
+        functions = function_modules(self._module_of_functions(model), inputs)
+        return {name: (module, of_path) for name, (_, module, of_path) in functions.items()}
+
+    def load_with_inputs(self, example: Example) -> tuple[Any, ExampleInputs]:
+        """Return the model and its example inputs."""
+        inputs = example.inputs(self._make_inputs)
+        model, own_inputs = self.load(example.training)
+        inputs = own_inputs if inputs is None else inputs
+        return model, example.completed(model, self._default_inputs(model) if inputs is None else inputs)
+
+    def _make_inputs(self) -> Inputs:
+        """The inputs that are made for the model, of which an image that is stated becomes one."""
+        return Inputs()
+
+    def _default_inputs(self, _model: Any) -> Inputs:
+        return Inputs()
+
+    def _module_of_functions(self, model: Any) -> torch.nn.Module:
+        if not isinstance(model, torch.nn.Module):
+            raise CaptureError(
+                f"{self.name}: expected a torch.nn.Module for several entry points, found an ExportedProgram"
+            )
+        return model
+
+
+class _LoadedModel(ModelSource):
+    """A module, a program, or a pipeline of diffusers in memory."""
+
+    def __init__(self, model: object) -> None:
+        super().__init__(type(model).__name__)
+        self._pipeline = pipeline_module(model)
+        self._model = uncompiled_module(model) if isinstance(model, torch.nn.Module) else self._pipeline or model
+        if not isinstance(self._model, torch.nn.Module | ExportedProgram):
+            raise CaptureError(
+                f"expected a torch.nn.Module, an ExportedProgram or a path, found {type(model).__name__}"
             )
 
     def load(self, training: bool | None = None) -> tuple[Any, ExampleInputs | None]:
-        """Return the model, in training mode or not, and the inputs that its factory returns, if it does."""
-        if self.is_factory:
-            self.refuse_dtype()
-            return _call_factory(self.source, training)
-        model = load_pretrained(self.source, dtype=self.dtype)
-        _set_mode(model, training, self.source)
+        _set_mode(self._model, training, self.name)
+        return self._model, None
+
+    def captures(self, example: Example = _NO_EXAMPLE, modules: Sequence[str] = ()) -> dict[str, Capture]:
+        if self._pipeline is not None and not modules and example.entry_points is None:
+            raise CaptureError(
+                f"expected a torch.nn.Module, an ExportedProgram or a path, found {self.name}: state the inputs of its models "
+                "by entry_points"
+            )
+        return super().captures(example, modules)
+
+
+class _ProgramFile(ModelSource):
+    """A ``.pt2`` file."""
+
+    def load(self, training: bool | None = None) -> tuple[Any, ExampleInputs | None]:
+        _set_mode(None, training, self.name)
+        return load_program(self.name), None
+
+
+class _Pretrained(ModelSource):
+    """A Hugging Face folder or hub name."""
+
+    def __init__(self, name: str, dtype: str | torch.dtype | None) -> None:
+        super().__init__(name)
+        self.folder = name
+        self._dtype = dtype
+
+    def load(self, training: bool | None = None) -> tuple[Any, ExampleInputs | None]:
+        model = load_pretrained(self.name, dtype=self._dtype)
+        _set_mode(model, training, self.name)
         return model, None
 
-    def load_with_inputs(self, example: ExampleArguments) -> tuple[Any, ExampleInputs]:
-        """Return the model and its example inputs."""
-        if self.is_factory:
-            inputs = example.inputs()
-            model, factory_inputs = self.load(example.training)
-            return model, _completed(example, model, inputs or factory_inputs or Inputs())
-        model, _ = self.load(example.training)
-        inputs = example.inputs(lambda: example_inputs(model, self.source))
-        if inputs is None:
-            # No example is made for a model of diffusers: the error of the capture names its inputs.
-            inputs = Inputs() if diffusers_class(self.source) else example_inputs(model, self.source)
-        return model, _completed(example, model, inputs)
+    def captures(self, example: Example = _NO_EXAMPLE, modules: Sequence[str] = ()) -> dict[str, Capture]:
+        """Of a whole model in evaluation mode, the weights stay in their files."""
+        if modules or example.training or diffusers_class(self.name):
+            return super().captures(example, modules)
+        inputs = example.inputs(self._make_inputs)
+        if example.dynamic:
+            made = self._make_inputs() if inputs is None else inputs
+            inputs = example.completed(load_pretrained(self.name, DeferredTensors()), made)
+        if isinstance(inputs, dict):
+            return capture_entry_points(self.load()[0], inputs)
+        return {FORWARD: capture_pretrained(self.name, inputs or Inputs(), dtype=self._dtype)}
+
+    def _make_inputs(self) -> Inputs:
+        return pretrained_inputs(self.name)
+
+    def _default_inputs(self, model: Any) -> Inputs:
+        # No example is made for a model of diffusers: the error of the capture names its inputs.
+        return Inputs() if diffusers_class(self.name) else example_inputs(model, self.name)
 
 
-def capture_source(
-    model: torch.nn.Module | ExportedProgram | str | os.PathLike[str],
-    inputs: Inputs,
-    *,
-    dtype: str | torch.dtype | None = None,
-) -> Capture:
-    """Capture a model of any kind that `export` accepts."""
-    is_pretrained = isinstance(model, str | os.PathLike) and not os.fspath(model).endswith(".pt2")
-    if dtype is not None and not is_pretrained:
-        raise OptionError(
-            "dtype: it is for a Hugging Face folder or hub name: convert a module yourself, as in model.to(torch.bfloat16)"
-        )
-    if isinstance(model, torch.nn.Module):
-        module = uncompiled_module(model)
-        if is_sentence_transformer(module) and not inputs.args:
-            pipeline = sentence_pipeline(module)
-            captured = capture_module(pipeline, inputs if inputs.kwargs else pipeline.example())
-            return replace(captured, method=f"{captured.method} of {pipeline.description}")
-        capture = capture_transformers if is_transformers_model(module) else capture_around_transformers
-        with advised_capture():
-            return capture(module, inputs)
+class _Factory(ModelSource):
+    """A function without arguments that returns a module, or a module and its inputs; its weights may be in a checkpoint."""
+
+    def __init__(self, name: str, make_model: Callable[[], Any], weights: str | os.PathLike[str] | None) -> None:
+        super().__init__(name)
+        self._make_model = make_model
+        self._weights = weights
+
+    def load(self, training: bool | None = None) -> tuple[Any, ExampleInputs | None]:
+        model, inputs = self._make_model(), None
+        if isinstance(model, tuple) and len(model) == 2:
+            model, factory_inputs = model
+            inputs = to_inputs(factory_inputs, self.name)
+        model = pipeline_module(model) or model
+        if not isinstance(model, torch.nn.Module | ExportedProgram):
+            raise CaptureError(
+                f"{self.name}: expected a torch.nn.Module, or a module and its inputs, found {type(model).__name__}"
+            )
+        _set_mode(model, training, self.name)
+        return model, inputs
+
+    def captures(self, example: Example = _NO_EXAMPLE, modules: Sequence[str] = ()) -> dict[str, Capture]:
+        """With a checkpoint, the weights stay in it as far as possible."""
+        if self._weights is None:
+            return super().captures(example, modules)
+        if modules:
+            raise CaptureError(f"{self._weights}: weights of a checkpoint are for a whole model")
+        weights, stated = self._weights, example.inputs(self._make_inputs)
+
+        def module_of(made: tuple[Any, ExampleInputs | None]) -> torch.nn.Module:
+            if not isinstance(made[0], torch.nn.Module):
+                raise CaptureError(f"{weights}: expected a function that makes a torch.nn.Module for these weights")
+            return made[0]
+
+        (model, own_inputs), deferred = make_with_checkpoint(lambda: self.load(example.training), module_of, weights)
+        inputs = own_inputs if stated is None else stated
+        if isinstance(inputs, dict):
+            raise CaptureError(f"{weights}: weights of a checkpoint are for a model with one entry point")
+        completed = example.completed(model, Inputs() if inputs is None else inputs)
+        assert isinstance(completed, Inputs)
+        if deferred is None:
+            return {FORWARD: capture_model(model, completed)}
+        return {FORWARD: replace(capture_module(model, completed), deferred=deferred)}
+
+
+def _named_source(name: str, weights: str | os.PathLike[str] | None, dtype: str | torch.dtype | None) -> ModelSource:
+    match form_of_source(name):
+        case "program":
+            return _ProgramFile(name)
+        case "function":
+            return _Factory(name, lambda: call_user_function(name), weights)
+        case "file":
+            if _is_torchscript(name):
+                raise CaptureError(f"{name}: {SCRIPTED}")
+            raise CaptureError(f"{name}: expected a .pt2 file or a Hugging Face folder, found another file")
+        case "pretrained":
+            return _Pretrained(name, dtype)
+
+
+def capture_model(model: torch.nn.Module | ExportedProgram, inputs: Inputs) -> Capture:
+    """Capture a module, or take the program."""
     if isinstance(model, ExportedProgram):
         return capture_program(model, inputs)
-    if isinstance(model, str | os.PathLike):
-        if os.fspath(model).endswith(".pt2"):
-            return capture_program(load_program(model), inputs)
-        if os.path.isfile(model) and not os.fspath(model).endswith(".py"):
-            if _is_torchscript(model):
-                raise CaptureError(f"{model}: {SCRIPTED}")
-            raise CaptureError(f"{model}: expected a .pt2 file or a Hugging Face folder, found another file")
-        if diffusers_class(os.fspath(model)):
-            return capture_source(load_pretrained(os.fspath(model), dtype=dtype), inputs)
-        return capture_pretrained(os.fspath(model), inputs, dtype=dtype)
-    raise CaptureError(f"expected a torch.nn.Module, an ExportedProgram or a path, found {type(model).__name__}")
-
-
-def _is_torchscript(path: str | os.PathLike[str]) -> bool:
-    """Whether ``torch.jit.save`` wrote a file: a file of ``torch.save`` has no ``constants.pkl``."""
-    if not zipfile.is_zipfile(path):
-        return False
-    with zipfile.ZipFile(path) as archive:
-        return any(name.endswith("/constants.pkl") for name in archive.namelist())
-
-
-def capture_source_argument(
-    source: str,
-    example: ExampleArguments = NO_EXAMPLE,
-    weights: str | None = None,
-    dtype: str | None = None,
-    modules: Sequence[str] = (),
-) -> dict[str, Capture]:
-    """Capture ``file.py:factory``, ``package.module:factory``, a ``.pt2`` file, or a Hugging Face folder or hub name.
-
-    A factory takes no arguments and returns a module, or a module and its `Inputs`.
-    """
-    if modules:
-        if weights is not None:
-            raise CaptureError(f"{weights}: weights of a checkpoint are for a whole model")
-        model, model_inputs = load_source_argument(source, example, dtype)
-        return capture_modules(model, model_inputs, modules)
-    named = _NamedModel(source=source, dtype=dtype)
-    if not named.is_factory and (weights is not None or named.is_captured_by_name(example)):
-        return _capture_saved(source, example, weights, dtype)
-    if weights is not None:
-        stated = example.inputs()
-        named.refuse_dtype()
-        if isinstance(stated, dict):
-            raise CaptureError(f"{weights}: weights of a checkpoint are for a model with one entry point")
-        return {
-            FORWARD: capture_with_checkpoint(lambda: _call_factory(source, example.training), stated, weights, example)
-        }
-    model, inputs = named.load_with_inputs(example)
-    if isinstance(inputs, dict):
-        return capture_entry_points(_module_of_functions(source, model), inputs)
-    return {FORWARD: capture_source(model, inputs)}
-
-
-def _capture_saved(
-    source: str, example: ExampleArguments, weights: str | None, dtype: str | None
-) -> dict[str, Capture]:
-    """Capture the model of a ``.pt2`` file, or a Hugging Face model."""
-    if weights is not None:
-        raise CaptureError(f"{source}: weights are for a module that FILE.py:FUNCTION makes; this source has its own")
-    inputs = _inputs_of_saved(source, example)
-    if isinstance(inputs, dict):
-        return capture_entry_points(load_pretrained(source, dtype=dtype), inputs)
-    return {FORWARD: capture_source(source, inputs or Inputs(), dtype=dtype)}
-
-
-def load_source_argument(
-    source: str, example: ExampleArguments = NO_EXAMPLE, dtype: str | None = None
-) -> tuple[torch.nn.Module, Inputs]:
-    """Return the model that the command line names, and its example inputs, without capturing it."""
-    model, inputs = _NamedModel(source=source, dtype=dtype).load_with_inputs(example)
-    if not isinstance(model, torch.nn.Module) or isinstance(inputs, dict):
-        raise CaptureError(f"{source}: expected a torch.nn.Module and the inputs of one call")
-    return model, inputs
-
-
-def load_functions(source: str, example: ExampleArguments) -> dict[str, tuple[Any, Inputs]]:
-    """Return what the command line names without capturing it: the modules to capture, or the program, by the name of the entry point."""
-    if source.endswith(".pt2"):
-        program_inputs = _inputs_of_saved(source, example) or Inputs()
-        if isinstance(program_inputs, dict):
-            raise CaptureError(f"{source}: expected the inputs of one call, found those of several entry points")
-        return {FORWARD: (load_program(source), program_inputs)}
-    model, inputs = _NamedModel(source=source).load_with_inputs(example)
-    if not isinstance(inputs, dict):
-        return {FORWARD: (model, inputs)}
-    functions = function_modules(_module_of_functions(source, model), inputs)
-    return {name: (module, of_path) for name, (_, module, of_path) in functions.items()}
-
-
-def _module_of_functions(source: str, model: Any) -> torch.nn.Module:
-    if not isinstance(model, torch.nn.Module):
-        raise CaptureError(f"{source}: expected a torch.nn.Module for several entry points, found an ExportedProgram")
-    return model
-
-
-def load_model_argument(source: str, dtype: str | None = None) -> Any:
-    """Return the model that the command line names, without example inputs; see `load_source_argument`."""
-    return _NamedModel(source=source, dtype=dtype).load()[0]
-
-
-def _inputs_of_saved(source: str, example: ExampleArguments) -> ExampleInputs | None:
-    """What is said about the inputs of a ``.pt2`` file or a Hugging Face model."""
-    if source.endswith(".pt2"):
-        _set_mode(None, example.training, source)
-        if example.dynamic:
-            raise OptionError(
-                f"{source}: the sizes of an exported program are fixed or dynamic already: leave out --dynamic"
-            )
-        return example.inputs()
-    inputs = example.inputs(lambda: pretrained_inputs(source))
-    if not example.dynamic:
-        return inputs
-    forward = load_pretrained(source, DeferredTensors()).forward
-    return example.complete(pretrained_inputs(source) if inputs is None else inputs, forward)
+    if is_sentence_transformer(model) and not inputs.args:
+        pipeline = sentence_pipeline(model)
+        captured = capture_module(pipeline, inputs if inputs.kwargs else pipeline.example())
+        return replace(captured, method=f"{captured.method} of {pipeline.description}")
+    capture = capture_transformers if is_transformers_model(model) else capture_around_transformers
+    with advised_capture():
+        return capture(model, inputs)
 
 
 def pretrained_inputs(source: str) -> Inputs:
@@ -222,59 +270,12 @@ def pretrained_inputs(source: str) -> Inputs:
     return example_inputs(load_pretrained(source, DeferredTensors()), source)
 
 
-def inputs_of_call(
-    args: Any, kwargs: Any, dynamic_shapes: Any, stated: StatedInputs | None = None, model: object = None
-) -> Inputs:
-    """Return the example inputs of a call of `stagepack.export` or `stagepack.plan`.
-
-    kwargs: the inputs by name, or None.
-    """
-    if stated is not None:
-        if args or kwargs or dynamic_shapes is not None:
-            raise OptionError("inputs: they are in the place of args, kwargs and dynamic_shapes: leave these out")
-        is_pretrained = isinstance(model, str | os.PathLike) and not os.fspath(model).endswith(".pt2")
-        inputs = stated_inputs(stated, (lambda: pretrained_inputs(os.fspath(model))) if is_pretrained else None)  # type: ignore[call-overload]
-        return on_device_of(model, inputs) if isinstance(model, torch.nn.Module) and inputs is not stated else inputs
-    # A tensor is a sequence too: its rows would become the arguments.
-    if not isinstance(args, tuple | list):
-        raise OptionError(f"args: expected a tuple of example inputs, such as (x,), found {type(args).__name__}")
-    if not isinstance(kwargs, Mapping | None):
-        raise OptionError(f"kwargs: expected a dict of example inputs by name, found {type(kwargs).__name__}")
-    return Inputs(args=tuple(args), kwargs=dict(kwargs or {}), dynamic_shapes=dynamic_shapes)
-
-
-def _completed(example: ExampleArguments, model: Any, inputs: ExampleInputs) -> ExampleInputs:
-    """Inputs with the sizes that the command line says are dynamic; an exported program has them already."""
-    if example.texts and isinstance(inputs, Inputs) and isinstance(model, torch.nn.Module):
-        inputs = on_device_of(model, inputs)
-    if not example.dynamic:
-        return inputs
-    if not isinstance(model, torch.nn.Module):
-        raise OptionError("the sizes of an exported program are fixed or dynamic already: leave out --dynamic")
-    return example.complete(inputs, model.forward)
-
-
-def capture_with_checkpoint(
-    make_model: Callable[[], tuple[Any, ExampleInputs | None]],
-    inputs: Inputs | None,
-    weights: str | os.PathLike[str],
-    example: ExampleArguments = NO_EXAMPLE,
-) -> Capture:
-    """Capture a module, which a function makes with its inputs or None, whose weights stay in a checkpoint as far as possible."""
-
-    def module_of(made: tuple[Any, ExampleInputs | None]) -> torch.nn.Module:
-        if not isinstance(made[0], torch.nn.Module):
-            raise CaptureError(f"{weights}: expected a function that makes a torch.nn.Module for these weights")
-        return made[0]
-
-    (model, factory_inputs), deferred = make_with_checkpoint(make_model, module_of, weights)
-    if isinstance(factory_inputs, dict):
-        raise CaptureError(f"{weights}: weights of a checkpoint are for a model with one entry point")
-    completed = _completed(example, model, inputs or factory_inputs or Inputs())
-    assert isinstance(completed, Inputs)
-    if deferred is None:
-        return capture_source(model, completed)
-    return replace(capture_module(model, completed), deferred=deferred)
+def _is_torchscript(path: str) -> bool:
+    """Whether ``torch.jit.save`` wrote a file: a file of ``torch.save`` has no ``constants.pkl``."""
+    if not zipfile.is_zipfile(path):
+        return False
+    with zipfile.ZipFile(path) as archive:
+        return any(name.endswith("/constants.pkl") for name in archive.namelist())
 
 
 def _set_mode(model: Any, training: bool | None, source: str) -> None:
@@ -291,19 +292,3 @@ def _set_mode(model: Any, training: bool | None, source: str) -> None:
         raise CaptureError(
             f"{source}: {type(model).__name__} has no other mode: leave out {option}: {describe_error(error)}"
         ) from error
-
-
-def _call_factory(source: str, training: bool | None = None) -> tuple[Any, ExampleInputs | None]:
-    """Call a factory; return the module, in training mode or not, and its inputs, or None."""
-    model = call_user_function(source)
-    inputs = None
-    if isinstance(model, tuple) and len(model) == 2:
-        model, factory_inputs = model
-        inputs = to_inputs(factory_inputs, source)
-    model = pipeline_module(model) or model
-    if not isinstance(model, torch.nn.Module | torch.export.ExportedProgram):
-        raise CaptureError(
-            f"{source}: expected a torch.nn.Module, or a module and its inputs, found {type(model).__name__}"
-        )
-    _set_mode(model, training, source)
-    return model, inputs

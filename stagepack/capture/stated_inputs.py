@@ -24,7 +24,7 @@ from torch.export import Dim
 
 from stagepack.capture.example_tensors import random_tensor
 from stagepack.capture.imports import call_user_function
-from stagepack.capture.inputs import Inputs, inputs_by_parameter
+from stagepack.capture.inputs import Inputs, inputs_by_parameter, on_device_of
 from stagepack.capture.stated_sizes import StatedSize, StatedSizes
 from stagepack.errors import CaptureError, MissingPackageError, OptionError
 
@@ -48,11 +48,15 @@ _MOST_ELEMENTS: Final = 2**31
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExampleArguments:
-    """What the options of the command line say about the call that is captured."""
+class Example:
+    """What a caller says about the call that is captured, in Python or on the command line."""
 
+    # The inputs of one call, as `stagepack.export` takes them.
+    stated: StatedInputs | None = None
+    # The inputs of functions by their paths, see `capture_entry_points`.
+    entry_points: Mapping[str, Inputs] | None = None
     # ``file.py:function`` or ``package.module:function``. The function takes no arguments and returns `Inputs`, a tuple of inputs by
-    # position, or a dict of inputs by name; or a dict of `Inputs` by paths of functions, see `capture_entry_points`.
+    # position, or a dict of inputs by name; or a dict of `Inputs` by paths of functions.
     function: str | None = None
     # The inputs as text, see `parse_inputs`.
     texts: tuple[str, ...] = ()
@@ -60,21 +64,75 @@ class ExampleArguments:
     # Whether the model is in training mode; None to leave its mode as it is.
     training: bool | None = None
 
+    def __post_init__(self) -> None:
+        ways = (self.stated is not None, self.function is not None, bool(self.texts))
+        if sum(ways) > 1:
+            raise OptionError("the inputs are stated twice: pass --inputs FILE.py:FUNCTION or --input, not both")
+        if self.entry_points is None:
+            return
+        if any(ways):
+            raise OptionError(
+                "entry_points: each has its own inputs: leave out args, kwargs, inputs and dynamic_shapes"
+            )
+        if not isinstance(self.entry_points, Mapping):
+            raise OptionError(
+                f"entry_points: expected a dict of inputs by paths of functions, found {type(self.entry_points).__name__}"
+            )
+
+    @classmethod
+    def of_call(
+        cls,
+        args: Any,
+        kwargs: Any,
+        dynamic_shapes: Any,
+        stated: StatedInputs | None = None,
+        entry_points: Mapping[str, Inputs] | None = None,
+    ) -> "Example":
+        """Return what a call of `stagepack.export` or `stagepack.plan` says.
+
+        kwargs: the inputs by name, or None.
+        """
+        # A tensor is a sequence too: its rows would become the arguments.
+        if not isinstance(args, tuple | list):
+            raise OptionError(f"args: expected a tuple of example inputs, such as (x,), found {type(args).__name__}")
+        if not isinstance(kwargs, Mapping | None):
+            raise OptionError(f"kwargs: expected a dict of example inputs by name, found {type(kwargs).__name__}")
+        if args or kwargs or dynamic_shapes is not None:
+            if stated is not None:
+                raise OptionError("inputs: they are in the place of args, kwargs and dynamic_shapes: leave these out")
+            stated = Inputs(args=tuple(args), kwargs=dict(kwargs or {}), dynamic_shapes=dynamic_shapes)
+        return cls(stated=stated, entry_points=entry_points)
+
+    @property
+    def is_given(self) -> bool:
+        """Whether anything is said."""
+        return self != _NOTHING
+
     def inputs(self, make_inputs: MakeInputs | None = None) -> ExampleInputs | None:
         """Return the inputs that are stated, or None; sizes of `dynamic` are not yet dynamic."""
-        if self.function is not None and self.texts:
-            raise OptionError("the inputs are stated twice: pass --inputs FILE.py:FUNCTION or --input, not both")
+        if self.entry_points is not None:
+            return dict(self.entry_points)
+        if self.stated is not None:
+            return stated_inputs(self.stated, make_inputs)
         if self.function is not None:
             return to_inputs(call_user_function(self.function), self.function)
         return parse_inputs(self.texts, make_inputs) if self.texts else None
 
-    def complete(self, inputs: ExampleInputs, forward: Callable[..., Any]) -> ExampleInputs:
-        """Return inputs with the sizes of `dynamic`."""
+    def completed(self, model: Any, inputs: ExampleInputs) -> ExampleInputs:
+        """Return inputs on the device of a module, and with the sizes of `dynamic`; an exported program has its own."""
+        is_made = bool(self.texts) or (self.stated is not None and not isinstance(self.stated, Inputs))
+        if is_made and isinstance(inputs, Inputs) and isinstance(model, torch.nn.Module):
+            inputs = on_device_of(model, inputs)
         if not self.dynamic:
             return inputs
+        if not isinstance(model, torch.nn.Module):
+            raise OptionError("the sizes of an exported program are fixed or dynamic already: leave out --dynamic")
         if isinstance(inputs, dict):
             raise OptionError("dynamic: of several entry points, each states its own sizes in stagepack.Inputs")
-        return with_dynamic_sizes(inputs, self.dynamic, forward)
+        return with_dynamic_sizes(inputs, self.dynamic, model.forward)
+
+
+_NOTHING = Example()
 
 
 def stated_inputs(stated: StatedInputs, make_inputs: MakeInputs | None = None) -> Inputs:

@@ -73,9 +73,9 @@ def command(options: _Options) -> None:
     check_source_path(source)
     # The output of the model's own code goes to standard error: standard output is for our facts alone.
     with progress("importing torch"), contextlib.redirect_stdout(sys.stderr):
-        from stagepack.capture.source import load_functions  # noqa: PLC0415 - torch, slow to import
+        from stagepack.capture.source import ModelSource  # noqa: PLC0415 - torch, slow to import
 
-        functions = load_functions(source, options.example.example_arguments())
+        functions = ModelSource.of(source).functions(options.example.example())
     diagnoses: dict[str, _Diagnosis] = {}
     try:
         for name, (model, inputs) in functions.items():

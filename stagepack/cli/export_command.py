@@ -5,12 +5,12 @@ import math
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from stagepack.bundle_assets import exported_assets, read_assets
-from stagepack.capture.model_folders import check_source_path
+from stagepack.bundle_assets import read_assets
+from stagepack.capture.model_folders import check_source_path, form_of_source
 from stagepack.cli.bundle_facts import bundle_facts, print_written
 from stagepack.cli.command import BundleType, PathType, argument, flag, option_object, subcommand
 from stagepack.cli.failures import shown_warnings
@@ -18,10 +18,14 @@ from stagepack.cli.onnx_command import conversion_facts, print_conversion
 from stagepack.cli.output import finite, print_json, print_line, progress
 from stagepack.cli.shared_flags import ATOL, DTYPE, JSON, OUT_BUNDLE, RTOL, CutFlags, Dtype, ExampleFlags
 from stagepack.cli.termination import orderly_termination
+from stagepack.errors import OptionError
 from stagepack.extras import require_extras
 from stagepack.format.reader import Bundle
 from stagepack.format.writer import check_output_path
 from stagepack_loaders.comparison import Tolerance, format_difference
+
+if TYPE_CHECKING:
+    from stagepack.model_export import ExportRequest
 
 
 @option_object
@@ -118,9 +122,11 @@ def command(options: _Options) -> None:
     This runs the code of SOURCE. torch reads parts of a .pt2 file and of a DCP folder with pickle, so they can run code too: export only
     files that you trust.
     """
-    _check_usage(options)
+    check_output_path(options.out, overwrite=options.overwrite)
+    if options.graph_from is None:
+        check_source_path(options.source)
     asset_contents = read_assets(options.assets)
-    is_pretrained = ":" not in options.source and not options.source.endswith(".pt2")
+    is_pretrained = form_of_source(options.source) == "pretrained"
     onnx_extras = ["onnx", "onnxruntime"] if options.with_onnx else []
     require_extras("torch", *(["hf"] if is_pretrained else []), *onnx_extras)
     start_time = time.perf_counter()
@@ -131,88 +137,52 @@ def command(options: _Options) -> None:
         orderly_termination(),
         shown_warnings(),
     ):
-        if options.with_onnx:
-            # Before a bundle is written, which a package that cannot be imported would leave without ONNX files.
-            from stagepack.onnx import add_onnx_to_new_bundle  # noqa: PLC0415 - packages that only this option needs
-        bundle, run_facts = _write(options, asset_contents, next_step)
-        if options.with_onnx:
-            results = add_onnx_to_new_bundle(bundle, Tolerance(options.rtol, options.atol), next_step)
-            onnx_facts = [stage_facts for added in results for stage_facts in conversion_facts(added)]
-            run_facts = {"onnx": onnx_facts} | run_facts
-            bundle = Bundle(bundle.path)
-    seconds = round(time.perf_counter() - start_time, 3)
-    facts = bundle_facts(bundle) | run_facts | {"seconds": seconds}
+        from stagepack.model_export import write_model  # noqa: PLC0415 - torch, slow to import
+
+        result = write_model(_request(options, asset_contents, next_step))
+    facts = bundle_facts(result.bundle) | {"captured_by": result.method}
+    if result.onnx:
+        facts["onnx"] = [stage_facts for added in result.onnx for stage_facts in conversion_facts(added)]
+    if result.difference is not None:
+        facts["difference"] = finite(result.difference)
+    facts["seconds"] = round(time.perf_counter() - start_time, 3)
     if options.as_json:
         print_json(facts)
     else:
-        _print_export(options, bundle, facts)
+        _print_export(options, result.bundle, facts)
 
 
-def _check_usage(options: _Options) -> None:
-    """Refuse options that do not go together, and paths that cannot be read or written."""
-    makes_inputs = options.example.is_used or options.weights or options.parts
-    if options.graph_from is not None and (makes_inputs or options.cut.is_used or options.dtype or options.assets):
-        raise click.UsageError(
-            "--graph-from takes the inputs, the dtypes, the cut and the assets from the bundle: leave out the other options"
-        )
-    if options.generate is not None and (makes_inputs or options.graph_from):
-        raise click.UsageError(
-            f"--generate makes the inputs itself: leave out {ExampleFlags.NAMES}, --weights, --part and --graph-from"
-        )
-    if (options.rtol, options.atol) != (None, None) and not options.with_onnx:
-        raise click.UsageError("--rtol and --atol require --onnx")
-    check_output_path(options.out, overwrite=options.overwrite)
-    if options.graph_from is None:
-        check_source_path(options.source)
-
-
-def _write(
+def _request(
     options: _Options, asset_contents: Mapping[str, bytes], next_step: Callable[[str], None]
-) -> tuple[Bundle, dict[str, Any]]:
-    """Write the bundle; return it, with how it was captured and how far its answer is from that of the model."""
-    from stagepack.capture.generation import capture_generating  # noqa: PLC0415 - torch, slow to import
-    from stagepack.capture.pretrained_model import model_files  # noqa: PLC0415 - the same
-    from stagepack.capture.programs import strict_captures  # noqa: PLC0415 - the same
-    from stagepack.capture.source import capture_source_argument  # noqa: PLC0415 - the same
-    from stagepack.exporter import ExportOptions, export_captures  # noqa: PLC0415 - the same
-    from stagepack.weight_replacement import replace_weights  # noqa: PLC0415 - the same
+) -> "ExportRequest":
+    from stagepack.exporter import ExportOptions  # noqa: PLC0415 - torch, slow to import
+    from stagepack.model_export import ExportRequest  # noqa: PLC0415 - the same
 
-    source = options.source
-    if options.graph_from is not None:
-        bundle = replace_weights(
-            options.graph_from,
-            source,
+    try:
+        return ExportRequest(
+            model=options.source,
             out=options.out,
+            example=options.example.example(),
+            modules=options.parts,
+            weights=options.weights,
+            graph_from=options.graph_from,
+            dtype=options.dtype,
+            generate=options.generate,
+            generate_batch=options.generate_batch,
+            cut=options.cut.cut_options(),
+            with_onnx=options.with_onnx,
+            tolerance=Tolerance(options.rtol, options.atol),
+            strict=options.strict,
             allow_ops=options.allow_ops,
-            overwrite=options.overwrite,
-            progress=next_step,
+            options=ExportOptions(
+                assets=asset_contents,
+                overwrite=options.overwrite,
+                allow_difference=options.allow_difference,
+                progress=next_step,
+            ),
         )
-        # A bundle that gave its graphs has recorded no other answer than its own.
-        return bundle, {"captured_by": f"the graphs of {options.graph_from}"}
-    cut_options = options.cut.cut_options()
-    next_step("capturing the model")
-    if options.generate is None:
-        with strict_captures(options.strict):
-            example = options.example.example_arguments()
-            captures = capture_source_argument(source, example, options.weights, options.dtype, options.parts)
-    else:
-        captures, files = capture_generating(source, options.generate, options.generate_batch, options.dtype)
-        asset_contents = {**files, **asset_contents}
-    # Those of a pipeline say more than the files of its folder, such as how texts are cut.
-    asset_contents = {**model_files(next(iter(captures.values())).model), **asset_contents}
-    differences: list[float] = []
-    export_options = ExportOptions(
-        assets=exported_assets(source, asset_contents, generates=options.generate is not None),
-        overwrite=options.overwrite,
-        allow_difference=options.allow_difference,
-        progress=next_step,
-        compared=differences.append,
-    )
-    bundle = export_captures(
-        captures, out=options.out, cut_options=dict.fromkeys(captures, cut_options), options=export_options
-    )
-    method = " and ".join(dict.fromkeys(capture.method for capture in captures.values()))
-    return bundle, {"captured_by": method, "difference": finite(max(differences, default=0.0))}
+    except OptionError as error:
+        raise click.UsageError(str(error)) from None
 
 
 def _print_export(options: _Options, bundle: Bundle, facts: dict[str, Any]) -> None:

@@ -125,12 +125,12 @@ def _plan_source(options: _Options) -> tuple[Plan, dict[str, Any]]:
     check_source_path(source)
     # The output of the model's own code goes to standard error: standard output is for our facts alone.
     with progress("importing torch") as next_step, contextlib.redirect_stdout(sys.stderr):
-        from stagepack.capture.source import capture_source_argument  # noqa: PLC0415 - torch, slow to import
+        from stagepack.capture.source import ModelSource  # noqa: PLC0415 - torch, slow to import
         from stagepack.exporter import plan_capture  # noqa: PLC0415 - the same
 
         cut_options = options.cut.cut_options()
         next_step("capturing the model")
-        captures = capture_source_argument(source, options.example.example_arguments(), dtype=options.dtype)
+        captures = ModelSource.of(source, dtype=options.dtype).captures(options.example.example())
         if len(captures) > 1:
             fail(f"{source}: expected one entry point, found {', '.join(captures)}: export it, and plan the bundle")
         next_step("planning")

@@ -21,7 +21,7 @@ from stagepack.opening import open_bundle
 from stagepack.remote.url import BundleUrl, is_url, split_entry_point
 
 if TYPE_CHECKING:
-    from stagepack.capture.stated_inputs import ExampleArguments
+    from stagepack.capture.stated_inputs import Example
     from stagepack.partition.cut_options import CutOptions
 
 Dtype = Literal["float64", "float32", "float16", "bfloat16"]
@@ -252,12 +252,12 @@ class ExampleFlags:
         """Whether one of the options is on the command line."""
         return self.function_name is not None or self.mode is not None or bool(self.texts or self.dynamic)
 
-    def example_arguments(self) -> "ExampleArguments":
+    def example(self) -> "Example":
         """Return what the options say. Imports torch."""
-        from stagepack.capture.stated_inputs import ExampleArguments  # noqa: PLC0415 - torch, see above
+        from stagepack.capture.stated_inputs import Example  # noqa: PLC0415 - torch, see above
 
         training = None if self.mode is None else self.mode == "train"
-        return ExampleArguments(function=self.function_name, texts=self.texts, dynamic=self.dynamic, training=training)
+        return Example(function=self.function_name, texts=self.texts, dynamic=self.dynamic, training=training)
 
 
 @option_object

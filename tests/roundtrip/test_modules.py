@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import stagepack
-from stagepack.capture.source import capture_source
+from stagepack.capture.source import capture_model
 from stagepack.errors import InputError
 from stagepack.exporter import export_capture
 from stagepack.format.reader import Bundle
@@ -41,7 +41,7 @@ def test_every_module_answers_as_in_the_model(case: Case, stages: int, tmp_path:
         inputs.kwargs["attention_mask"][:, :2] = 0
     elif case.name == "decoders-llama":
         model.set_attn_implementation("eager")  # makes one always
-    capture = capture_source(model, inputs)
+    capture = capture_model(model, inputs)
     bundle = export_capture(capture, out=tmp_path / "m.stagepack", cut_options=CutOptions(stages=stages))
     loaded = [
         stagepack.load_stage(bundle, number, modules=True, types=case.classes()) for number in range(len(bundle.stages))

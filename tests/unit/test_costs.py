@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import stagepack
 from stagepack.capture.inputs import Inputs
-from stagepack.capture.source import capture_source
+from stagepack.capture.source import capture_model
 from stagepack.format.graph import Graph
 from stagepack.format.operators import is_denied_operator
 from stagepack.linearize import linearize_program
@@ -28,7 +28,7 @@ from stagepack.partition.operator_costs import (
 
 
 def graph_of(model: nn.Module, *args: Any) -> Graph:
-    return linearize_program(capture_source(model, Inputs(args=args))).graph
+    return linearize_program(capture_model(model, Inputs(args=args))).graph
 
 
 def flops_of(model: nn.Module, *args: Any) -> int:

@@ -272,7 +272,7 @@ def test_the_model_is_unchanged(tmp_path: Path) -> None:
         (
             {"entry_points": {"decode": stagepack.Inputs(args=(torch.ones(1, 3, 8),))}, "stages": {"other": 2}},
             OptionError,
-            "stages: expected names among decode, found 'other'",
+            "stages, split_at: expected names among decode, found 'other'",
         ),
     ],
 )

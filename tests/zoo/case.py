@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from stagepack.capture.inputs import Inputs
 from stagepack.capture.model_runs import preserve_module
 from stagepack.capture.programs import Capture
-from stagepack.capture.source import capture_source
+from stagepack.capture.source import capture_model
 from stagepack.graph.analysis import GraphAnalysis
 from stagepack.graph.model_assembly import canonical_graph
 from stagepack.linearize import linearize_program
@@ -52,7 +52,7 @@ class Case:
         if not self.is_supported:
             pytest.skip(f"torch {torch.__version__} does not capture {self.name}: needs {self.oldest_torch}")
         torch.manual_seed(0)
-        return capture_source(*self.build())
+        return capture_model(*self.build())
 
     def classes(self) -> list[type]:
         """The classes of `types`."""

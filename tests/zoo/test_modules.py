@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import stagepack
-from stagepack.capture.source import capture_source
+from stagepack.capture.source import capture_model
 from stagepack.errors import InputError
 from stagepack.exporter import export_capture
 from stagepack.partition.cut_options import CutOptions
@@ -24,7 +24,7 @@ def test_every_module_answers_alone(case: Case, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, inputs = case.build()
     bundle = export_capture(
-        capture_source(model, inputs), out=tmp_path / "m.stagepack", cut_options=CutOptions(stages=1)
+        capture_model(model, inputs), out=tmp_path / "m.stagepack", cut_options=CutOptions(stages=1)
     )
     stage = stagepack.load_stage(bundle, 0, modules=True, types=case.classes(), allow_ops=namespaces(bundle))
     answered: set[str] = set()
