@@ -21,12 +21,14 @@ GPU_WHEELS := build/gpu-wheels
 # set this variable.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo gpu gpu-wheels test lint typecheck schema-check smoke unit docs docs-outputs test-changed test-fast test-torch test-zoo test-libraries coverage fuzz fuzz-short clean
+.PHONY: help demo gpu gpu-wheels check test nightly lint typecheck schema-check smoke unit docs docs-outputs test-changed test-fast test-torch test-zoo test-libraries coverage fuzz fuzz-short clean
 
 help:
 	@echo "make demo      export, verify and run a real model"
-	@echo "make test      everything that CI checks: lint typecheck schema-check smoke docs unit, each a target too"
-	@echo "make test-fast the tests that start no process, in 2 minutes: run it before each commit"
+	@echo "make check     lint, types and the tests that start no process, in 3 minutes: run it before each commit"
+	@echo "make test      everything that CI checks for each change: lint typecheck schema-check smoke docs unit, each a target too"
+	@echo "make nightly   make test, the slow tests, those of other libraries, and short runs of the fuzzers: hours"
+	@echo "make test-fast the tests that start no process"
 	@echo "make test-changed  the tests that import what differs from main, or from BASE"
 	@echo "make test-torch TORCH=2.15.0  the tests under another torch, in an environment of its own; every target takes TORCH"
 	@echo "make test-zoo  the slow tests, which make test leaves out: every model of the zoo, Ray, faults of many processes, ..."
@@ -41,9 +43,17 @@ demo: $(VENV)/ready
 	@echo "The demo downloads nothing more, and writes 92 MB into build/."
 	$(BIN)/python tools/demo.py
 
+check: lint schema-check
+	$(MAKE) $(if $(findstring --jobserver,$(MAKEFLAGS)),,--jobs=2) test-fast typecheck
+
 # The tests wait for processes for a part of their time, which the other checks use. What takes seconds comes first.
 test: lint schema-check
 	$(MAKE) $(if $(findstring --jobserver,$(MAKEFLAGS)),,--jobs=2) unit typecheck smoke docs
+
+nightly: test
+	$(MAKE) test-zoo
+	$(MAKE) test-libraries
+	$(MAKE) fuzz-short
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check
