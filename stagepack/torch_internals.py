@@ -211,7 +211,7 @@ TorchDispatchMode = _python_dispatch.TorchDispatchMode
 
 # Raised where an operator needs the data of a fake tensor.
 DataDependentError = fake_tensor.DataDependentOutputException
-# Likewise, where a size depends on the data, or an operator has no implementation without data.
+# Errors where a size depends on the data, or an operator has no implementation without data.
 NO_DATA_ERRORS = (DataDependentError, fake_tensor.DynamicOutputShapeException, fake_tensor.UnsupportedOperatorException)
 
 

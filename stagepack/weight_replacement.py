@@ -52,7 +52,7 @@ _NOT_COMPUTING: Final = frozenset(
 _NOT_COMPUTING_SUFFIXES: Final = ("dropout", "dropout_prob", "layerdrop", "pdrop")
 # Decoders of text take no notice of these; other models find padding or the last token by them.
 _TOKENS: Final = frozenset(("bos_token_id", "eos_token_id", "pad_token_id"))
-# Of a pipeline of sentence-transformers.
+# Settings of a pipeline of sentence-transformers.
 _COMPUTING_SETTINGS: Final = frozenset(("modules", "is_normalized"))
 
 

@@ -57,7 +57,7 @@ def same_state(one: torch.nn.Module, other: torch.nn.Module) -> bool:
     )
 
 
-# Those of mechanisms that the others have too.
+# Models of mechanisms that the others have too.
 SLOW = (
     "encoder-decoders-t5",
     "decoders-llama-tied",

@@ -25,7 +25,7 @@ from tests.fuzz.mutation import locations, mutate, mutate_alike
 from tests.fuzz.parsers import PARSER_MODULES, FuzzedParser, fuzzed_parser
 
 INSTRUMENTED = ["stagepack", "stagepack_loaders", "stagepack_serving"]
-# Of processor time.
+# Seconds of processor time.
 SECONDS = 20
 MEMORY_MIB = 2048
 MAX_BYTES = 2**18
@@ -97,7 +97,7 @@ def fuzz(parser_name: str, options: argparse.Namespace) -> None:
         f"-max_total_time={options.seconds}",
         f"-runs={options.runs}",
         f"-seed={options.seed}",
-        # Of any time: on a busy machine, a process waits for processors.
+        # Time of any kind: on a busy machine, a process waits for processors.
         f"-timeout={10 * SECONDS}",
         f"-report_slow_units={10 * SECONDS}",  # `FindingRecorder` counts the time of the processor
         f"-rss_limit_mb={MEMORY_MIB}",

@@ -299,7 +299,7 @@ def run(kills: int, names: Collection[str], seed: int) -> bool:
         while not (url_path.is_file() and url_path.read_text()):
             time.sleep(0.01)
         found = []
-        # Those of the processes that are killed, and not of this one.
+        # Temporary files of the processes that are killed, and not of this one.
         os.environ["TMPDIR"] = tempfile.tempdir = str(temporary)
         try:
             for writer_name, writer in writers(folder, url_path.read_text()).items():

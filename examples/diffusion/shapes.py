@@ -35,7 +35,7 @@ class Scene(NamedTuple):
 
     @property
     def caption(self) -> str:
-        """Such as "a small red circle on blue"."""
+        """A text such as "a small red circle on blue"."""
         return f"a {self.scale} {self.color} {self.shape} on {self.background}"
 
     def picture(self, x: float, y: float) -> Image.Image:

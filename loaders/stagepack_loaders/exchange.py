@@ -40,7 +40,7 @@ def to_array(value: Any, value_type: Value | Edge, arrays: ArrayOps) -> Any:
     converted_value = _convert(value, value_type, arrays)
     if arrays.is_array(converted_value):
         return converted_value
-    # It is in the memory of a device, where callers of this kind have no arrays.
+    # The value is in the memory of a device, where callers of this kind have no arrays.
     return arrays.from_elements(to_elements(converted_value, value_type), value_type)
 
 

@@ -43,10 +43,10 @@ import numpy
 from stagepack.errors import DigestError, Problem
 from stagepack_loaders.elements import Array
 
-# Those of the kernel's own whose files only change through it. Of network file systems, other machines change the files.
+# File systems whose files only change through this kernel. Other machines change the files of network file systems.
 _FILE_SYSTEMS: Final = frozenset({"ext2", "ext3", "ext4", "xfs", "f2fs", "tmpfs"})
 _MOUNTS_PATH: Final = Path("/proc/self/mountinfo")
-# Of <fcntl.h> and <sys/mman.h>; the modules fcntl and mmap lack them.
+# Constants of <fcntl.h> and <sys/mman.h> that the modules fcntl and mmap lack.
 _F_SETOWN_EX, _F_OWNER_TID = 15, 0
 _MAP_FIXED, _MREMAP_MAYMOVE, _MREMAP_FIXED = 0x10, 1, 2
 _PROTECTION: Final = mmap.PROT_READ | mmap.PROT_WRITE

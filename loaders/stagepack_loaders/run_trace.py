@@ -237,7 +237,7 @@ def read_trace(path: str | os.PathLike[str]) -> RunTrace:
 
 
 class _Arguments(Struct, frozen=True, kw_only=True):
-    """Of a span: its request, stage and bytes. Of a name: the name."""
+    """The request, the stage and the bytes of a span, or a name."""
 
     name: str = ""
     request: _Count = 0

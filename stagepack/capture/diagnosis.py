@@ -25,7 +25,7 @@ TIME_LIMIT: Final = 120.0
 WRITE: Final = "stagepack export"
 DRAFT: Final = "torch.export.draft_export"
 _GOES_ON: Final = "it goes on after "
-# They report what the errors say, too.
+# Loggers that report what the errors say, too.
 _LOGGERS = ("torch._guards", "torch.export._draft_export", "torch.export", "torch.fx.experimental.symbolic_shapes")
 
 

@@ -38,7 +38,7 @@ _INPUTS_OF_KIND: Final = {
     "time": ("past_values",),
 }
 _TEXT_INPUTS: Final = ("input_ids", "attention_mask", "decoder_input_ids")
-# Of an encoder of images, they are patches; models of other kinds call so what another model computes.
+# Patches, in an encoder of images; models of other kinds call so what another model computes.
 _PATCHES: Final = "hidden_states"
 # The name of the number of images or sounds, where it may be another than that of texts.
 _OWN_NUMBER: Final = {"image": "images", "video": "videos", "audio": "sounds"}
@@ -152,7 +152,7 @@ class _ExampleMaker:
         return [examples[-1], *with_text_alone]
 
     def _kinds_besides_text(self) -> tuple[str, ...]:
-        """Of images and videos, a model gets images, unless it takes videos alone."""
+        """A model that takes images and videos gets images."""
         needed = {*self._main_inputs, *self._required}
         declared = {
             kind
@@ -236,7 +236,7 @@ class _ExampleMaker:
 
     def _tried(self, samples: _Examples) -> ModelExample | None:
         """Inputs with text where the model takes it, and whether the model takes them; None if a needed input is missing."""
-        # Of models that read a text twice, such as one with a Q-Former, which has a tokenizer of its own.
+        # Models such as one with a Q-Former, which has a tokenizer of its own, read a text twice.
         further_texts = [
             input_name
             for input_name in self._required

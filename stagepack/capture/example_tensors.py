@@ -129,7 +129,7 @@ def _frame_count(model: Any) -> int | None:
 
 
 def _images_or_frames(model: Any) -> tuple[int, ...]:
-    """Of a model of videos, several images."""
+    """A model of videos gets several images."""
     frame_count = _frame_count(model)
     reads_videos = "video" in input_kinds(model) and "image" not in input_kinds(model)
     image_chw = _image_chw(model)
@@ -225,7 +225,7 @@ def _row_count(model: Any, samples: Mapping[str, torch.Tensor], method_name: str
         method_parameters = inspect.signature(method).parameters
         method_inputs = {input_name: value for input_name, value in samples.items() if input_name in method_parameters}
         call = call_with_shapes(model, method, method_inputs)
-        # Of padded sounds and images, the number of rows depends on their masks.
+        # The number of rows of padded sounds and images depends on their masks.
         result = _computed(model, method, method_inputs) if asks_for_data(call) else call.result
         features = getattr(result, "pooler_output", result)
         tensors = [leaf for leaf in tree_leaves(features) if isinstance(leaf, torch.Tensor)]

@@ -246,7 +246,7 @@ def _check_logits_of_pair(
             input_ids=decoder_tokens[:, start:end],
             cache_position=torch.arange(start, end, device=model.device),
             attention_mask=torch.ones_like(decoder_tokens[:, :end]),
-            # Those that the first call has kept need not come again.
+            # Rows that the first call has kept need not come again.
             encoder_hidden_states=encoder_rows if start == 0 else encoder_rows[:, :1],
             **decoder_inputs,
         )

@@ -98,7 +98,7 @@ class _Candidate:
     """Inputs to capture a model with."""
 
     inputs: Inputs
-    # Those with the smallest sizes, if these are known.
+    # Inputs with the smallest sizes, if these are known.
     further_inputs: tuple[Inputs, ...] = ()
     # Kinds of inputs that the model has and these are without.
     left_out: tuple[str, ...] = ()

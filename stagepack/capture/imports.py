@@ -20,7 +20,7 @@ _TORCHAO_MODULE = "torchao.prototype.safetensors.safetensors_support"
 _TORCHAO_LOGGERS = ("torchao", "torch.utils._pytree")
 # diffusers warns where this torchao lacks what diffusers knows.
 _DIFFUSERS_LOGGER = "diffusers.quantizers.torchao.torchao_quantizer"
-# It warns of each attempt to reach the hub.
+# The logger that warns of each attempt to reach the hub.
 _HUB_LOGGER = "huggingface_hub"
 
 

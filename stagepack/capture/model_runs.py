@@ -31,7 +31,7 @@ from stagepack.torch_internals import (
 
 # Random models run under this seed, here and in every self-check.
 EXAMPLE_SEED: Final = 0
-# It reports each operator that refuses its arguments.
+# The logger that reports each operator which refuses its arguments.
 _LOGGER = "torch._subclasses.fake_tensor"
 _OF_EVERY_MODULE: Final = frozenset(vars(torch.nn.Module()))
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -230,7 +230,7 @@ def _save_containers(model: torch.nn.Module, tensors: list[torch.Tensor]) -> Ite
             case torch.nn.Module():
                 pending.append(vars(container))
             case _ if _package(type(container)) in packages:
-                # Such as a cache of positions, which the code fills when it first runs.
+                # The object may be a cache of positions, which the code fills when it first runs.
                 with contextlib.suppress(AttributeError):  # it has slots
                     pending.append(object.__getattribute__(container, "__dict__"))
 

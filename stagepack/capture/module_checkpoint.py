@@ -124,7 +124,7 @@ def _make_without_data(make_model: Callable[[], Made], deferred: DeferredTensors
             made = make_model()
     except Exception as error:
         raise _MadeWithoutDataError from error
-    # Such as in a list of the module, where it is not replaced, and would keep its first data.
+    # A parameter in a list of the module is not replaced, and would keep its first data.
     if any(parameter() is not None for parameter in replaced):
         raise _MadeWithoutDataError
     return made
@@ -147,7 +147,7 @@ def _load(
         for weight_name, tensor in module.state_dict(keep_vars=True).items()
         if isinstance(tensor, torch.Tensor)
     }
-    # Of tied weights, a checkpoint needs only one.
+    # A checkpoint needs only one of several tied weights.
     names_of_weight: dict[int, list[str]] = {}
     for weight_name, tensor in state.items():
         names_of_weight.setdefault(id(tensor), []).append(weight_name)

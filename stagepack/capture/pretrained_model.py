@@ -37,7 +37,7 @@ from stagepack.torch_internals import replaced_checkpoint_tensors
 _SHOWN_PROBLEMS = 5
 # The dtypes that a model is loaded in, by name.
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ("float64", "float32", "float16", "bfloat16")}
-# Of the hub's client and of the HTTP client below it, which are not imported for their names.
+# Errors of the hub's client and of the HTTP client below it, which are not imported for their names.
 _CONNECTION_ERRORS = frozenset(
     ("ConnectError", "ConnectTimeout", "LocalEntryNotFoundError", "OfflineModeIsEnabled", "ProxyError")
 )

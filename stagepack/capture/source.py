@@ -174,7 +174,7 @@ class _Pretrained(ModelSource):
         return model, None
 
     def captures(self, example: Example = _NO_EXAMPLE, modules: Sequence[str] = ()) -> dict[str, Capture]:
-        """Of a whole model in evaluation mode, the weights stay in their files."""
+        """The weights of a whole model in evaluation mode stay in their files."""
         if modules or example.training or diffusers_class(self.name):
             return super().captures(example, modules)
         inputs = example.inputs(self._make_inputs)

@@ -28,7 +28,7 @@ from stagepack.capture.inputs import Inputs, inputs_by_parameter, on_device_of
 from stagepack.capture.stated_sizes import StatedSize, StatedSizes
 from stagepack.errors import CaptureError, MissingPackageError, OptionError
 
-# Of one call of the model, or of functions of it by their paths.
+# The inputs of one call of the model, or of functions of it by their paths.
 ExampleInputs = Inputs | dict[str, Inputs]
 # What `stagepack.export` takes as its inputs.
 StatedInputs = Inputs | str | Sequence[str] | Mapping[str, Any]

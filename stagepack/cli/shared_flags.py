@@ -68,7 +68,7 @@ def _import_modules(
     return module_names
 
 
-# It is eager: a module may register the runtime that another option names.
+# An eager option: a module may register the runtime that another option names.
 IMPORTS = flag(
     "--import MODULE",
     "Import this Python module first, such as one that registers custom operators or a runtime. Repeatable.",

@@ -48,7 +48,7 @@ EXPR_TERMS = 1024
 # Conditions on the sizes of one entry point.
 GUARDS = 1024
 
-# Of the device of a stage, relative to the other devices.
+# The speed of the device of a stage, relative to the other devices.
 SLOWEST_SPEED, FASTEST_SPEED = 1e-6, 1e6
 
 NAME_CHARACTERS = 1024

@@ -126,7 +126,7 @@ class OnnxModel:
     operators: frozenset[tuple[str, str]]  # pairs of the domain and the name of each operator that a node calls
     unconditional: frozenset[str]  # the names of those that run whatever the conditions of branches are
     tensors: tuple[OnnxTensor, ...]  # the tensors whose bytes are in other files
-    # Those of `tensors` that are initializers of its graph, and whose names no other tensor of the file has.
+    # Tensors of `tensors` that are initializers of its graph, and whose names no other tensor of the file has.
     initializers: tuple[OnnxTensor, ...]
 
 

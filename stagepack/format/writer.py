@@ -109,7 +109,7 @@ class BundleWriter:
         """Remove an unfinished bundle, and convert an OSError to a `WriteError`."""
         self._locked_folder.__exit__(kind, error, trace)
         if os.path.lexists(self._out):
-            # Those of killed processes too: they are needed only as long as there is no output.
+            # Folders of killed processes too: they are needed only as long as there is no output.
             for replaced_folder in siblings(self._out, "old"):
                 if is_bundle_folder(replaced_folder) and not other_files(replaced_folder):
                     remove_folder(replaced_folder, MANIFEST_NAME)

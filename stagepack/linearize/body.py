@@ -46,7 +46,7 @@ from stagepack.torch_internals import PIPE_SPLIT_OPERATOR, HigherOrderOperator, 
 
 # The argument whose items are passed to all subgraphs as their last inputs.
 _OPERANDS: Final = {"cond": 3, "while_loop": 3, "map_impl": 2, "scan": 3, "associative_scan": 2}
-# Of flex_attention: the subgraph of the scores and the last item of the block mask, with the operands of each.
+# Arguments of flex_attention: the subgraph of the scores and the last item of the block mask, with the operands of each.
 _SCORE_OPERANDS, _MASK_OPERANDS = 7, 8
 _SPLIT_MARKERS = ("stagepack.split_here.default", PIPE_SPLIT_OPERATOR)
 _UNWRAP_OPERATOR = "export.access_subclass_inner_tensor.default"
@@ -201,7 +201,7 @@ class BodyBuilder:
         call = FxNode(node.graph, node.name, "call_function", target, tuple(args), node.kwargs)
         call.meta = {**node.meta, "val": token_and_results[1:] if result_count > 1 else token_and_results[1]}
         self._append_node(module, call, self._complete_context(node, context))
-        # It is not in the graph, whose nodes should not count it as a user.
+        # The call is not in the graph, whose nodes should not count it as a user.
         call.args, call.kwargs = (), {}
         result = self.arguments[call]
         return result if isinstance(result, list) else [result]

@@ -141,7 +141,7 @@ class _Ranges:
         example = self._trial.example
         outcome = self._trial.at(self._trial.nearest({symbol_name: size}))
         if outcome.verdict in _REFUSED:
-            # It may need the same size of others, as `gather` does of its index, or an attention mask of the texts of a batch.
+            # The input may need the same size of others, as `gather` does of its index, or an attention mask of its texts.
             joint_names = [joint_name for joint_name in example if joint_name in self._requests]
             joint_sizes = {joint_name: max(size, self._requests[joint_name].smallest) for joint_name in joint_names}
             outcome = self._trial.at(self._trial.nearest(joint_sizes))

@@ -278,7 +278,7 @@ def _weight(
         dtype=dtype_name(tensor.dtype),
         shape=tuple(tensor.shape),
         trainable=tensor.requires_grad and tensor.is_leaf,
-        # Of a dimension of size 1 too: operators choose the memory format of their results by strides.
+        # The stride of a dimension of size 1 counts: operators choose the memory format of their results by strides.
         strides=tuple(tensor.stride()) if is_view or has_own_strides else None,
         base=base.name if base is not None and is_view else None,
         offset=offset_in_base(tensor, base.tensor) if base is not None and is_view else 0,

@@ -113,7 +113,7 @@ def _recurrent_reads(call: OperatorCall) -> int:
     """The weights between steps are read for each step, those of the input for all steps together."""
     weights: Sequence[TensorShape] = call.arguments["params"]
     group_count = call.arguments["num_layers"] * (2 if call.arguments["bidirectional"] else 1)
-    # Of each layer and direction: input matrix, hidden matrix, two biases if it has any, projection if it has one.
+    # Weights of each layer and direction: input matrix, hidden matrix, two biases if it has any, projection if it has one.
     group_size = len(weights) // group_count
     step_weights = [*weights[1::group_size]]
     if group_size % 2:
@@ -233,7 +233,7 @@ def _matrix_power(call: OperatorCall) -> int:
     return 2 * matrices.elements * matrices.last_size * abs(int(call.arguments["n"])).bit_length()
 
 
-# Of ATen, without overload and without the underscore of those that write in place.
+# Operators of ATen, without overload and without the underscore of those that write in place.
 # The factors of dense linear algebra are those of Golub and Van Loan, Matrix Computations, 4th edition, chapters 3 to 8.
 _ATEN_FORMULAS: Final[tuple[tuple[FlopFormula, str], ...]] = (
     (

@@ -21,7 +21,7 @@ MEMORY_BOUND_PREFIXES: Final = (
     "torchvision.ps_roi_",
     "torchvision.roi_",
 )
-# It moves no data; the bytes that it moves tell; its operations are counted, by torch or by a formula; a guess from the shapes.
+# An operator moves no data; its bytes tell; its operations are counted, by torch or by a formula; a guess from the shapes.
 CostSource = Literal["free", "memory", "counted", "estimated"]
 # Arithmetic on symbolic scalars.
 _FREE_NAMESPACES: Final = frozenset({"operator", "math", "torch"})
@@ -73,7 +73,7 @@ _PRIMS_VIEWS = _named(
     """,
 )
 
-# They move no data.
+# Operators that move no data.
 FREE_OPERATORS: Final = _VIEWS | _METADATA | _PRIMS_VIEWS
 
 # Operators that ``torch.utils.flop_counter`` counts, some of them only after it has decomposed them.
@@ -220,7 +220,7 @@ _QUANTIZATION = _named(
     """,
 )
 
-# They do few operations for each byte that they read and write. On the reference device of `stagepack.partition.costs` fewer than 50
+# Operators with few operations for each byte that they read and write. On the reference device of `stagepack.partition.costs` fewer than 50
 # operations a byte mean that memory sets the time, so their bytes are their cost.
 MEMORY_BOUND_OPERATORS: Final = (
     _ELEMENTWISE | _REDUCTIONS | _RANDOM | _FACTORIES | _COPIES | _LOOKUPS | _SORTING | _POOLING | _QUANTIZATION

@@ -130,7 +130,7 @@ class Download:
         chunks = [(download, chunk) for download in downloads for chunk in file_chunks(download.entry)]
         tasks = deque(sorted(chunks, key=lambda task: task[1].index > 0))
         results: queue.SimpleQueue[FileDownload | BaseException] = queue.SimpleQueue()
-        # Those of a ThreadPoolExecutor would make the interpreter wait at its end until all is downloaded.
+        # Threads of a ThreadPoolExecutor would make the interpreter wait at its end until all is downloaded.
         threads = [
             threading.Thread(target=self._take_chunks, args=(tasks, results), name="stagepack-download", daemon=True)
             for _ in range(CONNECTIONS)
@@ -297,7 +297,7 @@ class _ChunkWriter:
     """Takes a file from its first byte on, and writes those of its chunks that are missing and right."""
 
     def __init__(self, download: FileDownload, finish_chunk: Callable[[FileDownload, int, int], None]) -> None:
-        # Of the first chunk whose content is wrong.
+        # What is wrong with the first chunk that is not as expected.
         self.problem: Problem | None = None
         # A chunk could not be written. The store must not take it for an error of the connection.
         self.write_error: OSError | None = None

@@ -164,7 +164,7 @@ def _signed_manifest(verifier: verifying.Config, signature_path: Path) -> manife
     """Verify a signature by the public interface of model_signing; return what it is over."""
     recorded = _RecordedManifest()
     verifier.set_hashing_config(_NoHashing(recorded))
-    # It prints a warning for signatures of its versions before 1.1, and standard output is for the facts of our commands alone.
+    # The verifier prints a warning for signatures of its versions before 1.1, and standard output is for the facts of our commands alone.
     with contextlib.redirect_stdout(sys.stderr):
         verifier.verify(signature_path.parent, signature_path)
     if recorded.signed is None:

@@ -149,7 +149,7 @@ def test_a_socket_is_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_disk_is_no_file(tmp_path: Path) -> None:
-    """It has content, unlike a pipe or a terminal."""
+    """A disk has content, unlike a pipe or a terminal."""
     disk = tmp_path / "disk"
     try:
         os.mknod(disk, stat.S_IFBLK | 0o600, os.makedev(7, 255))

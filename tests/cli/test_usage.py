@@ -12,7 +12,7 @@ from stagepack_loaders.registry import runtime_names
 
 COMMANDS = main.list_commands(click.Context(main))
 RUNTIMES = ", ".join(map(repr, ("auto", *runtime_names())))
-# They require an option, or take further arguments.
+# Commands that require an option, or take further arguments.
 NEED_MORE = {"asset", "compile", "diff", "export", "profile", "pull", "push", "recut", "report"}
 NEED_MORE |= {"serve", "sign"}
 

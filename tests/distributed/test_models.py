@@ -33,7 +33,7 @@ MODELS = named(
     "weights-tied-at-both-ends",
 )
 IN_CI = ("values-u-net", 3)
-# Of calls in turn: one of each kind; `make test-zoo` runs all.
+# Models that are called in turn: one of each kind; `make test-zoo` runs all.
 QUICK = named(
     "aliasing-inputs-written",
     "decoders-llama-tied",

@@ -18,7 +18,7 @@ from tests.distributed.bundles import in_processes, process_ids
 from tests.hostile.attack import run
 
 IDS = torch.arange(6)
-# Of the clocks of two processes of a host: both count from one moment, which each has read once.
+# The difference of the clocks of two processes of a host: both count from one moment, which each has read once.
 CLOCK_NANOSECONDS = 200_000
 
 

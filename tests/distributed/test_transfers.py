@@ -94,7 +94,7 @@ def test_a_failed_request_and_a_command_keep_the_order(connect: Connect) -> None
         assert_same(connection.pass_x(torch.ones(rows)), torch.ones(rows))
 
 
-# Of a request that has no identity.
+# Words of a request that has no identity.
 TRACE_WORDS = (0, 0, 0, 0)
 
 

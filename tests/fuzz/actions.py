@@ -24,7 +24,7 @@ from stagepack.errors import StagepackError
 from tests.bundle_editor import MANIFEST_NAME
 from tests.fuzz.roads import RoadsDifferError, compare_roads
 
-# Of processor time.
+# Seconds of processor time.
 SECONDS = 20
 COMPILE_SECONDS = 120
 MEMORY_BYTES = 2 * 2**30

@@ -30,7 +30,7 @@ from stagepack_loaders.torch.arrays import TORCH_ARRAYS
 from tests.fuzz.plain_run import PlainModel
 from tools.fork_server import ForkedProcess
 
-# Of these the content is what the memory had before.
+# Operators whose result has the content that the memory had before.
 _WITHOUT_CONTENT = ("aten.empty", "aten.new_empty", "aten.resize")
 _LOAD_OPTIONS: tuple[dict[str, Any], ...] = (
     {"stream": True}, {"device_memory": "16KiB"}, {"copy": True}, {"verify": "manifest"}, {"verify": "off"},
@@ -108,7 +108,7 @@ def _compare_entry_point(
     if choose.randrange(_PROCESSES_OF) == 0 and not is_random:
         roads["processes"] = (True, calls.processes)
     if any(stage.onnx for stage in bundle.stages) and not is_random:
-        # Of changed graphs or ONNX files nobody can say whether they compute the same.
+        # Nobody can say whether changed graphs or ONNX files compute the same.
         kept, changed = (_content(one) for one in (original, bundle))
         roads["onnxruntime" if kept == changed else "onnxruntime alone"] = (True, calls.onnx)
     compared = []

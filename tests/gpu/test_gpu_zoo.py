@@ -25,7 +25,7 @@ from tests.zoo.test_zoo import name_of, namespaces
 
 pytestmark = pytest.mark.gpu
 
-# It names a device on purpose, or `cpu` in a place that torch does not change when it moves a program.
+# Models that name a device on purpose, or `cpu` in a place that torch does not change when it moves a program.
 NAMED_DEVICES = {"operators-factories-with-a-device", "operators-moves-to-a-device"}
 # When torch moves a program, views of one storage get memory of their own, so that a write is not seen through another view.
 WRITTEN_VIEWS = {

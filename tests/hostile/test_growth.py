@@ -100,7 +100,7 @@ def subgraphs_that_call_two(depth: int) -> Graph:
     ids=["random-numbers", "copies", "memory"],
 )
 def test_a_subgraph_is_looked_at_once(work: Callable[[Graph], object]) -> None:
-    # Of depth 24, it would be called 46,368 times.
+    # At depth 24, a subgraph would be called 46,368 times.
     graph = subgraphs_that_call_two(24)
     assert step_count(lambda: work(graph)) < 20_000
 

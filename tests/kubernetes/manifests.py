@@ -37,7 +37,7 @@ def container_of(template: dict[str, Any]) -> dict[str, Any]:
 
 @functools.cache
 def validator(kind: str) -> Draft202012Validator:
-    """Of the published schema of a kind of objects, in which no object has other fields than those that it names."""
+    """Return a validator of the published schema of a kind, in which no object has other fields than those that it names."""
     (path,) = SCHEMAS.glob(f"{kind.lower()}-v*.json")
     return Draft202012Validator(forbid_other_fields(json.loads(path.read_text())))
 

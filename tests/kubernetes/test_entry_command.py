@@ -83,7 +83,7 @@ def layers(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
 
 
 def process_ids(pod: "subprocess.Popen[str]") -> list[int]:
-    """Of torchrun, and of the processes that it has started."""
+    """The process ids of torchrun, and of the processes that it has started."""
     return [pod.pid, *child_processes(pod.pid)] if Path(f"/proc/{pod.pid}").exists() else []
 
 

@@ -125,7 +125,7 @@ def test_no_picture_model_sends_a_tensor_for_its_size(make: type[torch.nn.Module
     assert max(less) > 20_000 or make is FeaturePyramid, less
 
 
-# Of many nodes.
+# Models of many nodes.
 LARGE = named(
     "containers-cache-of-any-length",
     "containers-static-cache-as-an-input",

@@ -12,6 +12,6 @@ REFUSED = {"diffusers-lumina2": "unhashable type: non-nested SymInt"}
 _ALL = cast("list[LibraryCase]", cases_of(tests.libraries.models))
 CASES = [case for case in _ALL if case.name not in REFUSED]
 REFUSED_CASES = [case for case in _ALL if case.name in REFUSED]
-# Those that CI runs: their libraries are installed anyway.
+# Models that CI runs: their libraries are installed anyway.
 QUICK = ("torch-dlrm", "torch-lstm-any-length", "torch-gru-any-length")
 STAGES = (1, 3, 5)

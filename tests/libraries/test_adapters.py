@@ -63,7 +63,7 @@ def test_the_folder_of_an_adapter_becomes_the_merged_model(adapted: Any, tmp_pat
         assert saved_names(bundle) == dict(merged.named_parameters()).keys()
         answer = stagepack.load(bundle)(input_ids=PROMPT, attention_mask=torch.ones_like(PROMPT))
         assert torch.equal(answer["logits"], merged(input_ids=PROMPT).logits)
-    # Those of the base model, and those beside the adapter.
+    # Files of the base model, and files beside the adapter.
     assert {"tokenizer.json", "chat_template.jinja"} <= set(found.files)
     graph = found.graph(0)
     assert all(weight.trainable for weight in graph.weights if weight.kind == "parameter")

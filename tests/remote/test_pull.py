@@ -204,7 +204,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.process
 @pytest.mark.parametrize("is_first", [True, False])
 def test_a_full_disk_is_left_as_it_was(is_first: bool, server: HttpServer, versions: Path, disk: Path) -> None:
-    """It fills up during the download, which began with enough space."""
+    """The disk fills up during the download, which began with enough space."""
     if not is_first:
         with HttpServer(versions, fail_after(4_000_000)) as failing_server:
             assert pull(failing_server, "v0", disk / "out").exit_code == 1

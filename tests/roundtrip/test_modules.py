@@ -73,7 +73,7 @@ def test_every_module_answers_as_in_the_model(case: Case, stages: int, tmp_path:
 
 
 class Twice(nn.Module):
-    """It calls one module twice with the same graph, another one with two graphs, and counts its calls."""
+    """Calls one module twice with the same graph, another one with two graphs, and counts its calls."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -78,7 +78,7 @@ def replaced(stage: nn.Module, name: str, run: Any) -> nn.Module:
 
 
 class Mean(nn.Module):
-    """It takes a size besides a tensor, and reads one off it; a mask goes through it."""
+    """Takes a size besides a tensor, and reads one off it; a mask goes through it."""
 
     def __init__(self) -> None:
         super().__init__()

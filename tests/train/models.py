@@ -21,7 +21,7 @@ LEARNING_RATE = 0.05
 STEPS = 10
 MAX_NORM = 0.5
 SEED = 7
-# Of the steps without an optimizer.
+# The number of steps without an optimizer.
 GRADIENT_STEPS = 2
 LAYERS = 16
 # Arguments of a model and the target.

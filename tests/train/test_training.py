@@ -81,7 +81,7 @@ def check_run(folder: Path, run: str, process_count: int, replicas: int = 1) -> 
             rtol, atol = (0, 1e-12 * scale) if is_scaled else (1e-12, 1e-14)
             torch.testing.assert_close(gradient, gradients[name], rtol=rtol, atol=atol)
     assert seen == set(gradients)
-    # Of several pipelines, the bundle has the running statistics of the first one.
+    # The bundle of several pipelines has the running statistics of the first one.
     weights = model.state_dict() if replicas == 1 else {name: p.detach() for name, p in model.named_parameters()}
     for stage in stagepack.load(folder / f"{run}.stagepack").stages:
         for name, tensor in stage.state_dict().items():

@@ -125,7 +125,7 @@ def test_views_do_not_count(tmp_path: Path) -> None:
     ids=["negative", "divided by zero", "a symbol of its own"],
 )
 def test_sizes_that_cannot_be_computed_are_too_large(dim: Any, tmp_path: Path) -> None:
-    """They are right at the size of the example, 3."""
+    """The sizes are right at that of the example, 3."""
     out = tmp_path / "distances.stagepack"
     stagepack.export(Distances(), (torch.ones(3, 4),), dynamic_shapes={"x": {0: ROWS}}, stages=1, out=out)
 

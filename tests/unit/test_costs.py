@@ -211,7 +211,7 @@ def test_custom_operators_are_estimated_and_named() -> None:
 
 
 def test_sizes_that_depend_on_data_may_be_too_small_to_count_with(tmp_path: Path) -> None:
-    """They count as 1, which is less than the kernel."""
+    """The sizes count as 1, which is less than the kernel."""
 
     class Found(nn.Module):
         def __init__(self) -> None:

@@ -344,7 +344,7 @@ def test_texts_move_between_rows(llama: Any, tmp_path: Path) -> None:
     # The new tokens and the lengths by row, the moves (the row, its length, and where it goes), and the texts by row.
     calls: list[tuple[list[list[int]], list[int], list[tuple[int, int, int]], list[list[int]]]] = [
         ([first], [0], [], [first]),
-        # Of several tokens, in a call of several rows; the first text only keeps its place.
+        # Several tokens, in a call of several rows; the first text only keeps its place.
         ([second, []], [0, 4], [(0, 4, 1)], [second, first]),
         ([[5], [6]], [2, 4], [], [[*second, 5], [*first, 6]]),
         ([third], [0], [(0, 3, 2)], [third]),
@@ -412,7 +412,7 @@ def test_settings_out_of_range_are_refused(setting_name: str, wrong_values: tupl
         says = f"{setting_name}: expected {expected}, found {value}"
         with pytest.raises(InputError, match=f"^{re.escape(says)}$"):
             GenerationSettings().override({"do_sample": True, setting_name: value})
-        # Those of a file are checked with the ones of a call, which may replace them.
+        # Settings of a file are checked with the ones of a call, which may replace them.
         stored = GenerationSettings().replace({"do_sample": True, setting_name: value})
         with pytest.raises(InputError, match=f"^{re.escape(says)} in generation_config.json of the bundle$"):
             stored.override({"seed": 1})

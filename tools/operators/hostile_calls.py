@@ -108,7 +108,7 @@ def _run_calls(
     known_calls = list(valid_calls)
     try:
         for call in hostile_calls(operator, known_calls, counters[0], call_count - counters[0]):
-            # Of the processor, so that other processes do not count; SIGPROF ends this one.
+            # Time of the processor, so that other processes do not count; SIGPROF ends this one.
             signal.setitimer(signal.ITIMER_PROF, _CALL_SECONDS)
             original = copy_tensors(call)  # before the operator writes them
             result = make_call(operator, call)

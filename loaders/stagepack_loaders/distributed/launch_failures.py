@@ -207,7 +207,7 @@ class LaunchFailures:
         return error
 
 
-# Of the last connection.
+# The failures of the last connection.
 _OPENED: dict[int, LaunchFailures] = {}
 
 

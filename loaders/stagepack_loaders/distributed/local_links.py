@@ -23,7 +23,7 @@ from stagepack_loaders.distributed.process_group import MessageHead, machine_id
 from stagepack_loaders.distributed.routes import ConnectionLostError, Route, aligned, head_capacity
 from stagepack_loaders.distributed.shared_blocks import ReadBlocks, UnusedBytes, WrittenBlocks
 
-# Of the block with the bodies of a message: its number, the bytes that they take, its size if it is new; then the number of a block that
+# The block with the bodies of a message: its number, the bytes that they take, its size if it is new; then the number of a block that
 # is dropped. 0 for none.
 _BLOCK_WORDS: Final = struct.Struct("<4q")
 _ANCILLARY_BYTES: Final = socket.CMSG_SPACE(array("i").itemsize)
@@ -32,7 +32,7 @@ _MESSAGE_CUT: Final = int(socket.MSG_TRUNC)
 _ANCILLARY_CUT: Final = int(socket.MSG_CTRUNC)
 # Messages may be as large as half of the memory that the system gives a socket by default.
 LARGEST_HEAD: Final = 2**16 + 2**15
-# Of one route, with tensors on them.
+# Blocks of one route with tensors on them.
 _MOST_BLOCKS: Final = 64
 # How many messages with bodies are taken, then the numbers of the blocks that are returned.
 _ACKNOWLEDGEMENT_WORDS: Final = 1 + 2 * _MOST_BLOCKS

@@ -78,7 +78,7 @@ class ProcessExecutor(Executor):
         self._launcher = launcher
         self._max_restarts = max_restarts
         self._restart_times: deque[float] = deque(maxlen=max_restarts)
-        # Of a pipeline, which may be collected while this executor starts its processes again.
+        # A method of a pipeline, which may be collected while this executor starts its processes again.
         self._run_example = weakref.WeakMethod(run_example)
         self._has_state = any(stage.state for stage in bundle.stages)
         self._has_started = False

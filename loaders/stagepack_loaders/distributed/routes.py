@@ -26,9 +26,9 @@ from stagepack.format.tree import value_names
 # The rank of the process that is called, which has the inputs of the model and gets its results.
 FRONT_RANK = 0
 WORD_BYTES = 8
-# Of messages by which the front announces requests with bodies, and that it closes; routes have the tags above.
+# The tag of messages by which the front announces requests with bodies, and that it closes; routes have the tags above.
 ANNOUNCEMENT_TAG = 0
-# Of messages by which the front cancels requests, and that it closes; above all tags of routes.
+# The tag of messages by which the front cancels requests, and that it closes; above all tags of routes.
 CANCEL_TAG = 2**20 + 1
 _FIXED_WORDS = struct.Struct("<4q32s")
 _ALIGNMENT = 64
@@ -139,7 +139,7 @@ class ControlKind(IntEnum):
     CANCEL = 9  # nobody waits for the answer to the request of this number; sent beside the routes
 
 
-# Of messages with the values of a request; the others are commands.
+# Kinds of messages with the values of a request; the others are commands.
 REQUEST_KINDS = (ControlKind.RUN, ControlKind.FAIL)
 _KINDS = {kind.value: kind for kind in ControlKind}
 

@@ -15,7 +15,7 @@ import torch
 
 from stagepack.errors import first_line
 
-# Of `ReceiveMemory`, in use or not; again of the unused blocks of the links from a process. `process_memory` counts both.
+# Bytes of `ReceiveMemory`, in use or not; as many of the unused blocks of the links from a process. `process_memory` counts both.
 LARGEST_KEPT_BYTES = 2**27
 
 _SMALLEST_BLOCK = 2**18  # bytes
@@ -90,7 +90,7 @@ class WrittenBlocks(_Blocks):
 
     def take(self, byte_count: int) -> tuple[int, int, int | None]:
         """Return the number, the address and, if it is new, the file of a block for so many bytes that the reader does not use."""
-        # Of blocks of one size, the last used one, which is in the caches.
+        # The last used one of blocks of one size is in the caches.
         unused_sizes = {
             number: block.array.nbytes
             for number, block in reversed(self._blocks.items())

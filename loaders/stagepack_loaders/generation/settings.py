@@ -46,7 +46,7 @@ _UNSUPPORTED: Final[Mapping[str, tuple[Any, ...]]] = {
     "typical_p": (1,),
     "watermarking_config": (),
 }
-# They are named in the log once, and not for each text.
+# Bundles that are named in the log once, and not for each text.
 _CHECKED_BUNDLES: Final = weakref.WeakSet[Bundle]()
 
 
@@ -65,7 +65,7 @@ class _Range:
     is_of_draws: bool = True
 
 
-# Those of transformers. None, where a setting may be None, is in each of them.
+# Ranges of transformers. None, where a setting may be None, is in each of them.
 _RANGES: Final[Mapping[str, _Range]] = {
     "max_new_tokens": _Range("1 or more", lambda count: count >= 1, is_of_draws=False),
     "temperature": _Range("more than 0 (do_sample=False takes the likeliest token)", lambda divisor: divisor > 0),

@@ -64,7 +64,7 @@ class StageWeights:
         self._graph_content = graph_content
         self._newer = is_newer_minor(bundle.manifest.version)
         self._files = None if mapped else _OpenFiles(bundle, bundle.stages[stage_number].weights)
-        # Of copies, the tensors that are kept.
+        # The tensors that are kept are copies.
         self._stored = stored_tensors(weight_files) if mapped else {}
 
     def keep(self, weight_names: Collection[str], weight_files: Mapping[str, WeightFile], *, verified: bool) -> None:

@@ -83,7 +83,7 @@ _ONLY_KINDS: Mapping[str, type | None] = {
 _KINDS_WITH_A_TYPE = tuple(kind for kind in _ONLY_KINDS.values() if kind is not None)
 # The results but the first of these operators have shapes that depend on the device.
 _EMBEDDING_BAGS = frozenset({"aten.embedding_bag", "aten._embedding_bag", "aten._embedding_bag_forward_only"})
-# They return a view or a copy, as the strides of their arguments are, which are not known of all values.
+# Operators that return a view or a copy, as the strides of their arguments are, which are not known of all values.
 _PERHAPS_VIEWS = frozenset({"aten.einsum.default"})
 _ANY = Fact(object, None)
 # How operators answered in this process, by operator, arguments and default dtype. It holds no tensors.

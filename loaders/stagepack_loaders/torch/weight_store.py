@@ -106,7 +106,7 @@ class WeightCache:
         known_files = self._verified_files if verify else self._files.keys()
         missing_files = [file_name for file_name in file_names if file_name not in known_files]
         if not self._files.keys().isdisjoint(missing_files):
-            # They were read without verification, and so were the tensors.
+            # The files were read without verification, and so were the tensors.
             self._stored.clear()
             self._weights.clear()
         self._files |= open_weight_files(bundle, missing_files, options, verify=verify)

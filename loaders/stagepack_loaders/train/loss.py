@@ -21,7 +21,7 @@ from stagepack_loaders.train.pipeline_module import forked_generators
 from stagepack_loaders.train.training_options import TrainingOptions
 
 _TAG = 2  # of losses; schedules use 0, gradients of shared parameters 1
-# Of rounding, for sums in another order. Losses that differ by more have their gradients compared, which do not cancel.
+# Units of rounding, for sums in another order. Losses that differ by more have their gradients compared, which do not cancel.
 _ROUNDINGS = 16
 _DEFINES = "or give loss_reduction='mean' to train with the mean of the losses of microbatches"
 

@@ -23,7 +23,7 @@ from stagepack.graph.rows.row_analysis import find_rows
 class BatchDimensions:
     """Where tensors have the batch: the dimension of each input and result that has it, by name."""
 
-    # Of a microbatch: a symbol, or a number in a bundle whose batch is fixed.
+    # The size of a microbatch: a symbol, or a number in a bundle whose batch is fixed.
     size: Dim = 1
     inputs: Mapping[str, int] = field(default_factory=dict)
     results: Mapping[str, int] = field(default_factory=dict)
@@ -210,7 +210,7 @@ def _cut_dimension(edge: Edge, value: torch.Tensor, dimensions: BatchDimensions,
     dimension = dimensions.inputs.get(edge.name)
     if dimension is None or dimension >= value.dim():
         return None
-    # Of a fixed size, the size of the argument says whether it is a batch of several microbatches.
+    # Where the size is fixed, that of the argument says whether it is a batch of several microbatches.
     return None if dimensions.size == value.shape[dimension] and microbatch_count > 1 else dimension
 
 

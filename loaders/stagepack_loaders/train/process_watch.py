@@ -47,7 +47,7 @@ class ProcessWatch:
         self._is_loss_expected = False
         self._is_closed = False
         self._lock = threading.Lock()
-        # Those that tell the other processes, by rank, which process is gone.
+        # Threads that tell the other processes, by rank, which process is gone.
         self._tellers: dict[int, threading.Thread] = {}
         self._watch: GroupWatch | FrontWatch
         group = members.group

@@ -211,7 +211,7 @@ class ScheduleCache:
                 stages[0] if schedule in _SINGLE_STAGE else stages,
                 n_microbatches=self._options.microbatches,
                 loss_fn=self._loss,
-                # It would scale the gradients of earlier steps again.
+                # The schedule would scale the gradients of earlier steps again.
                 scale_grads=False,
             )
         except ValueError as error:

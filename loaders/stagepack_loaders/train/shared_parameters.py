@@ -17,7 +17,7 @@ from stagepack.format.reader import Bundle
 
 _TAG, _FLAG_TAG = 1, 3  # of gradients, and of flags; the schedules use 0, losses 2
 _PIPELINE, _REPLICAS = "pp", "dp"
-# Of parameters, by index, in each other process.
+# Flags of parameters, by index, in each other process.
 _Flags = dict[int, dict[int, bool]]
 
 

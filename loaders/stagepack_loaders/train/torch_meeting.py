@@ -147,7 +147,7 @@ def make_default_group() -> None:
 
 
 def _backends() -> str:
-    """Those for the host and for the GPUs of this machine: by itself, torch makes none for the host where there is a GPU."""
+    """Backends for the host and for the GPUs of this machine: by itself, torch makes none for the host where there is a GPU."""
     device = torch.accelerator.current_accelerator(check_available=True)
     if device is None or device.type == "cpu":
         return "cpu:gloo"

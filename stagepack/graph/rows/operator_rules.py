@@ -221,7 +221,7 @@ POSITION_RULES: Final = frozenset(
     }
 )
 
-# They look at sizes and types, and give no tensor.
+# Operators that look at sizes and types, and give no tensor.
 _METADATA_NAMES: Final = """
     _assert_tensor_metadata dim is_same_size numel size storage_offset stride sym_constrain_range sym_constrain_range_for_size sym_numel
     sym_size sym_storage_offset sym_stride
