@@ -57,14 +57,11 @@ def command(options: ServeOptions) -> None:
     check_sources(bundle_paths, options)
     check_options(bundle_paths, options)
     check_security_options(options)
-    _set_variables(options)
-    from stagepack_serving.server.free_memory import limit_arenas  # noqa: PLC0415 - after the arguments are checked
-    from stagepack_serving.server.metrics import Metrics  # noqa: PLC0415 - the same
+    _set_up_process(options)
+    from stagepack_serving.server.metrics import Metrics  # noqa: PLC0415 - after the arguments are checked
     from stagepack_serving.server.model_registry import ModelRegistry  # noqa: PLC0415 - the same
     from stagepack_serving.server.server import ServerAddresses, check_addresses, serve  # noqa: PLC0415 - the same
 
-    limit_arenas()
-    _write_logs(options)
     security = server_security(options)
     models = ModelRegistry(options.limits(), Metrics())
     control = model_control(bundle_paths, options, models)
@@ -96,14 +93,18 @@ def command(options: ServeOptions) -> None:
         fail(failure)
 
 
-def _set_variables(options: ServeOptions) -> None:
-    """Set up libraries before they are imported, here and in processes that are started."""
+def _set_up_process(options: ServeOptions) -> None:
+    """Set up libraries before they are imported, here and in processes that are started; then memory and logs of this process."""
     # oneDNN caches compiled code for each input size, 1 MB and more apiece, 1024 by default, which varying sizes fill up. On a CPU,
     # MiniLM is as fast with 64, ResNet-50 within a tenth.
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # this command reports errors itself
     if options.threads is not None:
         os.environ["OMP_NUM_THREADS"] = str(options.threads)
+    from stagepack_serving.server.free_memory import limit_arenas  # noqa: PLC0415 - after the arguments are checked
+
+    limit_arenas()
+    _write_logs(options)
 
 
 def _write_logs(options: ServeOptions) -> None:

@@ -112,7 +112,7 @@ class ConnectionCloser:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
-        exceeds_limit = "exceeds_limit" in scope["state"]
+        exceeds_limit = "exceeds_limit" in scope.get("state", ())
         exchange = _Exchange(scope, receive, send, self._models, exceeds_limit=exceeds_limit)
         if exceeds_limit and not scope["path"].startswith("/v2/health/"):
             protocol = "openai" if is_openai_path(scope["path"]) else "rest"
@@ -135,7 +135,8 @@ class _Exchange:
         self._receive = receive
         self._send = send
         self._models = models
-        self._abort_connection = scope["state"]["abort_connection"]
+        # Without `LimitedConnection`, what calls the application ends its connections itself.
+        self._abort_connection = scope.get("state", {}).get("abort_connection", lambda: None)
         self._body_end_time = asyncio.get_running_loop().time() + models.limits.deadline
         body_headers = {header_name for header_name, _ in scope["headers"]} & {b"content-length", b"transfer-encoding"}
         self._is_received = not body_headers

@@ -118,7 +118,7 @@ async def _serve(
     _raise_file_limit(2 * limits.max_connections + _OTHER_FILES)
     async with contextlib.AsyncExitStack() as closing:
         http_socket = closing.enter_context(listen(addresses.host, addresses.http_port))
-        grpc_server, methods, grpc_port = _create_grpc_server(control, addresses, security)
+        grpc_server, methods, grpc_port = create_grpc_server(control, addresses, security)
         application = rest_application(control, security.check_token)
         http_server = create_http_server(application, limits, None if security.tls is None else security.tls.context)
         stop_signal = watch_stop_signals()
@@ -135,10 +135,7 @@ async def _serve(
         ports = {"http_port": http_port, "grpc_port": grpc_port, "operator_port": operator_port}
         on_listening(ServerAddresses(host=addresses.host, **ports))
         failure = asyncio.create_task(_wait_for_end(models, heartbeat))
-        watching = [
-            _watch(watch)
-            for watch in (control.watch(), watch_files(security.watched_files), give_back_when_quiet(models))
-        ]
+        watching = start_watching(control, security)
         stops: list[asyncio.Future[Any]] = [stop_signal, failure]
         await asyncio.wait(stops, return_when=asyncio.FIRST_COMPLETED)
         models.has_failed = failure.done()
@@ -155,6 +152,12 @@ async def _serve(
         expiry.cancel()
     # All answers are out: nobody waits for what still runs.
     return control.close(_ABANDONED_SECONDS)
+
+
+def start_watching(control: ModelControl, security: ServerSecurity) -> list[asyncio.Task[None]]:
+    """Start what looks after models, the files of TLS and tokens, and free memory, until it is cancelled."""
+    watches = (control.watch(), watch_files(security.watched_files), give_back_when_quiet(control.models))
+    return [_watch(watch) for watch in watches]
 
 
 def _watch(coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
@@ -200,10 +203,10 @@ async def _wait_for_end(models: ModelRegistry, heartbeat: _Heartbeat) -> None:
         await asyncio.sleep(_WATCH_SECONDS)
 
 
-def _create_grpc_server(
+def create_grpc_server(
     control: ModelControl, addresses: ServerAddresses, security: ServerSecurity
 ) -> tuple[grpc.aio.Server, CheckedMethods, int]:
-    """The gRPC server, not started yet, its methods, and its port."""
+    """Return a gRPC server that is not started yet, its methods, and its port."""
     models = control.models
     options = [
         ("grpc.max_receive_message_length", models.limits.max_request_bytes),
