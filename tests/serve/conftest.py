@@ -11,6 +11,7 @@ from tests.made_once import made_once
 from tests.serve.bundles import Bundles, Slow, export_all, export_slow
 from tests.serve.generating_families import qwen_bundle
 from tests.serve.generating_model import export_decoder
+from tests.serve.local_server import LocalServer, local_server
 from tests.serve.servers import Client, Server, stagepack_server, triton_server, why_no_triton
 from tests.serve.version_models import Repository, export_counter, export_scale, repository_server
 
@@ -82,15 +83,16 @@ def client(server: Server, request: pytest.FixtureRequest) -> Iterator[Client]:
 
 
 @pytest.fixture(scope="session")
-def small(bundles: Bundles) -> Iterator[Server]:
+def small(bundles: Bundles) -> Iterator[LocalServer]:
     """A server of narrow limits."""
-    with stagepack_server([bundles["skips"]], "--max-body-mb", "0.1") as server:
+    with local_server([bundles["skips"]], "--max-body-mb", "0.1") as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def slow(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return export_slow(tmp_path_factory.mktemp("slow") / "slow.stagepack", Slow())
+    folder = made_once(tmp_path_factory, "slow", lambda folder: export_slow(folder / "slow.stagepack", Slow()))
+    return folder / "slow.stagepack"
 
 
 @pytest.fixture(scope="session")

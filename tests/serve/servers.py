@@ -1,9 +1,10 @@
-"""Real servers as processes, and a client that speaks to each in the same words."""
+"""Servers as processes, and clients that speak to these and to `local_server` in the same words."""
 
 import contextlib
 import http.client
 import importlib
 import importlib.util
+import io
 import json
 import os
 import random
@@ -17,9 +18,10 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 import grpc
+import httpx2
 import numpy
 import pytest
 from tritonclient.grpc import service_pb2 as pb
@@ -29,6 +31,9 @@ from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 from tests.process_facts import memory_bytes
 from tests.waiting import wait_until
 from tools.fork_server import ForkedCommand
+
+if TYPE_CHECKING:
+    from tests.serve.local_server import LocalServer
 
 STAGEPACK = str(Path(sys.executable).parent / "stagepack")
 # A process inherits signals that are ignored: tests that run in the background, or under nohup, would start servers that ignore them.
@@ -62,6 +67,9 @@ class Server:
         """Tell it to stop, as an orchestrator does; its exit status."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(timeout=60)
+
+
+AnyServer: TypeAlias = "Server | LocalServer"
 
 
 @contextlib.contextmanager
@@ -165,8 +173,43 @@ def free_ports(port_count: int) -> list[int]:
     raise AssertionError("no free port")
 
 
-def http_client(port: int, **options: Any) -> Any:
-    return importlib.import_module("tritonclient.http").InferenceServerClient(f"127.0.0.1:{port}", **options)
+def http_client(address: int | httpx2.Client, **options: Any) -> Any:
+    """`tritonclient.http` at a port, or over the client of a `LocalServer`."""
+    module = importlib.import_module("tritonclient.http")
+    if isinstance(address, int):
+        return module.InferenceServerClient(f"127.0.0.1:{address}", **options)
+    client = module.InferenceServerClient("127.0.0.1:1", **options)
+    client._client_stub = _TritonStub(address)
+    return client
+
+
+class _TritonStub:
+    """What `tritonclient.http` calls of geventhttpclient."""
+
+    def __init__(self, client: httpx2.Client) -> None:
+        self._client = client
+
+    def get(self, request_uri: str, headers: Mapping[str, Any] | None = None) -> "_TritonAnswer":
+        return self._ask("GET", request_uri, None, headers)
+
+    def post(self, request_uri: str, body: Any, headers: Mapping[str, Any] | None = None) -> "_TritonAnswer":
+        return self._ask("POST", request_uri, body, headers)
+
+    def _ask(self, method: str, request_uri: str, body: Any, headers: Mapping[str, Any] | None) -> "_TritonAnswer":
+        texts = {name: str(value) for name, value in (headers or {}).items()}
+        return _TritonAnswer(self._client.request(method, f"/{request_uri.lstrip('/')}", content=body, headers=texts))
+
+    def close(self) -> None:
+        """Leave the client to the server."""
+
+
+class _TritonAnswer(io.BytesIO):
+    def __init__(self, response: httpx2.Response) -> None:
+        super().__init__(response.content)
+        self.status_code, self.get = response.status_code, response.headers.get
+
+    def read(self, length: int | None = None) -> bytes:
+        return super().read(length)
 
 
 def grpc_client(port: int) -> Any:
@@ -180,7 +223,7 @@ INFER = "/v2/models/skips/infer"
 class Client:
     """One client of `tritonclient`, of either protocol."""
 
-    def __init__(self, protocol: str, server: Server) -> None:
+    def __init__(self, protocol: str, server: AnyServer) -> None:
         self.protocol = protocol
         self.module = importlib.import_module(f"tritonclient.{protocol}")
         self.raw = http_client(server.http) if protocol == "http" else grpc_client(server.grpc)
@@ -217,31 +260,38 @@ class Client:
         return self.raw.get_model_config(model, as_json=True)["config"]
 
 
-def post(port: int, path: str, body: Any, headers: Mapping[str, str] | None = None) -> tuple[int, Any, Any]:
-    """A request by hand: the status and the answer."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-    with contextlib.closing(connection):
-        connection.request("POST", path, body, headers or {})
-        answer = connection.getresponse()
-        return answer.status, json.loads(answer.read() or b"null"), answer
+def post(address: int | httpx2.Client, path: str, body: Any, headers: Any = None) -> tuple[int, Any, Any]:
+    """The status, the JSON and the headers of an answer."""
+    status, text, answer_headers = send_request(address, "POST", path, body, headers)
+    return status, json.loads(text or "null"), answer_headers
 
 
-def get(
-    port: int, path: str = "/metrics", headers: Mapping[str, str] | None = None, method: str = "GET"
+def send_request(
+    address: int | httpx2.Client, method: str, path: str, body: Any = None, headers: Any = None
 ) -> tuple[int, str, Any]:
-    """The status, the text and the headers of the answer to a request without a body."""
-    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=60)) as connection:
-        connection.request(method, path, headers=headers or {})
+    """The status, the text and the headers of an answer."""
+    if not isinstance(address, int):
+        response = address.request(method, path, content=body, headers=headers)
+        return response.status_code, response.text, response.headers
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", address, timeout=60)) as connection:
+        connection.request(method, path, body, headers or {})
         answer = connection.getresponse()
         return answer.status, answer.read().decode(), answer.headers
 
 
-def post_json(server: Server, path: str, **fields: Any) -> tuple[int, Any]:
+def get(
+    address: int | httpx2.Client, path: str = "/metrics", headers: Mapping[str, str] | None = None, method: str = "GET"
+) -> tuple[int, str, Any]:
+    """The status, the text and the headers of the answer to a request without a body."""
+    return send_request(address, method, path, headers=headers)
+
+
+def post_json(server: AnyServer, path: str, **fields: Any) -> tuple[int, Any]:
     status, answer, _ = post(server.http, path, json.dumps(fields))
     return status, answer
 
 
-def infer_json(server: Server, model: str, **inputs: numpy.ndarray) -> tuple[int, Any]:
+def infer_json(server: AnyServer, model: str, **inputs: numpy.ndarray) -> tuple[int, Any]:
     fields = [
         {"name": name, "shape": array.shape, "datatype": np_to_triton_dtype(array.dtype), "data": array.tolist()}
         for name, array in inputs.items()
@@ -258,8 +308,12 @@ def skips_request(rows: int = 2) -> dict[str, Any]:
     return {"inputs": inputs, "outputs": [{"name": "y"}]}
 
 
-def begin_stream(server: Server, path: str, body: Mapping[str, Any]) -> socket.socket:
+def begin_stream(server: AnyServer, path: str, body: Mapping[str, Any]) -> socket.socket | httpx2.Response:
     """A connection over which the head of an answer has come."""
+    if not isinstance(server, Server):
+        response = server.http.send(server.http.build_request("POST", path, json=body), stream=True)
+        assert response.status_code == 200
+        return response
     connection = begin_post(server, path, json.dumps(body).encode())
     assert connection.recv(15) == b"HTTP/1.1 200 OK"
     return connection
@@ -274,7 +328,7 @@ def skips_message(rows: int = 2) -> pb.ModelInferRequest:
 
 
 @contextlib.contextmanager
-def grpc_channel(server: Server, **options: int) -> Iterator[grpc.Channel]:
+def grpc_channel(server: AnyServer, **options: int) -> Iterator[grpc.Channel]:
     """A channel to a server, with options such as ``max_send_message_length``."""
     channel_options = [(f"grpc.{name}", value) for name, value in options.items()]
     with grpc.insecure_channel(f"127.0.0.1:{server.grpc}", options=channel_options) as channel:
@@ -282,7 +336,7 @@ def grpc_channel(server: Server, **options: int) -> Iterator[grpc.Channel]:
 
 
 @contextlib.contextmanager
-def grpc_stub(server: Server, **options: int) -> Iterator[GRPCInferenceServiceStub]:
+def grpc_stub(server: AnyServer, **options: int) -> Iterator[GRPCInferenceServiceStub]:
     with grpc_channel(server, **options) as channel:
         yield GRPCInferenceServiceStub(channel)
 
@@ -307,7 +361,7 @@ def begin_post(server: Server, path: str, body: bytes, body_bytes: int | None = 
     return connection
 
 
-def request_counts(server: Server, model_name: str) -> tuple[float, float]:
+def request_counts(server: AnyServer, model_name: str) -> tuple[float, float]:
     """How many requests to a model are accepted and not answered yet, and how many are answered."""
     page = get(server.http)[1]
 
@@ -318,7 +372,7 @@ def request_counts(server: Server, model_name: str) -> tuple[float, float]:
     return total("stagepack_pending_requests"), total("stagepack_requests_total")
 
 
-def wait_for_requests(server: Server, model_name: str, request_count: int = 1) -> None:
+def wait_for_requests(server: AnyServer, model_name: str, request_count: int = 1) -> None:
     wait_until(lambda: sum(request_counts(server, model_name)) >= request_count)
 
 
@@ -326,15 +380,22 @@ def wait_until_not_ready(server: Server) -> None:
     wait_until(lambda: get(server.http, "/v2/health/ready")[0] == 503)
 
 
-def ask_slow(server: Server, times: int, protocol: str = "http", **options: Any) -> numpy.ndarray:
+def ask_slow(server: AnyServer, times: int, protocol: str = "http", **options: Any) -> numpy.ndarray:
     """The answer of the bundle ``slow`` after so many products."""
     with Client(protocol, server) as client:
         inputs = {"x": numpy.ones((256, 512), "float32"), "times": numpy.array([times])}
         return client.ask("slow", inputs, outputs=["output"], **options)["output"]
 
 
-def openai_client(server: Server) -> Any:
+def openai_client(server: AnyServer) -> Any:
     """A client of OpenAI's API, which does not ask again."""
     import openai
 
+    if not isinstance(server, Server):
+        return openai.OpenAI(
+            base_url="http://127.0.0.1/v1",
+            api_key="none",
+            max_retries=0,
+            http_client=httpx2.Client(transport=server.http._transport, trust_env=False),
+        )
     return openai.OpenAI(base_url=f"http://127.0.0.1:{server.http}/v1", api_key="none", max_retries=0)

@@ -20,7 +20,7 @@ from tests.serve.servers import Client, Server, get, post, refused, stagepack_se
 from tests.serve.version_models import export_scale, factor_of, repository_server
 from tests.waiting import wait_until
 
-pytestmark = [pytest.mark.xdist_group("serve"), pytest.mark.process]
+pytestmark = pytest.mark.process
 
 RULES = Path(__file__).parents[2] / "examples" / "monitoring" / "alerts.yml"
 EXPRESSIONS = {
@@ -119,7 +119,10 @@ def test_a_refused_load_and_two_bundles_of_one_model(tmp_path: Path) -> None:
     folders = [tmp_path / name for name in ("first", "second")]
     for factor, folder in enumerate(folders):
         export_scale(folder / "scale" / "1", float(factor))
-    with repository_server(folders[0]) as first, repository_server(folders[1]) as second:
+    with (
+        repository_server(folders[0], serve=stagepack_server) as first,
+        repository_server(folders[1], serve=stagepack_server) as second,
+    ):
         watch = Watch(first.server)
         assert post(first.server.http, "/v2/repository/models/scale/load", b"")[0] == 200
         assert watch.alerts() == set()
@@ -151,7 +154,7 @@ def test_memory_that_grows(tmp_path: Path) -> None:
     export_scale(tmp_path / "scale" / "1", 1.0)
     (tmp_path / "large").mkdir()
     stagepack.export(large, (torch.ones(1, 4096),), out=tmp_path / "large" / "1")
-    with repository_server(tmp_path) as repository:
+    with repository_server(tmp_path, serve=stagepack_server) as repository:
         watch = Watch(repository.server, seconds=_HALF_HOUR)
         post(repository.server.http, "/v2/repository/models/scale/load", b"")
         watch.alerts()

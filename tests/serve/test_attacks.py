@@ -30,7 +30,6 @@ from tests.serve.servers import (
     stagepack_server,
 )
 
-pytestmark = pytest.mark.xdist_group("serve")
 # A rapid reset takes half a second to end, in which few of them fall.
 CALLS = 1000
 # p99 at most doubles on a quiet machine; here, others take processors away.

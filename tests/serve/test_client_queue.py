@@ -23,11 +23,11 @@ from stagepack_serving.server.limits import ServerLimits
 from stagepack_serving.server.metrics import Metrics
 from tests.serve.certificates import secret_file
 from tests.serve.generating_families import POSITIONS, VOCABULARY
-from tests.serve.servers import Server, grpc_client, post, stagepack_server
+from tests.serve.local_server import LocalServer, local_server
+from tests.serve.servers import grpc_client, post
 from tests.serve.test_serve import metrics
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.xdist_group("serve")
 ROWS = 2
 FLOOD = 40
 TOKENS = {"busy": "a" * 32, "other": "b" * 32}
@@ -62,13 +62,13 @@ def test_clients_take_turns_and_the_texts_of_each_keep_their_order() -> None:
 
 
 @pytest.fixture(scope="module")
-def server(qwen: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(qwen: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
     tokens = secret_file(tmp_path_factory.mktemp("tokens") / "tokens", "\n".join(TOKENS.values()))
-    with stagepack_server([qwen], "--token-file", str(tokens), "--max-batch", str(ROWS)) as server:
+    with local_server([qwen], "--token-file", str(tokens), "--max-batch", str(ROWS)) as server:
         yield server
 
 
-def ask(server: Server, client: str) -> int:
+def ask(server: LocalServer, client: str) -> int:
     body = {"input_ids": [3], "parameters": {"max_new_tokens": POSITIONS}}
     headers = {"authorization": f"Bearer {TOKENS[client]}"}
     status, answer, _ = post(server.http, "/v2/models/qwen/generate", json.dumps(body), headers)
@@ -76,7 +76,7 @@ def ask(server: Server, client: str) -> int:
     return len(answer["output_ids"])
 
 
-def ask_over_grpc(server: Server, client: str) -> int:
+def ask_over_grpc(server: LocalServer, client: str) -> int:
     tensor = tritonclient.grpc.InferInput("input_ids", [1, 1], "INT64").set_data_from_numpy(numpy.array([[3]]))
     with contextlib.closing(grpc_client(server.grpc)) as connection:
         headers = {"authorization": f"Bearer {TOKENS[client]}"}
@@ -85,7 +85,7 @@ def ask_over_grpc(server: Server, client: str) -> int:
 
 
 @pytest.mark.parametrize("ask_other", [ask, ask_over_grpc])
-def test_a_client_of_one_text_does_not_wait_for_all_of_another(server: Server, ask_other: Any) -> None:
+def test_a_client_of_one_text_does_not_wait_for_all_of_another(server: LocalServer, ask_other: Any) -> None:
     with ThreadPoolExecutor(FLOOD) as clients:
         flood = [clients.submit(ask, server, "busy") for _ in range(FLOOD)]
         wait_until(

@@ -13,8 +13,6 @@ import torch
 from tests.serve.servers import INFER, Client, Server, grpc_channel, post
 from tests.serve.servers import refused as refused_call
 
-pytestmark = pytest.mark.xdist_group("serve")
-
 
 def random_array(*shape: Any, dtype: Any = "float32") -> Any:
     return numpy.random.default_rng(len(shape)).standard_normal(shape).astype(dtype)

@@ -29,9 +29,6 @@ from tests.serve.servers import (
 )
 from tools.fork_server import run_forked
 
-pytestmark = pytest.mark.xdist_group("serve")
-
-
 # A connection that is refused is closed after this time, and not after 5 s.
 GRACE = {"stagepack_serving.server.rest_connections._GRACE_SECONDS": 1.0}
 
@@ -66,9 +63,9 @@ def test_an_upload_without_end(hasty: Server) -> None:
     assert post(hasty.http, INFER, json.dumps(skips_request()))[0] == 200
 
 
-def test_a_length_and_chunks_end_the_connection(small: Server) -> None:
+def test_a_length_and_chunks_end_the_connection(hasty: Server) -> None:
     """A proxy before the server may have read another request than this one."""
-    with socket.create_connection(("127.0.0.1", small.http), timeout=20) as plain:
+    with socket.create_connection(("127.0.0.1", hasty.http), timeout=20) as plain:
         body = json.dumps(skips_request())
         heads = f"Content-Length: {len(body)}\r\nTransfer-Encoding: chunked"
         request = f"POST {INFER} HTTP/1.1\r\nHost: x\r\n{heads}\r\n\r\n{len(body):x}\r\n{body}\r\n0\r\n\r\n"
@@ -89,11 +86,11 @@ def test_one_connection_too_many(bundles: Bundles) -> None:
         for _ in range(2):
             stack.enter_context(socket.create_connection(("127.0.0.1", server.http)))
         idle = stack.enter_context(socket.create_connection(("127.0.0.1", server.http), timeout=20))
-        status, answer, response = post(server.http, INFER, body)
-        assert (status, response.headers["connection"]) == (503, "close")
+        status, answer, headers = post(server.http, INFER, body)
+        assert (status, headers["connection"]) == (503, "close")
         assert "3 connections" in answer["error"]
-        status, answer, response = post(server.http, "/v1/completions", "{}")
-        assert (status, answer["error"]["type"], response.headers["retry-after"]) == (503, "overloaded_error", "1")
+        status, answer, headers = post(server.http, "/v1/completions", "{}")
+        assert (status, answer["error"]["type"], headers["retry-after"]) == (503, "overloaded_error", "1")
         assert get(server.http, "/v2/health/live")[0] == 200
         old_connection.request("POST", INFER, body)
         response = old_connection.getresponse()
@@ -215,8 +212,8 @@ def test_uploads_take_no_place_in_the_queue(bundles: Bundles) -> None:
 
 
 @pytest.mark.parametrize("option", ["--http-port", "--grpc-port"])
-def test_a_port_in_use(small: Server, bundles: Bundles, option: str) -> None:
-    port = small.http if option == "--http-port" else small.grpc
+def test_a_port_in_use(hasty: Server, bundles: Bundles, option: str) -> None:
+    port = hasty.http if option == "--http-port" else hasty.grpc
     other_option = "--grpc-port" if option == "--http-port" else "--http-port"
     completed = run_forked("serve", str(bundles["skips"]), option, str(port), other_option, "0")
     assert completed.returncode == 1
@@ -224,21 +221,21 @@ def test_a_port_in_use(small: Server, bundles: Bundles, option: str) -> None:
     assert str(port) in line
 
 
-def test_a_target_may_name_the_server(small: Server) -> None:
-    with socket.create_connection(("127.0.0.1", small.http), 20) as connection:
+def test_a_target_may_name_the_server(hasty: Server) -> None:
+    with socket.create_connection(("127.0.0.1", hasty.http), 20) as connection:
         for target in ("http://127.0.0.1/v2/health/ready", "HTTP://other:1/v2/models/skips/ready"):
             connection.sendall(f"GET {target} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
             assert connection.recv(65_536).startswith(b"HTTP/1.1 200 OK")
 
 
-def test_listens_at_home_only(small: Server) -> None:
+def test_listens_at_home_only(hasty: Server) -> None:
     lines = [
         line.split()
         for table_name in ("tcp", "tcp6")
-        for line in Path(f"/proc/{small.process.pid}/net/{table_name}").read_text().splitlines()[1:]
+        for line in Path(f"/proc/{hasty.process.pid}/net/{table_name}").read_text().splitlines()[1:]
     ]
     listening = {line[1] for line in lines if line[3] == "0A"}
-    ours = {address for address in listening if int(address.split(":")[1], 16) in (small.http, small.grpc)}
+    ours = {address for address in listening if int(address.split(":")[1], 16) in (hasty.http, hasty.grpc)}
     assert len(ours) == 2
     assert all(address.rpartition(":")[0].endswith("0100007F") for address in ours)
 
@@ -256,15 +253,15 @@ def post_request(body: bytes, version: str = "1.1") -> bytes:
 
 
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
-def test_client_that_has_sent_all_gets_its_answer(small: Server, version: str) -> None:
+def test_client_that_has_sent_all_gets_its_answer(hasty: Server, version: str) -> None:
     request = post_request(json.dumps(skips_request()).encode(), version)
     # The second one follows the first, and does not wait for its answer.
     for request_count in (1, 2) if version == "1.1" else (1,):
-        parts = half_closed_answer(small, request_count * request).split(b"HTTP/1.1 ")
+        parts = half_closed_answer(hasty, request_count * request).split(b"HTTP/1.1 ")
         answers = [part for part in parts if part and part != b"100 Continue\r\n\r\n"]
         assert [answer[:6] for answer in answers] == [b"200 OK"] * request_count
         assert all(b'"outputs":[' in answer and answer.endswith(b"]}") for answer in answers)
 
 
-def test_request_that_is_cut_short_gets_no_answer(small: Server) -> None:
-    assert half_closed_answer(small, post_request(json.dumps(skips_request()).encode())[:-5]) == b""
+def test_request_that_is_cut_short_gets_no_answer(hasty: Server) -> None:
+    assert half_closed_answer(hasty, post_request(json.dumps(skips_request()).encode())[:-5]) == b""

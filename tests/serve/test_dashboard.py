@@ -23,8 +23,6 @@ from tests.serve.servers import Client, Server, free_ports, get, stagepack_serve
 from tests.serve.version_models import Repository, X, count, export_counter, export_scale, factor_of
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.xdist_group("serve")
-
 FOLDER = Path(__file__).parents[2] / "examples" / "monitoring"
 # Labels that Prometheus adds, and those of a bucket of a histogram.
 ADDED_LABELS = {"job", "instance"}

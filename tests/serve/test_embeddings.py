@@ -18,10 +18,10 @@ from stagepack_serving.server.generation.openai_requests import (
     decode_openai_request,
 )
 from tests.sentence_models import HIDDEN, POSITIONS, TEXTS, sentence_model, sentence_transformers, tokenizer
-from tests.serve.servers import Server, openai_client, post, stagepack_server
+from tests.serve.local_server import LocalServer, local_server
+from tests.serve.servers import openai_client, post
 from tests.serve.test_serve import metrics
 
-pytestmark = pytest.mark.xdist_group("serve")
 DIMENSION = 16
 
 
@@ -43,17 +43,17 @@ def static() -> Any:
 
 
 @pytest.fixture(scope="module")
-def server(model: Any, static: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(model: Any, static: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
     folder = tmp_path_factory.mktemp("bundles")
     for name, made in (("sentences", model), ("static", static)):
         stagepack.export(made, out=folder / f"{name}.stagepack")
     paths = [folder / "sentences.stagepack", folder / "static.stagepack"]
-    with stagepack_server(paths, "--max-delay-ms", "300") as server:
+    with local_server(paths, "--max-delay-ms", "300") as server:
         yield server
 
 
 @pytest.fixture
-def client(server: Server) -> Iterator[openai.OpenAI]:
+def client(server: LocalServer) -> Iterator[openai.OpenAI]:
     with openai_client(server) as client:
         yield client
 
@@ -106,7 +106,7 @@ def test_dimensions_are_those_that_the_model_names(client: openai.OpenAI, model:
     assert vectors(whole).shape == (len(TEXTS), DIMENSION)
 
 
-def test_rows_of_several_requests_share_a_batch(client: openai.OpenAI, server: Server, model: Any) -> None:
+def test_rows_of_several_requests_share_a_batch(client: openai.OpenAI, server: LocalServer, model: Any) -> None:
     labels = ("stagepack_batch_rows_sum", "sentences"), ("stagepack_batch_rows_count", "sentences")
     before = [metrics(server).get(label, 0) for label in labels]
     texts = ["how do i", "bake a bread", "the stocks fell", "on monday the"] * 4
@@ -152,7 +152,7 @@ def test_requests_that_cannot_be_answered(client: openai.OpenAI, fields: Any, sa
     )
 
 
-def test_errors_below_v1_have_the_form_of_openai(client: openai.OpenAI, server: Server) -> None:
+def test_errors_below_v1_have_the_form_of_openai(client: openai.OpenAI, server: LocalServer) -> None:
     with pytest.raises(openai.NotFoundError, match="unknown model 'reader'") as raised:
         client.embeddings.create(model="reader", input="a")
     assert raised.value.code == "model_not_found"

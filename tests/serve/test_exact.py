@@ -4,12 +4,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy
-import pytest
 
 from tests.serve.bundles import Bundles
-from tests.serve.servers import Client, Server, get, stagepack_server
+from tests.serve.local_server import LocalServer, local_server
+from tests.serve.servers import Client, get
 
-pytestmark = pytest.mark.xdist_group("serve")
 REQUESTS, CLIENTS = 200, 16
 INPUTS = {
     "input_ids": numpy.arange(24, dtype="int64")[None] + 5,
@@ -18,7 +17,7 @@ INPUTS = {
 }
 
 
-def answers_of_many(server: Server) -> list[Any]:
+def answers_of_many(server: LocalServer) -> list[Any]:
     """An answer while nobody else asks, and those of many clients at the same time."""
 
     def ask(request_count: int) -> list[Any]:
@@ -32,7 +31,7 @@ def answers_of_many(server: Server) -> list[Any]:
         return first_answers + [answer for answers in others for answer in answers]
 
 
-def largest_batch_is_one(server: Server) -> bool:
+def largest_batch_is_one(server: LocalServer) -> bool:
     """Whether no request has run beside another one."""
     page = get(server.http)[1]
     buckets = dict(line.rsplit(" ", 1) for line in page.splitlines() if line.startswith("stagepack_batch_rows_bucket"))
@@ -41,14 +40,14 @@ def largest_batch_is_one(server: Server) -> bool:
 
 
 def test_exact_answers_have_the_same_bits_whoever_else_asks(bundles: Bundles) -> None:
-    with stagepack_server([bundles["minilm"]], "--exact") as server:
+    with local_server([bundles["minilm"]], "--exact") as server:
         alone, *others = answers_of_many(server)
         assert largest_batch_is_one(server)
     assert all(numpy.array_equal(answer, alone) for answer in others)
 
 
 def test_joined_answers_differ_by_rounding_alone(bundles: Bundles) -> None:
-    with stagepack_server([bundles["minilm"]]) as server:
+    with local_server([bundles["minilm"]]) as server:
         alone, *others = answers_of_many(server)
         assert not largest_batch_is_one(server)
     for answer in others:

@@ -21,7 +21,6 @@ from tests.zoo.architectures.encoders import minilm_folder
 from tools.fork_server import run_forked
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-pytestmark = pytest.mark.xdist_group("serve")
 
 
 def export(source: str, out: Path, stages: int) -> Path:

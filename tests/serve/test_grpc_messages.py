@@ -32,9 +32,9 @@ from stagepack_serving.server.metrics import Metrics
 from stagepack_serving.server.model_registry import ModelRegistry
 from stagepack_serving.server.parameters import InferenceTensor
 from tests.process_facts import memory_bytes
+from tests.serve.local_server import LocalServer, run_in_server_loop
 from tests.serve.servers import Server, grpc_channel, refused, stagepack_server
 
-pytestmark = pytest.mark.xdist_group("serve")
 SERVICE = "/inference.GRPCInferenceService"
 INFER, STREAM, METADATA = f"{SERVICE}/ModelInfer", f"{SERVICE}/ModelStreamInfer", f"{SERVICE}/ModelMetadata"
 # Fields of a request, of an input and of its contents.
@@ -208,7 +208,7 @@ def test_bytes_that_are_no_message(content: bytes) -> None:
     ],
     ids=["unknown model", "answered", "no message", "nothing"],
 )
-def test_calls_with_one_message(small: Server, method: str, content: bytes | None, status: str) -> None:
+def test_calls_with_one_message(small: LocalServer, method: str, content: bytes | None, status: str) -> None:
     with grpc_channel(small) as channel:
         call = channel.stream_unary(method)
         contents = iter([] if content is None else [content])
@@ -223,12 +223,12 @@ def peak_bytes(server: Server) -> int:
     return memory_bytes(server.process.pid, "VmHWM")
 
 
-def test_a_compressed_message_counts_decompressed(small: Server) -> None:
+def test_a_compressed_message_counts_decompressed(server: Server) -> None:
     """200 kB that gzip made of 200 MB are refused, and never in memory whole."""
-    bytes_before = peak_bytes(small)
-    with grpc_channel(small, max_send_message_length=-1) as channel, refused("RESOURCE_EXHAUSTED"):
+    bytes_before = peak_bytes(server)
+    with grpc_channel(server, max_send_message_length=-1) as channel, refused("RESOURCE_EXHAUSTED"):
         channel.unary_unary(INFER)(bytes(200_000_000), compression=grpc.Compression.Gzip, timeout=60)
-    assert peak_bytes(small) - bytes_before < 130_000_000
+    assert peak_bytes(server) - bytes_before < 130_000_000
 
 
 MODEL = field(MODEL_NAME, b"writer")
@@ -340,7 +340,7 @@ def test_calls_leave_nothing_to_the_garbage_collector() -> None:
     gc.collect()
     gc.set_debug(gc.DEBUG_SAVEALL)
     try:
-        uvloop.run(refuse(), loop_factory=GrpcLoop)
+        run_in_server_loop(refuse())
         gc.collect()
         names = {type(each).__name__ for each in gc.garbage}
         assert not names & {"AbortError", "OpenCall", "RPCState", "_ServicerContext"}

@@ -2,13 +2,12 @@
 
 import asyncio
 import queue
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
+from unittest import mock
 
 import grpc
 import numpy
@@ -19,53 +18,34 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
 import stagepack
+from stagepack.cli import serve_command
+from stagepack_serving.server import grpc_service
+from stagepack_serving.server.grpc_messages import ParsedInference, decode_request
 from stagepack_serving.server.grpc_service import HealthService
-from stagepack_serving.server.security import AuthenticationError
+from stagepack_serving.server.security import AuthenticationError, ServerSecurity
+from tests.serve.local_server import local_server
 from tests.serve.servers import refused
 
 if TYPE_CHECKING:
     from stagepack_serving.server.model_registry import ModelRegistry
 
-pytestmark = pytest.mark.xdist_group("serve")
 TOKEN, OTHER_TOKEN = "token-of-these-tests", "other-token-of-these-tests"
 METADATA = (("authorization", f"Bearer {TOKEN}"),)
 
-# Accepts the tokens that a file holds now, and has a bug that requests of one id meet.
-SERVER = """
-import sys
-from pathlib import Path
 
-import stagepack
-from stagepack_serving.server import grpc_service
-
-decode_request = grpc_service.decode_request
-
-
-def decode_or_fail(request):
+def decode_or_fail(request: ParsedInference) -> Any:
+    """Has a bug that requests of one id meet."""
     if request.message.id == "bug":
         raise KeyError("in these tests")
     return decode_request(request)
 
 
-grpc_service.decode_request = decode_or_fail
-pipelines = {Path(path).stem: stagepack.load(path) for path in sys.argv[2:]}
-stagepack.serve(
-    pipelines,
-    http_port=0,
-    grpc_port=0,
-    check_token=lambda token: token in Path(sys.argv[1]).read_text().split(),
-    on_listening=lambda addresses: print(addresses.grpc_port, flush=True),
-)
-"""
-
-
 @dataclass(frozen=True, slots=True)
 class StreamServer:
-    """A server, the file with its tokens, and the file with what it writes to standard error."""
+    """A server, and the file with the tokens that it accepts now."""
 
     address: str
     token_file: Path
-    log_file: Path
 
 
 @pytest.fixture(scope="module")
@@ -73,14 +53,14 @@ def running(writer: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     folder = tmp_path_factory.mktemp("streams")
     torch.manual_seed(0)
     scale = stagepack.export(torch.nn.Linear(2, 2), (torch.ones(1, 2),), out=folder / "scale.stagepack", stages=1).path
-    command = [sys.executable, "-c", SERVER, str(folder / "tokens"), str(scale), str(writer)]
-    log_file = folder / "stderr"
-    with log_file.open("w") as log, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True) as process:
-        assert process.stdout is not None
-        try:
-            yield StreamServer(f"127.0.0.1:{int(process.stdout.readline())}", folder / "tokens", log_file)
-        finally:
-            process.terminate()
+    token_file = folder / "tokens"
+    security = ServerSecurity(check_token=lambda token: token in token_file.read_text().split())
+    with (
+        mock.patch.object(serve_command, "server_security", return_value=security),
+        mock.patch.object(grpc_service, "decode_request", decode_or_fail),
+        local_server([scale, writer]) as server,
+    ):
+        yield StreamServer(f"127.0.0.1:{server.grpc}", token_file)
 
 
 @pytest.fixture
@@ -149,7 +129,7 @@ def test_a_withdrawn_token_ends_a_stream_that_is_being_answered(server: StreamSe
         other_stream.requests.put(None)
 
 
-def test_a_bug_that_one_request_meets_ends_no_stream(server: StreamServer) -> None:
+def test_a_bug_that_one_request_meets_ends_no_stream(server: StreamServer, caplog: pytest.LogCaptureFixture) -> None:
     with grpc.insecure_channel(server.address) as channel:
         stream = Stream(channel, TOKEN)
         stream.ask(text_request("text", 20))
@@ -163,17 +143,18 @@ def test_a_bug_that_one_request_meets_ends_no_stream(server: StreamServer) -> No
     assert (ids.count("text"), ids.count("good")) == (19, 1)
     errors = [(answer.infer_response.id, answer.error_message) for answer in answers if answer.error_message]
     assert errors == [("bug", says)] * 2
-    log = server.log_file.read_text()
-    assert log.count("scale: a bug in stagepack\nTraceback") == 3
-    assert "ExceptionGroup" not in log
+    assert caplog.text.count("scale: a bug in stagepack\nTraceback") == 3
+    assert "ExceptionGroup" not in caplog.text
 
 
-def test_bytes_that_are_no_message_end_a_stream_without_a_traceback(server: StreamServer) -> None:
+def test_bytes_that_are_no_message_end_a_stream_without_a_traceback(
+    server: StreamServer, caplog: pytest.LogCaptureFixture
+) -> None:
     with grpc.insecure_channel(server.address) as channel:
         stream = channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")
         with refused("INVALID_ARGUMENT"):
             list(stream(iter([b"\xff\xff\xff"]), metadata=METADATA, timeout=60))
-    assert "ExceptionGroup" not in server.log_file.read_text()
+    assert "Traceback" not in caplog.text
 
 
 def test_a_withdrawn_token_is_told_no_status() -> None:

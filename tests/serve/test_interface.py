@@ -18,8 +18,6 @@ from tests.conformance.vectors import TINY
 from tests.modules import module_of
 from tests.serve.bundles import Bundles
 
-pytestmark = pytest.mark.xdist_group("serve")
-
 
 def output_names(result: Any, tmp_path: Path) -> Any:
     bundle = stagepack.export(module_of(lambda self, x: result(x)), (torch.ones(2, 3),), out=tmp_path / "m", stages=1)

@@ -24,10 +24,11 @@ from stagepack_serving.server.tensor_decoding import array_from_json
 from tests.modules import module_of
 from tests.serve.attacks import READS_NOTHING, RawConnection
 from tests.serve.bundles import Bundles
+from tests.serve.local_server import LocalServer, local_server, serving
 from tests.serve.servers import (
     INFER,
+    AnyServer,
     Client,
-    Server,
     ask_slow,
     begin_post,
     get,
@@ -43,10 +44,8 @@ from tests.serve.servers import (
 )
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.xdist_group("serve")
 
-
-def test_a_body_that_is_too_large(small: Server) -> None:
+def test_a_body_that_is_too_large(small: LocalServer) -> None:
     for size in (200_000, 1_500_000, 5_000_000):
         status, answer, _ = post(small.http, INFER, b" " * size)
         assert status == 413
@@ -54,7 +53,7 @@ def test_a_body_that_is_too_large(small: Server) -> None:
         assert post(small.http, INFER, json.dumps(skips_request()))[0] == 200
 
 
-def test_a_message_that_is_too_large(small: Server) -> None:
+def test_a_message_that_is_too_large(small: LocalServer) -> None:
     with Client("grpc", small) as client:
         arrays = {name: numpy.zeros((10_000, size), "float32") for name, size in (("x", 8), ("weight", 1))}
         with refused("RESOURCE_EXHAUSTED"):
@@ -62,7 +61,7 @@ def test_a_message_that_is_too_large(small: Server) -> None:
         assert client.raw.is_server_live()
 
 
-def test_a_packed_body(small: Server) -> None:
+def test_a_packed_body(small: LocalServer) -> None:
     plain = json.dumps(skips_request()).encode()
     expected = post(small.http, INFER, plain)[1]
     status, answer, _ = post(small.http, INFER, gzip.compress(plain), {"Content-Encoding": "gzip"})
@@ -74,18 +73,12 @@ def test_a_packed_body(small: Server) -> None:
 
 
 @pytest.mark.parametrize("header_name", ["Content-Encoding", "Inference-Header-Content-Length"])
-def test_header_that_is_repeated_has_all_its_values(small: Server, header_name: str) -> None:
+def test_header_that_is_repeated_has_all_its_values(small: LocalServer, header_name: str) -> None:
     plain = json.dumps(skips_request()).encode()
     body, value = (gzip.compress(plain), "gzip") if header_name == "Content-Encoding" else (plain, str(len(plain)))
-    connection = http.client.HTTPConnection("127.0.0.1", small.http, timeout=60)
-    with contextlib.closing(connection):
-        connection.putrequest("POST", INFER)
-        for header in (("Content-Length", str(len(body))), (header_name, value), (header_name, "7")):
-            connection.putheader(*header)
-        connection.endheaders(body)
-        answer = connection.getresponse()
-        assert answer.status == 400
-        assert f"found '{value}, 7'" in json.loads(answer.read())["error"]
+    status, answer, _ = post(small.http, INFER, body, [(header_name, value), (header_name, "7")])
+    assert status == 400
+    assert f"found '{value}, 7'" in answer["error"]
 
 
 @pytest.mark.parametrize(
@@ -123,7 +116,7 @@ def test_header_that_is_repeated_has_all_its_values(small: Server, header_name: 
         (lambda body: body.update(parameters={"timeout": "soon"}), "timeout"),
     ],
 )
-def test_requests_that_break_the_protocol(small: Server, change: Any, says: str) -> None:
+def test_requests_that_break_the_protocol(small: LocalServer, change: Any, says: str) -> None:
     body = skips_request()
     change(body)
     status, answer, _ = post(small.http, INFER, json.dumps(body))
@@ -132,13 +125,13 @@ def test_requests_that_break_the_protocol(small: Server, change: Any, says: str)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "null", "[" * 100_000, '{"inputs": [NaN]}', "\ufeff{}", "\x00"])
-def test_bodies_that_are_no_request(small: Server, content: str) -> None:
+def test_bodies_that_are_no_request(small: LocalServer, content: str) -> None:
     status, answer, _ = post(small.http, INFER, content.encode()[:90_000])
     assert status == 400
     assert answer["error"]
 
 
-def test_long_names_over_grpc(small: Server) -> None:
+def test_long_names_over_grpc(small: LocalServer) -> None:
     with Client("grpc", small) as client:
         for call in (lambda: client.metadata("m" * 20_000), lambda: client.ask("m" * 20_000, {}, outputs=["y"])):
             with refused("NOT_FOUND"):
@@ -150,7 +143,7 @@ def test_large_unsigned_numbers() -> None:
     assert array_from_json(json.dumps(expected).encode(), numpy.dtype("uint64"), [3]).tolist() == expected
 
 
-def test_special_numbers_in_json(small: Server) -> None:
+def test_special_numbers_in_json(small: LocalServer) -> None:
     body = skips_request()
     body["inputs"][0]["data"][3] = float("nan")
     body["inputs"][0]["data"][9] = float("-inf")
@@ -162,14 +155,14 @@ def test_special_numbers_in_json(small: Server) -> None:
     assert elements[9] == float("-inf")
 
 
-def test_paths_and_methods(small: Server) -> None:
+def test_paths_and_methods(small: LocalServer) -> None:
     missing = ("/v2/nothing", "/v2/models/skips/versions/2/infer", "/v2/models/skips/nothing")
     for path, expected_status in (*((path, 404) for path in missing), ("/v2/models/skips", 405)):
         status, answer, _ = post(small.http, path, b"")
         assert (status, bool(answer["error"])) == (expected_status, True)
 
 
-def ask_when_free(server: Server) -> Any:
+def ask_when_free(server: AnyServer) -> Any:
     """The answer to a short request, once the runs before it, which were given up, are over."""
     until = time.monotonic() + 60
     while True:
@@ -180,7 +173,7 @@ def ask_when_free(server: Server) -> Any:
 
 
 def test_deadlines(slow: Path) -> None:
-    with stagepack_server([slow], "--deadline-s", "0.5") as server:
+    with local_server([slow], "--deadline-s", "0.5") as server:
         for protocol, status in (("http", "504"), ("grpc", "DEADLINE_EXCEEDED")):
             for times, options in ((1000, {}), (300, {"timeout": 100_000})):
                 with refused(status):
@@ -190,7 +183,7 @@ def test_deadlines(slow: Path) -> None:
 
 @pytest.mark.parametrize("options", [(), pytest.param(("--processes", "1"), marks=pytest.mark.slow)])
 def test_a_full_queue(slow: Path, options: tuple[str, ...]) -> None:
-    with stagepack_server([slow], "--max-queue", "2", *options) as server:
+    with serving([slow], "--max-queue", "2", *options) as server:
         with concurrent.futures.ThreadPoolExecutor(6) as pool:
             futures = [pool.submit(ask_slow, server, 300, ("http", "grpc")[number % 2]) for number in range(6)]
             errors = [future.exception() for future in futures]
@@ -240,8 +233,8 @@ def test_who_does_not_read_is_let_go(wide: Path) -> None:
         body = wide_body()
         with begin_post(server, WIDE, body):
             wait_for_requests(server, "wide")
-            status, _, response = post(server.http, WIDE, body)
-            assert (status, response.headers["retry-after"]) == (503, "1")
+            status, _, headers = post(server.http, WIDE, body)
+            assert (status, headers["retry-after"]) == (503, "1")
             wait_until(lambda: request_counts(server, "wide")[0] == 0)
             with Client("grpc", server) as client:
                 assert client.ask("wide", {"x": numpy.ones(1, "float32")})["output"].shape == (10_000_000,)
@@ -331,7 +324,7 @@ def wide_requests(request_count: int, is_done: threading.Event) -> Iterator[pb.M
 
 
 def test_bfloat16_as_json_is_refused_before_the_model_runs(bundles: Bundles) -> None:
-    with stagepack_server([bundles["half"]]) as server, Client("http", server) as client:
+    with local_server([bundles["half"]]) as server, Client("http", server) as client:
         inputs = [client.input("x", numpy.zeros((1, 16), ml_dtypes.bfloat16), "BF16")]
         with pytest.raises(InferenceServerException, match="binary"):
             client.raw.infer("half", inputs, outputs=[client.module.InferRequestedOutput("output", binary_data=False)])
@@ -348,7 +341,7 @@ def test_short_deadlines_cut_no_answer_off(bundles: Bundles) -> None:
         return status
 
     with (
-        stagepack_server([bundles["skips"]], "--deadline-s", "0.02") as server,
+        local_server([bundles["skips"]], "--deadline-s", "0.02") as server,
         concurrent.futures.ThreadPoolExecutor(16) as pool,
     ):
         statuses = set(pool.map(ask, range(800)))

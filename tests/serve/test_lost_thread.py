@@ -26,8 +26,6 @@ from stagepack_serving.server.served_model import ServedModel
 from tests.serve.bundles import Bundles
 from tests.serve.servers import INFER, Client, get, post, skips_request, stagepack_server
 
-pytestmark = pytest.mark.xdist_group("serve")
-
 # Raises SystemExit in the thread of the first lane.
 KILLER = """
 import ctypes, signal, threading

@@ -24,10 +24,10 @@ from stagepack_serving.server.model_registry import LoadedBundle, ModelRegistry
 from tests.modules import module_of
 from tests.process_facts import child_processes, memory_bytes
 from tests.serve.attacks import attacking
+from tests.serve.local_server import local_server
 from tests.serve.servers import Client, Server, post, refused, stagepack_server
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.xdist_group("serve")
 WEIGHT_BYTES = 80_000_000
 LOADS = 20
 
@@ -159,7 +159,7 @@ def test_answer_that_clients_over_grpc_cannot_read_is_refused_before_the_run(tmp
     model, out = module_of(lambda self, x: {"much": x.repeat(1, 1000), "little": x * 2}), tmp_path / "repeated"
     bundle = stagepack.export(model, (torch.ones(2, 100),), out=out, stages=1, dynamic_shapes={"x": rows})
     constants = {"stagepack_serving.server.grpc_messages.MAX_ANSWER_BYTES": 1_000_000}
-    with stagepack_server([bundle.path], constants=constants) as server:
+    with local_server([bundle.path], constants=constants) as server:
         inputs = {"x": numpy.ones((3, 100), "float32")}
         with Client("grpc", server) as client:
             with refused("RESOURCE_EXHAUSTED", says="found 1,201,200"):

@@ -9,27 +9,15 @@ from pathlib import Path
 
 import numpy
 import pytest
-from click.testing import CliRunner
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthStub
 from tritonclient.utils import InferenceServerException
 
-from stagepack.cli import main
 from tests.bundle_editor import BundleEditor
-from tests.serve.servers import (
-    Client,
-    Server,
-    ask_slow,
-    grpc_channel,
-    post,
-    refused,
-    stagepack_server,
-    wait_for_requests,
-)
+from tests.serve.local_server import LocalServer, local_server, refusal
+from tests.serve.servers import Client, ask_slow, grpc_channel, post, refused, stagepack_server, wait_for_requests
 from tests.serve.version_models import Repository, count, export_counter, export_scale, factor_of
 from tests.waiting import wait_until
-
-pytestmark = pytest.mark.xdist_group("serve")
 
 
 @pytest.fixture(params=["http", "grpc"])
@@ -213,37 +201,30 @@ def test_specific_versions_roll_back_a_model(tmp_path: Path) -> None:
     folder = export_scale(tmp_path / "models" / "scale" / "1", 1.0).parent
     export_scale(folder / "2", 2.0)
     options = ("--model-repository", str(folder.parent))
-    with stagepack_server([], *options, "--version-policy", "specific:1") as server, Client("http", server) as client:
+    with local_server([], *options, "--version-policy", "specific:1") as server, Client("http", server) as client:
         assert factor_of(client, "scale") == 1
         assert client.metadata("scale")["versions"] == ["1"]
-    ports = ("--http-port", "0", "--grpc-port", "0")
-    refused = CliRunner().invoke(main, ["serve", *options, "--version-policy", "specific:3", *ports])
-    assert refused.exit_code == 1
-    assert "'scale': has the versions 1, 2, none of which is served: --version-policy specific:3" in refused.stderr
+    says = "'scale': has the versions 1, 2, none of which is served: --version-policy specific:3"
+    assert says in refusal(*options, "--version-policy", "specific:3")
 
 
-def test_repository_without_what_is_served_is_no_silent_start(tmp_path: Path) -> None:
+def test_repository_without_what_is_served_is_no_silent_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (models := tmp_path / "models").mkdir()
-
-    def refusal(*options: str) -> str:
-        ports = ("--http-port", "0", "--grpc-port", "0")
-        result = CliRunner().invoke(main, ["serve", "--model-repository", str(models), *ports, *options])
-        assert result.exit_code == 1
-        return result.stderr
-
-    assert "the model repository is empty: expected bundles at NAME/VERSION" in refusal()
+    option = ("--model-repository", models)
+    assert "the model repository is empty: expected bundles at NAME/VERSION" in refusal(*option)
     export_scale(models / "my model" / "1", 1.0)
-    assert f"{models}/my model: not served: a name has letters" in refusal()
+    assert refusal(*option)
+    assert f"{models}/my model: not served: a name has letters" in caplog.text
     export_scale(models / "scale", 1.0)  # without a version
     expected = "'scale': no bundle of this model was found: expected a folder for each version, named by a number"
-    assert expected in refusal()
-    assert expected in refusal("--model-control", "poll")
+    assert expected in refusal(*option)
+    assert expected in refusal(*option, "--model-control", "poll")
 
 
 def test_poll(tmp_path: Path) -> None:
     folder = export_scale(tmp_path / "models" / "scale" / "1", 1.0).parent
     options = ("--model-repository", str(folder.parent), "--model-control", "poll", "--poll-s", "0.2")
-    with stagepack_server([], *options, "--version-policy", "latest:2") as server, Client("http", server) as client:
+    with local_server([], *options, "--version-policy", "latest:2") as server, Client("http", server) as client:
         repository = Repository(server, folder.parent)
         export_scale(folder / "2", 2.0)
         wait_until(lambda: factor_of(client, "scale") == 2)
@@ -260,7 +241,7 @@ def test_poll(tmp_path: Path) -> None:
 
 
 def test_version_that_is_being_unloaded_is_in_the_index_once(slow: Path) -> None:
-    with stagepack_server([slow], "--model-control", "explicit") as server, ThreadPoolExecutor(1) as pool:
+    with local_server([slow], "--model-control", "explicit") as server, ThreadPoolExecutor(1) as pool:
         answer = pool.submit(ask_slow, server, 1000)
         wait_for_requests(server, "slow")
         assert post(server.http, "/v2/repository/models/slow/unload", b"")[0] == 200
@@ -272,7 +253,7 @@ def test_version_that_is_being_unloaded_is_in_the_index_once(slow: Path) -> None
 
 
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
-def test_clients_change_nothing_unless_the_operator_allows_it(small: Server, protocol: str) -> None:
+def test_clients_change_nothing_unless_the_operator_allows_it(small: LocalServer, protocol: str) -> None:
     with Client(protocol, small) as client:
         changes = [
             lambda: client.raw.load_model("skips"),

@@ -26,17 +26,17 @@ from stagepack_serving.server.generation.openai_requests import (
 )
 from stagepack_serving.server.generation.text_stream import TextFormat
 from tests.serve.generating_model import POSITIONS, VOCABULARY, Decoder, tokenizer
-from tests.serve.servers import Server, begin_stream, openai_client, post, stagepack_server
+from tests.serve.local_server import LocalServer, local_server
+from tests.serve.servers import begin_stream, openai_client, post
 from tests.serve.test_serve import metrics
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.xdist_group("serve")
 PROMPT = "Once upon"
 TEXT_FORMAT = TextFormat(tokenizer(), None)
 
 
 @pytest.fixture(scope="module")
-def server(writer: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(writer: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
     folder = tmp_path_factory.mktemp("writer")
     bundle = shutil.copytree(writer, folder / "writer.stagepack")
     # With tokens up to the end of the vocabulary, and one that has no logits.
@@ -44,12 +44,12 @@ def server(writer: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     larger.add_tokens(["<last but one>", "<last>", "<unscored>"])
     (folder / "tokenizer.json").write_text(larger.to_str())
     stagepack.add_assets(bundle, [folder / "tokenizer.json"], overwrite=True)
-    with stagepack_server([bundle], "--max-sequences", "3") as server:
+    with local_server([bundle], "--max-sequences", "3") as server:
         yield server
 
 
 @pytest.fixture
-def client(server: Server) -> Iterator[openai.OpenAI]:
+def client(server: LocalServer) -> Iterator[openai.OpenAI]:
     with openai_client(server) as client:
         yield client
 
@@ -64,7 +64,7 @@ NULLABLE_FIELDS = (
 )
 
 
-def test_null_is_as_if_a_field_was_absent(server: Server) -> None:
+def test_null_is_as_if_a_field_was_absent(server: LocalServer) -> None:
     body = {"model": "writer", "prompt": "a"} | dict.fromkeys(NULLABLE_FIELDS.split())
     status, answer, _ = post(server.http, "/v1/completions", json.dumps(body))
     assert (status, answer.get("usage", {}).get("completion_tokens")) == (200, 16), answer
@@ -153,7 +153,7 @@ def test_several_prompts_have_n_texts_each(client: openai.OpenAI) -> None:
     assert (texts, reasons) == (expected, ["length"] * 6)
 
 
-def test_a_client_that_goes_away_frees_the_places_of_all_texts(server: Server) -> None:
+def test_a_client_that_goes_away_frees_the_places_of_all_texts(server: LocalServer) -> None:
     body = {"model": "writer", "prompt": ["a", "b"], "n": 4, "max_tokens": 90, "stream": True}
     begin_stream(server, "/v1/completions", body).close()
     wait_until(lambda: metrics(server)["stagepack_sequences", "writer"] == 0, 10)

@@ -11,26 +11,25 @@ import stagepack
 from stagepack_serving.server.generation.openai_requests import ChatFields, CompletionFields, EmbeddingFields
 from tests.sentence_models import HIDDEN, sentence_model, sentence_transformers
 from tests.serve.generating_model import POSITIONS
-from tests.serve.servers import Server, get, post_json, stagepack_server
-
-pytestmark = pytest.mark.xdist_group("serve")
+from tests.serve.local_server import LocalServer, local_server
+from tests.serve.servers import get, post_json
 
 
 @pytest.fixture(scope="module")
-def server(writer: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(writer: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
     folder = tmp_path_factory.mktemp("sentences")
     pooling = sentence_transformers().sentence_transformer.modules.Pooling(HIDDEN)
     stagepack.export(sentence_model(folder, pooling), out=folder / "sentences.stagepack")
-    with stagepack_server([writer, folder / "sentences.stagepack"]) as server:
+    with local_server([writer, folder / "sentences.stagepack"]) as server:
         yield server
 
 
-def ask(server: Server, method: str, path: str) -> tuple[int, Any, Any]:
+def ask(server: LocalServer, method: str, path: str) -> tuple[int, Any, Any]:
     status, text, headers = get(server.http, path, method=method)
     return status, json.loads(text)["error"], headers
 
 
-def test_errors_of_all_paths_have_the_form_of_openai(server: Server) -> None:
+def test_errors_of_all_paths_have_the_form_of_openai(server: LocalServer) -> None:
     for path in ("/v1", "/v1/", "/v1/fine_tuning/jobs", "/v1/chat"):
         status, error, _ = ask(server, "GET", path)
         assert (status, error["code"], error["type"]) == (404, "unknown_url", "invalid_request_error")
@@ -69,7 +68,7 @@ def test_errors_of_all_paths_have_the_form_of_openai(server: Server) -> None:
 )
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_error_names_the_field_that_is_wrong(
-    server: Server, fields: Any, wrong_name: str | None, stream: bool
+    server: LocalServer, fields: Any, wrong_name: str | None, stream: bool
 ) -> None:
     body = {"model": "writer", "messages": [{"role": "user", "content": "Hi"}], "stream": stream}
     status, answer = post_json(server, "/v1/chat/completions", **body | fields)
@@ -101,7 +100,7 @@ VALUES: list[Any] = [
 
 
 @pytest.mark.parametrize("path", FIELDS_TYPES)
-def test_every_field_that_is_wrong_is_named(server: Server, path: str) -> None:
+def test_every_field_that_is_wrong_is_named(server: LocalServer, path: str) -> None:
     refused_count, wrong_names = 0, []
     valid = {"model": "writer", "max_tokens": 1}
     valid |= {"messages": [{"role": "user", "content": "Hi"}]} if path.startswith("chat") else {"prompt": "a"}

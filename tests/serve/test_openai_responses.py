@@ -22,16 +22,15 @@ from stagepack_serving.server.generation.openai_responses import ResponseAnswer,
 from stagepack_serving.server.generation.openai_routes import ResponsesRoute
 from stagepack_serving.server.model_registry import ModelRegistry
 from tests.serve.generating_model import export_decoder
-from tests.serve.servers import Server, openai_client, post_json
+from tests.serve.local_server import LocalServer
+from tests.serve.servers import openai_client, post_json
 from tests.serve.test_openai import field_rows
 from tests.serve.test_openai_errors import VALUES
 from tests.serve.test_openai_tools import calling_server, space_bias
 
-pytestmark = pytest.mark.xdist_group("serve")
-
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
     folder = tmp_path_factory.mktemp("responses")
     # Without a preference for no whitespace, random weights write little else, and requests have no biases.
     writer = export_decoder(folder, {int(token): bias for token, bias in space_bias().items()})
@@ -40,7 +39,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.fixture
-def client(server: Server) -> Iterator[openai.OpenAI]:
+def client(server: LocalServer) -> Iterator[openai.OpenAI]:
     with openai_client(server) as client:
         yield client
 
@@ -277,7 +276,7 @@ def test_an_error_after_the_first_event_is_an_event() -> None:
     assert (event.param, event.code) == ("input", "invalid_request_error")
 
 
-def test_every_field_that_is_wrong_is_named(server: Server) -> None:
+def test_every_field_that_is_wrong_is_named(server: LocalServer) -> None:
     wrong_names, refused_count = [], 0
     for field_name in [*ResponseFields.__struct_fields__, *ResponseFields.neutral_values, "unknown"]:
         for value in VALUES if field_name != "stream" else VALUES[:5]:

@@ -19,9 +19,9 @@ import stagepack
 from stagepack_serving.server.generation.text_stream import GeneratedText, TextFormat
 from stagepack_serving.server.generation.tool_calls import CallForm, CallReader, ToolCall, form_of_template
 from tests.serve.generating_model import tokenizer
-from tests.serve.servers import Server, openai_client, post, stagepack_server
+from tests.serve.local_server import LocalServer, local_server
+from tests.serve.servers import openai_client, post
 
-pytestmark = pytest.mark.xdist_group("serve")
 # What makes them those of models that call tools, and messages as short as the cache.
 CALLING_TEMPLATES = {
     "hermes": "{# <tool_call> #}",
@@ -36,7 +36,7 @@ CALLING_MESSAGES = (
 
 
 @contextlib.contextmanager
-def calling_server(writer: Path, folder: Path) -> Iterator[Server]:
+def calling_server(writer: Path, folder: Path) -> Iterator[LocalServer]:
     """A server of `writer`, of the same with a token that ends texts, and of models that call tools."""
     (folder / "generation_config.json").write_text('{"eos_token_id": 1}')
     ending = shutil.copytree(writer, folder / "ending.stagepack")
@@ -50,7 +50,7 @@ def calling_server(writer: Path, folder: Path) -> Iterator[Server]:
     callers.append(shutil.copytree(folder / "hermes.stagepack", folder / "special.stagepack"))
     (folder / "tokenizer.json").write_text(special_tokenizer().to_str())
     stagepack.add_assets(callers[-1], [folder / "tokenizer.json"], overwrite=True)
-    with stagepack_server([writer, ending, *callers], "--max-sequences", "3") as server:
+    with local_server([writer, ending, *callers], "--max-sequences", "3") as server:
         yield server
 
 
@@ -61,13 +61,13 @@ def special_tokenizer() -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def server(writer: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(writer: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
     with calling_server(writer, tmp_path_factory.mktemp("ending")) as server:
         yield server
 
 
 @pytest.fixture
-def client(server: Server) -> Iterator[openai.OpenAI]:
+def client(server: LocalServer) -> Iterator[openai.OpenAI]:
     with openai_client(server) as client:
         yield client
 
@@ -173,7 +173,7 @@ HOSTILE_SCHEMAS = {
 
 
 @pytest.mark.parametrize("name", HOSTILE_SCHEMAS)
-def test_schemas_of_strangers_are_bounded(server: Server, name: str) -> None:
+def test_schemas_of_strangers_are_bounded(server: LocalServer, name: str) -> None:
     pytest.importorskip("llguidance")
     schema = '{"type":"json_schema","json_schema":{"name":"a","schema":' + HOSTILE_SCHEMAS[name] + "}}"
     body = (

@@ -19,9 +19,6 @@ from tests.serve.servers import Client, get, post, refused
 from tests.serve.version_models import Repository, X, count, export_counter, export_scale, factor_of
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.xdist_group("serve")
-
-
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 

@@ -18,8 +18,6 @@ from stagepack_serving.server.server import _raise_file_limit
 from tests.serve.servers import get
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.xdist_group("serve")
-
 # A token is checked in the event loop: one of these keeps it busy.
 SERVER = """
 import sys, time

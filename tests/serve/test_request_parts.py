@@ -12,12 +12,11 @@ from tritonclient.utils import InferenceServerException
 
 from stagepack_serving.server.metrics import REQUEST_PARTS, Timeline
 from tests.serve.bundles import Bundles
-from tests.serve.servers import Client, Server, ask_slow, get, post_json, stagepack_server
+from tests.serve.local_server import serving
+from tests.serve.servers import AnyServer, Client, ask_slow, get, post_json
 
-pytestmark = pytest.mark.xdist_group("serve")
 
-
-def seconds_by_model(server: Server, sample_name: str, label_name: str) -> Mapping[str, Counter[str]]:
+def seconds_by_model(server: AnyServer, sample_name: str, label_name: str) -> Mapping[str, Counter[str]]:
     """The sums of a metric, by model and one more label."""
     sums: dict[str, Counter[str]] = {}
     for family in text_string_to_metric_families(get(server.http)[1]):
@@ -33,7 +32,7 @@ def test_parts_of_requests_are_all_of_their_time(
     slow: Path, bundles: Bundles, writer: Path, options: tuple[str, ...]
 ) -> None:
     paths = [slow] if options else [slow, bundles["skips"], writer]
-    with stagepack_server(paths, *options) as server:
+    with serving(paths, *options) as server:
         for protocol in ("http", "grpc"):
             ask_slow(server, 50, protocol)
             with pytest.raises(InferenceServerException):  # too late

@@ -31,8 +31,6 @@ from tests.serve.servers import Server, refused, stagepack_server
 from tests.waiting import wait_until
 from tools.fork_server import run_forked
 
-pytestmark = pytest.mark.xdist_group("serve")
-
 TOKEN = "right-token-0123456789"  # noqa: S105 - of these tests
 SECOND_TOKEN = "second-token-0123456789="  # noqa: S105 - of these tests
 GEVENT_SSL = importlib.import_module("gevent.ssl")  # the sockets of tritonclient.http are those of gevent

@@ -6,8 +6,7 @@ import queue
 import re
 import signal
 import time
-import urllib.request
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +20,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from tritonclient.utils import InferenceServerException
 
 from tests.serve.bundles import Bundles
-from tests.serve.servers import Client, Server, grpc_channel, post, refused, stagepack_server
-from tools.fork_server import run_forked
-
-pytestmark = pytest.mark.xdist_group("serve")
+from tests.serve.local_server import LocalServer, local_server, refusal
+from tests.serve.servers import AnyServer, Client, get, grpc_channel, post, refused, stagepack_server
 
 
-def metrics(server: Server, **headers: str) -> Any:
+def metrics(server: AnyServer, **headers: str) -> Any:
     """All samples of the page: (name, labels but the version) -> the sum over the versions."""
-    request = urllib.request.Request(f"http://127.0.0.1:{server.http}/metrics", headers=headers)
-    page = urllib.request.urlopen(request).read().decode()  # noqa: S310 - of this machine
+    page = get(server.http, headers=headers)[1]
     sums: collections.defaultdict[tuple[str, ...], float] = collections.defaultdict(float)
     for family in text_string_to_metric_families(page):
         for sample in family.samples:
@@ -48,13 +44,19 @@ def expected_answer(pipes: Mapping[str, Any], inputs: Any) -> Any:
         return pipes["skips"](torch.from_numpy(inputs["x"]), weight=torch.from_numpy(inputs["weight"]))
 
 
-def ask(server: Server, protocol: str, model: Any, inputs: Any, **options: Any) -> Any:
+def ask(server: AnyServer, protocol: str, model: Any, inputs: Any, **options: Any) -> Any:
     with Client(protocol, server) as client:
         return client.ask(model, inputs, **options)
 
 
+@pytest.fixture(scope="module")
+def server(bundles: Bundles) -> Iterator[LocalServer]:
+    with local_server([bundles["skips"], bundles["counting"]]) as server:
+        yield server
+
+
 def test_requests_run_as_one_batch_and_get_their_own_rows(bundles: Bundles, pipes: Mapping[str, Any]) -> None:
-    with stagepack_server([bundles["skips"]], "--max-delay-ms", "300", "--max-batch", "16") as server:
+    with local_server([bundles["skips"]], "--max-delay-ms", "300", "--max-batch", "16") as server:
         inputs = [skips(1 + request_number % 3, float(request_number)) for request_number in range(8)]
         with concurrent.futures.ThreadPoolExecutor(8) as pool:
             answers = list(pool.map(lambda each: ask(server, "grpc", "skips", each, outputs=["y"])["y"], inputs))
@@ -69,7 +71,7 @@ def test_one_that_fails_does_not_fail_the_others_of_its_batch(bundles: Bundles) 
     ids = numpy.array([[101, 1037, 4937, 102]])
     good = {"input_ids": ids, "attention_mask": numpy.ones_like(ids)}
     bad = good | {"input_ids": ids + 10**6}
-    with stagepack_server([bundles["minilm"]], "--max-delay-ms", "300") as server:
+    with local_server([bundles["minilm"]], "--max-delay-ms", "300") as server:
         with concurrent.futures.ThreadPoolExecutor(8) as pool:
             requests = [good] * 3 + [bad] + [good] * 4
             futures = [pool.submit(ask, server, "http", "minilm", each) for each in requests]
@@ -78,14 +80,14 @@ def test_one_that_fails_does_not_fail_the_others_of_its_batch(bundles: Bundles) 
         assert metrics(server)["stagepack_batch_rows_sum", "minilm"] > 8  # those beside it ran again
 
 
-def test_metrics(torch_server: Server) -> None:
-    before = metrics(torch_server)
+def test_metrics(server: LocalServer) -> None:
+    before = metrics(server)
     inputs = skips(4)
-    ask(torch_server, "http", "skips", inputs, outputs=["y"])
-    ask(torch_server, "grpc", "skips", inputs, outputs=["y"])
+    ask(server, "http", "skips", inputs, outputs=["y"])
+    ask(server, "grpc", "skips", inputs, outputs=["y"])
     with pytest.raises(InferenceServerException):
-        ask(torch_server, "http", "skips", {"x": inputs["x"]}, outputs=["y"])
-    after = metrics(torch_server)
+        ask(server, "http", "skips", {"x": inputs["x"]}, outputs=["y"])
+    after = metrics(server)
 
     def grew(*key: Any) -> Any:
         return after[key] - before.get(key, 0)
@@ -107,7 +109,7 @@ def test_metrics(torch_server: Server) -> None:
 def test_stages_on_several_devices_work_on_several_batches(bundles: Bundles, pipes: Mapping[str, Any]) -> None:
     # Two of them are one to torch, but not to the server.
     devices = ("--device", "cpu", "--device", "cpu:0", "--device", "cpu")
-    with stagepack_server([bundles["skips"]], *devices, "--max-batch", "1") as server:
+    with local_server([bundles["skips"]], *devices, "--max-batch", "1") as server:
         assert server.facts["models"][0]["devices"] == ["cpu", "cpu:0"]
         inputs = [skips(1 + request_number % 5, request_number / 7) for request_number in range(40)]
         with concurrent.futures.ThreadPoolExecutor(8) as pool:
@@ -119,13 +121,11 @@ def test_stages_on_several_devices_work_on_several_batches(bundles: Bundles, pip
 
 
 def test_names_of_several_bundles(bundles: Bundles) -> None:
-    with stagepack_server([f"one={bundles['skips']}", f"two={bundles['skips']}", bundles["half"]]) as server:
+    with local_server([f"one={bundles['skips']}", f"two={bundles['skips']}", bundles["half"]]) as server:
         for model_name in ("one", "two"):
             assert ask(server, "http", model_name, skips(2), outputs=["y"])["y"].shape == (2, 8)
         assert [model["name"] for model in server.facts["models"]] == ["one", "two", "half"]
-    completed = run_forked("serve", *[str(bundles["skips"])] * 2)
-    assert completed.returncode == 1
-    assert "'skips'" in completed.stderr
+    assert "'skips'" in refusal(*[bundles["skips"]] * 2)
 
 
 def test_onnxruntime(bundles: Bundles, pipes: Mapping[str, Any]) -> None:
@@ -138,9 +138,9 @@ def test_onnxruntime(bundles: Bundles, pipes: Mapping[str, Any]) -> None:
         assert "libtorch" not in Path(f"/proc/{server.process.pid}/maps").read_text()
 
 
-def test_a_stream_of_requests(torch_server: Server) -> None:
+def test_a_stream_of_requests(server: LocalServer) -> None:
     answer_queue: queue.Queue[Any] = queue.Queue()
-    with Client("grpc", torch_server) as client:
+    with Client("grpc", server) as client:
         client.raw.start_stream(lambda result, error: answer_queue.put((result, error)))
         for step in range(4):
             inputs = [client.input("x", numpy.ones(3, "float32"))]
@@ -154,7 +154,7 @@ def test_a_stream_of_requests(torch_server: Server) -> None:
 
 
 def test_numbers_have_ranges_too(bundles: Bundles) -> None:
-    with stagepack_server([bundles["first"]]) as server:
+    with local_server([bundles["first"]]) as server:
         inputs = {"x": numpy.arange(9, dtype="float32"), "n": numpy.array([3])}
         assert ask(server, "http", "first", inputs)["output"].tolist() == [0, 1, 2]
         for count in (-3, 0, 1, 9, 100):
@@ -180,7 +180,7 @@ def test_a_stream_runs_its_requests_together(bundles: Bundles) -> None:
 
 
 def test_state_that_is_given_out_stays_that_of_its_call(bundles: Bundles) -> None:
-    with stagepack_server([bundles["alias"]]) as server, Client("grpc", server) as client:
+    with local_server([bundles["alias"]]) as server, Client("grpc", server) as client:
         answer_queue: queue.Queue[Any] = queue.Queue()
         inputs = [client.input("x", numpy.ones(1, "float32"))]
         client.ask("alias", {"x": numpy.ones(1, "float32")}, sequence_id=1, sequence_start=True)
@@ -198,7 +198,7 @@ def test_state_that_is_given_out_stays_that_of_its_call(bundles: Bundles) -> Non
 def test_sequences_have_places(bundles: Bundles) -> None:
     inputs = {"x": numpy.ones(3, "float32")}
     options = ("--max-sequences", "2", "--sequence-idle-s", "1")
-    with stagepack_server([bundles["counting"]], *options) as server, Client("http", server) as client:
+    with local_server([bundles["counting"]], *options) as server, Client("http", server) as client:
         for sequence_id in ("a", "b"):
             client.ask("counting", inputs, sequence_id=sequence_id, sequence_start=True)
         with refused("503"):
@@ -212,15 +212,15 @@ def test_sequences_have_places(bundles: Bundles) -> None:
         assert client.ask("counting", inputs, sequence_id="b", sequence_start=True)["sum"].tolist() == [1.0] * 3
 
 
-def test_index_of_models(torch_server: Server) -> None:
-    with Client("http", torch_server) as client:
+def test_index_of_models(server: LocalServer) -> None:
+    with Client("http", server) as client:
         index = client.raw.get_model_repository_index()
         assert {entry["name"] for entry in index} >= {"skips"}
         assert all(entry["version"] == "1" and entry["state"] == "READY" for entry in index)
-    with Client("grpc", torch_server) as client:
+    with Client("grpc", server) as client:
         assert client.raw.get_model_repository_index(as_json=True)["models"] == index
     for body, status in ((b'{"ready": true}', 200), (b'{"ready": 1}', 400), (b"[]", 400), (b"{", 400)):
-        assert post(torch_server.http, "/v2/repository/index", body)[0] == status
+        assert post(server.http, "/v2/repository/index", body)[0] == status
 
 
 def test_access_log(bundles: Bundles, tmp_path: Path) -> None:
@@ -258,19 +258,14 @@ def test_grpc_health_and_reflection(bundles: Bundles) -> None:
     assert statuses == [HealthCheckResponse.SERVING, HealthCheckResponse.NOT_SERVING]
 
 
-def test_what_is_not_there(torch_server: Server) -> None:
-    with Client("grpc", torch_server) as client, refused("UNIMPLEMENTED", says="TraceSetting"):
+def test_what_is_not_there(server: LocalServer) -> None:
+    with Client("grpc", server) as client, refused("UNIMPLEMENTED", says="TraceSetting"):
         client.raw.get_trace_settings()
-    with Client("http", torch_server) as client, refused("404"):
+    with Client("http", server) as client, refused("404"):
         client.raw.get_trace_settings()
 
 
 def test_a_bundle_that_fails_its_own_rules(bundles: Bundles, tmp_path: Path) -> None:
-    for arguments in (
-        [tmp_path / "nothing"],
-        [bundles["skips"], "--device", "cuda:7"],
-        [bundles["half"], "--runtime", "onnxruntime"],
-    ):
-        completed = run_forked("serve", *map(str, arguments))
-        assert completed.returncode == 1
-        assert len(completed.stderr.splitlines()) == 1
+    assert "nothing" in refusal(tmp_path / "nothing")
+    assert "cuda:7" in refusal(bundles["skips"], "--device", "cuda:7")
+    assert "onnx" in refusal(bundles["half"], "--runtime", "onnxruntime")

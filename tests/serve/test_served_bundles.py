@@ -17,10 +17,8 @@ from torch.export import Dim
 import stagepack
 from tests.cli.entry_point_model import translator
 from tests.modules import module_of
+from tests.serve.local_server import local_server, refusal
 from tests.serve.servers import Client, infer_json, post_json, refused, stagepack_server
-from tools.fork_server import run_forked
-
-pytestmark = pytest.mark.xdist_group("serve")
 
 
 def test_each_entry_point_is_served(tmp_path: Path) -> None:
@@ -30,7 +28,7 @@ def test_each_entry_point_is_served(tmp_path: Path) -> None:
     with torch.no_grad():
         hidden = model.encode(torch.from_numpy(ids))
         logits = model.decode(hidden)
-    with stagepack_server([path]) as server, Client("http", server) as client:
+    with local_server([path]) as server, Client("http", server) as client:
         assert [entry["name"] for entry in server.facts["models"]] == ["translator_encode", "translator_decode"]
         [encoded] = client.ask("translator_encode", {"ids": ids}).values()
         [decoded] = client.ask("translator_decode", {"hidden": hidden.numpy()}).values()
@@ -159,7 +157,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_request_at_which_a_value_is_too_large_is_refused(pairs: Path) -> None:
-    with stagepack_server([pairs / "pairs.stagepack"], "--max-value-bytes", "1MB") as server:
+    with local_server([pairs / "pairs.stagepack"], "--max-value-bytes", "1MB") as server:
         for rows, expected_status in ((500, 200), (501, 400), (500, 200)):  # rows * rows * 4 bytes
             status, answer = infer_json(server, "pairs", x=numpy.ones(rows, "float32"))
             assert status == expected_status
@@ -170,17 +168,16 @@ def test_a_request_at_which_a_value_is_too_large_is_refused(pairs: Path) -> None
 def test_bundles_that_are_too_large_at_any_sizes_or_in_their_example(pairs: Path) -> None:
     advice = "the example of the bundle exceeds --max-value-bytes: raise it"
     for name, limit, says in (("large", "1MB", "allow larger values"), ("pairs", "399", advice)):
-        completed = run_forked("serve", str(pairs / f"{name}.stagepack"), "--max-value-bytes", limit)
-        assert completed.returncode == 1
-        assert "bytes for a value, found" in completed.stderr
-        assert says in completed.stderr
+        line = refusal(pairs / f"{name}.stagepack", "--max-value-bytes", limit)
+        assert "bytes for a value, found" in line
+        assert says in line
 
 
 def test_the_limit_is_that_of_each_request_and_not_of_the_batch_that_they_are_joined_to(tmp_path: Path) -> None:
     shapes = {"x": {0: Dim("rows", min=1, max=64)}}
     model = module_of(lambda self, x: (x[:, :, None] * x[:, None]).sum(dim=1))  # inside are 256 bytes for each row
     stagepack.export(model, (torch.rand(3, 8),), dynamic_shapes=shapes, out=tmp_path / "products.stagepack")
-    with stagepack_server([tmp_path / "products.stagepack"], "--max-value-bytes", "1024") as server:
+    with local_server([tmp_path / "products.stagepack"], "--max-value-bytes", "1024") as server:
         model = server.facts["models"][0]
         assert (model["batch"], model["alone"]) == (32, "")
         for rows, status in ((4, 200), (5, 400)):
@@ -188,7 +185,7 @@ def test_the_limit_is_that_of_each_request_and_not_of_the_batch_that_they_are_jo
 
 
 def test_generation_has_the_same_limit(writer: Path) -> None:
-    with stagepack_server([writer], "--max-value-bytes", "13000") as server:
+    with local_server([writer], "--max-value-bytes", "13000") as server:
         for length, expected_status in ((10, 200), (60, 400)):
             prompt = [1] * length
             for path, fields in (
@@ -216,7 +213,7 @@ def lookup(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("runtime", ["torch", "onnxruntime"])
 def test_values_out_of_range_are_errors_of_the_client(lookup: Path, runtime: str) -> None:
     good = {"tokens": numpy.array([1, 9]), "indices": numpy.array([[0, 3], [1, 2]])}
-    with stagepack_server([lookup], "--runtime", runtime) as server:
+    with local_server([lookup], "--runtime", runtime) as server:
         for protocol in ("http", "grpc"):
             with Client(protocol, server) as client:
                 for input_name, value, stage in (("tokens", 10, 0), ("tokens", -11, 0), ("indices", 4, 1)):
@@ -233,7 +230,7 @@ def test_a_failure_of_the_server_stays_its_own(tmp_path: Path) -> None:
     sizes = {"x": None, "count": Dim.DYNAMIC(min=2, max=2**50)}
     model = module_of(lambda self, x, count: x.new_ones(count).sum())
     stagepack.export(model, (torch.ones(1), 4), out=tmp_path / "grow.stagepack", stages=1, dynamic_shapes=sizes)
-    with stagepack_server([tmp_path / "grow.stagepack"]) as server:
+    with local_server([tmp_path / "grow.stagepack"]) as server:
         for protocol in ("http", "grpc"):
             with Client(protocol, server) as client:
                 with refused("500", "INTERNAL", says="RuntimeError"):

@@ -35,8 +35,6 @@ from tests.serve.servers import (
 )
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.xdist_group("serve")
-
 
 @pytest.mark.parametrize(
     "signal_number",

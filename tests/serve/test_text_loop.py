@@ -1,7 +1,6 @@
 """Texts of many clients are generated as one batch: what each says, who waits, and what ends before its time."""
 
 import contextlib
-import http.client
 import json
 import os
 import pty
@@ -23,11 +22,21 @@ import stagepack
 from tests.distributed.test_serving import stage_process_ids
 from tests.serve.generating_families import POSITIONS, VOCABULARY, export_qwen
 from tests.serve.generating_model import tokenizer
-from tests.serve.servers import STAGEPACK, WITH_SIGNALS, Server, begin_stream, post, post_json, stagepack_server
+from tests.serve.local_server import local_server, serving
+from tests.serve.servers import (
+    STAGEPACK,
+    WITH_SIGNALS,
+    AnyServer,
+    Server,
+    begin_stream,
+    post,
+    post_json,
+    send_request,
+    stagepack_server,
+)
 from tests.serve.test_serve import metrics
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.xdist_group("serve")
 ROWS, CLIENTS = 4, 12
 GENERATE = "/v2/models/qwen/generate"
 MODES: Mapping[str, tuple[str, ...]] = {
@@ -61,17 +70,17 @@ def requests(qwen: Path) -> list[Request]:
         pytest.param(mode, marks=() if mode in ("one process", "processes") else pytest.mark.slow) for mode in MODES
     ],
 )
-def server(request: pytest.FixtureRequest, qwen: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(request: pytest.FixtureRequest, qwen: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[AnyServer]:
     with mode_server(qwen, request.param, tmp_path_factory.mktemp("mode"), "--deadline-s", "50") as server:
         yield server
 
 
 @contextlib.contextmanager
-def mode_server(qwen: Path, mode: str, folder: Path, *options: str) -> Iterator[Server]:
+def mode_server(qwen: Path, mode: str, folder: Path, *options: str) -> Iterator[AnyServer]:
     bundle = Path(shutil.copytree(qwen, folder / qwen.name))
     if mode == "ONNX Runtime":
         stagepack.add_onnx(bundle)
-    with stagepack_server([bundle], *MODES[mode], *options) as server:
+    with serving([bundle], *MODES[mode], *options) as server:
         yield server
 
 
@@ -85,17 +94,17 @@ def with_tokenizer(qwen: Path, folder: Path, *more_tokens: str) -> Path:
     return bundle
 
 
-def generate(server: Server, body: Mapping[str, Any]) -> tuple[int, Any]:
+def generate(server: AnyServer, body: Mapping[str, Any]) -> tuple[int, Any]:
     return post_json(server, GENERATE, **body)
 
 
-def is_idle(server: Server) -> bool:
+def is_idle(server: AnyServer) -> bool:
     found = metrics(server)
     names = ("texts", "cache_tokens", "sequences", "pending_requests")
     return all(found[f"stagepack_{name}", "qwen"] == 0 for name in names)
 
 
-def test_each_client_gets_the_tokens_of_its_text_alone(server: Server, requests: list[Request]) -> None:
+def test_each_client_gets_the_tokens_of_its_text_alone(server: AnyServer, requests: list[Request]) -> None:
     with ThreadPoolExecutor(CLIENTS) as clients:
         answers = list(clients.map(lambda request: generate(server, request[0]), requests * 2))
     assert [(status, answer["output_ids"]) for status, answer in answers] == [
@@ -104,7 +113,7 @@ def test_each_client_gets_the_tokens_of_its_text_alone(server: Server, requests:
     assert is_idle(server)
 
 
-def test_texts_that_nobody_waits_for_leave_their_rows(server: Server, requests: list[Request]) -> None:
+def test_texts_that_nobody_waits_for_leave_their_rows(server: AnyServer, requests: list[Request]) -> None:
     endless = {"input_ids": [3], "parameters": {"max_new_tokens": POSITIONS}}
     for connection in [begin_stream(server, f"{GENERATE}_stream", endless) for _ in range(2 * ROWS)]:
         connection.close()
@@ -113,7 +122,7 @@ def test_texts_that_nobody_waits_for_leave_their_rows(server: Server, requests: 
     wait_until(lambda: is_idle(server), 10)
 
 
-def test_what_is_measured(server: Server, requests: list[Request]) -> None:
+def test_what_is_measured(server: AnyServer, requests: list[Request]) -> None:
     before = metrics(server)
     counts = [len(generate(server, body)[1]["output_ids"]) for body, _ in requests[:5]]
     after = metrics(server)
@@ -129,7 +138,7 @@ def test_what_is_measured(server: Server, requests: list[Request]) -> None:
 
 def test_prompts_wait_up_to_a_number_of_tokens(qwen: Path) -> None:
     body = {"input_ids": [3] * 30, "parameters": {"max_new_tokens": 35}}
-    with stagepack_server([qwen], "--max-batch", "1", "--max-tokens-waiting", "70") as server:
+    with local_server([qwen], "--max-batch", "1", "--max-tokens-waiting", "70") as server:
         with ThreadPoolExecutor(CLIENTS) as clients:
             answers = list(clients.map(lambda _: generate(server, body), range(CLIENTS)))
         refused = [answer["error"] for status, answer in answers if status == 503]
@@ -178,7 +187,7 @@ def test_a_terminal_shows_how_fast_texts_are_generated(qwen: Path, requests: lis
         os.close(ours)
 
 
-def ask(server: Server, drawn: random.Random, requests: list[Request]) -> str:
+def ask(server: AnyServer, drawn: random.Random, requests: list[Request]) -> str:
     """One request of a drawn kind; what came of it."""
     body, tokens = drawn.choice(requests)
     kind = drawn.choice(("whole", "whole", "stream", "goes away", "deadline", "wrong"))
@@ -198,14 +207,10 @@ def ask(server: Server, drawn: random.Random, requests: list[Request]) -> str:
             assert status in {"wrong": (400,), "deadline": (504, 503), "whole": (503,)}[kind], answer
             assert answer["error"]
         return f"{kind} {status}"
-    connection = http.client.HTTPConnection("127.0.0.1", server.http, timeout=100)
-    with contextlib.closing(connection):
-        connection.request("POST", f"{GENERATE}_stream", json.dumps(body))
-        response = connection.getresponse()
-        content = response.read().decode()
-    if response.status != 200:
-        assert (response.status, bool(json.loads(content)["error"])) == (503, True)
-        return f"stream {response.status}"
+    status, content, _ = send_request(server.http, "POST", f"{GENERATE}_stream", json.dumps(body))
+    if status != 200:
+        assert (status, bool(json.loads(content)["error"])) == (503, True)
+        return f"stream {status}"
     parts = [json.loads(event.removeprefix("data: ")) for event in content.split("\n\n")[:-1]]
     found = [token for part in parts if "output_ids" in part for token in part["output_ids"]]
     if "error" in parts[-1]:
@@ -215,7 +220,7 @@ def ask(server: Server, drawn: random.Random, requests: list[Request]) -> str:
     return "stream 200"
 
 
-def check_drawn_requests(server: Server, requests: list[Request], count: int, most_bytes: int) -> None:
+def check_drawn_requests(server: AnyServer, requests: list[Request], count: int, most_bytes: int) -> None:
     """Each ends in one whole answer or one typed error; then nothing is left of them."""
     seeds = range(count)
 
@@ -231,7 +236,7 @@ def check_drawn_requests(server: Server, requests: list[Request], count: int, mo
     assert server.memory() - bytes_before < most_bytes
 
 
-def test_drawn_requests(server: Server, requests: list[Request]) -> None:
+def test_drawn_requests(server: AnyServer, requests: list[Request]) -> None:
     check_drawn_requests(server, requests, 300, 60_000_000)
 
 
@@ -240,7 +245,6 @@ def test_drawn_requests(server: Server, requests: list[Request]) -> None:
 def test_ten_thousand_drawn_requests(qwen: Path, requests: list[Request], mode: str, tmp_path: Path) -> None:
     with mode_server(qwen, mode, tmp_path) as server:
         check_drawn_requests(server, requests, 10_000, 60_000_000)
-        assert server.stop() == 0
 
 
 @pytest.mark.slow  # 20 s: a process that is killed is started again
@@ -268,7 +272,7 @@ def test_a_text_whose_call_fails_does_not_end_the_others(qwen: Path, tmp_path: P
     prompts = [[3, 4], [5], [6, 7, 8]]
     pipeline = stagepack.load(bundle)
     expected = [pipeline.generate(torch.tensor([prompt]), **settings)[0, len(prompt) :].tolist() for prompt in prompts]
-    with stagepack_server([bundle]) as server, ThreadPoolExecutor(CLIENTS) as clients:
+    with local_server([bundle]) as server, ThreadPoolExecutor(CLIENTS) as clients:
         wrong = clients.map(lambda _: generate(server, {"input_ids": [9, VOCABULARY]}), range(4))
         pending = [clients.submit(generate, server, {"input_ids": text, "parameters": settings}) for text in prompts]
         assert all(status in (400, 500) for status, _ in wrong)
@@ -280,7 +284,7 @@ def test_a_text_whose_call_fails_does_not_end_the_others(qwen: Path, tmp_path: P
 
 def test_texts_that_are_too_large_together_are_generated_with_fewer(qwen: Path) -> None:
     body = {"input_ids": [3] * 30, "parameters": {"max_new_tokens": 5}}
-    with stagepack_server([qwen], "--max-value-bytes", "40000") as server, ThreadPoolExecutor(CLIENTS) as clients:
+    with local_server([qwen], "--max-value-bytes", "40000") as server, ThreadPoolExecutor(CLIENTS) as clients:
         assert generate(server, body)[0] == 200
         answers = list(clients.map(lambda _: generate(server, body), range(CLIENTS)))
         assert [status for status, _ in answers] == [200] * CLIENTS
@@ -289,7 +293,7 @@ def test_texts_that_are_too_large_together_are_generated_with_fewer(qwen: Path) 
 def test_texts_of_a_cache_for_one_take_turns(tmp_path: Path) -> None:
     path = export_qwen(tmp_path, batch=1)
     assert "cache_moves" not in {edge.name for edge in stagepack.open(path).inputs}
-    with stagepack_server([path]) as server, ThreadPoolExecutor(CLIENTS) as clients:
+    with local_server([path]) as server, ThreadPoolExecutor(CLIENTS) as clients:
         long = [
             clients.submit(generate, server, {"input_ids": [3], "parameters": {"max_new_tokens": POSITIONS}})
             for _ in range(6)
@@ -302,7 +306,7 @@ def test_texts_of_a_cache_for_one_take_turns(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("count", [1, 3 * ROWS])
 def test_a_request_for_many_texts_does_not_wait_for_itself(qwen: Path, tmp_path: Path, count: int) -> None:
-    with stagepack_server([with_tokenizer(qwen, tmp_path)], "--max-tokens-waiting", "5") as server:
+    with local_server([with_tokenizer(qwen, tmp_path)], "--max-tokens-waiting", "5") as server:
         body = {"model": "qwen", "prompt": [3] * 30, "n": count, "max_tokens": 3}
         status, answer, _ = post(server.http, "/v1/completions", json.dumps(body))
         assert (status, len(answer["choices"])) == (200, count)
@@ -322,13 +326,13 @@ def test_requests_of_more_texts_than_rows_are_those_of_each_alone(qwen: Path, tm
         for prompt in prompts
     ]
 
-    def ask_for(server: Server, prompt: list[int]) -> list[str]:
+    def ask_for(server: AnyServer, prompt: list[int]) -> list[str]:
         body = {"model": "qwen", "prompt": prompt, "n": count, "max_tokens": 9, "seed": 0}
         begin_stream(server, "/v1/completions", body | {"stream": True}).close()
         status, answer, _ = post(server.http, "/v1/completions", json.dumps(body))
         assert status == 200, answer
         return [choice["text"] for choice in answer["choices"]]
 
-    with stagepack_server([bundle]) as server, ThreadPoolExecutor(CLIENTS) as clients:
+    with local_server([bundle]) as server, ThreadPoolExecutor(CLIENTS) as clients:
         assert list(clients.map(lambda prompt: ask_for(server, prompt), prompts)) == expected
         wait_until(lambda: is_idle(server), 20)

@@ -29,7 +29,6 @@ from tests.serve.bundles import Bundles
 from tests.serve.servers import Client, triton_server, why_no_triton
 
 MEMORY = "/dev/shm"  # noqa: S108 - another file system than that of temporary files
-pytestmark = pytest.mark.xdist_group("serve")
 
 
 def write(bundle: Path, out: Path, model_name: str = "m", *, overwrite: bool = False, **options: Any) -> list[str]:

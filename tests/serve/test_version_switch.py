@@ -20,11 +20,10 @@ import stagepack
 from tests.bundle_editor import BundleEditor
 from tests.modules import module_of
 from tests.serve.bundles import Slow, export_slow
-from tests.serve.servers import Client, Server, ask_slow, stagepack_server, wait_for_requests
+from tests.serve.local_server import serving
+from tests.serve.servers import AnyServer, Client, ask_slow, stagepack_server, wait_for_requests
 from tests.serve.version_models import Repository, count, export_counter, export_scale, factor_of, repository_server
 from tests.waiting import wait_until
-
-pytestmark = pytest.mark.xdist_group("serve")
 
 CONNECTIONS = 32
 REQUESTS_OF_A_SEQUENCE = 5
@@ -38,7 +37,7 @@ class Load:
         steps: how many sequences each version of the model with state has run from their begin to their end.
     """
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: AnyServer) -> None:
         self.factors: Counts[float] = Counts()
         self.steps: Counts[float] = Counts()
         self._server = server
@@ -122,13 +121,14 @@ def replace_everything(repository: Repository, load: Load) -> None:
 def test_no_request_fails_while_versions_are_replaced(tmp_path: Path, options: tuple[str, ...]) -> None:
     export_scale(tmp_path / "scale" / "1", 1.0)
     export_counter(tmp_path / "counter" / "1", 1.0)
-    with repository_server(tmp_path, "--load-model", "*", "--max-sequences", "64", *options) as repository:
+    with repository_server(
+        tmp_path, "--load-model", "*", "--max-sequences", "64", *options, serve=serving
+    ) as repository:
         load = Load(repository.server)
         with load.running():
             replace_everything(repository, load)
         assert load.factors.keys() == {1.0, 2.0, 4.0}
         assert load.steps.keys() == {1.0, 20.0, 40.0}
-        assert repository.server.stop() == 0
         asked = load.factors.total() + REQUESTS_OF_A_SEQUENCE * load.steps.total()
         assert repository.server.answers() == {"OK": asked}
     print(f"{asked} requests, {dict(load.factors)}, {dict(load.steps)}")  # noqa: T201 - pytest -s shows it
@@ -140,7 +140,7 @@ def _is_alone(repository: Repository, version: str) -> bool:
 
 @pytest.mark.slow
 def test_the_memory_of_old_versions_is_freed(tmp_path: Path) -> None:
-    with repository_server(tmp_path) as repository, Client("grpc", repository.server) as client:
+    with repository_server(tmp_path, serve=stagepack_server) as repository, Client("grpc", repository.server) as client:
         (tmp_path / "wide").mkdir()
         memories = []
         for version in range(1, 21):

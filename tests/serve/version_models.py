@@ -11,7 +11,8 @@ import torch
 
 import stagepack
 from tests.modules import module_of
-from tests.serve.servers import Client, Server, post, stagepack_server
+from tests.serve.local_server import local_server
+from tests.serve.servers import AnyServer, Client, post
 
 X = numpy.ones((2, 3), "float32")
 
@@ -51,7 +52,7 @@ def export_counter(path: Path, step: float) -> Path:
 class Repository:
     """A server, and the folder of its models. Each test has models of its own."""
 
-    server: Server
+    server: AnyServer
     folder: Path
 
     def index(self, model_name: str) -> dict[str, dict[str, str]]:
@@ -64,10 +65,10 @@ class Repository:
 
 
 @contextlib.contextmanager
-def repository_server(folder: Path, *options: str) -> Iterator[Repository]:
+def repository_server(folder: Path, *options: str, serve: Any = local_server) -> Iterator[Repository]:
     """A server whose clients load models of a folder."""
     control = ("--model-repository", str(folder), "--model-control", "explicit")
-    with stagepack_server([], *control, *options) as server:
+    with serve([], *control, *options) as server:
         yield Repository(server, folder)
 
 
