@@ -29,7 +29,6 @@ from tests.process_facts import child_processes
 from tests.serve.servers import Server, get, http_client, refused, stagepack_server
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.xdist_group("serve")
 IDS = torch.arange(6)
 
 

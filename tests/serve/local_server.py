@@ -93,8 +93,8 @@ def serving(bundles: Sequence[str | Path], *options: str) -> contextlib.Abstract
 
 def refusal(*arguments: object) -> str:
     """Why `stagepack serve` does not begin to serve."""
-    with mock.patch.object(serve_command, "_set_up_process"):
-        result = CliRunner().invoke(main, ["serve", *map(str, arguments), "--http-port", "0", "--grpc-port", "0"])
+    with mock.patch.object(serve_command, "_set_up_process"), mock.patch.object(server_module, "check_addresses"):
+        result = CliRunner().invoke(main, ["serve", *map(str, arguments)])
     assert result.exit_code == 1, result.output
     [line] = result.stderr.splitlines()
     return line

@@ -17,6 +17,7 @@ from stagepack_serving.server.errors import RequestError
 from stagepack_serving.server.grpc_limits import OpenCall, OpenCalls
 from tests.serve.attacks import ATTACK_NAMES, attacking
 from tests.serve.bundles import Bundles
+from tests.serve.local_server import local_server
 from tests.serve.servers import (
     INFER,
     Server,
@@ -99,7 +100,7 @@ def test_a_stream_ends_at_the_deadline_without_a_request(bundles: Bundles) -> No
             time.sleep(0.5)
         time.sleep(60)
 
-    with stagepack_server([bundles["skips"]], "--deadline-s", "1.5") as server, grpc_stub(server) as stub:
+    with local_server([bundles["skips"]], "--deadline-s", "1.5") as server, grpc_stub(server) as stub:
         responses = stub.ModelStreamInfer(ask_sometimes())
         assert [next(responses).error_message for _ in range(4)] == [""] * 4
         with refused("DEADLINE_EXCEEDED"):

@@ -220,6 +220,8 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 WIDE = "/v2/models/wide/infer"
+# Who reads nothing is let go at the deadline, and not after 5 s.
+SOON = {"stagepack_serving.server.limits._LEAST_SENDING_SECONDS": 1.0}
 
 
 def wide_body(**parameters: int) -> bytes:
@@ -229,7 +231,7 @@ def wide_body(**parameters: int) -> bytes:
 
 
 def test_who_does_not_read_is_let_go(wide: Path) -> None:
-    with stagepack_server([wide], "--deadline-s", "2", "--max-queue", "1") as server:
+    with stagepack_server([wide], "--deadline-s", "2", "--max-queue", "1", constants=SOON) as server:
         body = wide_body()
         with begin_post(server, WIDE, body):
             wait_for_requests(server, "wide")
@@ -268,7 +270,7 @@ def test_requests_are_refused_by_their_heads(wide: Path) -> None:
 
 
 def test_unread_small_answer_over_grpc_ends_its_connection(bundles: Bundles) -> None:
-    with stagepack_server([bundles["skips"]], "--deadline-s", "2", "--max-connections", "2") as server:
+    with stagepack_server([bundles["skips"]], "--deadline-s", "2", "--max-connections", "2", constants=SOON) as server:
         reader = RawConnection(server.grpc, READS_NOTHING)
         with contextlib.closing(reader.socket):
             for _ in range(2):
@@ -351,7 +353,7 @@ def test_short_deadlines_cut_no_answer_off(bundles: Bundles) -> None:
 
 def test_unread_answer_over_grpc_ends_its_connection(wide: Path) -> None:
     with (
-        stagepack_server([wide], "--deadline-s", "2", "--max-connections", "2") as server,
+        stagepack_server([wide], "--deadline-s", "2", "--max-connections", "2", constants=SOON) as server,
         Client("grpc", server) as client,
     ):
         reader = RawConnection(server.grpc)

@@ -4,12 +4,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
 
 import stagepack
-from stagepack.cli import main
 from tests.conformance.vectors import TINY
-from tests.serve.servers import Client, stagepack_server
+from tests.serve.local_server import local_server, refusal
+from tests.serve.servers import Client
 from tests.serve.version_models import Repository, export_scale, factor_of
 from tests.waiting import wait_until
 
@@ -18,26 +17,17 @@ pytest.importorskip("model_signing", reason="signatures are not tested: pip inst
 from tests.signing.signers import make_signer
 
 
-def serve(*arguments: str | Path) -> Result:
-    ports = ("--http-port", "0", "--grpc-port", "0")
-    return CliRunner().invoke(main, ["serve", *map(str, arguments), *ports])
-
-
 def test_the_server_refuses_what_is_not_signed_by_a_trusted_signer(tmp_path: Path) -> None:
     signer, stranger = make_signer(tmp_path, "release"), make_signer(tmp_path, "stranger")
     bundle_path = Path(shutil.copytree(TINY, tmp_path / "tiny.stagepack"))
     required = ("--require-signature", str(signer.public_key))
     shutil.copytree(bundle_path, tmp_path / "models" / "tiny" / "1")
     for source in ((bundle_path,), ("--model-repository", tmp_path / "models")):
-        result = serve(*source, *required)
-        assert result.exit_code == 1
-        assert "found no model.sig" in result.stderr
+        assert "found no model.sig" in refusal(*source, *required)
     stagepack.sign(bundle_path, key=stranger.key)
-    result = serve(bundle_path, *required)
-    assert result.exit_code == 1
-    assert "not by a trusted signer" in result.stderr
+    assert "not by a trusted signer" in refusal(bundle_path, *required)
     stagepack.sign(bundle_path, key=signer.key, overwrite=True)
-    with stagepack_server([bundle_path], *required) as server:
+    with local_server([bundle_path], *required) as server:
         assert server.facts["models"][0]["name"] == "tiny"
 
 
@@ -49,7 +39,7 @@ def test_a_refused_version_is_tried_again_when_a_key_file_changed(tmp_path: Path
     stagepack.sign(folder / "1", key=old.key)
     options = ("--model-repository", str(folder.parent), "--model-control", "poll", "--poll-s", "0.2")
     with (
-        stagepack_server([], *options, "--require-signature", str(trusted)) as server,
+        local_server([], *options, "--require-signature", str(trusted)) as server,
         Client("http", server) as client,
     ):
         repository = Repository(server, folder.parent)
