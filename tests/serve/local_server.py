@@ -2,37 +2,34 @@
 
 import asyncio
 import contextlib
-import functools
 import logging
 import os
-import queue
 import sys
 import threading
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from unittest import mock
 
 import httpx2
 from click.testing import CliRunner
-from starlette.types import ASGIApp, Message
+from starlette.types import ASGIApp
 
 from stagepack.cli import main, serve_command
 from stagepack.cli.model_loading import BundleLoading
 from stagepack_serving.server import free_memory
 from stagepack_serving.server import server as server_module
-from stagepack_serving.server.grpc_calls import CheckedMethods, GrpcLoop
+from stagepack_serving.server.grpc_calls import CheckedMethods
+from stagepack_serving.server.http_server import REFUSAL_SECONDS
 from stagepack_serving.server.model_control import ModelControl
 from stagepack_serving.server.rest_service import rest_application
 from stagepack_serving.server.security import ServerSecurity
 from tests.process_facts import memory_bytes
+from tests.serve.asgi import AsgiTransport, run_in_server_loop
 from tests.serve.servers import AnyServer, stagepack_server
 
-Answer = TypeVar("Answer")
-# Uvicorn hands over a body in parts of at most this size.
-_PART_BYTES = 65_536
 _ANSWER_SECONDS = 60
 
 
@@ -155,92 +152,4 @@ class _Running:
         self.control.models.is_stopping = True
         self.control.models.stopping.set()
         self.control.models.expire_requests()
-        await self.methods.stop(server_module.REFUSAL_SECONDS)
-
-
-@functools.cache
-def _server_loop() -> asyncio.AbstractEventLoop:
-    """The loop of all servers, in a thread of its own: with a second loop, grpc would wake both for each event."""
-    loop = GrpcLoop()
-    threading.Thread(target=loop.run_forever, name="servers", daemon=True).start()
-    return loop
-
-
-def run_in_server_loop(coroutine: Coroutine[Any, Any, Answer]) -> Answer:
-    """The result of a coroutine in the loop of the servers, from another thread."""
-    return asyncio.run_coroutine_threadsafe(coroutine, _server_loop()).result()
-
-
-class AsgiTransport(httpx2.BaseTransport):
-    """Calls an application in the loop of the servers; `httpx2.ASGITransport` would have an answer only when it is whole."""
-
-    def __init__(self, application: ASGIApp) -> None:
-        self._application = application
-
-    def handle_request(self, request: httpx2.Request) -> httpx2.Response:
-        exchange = _Exchange(request, self._application)
-        head = exchange.next_message()
-        return httpx2.Response(head["status"], headers=head["headers"], stream=exchange)
-
-
-class _Exchange(httpx2.SyncByteStream):
-    """One request, and the parts of its answer as they come. The client hangs up when it closes the answer before its end."""
-
-    def __init__(self, request: httpx2.Request, application: ASGIApp) -> None:
-        content = request.read()
-        self._parts = [content[start : start + _PART_BYTES] for start in range(0, len(content), _PART_BYTES)] or [b""]
-        self._seconds: float = request.extensions["timeout"]["read"]
-        self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        self._is_over = asyncio.Event()
-        scope = {
-            "type": "http",
-            "asgi": {"version": "3.0", "spec_version": "2.3"},
-            "http_version": "1.1",
-            "server": ("127.0.0.1", 80),
-            "client": ("127.0.0.1", 50_000),
-            "scheme": "http",
-            "method": request.method,
-            "root_path": "",
-            "path": request.url.path,
-            "raw_path": request.url.raw_path.partition(b"?")[0],
-            "query_string": request.url.query,
-            "headers": [(name.lower(), value) for name, value in request.headers.raw],
-        }
-        self._answer = asyncio.run_coroutine_threadsafe(self._run(application, scope), _server_loop())
-
-    async def _run(self, application: ASGIApp, scope: dict[str, Any]) -> None:
-        try:
-            await application(scope, self._receive, self._send)
-        finally:
-            self._messages.put({"type": "end"})
-
-    async def _receive(self) -> Message:
-        if not self._parts:
-            await self._is_over.wait()
-            return {"type": "http.disconnect"}
-        return {"type": "http.request", "body": self._parts.pop(0), "more_body": bool(self._parts)}
-
-    async def _send(self, message: Message) -> None:
-        self._messages.put(message)
-        if message["type"] == "http.response.body" and not message.get("more_body", False):
-            self._is_over.set()
-
-    def next_message(self) -> Message:
-        """The next message of the answer; the error of the application if it has ended before."""
-        try:
-            message = self._messages.get(timeout=self._seconds)
-        except queue.Empty:
-            raise httpx2.ReadTimeout("no answer") from None
-        if message["type"] == "end":
-            self._answer.result()
-            raise httpx2.RemoteProtocolError("the answer is not whole")
-        return message
-
-    def __iter__(self) -> Iterator[bytes]:
-        message: Message = {"more_body": True}
-        while message.get("more_body", False):
-            message = self.next_message()
-            yield message.get("body", b"")
-
-    def close(self) -> None:
-        _server_loop().call_soon_threadsafe(self._is_over.set)
+        await self.methods.stop(REFUSAL_SECONDS)

@@ -4,7 +4,6 @@ import contextlib
 import http.client
 import importlib
 import importlib.util
-import io
 import json
 import os
 import random
@@ -21,7 +20,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 import grpc
-import httpx2
 import numpy
 import pytest
 from tritonclient.grpc import service_pb2 as pb
@@ -33,6 +31,8 @@ from tests.waiting import wait_until
 from tools.fork_server import ForkedCommand
 
 if TYPE_CHECKING:
+    import httpx2
+
     from tests.serve.local_server import LocalServer
 
 STAGEPACK = str(Path(sys.executable).parent / "stagepack")
@@ -173,43 +173,14 @@ def free_ports(port_count: int) -> list[int]:
     raise AssertionError("no free port")
 
 
-def http_client(address: int | httpx2.Client, **options: Any) -> Any:
+def http_client(address: "int | httpx2.Client", **options: Any) -> Any:
     """`tritonclient.http` at a port, or over the client of a `LocalServer`."""
     module = importlib.import_module("tritonclient.http")
     if isinstance(address, int):
         return module.InferenceServerClient(f"127.0.0.1:{address}", **options)
     client = module.InferenceServerClient("127.0.0.1:1", **options)
-    client._client_stub = _TritonStub(address)
+    client._client_stub = importlib.import_module("tests.serve.asgi").TritonStub(address)
     return client
-
-
-class _TritonStub:
-    """What `tritonclient.http` calls of geventhttpclient."""
-
-    def __init__(self, client: httpx2.Client) -> None:
-        self._client = client
-
-    def get(self, request_uri: str, headers: Mapping[str, Any] | None = None) -> "_TritonAnswer":
-        return self._ask("GET", request_uri, None, headers)
-
-    def post(self, request_uri: str, body: Any, headers: Mapping[str, Any] | None = None) -> "_TritonAnswer":
-        return self._ask("POST", request_uri, body, headers)
-
-    def _ask(self, method: str, request_uri: str, body: Any, headers: Mapping[str, Any] | None) -> "_TritonAnswer":
-        texts = {name: str(value) for name, value in (headers or {}).items()}
-        return _TritonAnswer(self._client.request(method, f"/{request_uri.lstrip('/')}", content=body, headers=texts))
-
-    def close(self) -> None:
-        """Leave the client to the server."""
-
-
-class _TritonAnswer(io.BytesIO):
-    def __init__(self, response: httpx2.Response) -> None:
-        super().__init__(response.content)
-        self.status_code, self.get = response.status_code, response.headers.get
-
-    def read(self, length: int | None = None) -> bytes:
-        return super().read(length)
 
 
 def grpc_client(port: int) -> Any:
@@ -260,14 +231,14 @@ class Client:
         return self.raw.get_model_config(model, as_json=True)["config"]
 
 
-def post(address: int | httpx2.Client, path: str, body: Any, headers: Any = None) -> tuple[int, Any, Any]:
+def post(address: "int | httpx2.Client", path: str, body: Any, headers: Any = None) -> tuple[int, Any, Any]:
     """The status, the JSON and the headers of an answer."""
     status, text, answer_headers = send_request(address, "POST", path, body, headers)
     return status, json.loads(text or "null"), answer_headers
 
 
 def send_request(
-    address: int | httpx2.Client, method: str, path: str, body: Any = None, headers: Any = None
+    address: "int | httpx2.Client", method: str, path: str, body: Any = None, headers: Any = None
 ) -> tuple[int, str, Any]:
     """The status, the text and the headers of an answer."""
     if not isinstance(address, int):
@@ -280,7 +251,10 @@ def send_request(
 
 
 def get(
-    address: int | httpx2.Client, path: str = "/metrics", headers: Mapping[str, str] | None = None, method: str = "GET"
+    address: "int | httpx2.Client",
+    path: str = "/metrics",
+    headers: Mapping[str, str] | None = None,
+    method: str = "GET",
 ) -> tuple[int, str, Any]:
     """The status, the text and the headers of the answer to a request without a body."""
     return send_request(address, method, path, headers=headers)
@@ -308,7 +282,7 @@ def skips_request(rows: int = 2) -> dict[str, Any]:
     return {"inputs": inputs, "outputs": [{"name": "y"}]}
 
 
-def begin_stream(server: AnyServer, path: str, body: Mapping[str, Any]) -> socket.socket | httpx2.Response:
+def begin_stream(server: AnyServer, path: str, body: Mapping[str, Any]) -> "socket.socket | httpx2.Response":
     """A connection over which the head of an answer has come."""
     if not isinstance(server, Server):
         response = server.http.send(server.http.build_request("POST", path, json=body), stream=True)
@@ -392,10 +366,7 @@ def openai_client(server: AnyServer) -> Any:
     import openai
 
     if not isinstance(server, Server):
-        return openai.OpenAI(
-            base_url="http://127.0.0.1/v1",
-            api_key="none",
-            max_retries=0,
-            http_client=httpx2.Client(transport=server.http._transport, trust_env=False),
-        )
+        http_client = importlib.import_module("httpx2").Client(transport=server.http._transport, trust_env=False)
+        url = "http://127.0.0.1/v1"
+        return openai.OpenAI(base_url=url, api_key="none", max_retries=0, http_client=http_client)
     return openai.OpenAI(base_url=f"http://127.0.0.1:{server.http}/v1", api_key="none", max_retries=0)

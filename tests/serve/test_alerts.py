@@ -16,7 +16,7 @@ import stagepack
 from tests.distributed.test_serving import stage_process_ids
 from tests.modules import module_of
 from tests.serve.alert_rules import Scrape, firing, scrape
-from tests.serve.servers import Client, Server, get, post, refused, stagepack_server
+from tests.serve.servers import AnyServer, Client, get, post, refused, stagepack_server
 from tests.serve.version_models import export_scale, factor_of, repository_server
 from tests.waiting import wait_until
 
@@ -33,7 +33,7 @@ LIMITED_FILES = ("sh", "-c", 'ulimit -n 120 && exec "$@"', "sh")
 class Watch:
     """Scrapes servers as if a minute, or so many seconds, passed each time."""
 
-    def __init__(self, *servers: Server, seconds: float = 60) -> None:
+    def __init__(self, *servers: AnyServer, seconds: float = 60) -> None:
         self._ports = {f"127.0.0.1:{server.http}": server.http for server in servers}
         self._seconds = seconds
         # A server grows until it is warm: the alert waits for hours.

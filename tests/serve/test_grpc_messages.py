@@ -32,7 +32,8 @@ from stagepack_serving.server.metrics import Metrics
 from stagepack_serving.server.model_registry import ModelRegistry
 from stagepack_serving.server.parameters import InferenceTensor
 from tests.process_facts import memory_bytes
-from tests.serve.local_server import LocalServer, run_in_server_loop
+from tests.serve.asgi import run_in_server_loop
+from tests.serve.local_server import LocalServer
 from tests.serve.servers import Server, grpc_channel, refused, stagepack_server
 
 SERVICE = "/inference.GRPCInferenceService"

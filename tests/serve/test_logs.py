@@ -91,7 +91,7 @@ def test_a_record_has_all_of_a_request_over_rest(bundles: Bundles, log: Path) ->
         post(server.http, "/v1/completions", b'{"model": "skips", "prompt": "secret"}')
         health_trace = get(server.http, "/v2/health/live")[2]["traceparent"]
     whole, refused, unknown, not_allowed, text = access_records(log)
-    version, trace_id, span_id, flags = answer.headers["traceparent"].split("-")
+    version, trace_id, span_id, flags = answer["traceparent"].split("-")
     assert (version, trace_id, flags) == ("00", TRACE, "01")
     assert [whole.pop(name) for name in ("trace_id", "span_id", "parent_id")] == [TRACE, span_id, SPAN]
     times = {name: whole.pop(name) for name in ("seconds", "queue_seconds", "run_seconds")}
@@ -110,7 +110,7 @@ def test_a_record_has_all_of_a_request_over_rest(bundles: Bundles, log: Path) ->
         "code": 200,
         "operation": f"POST {INFER}",
         "request_bytes": len(body),
-        "answer_bytes": int(answer.headers["content-length"]),
+        "answer_bytes": int(answer["content-length"]),
     }
     assert (refused["status"], refused["code"], refused["run_seconds"]) == ("BAD_REQUEST", 400, None)
     assert (unknown["status"], unknown["model"]) == ("NOT_FOUND", "")
@@ -176,7 +176,7 @@ def test_processes_of_stages_name_the_request(log: Path, tmp_path: Path, log_for
         status, _, answer = post(server.http, INFER, json.dumps(skips_request()), {"traceparent": TRACEPARENT})
         assert status == 200
         assert post(server.http, INFER, json.dumps(skips_request()))[0] == 200
-    assert answer.headers["traceparent"].split("-")[1] == TRACE
+    assert answer["traceparent"].split("-")[1] == TRACE
     if log_format == "text":
         lines = [line for line in log.read_text().splitlines() if line.endswith(f" trace={TRACE}")]
         assert sum("rest skips 1 OK" in line for line in lines) == 1
@@ -187,7 +187,7 @@ def test_processes_of_stages_name_the_request(log: Path, tmp_path: Path, log_for
     ranks = [record["rank"] for record in found if record["logger"] == "stagepack"]
     assert sorted(ranks) == [1, 2]
     # Each record of the request, in three processes, has the span that the client was told.
-    assert {record["span_id"] for record in found} == {answer.headers["traceparent"].split("-")[2]}
+    assert {record["span_id"] for record in found} == {answer["traceparent"].split("-")[2]}
     assert len({record["process"] for record in found}) == 3
 
 

@@ -34,8 +34,8 @@ def test_each_entry_point_is_served(tmp_path: Path) -> None:
         [decoded] = client.ask("translator_decode", {"hidden": hidden.numpy()}).values()
         assert numpy.array_equal(encoded, hidden.numpy())
         assert numpy.array_equal(decoded, logits.numpy())
-    with stagepack_server([f"decoder={path}#decode"], "--processes", "2") as server, Client("http", server) as client:
-        assert [entry["name"] for entry in server.facts["models"]] == ["decoder"]
+    with stagepack_server([f"decoder={path}#decode"], "--processes", "2") as divided, Client("http", divided) as client:
+        assert [entry["name"] for entry in divided.facts["models"]] == ["decoder"]
         [decoded] = client.ask("decoder", {"hidden": hidden.numpy()}).values()
         assert numpy.array_equal(decoded, logits.numpy())
 
