@@ -11,8 +11,9 @@ from typing import Any, Final
 
 import torch
 
-from stagepack.torch_internals import OperatorOverload, operator_schema
-from stagepack.unwritten_memory import ALLOCATING_OPERATORS, filled_grouped_product, filled_operator, memory_extent
+from stagepack.grouped_product import filled_grouped_product
+from stagepack.torch_internals import GROUPED_PRODUCT, OperatorOverload, operator_schema
+from stagepack.unwritten_memory import ALLOCATING_OPERATORS, filled_operator, memory_extent
 
 _Arguments = Mapping[str, Any]
 _QUANTIZED_DTYPES: Final = (torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4)
@@ -28,7 +29,7 @@ def guarded_operator(operator: OperatorOverload) -> Callable[..., Any]:
     """
     if str(operator) in ALLOCATING_OPERATORS:
         return filled_operator(operator)
-    if str(operator) == "aten._grouped_mm.default":
+    if operator is GROUPED_PRODUCT:
         return filled_grouped_product(operator)
     check_arguments = ARGUMENT_CHECKS.get(str(operator))
     needs_no_overlap = str(operator) in NEED_NO_OVERLAP

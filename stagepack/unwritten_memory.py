@@ -8,8 +8,6 @@ by default, to find others.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
-import torch
-
 from stagepack.torch_internals import OperatorOverload
 
 # Operators whose results are unwritten memory.
@@ -56,23 +54,6 @@ def filled_operator(operator: OperatorOverload) -> Callable[..., Any]:
             result.as_strided((memory_extent(result),), (1,)).zero_()
             return result
         return result.zero_()
-
-    call_filled.__wrapped__ = operator  # type: ignore[attr-defined]
-    return call_filled
-
-
-def filled_grouped_product(operator: OperatorOverload) -> Callable[..., Any]:
-    """Return a function that multiplies groups of matrices, and fills the rows or columns after the last group with zeros."""
-
-    def call_filled(*args: Any, **kwargs: Any) -> Any:
-        result = operator(*args, **kwargs)
-        left, _, ends = (*args, None, None, None)[:3]
-        left, ends = kwargs.get("self", left), kwargs.get("offs", ends)
-        if ends is None or result.dim() != 2:
-            return result  # a product for each group
-        axis = 0 if left.dim() == 2 else 1
-        is_after = torch.arange(result.shape[axis], device=result.device) >= ends[-1]
-        return result.masked_fill_(is_after.unsqueeze(1 - axis), 0)
 
     call_filled.__wrapped__ = operator  # type: ignore[attr-defined]
     return call_filled

@@ -17,6 +17,7 @@ from stagepack.capture.torch_messages import traced_location
 from stagepack.errors import UnsupportedError
 from stagepack.format.graph import Autocast, Context, Op, Scope, Subgraph
 from stagepack.format.operators import HIGHER_ORDER_OPERATORS, PYTHON_OPERATORS, is_denied_operator
+from stagepack.grouped_product import TRACED_PRODUCT
 from stagepack.linearize.node_costs import CostModel, traced_value
 from stagepack.linearize.program_tensors import dtype_name
 from stagepack.linearize.symbols import SymbolTable
@@ -37,8 +38,9 @@ _RETURN_INPUT = (
     "aten.feature_dropout.default",
     "aten.feature_alpha_dropout.default",
 )
-# Operator of transformers 5: takes rows, a matrix for each group, and the end of each group among the rows.
-_FALLBACK_PRODUCT = "transformers.grouped_mm_fallback.default"
+# Operators that take rows, a matrix for each group, and the end of each group among the rows: in traces of models of transformers 5,
+# and in those of loaded stages.
+_TRACED_PRODUCTS = ("transformers.grouped_mm_fallback.default", str(TRACED_PRODUCT))
 _GRAD_MODE = "wrap_with_set_grad_enabled"
 _AUTOCAST = "wrap_with_autocast"
 
@@ -49,7 +51,7 @@ def equivalent_call(node: FxNode) -> tuple[Any, tuple[Any, ...], Mapping[str, An
     Models of transformers with experts call ``torch._grouped_mm`` when they run, and in a trace an operator of transformers that
     does the same: the compiler has a form of the one of ATen for bfloat16 alone.
     """
-    if str(node.target) != _FALLBACK_PRODUCT or not _has_grouped_product(node.meta["val"].device):
+    if str(node.target) not in _TRACED_PRODUCTS or not _has_grouped_product(node.meta["val"].device):
         return node.target, node.args, node.kwargs
     parameters = [parameter.name for parameter in operator_schema(node.target).arguments]  # type: ignore[arg-type]
     args = (*node.args, *(node.kwargs[parameter] for parameter in parameters[len(node.args) :]))

@@ -31,7 +31,6 @@ from stagepack.torch_internals import (
     operators_without_compiler,
     suppress_log_records,
 )
-from stagepack_loaders.torch.meta_functions import meta_function
 from stagepack_loaders.torch.resolved_operators import check_call
 from stagepack_loaders.torch.subgraph_check import (
     META,
@@ -393,7 +392,7 @@ class _GraphCheck:
             if work.is_excessive:
                 return CallResult(reason=work.reason)
         try:
-            returned = meta_function(self.graph.ops[node.op].name, operator)(*args, **kwargs)
+            returned = operator(*args, **kwargs)
         except NotImplementedError:
             return UNKNOWN_RESULT  # an operator without an implementation for `meta`
         except Exception as error:  # noqa: BLE001 - operators raise errors of any kind
