@@ -130,7 +130,7 @@ def _largest_batch(bundle: Bundle, options: _Options) -> tuple[int, str]:
     from stagepack_loaders.load import load  # noqa: PLC0415 - after the arguments are checked
     from stagepack_serving.triton.repository import batching_obstacle  # noqa: PLC0415 - the same
 
-    reason = batching_obstacle(bundle)
+    reason = batching_obstacle(bundle, _backend(options))
     if reason:
         return 1, reason
     with progress("running the example in batches"):
@@ -139,14 +139,21 @@ def _largest_batch(bundle: Bundle, options: _Options) -> tuple[int, str]:
         return batch_limit(bundle, bundle.edges, options.max_batch_size, pipeline)
 
 
+def _backend(options: _Options) -> str:
+    """The backend of Triton that runs the stages."""
+    from stagepack_serving.triton.model_configs import BACKENDS, PYTHON_BACKEND  # noqa: PLC0415 - after the arguments are checked
+
+    return options.backend or (options.runtime if options.runtime in BACKENDS else PYTHON_BACKEND)
+
+
 def _repository_options(options: _Options, max_batch: int) -> "RepositoryOptions":
-    from stagepack_serving.triton.model_configs import BACKENDS, RepositoryOptions  # noqa: PLC0415 - after the arguments are checked
+    from stagepack_serving.triton.model_configs import RepositoryOptions  # noqa: PLC0415 - after the arguments are checked
 
     return RepositoryOptions(
         model_name=options.model_name or default_model_name(options.bundle_path),
         devices=options.devices,
         runtime=options.runtime,
-        backend=options.backend or (options.runtime if options.runtime in BACKENDS else "python"),
+        backend=_backend(options),
         max_batch_size=max_batch if max_batch > 1 else 0,
         batching_delay=options.batching_delay,
         max_sequences=options.max_sequences,

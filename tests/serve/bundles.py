@@ -107,6 +107,25 @@ class Singles(torch.nn.Module):
         return {"y": y, "z": self.second(y[:, None])}
 
 
+class Means(torch.nn.Module):
+    """The second stage gets a mean of each row, and how many numbers it is a mean of, which no tensor says that crosses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(1, 8), torch.nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return {"y": self.second(self.first(x.mean(1, keepdim=True)).tanh()) * x.shape[1]}
+
+
+def export_means(path: Path) -> Path:
+    """A bundle that is cut where a number crosses."""
+    torch.manual_seed(0)
+    sizes = {0: ROWS, 1: torch.export.Dim("length", min=2, max=64)}
+    stagepack.export(Means(), (torch.randn(4, 6),), out=path, split_at=["second"], dynamic_shapes={"x": sizes})
+    return path
+
+
 def together() -> torch.nn.Module:
     """Its rows do not keep apart."""
     return module_of(lambda self, x: {"y": self.layer(x - x.mean(0, keepdim=True))}, layer=torch.nn.Linear(4, 4))

@@ -11,6 +11,7 @@ import stagepack
 from stagepack.errors import InputError, UnsupportedError
 from stagepack.format.manifest import Edge
 from stagepack.format.reader import Bundle
+from stagepack.graph.rows.row_analysis import mixed_rows
 from stagepack_loaders.batching import batch_limit
 from stagepack_serving.protocol.interface import Interface
 from tests.bundle_editor import BundleEditor
@@ -116,6 +117,11 @@ def batched_bundle(function: Any, path: Path, rows: int) -> Bundle:
     example_input = torch.arange(1.0, rows * 4 + 1).reshape(rows, 4)
     model = module_of(lambda self, x: function(x))
     return stagepack.export(model, (example_input,), out=path, stages=1, dynamic_shapes=shapes)
+
+
+def test_a_number_that_depends_on_the_rows_is_seen(tmp_path: Path) -> None:
+    graph = batched_bundle(lambda x: (x * 1, x.shape[0] * 2), tmp_path / "m.stagepack", 3).graph(0)
+    assert "depends on the number of rows" in str(mixed_rows([graph], {graph.inputs[0].name: 0}, graph.outputs))
 
 
 def test_requests_of_at_least_two_rows_are_batched(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import stagepack
-from tests.serve.bundles import Bundles
+from tests.serve.bundles import Bundles, export_means
 
 
 class Tensor:
@@ -51,8 +51,16 @@ def stage_model(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     sys.modules.pop("stagepack_serving.triton.stage_model")
 
 
-def initialize(model: Any, path: Path, *, max_batch_size: int = 0, max_sequences: int = 1) -> None:
-    parameters = {"entry_point": "forward", "stage": "0", "runtime": "torch", "allow_ops": "", "imports": ""}
+def initialize(
+    model: Any, path: Path, *, stage_number: int = 0, max_batch_size: int = 0, max_sequences: int = 1
+) -> None:
+    parameters = {
+        "entry_point": "forward",
+        "stage": str(stage_number),
+        "runtime": "torch",
+        "allow_ops": "",
+        "imports": "",
+    }
     config = {
         "parameters": {name: {"string_value": value} for name, value in parameters.items()},
         "max_batch_size": max_batch_size,
@@ -78,6 +86,25 @@ def test_requests_of_a_shape_run_as_one_batch_and_those_that_do_not_fit_alone(
     answers = torch.cat([response.outputs[0].value for response in (responses[0], responses[2])])
     torch.testing.assert_close(answers, expected)
     assert "expected 4" in str(responses[1].error)
+
+
+def test_requests_of_a_number_run_as_one_batch(stage_model: Any, tmp_path: Path) -> None:
+    path = export_means(tmp_path / "means.stagepack")
+    bundle, pipe = stagepack.open(path), stagepack.load(path)
+    [number] = [edge for edge in bundle.edges if edge.dtype == "symint"]
+    calls = [torch.randn(rows, length) for rows, length in ((2, 5), (3, 5), (1, 9))]
+    initialize(stage_model, path, max_batch_size=8)
+    crossing = [
+        {tensor.name: tensor.value for tensor in response.outputs}
+        for response in stage_model.execute([Request(x=x) for x in calls])
+    ]
+    assert [values[number.name].tolist() for values in crossing] == [[5, 5], [5, 5, 5], [9]]
+    initialize(stage_model, path, stage_number=1, max_batch_size=8)
+    differing = crossing[0] | {number.name: torch.tensor([5, 6])}
+    *responses, refused = stage_model.execute([Request(**values) for values in (*crossing, differing)])
+    for x, response in zip(calls, responses, strict=True):
+        torch.testing.assert_close(response.outputs[0].value, pipe(x)["y"].detach())
+    assert f"{number.name}: expected the same number for each row, found [5, 6]" in str(refused.error)
 
 
 def test_sequences_have_state_of_their_own(stage_model: Any, bundles: Bundles) -> None:

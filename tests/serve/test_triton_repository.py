@@ -25,7 +25,7 @@ from stagepack.format.output_file import exchange_paths
 from stagepack_serving.triton import repository
 from stagepack_serving.triton.model_configs import RepositoryOptions
 from stagepack_serving.triton.repository import write_repository
-from tests.serve.bundles import Bundles
+from tests.serve.bundles import Bundles, export_means
 from tests.serve.servers import Client, triton_server, why_no_triton
 
 MEMORY = "/dev/shm"  # noqa: S108 - another file system than that of temporary files
@@ -226,6 +226,28 @@ def test_a_bundle_with_onnx_in_triton(bundles: Bundles, pipes: Mapping[str, Any]
     assert numpy.allclose(answer["y"], expected["y"].numpy(), atol=1e-5)
     assert numpy.allclose(answer["parts.1"], expected["parts"][1].numpy(), atol=1e-5)
     assert all(numpy.array_equal(single[tensor_name], singles[tensor_name].numpy()) for tensor_name in ("y", "z"))
+
+
+@pytest.mark.skipif(why_no_triton() != "", reason=why_no_triton())
+def test_numbers_that_cross_a_cut_in_triton(tmp_path: Path) -> None:
+    path = export_means(tmp_path / "means.stagepack")
+    printed = CliRunner().invoke(main, ["triton", str(path), "-o", str(tmp_path / "repository")])
+    assert "batches of up to 32" in printed.stdout, printed.output
+    (tmp_path / "triton").mkdir()
+    pipe = stagepack.load(path)
+    calls = [torch.randn(rows, length) for rows, length in ((2, 5), (3, 5), (1, 9))]
+    with triton_server(tmp_path / "repository", tmp_path / "triton") as server, Client("grpc", server) as client:
+        for x in calls:
+            answer = client.ask("means", {"x": x.numpy()})
+            numpy.testing.assert_allclose(answer["y"], pipe(x)["y"].detach().numpy(), rtol=1e-5)
+
+
+def test_numbers_that_cross_a_cut_have_no_batches_in_onnxruntime(tmp_path: Path) -> None:
+    path = export_means(tmp_path / "means.stagepack")
+    stagepack.add_onnx(path)
+    arguments = ["triton", str(path), "-o", str(tmp_path / "repository"), "--runtime", "onnxruntime"]
+    printed = CliRunner().invoke(main, arguments)
+    assert "is a number, for which the backend onnxruntime" in printed.stdout, printed.output
 
 
 @pytest.mark.slow

@@ -20,7 +20,8 @@ from stagepack_loaders.registry import TORCH_RUNTIME, find_runtime
 from stagepack_serving.protocol.interface import InterfaceTensor, build_model_config
 
 # Backends of Triton that run a stage. ``python`` runs any runtime of stagepack; ``onnxruntime`` runs the ONNX file without stagepack.
-BACKENDS: Final = ("python", "onnxruntime")
+PYTHON_BACKEND: Final = "python"
+BACKENDS: Final = (PYTHON_BACKEND, "onnxruntime")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +46,7 @@ class RepositoryOptions:
     model_name: str
     devices: Sequence[str] = ("cpu",)
     runtime: str = TORCH_RUNTIME
-    backend: str = "python"
+    backend: str = PYTHON_BACKEND
     max_batch_size: int = 0
     batching_delay: float = 0.0
     max_sequences: int = 8
@@ -93,7 +94,7 @@ def stage_models(bundle: Bundle, options: RepositoryOptions) -> Iterator[TritonM
         outputs = [InterfaceTensor(name=edge_name, edge=edges[edge_name]) for edge_name in stage.outputs]
         config = build_part_config(options, f"stage_{stage_number}", inputs, outputs)
         _set_device(config, device)
-        if options.backend == "python":
+        if options.backend == PYTHON_BACKEND:
             yield _python_model(bundle, stage_number, config, options)
         else:
             dtypes = {tensor.name: tensor.edge.dtype for tensor in (*inputs, *outputs)}
@@ -101,7 +102,7 @@ def stage_models(bundle: Bundle, options: RepositoryOptions) -> Iterator[TritonM
 
 
 def _python_model(bundle: Bundle, stage_number: int, config: ModelConfig, options: RepositoryOptions) -> TritonModel:
-    config.backend = "python"
+    config.backend = PYTHON_BACKEND
     if bundle.stages[stage_number].state:
         config.sequence_batching.oldest.max_candidate_sequences = options.max_sequences
         config.sequence_batching.max_sequence_idle_microseconds = round(options.sequence_idle * 1e6)

@@ -18,6 +18,7 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig, ModelInstanceGroup
 from stagepack.errors import InputError, OperatorError, OutputExistsError, StagepackError, WriteError, first_line
 from stagepack.format.bundle_files import read_manifest
 from stagepack.format.contract import determined_symbols
+from stagepack.format.dtypes import SCALAR_DTYPES
 from stagepack.format.manifest import Edge
 from stagepack.format.output_file import TemporaryFolder, exchange_paths
 from stagepack.format.own_folders import check_outside_bundles
@@ -26,7 +27,13 @@ from stagepack.format.rules import MANIFEST_NAME
 from stagepack.format.shapes import format_guard, symbol_names
 from stagepack.graph.rows.row_analysis import batch_dimension
 from stagepack_serving.protocol.interface import Interface, InterfaceTensor, build_model_config
-from stagepack_serving.triton.model_configs import RepositoryOptions, TritonModel, build_part_config, stage_models
+from stagepack_serving.triton.model_configs import (
+    PYTHON_BACKEND,
+    RepositoryOptions,
+    TritonModel,
+    build_part_config,
+    stage_models,
+)
 
 _RESULTS_MODULE = "results_model"
 # The first line of every configuration that stagepack writes.
@@ -325,8 +332,8 @@ def _add_file(source: Path, target: Path, *, copy: bool) -> None:
         ) from None
 
 
-def batching_obstacle(bundle: Bundle) -> str:
-    """Find out why Triton cannot batch requests to a bundle.
+def batching_obstacle(bundle: Bundle, backend: str) -> str:
+    """Find out why Triton cannot batch requests to a bundle in one of `BACKENDS`.
 
     Triton requires a dimension besides the batch dimension in every tensor. The configuration could add one by ``reshape``, but then
     clients would have to send it.
@@ -340,4 +347,9 @@ def batching_obstacle(bundle: Bundle) -> str:
     for tensor in (*interface.inputs.values(), *interface.outputs.values()):
         if len(tensor.shape) == 1:
             return f"{tensor.name} has no dimension besides the batch dimension, which Triton requires"
+    numbers = [edge.name for edge in bundle.edges if edge.dtype in SCALAR_DTYPES]
+    if (
+        numbers and backend != PYTHON_BACKEND
+    ):  # the model of a stage in the Python backend reads one number from an element for each row
+        return f"{numbers[0]} is a number, for which the backend {backend} would get one from each request"
     return ""

@@ -6,8 +6,9 @@ import json
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy
 import triton_python_backend_utils as triton
 
 from stagepack.errors import InputError, StagepackError
@@ -21,7 +22,10 @@ from stagepack_serving.protocol.interface import InterfaceTensor
 
 
 class TritonPythonModel:
-    """One instance of a stage; Triton requires the name of the class and of its methods."""
+    """One instance of a stage; Triton requires the name of the class and of its methods.
+
+    In a batch, a number that crosses from stage to stage is an element for each row, so that Triton sees a batch dimension.
+    """
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Load the stage on the device of the instance.
@@ -52,18 +56,17 @@ class TritonPythonModel:
         self._states_of_sequence: OrderedDict[Any, dict[int, Any]] = OrderedDict()
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
-        """Answer requests. Those with equal input shapes, but for the batch dimension, run as one batch."""
+        """Answer requests. Those with equal numbers and input shapes, but for the batch dimension, run as one batch."""
         responses: list[Any] = [None] * len(requests)
-        inputs: dict[int, list[Any]] = {}
+        inputs: dict[int, _Inputs] = {}
         groups: dict[Hashable, list[int]] = {}
         for position, request in enumerate(requests):
             try:
-                values = self._read_inputs(request)
+                inputs[position] = self._read_inputs(request)
             except StagepackError as error:
                 responses[position] = _error_response(error)
                 continue
-            inputs[position] = values
-            group_key = tuple(tuple(value.shape[1:]) for value in values) if self._is_batched else position
+            group_key = self._group_key(inputs[position]) if self._is_batched else position
             groups.setdefault(group_key, []).append(position)
         for positions in groups.values():
             group_inputs = [inputs[position] for position in positions]
@@ -72,25 +75,41 @@ class TritonPythonModel:
                 responses[position] = response
         return responses
 
-    def _read_inputs(self, request: Any) -> list[Any]:
+    def _read_inputs(self, request: Any) -> "_Inputs":
         """The inputs of a request as the stage takes them."""
-        values, arguments = [], {}
+        values, arguments, row_count = [], {}, 1
         for tensor in self._inputs:
             triton_tensor = triton.get_input_tensor_by_name(request, tensor.name)
-            tensor.edge_shape(tuple(triton_tensor.shape()))
-            value = self._arrays.from_elements(triton_tensor, tensor.edge)
-            if tensor.edge.dtype not in SCALAR_DTYPES:
+            shape = tuple(triton_tensor.shape())
+            row_count = shape[0] if shape else 1
+            if tensor.edge.dtype in SCALAR_DTYPES:
+                value = self._read_number(triton_tensor, tensor)
+            else:
+                tensor.edge_shape(shape)
                 # Memory that the runtime allocates is aligned as elsewhere, so that kernels add in the same order.
-                value = self._arrays.copy(value)
+                value = self._arrays.copy(self._arrays.from_elements(triton_tensor, tensor.edge))
             values.append(value)
             arguments[tensor.name] = BoundArgument(tensor.name, value)
         check_values(self._stage.inputs, arguments, self._symbols, self._guards)
-        return values
+        return _Inputs(values, row_count)
 
-    def _answer(self, group_inputs: Sequence[Sequence[Any]], first_request: Any) -> list[Any]:
+    def _read_number(self, triton_tensor: Any, tensor: InterfaceTensor) -> Any:
+        """The value of a symbolic scalar."""
+        if not self._is_batched:
+            tensor.edge_shape(tuple(triton_tensor.shape()))
+        numbers = numpy.unique(numpy.from_dlpack(triton_tensor))
+        if len(numbers) != 1:
+            raise InputError(f"{tensor.name}: expected the same number for each row, found {numbers.tolist()[:8]}")
+        return numbers[0].item()
+
+    def _group_key(self, inputs: "_Inputs") -> Hashable:
+        """What requests have in common that run as one batch."""
+        return tuple(tuple(value.shape[1:]) if self._arrays.is_array(value) else value for value in inputs.values)
+
+    def _answer(self, group_inputs: Sequence["_Inputs"], first_request: Any) -> list[Any]:
         """Run the stage on the inputs of one request, or of several as one batch. Return a response to each."""
         try:
-            inputs = list(group_inputs[0]) if len(group_inputs) == 1 else self._concatenate(group_inputs)
+            inputs = group_inputs[0].values if len(group_inputs) == 1 else self._concatenate(group_inputs)
             with self._stage.runtime.inference():
                 has_state = self._stage.has_state
                 values = self._run_sequence(inputs, first_request) if has_state else self._stage.run(inputs)
@@ -98,20 +117,24 @@ class TritonPythonModel:
             if len(group_inputs) > 1:  # Run each request alone, so that the inputs of one do not fail the others.
                 return [response for inputs in group_inputs for response in self._answer([inputs], first_request)]
             return [_error_response(error)]
-        outputs = {
-            edge_name: self._arrays.device_elements(value, self._dtypes[edge_name])
-            for edge_name, value in zip(self._stage.outputs, values, strict=True)
-        }
+        end_positions = list(itertools.accumulate(inputs.row_count for inputs in group_inputs))
+        outputs = {}
+        for edge_name, value in zip(self._stage.outputs, values, strict=True):
+            elements = self._arrays.device_elements(value, self._dtypes[edge_name])
+            is_number = self._dtypes[edge_name] in SCALAR_DTYPES
+            outputs[edge_name] = elements.repeat(end_positions[-1]) if is_number and self._is_batched else elements
         if len(group_inputs) == 1:
             return [_output_response(outputs)]
-        end_positions = list(itertools.accumulate(len(inputs[0]) for inputs in group_inputs))
         return [
             _output_response({output_name: elements[start:end] for output_name, elements in outputs.items()})
             for start, end in zip([0, *end_positions[:-1]], end_positions, strict=True)
         ]
 
-    def _concatenate(self, group_inputs: Sequence[Sequence[Any]]) -> list[Any]:
-        return [self._arrays.join(arrays) for arrays in zip(*group_inputs, strict=True)]
+    def _concatenate(self, group_inputs: Sequence["_Inputs"]) -> list[Any]:
+        return [
+            self._arrays.join(values) if self._arrays.is_array(values[0]) else values[0]
+            for values in zip(*(inputs.values for inputs in group_inputs), strict=True)
+        ]
 
     def _run_sequence(self, inputs: list[Any], request: Any) -> tuple[Any, ...]:
         """Run the stage with the state of the request's sequence. Triton refuses requests of sequences that did not start."""
@@ -130,6 +153,13 @@ class TritonPythonModel:
             ):  # Triton does not tell when it evicts a sequence.
                 self._states_of_sequence.popitem(last=False)
         return values
+
+
+class _Inputs(NamedTuple):
+    """The inputs of a request, and the number of its rows where stages run batches."""
+
+    values: list[Any]
+    row_count: int
 
 
 def _output_response(outputs: Mapping[str, Any]) -> Any:

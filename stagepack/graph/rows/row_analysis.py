@@ -68,6 +68,8 @@ def find_rows(
         result_name: analysis.values[result_name].rows for result_name in results if result_name in analysis.values
     }
     for result_name, rows in result_rows.items():
+        if analysis.values[result_name].counts_rows:
+            return f"{result_name} depends on the number of rows"
         if rows is not None and rows.step is not None:
             return f"{result_name} numbers the rows"
     return result_rows
@@ -298,7 +300,7 @@ def end_edges(bundle: Bundle) -> list[Edge]:
 def batch_dimension(bundle: Bundle, edges: Sequence[Edge]) -> Symbol | str:
     """Find the symbol that is the first dimension of all edges, and no later dimension of any, and whose rows keep apart.
 
-    Reads the graphs of all stages.
+    Numbers that cross from stage to stage have no dimensions: they must not depend on the rows. Reads the graphs of all stages.
     """
     symbol = _shared_symbol(bundle, edges)
     if isinstance(symbol, str):
@@ -318,8 +320,11 @@ def _shared_symbol(bundle: Bundle, edges: Sequence[Edge]) -> Symbol | str:
     if any(stage.state for stage in bundle.stages):
         return "the model keeps state between calls"
     symbols = {symbol.name: symbol for symbol in bundle.entry_point.symbols}
+    end_names = {edge.name for edge in end_edges(bundle)}
     batch_symbol: Symbol | None = None
     for edge in edges:
+        if edge.dtype in SCALAR_DTYPES and edge.name not in end_names:
+            continue
         dim = edge.shape[0] if edge.shape and edge.dtype not in SCALAR_DTYPES else None
         if not isinstance(dim, str):
             return f"{edge.name} has no dynamic first dimension"
