@@ -23,9 +23,10 @@ from stagepack_serving.server.generation.openai_routes import ResponsesRoute
 from stagepack_serving.server.model_registry import ModelRegistry
 from tests.serve.generating_model import export_decoder
 from tests.serve.local_server import LocalServer
-from tests.serve.servers import openai_client, post_json
+from tests.serve.servers import openai_client
 from tests.serve.test_openai import field_rows
-from tests.serve.test_openai_errors import VALUES
+from tests.serve.test_openai_errors import refused_fields
+from tests.serve.test_openai_tools import TOOLS as CHAT_TOOLS
 from tests.serve.test_openai_tools import calling_server, space_bias
 
 
@@ -48,19 +49,10 @@ def respond(client: openai.OpenAI, **fields: Any) -> Any:
     return client.responses.create(**{"model": "ending", "input": "Hi", "temperature": 0, **fields})
 
 
+# The tools of chats, in the form that responses have: the fields of the function beside the type.
 TOOLS: Any = [
-    {
-        "type": "function",
-        "name": name,
-        "strict": True,
-        "parameters": {
-            "type": "object",
-            "properties": {"a": {"type": "integer", "minimum": low, "maximum": low + 9}},
-            "required": ["a"],
-            "additionalProperties": False,
-        },
-    }
-    for name, low in (("f", 10), ("g", 20))
+    {"type": "function", "name": function["name"], "strict": True, "parameters": function["parameters"]}
+    for function in (tool["function"] for tool in CHAT_TOOLS)
 ]
 ORDER = ["response.created", "response.in_progress", "response.output_item.added"]
 
@@ -277,21 +269,9 @@ def test_an_error_after_the_first_event_is_an_event() -> None:
 
 
 def test_every_field_that_is_wrong_is_named(server: LocalServer) -> None:
-    wrong_names, refused_count = [], 0
-    for field_name in [*ResponseFields.__struct_fields__, *ResponseFields.neutral_values, "unknown"]:
-        for value in VALUES if field_name != "stream" else VALUES[:5]:
-            fields = {"model": "hermes", "input": "a", "max_output_tokens": 1, field_name: value}
-            status, answer = post_json(server, "/v1/responses", **fields)
-            assert status in (200, 400, 404), answer
-            refused_count += status != 200
-            if (
-                status != 200
-                and answer["error"]["code"] != "context_length_exceeded"
-                and answer["error"]["param"] != field_name
-            ):
-                wrong_names.append((field_name, value, answer))
-    assert not wrong_names
-    assert refused_count > 300
+    valid = {"model": "hermes", "input": "a", "max_output_tokens": 1}
+    field_names = [*ResponseFields.__struct_fields__, *ResponseFields.neutral_values, "unknown"]
+    assert refused_fields(server, "responses", valid, field_names) > 300
 
 
 def test_the_reference_has_every_field_of_a_request() -> None:
