@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -62,7 +63,7 @@ class Text(Speech):
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(qwen: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("contracts")
     ranges = {"half": (2, MAX_ROWS), "length": (1, MAX_LENGTH), "rows": (1, MAX_ROWS)}
@@ -83,7 +84,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     speech, text = folder / "speech.stagepack", folder / "text.stagepack"
     stagepack.export(Speech().eval(), entry_points=entry_points, out=speech, stages=1)
     stagepack.export(Text().eval(), (), tokens, dynamic_shapes=token_shapes, out=text, stages=1)
-    with stagepack_server([speech, text]) as server:
+    with stagepack_server([speech, text, qwen]) as server:
         yield server
 
 
@@ -118,3 +119,26 @@ def test_a_decoder_reads_only_prompts_that_its_contract_allows(server: Server) -
         assert generate(server, "text", input_ids=[5] * length)[0] == 200
     status, answer = generate(server, "text", input_ids=[5] * (MAX_LENGTH + 1))
     assert (status, "text: input_ids: dimension 1: expected 1 to 4" in answer["error"]) == (400, True), answer
+
+
+@pytest.mark.parametrize(
+    ("positions", "mask", "says"),
+    [
+        ([[0, 1], [0, 1]], [[1, 1], [1, 1]], ""),
+        ([[0, 1], [64, 0]], [[1, 1], [1, 0]], ""),  # padding before the token of its text
+        ([[0, 1], [0, 1]], [[1, 1], [0, 0]], "found none in slot 0 of row 1"),
+        ([[0, 1], [0, 1]], [[1, 1], [1, 0]], "found none in slot 1 of row 1"),
+        ([[0, 1], [0, 1]], [[1], [1]], "found none in slot 1 of row 0"),
+    ],
+)
+def test_a_token_that_is_read_has_a_slot_in_the_mask(server: Server, positions: Any, mask: Any, says: str) -> None:
+    arrays = {"input_ids": [[5, 6], [7, 8]], "cache_position": positions, "attention_mask": mask}
+    values = {name: numpy.array(value, "int64") for name, value in arrays.items()}
+    values["cache_moves"] = numpy.zeros((0, 4), "int64")
+    inputs = [
+        tritonclient.grpc.InferInput(name, array.shape, "INT64").set_data_from_numpy(array)
+        for name, array in values.items()
+    ]
+    is_refused = refused("INVALID_ARGUMENT", says=says) if says else contextlib.nullcontext()
+    with contextlib.closing(grpc_client(server.grpc)) as client, is_refused:
+        client.infer("qwen", inputs, sequence_id=3, sequence_start=True, sequence_end=True)

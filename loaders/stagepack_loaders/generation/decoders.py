@@ -1,11 +1,12 @@
 """Which entry points generate: their inputs, and the sizes of their caches. The schema has the contract (SPEC.md, "Generation")."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
 import numpy
 
+from stagepack.errors import InputError
 from stagepack.format.manifest import Edge, EntryPoint
 from stagepack.format.reader import Bundle
 from stagepack.format.shapes import Dim, Symbol
@@ -77,6 +78,24 @@ def decoder_facts(entry_point: EntryPoint) -> DecoderFacts | None:
         attends_to_filled=not isinstance(mask[1], int),
         zero_slot=max_positions + 1 if has_zeros else None,
     )
+
+
+def check_token_slots(facts: DecoderFacts, inputs: Mapping[str, Array]) -> None:
+    """Check that the mask of a call has the slot of each token that is read: a token that sees no key would be answered by a mean.
+
+    In the first version of the contract nothing is checked: the padding of a text has slots there, whose mask is 0.
+    """
+    positions, mask = inputs["cache_position"], inputs["attention_mask"]
+    if not facts.has_rows or len(positions) != len(mask):
+        return
+    is_read = (positions >= 0) & (positions < facts.max_positions)
+    has_slot = positions < mask.shape[1]
+    is_seen = has_slot & (numpy.take_along_axis(mask, numpy.where(is_read & has_slot, positions, 0), 1) != 0)
+    for row, index in numpy.argwhere(is_read & ~is_seen)[:1].tolist():
+        raise InputError(
+            f"attention_mask: expected 1 in the slot of each token that is read, found none in slot {positions[row, index]} of row {row}: "
+            f"the slot of padding in cache_position is {facts.max_positions}"
+        )
 
 
 def generating_entry_point(bundle: Bundle) -> str | None:

@@ -15,6 +15,7 @@ from stagepack_loaders.batching import BatchLimit, batch_limit
 from stagepack_loaders.comparison import check_example_difference
 from stagepack_loaders.elements import Array
 from stagepack_loaders.example import compare_results, read_example, run_on_inputs
+from stagepack_loaders.generation.decoders import check_token_slots, decoder_facts
 from stagepack_loaders.pipeline import CallablePipeline
 from stagepack_serving.protocol.interface import Interface
 from stagepack_serving.server.admission import Admission
@@ -79,6 +80,7 @@ class ServedModel:
         self.version = version
         self.bundle = bundle = pipeline.bundle
         self.interface = Interface(bundle.entry_point)
+        self._decoder = decoder_facts(bundle.entry_point)
         self.generator: Any = None
         self.embedder: Any = None
         self.on_sequence_start: Callable[[int | str], None] = lambda _: None
@@ -300,6 +302,8 @@ class ServedModel:
             for tensor in request.inputs
         }
         sizes = self._check_sizes(arrays, edge_shapes)
+        if self._decoder is not None:
+            check_token_slots(self._decoder, arrays)
         self.interface.check_outputs(request.output_names or ())
         if request.max_answer_bytes is not None:
             output_names = self.interface.outputs if request.output_names is None else request.output_names
