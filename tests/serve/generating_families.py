@@ -35,6 +35,7 @@ from tests.serve.generating_model import tokenizer
 
 POSITIONS = 64
 VOCABULARY = 258
+NOT_FINITE = VOCABULARY - 1  # a token of fragile bundles
 MEL_BINS, FRAMES = 8, 60
 # What each of them reads.
 SPEECH = frozenset({"whisper"})
@@ -69,17 +70,24 @@ def export_qwen(folder: Path, batch: int = 4) -> Path:
     return stagepack.export(model, out=path, stages=2, generate=POSITIONS, generate_batch=batch).path
 
 
-def export_family(family: str, folder: Path) -> Path:
-    """A bundle of two stages, with a tokenizer and a row of its cache for each of four texts."""
-    path, assets = folder / f"{family}.stagepack", [folder / "tokenizer.json"]
+def export_family(family: str, folder: Path, *, is_fragile: bool = False) -> Path:
+    """A bundle of two stages, with a tokenizer and a row of its cache for each of four texts; the keys of `NOT_FINITE` may be NaN."""
+    model, path, assets = make_model(family), folder / f"{family}.stagepack", [folder / "tokenizer.json"]
+    if is_fragile:
+        model.model.embed_tokens.weight.data[NOT_FINITE] = float("nan")
     assets[0].write_text(tokenizer().to_str())
-    stagepack.export(make_model(family), out=path, stages=2, generate=POSITIONS, generate_batch=4, assets=assets)
-    return path
+    return stagepack.export(model, out=path, stages=2, generate=POSITIONS, generate_batch=4, assets=assets).path
 
 
 def family_bundle(factory: pytest.TempPathFactory, family: str) -> Path:
     """The bundle of `export_family`, made once. Do not write into it."""
     return made_once(factory, family, functools.partial(export_family, family)) / f"{family}.stagepack"
+
+
+def fragile_bundle(factory: pytest.TempPathFactory, family: str) -> Path:
+    """The bundle of `export_family` that is fragile, made once. Do not write into it."""
+    make = functools.partial(export_family, family, is_fragile=True)
+    return made_once(factory, f"fragile-{family}", make) / f"{family}.stagepack"
 
 
 def qwen_bundle(factory: pytest.TempPathFactory) -> Path:

@@ -19,7 +19,6 @@ import pytest
 import torch
 
 import stagepack
-from tests.distributed.test_serving import stage_process_ids
 from tests.serve.generating_families import POSITIONS, VOCABULARY, export_qwen
 from tests.serve.generating_model import tokenizer
 from tests.serve.local_server import local_server, serving
@@ -31,8 +30,6 @@ from tests.serve.servers import (
     begin_stream,
     post,
     post_json,
-    send_request,
-    stagepack_server,
 )
 from tests.serve.test_serve import metrics
 from tests.waiting import wait_until
@@ -41,7 +38,7 @@ ROWS, CLIENTS = 4, 12
 GENERATE = "/v2/models/qwen/generate"
 MODES: Mapping[str, tuple[str, ...]] = {
     "one process": (),
-    "processes": ("--processes", "2"),
+    "processes": ("--processes", "2", "--max-restarts", "1000000"),
     "ONNX Runtime": ("--runtime", "onnxruntime"),
     "exact": ("--exact",),
 }
@@ -98,10 +95,10 @@ def generate(server: AnyServer, body: Mapping[str, Any]) -> tuple[int, Any]:
     return post_json(server, GENERATE, **body)
 
 
-def is_idle(server: AnyServer) -> bool:
+def is_idle(server: AnyServer, model: str = "qwen") -> bool:
     found = metrics(server)
     names = ("texts", "cache_tokens", "sequences", "pending_requests")
-    return all(found[f"stagepack_{name}", "qwen"] == 0 for name in names)
+    return all(found[f"stagepack_{name}", model] == 0 for name in names)
 
 
 def test_each_client_gets_the_tokens_of_its_text_alone(server: AnyServer, requests: list[Request]) -> None:
@@ -185,84 +182,6 @@ def test_a_terminal_shows_how_fast_texts_are_generated(qwen: Path, requests: lis
     finally:
         process.kill()
         os.close(ours)
-
-
-def ask(server: AnyServer, drawn: random.Random, requests: list[Request]) -> str:
-    """One request of a drawn kind; what came of it."""
-    body, tokens = drawn.choice(requests)
-    kind = drawn.choice(("whole", "whole", "stream", "goes away", "deadline", "wrong"))
-    if kind == "wrong":
-        body = {"input_ids": [VOCABULARY + drawn.randrange(9)]}
-    if kind == "deadline":
-        body = {**body, "parameters": {**body["parameters"], "timeout": drawn.choice((1, 2000, 10_000))}}
-    if kind == "goes away":
-        with contextlib.suppress(AssertionError, OSError):
-            begin_stream(server, f"{GENERATE}_stream", body).close()
-        return "gone"
-    if kind != "stream":
-        status, answer = generate(server, body)
-        if status == 200:
-            assert answer["output_ids"] == tokens
-        else:
-            assert status in {"wrong": (400,), "deadline": (504, 503), "whole": (503,)}[kind], answer
-            assert answer["error"]
-        return f"{kind} {status}"
-    status, content, _ = send_request(server.http, "POST", f"{GENERATE}_stream", json.dumps(body))
-    if status != 200:
-        assert (status, bool(json.loads(content)["error"])) == (503, True)
-        return f"stream {status}"
-    parts = [json.loads(event.removeprefix("data: ")) for event in content.split("\n\n")[:-1]]
-    found = [token for part in parts if "output_ids" in part for token in part["output_ids"]]
-    if "error" in parts[-1]:
-        assert found == tokens[: len(found)]
-        return "stream error"
-    assert found == tokens
-    return "stream 200"
-
-
-def check_drawn_requests(server: AnyServer, requests: list[Request], count: int, most_bytes: int) -> None:
-    """Each ends in one whole answer or one typed error; then nothing is left of them."""
-    seeds = range(count)
-
-    def run(seed: int) -> str:
-        return ask(server, random.Random(seed), requests)  # noqa: S311 - of a test
-
-    with ThreadPoolExecutor(CLIENTS) as clients:
-        results = list(clients.map(run, seeds[: count // 10]))
-        bytes_before = server.memory()
-        results += list(clients.map(run, seeds[count // 10 :]))
-    assert sum(result in ("whole 200", "stream 200") for result in results) > count / 4
-    wait_until(lambda: is_idle(server), 20)
-    assert server.memory() - bytes_before < most_bytes
-
-
-def test_drawn_requests(server: AnyServer, requests: list[Request]) -> None:
-    check_drawn_requests(server, requests, 300, 60_000_000)
-
-
-@pytest.mark.slow  # 10 minutes
-@pytest.mark.parametrize("mode", MODES)
-def test_ten_thousand_drawn_requests(qwen: Path, requests: list[Request], mode: str, tmp_path: Path) -> None:
-    with mode_server(qwen, mode, tmp_path) as server:
-        check_drawn_requests(server, requests, 10_000, 60_000_000)
-
-
-@pytest.mark.slow  # 20 s: a process that is killed is started again
-def test_texts_of_a_process_that_is_killed_get_an_error_and_later_ones_their_tokens(
-    qwen: Path, requests: list[Request]
-) -> None:
-    endless = {"input_ids": [3], "parameters": {"max_new_tokens": POSITIONS}}
-    with stagepack_server([qwen], *MODES["processes"]) as server, ThreadPoolExecutor(CLIENTS) as clients:
-        for _ in range(3):
-            pending = [clients.submit(generate, server, endless) for _ in range(CLIENTS)]
-            wait_until(lambda: metrics(server)["stagepack_cache_tokens", "qwen"] > 0, 10)
-            os.kill(stage_process_ids(server)[0], signal.SIGKILL)
-            for answer in pending:
-                status, fields = answer.result()
-                assert status in (200, 503), fields
-            wait_until(lambda: generate(server, requests[0][0])[0] == 200, 60)
-            assert generate(server, requests[0][0])[1]["output_ids"] == requests[0][1]
-        wait_until(lambda: is_idle(server), 20)
 
 
 def test_a_text_whose_call_fails_does_not_end_the_others(qwen: Path, tmp_path: Path) -> None:

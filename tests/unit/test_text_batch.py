@@ -16,7 +16,7 @@ from stagepack_loaders.generation.decoders import DecoderFacts, decoder_facts, l
 from stagepack_loaders.generation.settings import GenerationSettings
 from stagepack_loaders.generation.text_batch import BatchCall, BatchedText, TextBatch
 from stagepack_loaders.generation.token_loop import TokenLoop
-from tests.serve.generating_families import POSITIONS, VOCABULARY, make_model, qwen_bundle
+from tests.serve.generating_families import NOT_FINITE, POSITIONS, VOCABULARY, fragile_bundle, qwen_bundle
 
 ROWS = 4
 
@@ -96,17 +96,11 @@ def test_drawn_texts_are_those_of_each_alone(
     assert (len(batch), batch.held_tokens) == (0, 0)
 
 
-NOT_FINITE = VOCABULARY - 1
-
-
 @pytest.fixture(scope="module", params=["torch", "onnxruntime"])
 def fragile_pipeline(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """One of its tokens has keys that are not finite."""
-    model, path = make_model("qwen3"), tmp_path_factory.mktemp("fragile") / "m.stagepack"
-    model.generation_config.eos_token_id = None
-    model.model.embed_tokens.weight.data[NOT_FINITE] = float("nan")
-    stagepack.export(model, out=path, stages=2, generate=POSITIONS, generate_batch=ROWS)
+    path = fragile_bundle(tmp_path_factory, "qwen3")
     if request.param == "onnxruntime":
+        path = shutil.copytree(path, tmp_path_factory.mktemp("fragile") / "m.stagepack")
         stagepack.add_onnx(path)
     return stagepack.load(path, runtime=request.param)
 
