@@ -175,25 +175,44 @@ def test_a_client_that_hangs_up_without_a_queue_teaches_nothing(monkeypatch: pyt
 def test_a_sender_that_gives_up_keeps_no_other_from_waiting() -> None:
     patience = Patience()
     for _ in range(100):
-        patience.learn("impatient", 0.05)
-    patience.learn("patient", None)
+        patience.learn("impatient", 0.05, is_given_up=True)
+    patience.learn("patient", 9.0)
     assert patience.seconds("impatient") == pytest.approx(0.05, rel=0.1)
     assert patience.seconds("patient") == patience.seconds("new") == math.inf
+
+
+@pytest.mark.parametrize(("answered_seconds", "ends"), [(1.5, True), (3.0, False)])
+def test_who_gives_up_as_before_ends_the_trial_of_a_longer_wait(
+    monkeypatch: pytest.MonkeyPatch, answered_seconds: float, ends: bool
+) -> None:
+    now = 0.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    patience = Patience()
+    for _ in range(4):
+        patience.learn("a", 2.0, is_given_up=True)
+    for _ in range(16):
+        patience.learn("a", answered_seconds)
+    now = 30.0
+    assert patience.seconds("a") == 4
+    patience.learn("a", 0.1, is_given_up=True)  # one that leaves earlier says nothing
+    assert patience.seconds("a") == 4
+    patience.learn("a", 1.99, is_given_up=True)
+    assert patience.seconds("a") == (2 if ends else 4)
 
 
 def test_what_most_senders_show_holds_for_all() -> None:
     patience = Patience()
     for sender in "abc":
         for _ in range(8):
-            patience.learn(sender, 1.0)
-    patience.learn("patient", None)
+            patience.learn(sender, 1.0, is_given_up=True)
+    patience.learn("patient", 9.0)
     assert [patience.seconds(sender) for sender in ("new", "patient")] == pytest.approx([1, 1], rel=0.1)
 
 
 def test_the_senders_that_are_known_are_bounded() -> None:
     patience = Patience()
     for number in range(10_000):
-        patience.learn(str(number), 1.0)
+        patience.learn(str(number), 1.0, is_given_up=True)
     assert len(patience._senders) <= 64
 
 

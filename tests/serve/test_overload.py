@@ -1,9 +1,13 @@
 """At three times the load that a model can take, most of its capacity answers clients in time."""
 
 import asyncio
+import http.client
+import json
+import logging
 import time
 from collections import Counter
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +18,13 @@ import torch
 
 import stagepack
 from tests.serve.servers import Server, stagepack_server
+from tests.serve.test_serve import metrics
 from tools.benchmark_models import llama
 
 pytestmark = [pytest.mark.xdist_group("serve"), pytest.mark.slow]
+ROWS = 6
+# Eight texts a request.
+TEXTS_REQUEST = {"model": "decoder", "prompt": [3, 4, 5, 6], "max_tokens": 48, "temperature": 0, "n": 8}
 
 
 class Products(torch.nn.Module):
@@ -46,7 +54,7 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sizes = {"layers": 6, "hidden": 256, "intermediate": 512, "heads": 4, "kv_heads": 4, "vocab_size": 1000}
     model = llama(**sizes, max_position_embeddings=64, eos_token_id=None)
     path = tmp_path_factory.mktemp("decoder") / "decoder.stagepack"
-    stagepack.export(model, generate=64, generate_batch=4, out=path, stages=2)
+    stagepack.export(model, generate=64, generate_batch=ROWS, out=path, stages=2)
     return path
 
 
@@ -121,3 +129,46 @@ def check_goodput(server: Server, load: Load) -> None:
     goodput, outcomes = overload.goodput(server)
     assert goodput > 0.6 * capacity
     assert outcomes <= {"200", "503", "timed out"}
+
+
+def test_most_tokens_that_are_generated_are_in_answers(decoder: Path) -> None:
+    """Each request has more texts than there are rows; its client gives it up without having said when, and asks again at once."""
+    with stagepack_server([decoder]) as server:
+        with ThreadPoolExecutor(ROWS) as clients:
+            start_time = time.monotonic()
+            assert sum(clients.map(lambda _: answered_tokens(server, 60), range(2 * ROWS))) == 2 * ROWS * 8 * 48
+        client_seconds = (time.monotonic() - start_time) / 2  # in which six requests can be answered
+        before = metrics(server)["stagepack_generated_tokens_total", "decoder"]
+        end_time = time.monotonic() + 60
+
+        def ask_until_end(_: int) -> int:
+            token_count = 0
+            while time.monotonic() < end_time:
+                token_count += answered_tokens(server, client_seconds)
+            return token_count
+
+        with ThreadPoolExecutor(3 * ROWS) as clients:
+            answered = sum(clients.map(ask_until_end, range(3 * ROWS)))
+        generated = metrics(server)["stagepack_generated_tokens_total", "decoder"] - before
+    message = "%.3f of %d tokens are in answers, to clients who wait for %.2f s"
+    logging.getLogger(__name__).info(message, answered / generated, generated, client_seconds)
+    assert answered > 0.9 * generated
+
+
+def answered_tokens(server: Server, client_seconds: float) -> int:
+    """The tokens of the answer to a request, none if it is refused or given up; then wait as the server says."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.http, timeout=client_seconds)
+    try:
+        connection.request("POST", "/v1/completions", json.dumps(TEXTS_REQUEST))
+        response = connection.getresponse()
+        answer = json.loads(response.read())
+    except TimeoutError:
+        return 0
+    finally:
+        connection.close()
+    if response.status == 200:
+        count: int = answer["usage"]["completion_tokens"]
+        return count
+    assert response.status == 503, answer
+    time.sleep(float(response.headers["retry-after"]))
+    return 0

@@ -1,19 +1,28 @@
 """Texts are admitted by the tokens that are left of those before."""
 
+import asyncio
+import contextlib
 import contextvars
-from collections.abc import Callable
+import selectors
+from collections.abc import AsyncIterator, Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 
+from stagepack_loaders.generation.settings import GenerationSettings
+from stagepack_loaders.generation.token_loop import TokenLoop
 from stagepack_serving.server.access_log import begin_record
 from stagepack_serving.server.admission import Admission
 from stagepack_serving.server.errors import RequestError, RequestStatus
 from stagepack_serving.server.generation.text_admission import TextAdmission
+from stagepack_serving.server.generation.text_loop import TextLoop
+from stagepack_serving.server.limits import ServerLimits
+from stagepack_serving.server.metrics import Metrics
 
 ROWS, TOKENS, STEP_SECONDS = 6, 24, 0.05
-DEADLINE = 6.0
+CHOICES, DEADLINE = 8, 6.0
 
 
 class Requests:
@@ -103,3 +112,119 @@ def test_requests_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     assert requests.admission.is_first()
     assert requests.ask()
     assert requests.admission.is_first()
+
+
+def test_a_request_that_waits_is_refused_once_the_next_rows_are_too_late_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    requests = Requests(monkeypatch)
+    admitted = sum(requests.ask() for _ in range(4))  # nothing is known yet
+    assert admitted == 4
+    late_counts = []
+    for _ in range(72):  # a request takes 2.1 s after it has got its rows, of 0.8 of what is left of its deadline
+        requests.step()
+        late_counts.append(len(requests.admission.late_texts(list(requests.texts)[ROWS:])))
+    assert late_counts[:60] == [0] * 60
+    assert late_counts[-1] == 8  # the third one has begun
+
+
+class JumpingSelector(selectors.SelectSelector):
+    """Lets no time pass: what a loop would wait for comes at once, on a clock of its own."""
+
+    now = 0.0
+
+    def select(self, timeout: float | None = None) -> Any:
+        ready = super().select(0)
+        self.now += 0 if ready else timeout or 0
+        return ready
+
+
+class SteadyDecoder:
+    """A decoder whose calls all take as long."""
+
+    name, version, lane_count = "steady", "1", 1
+    interface = SimpleNamespace(outputs=["logits"])
+
+    def __init__(self) -> None:
+        self.limits, self.metrics = ServerLimits(max_batch_size=ROWS), Metrics()
+        self.admission = Admission(self.name, 256, ROWS + 1)
+
+    @contextlib.asynccontextmanager
+    async def reserve_sequence(self) -> AsyncIterator[None]:
+        yield
+
+    async def call(self, inputs: Mapping[str, Any], sequence: None, finish: Any) -> Any:
+        await asyncio.sleep(STEP_SECONDS)
+        return finish({"logits": numpy.zeros((len(inputs["input_ids"]), 2), numpy.float32)})
+
+
+class Clients:
+    """Clients who wait for some seconds for requests of several texts, with three times the load that the decoder can serve."""
+
+    def __init__(self, client_seconds: float, *, tell_deadline: bool) -> None:
+        self.generated_count = self.answered_count = 0
+        self._client_seconds = client_seconds
+        self._tell_deadline = tell_deadline
+        self._decoder: Any = SteadyDecoder()
+        self._facts: Any = SimpleNamespace(
+            max_positions=96, max_batch=ROWS, has_rows=True, moves_rows=True, encoder_positions=None, zero_slot=97
+        )
+        self._text_loop = TextLoop(self._decoder, self._facts)
+
+    async def run(self, seconds: float) -> None:
+        capacity = ROWS / STEP_SECONDS / (CHOICES * TOKENS)
+        async with asyncio.TaskGroup() as group:
+            for _ in range(round(3 * capacity * self._client_seconds)):
+                group.create_task(self._ask_until(seconds))
+
+    async def _ask_until(self, seconds: float) -> None:
+        while (now := asyncio.get_running_loop().time()) < seconds:
+            begin_record(None, "client:1", "POST /", "openai")
+            try:
+                await self._ask(now + self._client_seconds)
+            except RequestError as error:
+                if error.status is RequestStatus.BUSY:
+                    await asyncio.sleep(error.retry_seconds)
+            else:
+                self.answered_count += CHOICES * TOKENS
+
+    async def _ask(self, end_time: float) -> None:
+        deadline = self._client_seconds if self._tell_deadline else self._decoder.limits.deadline
+        late = RequestStatus.TOO_LATE if self._tell_deadline else RequestStatus.HUNG_UP
+        with self._decoder.admission.place(deadline, lambda: self._tell_deadline):
+            try:
+                async with asyncio.timeout_at(end_time), asyncio.TaskGroup() as group:
+                    for _ in range(CHOICES):
+                        group.create_task(self._generate())
+            except TimeoutError:
+                raise RequestError(late, "nobody waits any more") from None
+            except ExceptionGroup as errors:
+                raise errors.exceptions[0] from None
+
+    async def _generate(self) -> None:
+        text = TokenLoop(self._facts, GenerationSettings(max_new_tokens=TOKENS, eos_token_id=()), numpy.array([[1, 1]]))
+
+        def take(logits: Any) -> Any:
+            self.generated_count += 1
+            text.take(logits)
+            return SimpleNamespace(finish_reason=text.finish_reasons[0])
+
+        async with contextlib.aclosing(self._text_loop.generate(text, take)) as parts:
+            async for _ in parts:
+                pass
+
+
+@pytest.mark.parametrize("client_seconds", [6, 10, 20])
+@pytest.mark.parametrize("tell_deadline", [True, False])
+def test_most_tokens_that_are_generated_under_overload_are_in_answers(
+    monkeypatch: pytest.MonkeyPatch, client_seconds: float, tell_deadline: bool
+) -> None:
+    """In the whole run, of which clients who do not tell how long they wait teach it in the first part."""
+    selector = JumpingSelector()
+    with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selector)) as runner:
+        monkeypatch.setattr("time.monotonic", lambda: selector.now)
+        clients = Clients(client_seconds, tell_deadline=tell_deadline)
+        runner.run(clients.run(60))
+        monkeypatch.undo()
+    assert clients.generated_count > 0.9 * 60 * ROWS / STEP_SECONDS
+    assert clients.answered_count > 0.9 * clients.generated_count, clients.answered_count / clients.generated_count

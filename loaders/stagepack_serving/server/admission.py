@@ -45,12 +45,19 @@ _PATIENCE_DOUBLES_SECONDS: Final = 30.0
 _MOST_DOUBLINGS: Final = 64  # more is no number
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Place:
-    """That of a request which was admitted: when its deadline is, and whether it had to wait."""
+    """That of a request which was admitted: when its deadline is, who sent it and when, and whether it had to wait."""
 
     seconds_left: Callable[[], float]
     waits: bool
+    sender: str
+    start_time: float
+    has_begun: bool = False  # whether one of its texts has a token
+
+    def answer_seconds(self, patience: float) -> float:
+        """Return how long from now the answer may take, to a client who waits for so many seconds in all."""
+        return min(DEADLINE_SHARE * self.seconds_left(), patience - (time.monotonic() - self.start_time))
 
 
 class Admission:
@@ -102,9 +109,9 @@ class Admission:
         """Return the place of the request that the task works on; None if it has none."""
         return self._places.get(id(current_record.get()))
 
-    def patience_seconds(self) -> float:
-        """Return how long the client of the request that the task works on will wait."""
-        return self._patience.seconds(current_sender())
+    def patience_seconds(self, sender: str) -> float:
+        """Return how long the clients of a sender will wait."""
+        return self._patience.seconds(sender)
 
     def retry_seconds(self, seconds: float) -> int:
         """Return when a client that is refused comes back: so long after the one before, but not much later."""
@@ -123,7 +130,8 @@ class Admission:
         self.check(seconds_left)
         start_time = time.monotonic()
         end_time = start_time + seconds_left
-        place = Place(time_left or (lambda: end_time - time.monotonic()), self.pending_requests >= self.busy_count)
+        waits = self.pending_requests >= self.busy_count
+        place = Place(time_left or (lambda: end_time - time.monotonic()), waits, current_sender(), start_time)
         record = current_record.get()  # which lives as long as this call, so that no other one has its identity
         self._places[id(record)] = place
         self.pending_requests += 1
@@ -136,12 +144,13 @@ class Admission:
             # A deadline is known, and teaches nothing; neither does who would have given up without any load.
             is_late = min(self._answer_seconds, default=0.0) <= seconds < _EXPIRED_SHARE * seconds_left
             if place.waits and is_late and _is_given_up(error) and not is_settled():
-                self._patience.learn(current_sender(), seconds)
+                self._patience.learn(current_sender(), seconds, is_given_up=True)
             raise
         else:
-            self._answer_seconds.append(time.monotonic() - start_time)
+            seconds = time.monotonic() - start_time
+            self._answer_seconds.append(seconds)
             if place.waits:
-                self._patience.learn(current_sender(), None)
+                self._patience.learn(current_sender(), seconds)
             if self._answer_times:
                 self._answer_times.append(time.monotonic())
         finally:
@@ -181,11 +190,15 @@ class Admission:
 
 @dataclass(slots=True)
 class _SenderPatience:
-    """Of requests of a sender that had to wait: the time after which they were given up, None for an answer; what was learned, and when."""
+    """Of requests of a sender that had to wait: the time after which they were given up, None for an answer; what was learned, and when.
+
+    is_longer: whether an answer has come later than what was learned since then.
+    """
 
     waited: deque[float | None] = field(default_factory=lambda: deque(maxlen=_WAITED_COUNT))
     learned_seconds: float = math.inf
     learned_time: float = 0.0
+    is_longer: bool = False
 
     def seconds(self) -> float:
         doublings = (time.monotonic() - self.learned_time) / _PATIENCE_DOUBLES_SECONDS
@@ -201,15 +214,22 @@ class Patience:
     def __init__(self) -> None:
         self._senders: dict[str, _SenderPatience] = {}
 
-    def learn(self, sender: str, seconds: float | None) -> None:
-        """Learn from a request that had to wait and was given up after so many seconds, or was answered: None."""
+    def learn(self, sender: str, seconds: float, *, is_given_up: bool = False) -> None:
+        """Learn from a request that had to wait, and was answered or given up after so many seconds."""
         known = self._senders[sender] = self._senders.pop(sender, _SenderPatience())
         if len(self._senders) > _SENDER_COUNT:
             del self._senders[next(iter(self._senders))]
-        known.waited.append(seconds)
+        known.waited.append(seconds if is_given_up else None)
+        if not is_given_up:
+            known.is_longer |= seconds > known.learned_seconds
+            return
         times = [waited for waited in known.waited if waited is not None]
-        if seconds is not None and len(times) >= max(_FEWEST_GIVEN_UP, _GIVEN_UP_SHARE * len(known.waited)):
-            known.learned_seconds, known.learned_time = statistics.median(times), time.monotonic()
+        if len(times) >= max(_FEWEST_GIVEN_UP, _GIVEN_UP_SHARE * len(known.waited)):
+            known.learned_seconds = statistics.median(times)
+        elif known.is_longer or seconds < _EXPIRED_SHARE * known.learned_seconds:
+            return
+        # The first one that does not wait longer after all ends the trial: each more one that is tried is a lost answer.
+        known.learned_time, known.is_longer = time.monotonic(), False
 
     def seconds(self, sender: str) -> float:
         """Return how long a request of a sender will wait."""

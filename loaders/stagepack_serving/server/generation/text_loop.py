@@ -105,7 +105,7 @@ class _Lane:
         try:
             while len(self.batch) or self._waiting:
                 async with self._decoder.reserve_sequence() as sequence:
-                    while (call := self.batch.next_call()) is not None:
+                    while (call := self._next_call()) is not None:
                         take = functools.partial(self._take, call)
                         try:
                             self._hand_out(await self._decoder.call(call.inputs, sequence, take))
@@ -119,6 +119,13 @@ class _Lane:
                 self._end(self._waiting.popleft(), error)
         finally:
             self._task = None
+
+    def _next_call(self) -> BatchCall | None:
+        if self._waiting and len(self.batch) < self.batch.most_texts:
+            for batched, error in self._admission.late_texts(self._waiting).items():
+                self._waiting.remove(batched)
+                self._end(batched, error)
+        return self.batch.next_call()
 
     def _begin_again(self, error: RequestError) -> None:
         """After a call that failed, find the text that it fails for. The texts are read again in a new sequence."""
