@@ -166,7 +166,7 @@ def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     says = f"{tmp_path}: has no tokenizer.json: .* tokens and no texts: .*stagepack asset add"
     with pytest.warns(ExportWarning, match=says):
-        exported_assets(tmp_path, {}, generates=True)
+        exported_assets(str(tmp_path), {}, generates=True)
 
 
 def test_a_tokenizer_that_fails_is_an_input_error(exported: tuple[Path, torch.Tensor], tmp_path: Path) -> None:
