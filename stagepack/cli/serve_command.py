@@ -165,10 +165,8 @@ def _print_listening(addresses: "ServerAddresses", models: "ModelRegistry", opti
     for model in models.serving:
         facts = _model_facts(model)
         devices = " ".join(facts["devices"])
-        if model.generator is None:
-            joining = batching_text(facts["batch"], facts["alone"])
-        else:
-            joining = f"up to {count_of('text', model.generator.texts_at_once)} at once"
+        joining = next(filter(None, (part.joining for part in model.parts.values())), "")
+        joining = joining or batching_text(facts["batch"], facts["alone"])
         print_line(f"{model.name}: {count_of('stage', facts['stages'])} on {devices}; {joining}")
     host = f"[{addresses.host}]" if ":" in addresses.host else addresses.host
     scheme, encryption = ("http", "") if options.tls_certificate is None else ("https", " with TLS")
@@ -180,7 +178,7 @@ def _print_listening(addresses: "ServerAddresses", models: "ModelRegistry", opti
 def _show_texts(models: "ModelRegistry", show: Callable[[str | None], None], since: float, counted: int) -> None:
     """Show how many texts are generated, and how fast; again each second."""
     now, token_count = time.monotonic(), models.metrics.token_count
-    text_count = sum(model.generator.text_count for model in models if model.generator is not None)
+    text_count = sum(part.text_count for model in models for part in model.parts.values())
     rate = (token_count - counted) / max(now - since, 1e-3)
     show(f"{count_of('text', text_count)} under way, {rate:.0f} tokens/s" if text_count else None)
     asyncio.get_running_loop().call_later(1, _show_texts, models, show, now, token_count)

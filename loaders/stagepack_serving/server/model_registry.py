@@ -331,10 +331,9 @@ def _version_metrics(models: Iterable["ServedModel"]) -> Iterator[Metric]:
         weights[labels] += model.weight_bytes
         restarts[labels] += model.restart_count
         digests[(*labels, model.bundle.digest)] = 1
-        if model.generator is not None:
-            texts[labels] += model.generator.text_count
-            if model.generator.text_loop is not None:
-                held[labels] += model.generator.text_loop.held_tokens
+        for part in model.parts.values():
+            texts[labels] += part.text_count
+            held[labels] += part.held_tokens
         for rank, status in model.process_statuses().items():
             sent[(*labels, str(rank))] += status.sent_bytes
             queue[(*labels, str(rank))] += status.pending_requests

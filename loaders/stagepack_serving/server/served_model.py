@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
@@ -44,6 +44,31 @@ def _run_example(pipeline: CallablePipeline, *, check: bool) -> None:
         check_example_difference(pipeline.bundle, difference, cure="--no-check-example serves it nevertheless")
 
 
+class ModelPart:
+    """What an extension adds to a served model, such as the generation of texts. A model has at most one part of a class."""
+
+    @property
+    def joining(self) -> str:
+        """How its requests share a run of the model, for people; empty if they do as other requests."""
+        return ""
+
+    @property
+    def text_count(self) -> int:
+        """The number of texts that are generated, or wait for it."""
+        return 0
+
+    @property
+    def held_tokens(self) -> int:
+        """The number of tokens that a cache holds."""
+        return 0
+
+    def close(self) -> None:
+        """End what the part has begun, before the model is closed."""
+
+
+Part = TypeVar("Part", bound=ModelPart)
+
+
 class ServedModel:
     """A loaded bundle behind the protocol: one version of a model.
 
@@ -57,8 +82,7 @@ class ServedModel:
         weight_bytes: bytes of the weights of its stages.
         unbatched_reason: why each request runs alone although `ServerLimits.max_batch_size` allows more; empty if that is not so.
         admission: counts the requests that are not answered yet, and refuses those that would be answered too late.
-        generator: generates texts with the model; None for a model that does not generate.
-        embedder: embeds texts with the model; None for a model that does not.
+        parts: what extensions have added to the model, by class; `part` returns one.
         on_sequence_start: called with the id of each sequence that a request starts.
         statistics: what the version has done.
         limits: the limits of the server.
@@ -81,8 +105,7 @@ class ServedModel:
         self.bundle = bundle = pipeline.bundle
         self.interface = Interface(bundle.entry_point)
         self._decoder = decoder_facts(bundle.entry_point)
-        self.generator: Any = None
-        self.embedder: Any = None
+        self.parts: dict[type[ModelPart], ModelPart] = {}
         self.on_sequence_start: Callable[[int | str], None] = lambda _: None
         self.devices = list(dict.fromkeys(pipeline.devices))
         self.weight_bytes = sum(stage.weight_bytes for stage in bundle.stages)
@@ -126,6 +149,11 @@ class ServedModel:
         elif limit.max_batch_size > 1:
             _LOG.debug("%s: batches of up to %d rows", self.name, limit.max_batch_size)
         return limit
+
+    def part(self, kind: type[Part]) -> Part | None:
+        """Return the part of a class; None if the model has none."""
+        found = self.parts.get(kind)
+        return found if isinstance(found, kind) else None
 
     @property
     def sequence_count(self) -> int:
@@ -268,8 +296,8 @@ class ServedModel:
 
         seconds: how long to wait for them.
         """
-        if self.generator is not None:
-            self.generator.close()
+        for part in self.parts.values():
+            part.close()
         if self._sequences is not None:
             self._sequences.clear()
         has_ended = self._scheduler.close(seconds)

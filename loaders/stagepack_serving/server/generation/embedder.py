@@ -18,7 +18,7 @@ from stagepack_serving.protocol.datatypes import NUMPY_DTYPES
 from stagepack_serving.server.errors import AssetError, BadRequestError, RequestError, RequestStatus, errors_of_field
 from stagepack_serving.server.generation.openai_requests import EmbeddingFields
 from stagepack_serving.server.parameters import InferenceRequest, InferenceTensor
-from stagepack_serving.server.served_model import ServedModel
+from stagepack_serving.server.served_model import ModelPart, ServedModel
 
 # Texts of a request that run together, as in `encode` of sentence-transformers.
 _BATCH_SIZE: Final = 32
@@ -32,7 +32,7 @@ class Embeddings:
     token_count: int
 
 
-class Embedder:
+class Embedder(ModelPart):
     """Embeds texts with a model."""
 
     def __init__(self, reader: TextReader, model: ServedModel) -> None:
@@ -149,7 +149,7 @@ def embedding_answer(fields: EmbeddingFields, embeddings: Embeddings) -> bytes:
 
 def embedder_of(model: ServedModel) -> Embedder:
     """Return what embeds texts with a model."""
-    embedder: Embedder | None = model.embedder
+    embedder = model.part(Embedder)
     if embedder is None:
         message = f"{model.name}: the model embeds no texts: expected a bundle that returns 'sentence_embedding'"
         raise BadRequestError(message)
@@ -162,6 +162,6 @@ def add_embedders(models: Sequence[ServedModel]) -> None:
         facts = embedding_facts(model.bundle.entry_point)
         if facts is not None:
             try:
-                model.embedder = Embedder(TextReader(model.bundle, facts), model)
+                model.parts[Embedder] = Embedder(TextReader(model.bundle, facts), model)
             except InputError as error:
                 raise AssetError(str(error)) from None

@@ -33,7 +33,7 @@ from stagepack_serving.server.generation.text_loop import TextLoop
 from stagepack_serving.server.generation.text_stream import GeneratedPart, GeneratedText, TextFormat, read_text_format
 from stagepack_serving.server.parameters import InferenceTensor
 from stagepack_serving.server.rest_large_request import beside_loop
-from stagepack_serving.server.served_model import ServedModel
+from stagepack_serving.server.served_model import ModelPart, ServedModel
 from stagepack_serving.server.tensor_decoding import array_from_json, nested_sizes, tensor_from_numbers
 
 # The input of a model that holds tokens.
@@ -63,7 +63,7 @@ class GenerationRequest:
     shown_tokens: frozenset[int] = frozenset()
 
 
-class Generator:
+class Generator(ModelPart):
     """Generates texts with a decoder, and with its encoder if it has one.
 
     Texts whose rows are their own are generated as one batch, or one for each device or process. Otherwise each text is a sequence of calls
@@ -96,9 +96,16 @@ class Generator:
         return self._decoder.limits.max_sequences if self.text_loop is None else self.text_loop.row_count
 
     @property
+    def joining(self) -> str:
+        return f"up to {self.texts_at_once} text{'' if self.texts_at_once == 1 else 's'} at once"
+
+    @property
     def text_count(self) -> int:
-        """How many texts are generated, or wait for it."""
         return self._sequence_count if self.text_loop is None else self.text_loop.text_count
+
+    @property
+    def held_tokens(self) -> int:
+        return 0 if self.text_loop is None else self.text_loop.held_tokens
 
     @property
     def continues_prompt(self) -> bool:
@@ -318,7 +325,7 @@ class Generator:
 
 def generator_of(model: ServedModel) -> Generator:
     """Return what generates texts with a model."""
-    generator: Generator | None = model.generator
+    generator = model.part(Generator)
     if generator is None:
         message = f"{model.name}: the model does not generate: its bundle has no decoder with the inputs of generation"
         raise BadRequestError(message)
@@ -332,7 +339,7 @@ def add_generators(models: Sequence[ServedModel]) -> None:
         facts = decoder_facts(model.bundle.entry_point)
         encoder = by_entry_point.get(ENCODER_NAME)
         if facts is not None and (encoder is not None or not facts.takes_encoder):
-            model.generator = Generator(facts, model, encoder if facts.takes_encoder else None)
+            model.parts[Generator] = Generator(facts, model, encoder if facts.takes_encoder else None)
 
 
 async def read_request(

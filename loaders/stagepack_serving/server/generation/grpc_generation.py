@@ -12,7 +12,7 @@ from typing import Any, Final
 from tritonclient.grpc import service_pb2 as pb
 
 from stagepack_serving.server.errors import BadRequestError, RequestError, RequestStatus
-from stagepack_serving.server.generation.generator import generator_of, read_request
+from stagepack_serving.server.generation.generator import Generator, generator_of, read_request
 from stagepack_serving.server.generation.openai_requests import TEXT_INPUT
 from stagepack_serving.server.grpc_messages import ParsedInference, decode_input, decode_parameters, typed_bytes
 from stagepack_serving.server.limits import MAX_TEXT_BYTES
@@ -30,7 +30,7 @@ _LENGTH: Final = struct.Struct("<I")
 
 def asks_for_generation(model: ServedModel, inference: ParsedInference) -> bool:
     """Return whether a request has a prompt, and not the inputs of one call of the model."""
-    return model.generator is not None and _CALL_INPUT not in {tensor.name for tensor in inference.message.inputs}
+    return model.part(Generator) is not None and _CALL_INPUT not in {tensor.name for tensor in inference.message.inputs}
 
 
 def check_text_size(models: ModelRegistry, inference: ParsedInference) -> None:

@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 
 from stagepack_loaders.elements import Array
 from stagepack_serving.server.errors import BadRequestError, FieldError, RequestError, RequestStatus, errors_of_field
-from stagepack_serving.server.generation.embedder import embedder_of, embedding_answer
+from stagepack_serving.server.generation.embedder import Embedder, embedder_of, embedding_answer
 from stagepack_serving.server.generation.generator import IDS_INPUT, GenerationRequest, Generator, generator_of
 from stagepack_serving.server.generation.json_grammar import JsonGrammar
 from stagepack_serving.server.generation.openai_answers import ScoredToken, TextAnswer, TextChoice
@@ -337,11 +337,12 @@ async def _read_prompts(generator: Generator, fields: Any) -> list[_Prompt]:
 def _text_models(models: ModelRegistry) -> list[ServedModel]:
     """The models that generate or embed texts."""
     newest_by_name = {model.name: model for model in models.serving}
-    return [
-        model
-        for model in newest_by_name.values()
-        if model.embedder is not None or (model.generator is not None and model.generator.text_format is not None)
-    ]
+    return [model for model in newest_by_name.values() if _reads_texts(model)]
+
+
+def _reads_texts(model: ServedModel) -> bool:
+    generator = model.part(Generator)
+    return model.part(Embedder) is not None or (generator is not None and generator.text_format is not None)
 
 
 def _model_fields(model: ServedModel) -> dict[str, Any]:
