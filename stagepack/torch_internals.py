@@ -53,6 +53,7 @@ GROUPED_PRODUCT: Final = torch.ops.aten._grouped_mm.default
 # Operators that torch.export makes of public functions.
 LOG_SOFTMAX: Final = torch.ops.aten._log_softmax.default
 PRELU: Final = torch.ops.aten._prelu_kernel.default
+CAST: Final = torch.ops.aten._to_copy.default
 SOFTMAX: Final = torch.ops.aten._softmax.default
 
 

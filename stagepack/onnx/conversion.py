@@ -18,7 +18,7 @@ from stagepack.format.operators import ALLOWED_NAMESPACES, operator_namespace
 from stagepack.format.reader import Bundle
 from stagepack.format.shapes import Dim, Guard
 from stagepack.graph.implied_guards import is_implied
-from stagepack.onnx import elementwise, reductions
+from stagepack.onnx import complex_numbers, elementwise, reductions
 from stagepack.onnx.decompositions import NoOnnxFormError
 from stagepack.onnx.functional_stage import trace_stage
 from stagepack.onnx.stage_model import OnnxFiles, StagePlace, finish_model
@@ -30,7 +30,7 @@ from stagepack_loaders.torch.weight_store import WeightCache
 
 _MAX_REASON_LENGTH = 300
 _CPU = torch.device("cpu")
-DECOMPOSITIONS = {**elementwise.TABLE, **reductions.TABLE}
+DECOMPOSITIONS = {**complex_numbers.TABLE, **elementwise.TABLE, **reductions.TABLE}
 # The others are decomposed into the steps of the example, so that their stages are refused where the length is dynamic.
 _LAYERS_IN_ONNX = ("lstm", "gru")
 _EXPORTER_LOGGERS = ("torch.onnx", "onnx_ir", "onnxscript")

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from stagepack.onnx.decompositions import NARROW, Decompositions, NoOnnxFormError, in_float32, number
-from stagepack.torch_internals import PRELU
+from stagepack.onnx.decompositions import NARROW, Decompositions, NoOnnxFormError, in_float32, left_to_exporter, number
+from stagepack.torch_internals import CAST, PRELU
 
 aten = torch.ops.aten
 TABLE = Decompositions()
@@ -100,14 +100,6 @@ def _atan2(self: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return torch.where(_is_negative(self), -angle, angle)
 
 
-@TABLE.register(aten.angle.default)
-def _angle(self: torch.Tensor) -> Any:
-    if not self.is_floating_point():
-        return NotImplemented
-    angle = torch.where(self < 0, number(math.pi, self), number(0, self))
-    return torch.where(self.isnan(), self, angle)
-
-
 def _float_operands(self: Any, other: Any) -> tuple[torch.Tensor, torch.Tensor, torch.dtype] | None:
     """Two operands in the dtype of the result, or in float32 if it has 16 bits; None if it is one of integers."""
     dtype = torch.result_type(self, other)
@@ -121,7 +113,9 @@ def _float_operands(self: Any, other: Any) -> tuple[torch.Tensor, torch.Tensor, 
     return first, second, dtype
 
 
-@TABLE.register(aten.remainder.Tensor, aten.remainder.Scalar, aten.remainder.Scalar_Tensor)
+@TABLE.register(
+    *(aten.remainder.Tensor, aten.remainder.Scalar, aten.remainder.Scalar_Tensor), torch.ops.prims.remainder.default
+)
 def _remainder(self: Any, other: Any) -> Any:
     operands = _float_operands(self, other)
     if operands is None:
@@ -168,8 +162,14 @@ def _fmod(self: torch.Tensor, other: Any) -> Any:
     return torch.where((remainder != 0) & ((self < 0) != (other < 0)), remainder - other, remainder)
 
 
-@TABLE.register(PRELU)
+@TABLE.register(aten.prelu.default)
 def _prelu(self: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    is_of_channels = weight.dim() and self.dim() > 1
+    return PRELU(self, weight.reshape(-1, *[1] * (self.dim() - 2)) if is_of_channels else weight)
+
+
+@TABLE.register(PRELU)
+def _prelu_kernel(self: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     # PRelu of ONNX Runtime leaves NaN of the weight out where the input is 0.
     return torch.where(self > 0, self, weight * self)
 
@@ -224,6 +224,18 @@ def _pow(self: torch.Tensor, exponent: Any) -> torch.Tensor:
 def _xlogy(self: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     product = torch.where(self == 0, number(0, self), self * torch.log(other))
     return torch.where(other.isnan(), other, product)
+
+
+@TABLE.register(aten.xlogy.Scalar_Self)
+def _xlogy_of_number(self: Any, other: torch.Tensor) -> Any:
+    return torch.xlogy(number(self, other) if other.is_floating_point() else torch.full((), float(self)), other)
+
+
+@TABLE.register(aten.ldexp.Tensor)
+def _ldexp(self: torch.Tensor, other: torch.Tensor) -> Any:
+    if self.is_floating_point() and not other.is_floating_point():
+        raise NoOnnxFormError("aten.ldexp.Tensor with integers as exponents, whose power of 2 may overflow")
+    return NotImplemented
 
 
 @TABLE.register(aten.pow.Tensor_Tensor)
@@ -292,3 +304,49 @@ for _operator in (
     aten.ge.Scalar,
 ):
     TABLE.register(_operator)(_compared_with_scalar(_operator))
+
+
+@TABLE.register(CAST)
+def _cast(self: torch.Tensor, *, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
+    if dtype != torch.float8_e5m2 or self.dtype == dtype:
+        return NotImplemented
+    # ONNX Runtime 1.31 makes NaN of the numbers that are between the largest one and 65536, torch rounds them to infinity.
+    wide = self.to(torch.float32)
+    with left_to_exporter(CAST):
+        return CAST(torch.where(wide.abs() >= 61440, wide * math.inf, wide), dtype=dtype)
+
+
+def _is_float_of_8_bits(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and dtype.itemsize == 1
+
+
+@TABLE.register(aten.type_as.default)
+def _type_as(self: torch.Tensor, other: torch.Tensor) -> Any:
+    # CastLike, which the exporter writes, saturates.
+    return self.to(other.dtype) if _is_float_of_8_bits(other.dtype) else NotImplemented
+
+
+@TABLE.register(aten.copy.default)
+def _copy(self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> Any:
+    return src.to(self.dtype).expand(self.shape) if _is_float_of_8_bits(self.dtype) else NotImplemented
+
+
+@TABLE.register(aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default)
+def _clamp(self: torch.Tensor, *bounds: Any, **named_bounds: Any) -> Any:
+    # Clip of ONNX Runtime leaves a bound of NaN out.
+    if any(isinstance(bound, float) and math.isnan(bound) for bound in (*bounds, *named_bounds.values())):
+        return torch.full_like(self, math.nan, dtype=torch.result_type(self, math.nan))
+    return NotImplemented
+
+
+@TABLE.register(aten.fake_quantize_per_tensor_affine.tensor_qparams)
+def _fake_quantize(
+    self: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor, quant_min: int, quant_max: int
+) -> torch.Tensor:
+    # The exporter casts the zero point to the 8 bits of the range, and torch takes one out of range too.
+    zero = zero_point.to(torch.float32)
+    rounded = torch.round(self.to(torch.float32) * scale.reciprocal()) + zero
+    low, high = number(quant_min, rounded), number(quant_max, rounded)
+    # Not a number is the lowest one.
+    kept = torch.where(rounded > high, high, torch.where(rounded >= low, rounded, low))
+    return ((kept - zero) * scale).to(self.dtype)

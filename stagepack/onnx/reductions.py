@@ -31,6 +31,13 @@ def _sum(
 def _scatter_reduce(
     self: torch.Tensor, dim: int, index: torch.Tensor, src: torch.Tensor, reduce: str, *, include_self: bool = True
 ) -> Any:
+    if reduce in ("amax", "amin") and self.is_floating_point():
+        # ScatterElements of ONNX Runtime leaves NaN out.
+        with left_to_exporter(aten.scatter_reduce.two):
+            extreme = aten.scatter_reduce.two(self, dim, index, src, reduce, include_self=include_self)
+        flags = (self.isnan() if include_self else torch.zeros_like(self)).to(torch.float32)
+        has_nan = flags.scatter_add(dim, index, src.isnan().to(torch.float32)) > 0
+        return torch.where(has_nan, number(math.nan, self), extreme)
     if reduce != "mean":
         return NotImplemented
     if not self.is_floating_point():
@@ -125,6 +132,58 @@ def _max_pool_with_indices(operator: Any) -> Callable[..., tuple[torch.Tensor, t
 
 for _operator in (aten.max_pool2d_with_indices.default, aten.max_pool3d_with_indices.default):
     TABLE.register(_operator)(_max_pool_with_indices(_operator))
+
+
+@TABLE.register(aten.adaptive_max_pool3d.default)
+def _adaptive_max_pool3d(self: torch.Tensor, output_size: Sequence[int]) -> Any:
+    # The exporter takes the first NaN of one window, torch the last.
+    if any(size != 1 for size in output_size):
+        return NotImplemented
+    return aten.max_pool3d_with_indices.default(self, list(self.shape[-3:]))
+
+
+@TABLE.register(aten.max_pool1d_with_indices.default)
+def _max_pool1d_with_indices(
+    self: torch.Tensor, kernel_size: Sequence[int], stride: Sequence[int] = (), padding: Any = 0, *args: Any
+) -> Any:
+    # As one of images of one row.
+    padding, dilation, ceil_mode = (padding, *args, *(1, False)[len(args) :])
+    sizes = [[first, *([value] if isinstance(value, int) else value)] for first, value in ((0, padding), (1, dilation))]
+    steps = [1, *stride] if stride else []
+    pooled = aten.max_pool2d_with_indices.default(
+        self.unsqueeze(-2), [1, *kernel_size], steps, sizes[0], sizes[1], ceil_mode
+    )
+    return tuple(result.squeeze(-2) for result in pooled)
+
+
+def _mean_beside(spread: Any) -> Callable[..., Any]:
+    def spread_and_mean(
+        self: torch.Tensor, dim: Sequence[int] | None = None, *, correction: Any = None, keepdim: bool = False
+    ) -> Any:
+        dims = list(dim or range(self.dim()))
+        # The mean that torch updates by each element is NaN after infinity.
+        counts = (self.abs() == math.inf).to(torch.float32)
+        last = counts
+        for reduced in dims:
+            last = last.narrow(reduced, self.shape[reduced] - 1, 1)
+        is_lost = counts.sum(dims, True) - last > 0
+        mean = torch.where(is_lost, number(math.nan, self), self.mean(dims, True))
+        mean = mean if keepdim else mean.squeeze(dims)
+        return spread(self, dims, correction=correction, keepdim=keepdim), mean
+
+    return spread_and_mean
+
+
+for _operator, _spread in ((aten.std_mean.correction, torch.std), (aten.var_mean.correction, torch.var)):
+    TABLE.register(_operator)(_mean_beside(_spread))
+
+
+@TABLE.register(aten.linalg_vector_norm.default)
+def _vector_norm(self: torch.Tensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
+    if abs(ord) != math.inf or kwargs.get("dtype") not in (None, self.dtype) or self.is_complex():
+        return NotImplemented
+    # As other extremes.
+    return (torch.amax if ord > 0 else torch.amin)(self.abs(), [] if dim is None else dim, keepdim)
 
 
 @TABLE.register(aten.addbmm.default)
@@ -254,5 +313,22 @@ TABLE.register(aten.native_layer_norm.default)(
     _refuse(
         "aten.native_layer_norm.default over one element, which keeps infinity in ONNX Runtime",
         lambda _, shape, *__: math.prod(shape) == 1,
+    )
+)
+TABLE.register(aten.det.default, aten.linalg_det.default)(
+    _refuse("aten.det.default, which is 0 of singular matrices of denormals in ONNX Runtime", lambda *_: True)
+)
+for _operator in (aten.multi_margin_loss.default, aten.multilabel_margin_loss_forward.default):
+    TABLE.register(_operator)(_refuse(f"{_operator}, which leaves NaN out in torch", lambda *_, **__: True))
+for _operator in (aten.linspace.Tensor_Tensor, aten.linspace.Tensor_Scalar, aten.linspace.Scalar_Tensor):
+    TABLE.register(_operator)(_refuse(f"{_operator}, whose steps of infinity are others", lambda *_, **__: True))
+for _operator in (aten.conv1d.default, aten.conv2d.default, aten.conv3d.default):
+    TABLE.register(_operator)(
+        _refuse(f"{_operator} of complex numbers, whose infinity spreads", lambda tensor, *_, **__: tensor.is_complex())
+    )
+TABLE.register(aten.einsum.default)(
+    _refuse(
+        "aten.einsum.default of integers, which are sums of floats in ONNX Runtime",
+        lambda _, tensors, **__: not (tensors[0].is_floating_point() or tensors[0].is_complex()),
     )
 )

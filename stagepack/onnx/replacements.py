@@ -7,6 +7,7 @@ from typing import Any, Final
 import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from stagepack.onnx.decompositions import NoOnnxFormError
 from stagepack.torch_internals import OperatorOverload, operator_schema
 
 _Arguments = Mapping[str, Any]
@@ -53,15 +54,19 @@ def _attention(target: _Operator, arguments: _Arguments) -> Any:
     mask = arguments["attn_mask"]
     if mask is None:
         return None
-    result = target(**arguments)
-    # For a row whose mask excludes all keys torch returns 0, the exporter the mean of all values, or NaN.
+    # For a row whose mask excludes all keys torch returns 0, or NaN if a value is not finite; the exporter the mean of all values, or NaN.
     is_seen = mask if mask.dtype == torch.bool else mask > -math.inf
     if all(isinstance(size, int) for size in mask.shape):
         has_keys = is_seen.any(-1, keepdim=True)
     else:
         # A product: without rows, reductions of ONNX Runtime return the shape of their input if a size of it is 1.
         has_keys = is_seen.to(torch.float32) @ torch.ones(mask.shape[-1], 1) > 0
-    return torch.where(has_keys, result, torch.zeros((), dtype=result.dtype))
+    if mask.dtype == torch.bool:
+        # With a mask of booleans, the exporter makes 0 of chances that are NaN.
+        mask = torch.where(mask, 0.0, -math.inf).to(arguments["query"].dtype)
+    shown = torch.where(has_keys, mask, torch.zeros((), dtype=mask.dtype))
+    result = target(**{**arguments, "attn_mask": shown})
+    return torch.where(has_keys, result, result * 0)
 
 
 def _bernoulli(_: _Operator, arguments: _Arguments) -> Any:
@@ -180,18 +185,15 @@ def _any(_: _Operator, arguments: _Arguments) -> Any:
     return torch.logical_not(torch.all(is_false, dim=arguments["dim"], keepdim=arguments["keepdim"]))
 
 
-def _clamp(_: _Operator, arguments: _Arguments) -> Any:
-    # Clip of ONNX, without one of its bounds, takes the largest finite number for it: infinity becomes 3.4e38.
-    tensor, lowest, highest = arguments["self"], arguments.get("min"), arguments.get("max")
-    bound = highest if lowest is None else lowest
-    if any(isinstance(number, float) and math.isnan(number) for number in (lowest, highest)):
-        # Clip of ONNX Runtime leaves a bound of NaN out.
-        return torch.full_like(tensor, math.nan, dtype=torch.result_type(tensor, math.nan))
-    if None not in (lowest, highest) or not tensor.is_floating_point() or not isinstance(bound, int | float):
+def _bilinear(_: _Operator, arguments: _Arguments) -> Any:
+    # The trace takes it apart into differences of neighbours, which are NaN beside infinity.
+    if "output_size" not in arguments or "scale_factors" in arguments:
         return None
-    bound_tensor = _as_tensor(bound, tensor.dtype)
-    # Not a maximum: onnxscript 0.7 makes a Clip of a maximum and a minimum, at times with an input that nothing computes.
-    return torch.where(tensor > bound_tensor if lowest is None else tensor < bound_tensor, bound_tensor, tensor)
+    if arguments["scales_h"] is not None and not arguments["align_corners"]:
+        raise NoOnnxFormError("aten.upsample_bilinear2d.default with scales and a size")
+    return torch.ops.aten.upsample_bilinear2d.vec(
+        arguments["self"], arguments["output_size"], arguments["align_corners"], None
+    )
 
 
 def _reduced_count(arguments: _Arguments) -> Any:
@@ -215,9 +217,6 @@ REPLACEMENTS: Final[Mapping[str, Callable[[Any, _Arguments], Any]]] = {
     "alpha_dropout": _dropout,
     "any": _any,
     "bernoulli": _bernoulli,
-    "clamp": _clamp,
-    "clamp_max": _clamp,
-    "clamp_min": _clamp,
     "div": _integer_division,
     "divide": _integer_division,
     "dropout": _dropout,
@@ -235,6 +234,7 @@ REPLACEMENTS: Final[Mapping[str, Callable[[Any, _Arguments], Any]]] = {
     "scatter_add": _scatter,
     "scatter_reduce": _scatter,
     "std": _mean,
+    "upsample_bilinear2d": _bilinear,
     "var": _mean,
     "view": _reshape,
 }

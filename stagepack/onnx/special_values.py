@@ -2,20 +2,26 @@
 
 MaxPool of ONNX Runtime 1.31 leaves NaN out, and has the smallest finite number for windows of -inf. Two further poolings in each call
 made a ResNet-18 18 % slower, so they run only if the sum of the elements is not finite. An interpolation spreads NaN and infinity to other
-elements than in torch: it fails if the sum is not finite.
+elements than in torch, and a recurrent layer makes 1 of NaN: they fail if the sum is not finite.
 """
 
+import functools
 import math
+from collections.abc import Sequence
 
 import onnx_ir as ir
 
 from stagepack.onnx.branches import Nodes, node_prefix, replace_by_choice
 
 _FLOATS = {ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16}
-
-
+# Torch saturates only casts to `float8_e4m3fn`.
+_UNSATURATED = {ir.DataType.FLOAT8E4M3FNUZ, ir.DataType.FLOAT8E5M2, ir.DataType.FLOAT8E5M2FNUZ}
 _INTERPOLATIONS = {"GridSample", "Resize"}
-_SPREADING = {*_INTERPOLATIONS, "InstanceNormalization", "STFT"}
+_SPREADING = {*_INTERPOLATIONS, "InstanceNormalization", "STFT", "DFT", "GRU", "LSTM", "RNN"}
+# The self check finds weights that are not finite, but for computed ones.
+_WEIGHTED = {"Conv", "GRU", "LSTM", "RNN"}
+# The position of the integers among the inputs of a recurrent layer.
+_LENGTHS = 4
 
 
 def guard_special_values(model: ir.Model) -> None:
@@ -28,30 +34,89 @@ def guard_special_values(model: ir.Model) -> None:
         has_indices = len(node.outputs) > 1 and node.outputs[1].uses()
         is_nearest = node.attributes.get_string("mode", "nearest") == "nearest"
         if node.op_type == "MaxPool" and not has_indices:
-            _choose(node, elements, _special_maxima(node, elements))
+            _choose(node, [elements], _special_maxima(node, elements))
         elif node.op_type in _SPREADING and not (node.op_type == "Resize" and is_nearest):
-            _choose(node, elements, _failure(node, elements))
+            _choose(node, [elements, *_computed_weights(node)], _failure(node, elements))
+        elif (
+            node.op_type == "Conv"
+            and any(node.attributes.get_ints("pads", []))
+            and (weights := _computed_weights(node))
+        ):
+            # The product of infinity and a 0 of the padding is NaN in one runtime and left out in the other.
+            _choose(node, weights, _failure(node, elements))
 
 
-def _choose(node: ir.Node, elements: ir.Value, special: Nodes) -> None:
-    """Run nodes of which the last one gives the output, in the place of a node, if the sum of the elements is not finite."""
+def _computed_weights(node: ir.Node) -> list[ir.Value]:
+    """The floats that a node takes beside its elements, and that are computed from the inputs of the stage."""
+    others = [
+        value
+        for position, value in enumerate(node.inputs)
+        if value is not None and position not in (0, _LENGTHS) and node.op_type in _WEIGHTED
+    ]
+    return [value for value in others if _depends_on_inputs(value)]
+
+
+def _depends_on_inputs(value: ir.Value) -> bool:
+    found, remaining = {value}, [value]
+    while remaining:
+        current = remaining.pop()
+        if current.is_graph_input():
+            return True
+        producer = current.producer()
+        used = {value for value in (() if producer is None else producer.inputs) if value is not None} - found
+        found |= used
+        remaining += used
+    return False
+
+
+def keep_overflow(model: ir.Model) -> None:
+    """Let casts to floats of 8 bits make infinity or NaN of numbers that are out of range, where torch does."""
+    for node in model.graph.all_nodes():
+        if node.op_type == "Cast" and node.attributes.get_int("to", 0) in _UNSATURATED:
+            node.attributes["saturate"] = ir.AttrInt64("saturate", 0)
+
+
+def bound_clips(model: ir.Model) -> None:
+    """Let a ``Clip`` of floats without one of its bounds have infinity there: it takes the largest finite number, also for infinity."""
+    for node in list(model.graph.all_nodes()):
+        elements = node.inputs[0] if node.op_type == "Clip" else None
+        if elements is None or (elements.dtype or node.outputs[0].dtype or ir.DataType.FLOAT) not in _FLOATS:
+            continue
+        bounds = Nodes(f"{node_prefix(node)}/bounds")
+        lowest, highest = ([*node.inputs[1:], None, None])[:2]
+        lowest = _constant_like(bounds, -math.inf, elements) if lowest is None else lowest
+        highest = _constant_like(bounds, math.inf, elements) if highest is None else highest
+        assert node.graph is not None
+        node.graph.insert_before(node, bounds.nodes)
+        node.resize_inputs(3)
+        node.replace_input_with(1, lowest)
+        node.replace_input_with(2, highest)
+
+
+def _choose(node: ir.Node, summed: Sequence[ir.Value], special: Nodes) -> None:
+    """Run nodes of which the last ones give the outputs, in the place of a node, if the sum of some elements is not finite."""
     prefix = node_prefix(node)
     decision = Nodes(f"{prefix}/sum")
-    total = decision.add("ReduceSum", [elements], {"keepdims": 0})
+    sums = [decision.add("ReduceSum", [elements], {"keepdims": 0}) for elements in summed]
+    total = functools.reduce(lambda first, second: decision.add("Add", [first, second]), sums)
     is_special = decision.add("IsNaN", [decision.add("Sub", [total, total])])
-    output = special.nodes[-1].outputs[0]
-    output.type, output.shape = node.outputs[0].type, node.outputs[0].shape
-    graph = ir.Graph([], [output], nodes=special.nodes, name=f"{special.prefix}/graph")
+    used = [output for output in node.outputs if output.name]
+    outputs = [last.outputs[0] for last in special.nodes[-len(used) :]]
+    for output, replaced in zip(outputs, used, strict=True):
+        output.type, output.shape = replaced.type, replaced.shape
+    graph = ir.Graph([], outputs, nodes=special.nodes, name=f"{special.prefix}/graph")
     replace_by_choice(node, decision, is_special, graph)
 
 
 def _failure(node: ir.Node, elements: ir.Value) -> Nodes:
-    """Nodes that fail."""
+    """Nodes that fail, the last of them in the place of the outputs."""
     failure = Nodes(f"{node_prefix(node)}/expected_finite_elements")
     one_more = failure.add("Add", [failure.add("Size", [elements]), failure.integers(1, scalar=True)])
     impossible = failure.add("Reshape", [elements, failure.add("Reshape", [one_more, failure.integers(1)])])
-    shape = node.outputs[0].shape
-    failure.add("Reshape", [impossible, failure.integers(*[1] * (1 if shape is None else len(shape)))])
+    ranks = [1 if output.shape is None else len(output.shape) for output in node.outputs if output.name]
+    shapes = [failure.integers(*[1] * rank) for rank in ranks]
+    for shape in shapes:
+        failure.add("Reshape", [impossible, shape])
     return failure
 
 

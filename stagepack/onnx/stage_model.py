@@ -31,7 +31,7 @@ from stagepack.format.onnx import (
 from stagepack.format.shapes import format_dim, is_row_major
 from stagepack.format.weights import StoredTensor, TensorSpec, tensor_layout
 from stagepack.onnx.empty_inputs import guard_empty_inputs
-from stagepack.onnx.special_values import guard_special_values
+from stagepack.onnx.special_values import bound_clips, guard_special_values, keep_overflow
 from stagepack.torch_internals import NO_MODULE_PREFIX
 
 _SCOPES_KEY = "pkg.torch.onnx.name_scopes"
@@ -161,9 +161,12 @@ def finish_model(model: ir.Model, graph: Graph, writes: StageWrites, stage_place
     weights = {weight.value: weight for weight in graph.weights}
     # The argument that `FunctionalStage` does not use.
     del model.graph.inputs[0]
+    # The optimizer casts constants.
+    keep_overflow(model)
     _optimize(model, weights)
     guard_empty_inputs(model)
     guard_special_values(model)
+    bound_clips(model)
     _allow_zero_sizes(model)
     tensors = move_weights_out(model, weights, stage_place)
     module_paths = {node: _node_module_path(node) for node in model.graph.all_nodes()}

@@ -22,7 +22,13 @@ from tools.operators.valid_calls import find_operator
 
 FLOATS: Final = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 INTEGERS: Final = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-TYPES: Final = (*FLOATS, *INTEGERS, torch.bool)
+TYPES: Final = (*FLOATS, *INTEGERS, torch.bool, torch.complex64)
+# The operator that casts, and the further types that it is compared for.
+CAST: Final = "aten._to_copy.default"
+FLOATS_OF_8_BITS: Final = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz)
+CAST_TYPES: Final = (*FLOATS_OF_8_BITS, torch.uint16, torch.uint32, torch.uint64)
+# The type in which the values of others are written, by whether these are floats, and complex.
+_WIDEST: Final = {(True, False): torch.float64, (False, False): torch.int64, (False, True): torch.complex128}
 _MIXED: Final = (
     (torch.float32, torch.int64),
     (torch.int64, torch.float32),
@@ -40,6 +46,9 @@ _CALLS_OF_OTHERS: Final = 1
 _MAX_ELEMENTS: Final = 512
 # Without the tag of elementwise operators in torch 2.13.
 _ELEMENTWISE: Final = frozenset({"floor_divide", "log_sigmoid", "_to_copy", "to", "type_as"})
+_NOT_ELEMENTWISE_PRIMS: Final = frozenset({"broadcast_in_dim", "reshape", "squeeze", "sum", "transpose", "var"})
+# They draw only with a chance that their calls do not give.
+_MAY_DRAW: Final = ("scaled_dot_product", "_scaled_dot_product", "lstm", "gru", "rnn_")
 _UNDEFINED: Final = ("empty", "resize", "rand", "dropout", "bernoulli", "multinomial", "normal", "poisson", "rrelu")
 
 
@@ -71,7 +80,10 @@ class ValueCall:
     @property
     def is_elementwise(self) -> bool:
         """Whether the values of each element decide that of the result."""
-        return torch.Tag.pointwise in self.operator.tags or self.operator_name.split(".")[1] in _ELEMENTWISE
+        namespace, packet_name, _ = self.operator_name.split(".")
+        if namespace == "prims":
+            return packet_name not in _NOT_ELEMENTWISE_PRIMS
+        return torch.Tag.pointwise in self.operator.tags or packet_name in _ELEMENTWISE
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> Any:
         """Call the operator with other tensors."""
@@ -93,10 +105,11 @@ class ValueCall:
 def is_swept(operator_name: str) -> bool:
     """Whether a bundle may call an operator whose answer is defined, and which writes nothing."""
     verdict = operator_verdict(operator_name)
-    if verdict not in RUN_BY_DEFAULT or is_random_operator(operator_name):
+    packet_name = operator_name.split(".")[1]
+    may_draw = is_random_operator(operator_name) and not packet_name.startswith(_MAY_DRAW)
+    if verdict not in RUN_BY_DEFAULT or may_draw:
         return False
     operator = find_operator(operator_name)
-    packet_name = operator_name.split(".")[1]
     return not operator_schema(operator).is_mutable and not any(word in packet_name for word in _UNDEFINED)
 
 
@@ -112,7 +125,7 @@ def value_calls(
             if (
                 not types
                 or types[0] not in dtypes
-                or counts.get(types, 0) >= _CALLS_OF_DTYPE.get(types[0], _CALLS_OF_OTHERS)
+                or (operator_name != CAST and counts.get(types, 0) >= _CALLS_OF_DTYPE.get(types[0], _CALLS_OF_OTHERS))
             ):
                 continue
             kind = (
@@ -133,20 +146,24 @@ def _variants(operator_name: str, sample: Call) -> Iterator[ValueCall]:
     tensors = call.tensors
     if any(tensor.numel() > _MAX_ELEMENTS for tensor in tensors):
         return
-    if any(tensor.is_complex() or tensor.is_quantized or tensor.layout != torch.strided for tensor in tensors):
+    if any(tensor.is_quantized or tensor.layout != torch.strided for tensor in tensors):
         return
     if call.is_elementwise:
         yield from _elementwise_variants(call)
         return
-    wide = [tensor.dtype for tensor in tensors if tensor.is_floating_point()]
-    for dtype in TYPES if wide else (None,):
-        yield _retyped(call, [dtype if tensor.is_floating_point() else None for tensor in tensors])
+    are_wide = [tensor.is_floating_point() or tensor.is_complex() for tensor in tensors]
+    for dtype in TYPES if any(are_wide) else (None,):
+        yield _retyped(call, [dtype if is_wide else None for is_wide in are_wide])
 
 
 def _elementwise_variants(call: ValueCall) -> Iterator[ValueCall]:
     tensors = call.tensors
     mixed = [types for types in _MIXED if len(tensors) == 2]
-    for types in (*([dtype] * len(tensors) for dtype in TYPES), *mixed):
+    # A mask stays one beside tensors of other types.
+    are_masks = [tensor.dtype == torch.bool for tensor in tensors]
+    are_masks = [is_mask and not all(are_masks) for is_mask in are_masks]
+    alike = [[torch.bool if is_mask else dtype for is_mask in are_masks] for dtype in TYPES]
+    for types in (*alike, *mixed):
         flat = _retyped(call, list(types), size=len(_grid_columns(tuple(types))[0]))
         yield flat
         is_usual = list(types) in ([torch.float32], [torch.int64]) and len(tensors) == 1
@@ -190,7 +207,15 @@ def _works(call: ValueCall) -> bool:
 
 
 def _are_same(first: torch.Tensor, second: torch.Tensor) -> bool:
+    if first.dtype in CAST_TYPES:
+        first, second = first.to(torch.float32), second.to(torch.float32)
+    first, second = parts(first), parts(second)
     return torch.equal(first.nan_to_num(), second.nan_to_num()) if first.dtype in TYPES else False
+
+
+def parts(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor, or one of the real and imaginary parts of complex numbers."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def results(call: ValueCall, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -226,15 +251,17 @@ def _grid_columns(types: tuple[torch.dtype, ...]) -> list[torch.Tensor]:
         values = [column if position < 3 else column[3:4] for position, column in enumerate(values)]
     columns = zip(*itertools.product(*values), strict=True)
     return [
-        torch.tensor(column, dtype=torch.float64 if dtype.is_floating_point else torch.int64).to(dtype)
+        torch.tensor(column, dtype=_WIDEST[dtype.is_floating_point, dtype.is_complex]).to(dtype)
         for column, dtype in zip(columns, types, strict=True)
     ]
 
 
-def grid(dtype: torch.dtype) -> list[float | int]:
+def grid(dtype: torch.dtype) -> list[Any]:
     """Return the values of a dtype at which operators are compared."""
     if dtype == torch.bool:
         return [0, 1]
+    if dtype.is_complex:
+        return [complex(*pair) for pair in itertools.product((*_FEW, 1e-30, 1e25), repeat=2)]
     if not dtype.is_floating_point:
         limits = torch.iinfo(dtype)
         edges = [limits.min, limits.min + 1, limits.max - 1, limits.max]
@@ -244,7 +271,9 @@ def grid(dtype: torch.dtype) -> list[float | int]:
     return [*positive, *(-n for n in positive), math.nan]
 
 
-def _few(dtype: torch.dtype) -> list[float | int]:
+def _few(dtype: torch.dtype) -> list[Any]:
+    if dtype.is_complex:
+        return [complex(real, imaginary) for real in _FEW[1:4] for imaginary in (0.0, -2.0, math.inf, math.nan)]
     if dtype.is_floating_point:
         return list(_FEW)
     return (
@@ -256,6 +285,9 @@ def _few(dtype: torch.dtype) -> list[float | int]:
 
 def _filled(tensor: torch.Tensor, trial: int, generator: random.Random) -> torch.Tensor:
     """A tensor of the same shape with values of a profile."""
+    if tensor.is_complex():
+        pairs = _filled(torch.empty(*tensor.shape, 2), trial, generator)
+        return torch.view_as_complex(pairs).to(tensor.dtype)
     if not tensor.is_floating_point():
         return _filled_integers(tensor, trial, generator)
     profile = trial % 6
