@@ -10,7 +10,7 @@ import torch
 from stagepack.onnx.decompositions import NARROW, Decompositions, NoOnnxFormError, in_float32, left_to_exporter, number
 from stagepack.torch_internals import CAST, PRELU
 
-aten = torch.ops.aten
+aten, prims = torch.ops.aten, torch.ops.prims
 TABLE = Decompositions()
 
 
@@ -113,9 +113,7 @@ def _float_operands(self: Any, other: Any) -> tuple[torch.Tensor, torch.Tensor, 
     return first, second, dtype
 
 
-@TABLE.register(
-    *(aten.remainder.Tensor, aten.remainder.Scalar, aten.remainder.Scalar_Tensor), torch.ops.prims.remainder.default
-)
+@TABLE.register(aten.remainder.Tensor, aten.remainder.Scalar, aten.remainder.Scalar_Tensor)
 def _remainder(self: Any, other: Any) -> Any:
     operands = _float_operands(self, other)
     if operands is None:
@@ -123,6 +121,31 @@ def _remainder(self: Any, other: Any) -> Any:
     dividend, divisor, dtype = operands
     remainder = torch.fmod(dividend, divisor)
     return torch.where((remainder != 0) & ((divisor < 0) != (remainder < 0)), remainder + divisor, remainder).to(dtype)
+
+
+@TABLE.register(prims.remainder.default)
+def _remainder_of_tensors(self: torch.Tensor, other: torch.Tensor) -> Any:
+    return _remainder(self, _floats_only(prims.remainder.default, other))
+
+
+def _floats_only(operator: Any, tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.is_floating_point():
+        raise NoOnnxFormError(
+            f"{operator} of integers, which are computed as floats, or end the process at a division by 0"
+        )
+    return tensor
+
+
+def _of_floats(operator: Any) -> Callable[..., Any]:
+    def check(self: torch.Tensor, *_: Any, **__: Any) -> Any:
+        _floats_only(operator, self)
+        return NotImplemented
+
+    return check
+
+
+for _operator in (prims.div.default, prims.pow.default, prims.sum.default, aten.threshold.default):
+    TABLE.register(_operator)(_of_floats(_operator))
 
 
 @TABLE.register(aten.floor_divide.default, aten.floor_divide.Scalar)
@@ -242,6 +265,13 @@ def _ldexp(self: torch.Tensor, other: torch.Tensor) -> Any:
 def _pow_of_tensors(self: torch.Tensor, exponent: torch.Tensor) -> Any:
     if not torch.result_type(self, exponent).is_floating_point:
         raise NoOnnxFormError("aten.pow.Tensor_Tensor of integers, which are powers of floats in ONNX Runtime")
+    return NotImplemented
+
+
+@TABLE.register(aten.pow.Scalar)
+def _pow_of_number(self: Any, exponent: torch.Tensor) -> Any:
+    if not torch.result_type(self, exponent).is_floating_point:
+        raise NoOnnxFormError("aten.pow.Scalar of integers, which are powers of floats in ONNX Runtime")
     return NotImplemented
 
 

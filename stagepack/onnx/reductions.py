@@ -318,8 +318,6 @@ TABLE.register(aten.native_layer_norm.default)(
 TABLE.register(aten.det.default, aten.linalg_det.default)(
     _refuse("aten.det.default, which is 0 of singular matrices of denormals in ONNX Runtime", lambda *_: True)
 )
-for _operator in (aten.multi_margin_loss.default, aten.multilabel_margin_loss_forward.default):
-    TABLE.register(_operator)(_refuse(f"{_operator}, which leaves NaN out in torch", lambda *_, **__: True))
 for _operator in (aten.linspace.Tensor_Tensor, aten.linspace.Tensor_Scalar, aten.linspace.Scalar_Tensor):
     TABLE.register(_operator)(_refuse(f"{_operator}, whose steps of infinity are others", lambda *_, **__: True))
 for _operator in (aten.conv1d.default, aten.conv2d.default, aten.conv3d.default):

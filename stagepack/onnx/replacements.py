@@ -196,6 +196,10 @@ def _bilinear(_: _Operator, arguments: _Arguments) -> Any:
     )
 
 
+def _margin_loss(target: _Operator, _: _Arguments) -> Any:
+    raise NoOnnxFormError(f"{target}, which leaves NaN out in torch")
+
+
 def _reduced_count(arguments: _Arguments) -> Any:
     """The number of elements that become one."""
     tensor, dims = arguments["self"], arguments.get("dim")
@@ -226,6 +230,9 @@ REPLACEMENTS: Final[Mapping[str, Callable[[Any, _Arguments], Any]]] = {
     "floor_divide": _integer_division,
     "fmod": _integer_division,
     "mean": _mean,
+    "multi_margin_loss": _margin_loss,
+    "multilabel_margin_loss": _margin_loss,
+    "multilabel_margin_loss_forward": _margin_loss,
     "multinomial": _multinomial,
     "remainder": _integer_division,
     "reshape": _reshape,

@@ -1,5 +1,6 @@
 """Stages that answer as torch at values that the example does not have: zeros, ties, the largest numbers, infinities and NaN."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -88,11 +89,62 @@ REPLACED = [
     ),
     bound_call("aten.scatter_reduce.two", ROWS, 0, torch.tensor([[0, 0, 1, 2, 3]] * 3), ROWS[:3], "mean"),
 ]
+STATES, GATES = torch.rand(1, 2, 4), [torch.rand(12, 5), torch.rand(12, 4)]
+HEADS = torch.rand(1, 2, 5, 4)
+COMPLEX = torch.complex64
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz)
+# Found when operators that the exporter decomposes, overloads without samples, casts and complex numbers joined the sweep.
+REPLACED += [
+    *(bound_call("aten._to_copy.default", F32, dtype=dtype) for dtype in FLOAT8),
+    bound_call("aten._to_copy.default", torch.int64, dtype=torch.float8_e5m2),
+    bound_call("aten._to_copy.default", torch.float16, dtype=torch.float8_e5m2),
+    bound_call("aten.type_as.default", F32, torch.float8_e5m2),
+    bound_call("aten.copy.default", torch.zeros(37, dtype=torch.float8_e5m2), F32),
+    bound_call("aten.abs.default", COMPLEX),
+    bound_call("aten.angle.default", COMPLEX),
+    bound_call("aten.reciprocal.default", COMPLEX),
+    *(
+        bound_call(f"aten.{name}.Tensor", COMPLEX, F32)
+        for name in ("add", "sub", "subtract", "div", "divide", "true_divide")
+    ),
+    *(bound_call(f"aten.{name}.Scalar", COMPLEX, 3) for name in ("div", "divide", "true_divide")),
+    bound_call("aten.clamp_max.default", F32, NAN),
+    bound_call("aten.cosine_similarity.default", ROWS, ROWS),
+    bound_call("aten.xlogy.Scalar_Self", 0, F32),
+    bound_call("prims.remainder.default", F32, F32),
+    bound_call("aten.prelu.default", IMAGE, torch.rand(2)),
+    bound_call("aten.upsample_bilinear2d.default", IMAGE, [3, 9], True),
+    bound_call("aten.linalg_vector_norm.default", ROWS, math.inf, [1]),
+    bound_call("aten.linalg_vector_norm.default", ROWS, -math.inf, None, True),
+    bound_call("aten.std_mean.correction", ROWS, [1], correction=1),
+    bound_call("aten.var_mean.correction", ROWS, correction=0),
+    bound_call("aten.adaptive_max_pool3d.default", IMAGE[None], [1, 1, 1]),
+    bound_call("aten.max_pool1d_with_indices.default", ROWS[None], [2]),
+    bound_call("aten.fake_quantize_per_tensor_affine.tensor_qparams", ROWS, ROWS[0, :1], ROWS[0, :1].int(), 0, 255),
+    *(
+        bound_call("aten.scatter_reduce.two", ROWS, 0, torch.tensor([[0, 0, 1, 2, 3]] * 3), ROWS[:3], kind)
+        for kind in ("amax", "amin")
+    ),
+    bound_call("aten.scaled_dot_product_attention.default", HEADS, HEADS, HEADS, ROWS[:1, :] > 0.5),
+    bound_call("aten.gru.input", torch.rand(3, 2, 5), STATES, GATES, False, 1, 0.0, False, False, False),
+    bound_call("aten.fft_irfft.default", ROWS),
+    bound_call("aten.conv1d.default", ROWS[None], torch.rand(2, 4, 3), None, [1], [1]),
+]
 REFUSED = {
     "sort.default of float64": bound_call("aten.sort.default", ROWS.double()),
     "topk.default of float64": bound_call("aten.topk.default", ROWS.double(), 2),
     "avg_pool2d.default with divisor_override=3": bound_call(
         "aten.avg_pool2d.default", IMAGE, [2, 2], divisor_override=3
+    ),
+    "det.default": bound_call("aten.det.default", ROWS[:, :4]),
+    "ldexp.Tensor with integers": bound_call("aten.ldexp.Tensor", ROWS, torch.ones(5).long()),
+    "linspace.Tensor_Tensor": bound_call("aten.linspace.Tensor_Tensor", ROWS[0, 0], ROWS[0, 1], 3),
+    "einsum.default of integers": bound_call("aten.einsum.default", "ij->j", [torch.arange(6).reshape(2, 3)]),
+    "pow.Scalar of integers": bound_call("aten.pow.Scalar", 2, torch.ones(3).long()),
+    "threshold.default of integers": bound_call("aten.threshold.default", torch.arange(3), 0, -4.5),
+    "multi_margin_loss.default": bound_call("aten.multi_margin_loss.default", ROWS, torch.tensor([0, 1, 2, 3])),
+    "conv1d.default of complex numbers": bound_call(
+        "aten.conv1d.default", torch.rand(1, 2, 5).cfloat(), torch.rand(2, 2, 3).cfloat()
     ),
     "prod.dim_int of integers": bound_call("aten.prod.dim_int", torch.ones(2, 3).long(), 0),
     "pow.Tensor_Tensor of integers": bound_call("aten.pow.Tensor_Tensor", torch.ones(3).long(), torch.ones(3).long()),
@@ -132,12 +184,23 @@ def test_each_decomposition_is_tried() -> None:
         "aten.floor_divide.Scalar",
         "aten.native_batch_norm.default",
         "aten.native_layer_norm.default",
+        "aten.linalg_det.default",
+        "prims.div.default",
+        "prims.pow.default",
+        "prims.sum.default",
+        "aten.conv2d.default",
+        "aten.conv3d.default",
+        "aten.linspace.Tensor_Scalar",
+        "aten.linspace.Scalar_Tensor",
+        "aten.multilabel_margin_loss_forward.default",
     }
 
 
 @pytest.mark.slow
 @pytest.mark.process
-@pytest.mark.parametrize("dtypes", ["float32", "float16,float64", "int64,int32", "uint8,int8,int16,bool,bfloat16"])
+@pytest.mark.parametrize(
+    "dtypes", ["float32", "float16,float64", "int64,int32", "uint8,int8,int16,bool,bfloat16", "complex64"]
+)
 def test_no_operator_differs_silently(dtypes: str) -> None:
     """About 3,000 calls of 300 operators, in 10 minutes for each group of dtypes."""
     chosen = {getattr(torch, dtype_name) for dtype_name in dtypes.split(",")}
