@@ -20,7 +20,8 @@ def _parts(value: Any, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     zero = torch.full((), 0.0, dtype=part_dtype)
     if isinstance(value, torch.Tensor):
         return value.to(part_dtype), zero
-    return tuple(torch.full((), part, dtype=part_dtype) for part in (complex(value).real, complex(value).imag))
+    parts = complex(value)
+    return torch.full((), parts.real, dtype=part_dtype), torch.full((), parts.imag, dtype=part_dtype)
 
 
 def _joined(real: torch.Tensor, imaginary: torch.Tensor) -> torch.Tensor:

@@ -144,10 +144,14 @@ def _adaptive_max_pool3d(self: torch.Tensor, output_size: Sequence[int]) -> Any:
 
 @TABLE.register(aten.max_pool1d_with_indices.default)
 def _max_pool1d_with_indices(
-    self: torch.Tensor, kernel_size: Sequence[int], stride: Sequence[int] = (), padding: Any = 0, *args: Any
+    self: torch.Tensor,
+    kernel_size: Sequence[int],
+    stride: Sequence[int] = (),
+    padding: Any = 0,
+    dilation: Any = 1,
+    ceil_mode: bool = False,
 ) -> Any:
     # As one of images of one row.
-    padding, dilation, ceil_mode = (padding, *args, *(1, False)[len(args) :])
     sizes = [[first, *([value] if isinstance(value, int) else value)] for first, value in ((0, padding), (1, dilation))]
     steps = [1, *stride] if stride else []
     pooled = aten.max_pool2d_with_indices.default(
