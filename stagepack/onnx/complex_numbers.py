@@ -78,6 +78,15 @@ def _reciprocal(self: torch.Tensor) -> Any:
     return _quotient(1, self, self.dtype) if self.is_complex() else NotImplemented
 
 
+@TABLE.register(aten.mean.default, aten.mean.dim)
+def _mean(self: torch.Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
+    if not self.is_complex():
+        return NotImplemented
+    total = self.sum(dim, keepdim, dtype=dtype)
+    dims = dim or range(self.dim())
+    return _quotient(total, math.prod(self.shape[reduced] for reduced in dims), total.dtype)
+
+
 def _sum(operator: Any) -> Any:
     def add(self: Any, other: Any, *, alpha: Any = 1) -> Any:
         dtype = torch.result_type(self, other)

@@ -221,6 +221,8 @@ def _heaviside(self: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 
 @TABLE.register(aten.lerp.Tensor, aten.lerp.Scalar)
 def _lerp(self: torch.Tensor, end: torch.Tensor, weight: Any) -> Any:
+    if self.is_complex():
+        raise NoOnnxFormError("aten.lerp of complex numbers, whose infinity spreads")
     distance = end - self
     if not isinstance(weight, torch.Tensor):
         return self + weight * distance if abs(weight) < 0.5 else end - distance * (1 - weight)

@@ -108,6 +108,7 @@ REPLACED += [
         for name in ("add", "sub", "subtract", "div", "divide", "true_divide")
     ),
     *(bound_call(f"aten.{name}.Scalar", COMPLEX, 3) for name in ("div", "divide", "true_divide")),
+    bound_call("aten.mean.dim", torch.rand(4, 5).cfloat(), [1]),
     bound_call("aten.clamp_max.default", F32, NAN),
     bound_call("aten.cosine_similarity.default", ROWS, ROWS),
     bound_call("aten.xlogy.Scalar_Self", 0, F32),
@@ -142,6 +143,7 @@ REFUSED = {
     "einsum.default of integers": bound_call("aten.einsum.default", "ij->j", [torch.arange(6).reshape(2, 3)]),
     "pow.Scalar of integers": bound_call("aten.pow.Scalar", 2, torch.ones(3).long()),
     "threshold.default of integers": bound_call("aten.threshold.default", torch.arange(3), 0, -4.5),
+    "lerp of complex numbers": bound_call("aten.lerp.Scalar", ROWS.cfloat(), ROWS.cfloat(), 0.4),
     "multi_margin_loss.default": bound_call("aten.multi_margin_loss.default", ROWS, torch.tensor([0, 1, 2, 3])),
     "conv1d.default of complex numbers": bound_call(
         "aten.conv1d.default", torch.rand(1, 2, 5).cfloat(), torch.rand(2, 2, 3).cfloat()
@@ -185,6 +187,7 @@ def test_each_decomposition_is_tried() -> None:
         "aten.native_batch_norm.default",
         "aten.native_layer_norm.default",
         "aten.linalg_det.default",
+        "aten.mean.default",
         "prims.div.default",
         "prims.pow.default",
         "prims.sum.default",
