@@ -294,8 +294,8 @@ TABLE.register(aten.prod.default)(
 )
 TABLE.register(aten.prod.dim_int)(
     _refuse(
-        "aten.prod.dim_int of integers, which is a product of floats in ONNX Runtime",
-        lambda tensor, *_, **__: not tensor.is_floating_point(),
+        "aten.prod.dim_int of integers or 16 bits, whose product is one of wider floats in ONNX Runtime",
+        lambda tensor, *_, **__: not tensor.is_floating_point() or tensor.dtype in NARROW,
     )
 )
 TABLE.register(aten.histc.default)(
@@ -332,5 +332,17 @@ TABLE.register(aten.einsum.default)(
     _refuse(
         "aten.einsum.default of integers, which are sums of floats in ONNX Runtime",
         lambda _, tensors, **__: not (tensors[0].is_floating_point() or tensors[0].is_complex()),
+    )
+)
+TABLE.register(aten.cross_entropy_loss.default)(
+    _refuse(
+        "aten.cross_entropy_loss.default of float64, which leaves NaN out in ONNX Runtime",
+        lambda tensor, *_, **__: tensor.dtype == torch.float64,
+    )
+)
+TABLE.register(aten.soft_margin_loss.default)(
+    _refuse(
+        "aten.soft_margin_loss.default of 16 bits, whose exponentials overflow in torch",
+        lambda tensor, *_, **__: tensor.dtype in NARROW,
     )
 )
