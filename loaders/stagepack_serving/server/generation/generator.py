@@ -97,14 +97,17 @@ class Generator(ModelPart):
 
     @property
     def joining(self) -> str:
+        """How many texts share a run."""
         return f"up to {self.texts_at_once} text{'' if self.texts_at_once == 1 else 's'} at once"
 
     @property
     def text_count(self) -> int:
+        """The number of texts that are generated, or wait for it."""
         return self._sequence_count if self.text_loop is None else self.text_loop.text_count
 
     @property
     def held_tokens(self) -> int:
+        """The number of tokens in the caches of batches."""
         return 0 if self.text_loop is None else self.text_loop.held_tokens
 
     @property
