@@ -108,7 +108,7 @@ REPLACED += [
         for name in ("add", "sub", "subtract", "div", "divide", "true_divide")
     ),
     *(bound_call(f"aten.{name}.Scalar", COMPLEX, 3) for name in ("div", "divide", "true_divide")),
-    bound_call("aten.mean.dim", torch.rand(4, 5).cfloat(), [1]),
+    bound_call("aten.mean.dim", torch.rand(4, 5).to(torch.complex64), [1]),
     bound_call("aten.clamp_max.default", F32, NAN),
     bound_call("aten.cosine_similarity.default", ROWS, ROWS),
     bound_call("aten.xlogy.Scalar_Self", 0, F32),
@@ -143,14 +143,14 @@ REFUSED = {
     "einsum.default of integers": bound_call("aten.einsum.default", "ij->j", [torch.arange(6).reshape(2, 3)]),
     "pow.Scalar of integers": bound_call("aten.pow.Scalar", 2, torch.ones(3).long()),
     "threshold.default of integers": bound_call("aten.threshold.default", torch.arange(3), 0, -4.5),
-    "lerp of complex numbers": bound_call("aten.lerp.Scalar", ROWS.cfloat(), ROWS.cfloat(), 0.4),
+    "lerp of complex numbers": bound_call("aten.lerp.Scalar", ROWS.to(torch.complex64), ROWS.to(torch.complex64), 0.4),
     "cross_entropy_loss.default of float64": bound_call(
         "aten.cross_entropy_loss.default", ROWS.double(), torch.tensor([0, 1, 2, 3])
     ),
     "soft_margin_loss.default of 16 bits": bound_call("aten.soft_margin_loss.default", ROWS.half(), ROWS.half()),
     "multi_margin_loss.default": bound_call("aten.multi_margin_loss.default", ROWS, torch.tensor([0, 1, 2, 3])),
     "conv1d.default of complex numbers": bound_call(
-        "aten.conv1d.default", torch.rand(1, 2, 5).cfloat(), torch.rand(2, 2, 3).cfloat()
+        "aten.conv1d.default", torch.rand(1, 2, 5).to(torch.complex64), torch.rand(2, 2, 3).to(torch.complex64)
     ),
     "prod.dim_int of integers": bound_call("aten.prod.dim_int", torch.ones(2, 3).long(), 0),
     "pow.Tensor_Tensor of integers": bound_call("aten.pow.Tensor_Tensor", torch.ones(3).long(), torch.ones(3).long()),
