@@ -25,11 +25,12 @@ from stagepack.format.weights import StoredTensor
 from stagepack.linearize import LinearizedProgram
 from stagepack.linearize.captured_example import example_inputs, run_example
 from stagepack.linearize.op_tables import with_node_location
-from stagepack_loaders.base import PrepareOptions
+from stagepack_loaders.base import Loading
 from stagepack_loaders.comparison import Difference, format_difference
 from stagepack_loaders.example import compare_results, run_on_inputs
+from stagepack_loaders.options import LoadOptions
 from stagepack_loaders.pipeline import Pipeline
-from stagepack_loaders.preparation import finish_prepared, prepare_all
+from stagepack_loaders.preparation import finish_prepared, prepare
 from stagepack_loaders.registry import TORCH_RUNTIME
 from stagepack_loaders.torch.resolved_operators import resolve_operators
 from stagepack_loaders.torch.value_check import value_problems
@@ -115,7 +116,7 @@ def refused_by_loaders() -> Iterator[None]:
 class _MappedForReading(WeightCache):
     """Weights mapped for reading only: the system may refuse a mapping that can be written and is larger than the memory."""
 
-    def open_files(self, bundle: Bundle, file_names: Iterable[str], options: PrepareOptions, *, verify: bool) -> None:
+    def open_files(self, bundle: Bundle, file_names: Iterable[str], loading: Loading, *, verify: bool) -> None:
         """Open nothing: `_read_stored` maps each tensor."""
 
     def _read_stored(self, path: Path, stored: StoredTensor, device: torch.device, *, copy: bool) -> torch.Tensor:
@@ -139,9 +140,10 @@ class LoadedDraft:
                 self._pipeline = self._load("cpu")
 
     def _load(self, device: str) -> Pipeline:
-        options = PrepareOptions(allow_ops=self._allow_ops)
-        options.shared.get(WeightCache, _MappedForReading)
-        prepared_stages = prepare_all(self._draft, [device], TORCH_RUNTIME, options)
+        options = LoadOptions(devices=[device], runtime=TORCH_RUNTIME, allow_ops=self._allow_ops)
+        loading = Loading(options=options)
+        loading.shared.get(WeightCache, _MappedForReading)
+        prepared_stages = prepare(self._draft, loading)
         return Pipeline(self._draft, list(finish_prepared(self._draft, prepared_stages, verify=False).values()))
 
     def run(self, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -9,24 +9,19 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from stagepack.errors import DeviceError, OptionError
 from stagepack.format.chunks import ByteProgress
 from stagepack.format.graph import Value
 from stagepack.format.manifest import Edge
 from stagepack.format.reader import Bundle
+from stagepack_loaders.options import Compile, LoadOptions
 
 if TYPE_CHECKING:
     import os
 
     from stagepack_loaders.elements import Array
-
-# How `load(..., compile=)` compiles. False: not at all. True or "regions": each distinct region once. "whole": each stage as a whole.
-Compile = bool | Literal["regions", "whole"]
-
-# How much `load(..., verify=)` compares with the digests of the manifest: every byte; all but the content of weight files; nothing.
-Verify = Literal["full", "manifest", "off"]
 
 
 class ArrayOps(Protocol):
@@ -185,32 +180,24 @@ class SharedObjects:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PrepareOptions:
-    """What the caller of `load` or `load_stage` asks of a runtime.
+class Loading:
+    """Stages that are loaded together: the options of the caller, and what else a runtime needs to know.
 
     Attributes:
-        allow_ops: namespaces of custom operators, and operators of ATen and prims that do not run by default, that may run.
-        modules: run by calls of the model's modules; only for a runtime with `runs_modules`.
+        options: how they are loaded.
         types: classes that arguments and results of modules may be built of.
         dense_inputs: values from other stages may be contiguous where those of the capture were not.
         autocast: whether ``torch.autocast`` around a call reaches the operators of the stages: there, dtypes of values within a stage may
             differ from those of the capture.
-        stream: a stage is ready at once, and each weight is waited for at its first use; only for a runtime with `streams`.
-        device_memory: the largest number of bytes of weights on each device, for a runtime with `streams`; None for no limit.
-        copy: read weights into memory of this process, where the runtime would map the weight files.
         progress: called by several threads with the number of bytes of weight files that were read.
         unchanged: called with the size of each weight file that was not read, because it is unchanged since it was verified.
-        shared: what stages share that are loaded together, also those of several entry points.
+        shared: what the stages share, also those of several entry points.
     """
 
-    allow_ops: Collection[str] = ()
-    modules: bool = False
+    options: LoadOptions = field(default_factory=LoadOptions)
     types: Collection[type] = ()
     dense_inputs: bool = False
     autocast: bool = False
-    stream: bool = False
-    device_memory: int | None = None
-    copy: bool = False
     progress: ByteProgress | None = None
     unchanged: ByteProgress | None = None
     shared: SharedObjects = field(default_factory=SharedObjects)
@@ -269,15 +256,13 @@ class Runtime(ABC):
         """
 
     @abstractmethod
-    def prepare(
-        self, bundle: Bundle, placement: Mapping[int, Any], options: PrepareOptions
-    ) -> Mapping[int, PreparedStage]:
+    def prepare(self, bundle: Bundle, placement: Mapping[int, Any], loading: Loading) -> Mapping[int, PreparedStage]:
         """Read and check stages, all but their weights.
 
         Args:
             bundle: the bundle of the stages.
             placement: the device of each stage, from `parse_device`, by stage number.
-            options: what the caller asks for.
+            loading: what the caller asks for.
 
         Returns:
             The prepared stages, by stage number.

@@ -9,29 +9,25 @@ from msgspec import structs
 from stagepack.errors import OptionError
 from stagepack.extras import explain_missing_packages
 from stagepack.opening import BundleSource, TrustedSigners, errors_name_bundle
-from stagepack_loaders.base import Compile, Verify
+from stagepack_loaders.base import Loading
 from stagepack_loaders.call_limits import Limits, checked_limits, value_limit
 from stagepack_loaders.distributed.launch_environment import is_launched_group, launched_size
 from stagepack_loaders.options import (
     DEFAULT_IN_FLIGHT,
+    DEFAULT_RUNTIME,
+    Compile,
     LoadKeywords,
     LoadOptions,
     ProcessOptions,
+    Verify,
     device_list,
     folder_name,
-    memory_bytes,
     refuse_process_options,
 )
 from stagepack_loaders.pipeline import Pipeline, load_pipeline
 from stagepack_loaders.placement import place_stages
-from stagepack_loaders.preparation import (
-    check_load_options,
-    compile_prepared,
-    open_for_loading,
-    prepare_stage,
-    reading_progress,
-)
-from stagepack_loaders.registry import DEFAULT_RUNTIME, choose_runtime, runtime_of_each_stage
+from stagepack_loaders.preparation import check_runtimes, compile_prepared, open_for_loading, prepare, reading_progress
+from stagepack_loaders.registry import choose_runtime, runtime_of_each_stage
 
 if TYPE_CHECKING:
     import torch
@@ -187,7 +183,7 @@ def load(
         compile=compile,
         compiled=folder_name(compiled),
         stream=stream,
-        device_memory=memory_bytes(device_memory),
+        device_memory=device_memory,
     )
     if processes is False:
         refuse_process_options(
@@ -219,7 +215,9 @@ def load_in_processes(
     """Load stages into processes of their own on this machine; see `load`."""
     opened_bundle = open_for_loading(bundle, options.verify)
     runtimes = runtime_of_each_stage(options.runtime, opened_bundle)
-    check_load_options(runtimes, options, processes=True)
+    if options.arriving is not None:
+        raise OptionError(f"{options.arriving} excludes processes: leave out one of them")
+    check_runtimes(runtimes, options)
     if is_launched_group():
         raise OptionError(
             f"processes: torchrun has started this process as one of {launched_size()}, each of which would start processes: call "
@@ -336,18 +334,16 @@ def load_stage(
     opened_bundle.stage(stage)
     options = LoadOptions(
         devices=[device],
-        runtime=runtime,
+        runtime=choose_runtime(runtime, opened_bundle, [stage]).name,
         allow_ops=allow_ops,
         verify=verify,
         copy=copy,
         compile=compile,
         compiled=folder_name(compiled),
         stream=stream,
-        device_memory=memory_bytes(device_memory),
+        device_memory=device_memory,
         modules=modules,
     )
-    stage_runtime = choose_runtime(runtime, opened_bundle, [stage])
-    check_load_options([stage_runtime], options)
-    with reading_progress(opened_bundle, [stage], options, types) as prepare_options:
-        prepared_stages = {stage: prepare_stage(opened_bundle, stage, device, stage_runtime.name, prepare_options)}
-        return compile_prepared(opened_bundle, prepared_stages, options)[stage].finish(verify=verify == "full")
+    with reading_progress(opened_bundle, [stage], Loading(options=options, types=types)) as loading:
+        ready_stages = compile_prepared(opened_bundle, prepare(opened_bundle, loading, [stage]), options)
+        return ready_stages[stage].finish(verify=options.verifies_weights)

@@ -14,7 +14,7 @@ from stagepack.errors import OperatorError
 from stagepack.format.dtypes import SCALAR_DTYPES
 from stagepack.format.graph import Argument, Graph, ListArg, Node, ValueArg, Weight
 from stagepack.format.reader import Bundle
-from stagepack_loaders.base import PrepareOptions
+from stagepack_loaders.base import Loading
 from stagepack_loaders.elements import Array, numpy_dtype
 from stagepack_loaders.weight_files import WeightFile, open_weight_files
 
@@ -99,7 +99,7 @@ def _argument_value(argument: Argument, known_values: Mapping[str, Any]) -> Any:
 
 def map_stored_tensors(bundle: Bundle, stage_number: int, *, verify: bool) -> dict[str, Array]:
     """Return the bytes of each stored tensor of a stage, by name. They stay when the bundle is replaced, removed or written into."""
-    weight_files = open_weight_files(bundle, bundle.stages[stage_number].weights, PrepareOptions(), verify=verify)
+    weight_files = open_weight_files(bundle, bundle.stages[stage_number].weights, Loading(), verify=verify)
     return stored_tensors(weight_files)
 
 

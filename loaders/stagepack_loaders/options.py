@@ -2,16 +2,22 @@
 
 import os
 from collections.abc import Collection, Sequence
-from typing import Any, Final, TypedDict
+from typing import Any, Final, Literal, TypedDict
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from stagepack.errors import OptionError
 from stagepack.format.dtypes import parse_byte_size
 from stagepack.opening import TrustedSigners
-from stagepack_loaders.base import Compile, Verify
-from stagepack_loaders.registry import DEFAULT_RUNTIME
 
+# How `load(..., compile=)` compiles. False: not at all. True or "regions": each distinct region once. "whole": each stage as a whole.
+Compile = bool | Literal["regions", "whole"]
+
+# How much `load(..., verify=)` compares with the digests of the manifest: every byte; all but the content of weight files; nothing.
+Verify = Literal["full", "manifest", "off"]
+
+# The first runtime of the registry that is installed and that the bundle has files for; see `registry.choose_runtime`.
+DEFAULT_RUNTIME: Final = "auto"
 # The largest number of requests on their way through the stages, unless the caller names another.
 DEFAULT_IN_FLIGHT: Final = 16
 
@@ -28,7 +34,26 @@ class LoadKeywords(TypedDict, total=False):
     compiled: str | os.PathLike[str] | None
 
 
-class LoadOptions(Struct, frozen=True, kw_only=True):
+class WeightOptions(Struct, frozen=True, kw_only=True):
+    """How the weights of stages come into the memory of a device.
+
+    Attributes:
+        copy: read weights into memory of the process.
+        stream: compute while weights are read; only in this process.
+        device_memory: the largest number of bytes of weights on each device; only in this process.
+    """
+
+    copy: bool = False
+    stream: bool = False
+    device_memory: int | str | None = None
+
+    @property
+    def arriving(self) -> str | None:
+        """The option by which weights come while a stage runs, which needs a runtime with `streams` in this process."""
+        return "device_memory" if self.device_memory is not None else "stream" if self.stream else None
+
+
+class LoadOptions(WeightOptions, frozen=True, kw_only=True):
     """How stages are loaded, in this process or in others; see `stagepack.load`.
 
     Attributes:
@@ -36,11 +61,8 @@ class LoadOptions(Struct, frozen=True, kw_only=True):
         runtime: the name of the runtime, or one for each stage.
         allow_ops: operators that may run, though they do not by default.
         verify: how much is compared with the digests of the manifest.
-        copy: read weights into memory of the process.
         compile: how stages are compiled at the first call.
         compiled: a folder with native code that is run.
-        stream: compute while weights are read; only in this process.
-        device_memory: the largest number of bytes of weights on each device; only in this process.
         modules: run by calls of the modules of the model; only a stage alone.
     """
 
@@ -48,17 +70,35 @@ class LoadOptions(Struct, frozen=True, kw_only=True):
     runtime: str | Sequence[str] = DEFAULT_RUNTIME
     allow_ops: Collection[str] = ()
     verify: Verify = "full"
-    copy: bool = False
     compile: Compile = False
     compiled: str | None = None
-    stream: bool = False
-    device_memory: int | None = None
     modules: bool = False
+
+    def __post_init__(self) -> None:
+        """Check what callers give, before anything is read."""
+        if self.compile and self.compiled is not None:
+            raise OptionError("compile and compiled exclude each other: give one of them")
+        if self.modules and self.compiles:
+            raise OptionError("modules excludes compile and compiled: a stage that runs by its modules is not compiled")
+        if self.device_memory is not None:
+            try:
+                structs.force_setattr(self, "device_memory", parse_byte_size(self.device_memory))
+            except ValueError as error:
+                raise OptionError(f"device_memory: {error}") from None
+        if self.arriving is not None:
+            for excluded in ("compile", "compiled", "copy", "modules", "stream"):
+                if excluded != self.arriving and getattr(self, excluded) not in (False, None):
+                    raise OptionError(f"{self.arriving} excludes {excluded}: leave out one of them")
 
     @property
     def compiles(self) -> bool:
         """Whether stages run compiled."""
         return self.compile is not False or self.compiled is not None
+
+    @property
+    def verifies_weights(self) -> bool:
+        """Whether the bytes of weight files are compared with their digests."""
+        return self.verify == "full"
 
 
 def device_list(devices: Any, device: Any = None) -> list[Any]:
@@ -70,14 +110,6 @@ def device_list(devices: Any, device: Any = None) -> list[Any]:
     if devices is None:
         return ["cpu"]
     return list(devices) if isinstance(devices, Sequence) and not isinstance(devices, str) else [devices]
-
-
-def memory_bytes(device_memory: int | str | None) -> int | None:
-    """Return the memory for weights that a caller names, in bytes."""
-    try:
-        return None if device_memory is None else parse_byte_size(device_memory)
-    except ValueError as error:
-        raise OptionError(f"device_memory: {error}") from None
 
 
 def folder_name(compiled: str | os.PathLike[str] | None) -> str | None:

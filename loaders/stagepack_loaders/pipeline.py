@@ -5,7 +5,6 @@ from abc import ABC
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, Self
 
@@ -14,7 +13,7 @@ from stagepack.format.contract import bind_call, check_values
 from stagepack.format.manifest import Edge, format_inputs, format_stage_count
 from stagepack.format.reader import Bundle
 from stagepack.format.tree import fill_tree, value_names
-from stagepack_loaders.base import ArrayOps, LoadedStage, Runtime, SharedObjects
+from stagepack_loaders.base import ArrayOps, LoadedStage, Loading, Runtime, SharedObjects
 from stagepack_loaders.call_limits import Limits, ValueLimit, value_limit
 from stagepack_loaders.embeddings import TextReader, encode, text_reader
 from stagepack_loaders.exchange import array_ops_of_call, check_shared_memory, to_array
@@ -24,14 +23,8 @@ from stagepack_loaders.module_habits import FIXED_DTYPES, module_hint
 from stagepack_loaders.options import LoadOptions, device_list
 from stagepack_loaders.pipeline_sequence import PipelineSequence
 from stagepack_loaders.placement import place_stages
-from stagepack_loaders.preparation import (
-    check_load_options,
-    compile_prepared,
-    finish_prepared,
-    prepare_all,
-    reading_progress,
-)
-from stagepack_loaders.registry import TORCH_RUNTIME, runtime_of_each_stage
+from stagepack_loaders.preparation import compile_prepared, finish_prepared, prepare, reading_progress
+from stagepack_loaders.registry import TORCH_RUNTIME
 from stagepack_loaders.run_trace import RunTrace
 from stagepack_loaders.stages import CallableStage as CallableStage
 
@@ -384,12 +377,9 @@ def load_pipeline(
 
     shared: what stages share that are loaded together, also those of several entry points.
     """
-    runtimes = runtime_of_each_stage(options.runtime, bundle)
-    check_load_options(runtimes, options)
     limit = value_limit(bundle, limits)
-    with reading_progress(bundle, range(len(bundle.stages)), options) as prepare_options:
-        prepare_options = replace(prepare_options, shared=shared or SharedObjects())
-        prepared_stages = prepare_all(bundle, options.devices, [runtime.name for runtime in runtimes], prepare_options)
-        ready_stages = compile_prepared(bundle, prepared_stages, options)
-        stages = finish_prepared(bundle, ready_stages, verify=options.verify == "full")
+    loading = Loading(options=options, shared=shared or SharedObjects())
+    with reading_progress(bundle, range(len(bundle.stages)), loading) as loading:
+        ready_stages = compile_prepared(bundle, prepare(bundle, loading), options)
+        stages = finish_prepared(bundle, ready_stages, verify=options.verifies_weights)
     return Pipeline(bundle, list(stages.values()), types, limit)

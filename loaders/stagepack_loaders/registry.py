@@ -8,9 +8,8 @@ from typing import Final
 from stagepack.errors import MissingPackageError, OperatorError, OptionError
 from stagepack.format.reader import Bundle
 from stagepack_loaders.base import Runtime
+from stagepack_loaders.options import DEFAULT_RUNTIME
 
-# The first runtime of the registry that is installed and that the bundle has files for; see `choose_runtime`.
-DEFAULT_RUNTIME: Final = "auto"
 TORCH_RUNTIME: Final = "torch"
 
 # Name -> the runtime, or the module and class of one that was not used yet: they are imported when they are used.

@@ -37,7 +37,7 @@ from stagepack.format.file_checks import FILE_GROUP, open_plain_file
 from stagepack.format.reader import Bundle
 from stagepack.format.rules import raise_problems, rule_error
 from stagepack.format.weights import StoredTensor, parse_weight_header
-from stagepack_loaders.base import PrepareOptions
+from stagepack_loaders.base import Loading
 from stagepack_loaders.file_leases import has_lease, is_of_kind, map_with_lease, new_memory
 
 # Direct reads begin at a multiple of this in the file and in memory, and their length is one.
@@ -82,14 +82,14 @@ def map_weight_file(path: Path) -> WeightFile:
 
 
 def open_weight_files(
-    bundle: Bundle, file_names: Iterable[str], options: PrepareOptions, *, verify: bool
+    bundle: Bundle, file_names: Iterable[str], loading: Loading, *, verify: bool
 ) -> dict[str, WeightFile]:
-    """Map weight files of a bundle, or copy those that can have no lease, and all with ``options.copy``."""
+    """Map weight files of a bundle, or copy those that can have no lease, and all with the option `copy`."""
     entries = [bundle.files[file_name] for file_name in dict.fromkeys(file_names)]
     bundle.fetch(entry.name for entry in entries)
-    contents, problems = _read_files(bundle, entries, options, verify=verify)
+    contents, problems = _read_files(bundle, entries, loading, verify=verify)
     if bundle.replace_damaged(problems):
-        contents, problems = _read_files(bundle, entries, options, verify=verify)
+        contents, problems = _read_files(bundle, entries, loading, verify=verify)
     raise_problems(problems)
     return {
         file_name: WeightFile(content, parse_weight_header(content, file_name))
@@ -98,7 +98,7 @@ def open_weight_files(
 
 
 def _read_files(
-    bundle: Bundle, entries: Sequence[File], options: PrepareOptions, *, verify: bool
+    bundle: Bundle, entries: Sequence[File], loading: Loading, *, verify: bool
 ) -> tuple[dict[str, mmap.mmap], list[Problem]]:
     """Return the content of each file by name, and the problems of those that differ from the manifest."""
     contents: dict[str, mmap.mmap] = {}
@@ -111,16 +111,16 @@ def _read_files(
             files = [open_files.enter_context(open_plain_file(bundle.path, entry)) for entry in group]
             for entry, file in zip(group, files, strict=True):
                 descriptor = file.fileno()
-                content = None if options.copy else _map_if_possible(descriptor, entry.name)
+                content = None if loading.options.copy else _map_if_possible(descriptor, entry.name)
                 if content is None:
                     content = new_memory(entry.size)
                     copied.append(FileRead(entry, descriptor, memoryview(content)))
                 else:
                     mapped.append(FileRead(entry, descriptor))
                 contents[entry.name] = content
-            problems += read_chunks(copied, compare=verify, progress=options.progress)
+            problems += read_chunks(copied, compare=verify, progress=loading.progress)
             if verify:
-                problems += _compare_mapped(mapped, options)
+                problems += _compare_mapped(mapped, loading)
                 # Without a lease, the bytes in memory may not be the ones that were compared.
                 message = "the file was changed while it was loaded: load it again"
                 changed = [read.entry.name for read in mapped if not has_lease(contents[read.entry.name])]
@@ -137,20 +137,20 @@ def _map_if_possible(descriptor: int, file_name: str) -> mmap.mmap | None:
         return None  # A lease is an open file of its own, of which this process can have no more.
 
 
-def _compare_mapped(reads: Sequence[FileRead], options: PrepareOptions) -> list[Problem]:
+def _compare_mapped(reads: Sequence[FileRead], loading: Loading) -> list[Problem]:
     """Compare open files with their digests, but those that are unchanged since they were compared; return the problems."""
     record = VerificationRecord(FOLDER_VARIABLE, "verified")
     new_reads = []
     for read in reads:
         if not record.has(_identity(read)):
             new_reads.append(read)
-        elif options.unchanged is not None:
-            options.unchanged(read.entry.size)
+        elif loading.unchanged is not None:
+            loading.unchanged(read.entry.size)
     for read in new_reads:
         with contextlib.suppress(OSError):
             os.fsync(read.descriptor)  # Later writes through mappings change the ctime.
     identities = [_identity(read) for read in new_reads]
-    problems = read_chunks(new_reads, compare=True, progress=options.progress)
+    problems = read_chunks(new_reads, compare=True, progress=loading.progress)
     damaged_files = {problem.where for problem in problems}
     for read, identity in zip(new_reads, identities, strict=True):
         if read.entry.name not in damaged_files and _identity(read) == identity:

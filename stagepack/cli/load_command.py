@@ -51,7 +51,7 @@ from stagepack.format.output_file import check_output_file
 from stagepack.format.reader import Bundle
 from stagepack_loaders.comparison import Difference, Tolerance, check_example_difference, format_difference
 from stagepack_loaders.distributed.launch_environment import is_launched_group
-from stagepack_loaders.options import DEFAULT_IN_FLIGHT, LoadOptions, ProcessOptions, memory_bytes
+from stagepack_loaders.options import DEFAULT_IN_FLIGHT, LoadOptions, ProcessOptions
 from stagepack_loaders.registry import find_runtime, import_runtime
 from stagepack_loaders.window_plan import Residency
 
@@ -127,7 +127,7 @@ class _Options(BundleOptions):
             compile=self.compile_mode or False,
             compiled=self.compiled_folder,
             stream=self.stream,
-            device_memory=memory_bytes(self.device_memory),
+            device_memory=self.device_memory,
         )
 
 
@@ -224,14 +224,8 @@ def _load_stages(
     bundle: Bundle, options: _Options, stage_runtimes: list[str], timer: PhaseTimer, count_bytes: "ByteProgress"
 ) -> tuple[list[dict[str, Any]], "list[LoadedStage]"]:
     """Load the stages one after another; return facts about each, and the stages."""
-    from stagepack_loaders.base import PrepareOptions  # noqa: PLC0415 - after the arguments are checked
-    from stagepack_loaders.preparation import (  # noqa: PLC0415 - the same
-        check_load_options,
-        compile_prepared,
-        open_for_loading,
-        prepare_all,
-        prepare_stage,
-    )
+    from stagepack_loaders.base import Loading  # noqa: PLC0415 - after the arguments are checked
+    from stagepack_loaders.preparation import compile_prepared, open_for_loading, prepare  # noqa: PLC0415 - the same
 
     facts: list[dict[str, Any]] = []
     stages: list[LoadedStage] = []
@@ -239,28 +233,15 @@ def _load_stages(
     read_files: set[tuple[str, str]] = set()  # by runtime, each of which reads a file that several stages share once
     bundle = open_for_loading(bundle, options.verify)
     load_options = options.load_options(stage_runtimes)
-    check_load_options([find_runtime(runtime_name) for runtime_name in stage_runtimes], load_options)
-    prepare_options = PrepareOptions(
-        allow_ops=options.allow_ops,
-        copy=options.copy_weights,
-        stream=options.stream,
-        device_memory=load_options.device_memory,
-        progress=count_bytes,
-        unchanged=unchanged_sizes.append,
-    )
-    if options.stage_number is None:
-        prepared = prepare_all(bundle, options.devices, stage_runtimes, prepare_options)
-    else:
-        stage_number = options.stage_number
-        prepared_stage = prepare_stage(bundle, stage_number, options.devices[0], stage_runtimes[0], prepare_options)
-        prepared = {stage_number: prepared_stage}
+    loading = Loading(options=load_options, progress=count_bytes, unchanged=unchanged_sizes.append)
+    prepared = prepare(bundle, loading, None if options.stage_number is None else [options.stage_number])
     timer.end("graphs")
     ready = compile_prepared(bundle, prepared, load_options)
     if load_options.compiles:
         timer.end("compile")
     for stage_number, prepared_stage in ready.items():
         start_time = time.perf_counter()
-        stage = prepared_stage.finish(verify=options.verify == "full")
+        stage = prepared_stage.finish(verify=load_options.verifies_weights)
         stage_facts = _stage_facts(bundle, stage_number, stage, read_files, time.perf_counter() - start_time)
         facts.append(stage_facts | {"bytes_unchanged": sum(unchanged_sizes)})
         unchanged_sizes.clear()

@@ -11,8 +11,8 @@ from stagepack.format.reader import Bundle
 from stagepack_loaders import registry
 from stagepack_loaders.call_limits import Limits
 from stagepack_loaders.distributed.launch_environment import is_launched_group
-from stagepack_loaders.options import LoadOptions, ProcessOptions
-from stagepack_loaders.registry import DEFAULT_RUNTIME, find_runtime, runtime_names
+from stagepack_loaders.options import DEFAULT_RUNTIME, LoadOptions, ProcessOptions
+from stagepack_loaders.registry import find_runtime, runtime_names
 
 if TYPE_CHECKING:
     from stagepack_loaders.distributed.pipeline import DistributedPipeline

@@ -17,11 +17,12 @@ from stagepack.onnx.draws import DRAWS, RANDOM_OPERATORS, Draw, call_count, comp
 from stagepack.onnx.functional_stage import float64_answers, rounding_error
 from stagepack.onnx.other_sizes import Sizes, call_bytes, format_sizes, inputs_at, sizes_to_check
 from stagepack.torch_internals import TorchDispatchMode
-from stagepack_loaders.base import PrepareOptions
+from stagepack_loaders.base import Loading
 from stagepack_loaders.comparison import TOLERANCE, Tolerance, compare_arrays
 from stagepack_loaders.example import read_example_inputs
 from stagepack_loaders.exchange import to_array, to_runtime
-from stagepack_loaders.preparation import prepare_stage
+from stagepack_loaders.options import LoadOptions
+from stagepack_loaders.preparation import prepare
 from stagepack_loaders.registry import find_runtime
 from stagepack_loaders.stage_errors import typed_stage_errors
 from stagepack_loaders.torch.arrays import TORCH_ARRAYS
@@ -137,15 +138,17 @@ class _CheckedStage:
     _writes_conflict: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
-        options = PrepareOptions(allow_ops=self.allow_ops)
-        self.torch_stage = prepare_stage(self.bundle, self.stage_number, "cpu", "torch", options).finish(verify=False)
+        self.torch_stage = self._load(LoadOptions(runtime="torch", allow_ops=self.allow_ops))
         if self.bundle.stages[self.stage_number].onnx is None:
             return
         try:
-            prepared = prepare_stage(self.bundle, self.stage_number, "cpu", "onnxruntime", PrepareOptions())
-            self.onnx_stage = prepared.finish(verify=False)
+            self.onnx_stage = self._load(LoadOptions(runtime="onnxruntime"))
         except OperatorError as error:
             self.check = StageCheck(within=False, reason=str(error))
+
+    def _load(self, options: LoadOptions) -> Any:
+        prepared = prepare(self.bundle, Loading(options=options), [self.stage_number])
+        return prepared[self.stage_number].finish(verify=False)
 
     def run(self, call: _Call) -> None:
         """Run a call in torch, whose outputs become values of the call, and compare the answers."""

@@ -23,7 +23,8 @@ from stagepack.onnx.decompositions import NoOnnxFormError
 from stagepack.onnx.functional_stage import trace_stage
 from stagepack.onnx.stage_model import OnnxFiles, StagePlace, finish_model
 from stagepack.torch_internals import constants_matched_exactly, onnx_decompositions, operators_without_onnx_form
-from stagepack_loaders.base import PrepareOptions
+from stagepack_loaders.base import Loading
+from stagepack_loaders.options import LoadOptions
 from stagepack_loaders.torch.build import build_graph_module
 from stagepack_loaders.torch.prepare import read_parts
 from stagepack_loaders.torch.weight_store import WeightCache
@@ -93,7 +94,7 @@ def _module_path(meta: dict[str, object]) -> str:
 
 def convert_stage(bundle: Bundle, stage_number: int, allow_ops: Collection[str]) -> OnnxFiles | str:
     """Convert a stage with torch's ONNX exporter."""
-    _, graph, targets = read_parts(bundle, stage_number, PrepareOptions(allow_ops=allow_ops))
+    _, graph, targets = read_parts(bundle, stage_number, Loading(options=LoadOptions(allow_ops=allow_ops)))
     writes = stage_writes(graph)
     if reason := _inexpressible(bundle, stage_number, graph, writes):
         return reason

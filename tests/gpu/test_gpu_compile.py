@@ -10,7 +10,7 @@ import torch
 import stagepack
 from stagepack.errors import CompiledError
 from stagepack.format.reader import Bundle
-from stagepack_loaders.base import Compile
+from stagepack_loaders.options import Compile
 from stagepack_loaders.torch.compilation import compile_ahead
 from tests.gpu.answers import assert_close
 from tests.gpu.test_gpu_commands import run

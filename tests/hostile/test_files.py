@@ -15,7 +15,7 @@ import torch
 import stagepack
 from stagepack.errors import DigestError, FormatError, NotABundleError, OptionError, StagepackError
 from stagepack.format import limits
-from stagepack_loaders.base import Verify
+from stagepack_loaders.options import Verify
 from tests.bundle_editor import BundleEditor
 from tests.hostile.attack import answer, command_fails, run
 

@@ -12,7 +12,8 @@ import pytest
 import stagepack
 from stagepack.errors import DigestError, StagepackError
 from stagepack.format.graph import Graph
-from stagepack_loaders.base import PrepareOptions
+from stagepack_loaders.base import Loading
+from stagepack_loaders.options import LoadOptions
 from stagepack_loaders.weight_files import open_weight_files
 from tests.bundle_editor import BundleEditor, weight_file
 
@@ -49,9 +50,9 @@ def test_more_weight_files_are_loaded_than_can_be_open(editor: BundleEditor) -> 
     for name in names:
         editor.write_file(name, weight_file(b"{}", b""))
     bundle = stagepack.open(editor.path)
-    open_weight_files(bundle, names, PrepareOptions(copy=True), verify=True)
+    open_weight_files(bundle, names, Loading(options=LoadOptions(copy=True)), verify=True)
     with open_file_limit(80):
-        assert len(open_weight_files(bundle, names, PrepareOptions(copy=True), verify=True)) == 120
+        assert len(open_weight_files(bundle, names, Loading(options=LoadOptions(copy=True)), verify=True)) == 120
 
 
 def test_too_many_open_files_are_no_damage(editor: BundleEditor) -> None:
@@ -62,7 +63,9 @@ def test_too_many_open_files_are_no_damage(editor: BundleEditor) -> None:
         lambda: bundle.graph(0),
         lambda: bundle.tensors(0, Graph()),
         lambda: stagepack.open(editor.path),
-        lambda: open_weight_files(bundle, ["stage-1.safetensors"], PrepareOptions(copy=True), verify=True),
+        lambda: open_weight_files(
+            bundle, ["stage-1.safetensors"], Loading(options=LoadOptions(copy=True)), verify=True
+        ),
     ]
     for road in roads:
         with (

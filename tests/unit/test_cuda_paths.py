@@ -22,7 +22,8 @@ from stagepack.format.shapes import evaluate_dim, example_sizes
 from stagepack.format.traversal import leaf_arguments, node_arguments
 from stagepack.linearize.program import linearize_program
 from stagepack.partition.cut_options import CutOptions
-from stagepack_loaders.base import PrepareOptions
+from stagepack_loaders.base import Loading
+from stagepack_loaders.options import LoadOptions
 from stagepack_loaders.stage_errors import typed_stage_errors
 from stagepack_loaders.torch import weight_transfer
 from stagepack_loaders.torch.compilation import Target
@@ -67,12 +68,13 @@ def test_fake_tensors_pass_through_stages_on_a_gpu(case: Case, tmp_path: Path, m
 
 
 def _run_fake(bundle: Bundle, placement: list[torch.device]) -> None:
-    options = PrepareOptions(allow_ops={namespace for stage in bundle.stages for namespace in stage.namespaces})
+    allow_ops = {namespace for stage in bundle.stages for namespace in stage.namespaces}
+    loading = Loading(options=LoadOptions(allow_ops=allow_ops))
     sizes = example_sizes(bundle.entry_point.symbols)
     edges = {edge.name: edge for edge in bundle.edges}
     values = {edge.name: _fake_value(edge, sizes, placement[0]) for edge in bundle.entry_point.inputs}
     for number, device in enumerate(placement):
-        code = build_code(bundle, number, read_parts(bundle, number, options), device, options)
+        code = build_code(bundle, number, read_parts(bundle, number, loading), device, loading)
         entry = bundle.stages[number]
         weights = []
         for weight in code.graph.weights:

@@ -16,9 +16,10 @@ import stagepack
 from stagepack.errors import DigestError, OptionError
 from stagepack.format.reader import Bundle
 from stagepack_loaders import file_leases
-from stagepack_loaders.base import PrepareOptions
+from stagepack_loaders.base import Loading
+from stagepack_loaders.options import LoadOptions
 from stagepack_loaders.pipeline import Pipeline
-from stagepack_loaders.preparation import prepare_all
+from stagepack_loaders.preparation import prepare
 from stagepack_loaders.weight_files import FolderReader
 from stagepack_loaders.window_plan import PLACE_ALIGNMENT, WeightUse, least_bytes, plan_window
 
@@ -187,9 +188,9 @@ def test_a_file_that_cannot_be_read_fails_one_call(bundle: Bundle) -> None:
             super().read_into(file_name, start, memory)
 
     reader = FailingReader(bundle.path)
-    options = PrepareOptions(device_memory=12_000_000)
-    options.shared.get(FolderReader, lambda: reader)
-    prepared = prepare_all(bundle, ["cpu"], "torch", options)
+    loading = Loading(options=LoadOptions(device_memory=12_000_000, runtime="torch"))
+    loading.shared.get(FolderReader, lambda: reader)
+    prepared = prepare(bundle, loading)
     pipeline = Pipeline(bundle, [stage.finish(verify=True) for stage in prepared.values()], [])
     x = torch.randn(2, 768)
     expected = stagepack.load(bundle)(x)

@@ -23,7 +23,7 @@ import torch
 import stagepack
 from stagepack.errors import DigestError
 from stagepack_loaders import file_leases
-from stagepack_loaders.base import PrepareOptions
+from stagepack_loaders.base import Loading
 from stagepack_loaders.file_leases import has_lease, map_with_lease, replace_by_copy, written_pages
 from stagepack_loaders.torch.stage import TorchStage
 from stagepack_loaders.weight_files import map_weight_file, open_weight_files
@@ -268,16 +268,16 @@ def test_weights_that_pass_through_the_memory_of_a_device_come_from_the_copy(
 def test_files_without_a_lease_are_copied_and_compared(
     bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    content = open_weight_files(stagepack.open(bundle), [NAME], PrepareOptions(), verify=True)[NAME].content
+    content = open_weight_files(stagepack.open(bundle), [NAME], Loading(), verify=True)[NAME].content
     assert has_lease(content)
     monkeypatch.setattr(file_leases, "_FILE_SYSTEMS", frozenset())
-    copied = open_weight_files(stagepack.open(bundle), [NAME], PrepareOptions(), verify=True)[NAME].content
+    copied = open_weight_files(stagepack.open(bundle), [NAME], Loading(), verify=True)[NAME].content
     assert not has_lease(copied)
     assert map_weight_file(bundle / NAME).content[:] == copied[:] == content[:]
     editor = BundleEditor.copy(bundle, tmp_path / "damaged")
     editor.flip_bit(NAME, 5000)
     with pytest.raises(DigestError, match=r"stage-0\.safetensors: the content was changed"):
-        open_weight_files(stagepack.open(editor.path), [NAME], PrepareOptions(), verify=True)
+        open_weight_files(stagepack.open(editor.path), [NAME], Loading(), verify=True)
 
 
 def test_files_are_copied_when_no_descriptor_is_left_for_a_lease(bundle: Path) -> None:
@@ -287,7 +287,7 @@ def test_files_are_copied_when_no_descriptor_is_left_for_a_lease(bundle: Path) -
         editor.write_file(name, weight_file(b"{}", b""))
     opened = stagepack.open(editor.path)
     with open_file_limit(60):
-        files = open_weight_files(opened, names, PrepareOptions(), verify=True)
+        files = open_weight_files(opened, names, Loading(), verify=True)
     assert files.keys() == set(names)
     assert 0 < sum(has_lease(file.content) for file in files.values()) < 40
 

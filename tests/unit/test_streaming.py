@@ -20,9 +20,10 @@ import stagepack
 from stagepack.errors import DigestError, OptionError
 from stagepack.format.chunks import CHUNK_BYTES
 from stagepack.format.reader import Bundle
-from stagepack_loaders.base import PrepareOptions
+from stagepack_loaders.base import Loading
+from stagepack_loaders.options import LoadOptions
 from stagepack_loaders.pipeline import Pipeline
-from stagepack_loaders.preparation import prepare_all
+from stagepack_loaders.preparation import prepare
 from stagepack_loaders.torch.prepare import PreparedTorchStage, prepare_stages
 from stagepack_loaders.torch.weight_store import ArrivingStore
 from stagepack_loaders.torch.weight_transfer import ArrivingFiles, empty_bytes
@@ -91,9 +92,9 @@ def no_gradients() -> Iterator[None]:
 
 
 def _stream(bundle: Bundle, reader: HoldingReader) -> Pipeline:
-    options = PrepareOptions(stream=True)
-    options.shared.get(FolderReader, lambda: reader)
-    prepared = prepare_all(bundle, ["cpu"], "torch", options)
+    loading = Loading(options=LoadOptions(stream=True, runtime="torch"))
+    loading.shared.get(FolderReader, lambda: reader)
+    prepared = prepare(bundle, loading)
     return Pipeline(bundle, [stage.finish(verify=True) for stage in prepared.values()], [])
 
 
@@ -273,7 +274,7 @@ def test_a_stage_that_does_not_ask_is_ready_when_its_weights_are(bundle: Bundle,
 
 def _arriving(bundle: Bundle) -> PreparedTorchStage:
     """The stage, whose files threads will read into the memory of the device."""
-    [prepared] = prepare_stages(bundle, {0: torch.device("cpu")}, PrepareOptions()).values()
+    [prepared] = prepare_stages(bundle, {0: torch.device("cpu")}, Loading()).values()
     return replace(prepared, store=ArrivingStore(FolderReader(bundle.path)))
 
 

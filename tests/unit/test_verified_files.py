@@ -14,8 +14,9 @@ import torch
 import stagepack
 from stagepack.errors import DigestError
 from stagepack_loaders import weight_files
-from stagepack_loaders.base import PrepareOptions
+from stagepack_loaders.base import Loading
 from stagepack_loaders.file_leases import is_of_kind
+from stagepack_loaders.options import LoadOptions
 from stagepack_loaders.weight_files import open_weight_files
 
 NAME = "stage-0.safetensors"
@@ -43,7 +44,9 @@ def bundle(sound_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def compared_bytes(path: Path, *, copy: bool = False) -> int:
     """The number of bytes of the weight file that loading reads."""
     counts = [0]
-    open_weight_files(stagepack.open(path), [NAME], PrepareOptions(copy=copy, progress=counts.append), verify=True)
+    open_weight_files(
+        stagepack.open(path), [NAME], Loading(options=LoadOptions(copy=copy), progress=counts.append), verify=True
+    )
     return sum(counts)
 
 
@@ -52,7 +55,7 @@ def test_a_mapped_file_is_compared_once_and_a_copy_always(bundle: Path) -> None:
     assert compared_bytes(bundle) == size
     assert compared_bytes(bundle) == 0
     unchanged: list[int] = []
-    open_weight_files(stagepack.open(bundle), [NAME], PrepareOptions(unchanged=unchanged.append), verify=True)
+    open_weight_files(stagepack.open(bundle), [NAME], Loading(unchanged=unchanged.append), verify=True)
     assert unchanged == [size]
     assert compared_bytes(bundle, copy=True) == size
     # Verifying a bundle never relies on the record.

@@ -8,7 +8,8 @@ import torch
 
 import stagepack
 from stagepack.errors import DigestError
-from stagepack_loaders.base import PrepareOptions
+from stagepack_loaders.base import Loading
+from stagepack_loaders.options import LoadOptions
 from stagepack_loaders.weight_files import open_weight_files
 from tests.bundle_editor import BundleEditor
 from tools.fork_server import run_forked
@@ -56,7 +57,7 @@ def test_copies_and_maps_hold_the_same_bytes_and_neither_writes_to_the_file(line
     bundle = stagepack.open(linear)
     before = (linear / "stage-0.safetensors").read_bytes()
     for copy in (False, True):
-        file = open_weight_files(bundle, ["stage-0.safetensors"], PrepareOptions(copy=copy), verify=True)[
+        file = open_weight_files(bundle, ["stage-0.safetensors"], Loading(options=LoadOptions(copy=copy)), verify=True)[
             "stage-0.safetensors"
         ]
         assert file.content[:] == before
@@ -74,14 +75,16 @@ def test_a_copy_is_not_used_if_a_chunk_is_wrong(linear: Path, tmp_path: Path) ->
     bundle = stagepack.open(editor.path)
     for copy in (False, True):
         with pytest.raises(DigestError, match=r"stage-0\.safetensors: the content was changed"):
-            open_weight_files(bundle, ["stage-0.safetensors"], PrepareOptions(copy=copy), verify=True)
-        open_weight_files(bundle, ["stage-0.safetensors"], PrepareOptions(copy=copy), verify=False)
+            open_weight_files(bundle, ["stage-0.safetensors"], Loading(options=LoadOptions(copy=copy)), verify=True)
+        open_weight_files(bundle, ["stage-0.safetensors"], Loading(options=LoadOptions(copy=copy)), verify=False)
 
 
 def test_progress_counts_the_bytes_that_are_read(linear: Path) -> None:
     bundle = stagepack.open(linear)
     counts: list[int] = []
-    open_weight_files(bundle, ["stage-0.safetensors"], PrepareOptions(copy=True, progress=counts.append), verify=True)
+    open_weight_files(
+        bundle, ["stage-0.safetensors"], Loading(options=LoadOptions(copy=True), progress=counts.append), verify=True
+    )
     assert sum(counts) == bundle.files["stage-0.safetensors"].size
     bundle.verify(counts.append)
     assert sum(counts) > 2 * bundle.files["stage-0.safetensors"].size

@@ -10,7 +10,6 @@ from msgspec import structs
 from stagepack.errors import DeviceError, GroupError, OptionError, StageLostError, StagepackError, repeated_error
 from stagepack.format.reader import Bundle
 from stagepack.opening import BundleSource
-from stagepack_loaders.base import Compile, Verify
 from stagepack_loaders.call_limits import Limits, checked_limits, value_limit
 from stagepack_loaders.distributed.front import FrontProcess
 from stagepack_loaders.distributed.launch_environment import (
@@ -36,7 +35,7 @@ from stagepack_loaders.distributed.pipeline import DistributedPipeline
 from stagepack_loaders.distributed.routes import FRONT_RANK, ConnectionLostError
 from stagepack_loaders.distributed.stage_process import end_with_parent, run_stage_process
 from stagepack_loaders.distributed.status import attribute_error
-from stagepack_loaders.options import DEFAULT_IN_FLIGHT, LoadOptions, ProcessOptions, folder_name
+from stagepack_loaders.options import DEFAULT_IN_FLIGHT, Compile, LoadOptions, ProcessOptions, Verify, folder_name
 from stagepack_loaders.placement import place_stages
 from stagepack_loaders.preparation import open_for_loading
 

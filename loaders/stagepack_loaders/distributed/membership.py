@@ -19,7 +19,7 @@ from stagepack.format.aliasing import written_inputs
 from stagepack.format.chunks import ByteProgress
 from stagepack.format.reader import Bundle
 from stagepack.terminal import byte_progress
-from stagepack_loaders.base import LoadedStage, PreparedStage, PrepareOptions
+from stagepack_loaders.base import LoadedStage, Loading
 from stagepack_loaders.call_limits import Limits
 from stagepack_loaders.distributed.local_links import LinkListener, LocalLinks, connect_links, find_local_routes
 from stagepack_loaders.distributed.meeting import (
@@ -35,9 +35,8 @@ from stagepack_loaders.distributed.process_group import LOOPBACK, ProcessGroup, 
 from stagepack_loaders.distributed.routes import FRONT_RANK, Route, find_routes, stages_of_rank
 from stagepack_loaders.distributed.status import ErrorReport, attribute_error, rebuild_error, report_error, stages_text
 from stagepack_loaders.options import LoadOptions, ProcessOptions
-from stagepack_loaders.placement import place_stages
-from stagepack_loaders.preparation import compile_prepared, open_for_loading, prepare_stage
-from stagepack_loaders.registry import find_runtime, runtime_of_each_stage
+from stagepack_loaders.preparation import compile_prepared, open_for_loading, prepare
+from stagepack_loaders.registry import find_runtime
 
 # Weights may take long to read; a process that ends meanwhile is found by the launcher.
 _LOAD_SECONDS = 24 * 3600.0
@@ -215,19 +214,14 @@ def _load_stages(
 ) -> tuple[dict[int, LoadedStage], list[StageFacts]]:
     """Load the stages of a process; no file of others is read."""
     load = options.load
-    runtimes = runtime_of_each_stage(load.runtime, bundle)
-    devices = place_stages(bundle.entry_point, load.devices)
     bundle = open_for_loading(bundle, load.verify)
-    prepare_options = PrepareOptions(allow_ops=load.allow_ops, copy=load.copy, progress=progress, unchanged=progress)
-    prepared_stages: dict[int, PreparedStage] = {
-        number: prepare_stage(bundle, number, devices[number], runtimes[number].name, prepare_options)
-        for number in stages_of_rank(options.rank_of_stage, rank)
-    }
+    loading = Loading(options=load, progress=progress, unchanged=progress)
+    prepared_stages = prepare(bundle, loading, stages_of_rank(options.rank_of_stage, rank))
     ready_stages = compile_prepared(bundle, prepared_stages, load)
     stages, facts = {}, []
     for number, prepared_stage in ready_stages.items():
         start_time = time.perf_counter()
-        stages[number] = stage = prepared_stage.finish(verify=load.verify == "full")
+        stages[number] = stage = prepared_stage.finish(verify=load.verifies_weights)
         seconds = time.perf_counter() - start_time
         file_names = find_runtime(stage.runtime).stage_files(bundle, number)
         facts.append(

@@ -18,7 +18,6 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from stagepack.errors import GroupError, OptionError
 from stagepack.format.reader import Bundle
-from stagepack_loaders.base import Compile, Verify
 from stagepack_loaders.call_limits import Limits, checked_limits, value_limit
 from stagepack_loaders.distributed.membership import GroupOptions, absolute_bundle, group_options
 from stagepack_loaders.distributed.pipeline import DistributedPipeline
@@ -32,7 +31,7 @@ from stagepack_loaders.distributed.stage_process import (
     run_process,
 )
 from stagepack_loaders.distributed.status import ProcessEnd
-from stagepack_loaders.options import DEFAULT_IN_FLIGHT, LoadOptions, ProcessOptions, folder_name
+from stagepack_loaders.options import DEFAULT_IN_FLIGHT, Compile, LoadOptions, ProcessOptions, Verify, folder_name
 from stagepack_loaders.placement import place_stages
 from stagepack_loaders.preparation import open_for_loading
 

@@ -20,7 +20,7 @@ from stagepack.errors import OperatorError
 from stagepack.format.dtypes import ITEM_SIZE
 from stagepack.format.onnx import ELEMENT_TYPES, OnnxModel
 from stagepack.format.reader import Bundle, OnnxFile
-from stagepack_loaders.base import PrepareOptions
+from stagepack_loaders.base import Loading
 from stagepack_loaders.file_leases import has_lease, kept_files
 from stagepack_loaders.onnxruntime.stage import OnnxRuntimeStage, StageWeights
 from stagepack_loaders.onnxruntime.values import PROVIDERS, Device
@@ -53,7 +53,7 @@ class PreparedOnnxRuntimeStage:
     Attributes:
         graph_content: the content of its graph file, which says what the weights are.
         onnx: its ONNX file.
-        options: what the caller asks for.
+        loading: what the caller asks for.
         spins: its threads wait for work in a loop. Those of stages that take turns must not: they would keep each other from working.
     """
 
@@ -62,7 +62,7 @@ class PreparedOnnxRuntimeStage:
     device: Device
     graph_content: bytes
     onnx: OnnxFile
-    options: PrepareOptions
+    loading: Loading
     spins: bool
 
     @property
@@ -161,12 +161,12 @@ def _open_weight_files(stages: Collection[PreparedOnnxRuntimeStage], *, verify: 
     weight_files: dict[str, WeightFile] = {}
     for stage in stages:
         missing_files = [file_name for file_name in stage.weight_files() if file_name not in weight_files]
-        weight_files |= open_weight_files(stage.bundle, missing_files, stage.options, verify=verify)
+        weight_files |= open_weight_files(stage.bundle, missing_files, stage.loading, verify=verify)
     return weight_files
 
 
 def prepare_stages(
-    bundle: Bundle, placement: Mapping[int, Device], options: PrepareOptions
+    bundle: Bundle, placement: Mapping[int, Device], loading: Loading
 ) -> dict[int, PreparedOnnxRuntimeStage]:
     """Read and check the ONNX files of stages; see `stagepack_loaders.base.Runtime.prepare`."""
     # All at once: a remote bundle downloads several files at a time.
@@ -179,7 +179,7 @@ def prepare_stages(
             device=device,
             graph_content=bundle.read(bundle.stages[stage_number].graph),
             onnx=bundle.onnx_file(stage_number),
-            options=options,
+            loading=loading,
             spins=len(placement) == 1,
         )
         for stage_number, device in placement.items()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from stagepack.errors import OperatorError
 from stagepack.extras import install_command
 from stagepack.format.reader import Bundle
-from stagepack_loaders.base import ArrayOps, PrepareOptions, Runtime
+from stagepack_loaders.base import ArrayOps, Loading, Runtime
 
 if TYPE_CHECKING:
     from stagepack_loaders.onnxruntime.prepare import PreparedOnnxRuntimeStage
@@ -58,7 +58,7 @@ class OnnxRuntime(Runtime):
         return (stage.onnx.model, stage.graph, *stage.weights, *stage.onnx.weights)
 
     def prepare(
-        self, bundle: Bundle, placement: "Mapping[int, Device]", options: PrepareOptions
+        self, bundle: Bundle, placement: "Mapping[int, Device]", loading: Loading
     ) -> "dict[int, PreparedOnnxRuntimeStage]":
         """See `Runtime`. A session runs the operators of ONNX alone, and copies values into dense memory: of the options, `copy` counts."""
         from stagepack_loaders.onnxruntime.prepare import prepare_stages
@@ -67,7 +67,7 @@ class OnnxRuntime(Runtime):
             stage_number for stage_number in placement if bundle.stages[stage_number].onnx is None
         ]:
             raise no_onnx_error(bundle, stages_without_onnx)
-        return prepare_stages(bundle, placement, options)
+        return prepare_stages(bundle, placement, loading)
 
     def finish_stages(
         self, bundle: Bundle, stages: Mapping[int, Any], *, verify: bool

@@ -29,7 +29,8 @@ from stagepack.format.reader import Bundle
 from stagepack.format.shapes import Symbol, evaluate_dim
 from stagepack.opening import BundleSource, errors_name_bundle, opened
 from stagepack.torch_internals import compile_to_package, load_package
-from stagepack_loaders.base import Compile, PrepareOptions
+from stagepack_loaders.base import Loading
+from stagepack_loaders.options import Compile, LoadOptions
 from stagepack_loaders.torch.build import INPUT_TYPES, NODE_COUNT
 from stagepack_loaders.torch.devices import parse_device
 from stagepack_loaders.torch.prepare import PreparedTorchStage, prepare_stages
@@ -352,7 +353,8 @@ def compile_ahead(
     opened_bundle, target_device = opened(bundle), parse_device(device)
     placement = dict.fromkeys(range(len(opened_bundle.stages)), target_device)
     distinct: dict[tuple[Any, ...], list[_Occurrence]] = {}
-    for stage_number, stage in prepare_stages(opened_bundle, placement, PrepareOptions(allow_ops=allow_ops)).items():
+    loading = Loading(options=LoadOptions(allow_ops=allow_ops))
+    for stage_number, stage in prepare_stages(opened_bundle, placement, loading).items():
         graph = stage.code.graph
         for unit in compilation_units(stage.code.graph_module, graph):
             occurrence = _Occurrence(stage_number, unit, graph.symbols)

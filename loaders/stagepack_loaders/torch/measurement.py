@@ -16,7 +16,8 @@ from stagepack.format.dtypes import SCALAR_DTYPES
 from stagepack.format.folded_graph import trivially_folded
 from stagepack.format.reader import Bundle
 from stagepack_loaders import example
-from stagepack_loaders.base import PrepareOptions
+from stagepack_loaders.base import Loading
+from stagepack_loaders.options import LoadOptions
 from stagepack_loaders.pipeline import Pipeline
 from stagepack_loaders.placement import place_stages
 from stagepack_loaders.registry import find_runtime
@@ -145,8 +146,9 @@ def measure_bundle(
     inputs_file: a safetensors file with the inputs; None for the recorded example.
     """
     stage_devices = [parse_device(device) for device in place_stages(bundle.entry_point, devices)]
+    options = LoadOptions(allow_ops=allow_ops)
     stages = [
-        _MeasuredStage(bundle, stage_number, device, PrepareOptions(allow_ops=allow_ops), runs, progress)
+        _MeasuredStage(bundle, stage_number, device, Loading(options=options), runs, progress)
         for stage_number, device in enumerate(stage_devices)
     ]
     pipeline = Pipeline(bundle, stages)
@@ -188,7 +190,7 @@ class _MeasuredStage:
         bundle: Bundle,
         stage_number: int,
         device: torch.device,
-        options: PrepareOptions,
+        loading: Loading,
         runs: int,
         progress: Callable[[str], None],
     ) -> None:
@@ -196,15 +198,15 @@ class _MeasuredStage:
         self.measurement: StageMeasurement | None = None
         self._bundle = bundle
         self._stage_number = stage_number
-        self._options = options
+        self._loading = loading
         self._runs = runs
         self._progress = progress
 
     def run(self, values: list[Any]) -> tuple[Any, ...]:
         """Measure the stage; see `stagepack_loaders.base.LoadedStage`."""
         self._progress(f"measuring stage {self._stage_number} of {len(self._bundle.stages)}")
-        prepared = prepare_stages(self._bundle, {self._stage_number: self.device}, self._options)[self._stage_number]
-        timed_prepared, timer = with_node_timer(prepared, self._wait, self._options.allow_ops)
+        prepared = prepare_stages(self._bundle, {self._stage_number: self.device}, self._loading)[self._stage_number]
+        timed_prepared, timer = with_node_timer(prepared, self._wait, self._loading.options.allow_ops)
         stage, timed_stage = prepared.finish(verify=True), timed_prepared.finish(verify=False)
         # A stage that writes nothing takes the values themselves, whose layout decides how fast some operators are.
         writes = any(op.mutates for op in prepared.code.graph.ops)

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import torch
 from blake3 import blake3
+from msgspec import structs
 
 from stagepack.errors import DeviceError, OperatorError
 from stagepack.format.chunks import File
@@ -23,7 +24,8 @@ from stagepack.format.rules import raise_problems
 from stagepack.format.validate.files import NamedWeights
 from stagepack.format.validate.whole_model import check_whole_model
 from stagepack.graph.region_functions import folded_functions
-from stagepack_loaders.base import PrepareOptions
+from stagepack_loaders.base import Loading
+from stagepack_loaders.options import LoadOptions
 from stagepack_loaders.torch.build import StageParts, build_graph_module
 from stagepack_loaders.torch.devices import ZeroMemory, typed_memory_errors
 from stagepack_loaders.torch.module_builder import ModuleBuilder, ModuleCallBody
@@ -76,16 +78,17 @@ class PreparedTorchStage:
 
 @typed_memory_errors()
 def prepare_stages(
-    bundle: Bundle, placement: Mapping[int, torch.device], options: PrepareOptions
+    bundle: Bundle, placement: Mapping[int, torch.device], loading: Loading
 ) -> dict[int, PreparedTorchStage]:
     """Read and check stages, all but their weights; see `stagepack_loaders.base.Runtime.prepare`.
 
     Stages on one device will share the tensors that are one tensor in the model.
     """
+    options = loading.options
     bundle.fetch(bundle.stages[stage_number].graph for stage_number in placement)
-    parts = {stage_number: read_parts(bundle, stage_number, options) for stage_number in placement}
+    parts = {stage_number: read_parts(bundle, stage_number, loading) for stage_number in placement}
     codes = {
-        stage_number: build_code(bundle, stage_number, parts[stage_number], device, options)
+        stage_number: build_code(bundle, stage_number, parts[stage_number], device, loading)
         for stage_number, device in placement.items()
     }
     # Only now: a stage that cannot run must not be downloaded first.
@@ -93,7 +96,8 @@ def prepare_stages(
     stream = bundle.stream(weight_files) if options.stream and placement else None
     if stream is None:
         bundle.fetch(weight_files)
-    named_weights = options.shared.get(NamedWeights, NamedWeights)
+    uncopied = replace(loading, options=structs.replace(options, copy=False))
+    named_weights = loading.shared.get(NamedWeights, NamedWeights)
     weights = {
         stage_number: StageWeights(
             bundle=bundle,
@@ -102,8 +106,8 @@ def prepare_stages(
             stored_tensors=bundle.tensors(stage_number, graph, stream, named_weights),
             device=placement[stage_number],
             # On another device than the CPU the weights are copies anyway.
-            options=options if placement[stage_number].type == "cpu" else replace(options, copy=False),
-            uses=weight_uses(folded, graph) if options.stream or options.device_memory is not None else (),
+            loading=loading if placement[stage_number].type == "cpu" else uncopied,
+            uses=weight_uses(folded, graph) if options.arriving is not None else (),
             stream=stream,
         )
         for stage_number, (folded, graph, _) in parts.items()
@@ -111,7 +115,7 @@ def prepare_stages(
     prepared_stages = {}
     for device in dict.fromkeys(placement.values()):
         device_weights = {stage_number: stage for stage_number, stage in weights.items() if stage.device == device}
-        store = _choose_store(device, device_weights, options)
+        store = _choose_store(device, device_weights, loading)
         for stage_number, stage in device_weights.items():
             code = codes[stage_number]
             if store.has_gate(stage):
@@ -121,11 +125,11 @@ def prepare_stages(
     return prepared_stages
 
 
-def _choose_store(device: torch.device, stages: Mapping[int, StageWeights], options: PrepareOptions) -> WeightStore:
+def _choose_store(device: torch.device, stages: Mapping[int, StageWeights], loading: Loading) -> WeightStore:
     """The store of the stages on a device. The CPU maps weight files; threads copy them into the memory of a GPU and hash them."""
     bundle = next(iter(stages.values())).bundle
-    cache = options.shared.get(WeightCache, WeightCache)
-    folder_reader = options.shared.get(FolderReader, lambda: FolderReader(bundle.path))
+    options, cache = loading.options, loading.shared.get(WeightCache, WeightCache)
+    folder_reader = loading.shared.get(FolderReader, lambda: FolderReader(bundle.path))
     if options.device_memory is not None:
         return WindowStore(stages, cache, folder_reader)
     if not options.stream and device.type != "cuda":
@@ -134,7 +138,7 @@ def _choose_store(device: torch.device, stages: Mapping[int, StageWeights], opti
         if stage.stream is None:
             # The open files are read also when another bundle takes the place of this one.
             folder_reader.hold(stage.file_names)
-    return options.shared.get(ArrivingStore, lambda: ArrivingStore(folder_reader))
+    return loading.shared.get(ArrivingStore, lambda: ArrivingStore(folder_reader))
 
 
 class LoadedModels:
@@ -155,35 +159,35 @@ class LoadedModels:
             )
 
 
-def read_parts(bundle: Bundle, stage_number: int, options: PrepareOptions) -> StageParts:
+def read_parts(bundle: Bundle, stage_number: int, loading: Loading) -> StageParts:
     """Read the graph of a stage, find its operators, and compare the values that it states with what these return."""
-    folded, graph = bundle.graph_file(stage_number, module_calls=options.modules)
-    options.shared.get(LoadedModels, LoadedModels).add(bundle, stage_number, graph)
+    folded, graph = bundle.graph_file(stage_number, module_calls=loading.options.modules)
+    loading.shared.get(LoadedModels, LoadedModels).add(bundle, stage_number, graph)
     graph_name = bundle.stages[stage_number].graph
-    operators = resolve_operators(graph.ops, options.allow_ops, graph_name)
+    operators = resolve_operators(graph.ops, loading.options.allow_ops, graph_name)
     record = VerificationRecord(FOLDER_VARIABLE, "checked")
     identity = _identity(bundle.files[graph_name]) if bundle.compares_digests else None
     if not record.has(identity):
         check_values(graph, operators, graph_name)
         record.add(identity)
-    if options.dense_inputs:
+    if loading.dense_inputs:
         operators = [_view_as_reshape(operator) for operator in operators]
-    if options.autocast:
+    if loading.autocast:
         operators = [_assert_outside_autocast(operator) for operator in operators]
     return StageParts(folded_functions(folded, graph), graph, operators)
 
 
 def build_code(
-    bundle: Bundle, stage_number: int, parts: StageParts, device: torch.device, options: PrepareOptions
+    bundle: Bundle, stage_number: int, parts: StageParts, device: torch.device, loading: Loading
 ) -> StageCode:
     """Build what a stage runs."""
     stage_entry = bundle.stages[stage_number]
     folded, graph, operators = parts
-    options.shared.get(ZeroMemory, ZeroMemory).reserve(graph.weights, device)
+    loading.shared.get(ZeroMemory, ZeroMemory).reserve(graph.weights, device)
     try:
         module_calls: Sequence[ModuleCallBody] = ()
-        if options.modules:
-            builder = ModuleBuilder(graph, operators, device, options.types)
+        if loading.options.modules:
+            builder = ModuleBuilder(graph, operators, device, loading.types)
             graph_module, module_calls = builder.build(stage_entry.node_numbers)
         else:
             graph_module = build_graph_module(folded, graph, operators, device)
@@ -193,7 +197,7 @@ def build_code(
             guards=bundle.entry_point.guards,
             graph_module=graph_module,
             module_calls=module_calls,
-            follows_autocast=options.autocast,
+            follows_autocast=loading.autocast,
         )
     except (DeviceError, OperatorError) as error:
         raise type(error)(f"{stage_entry.graph}: {error}") from None
@@ -244,7 +248,8 @@ def move_stages(bundle: Bundle, stages: Mapping[int, TorchStage], placement: Map
 
     Tensors that are on one device and share memory share it afterwards, also between stages that are moved to one device.
     """
-    options = PrepareOptions(allow_ops=needed_permissions(stage.graph for stage in stages.values()))
+    allow_ops = needed_permissions(stage.graph for stage in stages.values())
+    loading = Loading(options=LoadOptions(allow_ops=allow_ops))
     for stage_number, stage in stages.items():
         if reason := stage.reason_to_stay():
             raise DeviceError(f"stage {stage_number} cannot be moved: {reason}: load the bundle again with devices=")
@@ -252,7 +257,7 @@ def move_stages(bundle: Bundle, stages: Mapping[int, TorchStage], placement: Map
     # A stage whose graph names a missing device must be found before any is moved.
     codes = {
         stage_number: build_code(
-            bundle, stage_number, read_parts(bundle, stage_number, options), placement[stage_number], options
+            bundle, stage_number, read_parts(bundle, stage_number, loading), placement[stage_number], loading
         )
         for stage_number in stages
     }

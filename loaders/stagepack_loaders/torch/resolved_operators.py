@@ -38,7 +38,7 @@ _PYTHON_NAMESPACES = {"operator": operator, "math": math, "torch": torch, "highe
 
 
 def resolve_operators(op_table: Iterable[Op], allow_ops: Collection[str], graph_name: str) -> list[Callable[..., Any]]:
-    """Return the operator of each entry of an op table; see `stagepack_loaders.base.PrepareOptions` for `allow_ops`."""
+    """Return the operator of each entry of an op table; see `stagepack.load` for `allow_ops`."""
     operators = []
     problems = []
     allowed = {allow_ops} if isinstance(allow_ops, str) else allow_ops  # a string would allow each of its substrings

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from stagepack.extras import install_command
 from stagepack.format.reader import Bundle
-from stagepack_loaders.base import ArrayOps, Compile, PrepareOptions, Runtime
+from stagepack_loaders.base import ArrayOps, Loading, Runtime
+from stagepack_loaders.options import Compile
 
 if TYPE_CHECKING:
     import os
@@ -54,12 +55,12 @@ class TorchRuntime(Runtime):
         return (stage.graph, *stage.weights)
 
     def prepare(
-        self, bundle: Bundle, placement: "Mapping[int, torch.device]", options: PrepareOptions
+        self, bundle: Bundle, placement: "Mapping[int, torch.device]", loading: Loading
     ) -> "Mapping[int, PreparedTorchStage]":
         """See `Runtime`."""
         from stagepack_loaders.torch.prepare import prepare_stages
 
-        return prepare_stages(bundle, placement, options)
+        return prepare_stages(bundle, placement, loading)
 
     def compile_stages(
         self, bundle: Bundle, stages: Mapping[int, Any], compile: Compile, compiled: "str | os.PathLike[str] | None"

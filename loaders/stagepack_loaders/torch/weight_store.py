@@ -23,7 +23,7 @@ from stagepack.format.reader import Bundle
 from stagepack.format.rules import rule_error
 from stagepack.format.shapes import is_row_major
 from stagepack.format.weights import StoredTensor
-from stagepack_loaders.base import PrepareOptions
+from stagepack_loaders.base import Loading
 from stagepack_loaders.torch.stage_memory import zero_bytes
 from stagepack_loaders.torch.torch_attributes import torch_attribute
 from stagepack_loaders.torch.weight_gate import WeightGate
@@ -49,7 +49,7 @@ class StageWeights:
     graph: Graph
     stored_tensors: StoredTensors
     device: torch.device
-    options: PrepareOptions
+    loading: Loading
     uses: Sequence[WeightUse] = ()
     stream: FileStream | None = None
 
@@ -96,12 +96,12 @@ class WeightCache:
 
     def load(self, stage: StageWeights, *, verify: bool) -> LoadedWeights:
         """See `WeightStore`."""
-        self.open_files(stage.bundle, stage.file_names, stage.options, verify=verify)
+        self.open_files(stage.bundle, stage.file_names, stage.loading, verify=verify)
         return LoadedWeights(
             {weight.value: self.read_of(stage, weight, stage.device) for weight in stage.graph.weights}
         )
 
-    def open_files(self, bundle: Bundle, file_names: Iterable[str], options: PrepareOptions, *, verify: bool) -> None:
+    def open_files(self, bundle: Bundle, file_names: Iterable[str], loading: Loading, *, verify: bool) -> None:
         """Bring weight files into memory, those that are not there yet; see `stagepack_loaders.weight_files.open_weight_files`."""
         known_files = self._verified_files if verify else self._files.keys()
         missing_files = [file_name for file_name in file_names if file_name not in known_files]
@@ -109,7 +109,7 @@ class WeightCache:
             # The files were read without verification, and so were the tensors.
             self._stored.clear()
             self._weights.clear()
-        self._files |= open_weight_files(bundle, missing_files, options, verify=verify)
+        self._files |= open_weight_files(bundle, missing_files, loading, verify=verify)
         self._verified_files.update(missing_files if verify else ())
 
     def read_of(self, stage: StageWeights, weight: Weight, device: torch.device) -> torch.Tensor:
@@ -208,7 +208,7 @@ class ArrivingStore:
 
     def has_gate(self, stage: StageWeights) -> bool:
         """See `WeightStore`."""
-        return stage.options.stream
+        return stage.loading.options.stream
 
     def load(self, stage: StageWeights, *, verify: bool) -> LoadedWeights:
         """See `WeightStore`. A stage that asks for its weights is ready when the buffers that calls write have arrived."""
@@ -235,7 +235,7 @@ class ArrivingStore:
             handle = None if stage.stream is None else stage.stream.share()
             read_into = self._folder_reader.read_into if handle is None else handle.read_into
             self._files[key] = ArrivingFiles(
-                stage.bundle, stage.device, read_into, verify=verify, progress=stage.options.progress
+                stage.bundle, stage.device, read_into, verify=verify, progress=stage.loading.progress
             )
             if handle is not None:
                 # Before the threads of the files are waited for, which wait for the download.

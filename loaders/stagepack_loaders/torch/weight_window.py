@@ -51,7 +51,7 @@ class _PlannedStage(NamedTuple):
 
 
 class WindowStore:
-    """A `WeightStore` of the stages on one device, whose weights have at most ``options.device_memory`` bytes there."""
+    """A `WeightStore` of the stages on one device, whose weights have at most `device_memory` bytes there."""
 
     def __init__(self, stages: Mapping[int, StageWeights], cache: WeightCache, folder_reader: FolderReader) -> None:
         self._cache = cache
@@ -62,9 +62,9 @@ class WindowStore:
             sources = [_sources(use, stage) for use in stage.uses]
             self._stages[stage_number] = _PlannedStage(_planned_uses(stage, sources), sources, first_index)
             first_index += len(stage.uses)
-        [memory_bytes] = {stage.options.device_memory for stage in stages.values()}
+        [memory_bytes] = {stage.loading.options.device_memory for stage in stages.values()}
         [device] = {stage.device for stage in stages.values()}
-        assert memory_bytes is not None
+        assert isinstance(memory_bytes, int)
         self._plan = plan_window(joined_uses([planned.uses for planned in self._stages.values()]), memory_bytes)
         self._window = WeightWindow(self._plan, device, folder_reader.read_into) if self._plan.window_bytes else None
 
@@ -80,7 +80,7 @@ class WindowStore:
         """See `WeightStore`. Weights that pass through are registered in the stage as tensors on their mapped file."""
         # What passes through must come from the files that are mapped and verified.
         self._folder_reader.hold(stage.file_names)
-        self._cache.open_files(stage.bundle, stage.file_names, stage.options, verify=verify)
+        self._cache.open_files(stage.bundle, stage.file_names, stage.loading, verify=verify)
         replaced = self._folder_reader.hold(stage.file_names)
         if replaced and stage.bundle.source is None:
             message = "the file was replaced while it was loaded: load the bundle again"

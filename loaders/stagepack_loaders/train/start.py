@@ -14,9 +14,11 @@ from stagepack.errors import EvaluationModeWarning, MicrobatchWarning, OptionErr
 from stagepack.format.reader import Bundle
 from stagepack.format.writer import check_output_path
 from stagepack.opening import errors_name_bundle
-from stagepack_loaders.base import PrepareOptions, Verify
+from stagepack_loaders.base import Loading
 from stagepack_loaders.distributed.routes import stages_of_rank
+from stagepack_loaders.options import LoadOptions, Verify
 from stagepack_loaders.preparation import finish_prepared, open_for_loading, prepare_placed
+from stagepack_loaders.registry import TORCH_RUNTIME, find_runtime
 from stagepack_loaders.torch.stage import TorchStage
 from stagepack_loaders.train.boundaries import evaluation_scopes
 from stagepack_loaders.train.microbatches import BatchDimensions, find_batch_dimensions
@@ -131,12 +133,13 @@ def train(
         # Before weights are read, so that a process that is lost meanwhile is noticed.
         members = meet_processes(opened_bundle, own_stages, groups.whole)
         watch = ProcessWatch(members, groups.all_groups, silence_seconds=silence_seconds)
-    options = PrepareOptions(
-        allow_ops=allow_ops, dense_inputs=True, autocast=True, copy=True, modules=modules, types=types
-    )
+    options = LoadOptions(runtime=TORCH_RUNTIME, allow_ops=allow_ops, verify=verify, copy=True, modules=modules)
+    loading = Loading(options=options, types=types, dense_inputs=True, autocast=True)
     try:
-        prepared_stages = prepare_placed(opened_bundle, dict.fromkeys(own_stages, device), "torch", options)
-        stages = finish_prepared(opened_bundle, prepared_stages, verify=verify == "full")
+        prepared_stages = prepare_placed(
+            opened_bundle, dict.fromkeys(own_stages, device), find_runtime(TORCH_RUNTIME), loading
+        )
+        stages = finish_prepared(opened_bundle, prepared_stages, verify=options.verifies_weights)
         training = Training(
             opened_bundle,
             {number: stage for number, stage in stages.items() if isinstance(stage, TorchStage)},

@@ -15,8 +15,9 @@ from stagepack.errors import InputError, StagepackError
 from stagepack.format.contract import BoundArgument, check_values
 from stagepack.format.dtypes import SCALAR_DTYPES
 from stagepack.format.reader import Bundle
-from stagepack_loaders.base import PrepareOptions
-from stagepack_loaders.preparation import prepare_stage
+from stagepack_loaders.base import Loading
+from stagepack_loaders.options import LoadOptions
+from stagepack_loaders.preparation import prepare
 from stagepack_loaders.stages import stage_driver
 from stagepack_serving.protocol.interface import InterfaceTensor
 
@@ -43,8 +44,8 @@ class TritonPythonModel:
         device = f"cuda:{args['model_instance_device_id']}" if args["model_instance_kind"] == "GPU" else "cpu"
         allow_ops = list(filter(None, parameters["allow_ops"].split(",")))
         # Triton passes contiguous tensors between models: strides of the capture are lost.
-        options = PrepareOptions(allow_ops=allow_ops, dense_inputs=True, copy=True)
-        prepared_stage = prepare_stage(bundle, stage_number, device, parameters["runtime"], options)
+        options = LoadOptions(devices=[device], runtime=parameters["runtime"], allow_ops=allow_ops, copy=True)
+        prepared_stage = prepare(bundle, Loading(options=options, dense_inputs=True), [stage_number])[stage_number]
         self._stage = stage_driver(bundle.entry_point, stage_number, prepared_stage.finish(verify=True))
         self._arrays = self._stage.runtime.arrays
         self._symbols, self._guards = bundle.entry_point.symbols, bundle.entry_point.guards

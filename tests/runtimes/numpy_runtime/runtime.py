@@ -6,7 +6,7 @@ import numpy
 
 from stagepack.errors import DeviceError
 from stagepack.format.reader import Bundle
-from stagepack_loaders.base import PrepareOptions, Runtime
+from stagepack_loaders.base import Loading, Runtime
 from stagepack_loaders.elements import NUMPY_ARRAYS, NumpyArrays
 from tests.runtimes.numpy_runtime.stage import PreparedNumpyStage, prepare_stage
 
@@ -35,7 +35,5 @@ class NumpyRuntime(Runtime):
         stage = bundle.stages[stage_number]
         return (stage.graph, *stage.weights)
 
-    def prepare(
-        self, bundle: Bundle, placement: Mapping[int, str], options: PrepareOptions
-    ) -> dict[int, PreparedNumpyStage]:
+    def prepare(self, bundle: Bundle, placement: Mapping[int, str], loading: Loading) -> dict[int, PreparedNumpyStage]:
         return {stage_number: prepare_stage(bundle, stage_number) for stage_number in placement}
