@@ -16,11 +16,9 @@ from stagepack.format.chunks import ByteProgress
 from stagepack.format.graph import Value
 from stagepack.format.manifest import Edge
 from stagepack.format.reader import Bundle
-from stagepack_loaders.options import Compile, LoadOptions
+from stagepack_loaders.options import LoadOptions
 
 if TYPE_CHECKING:
-    import os
-
     from stagepack_loaders.elements import Array
 
 
@@ -292,22 +290,17 @@ class Runtime(ABC):
         return {stage_number: stage.finish(verify=verify) for stage_number, stage in stages.items()}
 
     def compile_stages(
-        self,
-        bundle: Bundle,
-        stages: Mapping[int, PreparedStage],
-        compile: Compile,
-        compiled: "str | os.PathLike[str] | None",
+        self, bundle: Bundle, stages: Mapping[int, PreparedStage], options: LoadOptions
     ) -> Mapping[int, PreparedStage]:
-        """Return stages that run compiled, in one of two ways.
+        """Return stages that run compiled, as `options` say: at the first call, or by the native code in a folder.
 
         Args:
             bundle: the bundle of the stages.
             stages: stages that `prepare` returned, by stage number.
-            compile: how to compile at the first call.
-            compiled: a folder that ``stagepack compile`` wrote, whose native code is run.
+            options: what the caller asks for.
 
         Raises:
-            CompiledError: `compiled` is of another bundle, for another device or torch, or damaged.
+            CompiledError: the folder is of another bundle, for another device or torch, or damaged.
             OptionError: the runtime does not compile.
         """
         raise OptionError(f"{self.title} does not compile stages: leave out compile and compiled")

@@ -2,13 +2,14 @@
 
 import os
 from collections.abc import Collection, Sequence
-from typing import Any, Final, Literal, TypedDict
+from typing import Annotated, Any, Final, Literal, TypedDict
 
 from msgspec import Struct, structs
 
 from stagepack.errors import OptionError
 from stagepack.format.dtypes import parse_byte_size
 from stagepack.opening import TrustedSigners
+from stagepack.options import Option
 
 # How `load(..., compile=)` compiles. False: not at all. True or "regions": each distinct region once. "whole": each stage as a whole.
 Compile = bool | Literal["regions", "whole"]
@@ -35,17 +36,26 @@ class LoadKeywords(TypedDict, total=False):
 
 
 class WeightOptions(Struct, frozen=True, kw_only=True):
-    """How the weights of stages come into the memory of a device.
+    """How the weights of stages come into the memory of a device; `device_memory` becomes a number of bytes."""
 
-    Attributes:
-        copy: read weights into memory of the process.
-        stream: compute while weights are read; only in this process.
-        device_memory: the largest number of bytes of weights on each device; only in this process.
-    """
-
-    copy: bool = False
-    stream: bool = False
-    device_memory: int | str | None = None
+    copy: Annotated[
+        bool, Option("--copy", "Read the weights into memory; by default the CPU maps the weight files.")
+    ] = False
+    stream: Annotated[
+        bool,
+        Option(
+            "--stream",
+            "Compute while the weights are still read or downloaded: each is waited for at its first use. Reads them into memory.",
+        ),
+    ] = False
+    device_memory: Annotated[
+        int | str | None,
+        Option(
+            "--device-memory SIZE",
+            "Memory for weights on each device, such as 8GiB: weights that do not fit pass through it in each call.",
+            default_text="no limit",
+        ),
+    ] = None
 
     @property
     def arriving(self) -> str | None:
@@ -54,28 +64,63 @@ class WeightOptions(Struct, frozen=True, kw_only=True):
 
 
 class LoadOptions(WeightOptions, frozen=True, kw_only=True):
-    """How stages are loaded, in this process or in others; see `stagepack.load`.
+    """How stages are loaded, in this process or in others; `modules` is for one stage alone. See `stagepack.load`."""
 
-    Attributes:
-        devices: the device of each stage, in order; with fewer devices, consecutive stages share one.
-        runtime: the name of the runtime, or one for each stage.
-        allow_ops: operators that may run, though they do not by default.
-        verify: how much is compared with the digests of the manifest.
-        compile: how stages are compiled at the first call.
-        compiled: a folder with native code that is run.
-        modules: run by calls of the modules of the model; only a stage alone.
-    """
-
-    devices: Sequence[Any] = ("cpu",)
-    runtime: str | Sequence[str] = DEFAULT_RUNTIME
-    allow_ops: Collection[str] = ()
-    verify: Verify = "full"
-    compile: Compile = False
-    compiled: str | None = None
+    devices: Annotated[
+        Sequence[Any],
+        Option(
+            "--device DEVICE",
+            "Device for each stage, in order; with fewer devices, consecutive stages share one. Such as cpu, cuda or cuda:1. Repeatable.",
+        ),
+    ] = ("cpu",)
+    runtime: Annotated[
+        str | Sequence[str],
+        Option(
+            "--runtime NAME",
+            "Runtime that executes the stages: one for all stages, or one for each stage in order. Repeatable. NAME is {runtimes}, a "
+            "runtime that a module of --import registers, or auto: the first of them that is installed and that the bundle has files for.",
+        ),
+    ] = DEFAULT_RUNTIME
+    allow_ops: Annotated[
+        Collection[str],
+        Option(
+            "--allow-ops NAME",
+            "Allow these operators to run: a namespace of custom ones, or one of ATen or prims that does not run by default. Repeatable.",
+            default_text="none",
+        ),
+    ] = ()
+    verify: Annotated[
+        Verify,
+        Option(
+            "--verify",
+            "What is compared with the digests of the bundle. full: every file that is read. manifest: all but the content of weight "
+            "files. off: only the manifest. The rules of the format are checked in any case.",
+        ),
+    ] = "full"
+    compile: Annotated[
+        Compile,
+        Option(
+            "--compile",
+            "Compile with torch.compile at the first call: regions compiles each distinct region once, whole each stage. Without a value: "
+            "regions.",
+            default_text="off",
+        ),
+    ] = False
+    compiled: Annotated[
+        str | None,
+        Option(
+            "--compiled FOLDER",
+            "Run the native code in this folder, written by 'stagepack compile'. The code is executed as it is: use only folders that you "
+            "trust.",
+            default_text="off",
+        ),
+    ] = None
     modules: bool = False
 
     def __post_init__(self) -> None:
         """Check what callers give, before anything is read."""
+        if self.compile not in (False, True, "regions", "whole"):
+            raise OptionError(f"compile: expected False, True, 'regions' or 'whole', found {self.compile!r}")
         if self.compile and self.compiled is not None:
             raise OptionError("compile and compiled exclude each other: give one of them")
         if self.modules and self.compiles:
@@ -118,18 +163,24 @@ def folder_name(compiled: str | os.PathLike[str] | None) -> str | None:
 
 
 class ProcessOptions(Struct, frozen=True, kw_only=True):
-    """How the processes of a pipeline run; see `stagepack.load`.
+    """How the processes of a pipeline run; `start_seconds` is how long to wait for them to come. See `stagepack.load`."""
 
-    Attributes:
-        imports: modules that each process imports first.
-        max_restarts: how often within an hour all processes are started again after one was lost.
-        in_flight: the largest number of requests on their way.
-        microbatch_size: the largest number of rows of a batch on its way; None to leave batches whole.
-        start_seconds: how long to wait for the processes to come.
-    """
-
-    imports: Sequence[str] = ()
-    max_restarts: int = 0
+    imports: Annotated[
+        Sequence[str],
+        Option(
+            "--import MODULE",
+            "Import this Python module first, such as one that registers custom operators or a runtime. Repeatable.",
+            default_text="none",
+        ),
+    ] = ()
+    max_restarts: Annotated[
+        int,
+        Option(
+            "--max-restarts N",
+            "With --processes: how often within an hour the processes of a model are started again after one of them was lost. Then the "
+            "server ends.",
+        ),
+    ] = 0
     in_flight: int = DEFAULT_IN_FLIGHT
     microbatch_size: int | None = None
     start_seconds: float = 60.0

@@ -95,7 +95,7 @@ def compile_prepared(
     """Return stages that run compiled as the caller asks, and the same stages if nothing is asked."""
     ready_stages = dict(prepared_stages)
     for runtime, stages in _stages_by_runtime(prepared_stages) if options.compiles else ():
-        ready_stages.update(runtime.compile_stages(bundle, stages, options.compile, options.compiled))
+        ready_stages.update(runtime.compile_stages(bundle, stages, options))
     return ready_stages
 
 

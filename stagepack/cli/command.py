@@ -9,12 +9,14 @@
     def command(options: _Options) -> None:
 
 The type of a field says what the option takes: a `bool` is a switch, a `Literal` a choice, a tuple an option that is repeatable. A field
-that is such an object itself stands for the options of its fields.
+that is such an object itself stands for the options of its fields. A field that the loaders or the server know is `flag_of` their class of
+options, and `flags_of` such a class stands for all of its fields.
 """
 
 import contextlib
 import dataclasses
 import inspect
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -28,10 +30,12 @@ from stagepack.cli.output import facts_on_standard_error
 from stagepack.errors import MissingPackageError, StagepackError
 from stagepack.format.dtypes import parse_byte_size
 from stagepack.format.output_file import STANDARD_OUTPUT
+from stagepack.options import options_of
 from stagepack.remote.url import is_bundle, is_url, without_secrets
 
 OptionsClass = TypeVar("OptionsClass")
 _METADATA = "parameter"
+_MAX_COUNT = 2**31 - 1
 # The fields of files that are written.
 _OUTPUT_FIELDS = ("out", "outputs_file", "trace_file")
 
@@ -86,10 +90,46 @@ class ByteSize(click.ParamType[int]):
             self.fail(f"{error}.", param, ctx)
 
 
+class Count(click.IntRange):
+    """A number of things, at least 1."""
+
+    def __init__(self) -> None:
+        super().__init__(min=1)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the number, which must fit into 32 bits."""
+        count = super().convert(value, param, ctx)
+        if count > _MAX_COUNT:
+            self.fail(f"{count} is not in the range x<={_MAX_COUNT}.", param, ctx)
+        return count
+
+
+class Amount(click.FloatRange):
+    """A number in a unit of the command line, such as milliseconds, which becomes one in the unit of the field, such as seconds."""
+
+    def __init__(self, minimum: float = 0, maximum: float = 86_400, unit: float = 1.0) -> None:
+        super().__init__(minimum, maximum)
+        self.unit = unit
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the number in the unit of the field; an integer if this unit is a whole number of that."""
+        amount = super().convert(value, param, ctx)
+        if math.isnan(amount):  # comparisons do not find it out of range
+            self.fail("nan is not a number.", param, ctx)
+        return round(amount * self.unit) if isinstance(self.unit, int) else amount * self.unit
+
+
 class _Parameters(NamedTuple):
     """The arguments and options of a field: for each, its class, its names on the command line, and its settings."""
 
     declarations: list[tuple[type[click.Parameter], list[str], dict[str, Any]]]
+
+
+class _Group(NamedTuple):
+    """The flags of a field that is an object of another class of options, by the names of the fields of that."""
+
+    options_class: type
+    flags: dict[str, _Parameters]
 
 
 def flag(usage: str, meaning: str, *, default_text: str | None = None, **settings: Any) -> Any:
@@ -108,6 +148,35 @@ def flag(usage: str, meaning: str, *, default_text: str | None = None, **setting
     return _Parameters([(click.Option, words, settings)])
 
 
+def flag_of(options_class: type, field_name: str, **settings: Any) -> Any:
+    """Return the flag of a field of a class of options; settings of `click.option` take the place of those that follow from the field."""
+    option, annotation, default = options_of(options_class)[field_name]
+    if annotation is float or option.unit != 1:
+        settings = {"type": Amount(option.minimum, option.maximum, option.unit)} | settings
+        default = default / option.unit
+        default = int(default) if default.is_integer() else default
+    elif annotation is int:
+        settings = {"type": Count()} | settings
+    if default is not None and default is not False and default != ():
+        settings = {"default": default} | settings
+    return flag(option.usage, settings.pop("help", option.meaning), default_text=option.default_text, **settings)
+
+
+def flags_of(options_class: type, **others: Any) -> Any:
+    """Return the flags of all fields of a class of options, for a field of that class.
+
+    others: flags in the place of those that follow from the fields; None for a field that the subcommand leaves at its default.
+    """
+    return _Group(
+        options_class,
+        {
+            field_name: others.get(field_name) or flag_of(options_class, field_name)
+            for field_name in options_of(options_class)
+            if others.get(field_name, ...) is not None
+        },
+    )
+
+
 def either(*flags: Any) -> Any:
     """Return several options for a field, of which the last one on the command line counts."""
     return _Parameters([declaration for parameters in flags for declaration in parameters.declarations])
@@ -122,7 +191,7 @@ def argument(metavar: str | None = None, **settings: Any) -> Any:
 def option_object(options_class: type[OptionsClass]) -> type[OptionsClass]:
     """Make a class with fields of `flag` and `argument` the type of the options of a subcommand."""
     for field_name, parameters in list(vars(options_class).items()):
-        if isinstance(parameters, _Parameters):
+        if isinstance(parameters, _Parameters | _Group):
             setattr(options_class, field_name, dataclasses.field(metadata={_METADATA: parameters}))
     return dataclasses.dataclass(frozen=True, slots=True, kw_only=True)(options_class)
 
@@ -130,18 +199,28 @@ def option_object(options_class: type[OptionsClass]) -> type[OptionsClass]:
 def click_parameters(options_class: Any) -> Iterator[click.Parameter]:
     """Yield the arguments and options of a class of `option_object`."""
     for field in dataclasses.fields(options_class):
-        if _METADATA not in field.metadata:
+        parameters = field.metadata.get(_METADATA)
+        if parameters is None:
             yield from click_parameters(field.type)
-            continue
-        for parameter_class, words, settings in field.metadata[_METADATA].declarations:
-            of_type = {} if "flag_value" in settings else _settings_of_type(field.type, parameter_class)
-            yield parameter_class([field.name, *words], **of_type | settings)
+        elif isinstance(parameters, _Parameters):
+            yield from _declared(field.name, field.type, parameters)
+        else:
+            for field_name, flags in parameters.flags.items():
+                yield from _declared(field_name, options_of(parameters.options_class)[field_name].annotation, flags)
+
+
+def _declared(field_name: str, annotation: Any, parameters: _Parameters) -> Iterator[click.Parameter]:
+    for parameter_class, words, settings in parameters.declarations:
+        of_type = {} if "flag_value" in settings else _settings_of_type(annotation, parameter_class)
+        yield parameter_class([field_name, *words], **of_type | settings)
 
 
 def _settings_of_type(annotation: Any, parameter_class: type) -> dict[str, Any]:
     """The settings that follow from the type of a field."""
     if NoneType in get_args(annotation):
-        (annotation,) = set(get_args(annotation)) - {NoneType}
+        of_value = set(get_args(annotation)) - {NoneType}
+        # The class of options reads what may also be a text, such as a number of bytes.
+        annotation = str if str in of_value else of_value.pop()
     if get_origin(annotation) is tuple:
         item_settings = _settings_of_type(get_args(annotation)[0], parameter_class)
         return item_settings | ({"nargs": -1} if parameter_class is click.Argument else {"multiple": True})
@@ -153,12 +232,16 @@ def _settings_of_type(annotation: Any, parameter_class: type) -> dict[str, Any]:
 
 
 def _make_options(options_class: Any, values: Mapping[str, Any]) -> Any:
-    return options_class(
-        **{
-            field.name: values[field.name] if _METADATA in field.metadata else _make_options(field.type, values)
-            for field in dataclasses.fields(options_class)
-        }
-    )
+    made = {}
+    for field in dataclasses.fields(options_class):
+        parameters = field.metadata.get(_METADATA)
+        if parameters is None:
+            made[field.name] = _make_options(field.type, values)
+        elif isinstance(parameters, _Parameters):
+            made[field.name] = values[field.name]
+        else:
+            made[field.name] = parameters.options_class(**{name: values[name] for name in parameters.flags})
+    return options_class(**made)
 
 
 def subcommand(

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from stagepack.capture.model_folders import check_source_path
-from stagepack.cli.command import argument, flag, option_object, subcommand
+from stagepack.cli.command import Amount, argument, flag, option_object, subcommand
 from stagepack.cli.failures import shown_warnings
 from stagepack.cli.machine_report import describe_machine
 from stagepack.cli.output import print_json, print_line, print_rows, progress
-from stagepack.cli.shared_flags import JSON, Amount, ExampleFlags
+from stagepack.cli.shared_flags import JSON, ExampleFlags
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, cast
 
 import click
+from msgspec import structs
 
-from stagepack.cli.command import flag, option_object, subcommand
+from stagepack.cli.command import flag, flag_of, flags_of, option_object, subcommand
 from stagepack.cli.failures import fail
 from stagepack.cli.output import (
     PhaseTimer,
@@ -23,13 +24,12 @@ from stagepack.cli.output import (
 )
 from stagepack.cli.run_options import (
     COMPILED,
-    DEVICE_MEMORY,
     DEVICES,
     INPUTS_FILE,
     PROCESSES,
     RUNTIMES,
     VERIFY,
-    Verify,
+    check_arriving,
     check_runtimes_compile,
     runtime_of_each_stage,
     start_processes,
@@ -51,7 +51,7 @@ from stagepack.format.output_file import check_output_file
 from stagepack.format.reader import Bundle
 from stagepack_loaders.comparison import Difference, Tolerance, check_example_difference, format_difference
 from stagepack_loaders.distributed.launch_environment import is_launched_group
-from stagepack_loaders.options import DEFAULT_IN_FLIGHT, LoadOptions, ProcessOptions
+from stagepack_loaders.options import DEFAULT_IN_FLIGHT, LoadOptions, ProcessOptions, Verify, WeightOptions
 from stagepack_loaders.registry import find_runtime, import_runtime
 from stagepack_loaders.window_plan import Residency
 
@@ -80,14 +80,8 @@ class _Options(BundleOptions):
     runtimes: tuple[str, ...] = RUNTIMES
     allow_ops: tuple[str, ...] = ALLOW_OPS
     imports: tuple[str, ...] = IMPORTS
-    compile_mode: Literal["regions", "whole"] | None = flag(
-        "--compile",
-        "Compile with torch.compile at the first call: regions compiles each distinct region once, whole each stage. "
-        "Without a value: regions.",
-        default_text="off",
-        is_flag=False,
-        flag_value="regions",
-        type=click.Choice(["regions", "whole"]),
+    compile_mode: Literal["regions", "whole"] | None = flag_of(
+        LoadOptions, "compile", is_flag=False, flag_value="regions", type=click.Choice(["regions", "whole"])
     )
     compiled_folder: str | None = COMPILED
     processes: int | None = PROCESSES
@@ -106,12 +100,7 @@ class _Options(BundleOptions):
     overwrite: bool = flag("--overwrite", "Replace existing files of --outputs and --trace.")
     verify: Verify = VERIFY
     trusted_files: tuple[str, ...] = SIGNATURE
-    copy_weights: bool = flag("--copy", "Read the weights into memory; by default the CPU maps the weight files.")
-    stream: bool = flag(
-        "--stream",
-        "Compute while the weights are still read or downloaded: each is waited for at its first use. Reads them into memory.",
-    )
-    device_memory: str | None = DEVICE_MEMORY
+    weights: WeightOptions = flags_of(WeightOptions)
     rtol: float | None = RTOL
     atol: float | None = ATOL
     as_json: bool = JSON
@@ -123,11 +112,9 @@ class _Options(BundleOptions):
             runtime=stage_runtimes,
             allow_ops=self.allow_ops,
             verify=self.verify,
-            copy=self.copy_weights,
             compile=self.compile_mode or False,
             compiled=self.compiled_folder,
-            stream=self.stream,
-            device_memory=self.device_memory,
+            **structs.asdict(self.weights),
         )
 
 
@@ -167,13 +154,13 @@ def command(options: _Options) -> None:
         count_bytes = display.enter_context(byte_progress("loading stages"))
         stage_facts, stages = _load_stages(bundle, options, stage_runtimes, timer, count_bytes)
         facts: dict[str, Any] = {"bundle": options.bundle_path, "verify": options.verify, "stages": stage_facts}
-        if not options.stream:
+        if not options.weights.stream:
             display.close()
         if options.stage_number is None:
             from stagepack_loaders.pipeline import Pipeline  # noqa: PLC0415 - after the arguments are checked
 
             facts |= _run(bundle, Pipeline(bundle, stages), options, timer)
-        if options.stream:
+        if options.weights.stream:
             facts["all_weights"] = _wait_for_weights(stages, timer)
     _report(bundle, facts | {"start": timer.seconds}, options)
 
@@ -190,17 +177,13 @@ def _check_usage(options: _Options, bundle: Bundle) -> list[str]:
         (is_one_stage and len(options.devices) > 1, "--stage loads one stage: pass one --device"),
         (is_one_stage and options.trace_file, "--trace runs the whole pipeline: leave out --stage"),
         (options.compile_mode and options.compiled_folder, "--compile and --compiled cannot be used together"),
-        (
-            in_processes and options.device_memory is not None,
-            "--device-memory cannot be used with --processes or torchrun",
-        ),
-        (in_processes and options.stream, "--stream cannot be used with --processes or torchrun"),
         (is_one_stage and in_processes, "--stage cannot be used with --processes or torchrun"),
         (is_one_stage and len(options.runtimes) > 1, "--stage loads one stage: pass one --runtime"),
     )
     for is_refused, reason in refused_usage:
         if is_refused:
             raise click.UsageError(reason)
+    check_arriving(options.weights, in_processes=in_processes)
     stage_runtimes = runtime_of_each_stage(options.runtimes, bundle)
     if options.compile_mode or options.compiled_folder:
         check_runtimes_compile("--compile" if options.compile_mode else "--compiled", stage_runtimes)
@@ -304,7 +287,7 @@ def _run(bundle: Bundle, pipeline: "CallablePipeline", options: _Options, timer:
     if options.inputs_file is None and bundle.example is None:
         return {}
     # With --stream, the bytes that arrive are shown meanwhile.
-    with contextlib.nullcontext() if options.stream else progress("running the pipeline"):
+    with contextlib.nullcontext() if options.weights.stream else progress("running the pipeline"):
         if options.inputs_file is None:
             inputs, expected = example.read_example(pipeline)
         else:

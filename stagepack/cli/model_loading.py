@@ -20,7 +20,7 @@ from stagepack.opening import open_bundle
 from stagepack_loaders.call_limits import Limits
 from stagepack_loaders.distributed.launch_environment import is_launched_group
 from stagepack_loaders.generation.decoders import generating_entry_point
-from stagepack_loaders.options import LoadOptions, ProcessOptions
+from stagepack_loaders.options import ProcessOptions
 
 if TYPE_CHECKING:
     from stagepack_loaders.pipeline import CallablePipeline
@@ -143,7 +143,7 @@ class BundleLoading:
             runtime=options.runtimes[0],
             allow_ops=options.allow_ops,
             verify=options.verify,
-            copy=options.copy_weights,
+            copy=options.weights.copy,
             limits=Limits(value_bytes=options.max_value_bytes),
         )
         return dict(loaded)
@@ -166,19 +166,12 @@ def models_of_bundle(model_name: str, bundle: Bundle) -> dict[str, Bundle]:
 def _load_pipeline(
     bundle: Bundle, options: ServeOptions, closing: ExitStack, *, deadline: float
 ) -> "CallablePipeline | None":
-    runtimes = runtime_of_each_stage(options.runtimes, bundle)
+    load_options = options.load_options(runtime_of_each_stage(options.runtimes, bundle))
     if options.processes or is_launched_group():
         pipeline = start_processes(
             bundle,
             options.processes,
-            LoadOptions(
-                devices=options.devices,
-                runtime=runtimes,
-                allow_ops=options.allow_ops,
-                verify=options.verify,
-                copy=options.copy_weights,
-                compiled=options.compiled_folder,
-            ),
+            load_options,
             ProcessOptions(imports=options.imports, max_restarts=options.max_restarts),
             Limits(value_bytes=options.max_value_bytes, stall_seconds=_STALLED_DEADLINES * deadline),
         )
@@ -188,19 +181,11 @@ def _load_pipeline(
         if options.trace_file is not None:
             trace_until_closed(pipeline, options.trace_file, closing, quiet=options.as_json)
         return pipeline
-    from stagepack_loaders.load import load  # noqa: PLC0415 - after the arguments are checked
+    from stagepack_loaders.pipeline import load_pipeline  # noqa: PLC0415 - after the arguments are checked
+    from stagepack_loaders.preparation import open_for_loading  # noqa: PLC0415 - the same
 
-    return load(
-        bundle,
-        list(options.devices),
-        runtime=runtimes,
-        allow_ops=options.allow_ops,
-        verify=options.verify,
-        copy=options.copy_weights and options.device_memory is None,
-        compiled=options.compiled_folder,
-        device_memory=options.device_memory,
-        limits=Limits(value_bytes=options.max_value_bytes),
-    )
+    limits = Limits(value_bytes=options.max_value_bytes)
+    return load_pipeline(open_for_loading(bundle, options.verify), load_options, (), limits)
 
 
 def load_names(options: ServeOptions) -> list[str] | None:

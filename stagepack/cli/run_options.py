@@ -1,24 +1,23 @@
 """The options of the subcommands that run bundles, and what these subcommands do with them. Runtimes are imported when they are needed."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final
 
 import click
 
-from stagepack.cli.command import PathType, flag
+from stagepack.cli.command import PathType, flag, flag_of
 from stagepack.cli.output import format_bytes
 from stagepack.format.reader import Bundle
+from stagepack.options import options_of
 from stagepack_loaders import registry
 from stagepack_loaders.call_limits import Limits
 from stagepack_loaders.distributed.launch_environment import is_launched_group
-from stagepack_loaders.options import DEFAULT_RUNTIME, LoadOptions, ProcessOptions
+from stagepack_loaders.options import DEFAULT_RUNTIME, LoadOptions, ProcessOptions, Verify, WeightOptions
 from stagepack_loaders.registry import find_runtime, runtime_names
 
 if TYPE_CHECKING:
     from stagepack_loaders.distributed.pipeline import DistributedPipeline
 
-# That of `stagepack_loaders.base`, whose import needs more.
-Verify = Literal["full", "manifest", "off"]
 _VERIFIED_PARTS: Final = {
     "full": "all files that were read",
     "manifest": "all but the content of weight files (--verify manifest)",
@@ -45,38 +44,16 @@ class RuntimeName(click.ParamType):  # type: ignore[type-arg]
         return value
 
 
-DEVICES = flag(
-    "--device DEVICE",
-    "Device for each stage, in order; with fewer devices, consecutive stages share one. Such as cpu, cuda or cuda:1. Repeatable.",
-    default=("cpu",),
-    callback=_check_devices,
-)
-RUNTIMES = flag(
-    "--runtime NAME",
-    f"Runtime that executes the stages: one for all stages, or one for each stage in order. Repeatable. NAME is "
-    f"{', '.join(runtime_names())}, a runtime that a module of --import registers, or auto: the first of them that is installed and "
-    "that the bundle has files for.",
+DEVICES = flag_of(LoadOptions, "devices", callback=_check_devices)
+RUNTIMES = flag_of(
+    LoadOptions,
+    "runtime",
+    help=options_of(LoadOptions)["runtime"].option.meaning.format(runtimes=", ".join(runtime_names())),
     default=(DEFAULT_RUNTIME,),
     type=RuntimeName(),
 )
-COMPILED = flag(
-    "--compiled FOLDER",
-    "Run the native code in this folder, written by 'stagepack compile'. The code is executed as it is: use only "
-    "folders that you trust.",
-    default_text="off",
-    type=PathType(),
-)
-VERIFY = flag(
-    "--verify",
-    "What is compared with the digests of the bundle. full: every file that is read. manifest: all but the content of weight "
-    "files. off: only the manifest. The rules of the format are checked in any case.",
-    default="full",
-)
-DEVICE_MEMORY = flag(
-    "--device-memory SIZE",
-    "Memory for weights on each device, such as 8GiB: weights that do not fit pass through it in each call.",
-    default_text="no limit",
-)
+COMPILED = flag_of(LoadOptions, "compiled", type=PathType())
+VERIFY = flag_of(LoadOptions, "verify")
 PROCESSES = flag(
     "--processes N",
     "Run the stages in N processes of their own on this machine; with fewer processes than stages, consecutive stages share one. "
@@ -107,6 +84,16 @@ def check_runtimes_compile(flag: str, runtimes: Sequence[str]) -> None:
     if not all(name == DEFAULT_RUNTIME or find_runtime(name).compiles for name in runtimes):
         compiling_runtimes = " or ".join(runtime.name for runtime in registry.runtimes() if runtime.compiles)
         raise click.UsageError(f"{flag} requires the runtime {compiling_runtimes} for all stages: leave out --runtime")
+
+
+def check_arriving(weights: WeightOptions, *, in_processes: bool) -> str | None:
+    """Return the flag by which weights come while a stage runs; refuse it for stages in processes of their own."""
+    if weights.arriving is None:
+        return None
+    flag_name = f"--{weights.arriving.replace('_', '-')}"
+    if in_processes:
+        raise click.UsageError(f"{flag_name} cannot be used with --processes or torchrun")
+    return flag_name
 
 
 def verified_text(verify: Verify, unchanged_bytes: int) -> str:

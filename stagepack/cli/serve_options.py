@@ -4,40 +4,26 @@ import re
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Final, Literal
+from typing import Literal
 
 import click
+from msgspec import structs
 
-from stagepack.cli.command import ByteSize, argument, flag, option_object
+from stagepack.cli.command import ByteSize, argument, flag, flag_of, flags_of, option_object
 from stagepack.cli.run_options import (
     COMPILED,
-    DEVICE_MEMORY,
     DEVICES,
     PROCESSES,
     RUNTIMES,
     VERIFY,
-    Verify,
+    check_arriving,
     check_runtimes_compile,
 )
-from stagepack.cli.shared_flags import (
-    ALLOW_OPS,
-    DIGEST,
-    IMPORTS,
-    JSON,
-    SIGNATURE,
-    Amount,
-    Count,
-    limit_flag,
-    open_argument,
-)
+from stagepack.cli.shared_flags import ALLOW_OPS, DIGEST, IMPORTS, JSON, SIGNATURE, open_argument
 from stagepack.format.output_file import check_output_file
 from stagepack_loaders.distributed.launch_environment import is_launched_group
+from stagepack_loaders.options import LoadOptions, ProcessOptions, Verify, WeightOptions
 from stagepack_serving.server.limits import ServerLimits, VersionPolicy
-
-_DEFAULT: Final = ServerLimits()
-MAX_SEQUENCES: int = limit_flag(
-    "--max-sequences N", "Largest number of sequences whose state a model keeps.", Count(), _DEFAULT.max_sequences
-)
 
 
 class _VersionPolicyType(click.ParamType[VersionPolicy]):
@@ -101,21 +87,18 @@ class ServeOptions:
     compiled_folder: str | None = COMPILED
     verify: Verify = VERIFY
     trusted_files: tuple[str, ...] = SIGNATURE
-    copy_weights: bool = flag(
-        "--copy/--no-copy",
-        "With --copy, which is the default, the weights are read into memory. With --no-copy the files are mapped: servers on one machine "
-        "share the page cache, and a file that is opened for writing is copied into memory first.",
-        default=True,
+    weights: WeightOptions = flags_of(
+        WeightOptions,
+        copy=flag(
+            "--copy/--no-copy",
+            "With --copy, which is the default, the weights are read into memory. With --no-copy the files are mapped: servers on one "
+            "machine share the page cache, and a file that is opened for writing is copied into memory first.",
+            default=True,
+        ),
+        stream=None,
     )
-    device_memory: str | None = DEVICE_MEMORY
     processes: int | None = PROCESSES
-    max_restarts: int = flag(
-        "--max-restarts N",
-        "With --processes: how often within an hour the processes of a model are started again after one of them was lost. Then the server "
-        "ends.",
-        type=click.IntRange(0),
-        default=3,
-    )
+    max_restarts: int = flag_of(ProcessOptions, "max_restarts", type=click.IntRange(0), default=3)
     host: str = flag("--host ADDRESS", "Address to listen on; 0.0.0.0 is all interfaces.", default="127.0.0.1")
     http_port: int = flag(
         "--http-port PORT", "Port for REST; 0 chooses a free port.", type=click.IntRange(0, 65535), default=8000
@@ -187,49 +170,17 @@ class ServeOptions:
         default_text="OMP_NUM_THREADS, or one for each processor",
         type=click.IntRange(1, 4096),
     )
-    max_batch_size: int = limit_flag(
-        "--max-batch N",
-        "Largest batch size that requests to a model are combined into, and largest number of texts that are generated at once; 1 runs "
-        "each request alone.",
-        Count(),
-        _DEFAULT.max_batch_size,
-    )
+    max_batch_size: int = flag_of(ServerLimits, "max_batch_size")
     exact: bool = flag(
         "--exact",
         "Run each request, and generate each text, alone, as --max-batch 1 does: what it answers then has the same bits whatever else is "
         "asked. In a batch, they may differ by rounding.",
     )
-    batching_delay: float = limit_flag(
-        "--max-delay-ms MS",
-        "Batching delay: how long a request waits for others to join its batch, in milliseconds.",
-        Amount(maximum=60_000, unit=1e-3),
-        _DEFAULT.batching_delay,
-    )
-    max_pending_requests: int = limit_flag(
-        "--max-queue N",
-        "Largest number of requests to a model that wait for an answer; further requests are refused with "
-        "status 503 or UNAVAILABLE.",
-        Count(),
-        _DEFAULT.max_pending_requests,
-    )
-    max_connections: int = limit_flag(
-        "--max-connections N",
-        "Largest number of open HTTP connections, of open gRPC connections, and of concurrent gRPC requests.",
-        Count(),
-        _DEFAULT.max_connections,
-    )
-    first_request: float = limit_flag(
-        "--first-request-s SECONDS",
-        "Longest time that a connection may take for its TLS handshake, and for the head of its first request, in seconds.",
-        Amount(minimum=1e-3),
-        _DEFAULT.first_request,
-    )
-    max_request_bytes: int = limit_flag(
-        "--max-body-mb MB",
-        "Largest size of a request, in megabytes (1 MB is 10^6 bytes).",
-        Amount(minimum=1e-3, maximum=2000, unit=10**6),
-        _DEFAULT.max_request_bytes,
-    )
+    batching_delay: float = flag_of(ServerLimits, "batching_delay")
+    max_pending_requests: int = flag_of(ServerLimits, "max_pending_requests")
+    max_connections: int = flag_of(ServerLimits, "max_connections")
+    first_request: float = flag_of(ServerLimits, "first_request")
+    max_request_bytes: int = flag_of(ServerLimits, "max_request_bytes")
     max_value_bytes: int | None = flag(
         "--max-value-bytes SIZE",
         "Largest size of a value in the model at the sizes of one request, such as 2GiB. Requests at which one would be larger, and "
@@ -237,38 +188,26 @@ class ServeOptions:
         default_text="no limit",
         type=ByteSize(),
     )
-    deadline: float = limit_flag(
-        "--deadline-s SECONDS",
-        "Longest time that a request may take, in seconds.",
-        Amount(minimum=1e-3),
-        _DEFAULT.deadline,
-    )
-    max_waiting_tokens: int = limit_flag(
-        "--max-tokens-waiting N",
-        "Largest number of tokens of prompts that wait for a model to begin with their texts.",
-        Count(),
-        _DEFAULT.max_waiting_tokens,
-    )
-    max_sequences: int = MAX_SEQUENCES
-    sequence_idle: float = limit_flag(
-        "--sequence-idle-s SECONDS",
-        "Idle time after which a sequence is evicted if another one needs its place, in seconds.",
-        Amount(),
-        _DEFAULT.sequence_idle,
-    )
-    linger: float = limit_flag(
-        "--linger-s SECONDS",
-        "How long new requests are still accepted after SIGTERM or SIGHUP, in seconds.",
-        Amount(),
-        _DEFAULT.linger,
-    )
-    drain: float = limit_flag(
-        "--drain-s SECONDS",
-        "How long accepted requests may still take when the server stops, in seconds.",
-        Amount(),
-        _DEFAULT.drain,
-    )
+    deadline: float = flag_of(ServerLimits, "deadline")
+    max_waiting_tokens: int = flag_of(ServerLimits, "max_waiting_tokens")
+    max_sequences: int = flag_of(ServerLimits, "max_sequences")
+    sequence_idle: float = flag_of(ServerLimits, "sequence_idle")
+    linger: float = flag_of(ServerLimits, "linger")
+    drain: float = flag_of(ServerLimits, "drain")
     as_json: bool = JSON
+
+    def load_options(self, stage_runtimes: list[str]) -> LoadOptions:
+        """Return how the stages of a model are loaded, in this process or in others."""
+        # Weights that come while a stage runs are not copied, whatever the default.
+        weights = structs.replace(self.weights, copy=self.weights.copy and self.weights.arriving is None)
+        return LoadOptions(
+            devices=self.devices,
+            runtime=stage_runtimes,
+            allow_ops=self.allow_ops,
+            verify=self.verify,
+            compiled=self.compiled_folder,
+            **structs.asdict(weights),
+        )
 
     def limits(self) -> ServerLimits:
         """Return the limits of the server."""
@@ -345,17 +284,11 @@ def check_options(bundle_paths: dict[str, str], options: ServeOptions) -> None:
                 "--trace is of one model: serve one bundle, or one entry point as BUNDLE#NAME, without --model-control"
             )
         check_output_file(options.trace_file, overwrite=options.overwrite)
-    if options.device_memory is not None:
-        _check_device_memory(options)
+    arriving = check_arriving(options.weights, in_processes=bool(options.processes) or is_launched_group())
+    if arriving is not None:
+        if options.weights.copy and _is_given("copy"):
+            raise click.UsageError(f"{arriving} cannot be used with --copy")
         if only_path is None or open_argument(only_path).selected is None:
             raise click.UsageError(
-                "--device-memory is that of one model: serve one bundle, or one entry point as BUNDLE#NAME"
+                f"{arriving} is that of one model: serve one bundle, or one entry point as BUNDLE#NAME"
             )
-
-
-def _check_device_memory(options: ServeOptions) -> None:
-    """Refuse options that do not go with `--device-memory`."""
-    if options.processes or is_launched_group():
-        raise click.UsageError("--device-memory cannot be used with --processes or torchrun")
-    if options.copy_weights and _is_given("copy_weights"):
-        raise click.UsageError("--device-memory cannot be used with --copy")

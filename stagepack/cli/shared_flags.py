@@ -1,32 +1,30 @@
 """The arguments and options that several subcommands take, and what the subcommands do with them."""
 
 import contextlib
-import math
 import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import click
 
 from stagepack.capture.imports import import_user_module
 from stagepack.capture.torch_messages import describe_error
-from stagepack.cli.command import BundleType, OutputFolderType, PathType, argument, either, flag, option_object
+from stagepack.cli.command import BundleType, OutputFolderType, PathType, argument, either, flag, flag_of, option_object
 from stagepack.cli.failures import Failure, fail
 from stagepack.extras import require_extras
 from stagepack.format import limits
 from stagepack.format.reader import Bundle
 from stagepack.opening import open_bundle
 from stagepack.remote.url import BundleUrl, is_url, split_entry_point
+from stagepack_loaders.options import LoadOptions, ProcessOptions
 
 if TYPE_CHECKING:
     from stagepack.capture.stated_inputs import Example
     from stagepack.partition.cut_options import CutOptions
 
 Dtype = Literal["float64", "float32", "float16", "bfloat16"]
-_MAX_COUNT = 2**31 - 1
-_DAY = 86_400  # seconds
 
 JSON = flag("--json", "Print JSON instead of text.")
 OUT_BUNDLE = flag("-o, --out FOLDER", "Bundle to write.", required=True, type=OutputFolderType())
@@ -37,11 +35,7 @@ DTYPE = flag(
     "For a Hugging Face folder or hub name: convert the weights to float64, float32, float16 or bfloat16.",
     default_text="that of the checkpoint",
 )
-ALLOW_OPS_MEANING = (
-    "Allow these operators to run: a namespace of custom ones, or one of ATen or prims that does not run by default. "
-    "Repeatable."
-)
-ALLOW_OPS = flag("--allow-ops NAME", ALLOW_OPS_MEANING, default_text="none")
+ALLOW_OPS = flag_of(LoadOptions, "allow_ops")
 PROFILE = flag(
     "--profile DEVICE|FILE",
     "Device that the times are of: a10, a100, b200, h100, h200, l4, l40s, mi300x, t4 or v100, whose memory also limits the stages "
@@ -69,13 +63,7 @@ def _import_modules(
 
 
 # An eager option: a module may register the runtime that another option names.
-IMPORTS = flag(
-    "--import MODULE",
-    "Import this Python module first, such as one that registers custom operators or a runtime. Repeatable.",
-    default_text="none",
-    is_eager=True,
-    callback=_import_modules,
-)
+IMPORTS = flag_of(ProcessOptions, "imports", is_eager=True, callback=_import_modules)
 RTOL = flag(
     "--rtol R",
     "Difference from the expected results that is allowed relative to each value.",
@@ -88,43 +76,6 @@ ATOL = flag(
     default_text="by dtype",
     type=click.FloatRange(min=0.0),
 )
-
-
-class Count(click.IntRange):
-    """A number of things, at least 1."""
-
-    unit = 1
-
-    def __init__(self) -> None:
-        super().__init__(min=1)
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return the number, which must fit into 32 bits."""
-        count = super().convert(value, param, ctx)
-        if count > _MAX_COUNT:
-            self.fail(f"{count} is not in the range x<={_MAX_COUNT}.", param, ctx)
-        return count
-
-
-class Amount(click.FloatRange):
-    """A number in a unit of the command line, such as milliseconds, which becomes one in the unit of the field, such as seconds."""
-
-    def __init__(self, minimum: float = 0, maximum: float = _DAY, unit: float = 1.0) -> None:
-        super().__init__(minimum, maximum)
-        self.unit = unit
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return the number in the unit of the field; an integer if this unit is a whole number of that."""
-        amount = super().convert(value, param, ctx)
-        if math.isnan(amount):  # comparisons do not find it out of range
-            self.fail("nan is not a number.", param, ctx)
-        return round(amount * self.unit) if isinstance(self.unit, int) else amount * self.unit
-
-
-def limit_flag(usage: str, meaning: str, limit_type: Count | Amount, default: float) -> Any:
-    """Return an option for a limit of a server; the default is in the unit of the field."""
-    shown = default / limit_type.unit
-    return flag(usage, meaning, type=limit_type, default=int(shown) if shown.is_integer() else shown)
 
 
 # `open_argument` reads these two; the second one is the field `trusted_files`.

@@ -4,19 +4,16 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from stagepack.cli.command import OutputFolderType, flag, option_object, subcommand
+from stagepack.cli.command import OutputFolderType, flag, flag_of, option_object, subcommand
 from stagepack.cli.output import print_json, print_line, progress
 from stagepack.cli.run_options import DEVICES, RuntimeName, batching_text
 from stagepack.cli.shared_flags import (
     ALLOW_OPS,
     IMPORTS,
     JSON,
-    Amount,
     BundleOptions,
-    Count,
     check_output_folder,
     default_model_name,
-    limit_flag,
     open_argument,
 )
 from stagepack.extras import explain_missing_packages
@@ -27,8 +24,6 @@ from stagepack_serving.server.limits import ServerLimits
 
 if TYPE_CHECKING:
     from stagepack_serving.triton.model_configs import RepositoryOptions
-
-_DEFAULT_LIMITS = ServerLimits()
 
 
 @option_object
@@ -53,29 +48,17 @@ class _Options(BundleOptions):
     )
     allow_ops: tuple[str, ...] = ALLOW_OPS
     imports: tuple[str, ...] = IMPORTS
-    max_batch_size: int = limit_flag(
-        "--max-batch N",
-        "Largest batch size that requests to a model are combined into; 1 runs each request alone.",
-        Count(),
-        _DEFAULT_LIMITS.max_batch_size,
+    max_batch_size: int = flag_of(
+        ServerLimits,
+        "max_batch_size",
+        help="Largest batch size that requests to a model are combined into; 1 runs each request alone.",
     )
-    batching_delay: float = limit_flag(
-        "--max-delay-ms MS",
-        "Batching delay: how long a request waits for others to join its batch, in milliseconds.",
-        Amount(maximum=60_000, unit=1e-3),
-        _DEFAULT_LIMITS.batching_delay,
+    batching_delay: float = flag_of(ServerLimits, "batching_delay")
+    max_sequences: int = flag_of(
+        ServerLimits, "max_sequences", help="Largest number of sequences whose state a stage keeps."
     )
-    max_sequences: int = limit_flag(
-        "--max-sequences N",
-        "Largest number of sequences whose state a stage keeps.",
-        Count(),
-        _DEFAULT_LIMITS.max_sequences,
-    )
-    sequence_idle: float = limit_flag(
-        "--sequence-idle-s SECONDS",
-        "Idle time after which a sequence is evicted, in seconds.",
-        Amount(),
-        _DEFAULT_LIMITS.sequence_idle,
+    sequence_idle: float = flag_of(
+        ServerLimits, "sequence_idle", help="Idle time after which a sequence is evicted, in seconds."
     )
     no_check: bool = flag(
         "--no-check", "Do not run the example to check that the rows of a batch do not affect each other."

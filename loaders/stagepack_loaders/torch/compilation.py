@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import GraphModule
 
-from stagepack.errors import CompiledError, OptionError, OutputExistsError, WriteError, first_line
+from stagepack.errors import CompiledError, OutputExistsError, WriteError, first_line
 from stagepack.format.chunks import sha256_of_file
 from stagepack.format.graph import Graph, Value, Weight
 from stagepack.format.output_file import TemporaryFolder
@@ -89,8 +89,6 @@ class TorchCompiler:
     """Compiles stages unit by unit, equal units once, however often and in however many stages they are called."""
 
     def __init__(self, mode: Compile) -> None:
-        if mode not in (False, True, "regions", "whole"):
-            raise OptionError(f"compile: expected False, True, 'regions' or 'whole', found {mode!r}")
         self._mode = mode
         self._compiled: dict[tuple[Any, ...], torch.nn.Module] = {}
 
@@ -305,12 +303,11 @@ def _dynamic_dims(value: Value | Weight, symbol_dims: Mapping[str, Any]) -> dict
 
 
 def compile_stages(
-    bundle: Bundle, stages: Mapping[int, PreparedTorchStage], compile: Compile, compiled: str | os.PathLike[str] | None
+    bundle: Bundle, stages: Mapping[int, PreparedTorchStage], options: LoadOptions
 ) -> dict[int, PreparedTorchStage]:
     """Return stages that run compiled; see `stagepack_loaders.base.Runtime.compile_stages`."""
-    compile_stage = (
-        TorchCompiler(compile).compile_stage if compiled is None else CompiledFolder(compiled, bundle).load_stage
-    )
+    compiler, folder = TorchCompiler(options.compile), options.compiled
+    compile_stage = compiler.compile_stage if folder is None else CompiledFolder(folder, bundle).load_stage
     return {
         stage_number: replace(stage, code=replace(stage.code, compiled_module=compile_stage(stage)))
         for stage_number, stage in stages.items()
@@ -352,12 +349,11 @@ def compile_ahead(
     """
     opened_bundle, target_device = opened(bundle), parse_device(device)
     placement = dict.fromkeys(range(len(opened_bundle.stages)), target_device)
-    distinct: dict[tuple[Any, ...], list[_Occurrence]] = {}
     loading = Loading(options=LoadOptions(allow_ops=allow_ops))
+    distinct: dict[tuple[Any, ...], list[_Occurrence]] = {}
     for stage_number, stage in prepare_stages(opened_bundle, placement, loading).items():
-        graph = stage.code.graph
-        for unit in compilation_units(stage.code.graph_module, graph):
-            occurrence = _Occurrence(stage_number, unit, graph.symbols)
+        for unit in compilation_units(stage.code.graph_module, stage.code.graph):
+            occurrence = _Occurrence(stage_number, unit, stage.code.graph.symbols)
             distinct.setdefault(content_key(unit.module), []).append(occurrence)
     return _compile_to_folder(opened_bundle, distinct, target_device, Path(os.path.abspath(out)), progress)
 
@@ -393,8 +389,9 @@ def _compile_to_folder(
                 if failure_reason := _compile_module(first.unit.module, first.symbols, device, file_path):
                     units.append(CompiledUnit(locations=locations, reason=failure_reason))
                 else:
-                    digest = sha256_of_file(file_path)
-                    units.append(CompiledUnit(locations=locations, file_name=file_name, sha256=digest))
+                    units.append(
+                        CompiledUnit(locations=locations, file_name=file_name, sha256=sha256_of_file(file_path))
+                    )
             (temporary.path / LIST_NAME).write_text(encode_list(bundle, device, units))
             temporary.path.rename(path)
         except OSError as error:

@@ -8,11 +8,9 @@ from typing import TYPE_CHECKING, Any
 from stagepack.extras import install_command
 from stagepack.format.reader import Bundle
 from stagepack_loaders.base import ArrayOps, Loading, Runtime
-from stagepack_loaders.options import Compile
+from stagepack_loaders.options import LoadOptions
 
 if TYPE_CHECKING:
-    import os
-
     import torch
 
     from stagepack_loaders.torch.prepare import PreparedTorchStage
@@ -63,12 +61,12 @@ class TorchRuntime(Runtime):
         return prepare_stages(bundle, placement, loading)
 
     def compile_stages(
-        self, bundle: Bundle, stages: Mapping[int, Any], compile: Compile, compiled: "str | os.PathLike[str] | None"
+        self, bundle: Bundle, stages: Mapping[int, Any], options: LoadOptions
     ) -> "dict[int, PreparedTorchStage]":
         """See `Runtime`."""
         from stagepack_loaders.torch.compilation import compile_stages
 
-        return compile_stages(bundle, stages, compile, compiled)
+        return compile_stages(bundle, stages, options)
 
     def move_stages(self, bundle: Bundle, stages: Mapping[int, Any], placement: "Mapping[int, torch.device]") -> None:
         """See `Runtime`. Stages that are moved to one device share the tensors that they shared before."""

@@ -2,7 +2,9 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Final
+from typing import Annotated, Final
+
+from stagepack.options import Option
 
 # Of a request for a text. Room for the longest prompts: 30 s of speech in 128 bands are 8 MB of JSON.
 MAX_TEXT_BYTES: Final = 16_000_000
@@ -54,18 +56,83 @@ class ServerLimits:
         drain: the time that accepted requests have to finish once the server stops to accept, in seconds.
     """
 
-    max_batch_size: int = 32
-    batching_delay: float = 0.0
-    max_pending_requests: int = 256
-    max_connections: int = 1024
-    first_request: float = 10.0
-    max_request_bytes: int = 64_000_000
-    deadline: float = 60.0
-    max_waiting_tokens: int = 262_144
-    max_sequences: int = 8
-    sequence_idle: float = 60.0
-    linger: float = 1.0
-    drain: float = 30.0
+    max_batch_size: Annotated[
+        int,
+        Option(
+            "--max-batch N",
+            "Largest batch size that requests to a model are combined into, and largest number of texts that are generated at once; 1 runs "
+            "each request alone.",
+        ),
+    ] = 32
+    batching_delay: Annotated[
+        float,
+        Option(
+            "--max-delay-ms MS",
+            "Batching delay: how long a request waits for others to join its batch, in milliseconds.",
+            maximum=60_000,
+            unit=1e-3,
+        ),
+    ] = 0.0
+    max_pending_requests: Annotated[
+        int,
+        Option(
+            "--max-queue N",
+            "Largest number of requests to a model that wait for an answer; further requests are refused with status 503 or UNAVAILABLE.",
+        ),
+    ] = 256
+    max_connections: Annotated[
+        int,
+        Option(
+            "--max-connections N",
+            "Largest number of open HTTP connections, of open gRPC connections, and of concurrent gRPC requests.",
+        ),
+    ] = 1024
+    first_request: Annotated[
+        float,
+        Option(
+            "--first-request-s SECONDS",
+            "Longest time that a connection may take for its TLS handshake, and for the head of its first request, in seconds.",
+            minimum=1e-3,
+        ),
+    ] = 10.0
+    max_request_bytes: Annotated[
+        int,
+        Option(
+            "--max-body-mb MB",
+            "Largest size of a request, in megabytes (1 MB is 10^6 bytes).",
+            minimum=1e-3,
+            maximum=2000,
+            unit=10**6,
+        ),
+    ] = 64_000_000
+    deadline: Annotated[
+        float, Option("--deadline-s SECONDS", "Longest time that a request may take, in seconds.", minimum=1e-3)
+    ] = 60.0
+    max_waiting_tokens: Annotated[
+        int,
+        Option(
+            "--max-tokens-waiting N",
+            "Largest number of tokens of prompts that wait for a model to begin with their texts.",
+        ),
+    ] = 262_144
+    max_sequences: Annotated[
+        int, Option("--max-sequences N", "Largest number of sequences whose state a model keeps.")
+    ] = 8
+    sequence_idle: Annotated[
+        float,
+        Option(
+            "--sequence-idle-s SECONDS",
+            "Idle time after which a sequence is evicted if another one needs its place, in seconds.",
+        ),
+    ] = 60.0
+    linger: Annotated[
+        float,
+        Option("--linger-s SECONDS", "How long new requests are still accepted after SIGTERM or SIGHUP, in seconds."),
+    ] = 1.0
+    drain: Annotated[
+        float,
+        Option("--drain-s SECONDS", "How long accepted requests may still take when the server stops, in seconds."),
+    ] = 30.0
 
     @property
     def sending(self) -> float:
