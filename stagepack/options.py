@@ -3,8 +3,6 @@
 import functools
 from typing import Any, NamedTuple, get_type_hints
 
-_DAY = 86_400
-
 
 class Option(NamedTuple):
     """The flag of a field: ``stream: Annotated[bool, Option("--stream", "Compute while the weights are read.")] = False``.
@@ -14,8 +12,7 @@ class Option(NamedTuple):
         meaning: the help text.
         default_text: the default as the help shows it, where it is no value.
         unit: of a number, one of the flag in the unit of the field, such as 1e-3 for milliseconds of a field in seconds.
-        minimum: of a number that is no count, in the unit of the flag.
-        maximum: the same.
+        minimum, maximum: of a number that is no count, in the unit of the flag.
     """
 
     usage: str
@@ -23,23 +20,15 @@ class Option(NamedTuple):
     default_text: str | None = None
     unit: float = 1.0
     minimum: float = 0
-    maximum: float = _DAY
-
-
-class OptionField(NamedTuple):
-    """An option, with the type and the default of its field."""
-
-    option: Option
-    annotation: Any
-    default: Any
+    maximum: float = 86_400  # a day in seconds
 
 
 @functools.cache
-def options_of(options_class: type) -> dict[str, OptionField]:
-    """Return the fields of a class that are options, by name. All fields of the class have defaults."""
+def options_of(options_class: type) -> dict[str, tuple[Option, Any, Any]]:
+    """Return the options of a class by the names of their fields, each with type and default. All fields of the class have defaults."""
     defaults, annotations = options_class(), get_type_hints(options_class)
     return {
-        field_name: OptionField(option, annotations[field_name], getattr(defaults, field_name))
+        field_name: (option, annotations[field_name], getattr(defaults, field_name))
         for field_name, annotated in get_type_hints(options_class, include_extras=True).items()
         for option in getattr(annotated, "__metadata__", ())
         if isinstance(option, Option)

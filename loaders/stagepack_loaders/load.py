@@ -18,6 +18,7 @@ from stagepack_loaders.options import (
     Compile,
     LoadKeywords,
     LoadOptions,
+    LocalKeywords,
     ProcessOptions,
     Verify,
     device_list,
@@ -44,11 +45,9 @@ def load(  # type: ignore[overload-overlap] # False is an integer, too
     *,
     device: "str | torch.device | None" = ...,
     runtime: str | Sequence[str] = ...,
-    stream: bool = ...,
-    device_memory: int | str | None = ...,
     limits: Limits | None = ...,
     processes: Literal[False] = ...,
-    **options: Unpack[LoadKeywords],
+    **options: Unpack[LocalKeywords],
 ) -> Pipeline: ...
 
 
@@ -253,9 +252,7 @@ def load_stage(
     device: "str | torch.device" = ...,
     *,
     modules: bool = ...,
-    stream: bool = ...,
-    device_memory: int | str | None = ...,
-    **options: Unpack[LoadKeywords],
+    **options: Unpack[LocalKeywords],
 ) -> "TorchStage": ...
 
 
@@ -267,9 +264,7 @@ def load_stage(
     *,
     runtime: str,
     modules: bool = ...,
-    stream: bool = ...,
-    device_memory: int | str | None = ...,
-    **options: Unpack[LoadKeywords],
+    **options: Unpack[LocalKeywords],
 ) -> Any: ...
 
 

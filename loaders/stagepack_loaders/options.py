@@ -35,6 +35,13 @@ class LoadKeywords(TypedDict, total=False):
     compiled: str | os.PathLike[str] | None
 
 
+class LocalKeywords(LoadKeywords, total=False):
+    """Further keywords of stages in this process."""
+
+    stream: bool
+    device_memory: int | str | None
+
+
 class WeightOptions(Struct, frozen=True, kw_only=True):
     """How the weights of stages come into the memory of a device; `device_memory` becomes a number of bytes."""
 

@@ -206,7 +206,7 @@ def click_parameters(options_class: Any) -> Iterator[click.Parameter]:
             yield from _declared(field.name, field.type, parameters)
         else:
             for field_name, flags in parameters.flags.items():
-                yield from _declared(field_name, options_of(parameters.options_class)[field_name].annotation, flags)
+                yield from _declared(field_name, options_of(parameters.options_class)[field_name][1], flags)
 
 
 def _declared(field_name: str, annotation: Any, parameters: _Parameters) -> Iterator[click.Parameter]:

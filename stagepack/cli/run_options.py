@@ -48,7 +48,7 @@ DEVICES = flag_of(LoadOptions, "devices", callback=_check_devices)
 RUNTIMES = flag_of(
     LoadOptions,
     "runtime",
-    help=options_of(LoadOptions)["runtime"].option.meaning.format(runtimes=", ".join(runtime_names())),
+    help=options_of(LoadOptions)["runtime"][0].meaning.format(runtimes=", ".join(runtime_names())),
     default=(DEFAULT_RUNTIME,),
     type=RuntimeName(),
 )
@@ -90,7 +90,7 @@ def check_arriving(weights: WeightOptions, *, in_processes: bool) -> str | None:
     """Return the flag by which weights come while a stage runs; refuse it for stages in processes of their own."""
     if weights.arriving is None:
         return None
-    flag_name = f"--{weights.arriving.replace('_', '-')}"
+    [flag_name, *_] = options_of(WeightOptions)[weights.arriving][0].usage.split()
     if in_processes:
         raise click.UsageError(f"{flag_name} cannot be used with --processes or torchrun")
     return flag_name

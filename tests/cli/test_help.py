@@ -9,6 +9,10 @@ import pytest
 from click.testing import CliRunner
 
 from stagepack.cli import main
+from stagepack.options import options_of
+from stagepack_loaders.options import LoadOptions, ProcessOptions, WeightOptions
+from stagepack_loaders.registry import runtime_names
+from stagepack_serving.server.limits import ServerLimits
 
 CONTEXT = click.Context(main, info_name="stagepack")
 COMMANDS = {command_name: main.get_command(CONTEXT, command_name) for command_name in main.list_commands(CONTEXT)}
@@ -67,3 +71,21 @@ def test_a_command_has_the_context_that_documentation_tools_make(command_name: s
     assert context.command_path == f"stagepack {command_name}"
     assert command.get_usage(context).startswith(f"Usage: stagepack {command_name} ")
     assert all(parameter.name for parameter in command.get_params(context))
+
+
+@pytest.mark.parametrize(
+    ("command_name", "options_class"),
+    [("load", WeightOptions), ("load", LoadOptions), ("serve", ProcessOptions), ("serve", ServerLimits)],
+)
+def test_an_option_of_a_class_has_its_name_help_and_default_on_the_command_line(
+    command_name: str, options_class: type
+) -> None:
+    command = COMMANDS[command_name]
+    assert command is not None
+    flags = {word: parameter for parameter in command.params for word in parameter.opts}
+    for field_name, (option, _, default) in options_of(options_class).items():
+        found = flags[option.usage.split()[0]]
+        assert isinstance(found, click.Option)
+        assert found.help == option.meaning.format(runtimes=", ".join(runtime_names()))
+        if options_class is ServerLimits:
+            assert found.get_default(CONTEXT) == pytest.approx(default / option.unit), field_name
