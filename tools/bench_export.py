@@ -33,8 +33,8 @@ from transformers import LlamaForCausalLM
 from stagepack.capture.hugging_face import capture_pretrained
 from stagepack.capture.inputs import Inputs
 from stagepack.exporter import export_capture
-from stagepack.format.dtypes import parse_byte_size
 from stagepack.format.file_writing import synchronize
+from stagepack.format.quantities import parse_byte_size
 from stagepack.format.writer import BundleWriter
 from stagepack.partition.cut_options import CutOptions
 from tools.benchmark_models import llama_config

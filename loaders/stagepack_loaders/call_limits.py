@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from stagepack.errors import OptionError, ValueSizeError
-from stagepack.format.dtypes import ITEM_SIZE, SCALAR_DTYPES, parse_byte_size
+from stagepack.format.dtypes import ITEM_SIZE, SCALAR_DTYPES
 from stagepack.format.graph import Graph, Subgraph, Value
 from stagepack.format.manifest import Edge
+from stagepack.format.quantities import parse_byte_size
 from stagepack.format.reader import Bundle
 from stagepack.format.shapes import Dim, evaluate_dim, format_shape, symbol_names
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Final, Literal, TypedDict
 from msgspec import Struct, structs
 
 from stagepack.errors import OptionError
-from stagepack.format.dtypes import parse_byte_size
+from stagepack.format.quantities import parse_byte_size
 from stagepack.opening import TrustedSigners
 from stagepack.options import Option
 

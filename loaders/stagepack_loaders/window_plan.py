@@ -11,8 +11,8 @@ from typing import Final, NamedTuple
 
 from stagepack.errors import OptionError
 from stagepack.format.aliasing import alias_classes
-from stagepack.format.dtypes import format_bytes
 from stagepack.format.graph import FoldedGraph, Graph
+from stagepack.format.quantities import format_bytes
 from stagepack.format.traversal import input_names, output_names
 from stagepack.graph.region_functions import RegionCallSite, region_functions
 

@@ -3,8 +3,9 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from stagepack.cli.output import count_of, format_bytes, format_flops, print_line, print_table
+from stagepack.cli.output import count_of, print_line, print_table
 from stagepack.format.manifest import Edge, Stage, format_inputs
+from stagepack.format.quantities import format_bytes, format_flops
 from stagepack.format.reader import Bundle
 from stagepack.format.shapes import format_guard, format_range, format_shape
 from stagepack.format.tree import output_names

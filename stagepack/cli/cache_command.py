@@ -6,8 +6,9 @@ from typing import Any
 import click
 
 from stagepack.cli.command import ByteSize, flag, option_object, subcommand
-from stagepack.cli.output import count_of, format_bytes, print_json, print_line, print_table
+from stagepack.cli.output import count_of, print_json, print_line, print_table
 from stagepack.cli.shared_flags import JSON
+from stagepack.format.quantities import format_bytes
 from stagepack.remote.cache import Cache, default_cache_folder
 from stagepack.remote.cache_contents import CachedBundle, cached_bundles, disk_bytes, remove_bundles
 

@@ -28,8 +28,8 @@ import click
 from stagepack.cli.failures import Failure, told_failures
 from stagepack.cli.output import facts_on_standard_error
 from stagepack.errors import MissingPackageError, StagepackError
-from stagepack.format.dtypes import parse_byte_size
 from stagepack.format.output_file import STANDARD_OUTPUT
+from stagepack.format.quantities import parse_byte_size
 from stagepack.options import options_of
 from stagepack.remote.url import is_bundle, is_url, without_secrets
 

@@ -8,11 +8,12 @@ import click
 from stagepack.cli.bundle_facts import bundle_facts, each_entry_point, permission_line, print_bundle
 from stagepack.cli.command import flag, option_object, subcommand
 from stagepack.cli.graph_listing import graph_lines
-from stagepack.cli.output import format_flops, print_json, print_line, print_table
+from stagepack.cli.output import print_json, print_line, print_table
 from stagepack.cli.shared_flags import JSON, BundleOptions, check_stage_number, open_argument
 from stagepack.format.folded_graph import trivially_folded
 from stagepack.format.graph import Graph
 from stagepack.format.operators import needed_permissions
+from stagepack.format.quantities import format_flops
 from stagepack.format.reader import Bundle
 from stagepack.format.shapes import format_shape
 from stagepack.graph.analysis import GraphAnalysis

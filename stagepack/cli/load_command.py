@@ -16,7 +16,6 @@ from stagepack.cli.output import (
     byte_progress,
     count_of,
     finite,
-    format_bytes,
     print_json,
     print_line,
     print_table,
@@ -48,6 +47,7 @@ from stagepack.cli.shared_flags import (
     open_argument,
 )
 from stagepack.format.output_file import check_output_file
+from stagepack.format.quantities import format_bytes
 from stagepack.format.reader import Bundle
 from stagepack_loaders.comparison import Difference, Tolerance, check_example_difference, format_difference
 from stagepack_loaders.distributed.launch_environment import is_launched_group

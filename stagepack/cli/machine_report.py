@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any, Final
 
-from stagepack.cli.output import format_bytes, print_json, print_line, print_table
+from stagepack.cli.output import print_json, print_line, print_table
+from stagepack.format.quantities import format_bytes
 from stagepack.remote.cache import default_cache_folder
 
 _REQUIREMENT: Final = re.compile(r"([A-Za-z0-9._-]+).*;.*extra == ['\"](\w+)['\"]")

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Any
 from stagepack.cli.bundle_facts import each_entry_point, onnx_facts
 from stagepack.cli.command import option_object, subcommand
 from stagepack.cli.failures import fail, shown_warnings
-from stagepack.cli.output import finite, format_bytes, print_json, print_line, print_table, progress
+from stagepack.cli.output import finite, print_json, print_line, print_table, progress
 from stagepack.cli.shared_flags import ALLOW_OPS, ATOL, IMPORTS, JSON, RTOL, BundleOptions, open_argument, refuse_url
 from stagepack.cli.termination import orderly_termination
 from stagepack.extras import require_extras
+from stagepack.format.quantities import format_bytes
 from stagepack.format.reader import Bundle
 
 if TYPE_CHECKING:

@@ -18,8 +18,6 @@ from typing import Any, TextIO
 import click
 
 from stagepack import terminal
-from stagepack.format.dtypes import format_bytes as format_bytes
-from stagepack.format.dtypes import format_quantity
 from stagepack.terminal import active_line
 from stagepack.terminal import printable as printable
 
@@ -182,16 +180,6 @@ def byte_progress(step: str, total_bytes: int | None = None) -> Iterator[Callabl
     """
     with progress(step), terminal.byte_progress(printable(step), total_bytes) as count_bytes:
         yield count_bytes
-
-
-def format_flops(flop_count: int) -> str:
-    """Return a number of floating-point operations for people: ``1.2 GFLOP``."""
-    return format_quantity(flop_count, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP"))
-
-
-def format_time(picoseconds: float) -> str:
-    """Return a time for people: ``1.2 ms``."""
-    return format_quantity(picoseconds, ("ps", "ns", "µs", "ms", "s"))
 
 
 class PhaseTimer:

@@ -13,21 +13,13 @@ from stagepack.capture.model_folders import check_source_path
 from stagepack.cli.command import argument, either, flag, option_object, subcommand
 from stagepack.cli.cost_facts import assumption_lines, bundle_cut_facts, cost_facts, cut_facts, memory_text
 from stagepack.cli.failures import fail, shown_warnings
-from stagepack.cli.output import (
-    count_of,
-    format_bytes,
-    format_flops,
-    format_time,
-    print_json,
-    print_line,
-    print_table,
-    progress,
-)
+from stagepack.cli.output import count_of, print_json, print_line, print_table, progress
 from stagepack.cli.shared_flags import DIGEST, DTYPE, OVERWRITE, CutFlags, Dtype, ExampleFlags, open_argument
 from stagepack.cli.stage_diagram import graphviz_lines, mermaid_lines
 from stagepack.format.graph import Graph
 from stagepack.format.manifest import Plan
 from stagepack.format.output_file import check_output_file
+from stagepack.format.quantities import format_bytes, format_flops, format_time
 from stagepack.format.shapes import Symbol
 from stagepack.partition.costs import estimated_operators
 from stagepack.remote.url import is_bundle

@@ -10,10 +10,11 @@ from stagepack.cli.bundle_facts import each_entry_point
 from stagepack.cli.command import flag, option_object, subcommand
 from stagepack.cli.cost_facts import machine_text, profile_facts
 from stagepack.cli.failures import fail
-from stagepack.cli.output import count_of, format_time, print_json, print_line, print_table, progress
+from stagepack.cli.output import count_of, print_json, print_line, print_table, progress
 from stagepack.cli.run_options import DEVICES, INPUTS_FILE
 from stagepack.cli.shared_flags import ALLOW_OPS, IMPORTS, JSON, OVERWRITE, BundleOptions, open_argument
 from stagepack.format.output_file import check_output_file, is_standard_output
+from stagepack.format.quantities import format_time
 from stagepack.format.reader import Bundle
 from stagepack_loaders.registry import TORCH_RUNTIME, import_runtime
 

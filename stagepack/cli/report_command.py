@@ -3,10 +3,11 @@
 from pathlib import Path
 
 from stagepack.cli.command import PathType, flag, option_object, subcommand
-from stagepack.cli.output import format_bytes, print_line
+from stagepack.cli.output import print_line
 from stagepack.cli.report_page import write_report
 from stagepack.cli.shared_flags import OVERWRITE, PROFILE, BundleOptions, open_argument
 from stagepack.format.output_file import is_standard_output
+from stagepack.format.quantities import format_bytes
 
 
 @option_object

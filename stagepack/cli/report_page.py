@@ -18,13 +18,14 @@ from xml.etree.ElementTree import Element, tostring
 
 from stagepack.cli.bundle_facts import bundle_facts, each_entry_point, size_lines
 from stagepack.cli.cost_facts import assumption_lines, bubble_share, bundle_cut_facts, cost_facts, memory_text
-from stagepack.cli.output import count_of, format_bytes, format_flops, format_time, printable
+from stagepack.cli.output import count_of, printable
 from stagepack.cli.run_tracing import trace_facts
 from stagepack.cli.shared_flags import folder_name
 from stagepack.cli.stage_diagram import mermaid_lines
 from stagepack.errors import CutError, OptionError
 from stagepack.format.manifest import Plan, format_inputs
 from stagepack.format.output_file import check_output_file, output_file
+from stagepack.format.quantities import format_bytes, format_flops, format_time
 from stagepack.format.reader import Bundle
 from stagepack.format.shapes import format_shape
 from stagepack.opening import BundleSource, opened

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from stagepack.cli.command import PathType, flag, flag_of
-from stagepack.cli.output import format_bytes
+from stagepack.format.quantities import format_bytes
 from stagepack.format.reader import Bundle
 from stagepack.options import options_of
 from stagepack_loaders import registry

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from stagepack.cli.output import format_bytes
+from stagepack.format.quantities import format_bytes
 
 _MAX_LABEL_NAMES = 3
 

@@ -1,10 +1,6 @@
-"""Data types: their names in torch and in safetensors headers, and their sizes in bytes (SPEC W4).
+"""Data types: their names in torch and in safetensors headers, and their sizes in bytes (SPEC W4)."""
 
-- Numbers of bytes, and other quantities, as users write and read them.
-"""
-
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
 
@@ -51,11 +47,6 @@ TORCH_DTYPES: Final[Mapping[str, str]] = MappingProxyType(
 )
 # The dtypes of symbolic scalars, which cross edges as Python numbers and not as tensors.
 SCALAR_DTYPES: Final = frozenset({"symint", "symfloat", "symbool"})
-_UNITS = {"": 1, "B": 1} | {
-    f"{prefix}{suffix}": base**power
-    for power, prefix in enumerate("KMGT", start=1)
-    for suffix, base in (("iB", 1024), ("B", 1000))
-}
 
 
 def stored_shape(dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -63,29 +54,3 @@ def stored_shape(dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     if dtype not in STORED_AS_BYTES:
         return shape
     return (*shape[:-1], shape[-1] * ITEM_SIZE[dtype]) if shape else (ITEM_SIZE[dtype],)
-
-
-def parse_byte_size(size: int | str) -> int:
-    """Parse a number of bytes below 2 ** 63: ``24GiB`` (1024 ** 3), ``24GB`` (1000 ** 3), ``500 MB``, or a plain number; rounded down."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KkMGT]?i?B?)", str(size))
-    unit = match[2].replace("k", "K") if match else "?"
-    if match is None or unit not in _UNITS:
-        raise ValueError(f"expected a number of bytes such as 24GiB, 24GB or 25769803776, found {size!r}")
-    scale = _UNITS[unit]
-    byte_count = int(float(match[1]) * scale) if "." in match[1] else int(match[1]) * scale
-    if byte_count >= 2**63:
-        raise ValueError(f"expected fewer than 2 ** 63 bytes, found {size!r}")
-    return byte_count
-
-
-def format_bytes(byte_count: int) -> str:
-    """Return a number of bytes for people: ``90.3 MB``."""
-    return format_quantity(byte_count, ("B", "kB", "MB", "GB", "TB"))
-
-
-def format_quantity(amount: float, units: Sequence[str]) -> str:
-    """Return an amount of the first unit in the largest of the units of which there is one; each is 1,000 of the one before."""
-    position = 0
-    while amount >= 1000 and position < len(units) - 1:
-        amount, position = amount / 1000, position + 1
-    return f"{amount:.{1 if position else 0}f} {units[position]}"

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stagepack.errors import CutError
-from stagepack.format.dtypes import format_bytes
+from stagepack.format.quantities import format_bytes
 from stagepack.partition.assignment import NodeOrder, execution_order
 from stagepack.partition.recipes import CostedGraph, activation_bytes
 

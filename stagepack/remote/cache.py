@@ -21,8 +21,8 @@ from typing import Final, Self
 
 from stagepack.errors import WriteError
 from stagepack.format.chunks import File
-from stagepack.format.dtypes import format_bytes
 from stagepack.format.file_writing import write_at
+from stagepack.format.quantities import format_bytes
 from stagepack.format.rules import MANIFEST_NAME
 
 CACHE_VARIABLE: Final = "STAGEPACK_CACHE"

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Final
 
 from stagepack.errors import OutputExistsError, StagepackError, WriteError
-from stagepack.format.dtypes import format_bytes
 from stagepack.format.file_writing import synchronize
 from stagepack.format.output_file import remove_folder, replace_folder
 from stagepack.format.own_folders import check_outside_bundles, is_bundle_folder, other_files
+from stagepack.format.quantities import format_bytes
 from stagepack.format.reader import Bundle
 from stagepack.format.rules import MANIFEST_NAME, SIGNATURE_NAME, format_names
 from stagepack.format.writer import check_output_path

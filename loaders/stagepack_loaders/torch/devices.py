@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from stagepack.errors import DeviceError, first_line
-from stagepack.format.dtypes import format_bytes
 from stagepack.format.graph import Weight
+from stagepack.format.quantities import format_bytes
 
 
 def parse_device(device: object) -> torch.device:
