@@ -11,16 +11,8 @@ from msgspec import structs
 
 from stagepack.cli.command import flag, flag_of, flags_of, option_object, subcommand
 from stagepack.cli.failures import fail
-from stagepack.cli.output import (
-    PhaseTimer,
-    byte_progress,
-    count_of,
-    finite,
-    print_json,
-    print_line,
-    print_table,
-    progress,
-)
+from stagepack.cli.output import byte_progress, count_of, finite, print_json, print_line, print_table, progress
+from stagepack.cli.phase_timer import PhaseTimer
 from stagepack.cli.run_options import (
     COMPILED,
     DEVICES,
