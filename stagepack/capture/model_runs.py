@@ -14,10 +14,10 @@ from typing import Any, Final
 
 import torch
 
+from stagepack.capture.captured_records import with_records
 from stagepack.capture.inputs import Inputs, on_device_of
 from stagepack.capture.tensor_kinds import plain_tensors, refuse_unreadable_weights, why_unreadable
 from stagepack.capture.torch_messages import format_torch_error, suppress_warnings, with_location
-from stagepack.capture.trace_records import with_records
 from stagepack.errors import CaptureError
 from stagepack.torch_internals import (
     NO_DATA_ERRORS,

@@ -16,6 +16,7 @@ import torch
 from torch.export import Dim, ExportedProgram
 
 from stagepack.capture.asked_properties import Property, Question
+from stagepack.capture.captured_records import captured_results
 from stagepack.capture.checkpoint import DeferredTensors
 from stagepack.capture.imports import register_model_outputs
 from stagepack.capture.inputs import (
@@ -31,8 +32,9 @@ from stagepack.capture.inputs import (
 from stagepack.capture.model_runs import preserve_module, wrapped_model
 from stagepack.capture.tensor_kinds import SCRIPTED, refuse_untraceable, untraceable_part
 from stagepack.capture.torch_messages import format_torch_error, hold_log_records, suppress_stderr, with_location
-from stagepack.capture.trace_records import CustomFunction, TracedCalls, TracedModes, captured_results
+from stagepack.capture.traced_calls import TracedCalls
 from stagepack.capture.traced_code import traced_as_meant
+from stagepack.capture.traced_modes import CustomFunction, TracedModes
 from stagepack.errors import CaptureError
 from stagepack.format.file_writing import FileRange
 from stagepack.torch_internals import (

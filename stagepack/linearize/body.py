@@ -8,7 +8,7 @@ import torch
 from torch.fx import GraphModule
 from torch.fx import Node as FxNode
 
-from stagepack.capture.trace_records import lost_grad_mode
+from stagepack.capture.traced_modes import lost_grad_mode
 from stagepack.errors import UnsupportedError
 from stagepack.format.graph import (
     Argument,

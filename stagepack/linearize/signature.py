@@ -10,7 +10,8 @@ import torch
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument
 
-from stagepack.capture.trace_records import CapturedRecord, TracedCall
+from stagepack.capture.captured_records import CapturedRecord
+from stagepack.capture.traced_calls import TracedCall
 from stagepack.errors import UnsupportedError
 from stagepack.format.limits import is_plain
 from stagepack.format.tree import (

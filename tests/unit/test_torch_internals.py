@@ -25,7 +25,7 @@ import transformers
 from torch.export import Dim
 
 from stagepack import torch_internals
-from stagepack.capture.trace_records import CapturedRecord
+from stagepack.capture.captured_records import CapturedRecord
 from tests.zoo.cases import named
 from tools.benchmark_models import llama, llama_config
 
