@@ -1,16 +1,9 @@
-"""What ``torch.export`` traces wrongly, traced as it is meant.
-
-- Recurrent layers are one operator each, but torch finds the shapes of their results by a loop over the steps of the example, which fixes
-  the length. Here they are found from the shapes of the arguments.
-- Sequences that a model makes of a size, such as ``torch.linspace(0, 1, steps=x.shape[1])``: schemas say that the length is a number and no
-  size, so torch makes a number of it, which fixes it. A call with a size is the same operator.
-"""
+"""Functions that ``torch.export`` traces wrongly, traced as they are meant."""
 
 import builtins
 import contextlib
 import sys
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, Final
 from unittest import mock
 
@@ -21,30 +14,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from stagepack.capture.asked_properties import AskedProperties
 from stagepack.capture.model_runs import model_packages
+from stagepack.capture.recurrent_layers import sequences_of_any_length
+from stagepack.capture.size_sequences import sequence_of_any_length
 from stagepack.torch_internals import (
     FakeTensor,
-    OperatorOverload,
     example_size,
-    operator_schema,
-    recorded_call,
-    shape_decompositions,
-    without_recording,
 )
 
-_WINDOWS: Final = ("bartlett_window", "blackman_window", "hamming_window", "hann_window", "kaiser_window")
-# The operators of functions.
-_OPERATORS: Final = {
-    **{
-        getattr(torch, function_name): getattr(torch.ops.aten, function_name)
-        for function_name in ("linspace", "logspace", *_WINDOWS)
-    },
-    torch.fft.fftfreq: torch.ops.aten.fft_fftfreq,
-    torch.fft.rfftfreq: torch.ops.aten.fft_rfftfreq,
-}
-# The parameters that are the length, or decide it.
-_LENGTHS: Final = ("steps", "window_length", "n")
-_LIST_OF_WEIGHTS: Final = r"self[\w.]*\._flat_weights\[\d+\]"
-LAYERS: Final = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 _READ_DATA: Final = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _CHUNK: Final = (torch.chunk, torch.Tensor.chunk)
 _MAX_POOL: Final = (torch.max_pool1d, torch.nn.functional.max_pool1d)
@@ -52,100 +28,6 @@ _MAX_POOL: Final = (torch.max_pool1d, torch.nn.functional.max_pool1d)
 _ROW_MAJOR: Final = frozenset({"contiguous", "embedding", "layer_norm", "linear", "one_hot"})
 # How many of its arguments decide the layout of a result, where not all do: not the mask.
 _DECIDING: Final = {"scaled_dot_product_attention": 3}
-
-
-def sequence_of_any_length(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
-    """Return what a function of torch makes in a trace, of numbers and a length that may change; None for any other call."""
-    packet = _OPERATORS.get(function)
-    if packet is None:
-        return None
-    options = {key: option for key, option in kwargs.items() if option is not None}
-    dtype, device = options.pop("dtype", None), options.pop("device", None)
-    has_layout = options.pop("layout", torch.strided) != torch.strided
-    has_flags = any([options.pop("pin_memory", False), options.pop("requires_grad", False)])
-    if has_layout or has_flags:
-        return None
-    for overload_name in packet.overloads():
-        operator: OperatorOverload = getattr(packet, overload_name)
-        bound = _bound_arguments(operator, args, options)
-        length = next((bound[key] for key in _LENGTHS if key in bound), None)
-        if isinstance(length, torch.SymInt):
-            with without_recording():
-                size = length // 2 + 1 if function is torch.fft.rfftfreq else length
-                result = torch.empty(size, dtype=dtype, device=device)
-            memory = {"dtype": result.dtype, "device": result.device}
-            return recorded_call(operator, tuple(bound.values()), memory, result)
-    return None
-
-
-def _bound_arguments(operator: OperatorOverload, args: tuple[Any, ...], options: Mapping[str, Any]) -> dict[str, Any]:
-    """The numbers that an overload takes by parameter, but for dtype and device; none if it does not take these."""
-    parameters = operator_schema(operator).arguments
-    keys = [parameter.name for parameter in parameters if not parameter.kwarg_only]
-    defaults = {parameter.name: parameter.default_value for parameter in parameters if parameter.has_default_value()}
-    bound = (
-        {key: defaults[key] for key in keys if key in defaults} | dict(zip(keys, args, strict=False)) | dict(options)
-    )
-    is_functional = all(parameter.name != "out" and str(parameter.type) != "Tensor" for parameter in parameters)
-    are_numbers = all(type(argument) in (bool, int, float, torch.SymInt) for argument in bound.values())
-    is_fitting = len(args) <= len(keys) and bound.keys() == set(keys) and are_numbers
-    return {key: bound[key] for key in keys} if is_functional and is_fitting else {}
-
-
-@contextlib.contextmanager
-def sequences_of_any_length(layers: Iterable[str] = LAYERS) -> Iterator[None]:
-    """Trace recurrent layers, within the ``with`` block, without a loop over the steps of their sequences.
-
-    torch warns that they assign tensors to attributes, which it would lose: the list of their weights, in which it puts its own.
-    """
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(warnings.catch_warnings())
-        warnings.filterwarnings("ignore", rf"The tensor attributes? ({_LIST_OF_WEIGHTS}(, )?)+ w(as|ere) assigned")
-        for layer in layers:
-            stack.enter_context(_shapes_from_arguments(getattr(torch.ops.aten, layer).input))
-        yield
-
-
-@contextlib.contextmanager
-def _shapes_from_arguments(operator: OperatorOverload) -> Iterator[None]:
-    """Use `_fake_results` for the fake tensors of an operator; other tensors go to the kernels that torch registered."""
-    kernels = dict(operator.py_kernels)
-    decompositions = {operator: _kernel_for_fake_tensors(shape_decompositions()[operator])}
-    try:
-        for key, kernel in kernels.items():
-            del operator.py_kernels[key]
-            operator.py_impl(key)(_kernel_for_fake_tensors(kernel))
-        with mock.patch.dict(shape_decompositions(), decompositions):
-            yield
-    finally:
-        for key, kernel in kernels.items():
-            operator.py_kernels.pop(key, None)
-            operator.py_impl(key)(kernel)
-
-
-def _kernel_for_fake_tensors(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    def run(input: torch.Tensor, hidden: Any, *args: Any) -> Any:
-        if not isinstance(input, FakeTensor):
-            return kernel(input, hidden, *args)
-        # The last arguments of all recurrent layers.
-        *_, bidirectional, batch_first = args
-        return _fake_results(input, hidden, bidirectional=bidirectional, batch_first=batch_first)
-
-    return run
-
-
-def _fake_results(
-    input: torch.Tensor, hidden: Any, *, bidirectional: bool, batch_first: bool
-) -> tuple[torch.Tensor, ...]:
-    """Results of the right shapes and strides.
-
-    `input` is ``[steps, batch, features]``, or ``[batch, steps, features]`` with `batch_first`; `hidden` is ``[layers * directions, batch,
-    width]``, of an LSTM the list of the hidden and the cell states.
-    """
-    states = (hidden,) if isinstance(hidden, torch.Tensor) else tuple(hidden)
-    steps, batch = (input.shape[1], input.shape[0]) if batch_first else (input.shape[0], input.shape[1])
-    output = states[0].new_empty(steps, batch, states[0].shape[2] * (2 if bidirectional else 1))
-    return (output.transpose(0, 1) if batch_first else output, *(state.new_empty(state.shape) for state in states))
 
 
 @contextlib.contextmanager

@@ -6,8 +6,8 @@ from collections.abc import Collection
 import torch
 from torch.export import ExportedProgram
 
+from stagepack.capture.recurrent_layers import sequences_of_any_length
 from stagepack.capture.torch_messages import only_errors_logged
-from stagepack.capture.traced_code import sequences_of_any_length
 from stagepack.format import limits
 from stagepack.format.aliasing import StageWrites, stage_writes
 from stagepack.format.folded_graph import trivially_folded
