@@ -1,36 +1,26 @@
-"""Write a captured model as a bundle: linearize, cut, write, and record the example.
-
-- Warnings for models exported in training mode by mistake, those that cannot be trained, and those that need `allow_ops` to be loaded.
-"""
+"""Write a captured model as a bundle: linearize, cut, write, and record the example."""
 
 import importlib.metadata
-import inspect
 import os
-import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-import msgspec
 import torch
 
 from stagepack import self_check
 from stagepack.bundle_builder import BundleBuilder, EntryPointContent
 from stagepack.capture.hugging_face import NotIdenticalError, only_parameters
 from stagepack.capture.model_runs import EXAMPLE_SEED, are_identical
-from stagepack.capture.module_checkpoint import shown
 from stagepack.capture.pretrained_model import model_files
 from stagepack.capture.programs import Capture
 from stagepack.capture.source import FORWARD
-from stagepack.errors import CaptureError, ExportWarning, InputError, warn_caller
-from stagepack.format.contract import bind_call
+from stagepack.errors import CaptureError
+from stagepack.export_warnings import warn_of_export, written_weights
 from stagepack.format.file_writing import Piece
 from stagepack.format.manifest import EntryPoint, Producer
-from stagepack.format.operators import needed_permissions
 from stagepack.format.reader import Bundle, bundle_permissions
 from stagepack.format.shapes import Symbol
-from stagepack.format.tree import Signature, value_names
 from stagepack.format.writer import TensorSource, check_output_path
-from stagepack.graph.analysis import GraphAnalysis
 from stagepack.graph.model_assembly import canonical_graph
 from stagepack.linearize import LinearizedProgram, captured_example, linearize_program
 from stagepack.linearize.tried_sizes import with_tried_sizes
@@ -39,9 +29,6 @@ from stagepack.partition.costs import graph_costs
 from stagepack.partition.cut_options import CutOptions
 from stagepack.partition.partitioner import Partition, partition_graph
 from stagepack.stored_bundle import read_entry_point
-
-# Buffers of torch's batch norms, in training mode updated by each call.
-_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,10 +147,7 @@ def _program(capture: Capture, entry_name: str) -> LinearizedProgram:
     self_check.check_program(program)
     if entry_name != FORWARD:
         program = program.without_unused_weights()
-    _warn_of_training_mode(capture, program)
-    _warn_of_lost_backward(capture)
-    _warn_of_unlisted_operators(capture, program)
-    _warn_of_other_defaults(capture, program)
+    warn_of_export(capture, program)
     return program
 
 
@@ -221,13 +205,13 @@ class _Example:
         return self_check.LoadedDraft(draft, self.program.device, bundle_permissions(draft))
 
     def _written_tensors(self) -> list[torch.Tensor]:
-        return [self.program.weights.tensors[weight] for weight in _written_weights(self.program)]
+        return [self.program.weights.tensors[weight] for weight in written_weights(self.program)]
 
     def _model_answer(self, written: Sequence[torch.Tensor] = ()) -> dict[str, torch.Tensor]:
         """The answer of the model to the example, which its second call gives too, unless it writes weights."""
         changed: list[str] = []
         answer = captured_example.run_example(self.capture, self.program, written, changed)
-        if changed and not _written_weights(self.program):
+        if changed and not written_weights(self.program):
             self_check.check_second_call(self.capture, changed, is_allowed=self.options.allow_difference)
         return answer
 
@@ -237,7 +221,7 @@ class _Example:
         self.options.progress("run the example")
         assert capture.model is not None
         locations = read_entry_point(draft).locations
-        fill_modules([capture.model], capture, program.weights, locations, _written_weights(program))
+        fill_modules([capture.model], capture, program.weights, locations, written_weights(program))
         expected = self._model_answer()
         stages = self._loaded(draft)
         if capture.capture_loaded is not None:
@@ -270,84 +254,3 @@ class _Example:
         return captured_example.tensor_source(
             {f"{captured_example.INPUT_PREFIX}{input_name}": tensor for input_name, tensor in recorded.items()} | answer
         )
-
-
-def _written_weights(program: LinearizedProgram) -> tuple[str, ...]:
-    return GraphAnalysis(program.graph).written_weight_names
-
-
-def _warn_of_training_mode(capture: Capture, program: LinearizedProgram) -> None:
-    """Warn if a model in training mode drops values at random or updates statistics of batches, as dropout and batch norm do."""
-    if capture.model is None or not capture.model.training:
-        return
-    graph = program.graph
-    # The last argument of these operators is whether they train.
-    dropouts = [
-        graph.scopes[node.scope].path
-        for node in graph.nodes
-        if graph.ops[node.op].random and graph.ops[node.op].name.endswith("dropout.default") and True in node.args
-    ]
-    statistics = [weight for weight in _written_weights(program) if weight.endswith(_STATISTICS)]
-    reasons = []
-    if dropouts:
-        reasons.append(f"drops values at random ({_shown(dropouts)})")
-    if statistics:
-        reasons.append(f"updates statistics of batches ({_shown(statistics)})")
-    if reasons:
-        message = (
-            f"{capture.model_name} is exported in training mode: each call {' and '.join(reasons)}. Call model.eval() before the "
-            "export (--eval), unless the bundle is to be trained"
-        )
-        warn_caller(ExportWarning(message))
-
-
-def _warn_of_lost_backward(capture: Capture) -> None:
-    """Warn if a model calls functions with a backward of their own, which torch does not capture."""
-    if capture.functions:
-        class_names = [function.class_name for function in capture.functions]
-        message = (
-            f"{capture.model_name} calls {_shown(class_names)}, in {_shown([f.module_path for f in capture.functions])}: "
-            "torch.export keeps what forward of a torch.autograd.Function does, and drops its backward. The bundle answers as the "
-            "model does, but stagepack.train would use the gradients of forward. To train it, register the function as an operator, by "
-            "torch.library.custom_op and register_autograd"
-        )
-        warn_caller(ExportWarning(message))
-
-
-def _warn_of_unlisted_operators(capture: Capture, program: LinearizedProgram) -> None:
-    """Warn if a model uses operators that loaders do not run by default."""
-    permissions = sorted(needed_permissions([program.graph]))
-    if permissions:
-        message = (
-            f"{capture.model_name} uses {_shown(permissions)}, which loaders do not run by default: whoever loads the bundle passes "
-            f"allow_ops={permissions} (--allow-ops)"
-        )
-        warn_caller(ExportWarning(message))
-
-
-def _warn_of_other_defaults(capture: Capture, program: LinearizedProgram) -> None:
-    """Warn if the example passes other constants than the defaults of the model: calls that pass none are computed with its constants."""
-    declared = {} if capture.model is None else inspect.signature(capture.model.forward).parameters
-    differing = []
-    for parameter in program.signature.parameters:
-        default = declared[parameter.name].default if parameter.name in declared else inspect.Parameter.empty
-        # None says that the model chooses, as by its configuration.
-        if default is inspect.Parameter.empty or default is None or any(value_names(parameter.tree)):
-            continue
-        signature = Signature(
-            parameters=(msgspec.structs.replace(parameter, keyword=True),), result=program.signature.result
-        )
-        try:
-            bind_call(signature, (), {parameter.name: default})
-        except InputError:
-            differing.append(f"{parameter.name}, whose default is {reprlib.repr(default)}")
-    if differing:
-        message = (
-            f"{capture.model_name}: the example passes another constant than the default of {_shown(differing)}. The bundle computes with "
-            "the constant of the example, also in calls that leave it out"
-        )
-        warn_caller(ExportWarning(message))
-
-
-def _shown(names: Sequence[str]) -> str:
-    return shown(dict.fromkeys(name or "the model itself" for name in names))
