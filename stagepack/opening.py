@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from stagepack.errors import NotABundleError, OptionError, named_errors
 from stagepack.extras import explain_missing_packages
-from stagepack.format.chunks import ByteProgress
+from stagepack.format.chunk_reads import ByteProgress
 from stagepack.format.reader import Bundle
 from stagepack.format.rules import DIGEST_PATTERN, MANIFEST_NAME, rule_error
 from stagepack.remote.url import BundleUrl, is_url, split_entry_point

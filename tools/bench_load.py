@@ -21,7 +21,7 @@ import torch
 
 import stagepack
 from stagepack.errors import Problem
-from stagepack.format.chunks import FileRead, read_chunks
+from stagepack.format.chunk_reads import FileRead, read_chunks
 from tools.benchmark_models import Layers, without_values
 from tools.benchmark_results import BenchmarkResults, benchmark_parser, benchmark_results
 from tools.load_programs import BUNDLE, CHECKPOINT, PROGRAM, PROGRAMS, WEIGHTS, WIDTH, is_installed

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from stagepack.errors import DeviceError, OptionError
-from stagepack.format.chunks import ByteProgress
+from stagepack.format.chunk_reads import ByteProgress
 from stagepack.format.graph import Value
 from stagepack.format.manifest import Edge
 from stagepack.format.reader import Bundle

@@ -32,7 +32,8 @@ import numpy
 from blake3 import blake3
 
 from stagepack.errors import Problem
-from stagepack.format.chunks import File, FileRead, read_chunks
+from stagepack.format.chunk_reads import FileRead, read_chunks
+from stagepack.format.chunks import File
 from stagepack.format.file_checks import FILE_GROUP, open_plain_file
 from stagepack.format.reader import Bundle
 from stagepack.format.rules import raise_problems, rule_error

@@ -48,7 +48,7 @@ from stagepack_loaders.registry import find_runtime, import_runtime
 from stagepack_loaders.window_plan import Residency
 
 if TYPE_CHECKING:
-    from stagepack.format.chunks import ByteProgress
+    from stagepack.format.chunk_reads import ByteProgress
     from stagepack_loaders.base import LoadedStage
     from stagepack_loaders.pipeline import CallablePipeline
     from stagepack_loaders.torch.stage import TorchStage

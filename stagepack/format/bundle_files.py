@@ -1,7 +1,4 @@
-"""The files of a bundle: the manifest, which is read when a bundle is opened, and the others on request.
-
-- Where the files of a bundle come from, if its folder does not have all of them.
-"""
+"""The files of a bundle: the manifest, which is read when a bundle is opened, and the others on request."""
 
 import copy
 import errno
@@ -9,11 +6,12 @@ import os
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Final, Protocol, Self
+from typing import Final, Self
 
 from stagepack.errors import DigestError, FileNotListedError, NotABundleError, Problem, StagepackError
 from stagepack.format import limits
-from stagepack.format.chunks import ByteProgress, File, check_content
+from stagepack.format.chunk_reads import ByteProgress
+from stagepack.format.chunks import File, check_content
 from stagepack.format.file_checks import (
     FileVersion,
     NotPlainFileError,
@@ -24,6 +22,7 @@ from stagepack.format.file_checks import (
     read_listed_file,
     read_plain_file,
 )
+from stagepack.format.file_source import FileSource, FileStream
 from stagepack.format.manifest import Manifest
 from stagepack.format.manifest_codec import parse_manifest
 from stagepack.format.rules import (
@@ -38,61 +37,6 @@ from stagepack.format.weights import StoredTensor, parse_header_bytes, parse_wei
 
 # What opening a file fails with if there is none, or a link to itself or a socket.
 _NO_PLAIN_FILE: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO})
-
-
-class FileStream(Protocol):
-    """A handle of files that are being downloaded. It is used by several threads at a time."""
-
-    def read_into(self, file_name: str, start: int, memory: memoryview) -> None:
-        """Fill memory with the bytes of a file from `start` on, when they have arrived.
-
-        Raises:
-            RemoteError: the file cannot be downloaded.
-            DigestError: the file differs from the manifest.
-            WriteError: the file cannot be written.
-        """
-
-    def share(self) -> Self:
-        """Return another handle of the same files. When all handles are closed or gone, the download ends."""
-
-    def close(self) -> None:
-        """Read no further bytes by this handle."""
-
-
-class FileSource(Protocol):
-    """Brings the files of a bundle into its folder.
-
-    Attributes:
-        location: the path or URL that the files come from, for messages.
-        url: the URL by which a process of this user on another machine opens the same files, which may have secrets; None if it needs
-            options too.
-    """
-
-    location: str
-    url: str | None
-
-    def fetch(self, entries: Sequence[File]) -> None:
-        """Return when the folder has these files.
-
-        Raises:
-            RemoteError: a file cannot be downloaded.
-            DigestError: a file differs from the manifest.
-            WriteError: a file cannot be written.
-        """
-
-    def stream(self, entries: Sequence[File]) -> FileStream:
-        """Begin to bring files into the folder, in the order in which they are needed, and return at once."""
-
-    def read_signature(self) -> bytes | None:
-        """Return the content of the signature file, which the manifest does not list; None if there is none.
-
-        Raises:
-            RemoteError: it cannot be downloaded.
-            LimitError: it is too large.
-        """
-
-    def discard(self, entries: Sequence[File]) -> None:
-        """Remove damaged files from the folder, so that `fetch` brings them again."""
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -2,14 +2,10 @@
 
 A file is divided into chunks of 16 MiB. The digest of a chunk is its BLAKE3 hash. The digest of a file of one chunk is that of the chunk;
 the digest of a larger file is a BLAKE3 hash over the digests of its chunks.
-
-- Files that threads read by chunk: to compare them with their digests, or into memory, or both at once.
 """
 
 import hashlib
-import os
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -19,15 +15,10 @@ from msgspec import Struct
 
 from stagepack.errors import Problem
 from stagepack.format.limits import Int64
-from stagepack.format.threads import map_in_threads
 
 CHUNK_BYTES: Final = 16 * 2**20
 # Separates the digests of files of several chunks from those of files whose content is a list of digests.
 _ROOT_CONTEXT: Final = "stagepack 2026-11-22 digests of chunks"
-# Buffers of 1 to 4 MiB were the fastest between 256 KiB and 16 MiB: they fit the second cache of a core.
-_PIECE_BYTES: Final = 2**20
-# Called with the number of further bytes that are done; by several threads at a time.
-ByteProgress = Callable[[int], None]
 
 
 class File(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -125,61 +116,3 @@ def sha256_of_file(path: Path) -> str:
     """Return the SHA-256 digest of a file, in hexadecimal. The file is read in chunks."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-@dataclass(frozen=True, slots=True)
-class FileRead:
-    """A file to be read by its descriptor, whose position is neither used nor changed."""
-
-    entry: File
-    descriptor: int
-    destination: memoryview | None = None  # as long as the file; None to compare it only
-
-
-def read_chunks(reads: Sequence[FileRead], *, compare: bool, progress: ByteProgress | None = None) -> list[Problem]:
-    """Read files by chunk, in as many threads as there are processors.
-
-    compare: compare each chunk with its digest (D2). With a destination, the bytes in the destination are the ones compared.
-    The result is the problems, in the order of the files; of each file the first one. Without problems, the destinations are filled.
-    """
-    pieces = _Pieces()
-
-    def read_chunk(task: tuple[FileRead, FileChunk]) -> Problem | None:
-        read, chunk = task
-        hasher = blake3()
-        try:
-            for piece in pieces.read(read.descriptor, chunk.start, chunk.end, read.destination):
-                if compare:
-                    hasher.update(piece)
-                if progress is not None:
-                    progress(len(piece))
-        except EOFError as error:
-            return Problem(rule="D1", where=chunk.entry.name, message=str(error))
-        return chunk.problem(hasher.hexdigest()) if compare else None
-
-    tasks = [(read, chunk) for read in reads for chunk in file_chunks(read.entry)]
-    problem_of_file: dict[str, Problem] = {}
-    for problem in map_in_threads(read_chunk, tasks):
-        if problem is not None:
-            problem_of_file.setdefault(problem.where, problem)
-    return list(problem_of_file.values())
-
-
-class _Pieces(threading.local):
-    """Reads ranges of files in pieces that fit the cache of a core; without a destination, into one buffer for each thread."""
-
-    def __init__(self) -> None:
-        self._buffer = memoryview(bytearray(_PIECE_BYTES))
-
-    def read(
-        self, descriptor: int, start: int, end: int, destination: memoryview | None = None
-    ) -> Iterator[memoryview]:
-        """Yield the bytes of a file from `start` to `end`."""
-        while start < end:
-            size = min(end - start, _PIECE_BYTES)
-            piece = self._buffer[:size] if destination is None else destination[start : start + size]
-            size = os.preadv(descriptor, [piece], start)
-            if not size:
-                raise EOFError("the file was cut short while it was read")
-            start += size
-            yield piece[:size]

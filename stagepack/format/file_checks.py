@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from stagepack.errors import DigestError, Problem, StagepackError
-from stagepack.format.chunks import ByteProgress, File, FileRead, read_chunks
+from stagepack.format.chunk_reads import ByteProgress, FileRead, read_chunks
+from stagepack.format.chunks import File
 from stagepack.format.rules import raise_problems, rule_error
 
 # Files that are open at the same time. Processes may often have no more than 1,024, or 256.

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from stagepack.format.chunks import CHUNK_BYTES, ByteProgress, File, chunk_digest, file_entry
+from stagepack.format.chunk_reads import ByteProgress
+from stagepack.format.chunks import CHUNK_BYTES, File, chunk_digest, file_entry
 from stagepack.format.file_checks import FileVersion, changed_file_error, file_version
 from stagepack.format.threads import usable_cpu_count
 

@@ -15,8 +15,9 @@ from msgspec.msgpack import encode
 
 from stagepack.errors import EntryPointError, FileNotListedError, OptionError, Problem
 from stagepack.format import limits
-from stagepack.format.bundle_files import BundleFiles, FileSource, FileStream
-from stagepack.format.chunks import ByteProgress
+from stagepack.format.bundle_files import BundleFiles
+from stagepack.format.chunk_reads import ByteProgress
+from stagepack.format.file_source import FileSource, FileStream
 from stagepack.format.graph import Graph, Weight
 from stagepack.format.graph_codec import GraphFile, KeptGraphs
 from stagepack.format.manifest import Edge, EntryPoint, Onnx, Stage, format_inputs, format_stage_count

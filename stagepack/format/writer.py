@@ -16,7 +16,8 @@ import msgspec
 
 from stagepack.errors import ExportWarning, OutputExistsError, StagepackError, WriteError, warn_caller
 from stagepack.format.bundle_files import read_manifest
-from stagepack.format.chunks import ByteProgress, File
+from stagepack.format.chunk_reads import ByteProgress
+from stagepack.format.chunks import File
 from stagepack.format.file_checks import FileVersion, changed_file_error, file_version, open_regular_file
 from stagepack.format.file_writing import FileRange, Piece, synchronize, write_pieces
 from stagepack.format.manifest import Manifest

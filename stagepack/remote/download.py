@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from stagepack.errors import Problem, RemoteError
-from stagepack.format.chunks import CHUNK_BYTES, ByteProgress, File, FileChunk, file_chunks
+from stagepack.format.chunk_reads import ByteProgress
+from stagepack.format.chunks import CHUNK_BYTES, File, FileChunk, file_chunks
 from stagepack.format.rules import rule_error
 from stagepack.remote.cache import PartFile
 from stagepack.remote.local_chunks import LocalChunks

@@ -119,7 +119,7 @@ def offline_message(url: BundleUrl, file_name: str) -> str:
 
 
 class HubSnapshot:
-    """The files of a snapshot, which are all there or missing: a `stagepack.format.bundle_files.FileSource`. It is never written."""
+    """The files of a snapshot, which are all there or missing: a `stagepack.format.file_source.FileSource`. It is never written."""
 
     def __init__(self, url: BundleUrl, folder: Path) -> None:
         self.location = str(url)

@@ -30,7 +30,7 @@ _BATCH_FILES: Final = 64
 
 
 class RemoteFiles:
-    """Downloads files into the folder of a bundle in the cache: a `stagepack.format.bundle_files.FileSource`."""
+    """Downloads files into the folder of a bundle in the cache: a `stagepack.format.file_source.FileSource`."""
 
     def __init__(
         self,

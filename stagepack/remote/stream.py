@@ -95,7 +95,7 @@ class Arrivals:
 
 
 class FileStream:
-    """A handle of files that are being downloaded: see `stagepack.format.bundle_files.FileStream`."""
+    """A handle of files that are being downloaded: see `stagepack.format.file_source.FileStream`."""
 
     def __init__(self, entries: Mapping[str, File], arrivals: Arrivals) -> None:
         self._entries = entries

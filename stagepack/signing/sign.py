@@ -9,7 +9,7 @@ from model_signing import hashing, signing
 
 from stagepack.errors import OptionError, OutputExistsError, WriteError, named_errors
 from stagepack.format import limits
-from stagepack.format.chunks import ByteProgress
+from stagepack.format.chunk_reads import ByteProgress
 from stagepack.format.file_checks import read_plain_file
 from stagepack.format.file_writing import synchronize
 from stagepack.format.manifest_codec import stated_and_actual_digest

@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import Store
 
 from stagepack.errors import OptionError, StagepackError, named_errors
 from stagepack.format.aliasing import written_inputs
-from stagepack.format.chunks import ByteProgress
+from stagepack.format.chunk_reads import ByteProgress
 from stagepack.format.reader import Bundle
 from stagepack.terminal import byte_progress
 from stagepack_loaders.base import LoadedStage, Loading

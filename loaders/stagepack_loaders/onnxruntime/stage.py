@@ -16,7 +16,8 @@ import numpy
 import onnxruntime
 from onnxruntime import OrtValue
 
-from stagepack.format.chunks import File, FileRead, read_chunks
+from stagepack.format.chunk_reads import FileRead, read_chunks
+from stagepack.format.chunks import File
 from stagepack.format.dtypes import SCALAR_DTYPES
 from stagepack.format.file_checks import open_plain_file
 from stagepack.format.graph import Graph, Value, ValueArg, Weight

@@ -16,8 +16,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from stagepack.format.bundle_files import FileStream
 from stagepack.format.dtypes import TORCH_DTYPES
+from stagepack.format.file_source import FileStream
 from stagepack.format.graph import Graph, Weight
 from stagepack.format.reader import Bundle
 from stagepack.format.rules import rule_error

@@ -13,7 +13,8 @@ import torch
 from blake3 import blake3
 
 from stagepack.errors import DigestError, StagepackError, repeated_error
-from stagepack.format.chunks import ByteProgress, File, FileChunk, file_chunks
+from stagepack.format.chunk_reads import ByteProgress
+from stagepack.format.chunks import File, FileChunk, file_chunks
 from stagepack.format.reader import Bundle
 from stagepack.format.rules import rule_error
 from stagepack.format.threads import usable_cpu_count
