@@ -17,7 +17,7 @@ from stagepack.capture.source import FORWARD, ModelSource
 from stagepack.capture.stated_inputs import Example, StatedInputs
 from stagepack.errors import ExportWarning, OptionError, warn_caller
 from stagepack.exporter import ExportOptions, export_captures
-from stagepack.format.manifest import Plan
+from stagepack.format.plan import Plan
 from stagepack.format.reader import Bundle
 from stagepack.format.writer import check_output_path
 from stagepack.partition.cut_options import CutOptions, Policy, WeightSharing

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from stagepack.errors import OptionError
-from stagepack.format.manifest import Plan
+from stagepack.format.plan import Plan
 from stagepack.format.reader import Bundle
 from stagepack.opening import opened
 from stagepack.partition.cut_options import CutOptions, Policy, WeightSharing

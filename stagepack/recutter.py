@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import msgspec
 
 from stagepack.format.graph import Graph
-from stagepack.format.manifest import Plan
+from stagepack.format.plan import Plan
 from stagepack.format.reader import Bundle
 from stagepack.format.rules import raise_problems
 from stagepack.format.validate.graph_rules import check_graph

@@ -7,7 +7,8 @@ import msgspec
 
 from stagepack.cli.output import count_of
 from stagepack.format.graph import value_bytes
-from stagepack.format.manifest import Edge, Plan
+from stagepack.format.manifest import Edge
+from stagepack.format.plan import Plan
 from stagepack.format.quantities import format_bytes, format_time
 from stagepack.format.reader import Bundle
 from stagepack.format.shapes import Symbol, example_sizes, format_shape

@@ -17,8 +17,8 @@ from stagepack.cli.output import count_of, print_json, print_line, print_table, 
 from stagepack.cli.shared_flags import DIGEST, DTYPE, OVERWRITE, CutFlags, Dtype, ExampleFlags, open_argument
 from stagepack.cli.stage_diagram import graphviz_lines, mermaid_lines
 from stagepack.format.graph import Graph
-from stagepack.format.manifest import Plan
 from stagepack.format.output_file import check_output_file
+from stagepack.format.plan import Plan
 from stagepack.format.quantities import format_bytes, format_flops, format_time
 from stagepack.format.shapes import Symbol
 from stagepack.partition.costs import estimated_operators

@@ -23,8 +23,9 @@ from stagepack.cli.run_tracing import trace_facts
 from stagepack.cli.shared_flags import folder_name
 from stagepack.cli.stage_diagram import mermaid_lines
 from stagepack.errors import CutError, OptionError
-from stagepack.format.manifest import Plan, format_inputs
+from stagepack.format.manifest import format_inputs
 from stagepack.format.output_file import check_output_file, output_file
+from stagepack.format.plan import Plan
 from stagepack.format.quantities import format_bytes, format_flops, format_time
 from stagepack.format.reader import Bundle
 from stagepack.format.shapes import format_shape

@@ -7,7 +7,8 @@ from msgspec.structs import replace
 from stagepack.errors import CutError
 from stagepack.format.assembly import GraphAssembler
 from stagepack.format.graph import Graph, Value, Weight
-from stagepack.format.manifest import EntryPoint, run_members
+from stagepack.format.manifest import EntryPoint
+from stagepack.format.plan import run_members
 from stagepack.format.rules import raise_problems
 from stagepack.format.traversal import input_names, sort_module_calls
 from stagepack.format.tree import value_names

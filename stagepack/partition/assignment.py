@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from stagepack.errors import CutError
 from stagepack.format.graph import Graph
-from stagepack.format.manifest import Plan, Run
+from stagepack.format.plan import Plan, Run
 from stagepack.graph.analysis import GraphAnalysis
 
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 from stagepack.errors import CutError
 from stagepack.format import limits
-from stagepack.format.manifest import Plan
+from stagepack.format.plan import Plan
 from stagepack.format.quantities import parse_byte_size
 from stagepack.graph.analysis import GraphAnalysis
 from stagepack.partition.assignment import StageAssignment, node_dependencies, refuse_split_groups

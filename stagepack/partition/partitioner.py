@@ -13,7 +13,8 @@ from msgspec.structs import replace
 
 from stagepack.format.assembly import GraphAssembler
 from stagepack.format.graph import Graph, ModuleCall, Value, Weight
-from stagepack.format.manifest import Edge, Plan, PlannedStage, to_runs
+from stagepack.format.manifest import Edge
+from stagepack.format.plan import Plan, PlannedStage, to_runs
 from stagepack.graph.analysis import GraphAnalysis
 from stagepack.graph.repeats import find_repeats, repeat_interiors
 from stagepack.partition.assignment import (

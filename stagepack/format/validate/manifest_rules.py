@@ -7,7 +7,8 @@ from collections.abc import Collection, Iterator, Sequence
 from stagepack.errors import Problem
 from stagepack.format import limits
 from stagepack.format.chunks import File, chunk_count, file_digest
-from stagepack.format.manifest import Edge, EntryPoint, Manifest, Plan, PlannedStage, Run, Stage
+from stagepack.format.manifest import Edge, EntryPoint, Manifest, Stage
+from stagepack.format.plan import Plan, PlannedStage, Run
 from stagepack.format.rules import (
     DIGEST_PATTERN,
     FILE_NAME_PATTERN,

@@ -11,7 +11,8 @@ from stagepack.errors import Problem
 from stagepack.format.aliasing import alias_classes, colocation_groups, may_write
 from stagepack.format.assembly import GraphAssembler
 from stagepack.format.graph import Graph, ModuleCall, Node, Op, Value
-from stagepack.format.manifest import EntryPoint, run_members
+from stagepack.format.manifest import EntryPoint
+from stagepack.format.plan import run_members
 from stagepack.format.rules import MANIFEST_NAME
 from stagepack.format.traversal import NodeContents, input_names, output_names, random_nodes
 
