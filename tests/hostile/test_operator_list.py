@@ -10,7 +10,8 @@ import torch
 import stagepack
 from stagepack.argument_guards import ARGUMENT_CHECKS, NEED_NO_OVERLAP, guarded_operator
 from stagepack.errors import FormatError, OperatorError
-from stagepack.format.operators import DENIED, LIST_FILE, REASONS, RUN_BY_DEFAULT, listed_verdicts, schema_parameters
+from stagepack.format.operator_schema import schema_parameters
+from stagepack.format.operators import DENIED, LIST_FILE, REASONS, RUN_BY_DEFAULT, listed_verdicts
 from stagepack.torch_internals import operator_schema
 from stagepack_loaders.torch.resolved_operators import BOUNDED_OPERATORS
 from tests.bundle_editor import BundleEditor

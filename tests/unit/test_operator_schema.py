@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from stagepack.format import limits
-from stagepack.format.operators import is_backward_compatible, parse_schema, schema_effects
+from stagepack.format.operator_schema import is_backward_compatible, parse_schema, schema_effects
 
 
 def torch_schemas() -> Iterator[torch._C.FunctionSchema]:

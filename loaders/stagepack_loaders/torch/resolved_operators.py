@@ -20,16 +20,15 @@ import torch
 from stagepack.argument_guards import guarded_operator
 from stagepack.errors import OperatorError
 from stagepack.format.graph import Op
+from stagepack.format.operator_schema import is_backward_compatible, parse_schema
 from stagepack.format.operators import (
     ALLOWED_NAMESPACES,
     REASONS,
-    is_backward_compatible,
     is_denied_operator,
     is_permitted,
     needed_permission,
     operator_namespace,
     operator_verdict,
-    parse_schema,
 )
 from stagepack.torch_internals import HigherOrderOperator, OperatorOverload, operator_schema
 

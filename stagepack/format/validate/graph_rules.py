@@ -31,13 +31,8 @@ from stagepack.format.graph import (
     ValueArg,
     Weight,
 )
-from stagepack.format.operators import (
-    is_denied_operator,
-    is_operator_name,
-    is_random_operator,
-    schema_effects,
-    schema_parameters,
-)
+from stagepack.format.operator_schema import schema_effects, schema_parameters
+from stagepack.format.operators import is_denied_operator, is_operator_name, is_random_operator
 from stagepack.format.rules import (
     DECIMAL_PATTERN,
     WORD_PATTERN,

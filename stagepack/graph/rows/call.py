@@ -7,7 +7,7 @@ from collections.abc import Set as AbstractSet
 from typing import NamedTuple
 
 from stagepack.format.graph import Argument, Node, Op, ValueArg
-from stagepack.format.operators import parse_schema
+from stagepack.format.operator_schema import parse_schema
 from stagepack.format.traversal import argument_value_names, child_arguments
 from stagepack.graph.rows.layout import ONE, UNKNOWN, Rows, RowsMeetError, Shape, Size, SizePoints
 
