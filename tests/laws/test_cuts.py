@@ -18,8 +18,7 @@ from stagepack.format.shapes import example_sizes
 from stagepack.partition.cut_options import CutOptions
 from tests.laws.picture_models import PICTURE_MODELS, FeaturePyramid
 from tests.modules import module_of
-from tests.unit.test_recut import files
-from tests.zoo.case import Case, stages_at_most
+from tests.zoo.case import Case, files, stages_at_most
 from tests.zoo.cases import ROWS, named
 from tests.zoo.test_zoo import name_of, slow, tensors_sent_for_sizes
 

@@ -13,6 +13,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, OutputKind
 from torch.utils import _pytree as pytree
 
+import stagepack
 from stagepack.capture.inputs import Inputs
 from stagepack.capture.programs import Capture
 from stagepack.exporter import export_capture
@@ -20,7 +21,7 @@ from stagepack.format.contract import bind_call
 from stagepack.format.reader import Bundle
 from stagepack.format.tree import ValueLeaf, tree_leaves
 from stagepack.partition.cut_options import CutOptions
-from tests.zoo.case import other_size, stages_at_most
+from tests.zoo.case import files, other_size, stages_at_most
 from tests.zoo.test_zoo import tensors_sent_for_sizes
 
 Runner = subprocess.Popen[str]
@@ -40,13 +41,19 @@ def assert_right_in_fresh_process(
     capture: Capture, *, operators: str, stage_counts: Sequence[int], folder: Path, runner: Runner
 ) -> list[Bundle]:
     """Cut a model, call the bundles in a fresh process with the example, other sizes, and the example again; compare bit for bit."""
-    bundles = []
-    for stages in sorted({stages_at_most(count, capture) for count in stage_counts}):
-        bundles.append(
-            export_capture(capture, out=folder / f"{stages}.stagepack", cut_options=CutOptions(stages=stages))
-        )
-        assert len(bundles[-1].stages) == stages
-        assert not tensors_sent_for_sizes(bundles[-1])
+    counts = sorted({stages_at_most(count, capture) for count in stage_counts})
+    cut_options = [CutOptions(stages=count) for count in counts]
+    exported = export_capture(capture, out=folder / f"{counts[0]}.stagepack", cut_options=cut_options[0])
+    bundles = [
+        exported,
+        *(stagepack.recut(exported, out=folder / f"{count}.stagepack", stages=count) for count in counts[1:]),
+    ]
+    for bundle, count in zip(bundles, counts, strict=True):
+        assert len(bundle.stages) == count
+        assert not tensors_sent_for_sizes(bundle)
+    if len(counts) > 1:  # a cut again gives the bytes of an export
+        direct = export_capture(capture, out=folder / "direct", cut_options=cut_options[-1])
+        assert files(direct.path) == files(bundles[-1].path)
     signature = bundles[0].entry_point.signature
     calls = [capture.inputs, other_size(capture.program, capture.inputs), capture.inputs]
     expected = _answers(capture.program, calls)

@@ -32,8 +32,7 @@ from stagepack.partition.profile import (
 )
 from stagepack.recutter import plan_bundle, whole_graph
 from stagepack_loaders.torch.measurement import measure_bundle
-from tests.unit.test_recut import files
-from tests.zoo.case import Case, stages_at_most
+from tests.zoo.case import Case, files, stages_at_most
 from tests.zoo.cases import named
 from tests.zoo.test_zoo import name_of
 

@@ -12,12 +12,9 @@ from stagepack.errors import CutError, DigestError, OutputExistsError, WriteErro
 from stagepack.exporter import export_capture
 from stagepack.partition.cut_options import CutOptions, PolicyNode
 from tests.zoo.architectures.decoders import llama
+from tests.zoo.case import files
 from tests.zoo.cases import named
 from tests.zoo.rows.build import Lambda
-
-
-def files(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def test_stages_that_go_back_and_forth_are_joined_in_the_order_of_the_model(tmp_path: Path) -> None:

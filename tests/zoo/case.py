@@ -4,6 +4,7 @@ import copy
 import pkgutil
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from stagepack.capture.inputs import Inputs
 from stagepack.capture.model_runs import preserve_module
 from stagepack.capture.programs import Capture
 from stagepack.capture.source import capture_model
+from stagepack.format.graph import Graph
 from stagepack.graph.analysis import GraphAnalysis
 from stagepack.graph.model_assembly import canonical_graph
 from stagepack.linearize import linearize_program
@@ -61,10 +63,14 @@ class Case:
 
 def stages_at_most(stages: int, capture: Capture) -> int:
     """A number of stages; if a model cannot be cut into as many, the most that it can be cut into."""
-    graph = canonical_graph(linearize_program(capture).graph)
+    return min(stages, most_stages(canonical_graph(linearize_program(capture).graph)))
+
+
+def most_stages(graph: Graph) -> int:
+    """How many stages the graph of a whole model can be cut into."""
     costs = graph_costs(graph, {weight.stored: 0 for weight in graph.weights})
     costed = CostedGraph(analysis=GraphAnalysis(graph), costs=costs)
-    return min(stages, 1 + len(cost_sequence(costed, late_state_order(costed.analysis)).split_positions))
+    return 1 + len(cost_sequence(costed, late_state_order(costed.analysis)).split_positions)
 
 
 def answers(run: Callable[..., Any], calls: list[Inputs]) -> list[list[Any]]:
@@ -120,6 +126,11 @@ def other_size(program: ExportedProgram, inputs: Inputs, growth: int = 3) -> Inp
         return inputs
     args, kwargs = pytree.tree_unflatten(others, spec)
     return Inputs(args=args, kwargs=kwargs)
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """The content of the files of a bundle."""
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def assert_equal(found: list[list[Any]], expected: list[list[Any]]) -> None:
