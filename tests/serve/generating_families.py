@@ -31,7 +31,7 @@ from transformers import (
 
 import stagepack
 from tests.made_once import made_once
-from tests.serve.generating_model import tokenizer
+from tests.serve.generating_model import write_assets
 
 POSITIONS = 64
 VOCABULARY = 258
@@ -71,12 +71,12 @@ def export_qwen(folder: Path, batch: int = 4) -> Path:
 
 
 def export_family(family: str, folder: Path, *, is_fragile: bool = False) -> Path:
-    """A bundle of two stages, with a tokenizer and a row of its cache for each of four texts; the keys of `NOT_FINITE` may be NaN."""
-    model, path, assets = make_model(family), folder / f"{family}.stagepack", [folder / "tokenizer.json"]
+    """A bundle of two stages for chats, with a row of its cache for each of four texts; the keys of `NOT_FINITE` may be NaN."""
+    model, path = make_model(family), folder / f"{family}.stagepack"
     if is_fragile:
         model.model.embed_tokens.weight.data[NOT_FINITE] = float("nan")
-    assets[0].write_text(tokenizer().to_str())
-    return stagepack.export(model, out=path, stages=2, generate=POSITIONS, generate_batch=4, assets=assets).path
+    options: dict[str, Any] = {"generate": POSITIONS, "generate_batch": 4, "assets": write_assets(folder)}
+    return stagepack.export(model, out=path, stages=2, **options).path
 
 
 def family_bundle(factory: pytest.TempPathFactory, family: str) -> Path:

@@ -1,11 +1,14 @@
-"""Models of transformers that generate: the tokens are those of its `generate`, in one process and over the server."""
+"""Models of transformers that generate: by every road, the tokens are those of its own `generate`."""
 
 import contextlib
+import functools
 import json
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any
 
-import numpy
 import openai
 import pytest
 import torch
@@ -13,92 +16,106 @@ import tritonclient.grpc
 from transformers import PreTrainedTokenizerFast
 
 import stagepack
-from stagepack_loaders.generation.decoders import decoder_facts, generating_entry_point
-from stagepack_loaders.generation.settings import read_settings
-from stagepack_loaders.generation.token_loop import EncodedTexts, TokenLoop
-from tests.serve.bundles import Bundles
 from tests.serve.generating_families import (
     FAMILIES,
-    POSITIONS,
     SEQ2SEQ,
+    family_bundle,
     generated_by_transformers,
     make_model,
     make_prompts,
 )
-from tests.serve.generating_model import tokenizer, write_assets
+from tests.serve.generating_model import tokenizer
 from tests.serve.servers import Server, grpc_client, post, stagepack_server
-from tests.serve.test_generation import events, stream_responses, text_input
+from tests.serve.test_generation import events, stream_responses
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("serve")]
+pytestmark = pytest.mark.xdist_group("serve")
 COUNT = 24
-OPTIONS: tuple[dict[str, Any], ...] = ({}, {"do_sample": True, "temperature": 0.8, "top_k": 40})
+SETTINGS: tuple[dict[str, Any], ...] = ({}, {"do_sample": True, "top_p": 0.9, "top_k": 40, "temperature": 1.2})
 SEED = 5
+OPERATORS = "transformers"
+IMPORTS = "transformers.integrations.moe"
+Generate = Callable[..., Any]
 
 
-@pytest.fixture(scope="module")
-def bundles(tmp_path_factory: pytest.TempPathFactory) -> Bundles:
-    folder = tmp_path_factory.mktemp("families")
-    options: dict[str, Any] = {"stages": 2, "generate": POSITIONS, "generate_batch": 4, "assets": write_assets(folder)}
-    return {
-        family: stagepack.export(make_model(family), out=folder / f"{family}.stagepack", **options).path
-        for family in FAMILIES
-    }
+@contextmanager
+def one_process(path: Path) -> Iterator[Generate]:
+    yield stagepack.load_entry_points(path, allow_ops=[OPERATORS]).generate
+
+
+@contextmanager
+def processes(path: Path) -> Iterator[Generate]:
+    bundle = stagepack.open(path)
+    pipelines = stagepack.load_entry_points(bundle, allow_ops=[OPERATORS])
+    name = "decode" if "decode" in pipelines else "forward"
+    encoder = {"encoder": pipelines["encode"]} if name == "decode" else {}
+    options: dict[str, Any] = {"allow_ops": [OPERATORS], "imports": [IMPORTS]}
+    with stagepack.load(bundle.select(name), processes=True, **options) as pipeline:
+        yield functools.partial(pipeline.generate, **encoder)
+
+
+@contextmanager
+def onnxruntime(path: Path) -> Iterator[Generate]:
+    for entry_point in stagepack.open(path).entry_points:
+        assert stagepack.add_onnx(stagepack.open(path).select(entry_point.name)).torch_only == {}
+    yield stagepack.load_entry_points(path, runtime="onnxruntime").generate
+
+
+# The families of each road; ONNX Runtime is asked for a decoder alone, and for one with an encoder.
+ROADS: dict[str, tuple[Callable[[Path], AbstractContextManager[Generate]], tuple[str, ...]]] = {
+    "one process": (one_process, FAMILIES),
+    "processes": (processes, FAMILIES),
+    "onnxruntime": (onnxruntime, ("llama", "t5")),
+}
+QUICK = ("one process",), ("llama", "t5")
+
+
+@pytest.mark.parametrize(
+    ("road", "family"),
+    [
+        pytest.param(road, family, marks=() if road in QUICK[0] and family in QUICK[1] else pytest.mark.slow)
+        for road, (_, families) in ROADS.items()
+        for family in families
+    ],
+)
+def test_a_pipeline_generates_the_tokens_of_transformers(
+    road: str, family: str, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> None:
+    path = Path(shutil.copytree(family_bundle(tmp_path_factory, family), tmp_path / "m.stagepack"))
+    model = make_model(family)
+    with ROADS[road][0](path) as generate:
+        for batch_size in (1, 4):
+            prompts = make_prompts(family, batch_size)
+            for settings in SETTINGS:
+                expected = generated_by_transformers(family, model, prompts, SEED, max_new_tokens=COUNT, **settings)
+                tokens = generate(*prompts.values(), max_new_tokens=COUNT, seed=SEED, **settings)
+                assert torch.equal(tokens[:, -expected.shape[1] :], expected), (batch_size, settings)
 
 
 @pytest.fixture(scope="module", params=["one process", "processes"])
-def server(bundles: Bundles, request: pytest.FixtureRequest) -> Iterator[Server]:
+def server(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Server]:
     families = FAMILIES if request.param == "one process" else ("llama", "t5")
-    options = ["--allow-ops", "transformers", "--import", "transformers.integrations.moe"]
+    options = ["--allow-ops", OPERATORS, "--import", IMPORTS]
     options += ["--processes", "2"] if request.param == "processes" else []
-    with stagepack_server([bundles[family] for family in families], *options) as server:
+    with stagepack_server([family_bundle(tmp_path_factory, family) for family in families], *options) as server:
         yield server
 
 
-@pytest.mark.parametrize("batch_size", [1, 4])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_batch_has_the_tokens_of_transformers(bundles: Bundles, family: str, batch_size: int) -> None:
-    bundle, model, prompts = stagepack.open(bundles[family]), make_model(family), make_prompts(family, batch_size)
-    decoder_name = generating_entry_point(bundle)
-    assert decoder_name is not None
-    facts = decoder_facts(bundle.select(decoder_name).entry_point)
-    assert facts is not None
-    pipelines = stagepack.load_entry_points(bundle, allow_ops=["transformers"])
-    mask = prompts.get("attention_mask")
-    mask_array = None if mask is None else mask.numpy()
-    for options in OPTIONS:
-        expected = generated_by_transformers(family, model, prompts, SEED, max_new_tokens=COUNT, **options)
-        settings = read_settings(bundle).override({"max_new_tokens": COUNT, "seed": SEED, **options})
-        pipelines[decoder_name].reset_state()
-        with torch.no_grad():
-            if family in SEQ2SEQ:
-                rows = pipelines["encode"](**prompts).numpy()
-                first = settings.first_tokens(batch_size)
-                loop = TokenLoop(facts, settings, first, None, EncodedTexts(rows, mask_array))
-            else:
-                loop = TokenLoop(facts, settings, prompts["input_ids"].numpy(), mask_array)
-            begin_length = loop.tokens.shape[1]
-            while not loop.is_finished:
-                inputs = {name: torch.from_numpy(array) for name, array in loop.next_inputs().items()}
-                loop.take(pipelines[decoder_name](**inputs).numpy())
-        assert loop.tokens[:, begin_length:].tolist() == expected.tolist()
+@pytest.fixture(params=FAMILIES)
+def family(server: Server, request: pytest.FixtureRequest) -> str:
+    if request.param not in [model["name"] for model in server.facts["models"]]:
+        pytest.skip("in processes, llama and t5 alone are served")
+    return str(request.param)
 
 
-def prompt_of(family: str) -> tuple[dict[str, torch.Tensor], str, Any]:
-    """One prompt: for transformers, and its name and its values for the server."""
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_the_server_generates_the_tokens_of_transformers(server: Server, family: str, settings: dict[str, Any]) -> None:
     prompts = make_prompts(family, 1)
     name = "input_features" if "input_features" in prompts else "input_ids"
-    return prompts, name, prompts[name][0].tolist()
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("options", OPTIONS)
-def test_the_server_generates_the_tokens_of_transformers(server: Server, family: str, options: dict[str, Any]) -> None:
-    if family not in [model["name"] for model in server.facts["models"]]:
-        pytest.skip("in processes, llama and t5 alone are served")
-    prompts, name, values = prompt_of(family)
-    model = make_model(family)
-    expected = generated_by_transformers(family, model, prompts, SEED, max_new_tokens=COUNT, **options)[0].tolist()
-    body = {name: values, "parameters": {"max_tokens": COUNT, "seed": SEED} | options}
+    expected = generated_by_transformers(family, make_model(family), prompts, SEED, max_new_tokens=COUNT, **settings)[
+        0
+    ].tolist()
+    body = {name: prompts[name][0].tolist(), "parameters": {"max_tokens": COUNT, "seed": SEED} | settings}
     status, whole, _ = post(server.http, f"/v2/models/{family}/generate", json.dumps(body))
     assert (status, whole.get("output_ids")) == (200, expected), whole
     parts = events(server.http, f"/v2/models/{family}/generate_stream", body)
@@ -113,19 +130,18 @@ def test_the_server_generates_the_tokens_of_transformers(server: Server, family:
     assert [int.from_bytes(response.raw_output_contents[1], "little") for response in responses] == expected
 
 
-def test_features_of_another_size_are_refused(server: Server) -> None:
-    if "whisper" not in [model["name"] for model in server.facts["models"]]:
-        pytest.skip("in processes, llama and t5 alone are served")
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["whisper"], indirect=True)
+def test_features_of_another_size_are_refused(server: Server, family: str) -> None:
     for values, says in (([[0.5] * 7] * 3, "input_features"), ([["a"]], "Expected `float`, got `str`")):
-        path, body = "/v2/models/whisper/generate", json.dumps({"input_features": values})
+        path, body = f"/v2/models/{family}/generate", json.dumps({"input_features": values})
         status, answer, _ = post(server.http, path, body)
         assert (status, says in answer["error"]) == (400, True), answer
 
 
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "whisper"])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "t5"], indirect=True)
 def test_openai_streams_the_text_of_transformers(server: Server, family: str) -> None:
-    if family not in [model["name"] for model in server.facts["models"]]:
-        pytest.skip("in processes, llama and t5 alone are served")
     model = make_model(family)
     with openai.OpenAI(base_url=f"http://127.0.0.1:{server.http}/v1", api_key="none", max_retries=0) as client:
         for text, is_chat in (("Once upon a time", False), ("<user>Hi 😀<assistant>", True)):
@@ -143,11 +159,10 @@ def test_openai_streams_the_text_of_transformers(server: Server, family: str) ->
                 assert "".join(part.choices[0].text for part in parts) == expected
 
 
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "whisper"])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "t5"], indirect=True)
 def test_openai_draws_the_tokens_of_transformers(server: Server, family: str) -> None:
     """The text at place i is that of transformers for the seed + i."""
-    if family not in [model["name"] for model in server.facts["models"]]:
-        pytest.skip("in processes, llama and t5 alone are served")
     prompts = {"input_ids": torch.tensor([[9, 30, 77, 31]]), "attention_mask": torch.ones(1, 4, dtype=torch.int64)}
     options = {"temperature": 0.8, "top_p": 0.95, "repetition_penalty": 1.2}
     expected = [
@@ -165,6 +180,7 @@ def test_openai_draws_the_tokens_of_transformers(server: Server, family: str) ->
         assert (status, "expected tokens from 0 on, found -1" in answer["error"]["message"]) == (400, True), answer
 
 
+@pytest.mark.slow
 def test_a_stop_string_ends_a_text_where_it_does_in_transformers(server: Server) -> None:
     prompts = {"input_ids": torch.tensor([[9, 30, 77, 31]]), "attention_mask": torch.ones(1, 4, dtype=torch.int64)}
     model, options = make_model("llama"), {"max_new_tokens": COUNT, "do_sample": False}
@@ -181,14 +197,3 @@ def test_a_stop_string_ends_a_text_where_it_does_in_transformers(server: Server)
         _, answer, _ = post(server.http, "/v1/completions", json.dumps(body))
         assert answer["usage"]["completion_tokens"] == len(expected)
         assert answer["choices"][0]["text"] == tokenizer().decode(expected).partition(stop)[0]
-
-
-def test_grpc_streams_a_text(server: Server) -> None:
-    with contextlib.closing(grpc_client(server.grpc)) as client:
-        responses = stream_responses(client, [text_input("Hello")], model="t5", parameters={"max_tokens": 9})
-    tokens = torch.tensor([tokenizer().encode("Hello").ids])
-    expected = generated_by_transformers(
-        "t5", make_model("t5"), {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}, 0, max_new_tokens=9
-    )
-    found = [int.from_bytes(response.raw_output_contents[1], "little") for response in responses]
-    assert numpy.array_equal(found, expected[0].numpy())

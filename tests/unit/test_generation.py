@@ -165,23 +165,6 @@ def test_stop_strings_are_found_where_transformers_finds_them(make_tokenizer: An
     assert 30 < found_count < 570
 
 
-def test_an_exported_model_has_the_tokens_of_transformers(llama: Any, tmp_path: Path) -> None:
-    bundle = stagepack.export(llama, out=tmp_path / "llama.stagepack", stages=2, generate=POSITIONS, generate_batch=3)
-    assert {"config.json", "generation_config.json"} <= bundle.files.keys()
-    facts, pipe = decoder_facts(bundle.entry_point), stagepack.load(bundle)
-    assert facts is not None
-    tokens = torch.randint(1, 99, (3, 6), generator=torch.Generator().manual_seed(1))
-    mask = (torch.arange(6) >= torch.tensor([[0], [5], [2]])).long()
-    options = {"max_new_tokens": 20, "eos_token_id": [9, 41], "pad_token_id": 0, "do_sample": True}
-    torch.manual_seed(2)
-    expected = llama.generate(tokens, attention_mask=mask, **options)
-    loop = TokenLoop(facts, GenerationSettings().override(options | {"seed": 2}), tokens.numpy(), mask.numpy())
-    while not loop.is_finished:
-        with torch.no_grad():
-            loop.take(pipe(**{name: torch.from_numpy(array) for name, array in loop.next_inputs().items()}).numpy())
-    assert loop.tokens.tolist() == expected.tolist()
-
-
 @pytest.mark.parametrize(
     ("options", "says"),
     [
