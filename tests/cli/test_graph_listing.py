@@ -17,22 +17,24 @@ from stagepack.partition.cut_options import CutOptions
 from tests.hostile.attack import run
 from tests.zoo.case import Case, stages_at_most
 from tests.zoo.cases import named
+from tests.zoo.test_zoo import name_of, slow
 
-MODELS = named(
-    "regions-regions",
-    "regions-branches-and-loops",
-    "operators-text-arguments",
-    "operators-factories-with-a-device",
-    "values-odd-constants",
-    "values-no-weights",
-    "values-identity",
-    "shapes-arithmetic-on-sizes",
-    "state-cache-by-index-copy",
-    "decoders-llama",
-)
+MODELS = [
+    *named("regions-branches-and-loops", "operators-text-arguments", "values-odd-constants", "values-identity"),
+    *slow(
+        named(
+            "regions-regions",
+            "operators-factories-with-a-device",
+            "values-no-weights",
+            "shapes-arithmetic-on-sizes",
+            "state-cache-by-index-copy",
+            "decoders-llama",
+        )
+    ),
+]
 
 
-@pytest.mark.parametrize("case", MODELS, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", MODELS, ids=name_of)
 def test_it_reads_as_python_and_has_every_node(case: Case, tmp_path: Path) -> None:
     capture = case.capture()
     cut_options = CutOptions(stages=stages_at_most(2, capture))

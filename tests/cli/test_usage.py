@@ -12,9 +12,6 @@ from stagepack_loaders.registry import runtime_names
 
 COMMANDS = main.list_commands(click.Context(main))
 RUNTIMES = ", ".join(map(repr, ("auto", *runtime_names())))
-# Commands that require an option, or take further arguments.
-NEED_MORE = {"asset", "compile", "diff", "export", "profile", "pull", "push", "recut", "report"}
-NEED_MORE |= {"serve", "sign"}
 
 
 @pytest.mark.parametrize("flag", ["--help", "-h"])
@@ -24,40 +21,22 @@ def test_the_help_lists_the_commands(flag: str) -> None:
     assert all(f"\n  {command} " in result.output for command in COMMANDS)
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.parametrize("flag", ["--help", "-h"])
-def test_the_help_of_a_command_describes_its_options(command: str, flag: str) -> None:
-    result = CliRunner().invoke(main, [command, flag], terminal_width=200)
-    assert result.exit_code == 0
-    assert result.output.startswith("Usage: ")
-    options = [line for line in result.output.splitlines() if line.startswith("  -")]
-    assert options
-    assert all(len(line.split("  ", 2)[2].strip()) > 0 or line.endswith("]") for line in options)
-
-
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
         ("nonsense", "No such command 'nonsense'"),
         ("verfy m", "No such command 'verfy'. Did you mean stagepack verify?"),
-        ("--nonsense", "No such option"),
-        *(([command], "Missing argument") for command in COMMANDS if command not in ("cache", "doctor")),
-        *(([command, "x", "--nonsense"], "No such option") for command in COMMANDS),
-        *(
-            ([command, "x", "y"], "unexpected extra argument")
-            for command in sorted({*COMMANDS} - NEED_MORE - {"triton"})
-        ),
+        ("verify", "Missing argument"),
+        ("verify x --nonsense", "No such option"),
+        ("verify x y", "unexpected extra argument"),
         ("asset add x", "add: name at least one FILE"),
         ("asset list x y", "list takes no FILE"),
         ("asset remove x y --overwrite", "--overwrite is for add"),
         ("export x", "Missing option '-o' / '--out'"),
         ("export x -o y --stages 0", "0 is not in the range 1<=x<=4096"),
-        ("export x -o y --stages two", "'two' is not a valid integer"),
         ("export x -o y --stages 2 --split-at a", "cannot be used together"),
         ("export x -o y --generate 5", "5 is not in the range x>=6"),
         ("export x -o y --generate 64 --part z", "generate: the inputs are made by the export"),
-        ("inspect x --stage one", "'one' is not a valid integer"),
-        ("load x --device", "requires an argument"),
         ("load x --runtime tvm", f"'tvm' is not one of {RUNTIMES}"),
         ("sign x", "Missing option '--key'"),
         ("sign x --key y --certificate-chain z", "--certificate-chain requires --certificate"),
@@ -71,13 +50,10 @@ def test_the_help_of_a_command_describes_its_options(command: str, flag: str) ->
         ("serve x --poll-s 5", "--poll-s requires --model-control poll"),
         ("serve x --exact --max-batch 8", "--exact cannot be used with --max-batch above 1"),
         ("serve --model-repository y --version-policy newest", "expected latest, latest:N, specific:N,N or all"),
-        ("serve --model-repository y --model-control always", "'always' is not one of"),
         ("serve x --tls-key y", "--tls-certificate and --tls-key require each other"),
         ("serve x --tls-client-ca y", "--tls-client-ca requires --tls-certificate"),
         ("serve x --trace run.json", "--trace requires --processes, or torchrun"),
         ("serve x=a y=b --trace run.json --processes 2", "--trace is of one model"),
-        ("load x --trace run.json --requests 0", "0 is not in the range"),
-        ("profile x -o times.json --runs 0", "0 is not in the range"),
         ("triton x -o y --sequence-idle-s 1e30", "1e+30 is not in the range"),
         ("export x -o y --inputs a.py:f --input n=3", "--inputs and --input cannot be used together"),
         ("export x -o y --profile z", "--profile requires --stages"),
@@ -87,7 +63,6 @@ def test_the_help_of_a_command_describes_its_options(command: str, flag: str) ->
         (["recut", "x", "--stages", "2", "-o", ""], "Invalid value for '-o' / '--out': the path is empty"),
         ("plan x --memory 1GiB", "--memory requires --stages"),
         (["plan", "x", "--stages", str(limits.STAGES + 1)], "is not in the range"),
-        (["plan", "x", "--stages", "9" * 30], "is not in the range"),
         ("plan BUNDLE --inputs x.py:f", "a bundle contains its example"),
         (["inspect", ""], "Invalid value for 'BUNDLE': the path is empty"),
         ("inspect x --graph --json", "--graph and --json cannot be used together"),

@@ -242,7 +242,6 @@ def test_sizes_of_a_result_in_a_dataclass_are_dynamic(tmp_path: Path) -> None:
         assert torch.equal(pipe(torch.ones(rows, 4)).right, torch.full((4,), float(rows)))
 
 
-@pytest.mark.process
 def test_model_outputs_give_their_fields(tmp_path: Path) -> None:
     outputs = pytest.importorskip("transformers.utils", reason="transformers is not installed").ModelOutput
 
@@ -255,7 +254,13 @@ def test_model_outputs_give_their_fields(tmp_path: Path) -> None:
     assert list(found) == ["logits"]
     assert torch.equal(found.logits, X + 1)
     assert torch.equal(found[0], X + 1)
-    # torch knows nothing of a class that the model imports while it is traced.
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_a_class_that_the_model_imports_while_it_is_traced_gives_its_fields(tmp_path: Path) -> None:
+    """Which torch knows nothing of."""
+    pytest.importorskip("transformers", reason="transformers is not installed")
     script = (
         "import stagepack, sys, torch\n"
         "class Model(torch.nn.Module):\n"
