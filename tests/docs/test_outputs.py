@@ -61,8 +61,8 @@ def test_outputs_and_stated_failures_are_written(before: str, after: str, page: 
         (console(f"$ {INTERNAL_ERROR}"), "an internal error"),
         (console(f"$ {INTERNAL_ERROR}", above="<!-- fails: a reason -->"), "an internal error"),
         (console(f"$ {INTERNAL_ERROR}", "stagepack: internal error: KeyError"), "an internal error"),
-        ("```python\nraise ValueError\n```\n", "line 1: the block of line 1 raised"),
-        ("```python\nprint(1)\n```\n", 'no block `text title="Output"` follows'),
+        pytest.param("```python\nraise ValueError\n```\n", "the block of line 1 raised", marks=pytest.mark.slow),
+        pytest.param("```python\nprint(1)\n```\n", 'no block `text title="Output"` follows', marks=pytest.mark.slow),
     ],
 )
 def test_a_page_with_another_failure_stays_as_it_is(text: str, says: str, page: Path) -> None:

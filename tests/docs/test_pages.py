@@ -72,8 +72,10 @@ def page_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_PageRuns]:
         run.session.close()
 
 
+# Pages that write code into a copy of the tree, and run its tests: a sixth of the time of all pages.
+_MARKS = {page: [pytest.mark.slow] if changes_the_tree(Path(page)) else [] for page in BLOCKS_OF_PAGE}
 TESTED_BLOCKS = [
-    pytest.param(page, block, id=f"{page}:{block.line}", marks=pytest.mark.xdist_group(f"docs {page}"))
+    pytest.param(page, block, id=f"{page}:{block.line}", marks=[*_MARKS[page], pytest.mark.xdist_group(f"docs {page}")])
     for page, blocks in BLOCKS_OF_PAGE.items()
     for block in blocks
     if block.kind not in ("shown", "output")
