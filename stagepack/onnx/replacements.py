@@ -53,9 +53,15 @@ def _dropout(target: _Operator, arguments: _Arguments) -> Any:
 def _attention(target: _Operator, arguments: _Arguments) -> Any:
     mask = arguments["attn_mask"]
     if mask is None:
-        return None
+        if not arguments["is_causal"]:
+            return None
+        # The exporter hides keys by the smallest finite number, which is larger than a score of -inf.
+        query, key = arguments["query"], arguments["key"]
+        is_later = torch.arange(key.shape[-2]) > torch.arange(query.shape[-2])[:, None]
+        mask = torch.where(is_later, -math.inf, 0.0).to(query.dtype)
+        return target(**{**arguments, "attn_mask": mask, "is_causal": False})
     # For a row whose mask excludes all keys torch returns 0, or NaN if a value is not finite; the exporter the mean of all values, or NaN.
-    is_seen = mask if mask.dtype == torch.bool else mask > -math.inf
+    is_seen = mask if mask.dtype == torch.bool else mask != -math.inf
     if all(isinstance(size, int) for size in mask.shape):
         has_keys = is_seen.any(-1, keepdim=True)
     else:

@@ -2,7 +2,8 @@
 
 MaxPool of ONNX Runtime 1.31 leaves NaN out, and has the smallest finite number for windows of -inf. Two further poolings in each call
 made a ResNet-18 18 % slower, so they run only if the sum of the elements is not finite. An interpolation spreads NaN and infinity to other
-elements than in torch, and a recurrent layer makes 1 of NaN: they fail if the sum is not finite.
+elements than in torch, and a recurrent layer makes 1 of NaN: they fail if the sum is not finite. So does an attention whose result is not
+finite: the fused kernel of torch answers 0 for some rows of scores that are not finite, and NaN for others.
 """
 
 import functools
@@ -20,12 +21,14 @@ _INTERPOLATIONS = {"GridSample", "Resize"}
 _SPREADING = {*_INTERPOLATIONS, "InstanceNormalization", "STFT", "DFT", "GRU", "LSTM", "RNN"}
 # The self check finds weights that are not finite, but for computed ones.
 _WEIGHTED = {"Conv", "GRU", "LSTM", "RNN"}
+# What torch's exporter writes beside each node: the classes of its modules, and the operator.
+_OPERATOR_KEY = "pkg.torch.onnx.class_hierarchy"
 # The position of the integers among the inputs of a recurrent layer.
 _LENGTHS = 4
 
 
 def guard_special_values(model: ir.Model) -> None:
-    """Put maximum poolings of floats without indices, and nodes that spread NaN otherwise than torch, into branches."""
+    """Put maximum poolings of floats without indices into branches, and let nodes that treat NaN otherwise than torch fail."""
     for node in list(model.graph.all_nodes()):
         elements = node.inputs[0] if node.inputs else None
         # The optimizer does not know all dtypes.
@@ -34,16 +37,18 @@ def guard_special_values(model: ir.Model) -> None:
         has_indices = len(node.outputs) > 1 and node.outputs[1].uses()
         is_nearest = node.attributes.get_string("mode", "nearest") == "nearest"
         if node.op_type == "MaxPool" and not has_indices:
-            _choose(node, [elements], _special_maxima(node, elements))
+            _choose(node, elements, _special_maxima(node, elements))
         elif node.op_type in _SPREADING and not (node.op_type == "Resize" and is_nearest):
-            _choose(node, [elements, *_computed_weights(node)], _failure(node, elements))
+            _expect_finite_inputs(node, [elements, *_computed_weights(node)])
         elif (
             node.op_type == "Conv"
             and any(node.attributes.get_ints("pads", []))
             and (weights := _computed_weights(node))
         ):
             # The product of infinity and a 0 of the padding is NaN in one runtime and left out in the other.
-            _choose(node, weights, _failure(node, elements))
+            _expect_finite_inputs(node, weights)
+        elif _is_attention(node):
+            _expect_finite_result(node)
 
 
 def _computed_weights(node: ir.Node) -> list[ir.Value]:
@@ -54,6 +59,13 @@ def _computed_weights(node: ir.Node) -> list[ir.Value]:
         if value is not None and position not in (0, _LENGTHS) and node.op_type in _WEIGHTED
     ]
     return [value for value in others if _depends_on_inputs(value)]
+
+
+def _is_attention(node: ir.Node) -> bool:
+    """Whether a node is the last one of an attention of torch: the product of the chances and the values."""
+    chances = node.inputs[0].producer() if node.op_type == "MatMul" and node.inputs[0] is not None else None
+    is_of_operator = "aten.scaled_dot_product_attention" in node.metadata_props.get(_OPERATOR_KEY, "")
+    return is_of_operator and chances is not None and chances.op_type in ("Softmax", "Dropout")
 
 
 def _depends_on_inputs(value: ir.Value) -> bool:
@@ -93,13 +105,10 @@ def bound_clips(model: ir.Model) -> None:
         node.replace_input_with(2, highest)
 
 
-def _choose(node: ir.Node, summed: Sequence[ir.Value], special: Nodes) -> None:
-    """Run nodes of which the last ones give the outputs, in the place of a node, if the sum of some elements is not finite."""
-    prefix = node_prefix(node)
-    decision = Nodes(f"{prefix}/sum")
-    sums = [decision.add("ReduceSum", [elements], {"keepdims": 0}) for elements in summed]
-    total = functools.reduce(lambda first, second: decision.add("Add", [first, second]), sums)
-    is_special = decision.add("IsNaN", [decision.add("Sub", [total, total])])
+def _choose(node: ir.Node, elements: ir.Value, special: Nodes) -> None:
+    """Run nodes of which the last one gives the output, in the place of a node, if the sum of some elements is not finite."""
+    decision = Nodes(f"{node_prefix(node)}/sum")
+    is_special = _has_infinite_sum(decision, [elements])
     used = [output for output in node.outputs if output.name]
     outputs = [last.outputs[0] for last in special.nodes[-len(used) :]]
     for output, replaced in zip(outputs, used, strict=True):
@@ -108,16 +117,47 @@ def _choose(node: ir.Node, summed: Sequence[ir.Value], special: Nodes) -> None:
     replace_by_choice(node, decision, is_special, graph)
 
 
-def _failure(node: ir.Node, elements: ir.Value) -> Nodes:
-    """Nodes that fail, the last of them in the place of the outputs."""
-    failure = Nodes(f"{node_prefix(node)}/expected_finite_elements")
-    one_more = failure.add("Add", [failure.add("Size", [elements]), failure.integers(1, scalar=True)])
-    impossible = failure.add("Reshape", [elements, failure.add("Reshape", [one_more, failure.integers(1)])])
-    ranks = [1 if output.shape is None else len(output.shape) for output in node.outputs if output.name]
-    shapes = [failure.integers(*[1] * rank) for rank in ranks]
-    for shape in shapes:
-        failure.add("Reshape", [impossible, shape])
-    return failure
+def _has_infinite_sum(nodes: Nodes, summed: Sequence[ir.Value]) -> ir.Value:
+    sums = [nodes.add("ReduceSum", [elements], {"keepdims": 0}) for elements in summed]
+    total = functools.reduce(lambda first, second: nodes.add("Add", [first, second]), sums)
+    return nodes.add("IsNaN", [nodes.add("Sub", [total, total])])
+
+
+def _expect_finite_inputs(node: ir.Node, summed: Sequence[ir.Value]) -> None:
+    """Let a node fail if the sum of some of its inputs is not finite."""
+    check = _finite_check(node)
+    node.replace_input_with(0, _checked(check, node.inputs[0], summed))
+    assert node.graph is not None
+    node.graph.insert_before(node, check.nodes)
+
+
+def _expect_finite_result(node: ir.Node) -> None:
+    """Let a node with one output fail if the sum of its result is not finite."""
+    (result,) = node.outputs
+    check = _finite_check(node)
+    computed = check.add(node.op_type, node.inputs, dict(node.attributes))
+    check.nodes[0].metadata_props.update(node.metadata_props)
+    # The name of the reshape is part of the error.
+    checked = check.add("Identity", [_checked(check, computed, [computed])])
+    checked.type, checked.shape, result_name = result.type, result.shape, result.name
+    assert node.graph is not None
+    node.graph.insert_before(node, check.nodes)
+    ir.convenience.replace_all_uses_with(result, checked, replace_graph_outputs=True)
+    checked.name, result.name = result_name, f"{result_name}/replaced"
+    node.graph.remove(node, safe=True)
+
+
+def _finite_check(node: ir.Node) -> Nodes:
+    return Nodes(f"{node_prefix(node)}/expected_finite_elements")
+
+
+def _checked(check: Nodes, value: ir.Value, summed: Sequence[ir.Value]) -> ir.Value:
+    """A value, by a reshape to its own shape, which is impossible if a sum is not finite."""
+    excess = check.add("Cast", [_has_infinite_sum(check, summed)], {"to": ir.DataType.INT64})
+    shape = check.add("Add", [check.add("Shape", [value]), excess])
+    checked = check.add("Reshape", [value, shape], {"allowzero": 1})
+    checked.type, checked.shape = value.type, value.shape
+    return checked
 
 
 def _special_maxima(node: ir.Node, elements: ir.Value) -> Nodes:

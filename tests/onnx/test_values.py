@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from stagepack.errors import StageFailedError
 from stagepack.onnx.conversion import DECOMPOSITIONS
 from stagepack.torch_internals import onnx_functions_read_once
-from tools.operators.onnx_values import DIFFERS, ENDS, FAILS, IN_TORCH, sweep_calls, sweep_operators
+from tools.operators.onnx_values import DIFFERS, ENDS, FAILS, IN_TORCH, converted, sweep_calls, sweep_operators
 from tools.operators.value_grid import bound_call
 
 F32, NAN = torch.float32, float("nan")
@@ -90,7 +91,7 @@ REPLACED = [
     bound_call("aten.scatter_reduce.two", ROWS, 0, torch.tensor([[0, 0, 1, 2, 3]] * 3), ROWS[:3], "mean"),
 ]
 STATES, GATES = torch.rand(1, 2, 4), [torch.rand(12, 5), torch.rand(12, 4)]
-HEADS = torch.rand(1, 2, 5, 4)
+HEADS, ATTENTION = torch.rand(1, 2, 5, 4), "aten.scaled_dot_product_attention.default"
 COMPLEX = torch.complex64
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz)
 # Found when operators that the exporter decomposes, overloads without samples, casts and complex numbers joined the sweep.
@@ -126,7 +127,8 @@ REPLACED += [
         bound_call("aten.scatter_reduce.two", ROWS, 0, torch.tensor([[0, 0, 1, 2, 3]] * 3), ROWS[:3], kind)
         for kind in ("amax", "amin")
     ),
-    bound_call("aten.scaled_dot_product_attention.default", HEADS, HEADS, HEADS, ROWS[:1, :] > 0.5),
+    bound_call(ATTENTION, HEADS, HEADS, HEADS, ROWS[:1, :] > 0.5),
+    bound_call(ATTENTION, HEADS, HEADS, HEADS, None, 0.0, True),
     bound_call("aten.gru.input", torch.rand(3, 2, 5), STATES, GATES, False, 1, 0.0, False, False, False),
     bound_call("aten.fft_irfft.default", ROWS),
     bound_call("aten.conv1d.default", ROWS[None], torch.rand(2, 4, 3), None, [1], [1]),
@@ -178,6 +180,28 @@ def test_calls_that_no_form_makes_right_stay_in_torch_by_name(reason: str, tmp_p
     (verdict,) = sweep_calls([REFUSED[reason]], tmp_path)
     assert verdict.kind == IN_TORCH
     assert f"no ONNX form of aten.{reason}" in verdict.detail
+
+
+def test_a_causal_attention_hides_later_keys_below_all_scores(tmp_path: Path) -> None:
+    query, key, value = (
+        torch.tensor(column).reshape(1, 1, 2, 1) for column in ([3e19, 3e19], [-1e19, 1e19], [1.0, 2.0])
+    )
+    with onnx_functions_read_once():
+        pipe = converted([bound_call(ATTENTION, query, key, value, None, 0.0, True)], tmp_path)
+    # The sum of the hidden score and the smallest finite number is larger than the first score.
+    assert pipe(query, key, value)[0].flatten().tolist() == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("mask", [None, torch.zeros(5, 5)])
+def test_an_attention_without_a_finite_result_fails(mask: torch.Tensor | None, tmp_path: Path) -> None:
+    tensors = [HEADS, HEADS, HEADS] if mask is None else [HEADS, HEADS, HEADS, mask]
+    with onnx_functions_read_once():
+        pipe = converted([bound_call(ATTENTION, *tensors)], tmp_path)
+    assert torch.equal(pipe(*tensors)[0].isfinite(), torch.ones_like(HEADS, dtype=torch.bool))
+    # A row of a mask that has NaN and else hides all keys is not one that hides all keys.
+    tensors[-1] = torch.where(torch.eye(*tensors[-1].shape[-2:]) > 0, NAN, -math.inf).expand(tensors[-1].shape)
+    with pytest.raises(StageFailedError, match="expected_finite_elements"):
+        pipe(*tensors)
 
 
 def test_each_decomposition_is_tried() -> None:
