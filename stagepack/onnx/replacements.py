@@ -7,8 +7,8 @@ from typing import Any, Final
 import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from stagepack.onnx.decompositions import NoOnnxFormError
-from stagepack.torch_internals import OperatorOverload, operator_schema
+from stagepack.onnx.decompositions import NARROW, NoOnnxFormError
+from stagepack.torch_internals import OperatorOverload, operator_schema, tree_flatten
 
 _Arguments = Mapping[str, Any]
 _Operator = OperatorOverload
@@ -206,6 +206,13 @@ def _margin_loss(target: _Operator, _: _Arguments) -> Any:
     raise NoOnnxFormError(f"{target}, which leaves NaN out in torch")
 
 
+def _steps_of_16_bits(target: _Operator, arguments: _Arguments) -> Any:
+    # Torch rounds each step to 16 bits; ONNX Runtime keeps float32 between them, and is finite where torch overflows to NaN.
+    tensors = [leaf for leaf in tree_flatten(list(arguments.values()))[0] if isinstance(leaf, torch.Tensor)]
+    if any(tensor.dtype in NARROW for tensor in tensors):
+        raise NoOnnxFormError(f"{target} of 16 bits, whose steps torch rounds")
+
+
 def _reduced_count(arguments: _Arguments) -> Any:
     """The number of elements that become one."""
     tensor, dims = arguments["self"], arguments.get("dim")
@@ -227,6 +234,7 @@ REPLACEMENTS: Final[Mapping[str, Callable[[Any, _Arguments], Any]]] = {
     "alpha_dropout": _dropout,
     "any": _any,
     "bernoulli": _bernoulli,
+    "chain_matmul": _steps_of_16_bits,
     "div": _integer_division,
     "divide": _integer_division,
     "dropout": _dropout,
@@ -235,6 +243,10 @@ REPLACEMENTS: Final[Mapping[str, Callable[[Any, _Arguments], Any]]] = {
     "flatten": _reshape,
     "floor_divide": _integer_division,
     "fmod": _integer_division,
+    "gradient": _steps_of_16_bits,
+    "gru": _steps_of_16_bits,
+    "linalg_multi_dot": _steps_of_16_bits,
+    "lstm": _steps_of_16_bits,
     "mean": _mean,
     "multi_margin_loss": _margin_loss,
     "multilabel_margin_loss": _margin_loss,
@@ -242,6 +254,8 @@ REPLACEMENTS: Final[Mapping[str, Callable[[Any, _Arguments], Any]]] = {
     "multinomial": _multinomial,
     "remainder": _integer_division,
     "reshape": _reshape,
+    "rnn_relu": _steps_of_16_bits,
+    "rnn_tanh": _steps_of_16_bits,
     "scaled_dot_product_attention": _attention,
     "scatter": _scatter,
     "scatter_add": _scatter,

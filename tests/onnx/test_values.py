@@ -150,6 +150,15 @@ REFUSED = {
         "aten.cross_entropy_loss.default", ROWS.double(), torch.tensor([0, 1, 2, 3])
     ),
     "soft_margin_loss.default of 16 bits": bound_call("aten.soft_margin_loss.default", ROWS.half(), ROWS.half()),
+    "gru.input of 16 bits": bound_call(
+        "aten.gru.input",
+        torch.rand(3, 2, 5).half(),
+        STATES.half(),
+        [gate.half() for gate in GATES],
+        *(False, 1, 0.0, False, False, False),
+    ),
+    "linalg_multi_dot.default of 16 bits": bound_call("aten.linalg_multi_dot.default", [ROWS.half(), ROWS.T.half()]),
+    "gradient.array of 16 bits": bound_call("aten.gradient.array", ROWS.half(), dim=[0]),
     "multi_margin_loss.default": bound_call("aten.multi_margin_loss.default", ROWS, torch.tensor([0, 1, 2, 3])),
     "conv1d.default of complex numbers": bound_call(
         "aten.conv1d.default", torch.rand(1, 2, 5).to(torch.complex64), torch.rand(2, 2, 3).to(torch.complex64)
