@@ -11,6 +11,7 @@ from torch.export import ExportedProgram
 from stagepack.bundle_assets import exported_assets, read_assets
 from stagepack.capture.generation import generating_model
 from stagepack.capture.inputs import Inputs
+from stagepack.capture.model_folders import form_of_source
 from stagepack.capture.pretrained_model import model_files
 from stagepack.capture.programs import Capture, strict_captures
 from stagepack.capture.source import FORWARD, ModelSource
@@ -28,6 +29,7 @@ from stagepack_loaders.comparison import Tolerance
 if TYPE_CHECKING:
     from stagepack.onnx import AddedOnnx
 
+DEFAULT_GENERATE_BATCH = 8
 _NO_ENTRY_POINTS = "stages, split_at: a dict is for entry_points, which are missing"
 
 
@@ -57,7 +59,7 @@ class ExportRequest:
     graph_from: str | os.PathLike[str] | Bundle | None = None
     dtype: str | torch.dtype | None = None
     generate: int | None = None
-    generate_batch: int = 8
+    generate_batch: int = DEFAULT_GENERATE_BATCH
     cut: CutOptions = field(default_factory=CutOptions)
     cuts: Mapping[str, CutOptions] = field(default_factory=dict)
     with_onnx: bool = False
@@ -76,10 +78,18 @@ class ExportRequest:
                 )
             if not isinstance(self.model, str | os.PathLike):
                 raise OptionError(f"graph_from: expected the path of a checkpoint, found {type(self.model).__name__}")
+            if form_of_source(os.fspath(self.model)) == "function":
+                raise OptionError(
+                    f"graph_from: expected a checkpoint, or a Hugging Face folder or name, found the function {self.model}"
+                )
+            if self.strict or self.options.allow_difference:
+                raise OptionError("graph_from: nothing is captured: leave out strict and allow_difference")
         if self.generate is not None and (makes_inputs or self.graph_from is not None):
             raise OptionError(
                 "generate: the inputs are made by the export: leave out inputs, entry points, modules, weights and graph_from"
             )
+        if self.generate is None and self.generate_batch != DEFAULT_GENERATE_BATCH:
+            raise OptionError("generate_batch: it is for a model that generates: state its positions by generate")
         if self.modules and self.example.entry_points is not None:
             raise OptionError("entry_points: each has its own inputs: leave out modules")
         may_be_several = (
@@ -129,7 +139,7 @@ def export(
     shared: WeightSharing = "replicate",
     dynamic_shapes: Any = None,
     generate: int | None = None,
-    generate_batch: int = 8,
+    generate_batch: int = DEFAULT_GENERATE_BATCH,
     assets: Sequence[str | os.PathLike[str]] = (),
     onnx: bool = False,
     rtol: float | None = None,

@@ -25,6 +25,7 @@ from stagepack.format.weights import StoredTensor
 from stagepack.linearize import LinearizedProgram
 from stagepack.linearize.captured_example import example_inputs, run_example
 from stagepack.linearize.op_tables import with_node_location
+from stagepack.unwritten_memory import ALLOCATING_OPERATORS
 from stagepack_loaders.base import Loading
 from stagepack_loaders.comparison import Difference, format_difference
 from stagepack_loaders.example import compare_results, run_on_inputs
@@ -174,9 +175,13 @@ def report_difference(capture: Capture, inputs: Sequence[Any], largest: float, *
     if capture.model is not None:
         module = diverging_module(capture.model, capture.program, capture.inputs, inputs)
     part = f", first in {module}" if module else ""
+    targets = {str(node.target) for node in capture.program.graph.nodes}
+    cause = "the model takes another path in eager mode than under torch.export"
+    if allocating := sorted(targets & ALLOCATING_OPERATORS):
+        cause = f"the model may return memory that {allocating[0]} has not written, where bundles have zeros (torch.zeros does); or {cause}"
     _refuse_difference(
         f"{capture.model_name}: the captured program answers the example otherwise than the model does, by {format_difference(largest)}"
-        f"{part}: the model takes another path in eager mode than under torch.export{_changed_defaults()}",
+        f"{part}: {cause}{_changed_defaults()}",
         change=_FAST_PATH_SWITCH if _FAST_PATH_CLASS in module else "change the model so that both take the same path",
         consequence="; the bundle has the answer of the captured program",
         is_allowed=is_allowed,

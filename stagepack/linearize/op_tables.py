@@ -38,6 +38,14 @@ _RETURN_INPUT = (
     "aten.feature_dropout.default",
     "aten.feature_alpha_dropout.default",
 )
+# Operators that return quantized tensors: traces state their results as floats.
+_QUANTIZING = (
+    "aten.quantize_per_",
+    "aten._make_per_",
+    "aten._empty_affine_quantized",
+    "aten._empty_per_channel_affine",
+    "aten.empty_quantized",
+)
 # Operators that take rows, a matrix for each group, and the end of each group among the rows: in traces of models of transformers 5,
 # and in those of loaded stages.
 _TRACED_PRODUCTS = ("transformers.grouped_mm_fallback.default", str(TRACED_PRODUCT))
@@ -67,6 +75,11 @@ def op_row(target: Callable[..., Any]) -> Op:
     if isinstance(target, OperatorOverload):
         if is_denied_operator(str(target)):
             raise UnsupportedError(f"the operator {target} is not allowed in a bundle")
+        if str(target).startswith(_QUANTIZING):
+            raise UnsupportedError(
+                f"the operator {target} returns a quantized tensor, which a bundle cannot hold: quantize with torchao or by PT2E, whose "
+                "values are integers"
+            )
         return _overload_row(target)
     if isinstance(target, HigherOrderOperator):
         operator_name = f"higher_order.{target.name()}"

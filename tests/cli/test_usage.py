@@ -36,6 +36,14 @@ def test_the_help_lists_the_commands(flag: str) -> None:
         ("export x -o y --stages 0", "0 is not in the range 1<=x<=4096"),
         ("export x -o y --stages 2 --split-at a", "cannot be used together"),
         ("export x -o y --generate 5", "5 is not in the range x>=6"),
+        (
+            "export x.py:f -o y --graph-from z",
+            "graph_from: expected a checkpoint, or a Hugging Face folder or name, found",
+        ),
+        (
+            "export x -o y --graph-from z --strict",
+            "graph_from: nothing is captured: leave out strict and allow_difference",
+        ),
         ("export x -o y --generate 64 --part z", "generate: the inputs are made by the export"),
         ("load x --runtime tvm", f"'tvm' is not one of {RUNTIMES}"),
         ("sign x", "Missing option '--key'"),

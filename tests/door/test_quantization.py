@@ -9,7 +9,7 @@ import torch
 from torch.ao.quantization import quantize_dynamic
 
 import stagepack
-from stagepack.errors import CaptureError
+from stagepack.errors import CaptureError, UnsupportedError
 from tests.hostile.attack import run
 from tests.modules import module_of
 
@@ -104,3 +104,14 @@ def test_programs_of_pt2e_are_exported(tmp_path: Path) -> None:
     bundle = stagepack.export(model, (X,), out=tmp_path / "m.stagepack")
     loaded = stagepack.load(bundle, allow_ops=["quantized_decomposed"])
     assert torch.equal(loaded(X), model(X))
+
+
+def test_a_quantized_value_within_a_model_is_refused(tmp_path: Path) -> None:
+    """Its trace states floats, so that a stage that sends it would answer with another dtype than its manifest says."""
+
+    class Rounded(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.dequantize(torch.quantize_per_tensor(x, 0.1, 0, torch.qint8))
+
+    with pytest.raises(UnsupportedError, match=r"quantize_per_tensor\.default returns a quantized tensor"):
+        stagepack.export(Rounded(), (torch.randn(2, 8),), out=tmp_path / "m.stagepack")

@@ -268,6 +268,7 @@ def test_the_model_is_unchanged(tmp_path: Path) -> None:
             "encode: .*example inputs for ids, found none",
         ),
         ({"entry_points": {"encode": stagepack.Inputs()}, "args": (1,)}, OptionError, "each has its own inputs"),
+        ({"args": (1,), "generate_batch": 3}, OptionError, "for a model that generates"),
         ({"args": (1,), "stages": {"encode": 2}}, OptionError, "a dict is for entry_points"),
         (
             {"entry_points": {"decode": stagepack.Inputs(args=(torch.ones(1, 3, 8),))}, "stages": {"other": 2}},
