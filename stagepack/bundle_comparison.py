@@ -17,10 +17,10 @@ from stagepack.errors import named_errors
 from stagepack.format.chunks import File
 from stagepack.format.graph import Graph, Weight
 from stagepack.format.manifest import Manifest
+from stagepack.format.node_contents import NodeContents
 from stagepack.format.reader import Bundle
 from stagepack.format.rules import INDEX_NAME
 from stagepack.format.threads import map_in_threads
-from stagepack.format.traversal import NodeContents
 from stagepack.format.weights import StoredTensor
 from stagepack.graph.model_assembly import join_stages
 from stagepack.stored_bundle import read_entry_point

@@ -12,9 +12,10 @@ from stagepack.format.aliasing import alias_classes, colocation_groups, may_writ
 from stagepack.format.assembly import GraphAssembler
 from stagepack.format.graph import Graph, ModuleCall, Node, Op, Value
 from stagepack.format.manifest import EntryPoint
+from stagepack.format.node_contents import NodeContents
 from stagepack.format.plan import run_members
 from stagepack.format.rules import MANIFEST_NAME
-from stagepack.format.traversal import NodeContents, input_names, output_names, random_nodes
+from stagepack.format.traversal import input_names, output_names, random_nodes
 
 
 def check_whole_model(entry_point: EntryPoint, graphs: Sequence[Graph]) -> Iterator[Problem]:
