@@ -1,32 +1,24 @@
 """Runs of nodes that occur in a graph several times, equal up to names.
 
-- Find equal runs of nodes in a graph. Runs are equal when they have the same operators, arguments, types of values, and data flow, up to
-  the names of values, symbols, weights and modules. Whole modules are compared first, the largest first; then repeats are searched in the
-  nodes that remain, such as the iterations of a loop over functions. A run that is impure is not a function of its inputs, and cannot be
-  folded.
-- The nodes of a graph as numbers that are equal for nodes which differ in names alone.
+Runs are equal when they have the same operators, arguments, types of values, and data flow, up to the names of values, symbols, weights
+and modules. Whole modules are compared first, the largest first; then repeats are searched in the nodes that remain, such as the
+iterations of a loop over functions. A run that is impure is not a function of its inputs, and cannot be folded.
 """
 
 import bisect
-import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import msgspec
-from msgspec.structs import replace
-
 from stagepack.format.aliasing import impurity_reason
-from stagepack.format.folded_graph import rename_value
-from stagepack.format.graph import Argument, Graph, Node, Value, ValueArg
+from stagepack.format.graph import Graph
 from stagepack.format.rules import split_call_path
-from stagepack.format.traversal import body_values, map_node_arguments
 from stagepack.graph.analysis import GraphAnalysis
+from stagepack.graph.node_tokens import NodeTokens
 from stagepack.graph.subsequences import Repeat, folding_gain, repeated_subsequences
 
 # Lengths of repeats that `repeat_interiors` leaves out one after another, at most.
 _MOST_LEVELS = 4
-_encode = msgspec.msgpack.Encoder().encode
 # Nodes that a region must save.
 _LEAST_GAIN = 8
 # Searches of what the search before left.
@@ -105,77 +97,6 @@ def without_nested_copies(repeats: Sequence[Repeat]) -> Iterator[Repeat]:
             for start in starts[1:]:
                 for node_number in range(start, start + repeat.length):
                     enclosing_lengths.setdefault(node_number, repeat.length)
-
-
-class NodeTokens:
-    """Nodes as numbers.
-
-    Names are those of values, symbols, weights and scopes. Everything else counts: operators, arguments, the types of the values that
-    are used and defined, and the classes of the modules that the nodes came from.
-
-    Attributes:
-        tokens: the number of each node; equal numbers mean equal nodes.
-    """
-
-    def __init__(self, graph: Graph) -> None:
-        self._graph = graph
-        self._token_of_encoding: dict[bytes, int] = {}
-        self._types = dict(self._value_types())
-        # For each node, its names in the order of `_encode_node`.
-        self._node_names: list[list[str]] = []
-        self.tokens: list[int] = []
-        for node in graph.nodes:
-            node_names: list[str] = []
-            self.tokens.append(self._token(self._encode_node(node, node_names)))
-            self._node_names.append(node_names)
-
-    def equality_key(self, start: int, end: int) -> object:
-        """Return a key that is equal for runs of nodes that are equal up to names."""
-        index_of: dict[str, int] = {}
-        run_names = itertools.chain.from_iterable(self._node_names[start:end])
-        indices = [index_of.setdefault(run_name, len(index_of)) for run_name in run_names]
-        return tuple(self.tokens[start:end]), tuple(indices)
-
-    def _token(self, encoding: bytes) -> int:
-        return self._token_of_encoding.setdefault(encoding, len(self._token_of_encoding))
-
-    def _value_types(self) -> Iterator[tuple[str, tuple[int, list[str]]]]:
-        """Yield each value and weight with the token of its type, and the names of the symbols in it."""
-        for value in body_values(self._graph):
-            value_names: list[str] = []
-            token = self._token(_encode(_without_names(value, value_names)))
-            yield value.name, (token, value_names[1:])
-        for weight in self._graph.weights:
-            base = None if weight.base is None else ""
-            nameless = replace(weight, value="", names=("",) * len(weight.names), base=base)
-            yield weight.value, (self._token(_encode(nameless)), [])
-
-    def _encode_node(self, node: Node, node_names: list[str]) -> bytes:
-        """Encode a node without its names, which are appended to `node_names`: of values used, with the symbols of their types, first."""
-        used_types: list[int] = []
-
-        def without_name(leaf: Argument) -> Argument:
-            if not isinstance(leaf, ValueArg):
-                return leaf
-            type_token, symbols = self._types[leaf.name]
-            used_types.append(type_token)
-            node_names.extend((leaf.name, *symbols))
-            return ValueArg("")
-
-        nameless = map_node_arguments(node, without_name)
-        outputs = tuple([None if value is None else _without_names(value, node_names) for value in node.outputs])
-        nameless = replace(nameless, outputs=outputs, scope=0)
-        return _encode((nameless, used_types, self._graph.scopes[node.scope].type))
-
-
-def _without_names(value: Value, removed_names: list[str]) -> Value:
-    """A value without its names, which are appended to `removed_names`, its own name first."""
-
-    def remove(value_name: str) -> str:
-        removed_names.append(value_name)
-        return ""
-
-    return rename_value(value, remove)
 
 
 def find_repeats(analysis: GraphAnalysis) -> RepeatSearchResult:
