@@ -8,7 +8,7 @@ from stagepack.errors import InputError, StageFailedError
 from stagepack.format.manifest import Edge
 from stagepack.format.reader import Bundle
 from stagepack.format.shapes import Symbol
-from stagepack.graph.rows.row_analysis import batch_dimension
+from stagepack.graph.rows.batch_dimension import batch_dimension
 from stagepack_loaders import example
 from stagepack_loaders.pipeline import CallablePipeline
 

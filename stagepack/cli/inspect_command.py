@@ -18,7 +18,7 @@ from stagepack.format.reader import Bundle
 from stagepack.format.shapes import format_shape
 from stagepack.graph.analysis import GraphAnalysis
 from stagepack.graph.repeats import find_repeats
-from stagepack.graph.rows.row_analysis import batch_dimension, end_edges
+from stagepack.graph.rows.batch_dimension import batch_dimension, end_edges
 from stagepack.graph.subsequences import Repeat
 
 

@@ -11,7 +11,7 @@ import torch
 
 import stagepack
 from stagepack.errors import OutputExistsError
-from stagepack.graph.rows.row_analysis import end_edges
+from stagepack.graph.rows.batch_dimension import end_edges
 from stagepack_loaders.batching import batch_limit
 from tests.distributed.forked_processes import forked_launches
 from tests.door.model import EXAMPLE, Scale

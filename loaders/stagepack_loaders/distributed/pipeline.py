@@ -17,7 +17,7 @@ from stagepack.errors import DeviceError, OptionError, StagepackError
 from stagepack.format.manifest import format_stage_count
 from stagepack.format.reader import Bundle
 from stagepack.format.tree import value_names
-from stagepack.graph.rows.row_analysis import batch_dimension, end_edges
+from stagepack.graph.rows.batch_dimension import batch_dimension, end_edges
 from stagepack_loaders import example
 from stagepack_loaders.batching import batch_limit
 from stagepack_loaders.call_limits import ValueLimit

@@ -25,7 +25,7 @@ from stagepack.format.own_folders import check_outside_bundles
 from stagepack.format.reader import Bundle
 from stagepack.format.rules import MANIFEST_NAME
 from stagepack.format.shapes import format_guard, symbol_names
-from stagepack.graph.rows.row_analysis import batch_dimension
+from stagepack.graph.rows.batch_dimension import batch_dimension
 from stagepack_serving.protocol.interface import Interface, InterfaceTensor, build_model_config
 from stagepack_serving.triton.model_configs import (
     PYTHON_BACKEND,
