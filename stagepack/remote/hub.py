@@ -7,8 +7,8 @@ from huggingface_hub import HfApi, get_token, hf_hub_url
 from huggingface_hub.errors import OfflineModeIsEnabled
 
 from stagepack.errors import RemoteError
+from stagepack.remote.http_store import STALL_SECONDS, HttpStore
 from stagepack.remote.hub_cache import find_snapshot, offline_error
-from stagepack.remote.store import STALL_SECONDS, HttpStore
 from stagepack.remote.url import BundleUrl
 
 _SHOWN_CAUSES: Final = 3

@@ -17,10 +17,10 @@ from stagepack.format.rules import MANIFEST_NAME, SIGNATURE_NAME, format_names
 from stagepack.format.writer import check_output_path
 from stagepack.remote.cache import Cache, DiskFullError, default_cache_folder
 from stagepack.remote.cache_contents import has_downloads, keep_newest_bundles, other_entries
+from stagepack.remote.fsspec_store import FsspecStore
 from stagepack.remote.hub_cache import HubSnapshot, find_snapshot, is_offline
 from stagepack.remote.local_chunks import neighbours
 from stagepack.remote.remote_bundle import cached_folders, open_in_cache, open_store
-from stagepack.remote.store import FsspecStore
 from stagepack.remote.url import HUB_SCHEME, BundleUrl
 
 # Folders kept: an interrupted download, and the one of another version before it, whose chunks may be in the new one.

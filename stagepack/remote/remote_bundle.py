@@ -18,10 +18,12 @@ from stagepack.format.rules import MANIFEST_NAME, SIGNATURE_NAME, rule_error
 from stagepack.remote.cache import Cache, PartFile, is_complete
 from stagepack.remote.cache_contents import cached_bundles
 from stagepack.remote.download import Download, FileDownload, read_small
+from stagepack.remote.fsspec_store import FsspecStore
+from stagepack.remote.http_store import HttpStore
 from stagepack.remote.hub import open_hub_store
 from stagepack.remote.hub_cache import HubSnapshot, find_snapshot, is_offline
 from stagepack.remote.local_chunks import LocalChunks
-from stagepack.remote.store import FsspecStore, HttpStore, MissingFileError, RemoteStore
+from stagepack.remote.store import MissingFileError, RemoteStore
 from stagepack.remote.stream import Arrivals, FileStream
 from stagepack.remote.url import HUB_SCHEME, WEB_SCHEMES, BundleUrl
 from stagepack.terminal import byte_progress

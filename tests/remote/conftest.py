@@ -29,7 +29,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache, and tries without long pauses."""
     monkeypatch.setenv("STAGEPACK_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(download, "FIRST_PAUSE_SECONDS", 0.001)
-    monkeypatch.setattr(store, "STALL_SECONDS", 0.5)
+    monkeypatch.setattr(http_store, "STALL_SECONDS", 0.5)
     return tmp_path / "cache"
 
 

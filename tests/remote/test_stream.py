@@ -38,7 +38,7 @@ class HeldServer:
 @pytest.fixture(autouse=True)
 def _patience(server: HttpServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """The servers here are slow, and do not fail."""
-    monkeypatch.setattr("stagepack.remote.store.STALL_SECONDS", 30.0)
+    monkeypatch.setattr("stagepack.remote.http_store.STALL_SECONDS", 30.0)
 
 
 def test_it_computes_before_the_last_byte_is_there(server: HttpServer, served: Path) -> None:
