@@ -18,7 +18,8 @@ from stagepack.format.own_folders import check_no_cache
 from stagepack.format.reader import Bundle
 from stagepack.format.rules import MANIFEST_NAME, SIGNATURE_NAME, rule_error
 from stagepack.remote.url import is_url
-from stagepack.signing.signature_file import SignatureFile, check_key
+from stagepack.signing.keys import check_key
+from stagepack.signing.signature_file import SignatureFile
 
 
 def sign_bundle(

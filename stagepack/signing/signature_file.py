@@ -2,26 +2,17 @@
 
 The file comes from a stranger. It is decoded here, and model_signing verifies a file that is encoded again from the decoded fields. So both
 see the same certificates, whatever duplicate keys or aliases the file has.
-
-- Keys that signatures are made and verified with: model_signing takes elliptic curve keys only, and fails on others without a reason.
 """
 
 import base64
-import functools
 from datetime import UTC, datetime
 from typing import Annotated
 
 import msgspec
 from cryptography import x509
-from cryptography.exceptions import UnsupportedAlgorithm
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import load_pem_private_key, load_pem_public_key
 
-from stagepack.errors import OptionError, SignatureError
+from stagepack.errors import SignatureError
 from stagepack.format.rules import JSON_ERRORS
-
-# P-256, P-384 and P-521, as cryptography names them.
-_CURVES = frozenset({"secp256r1", "secp384r1", "secp521r1"})
 
 
 class _Certificate(msgspec.Struct, frozen=True, rename="camel"):
@@ -122,21 +113,3 @@ class SignatureFile(msgspec.Struct, frozen=True, rename="camel"):
                     f"{start:%Y-%m-%d %H:%M} to {end:%Y-%m-%d %H:%M} UTC: have the bundle signed again with a valid one",
                     reason="expired",
                 )
-
-
-def check_key(path: str, content: bytes) -> None:
-    """Refuse a key of another kind than elliptic curves. What is no key, or is encrypted, is left to model_signing."""
-    for load_key in (load_pem_public_key, functools.partial(load_pem_private_key, password=None)):
-        try:
-            key = load_key(content)
-        except (ValueError, TypeError, UnsupportedAlgorithm):  # TypeError: it is encrypted
-            continue
-        if isinstance(key, ec.EllipticCurvePrivateKey | ec.EllipticCurvePublicKey):
-            kind = key.curve.name
-        else:
-            kind = type(key).__name__.removesuffix("PrivateKey").removesuffix("PublicKey")
-        if kind not in _CURVES:
-            raise OptionError(
-                f"{path}: expected an elliptic curve key of P-256, P-384 or P-521, found {kind}: make one with "
-                "'openssl genpkey -algorithm EC -pkeyopt ec_paramgen_curve:P-256'"
-            )

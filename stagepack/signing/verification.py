@@ -24,7 +24,8 @@ from stagepack.format.file_checks import read_plain_file
 from stagepack.format.manifest_codec import stated_and_actual_digest
 from stagepack.format.reader import Bundle
 from stagepack.format.rules import MANIFEST_NAME, SIGNATURE_NAME, format_names
-from stagepack.signing.signature_file import SignatureFile, check_key
+from stagepack.signing.keys import check_key
+from stagepack.signing.signature_file import SignatureFile
 
 _HASHES: Final[dict[str, Callable[[bytes], Any]]] = {
     "sha256": hashlib.sha256,
