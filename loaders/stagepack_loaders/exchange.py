@@ -10,7 +10,8 @@ from stagepack.format.dtypes import SCALAR_DTYPES
 from stagepack.format.graph import Value
 from stagepack.format.manifest import Edge
 from stagepack_loaders.base import ArrayOps, Runtime
-from stagepack_loaders.elements import NUMPY_ARRAYS, Array
+from stagepack_loaders.elements import Array
+from stagepack_loaders.numpy_arrays import NUMPY_ARRAYS
 from stagepack_loaders.registry import runtimes
 
 

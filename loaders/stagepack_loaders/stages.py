@@ -13,8 +13,8 @@ from stagepack.format.manifest import Edge, EntryPoint
 from stagepack.format.reader import Bundle
 from stagepack.format.shapes import Guard, Symbol
 from stagepack_loaders.base import LoadedStage, Runtime
-from stagepack_loaders.elements import NUMPY_ARRAYS
 from stagepack_loaders.exchange import array_ops_of_call, to_array, to_runtime
+from stagepack_loaders.numpy_arrays import NUMPY_ARRAYS
 from stagepack_loaders.registry import find_runtime
 from stagepack_loaders.stage_errors import typed_stage_errors
 

@@ -16,7 +16,7 @@ import stagepack
 from stagepack.errors import InputError
 from stagepack.format.reader import Bundle
 from stagepack_loaders.comparison import compare_arrays
-from stagepack_loaders.elements import NUMPY_ARRAYS
+from stagepack_loaders.numpy_arrays import NUMPY_ARRAYS
 from stagepack_loaders.torch.arrays import TORCH_ARRAYS
 from tests.modules import module_of
 from tests.onnx.converted import in_onnxruntime

@@ -12,8 +12,8 @@ import torch
 import stagepack
 from stagepack.errors import DeviceError, DigestError, InputError, OperatorError, OptionError
 from stagepack.format.graph import Value
-from stagepack_loaders.elements import NUMPY_ARRAYS
 from stagepack_loaders.exchange import to_array, to_elements, to_runtime
+from stagepack_loaders.numpy_arrays import NUMPY_ARRAYS
 from stagepack_loaders.onnxruntime.stage import OnnxRuntimeStage
 from stagepack_loaders.onnxruntime.values import to_numpy, to_ort
 from stagepack_loaders.registry import find_runtime

@@ -19,8 +19,8 @@ import torch
 import stagepack
 from stagepack.errors import StageLostError
 from stagepack.format.manifest import Edge
-from stagepack_loaders.elements import NUMPY_ARRAYS
 from stagepack_loaders.executor import CallOptions
+from stagepack_loaders.numpy_arrays import NUMPY_ARRAYS
 from stagepack_serving.protocol.interface import InterfaceTensor
 from stagepack_serving.server.scheduler import CallBatch, QueuedCall, Scheduler
 from tests.distributed.bundles import tree_environment

@@ -9,7 +9,7 @@ import torch
 
 from stagepack_loaders.base import ArrayOps
 from stagepack_loaders.comparison import compare_arrays, format_difference
-from stagepack_loaders.elements import NUMPY_ARRAYS
+from stagepack_loaders.numpy_arrays import NUMPY_ARRAYS
 from stagepack_loaders.torch.arrays import TORCH_ARRAYS
 
 ONE = numpy.array([1.0], "float32")

@@ -19,8 +19,8 @@ from stagepack.exporter import export_capture
 from stagepack.format.graph import Value
 from stagepack.partition.cut_options import CutOptions
 from stagepack_loaders.comparison import compare_arrays
-from stagepack_loaders.elements import NUMPY_ARRAYS
 from stagepack_loaders.exchange import to_array
+from stagepack_loaders.numpy_arrays import NUMPY_ARRAYS
 from stagepack_loaders.onnxruntime.values import to_ort
 from stagepack_loaders.torch.arrays import TORCH_ARRAYS
 from tests.zoo.case import Case, answers, captured_answers, other_size, stages_at_most

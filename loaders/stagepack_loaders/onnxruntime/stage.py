@@ -29,7 +29,8 @@ from stagepack.format.rules import raise_problems
 from stagepack.format.traversal import input_names, output_names
 from stagepack.format.upgrade import is_newer_minor
 from stagepack.format.weights import parse_weight_header
-from stagepack_loaders.elements import Array, NumpyArrays
+from stagepack_loaders.elements import Array
+from stagepack_loaders.numpy_arrays import NumpyArrays
 from stagepack_loaders.numpy_interpreter import read_weight, stored_tensors
 from stagepack_loaders.onnxruntime.values import (
     ENDS_PROCESS_WITHOUT_ELEMENTS,

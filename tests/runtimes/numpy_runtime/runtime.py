@@ -7,7 +7,7 @@ import numpy
 from stagepack.errors import DeviceError
 from stagepack.format.reader import Bundle
 from stagepack_loaders.base import Loading, Runtime
-from stagepack_loaders.elements import NUMPY_ARRAYS, NumpyArrays
+from stagepack_loaders.numpy_arrays import NUMPY_ARRAYS, NumpyArrays
 from tests.runtimes.numpy_runtime.stage import PreparedNumpyStage, prepare_stage
 
 
