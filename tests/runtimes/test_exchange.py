@@ -17,7 +17,7 @@ from stagepack_loaders import registry
 from stagepack_loaders.base import ArrayOps
 from stagepack_loaders.exchange import array_ops_of, to_array, to_elements, to_runtime
 from stagepack_loaders.numpy_arrays import NUMPY_ARRAYS
-from stagepack_loaders.onnxruntime.stage import ONNX_RUNTIME_ARRAYS
+from stagepack_loaders.onnxruntime.arrays import ONNX_RUNTIME_ARRAYS
 from stagepack_loaders.onnxruntime.values import to_ort
 from stagepack_loaders.registry import find_runtime, import_runtime, register_runtime
 from stagepack_loaders.torch.arrays import TORCH_ARRAYS

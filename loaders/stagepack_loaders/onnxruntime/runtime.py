@@ -34,7 +34,7 @@ class OnnxRuntime(Runtime):
     @property
     def arrays(self) -> ArrayOps:
         """See `Runtime`."""
-        from stagepack_loaders.onnxruntime.stage import ONNX_RUNTIME_ARRAYS
+        from stagepack_loaders.onnxruntime.arrays import ONNX_RUNTIME_ARRAYS
 
         return ONNX_RUNTIME_ARRAYS
 

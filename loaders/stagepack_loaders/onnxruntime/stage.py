@@ -1,7 +1,4 @@
-"""A stage as a session of ONNX Runtime.
-
-- Array operations for ONNX Runtime: on numpy arrays, which callers use, and on the values that stages hand on.
-"""
+"""A stage as a session of ONNX Runtime."""
 
 import contextlib
 import mmap
@@ -10,7 +7,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any, Final
+from typing import Any
 
 import numpy
 import onnxruntime
@@ -22,7 +19,6 @@ from stagepack.format.dtypes import SCALAR_DTYPES
 from stagepack.format.file_checks import open_plain_file
 from stagepack.format.graph import Graph, Value, ValueArg, Weight
 from stagepack.format.graph_codec import read_graph
-from stagepack.format.manifest import Edge
 from stagepack.format.onnx import NEXT_STATE_PREFIX, STATE_PREFIX, WRITTEN_PREFIX
 from stagepack.format.reader import Bundle
 from stagepack.format.rules import raise_problems
@@ -30,7 +26,6 @@ from stagepack.format.traversal import input_names, output_names
 from stagepack.format.upgrade import is_newer_minor
 from stagepack.format.weights import parse_weight_header
 from stagepack_loaders.elements import Array
-from stagepack_loaders.numpy_arrays import NumpyArrays
 from stagepack_loaders.numpy_interpreter import read_weight, stored_tensors
 from stagepack_loaders.onnxruntime.values import (
     ENDS_PROCESS_WITHOUT_ELEMENTS,
@@ -38,7 +33,6 @@ from stagepack_loaders.onnxruntime.values import (
     SessionTypes,
     check_operators,
     check_written_inputs,
-    is_on_host,
     to_host,
     to_numpy,
     to_ort,
@@ -46,8 +40,6 @@ from stagepack_loaders.onnxruntime.values import (
 )
 from stagepack_loaders.stages import CallableStage
 from stagepack_loaders.weight_files import WeightFile
-
-_DLPACK_CPU: Final = 1  # kDLCPU of https://dmlc.github.io/dlpack/latest/c_api.html
 
 
 class StageWeights:
@@ -330,34 +322,3 @@ class OnnxRuntimeStage(CallableStage):
     def parameters(self) -> Iterator[Any]:
         """Yield the parameters as read-only numpy arrays."""
         return (array for weight, array in self._weights if weight.kind == "parameter")
-
-
-class OnnxRuntimeArrays(NumpyArrays):
-    """The operations of `stagepack_loaders.base.ArrayOps` on numpy arrays and values of ONNX Runtime."""
-
-    def on_host(self, value: Any) -> bool:
-        """See `ArrayOps`."""
-        return not isinstance(value, OrtValue) or is_on_host(value)
-
-    def to_elements(self, value: Any, dtype: str) -> Array:
-        """See `ArrayOps`."""
-        return super().to_elements(to_numpy(value, dtype) if isinstance(value, OrtValue) else value, dtype)
-
-    def device_elements(self, value: Any, dtype: str) -> Any:
-        """See `ArrayOps`. Complex numbers are pairs in ONNX Runtime too; booleans leave it as bytes."""
-        if self.on_host(value) or dtype.startswith("float8"):  # which its DLPack lacks
-            return super().device_elements(value, dtype)
-        return value
-
-    def takes_device_memory(self, dtype: str) -> bool:
-        """See `ArrayOps`. The DLPack of ONNX Runtime has no booleans and no 8-bit floats."""
-        return dtype != "bool" and not dtype.startswith("float8")
-
-    def from_elements(self, elements: Any, value_type: Value | Edge) -> Any:
-        """See `ArrayOps`. Elements on a device become a value of ONNX Runtime, all others a numpy array."""
-        if hasattr(elements, "__dlpack_device__") and elements.__dlpack_device__()[0] != _DLPACK_CPU:
-            return OrtValue.from_dlpack(elements)
-        return super().from_elements(elements, value_type)
-
-
-ONNX_RUNTIME_ARRAYS: Final = OnnxRuntimeArrays()
