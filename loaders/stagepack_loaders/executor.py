@@ -19,7 +19,8 @@ from stagepack.format.graph import Graph
 from stagepack.format.reader import Bundle
 from stagepack.format.tree import value_names
 from stagepack_loaders.base import ArrayOps, LoadedStage
-from stagepack_loaders.run_trace import RunTrace, SpanRecorder
+from stagepack_loaders.run_trace import RunTrace
+from stagepack_loaders.spans import SpanRecorder
 from stagepack_loaders.stages import StageDriver, stage_driver
 
 # Called with the number of a stage that has run, and for how many seconds.

@@ -13,7 +13,8 @@ from stagepack.errors import StageLostError
 
 if TYPE_CHECKING:
     from stagepack_loaders.pipeline import CallablePipeline
-    from stagepack_loaders.run_trace import RunTrace, Span
+    from stagepack_loaders.run_trace import RunTrace
+    from stagepack_loaders.spans import Span
 
 _SECOND = 1e9  # nanoseconds
 

@@ -14,7 +14,8 @@ import pytest
 from safetensors.torch import load_file
 
 import stagepack
-from stagepack_loaders.run_trace import RunTrace, Span, write_trace
+from stagepack_loaders.run_trace import RunTrace, write_trace
+from stagepack_loaders.spans import Span
 from tests.cli.absent_packages import run_without
 
 pytestmark = pytest.mark.process

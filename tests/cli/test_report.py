@@ -10,7 +10,8 @@ from typing import Any
 import stagepack
 from stagepack.cli.cost_facts import bubble_share, bundle_cut_facts
 from stagepack.cli.output import count_of
-from stagepack_loaders.run_trace import RunTrace, Span, write_trace
+from stagepack_loaders.run_trace import RunTrace, write_trace
+from stagepack_loaders.spans import Span
 from tests.bundle_editor import BundleEditor
 from tests.hostile.attack import command_fails, run
 

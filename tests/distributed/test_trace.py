@@ -13,7 +13,8 @@ from stagepack.cli.run_tracing import trace_facts
 from stagepack.errors import InputError, OptionError, StageLostError
 from stagepack.format.reader import Bundle
 from stagepack_loaders.distributed import group_trace
-from stagepack_loaders.run_trace import RunTrace, Span, SpanRecorder, trace_clock, write_trace
+from stagepack_loaders.run_trace import RunTrace, write_trace
+from stagepack_loaders.spans import Span, SpanRecorder, trace_clock
 from tests.distributed.bundles import in_processes, process_ids
 from tests.hostile.attack import run
 

@@ -11,15 +11,8 @@ import torch
 
 import stagepack
 from stagepack.errors import InputError, WriteError
-from stagepack_loaders.run_trace import (
-    ConsecutiveSpans,
-    RunTrace,
-    Span,
-    SpanRecorder,
-    read_trace,
-    trace_clock,
-    write_trace,
-)
+from stagepack_loaders.run_trace import RunTrace, read_trace, write_trace
+from stagepack_loaders.spans import ConsecutiveSpans, Span, SpanRecorder, trace_clock
 from tests.hostile.tiny import write_tiny
 
 IDS = torch.arange(6).reshape(2, 3)
@@ -90,7 +83,7 @@ def test_a_recorder_that_is_off_costs_next_to_nothing() -> None:
 
 
 def test_a_recorder_keeps_so_many_spans(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stagepack_loaders.run_trace._MOST_SPANS", 3)
+    monkeypatch.setattr("stagepack_loaders.spans._MOST_SPANS", 3)
     recorder = SpanRecorder(process=2)
     recorder.start()
     for request in range(5):

@@ -41,7 +41,7 @@ from stagepack_loaders.distributed.transfers import QueuedSenders, RouteReceiver
 from stagepack_loaders.distributed.watch import GroupWatch, WatchEvents
 from stagepack_loaders.executor import DEFAULT_CALL, CallOptions
 from stagepack_loaders.logs import current_trace
-from stagepack_loaders.run_trace import trace_clock
+from stagepack_loaders.spans import trace_clock
 
 _CLOSE_SECONDS = 0.01
 # How long threads get to end after their connections were closed; one may still run a stage.

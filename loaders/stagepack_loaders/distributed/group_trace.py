@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from stagepack.errors import OptionError, StageLostError
 from stagepack_loaders.distributed.routes import FRONT_RANK, ControlKind
-from stagepack_loaders.run_trace import Span, SpanRecorder
+from stagepack_loaders.spans import Span, SpanRecorder
 
 # So that a status stays far below the largest one: a span has about 70 bytes.
 _SPANS_PER_REPORT = 4000

@@ -45,7 +45,7 @@ from stagepack_loaders.distributed.transfers import RouteReceivers
 from stagepack_loaders.distributed.watch import HEARTBEAT_SECONDS, LOST_STATUS, FrontWatch
 from stagepack_loaders.logs import RequestTrace, current_trace, write_process_log
 from stagepack_loaders.python_process import STOP_SIGNALS, kept_signal_handlers
-from stagepack_loaders.run_trace import SpanRecorder
+from stagepack_loaders.spans import SpanRecorder
 
 # The exit status of a process whose device computes nothing more.
 DEVICE_LOST_STATUS = 76

@@ -15,7 +15,7 @@ from stagepack_loaders.distributed.process_group import MessageHead, SentMessage
 from stagepack_loaders.distributed.routes import ControlKind, ControlMessage, RequestLayout, Route, RouteLayout
 from stagepack_loaders.distributed.status import StageCounts
 from stagepack_loaders.distributed.transfers import RouteSenders
-from stagepack_loaders.run_trace import ConsecutiveSpans, SpanRecorder
+from stagepack_loaders.spans import ConsecutiveSpans, SpanRecorder
 from stagepack_loaders.stages import StageDriver, stage_driver
 
 # A slow process holds up those before it: what gloo sent for the request so many before has arrived before another one is run, and of each
