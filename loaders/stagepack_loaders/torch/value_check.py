@@ -32,22 +32,20 @@ from stagepack.torch_internals import (
     suppress_log_records,
 )
 from stagepack_loaders.torch.resolved_operators import check_call
-from stagepack_loaders.torch.subgraph_check import (
+from stagepack_loaders.torch.subgraph_check import SubgraphFacts, call_subgraphs, subgraph_result
+from stagepack_loaders.torch.torch_attributes import torch_attribute
+from stagepack_loaders.torch.value_facts import (
     META,
     UNKNOWN_RESULT,
     CallResult,
     Fact,
     Layout,
     MetaValues,
-    SubgraphFacts,
     argument_key,
-    call_subgraphs,
     describe_fact,
     fact_of,
     is_fitting,
-    subgraph_result,
 )
-from stagepack_loaders.torch.torch_attributes import torch_attribute
 
 _Arguments = Mapping[str, Any]
 # Tensors that one call makes, besides those that its node states.
