@@ -60,8 +60,7 @@ lint: $(VENV)/ready
 	$(BIN)/ruff format --check
 	$(BIN)/lint-imports --no-logo --no-cache
 	$(BIN)/deptry .
-	$(BIN)/python tools/check_names.py stagepack loaders tools examples
-	$(BIN)/python tools/check_names.py --most-vague 6 tests
+	$(BIN)/python tools/check_form.py stagepack loaders tools examples tests
 
 typecheck: $(VENV)/ready
 	$(BIN)/mypy

@@ -7,13 +7,11 @@ up to /proc/sys/fs/lease-break-time (45 s). In that time a thread of this module
 place of the mapping, at the same address, and gives the lease up. Renames over the file and its removal change nothing: the mapping
 keeps the file.
 
-What a lease does not stop, and what becomes of it:
-
-- A process that is not run for longer than the kernel waits loses the lease, as does one without memory for the copy, and one that opens
-  the file for writing itself while it holds the GIL: then the thread cannot run. Its calls raise a `DigestError` from then on.
-- ``open`` with ``O_RDONLY | O_TRUNC`` cuts a file short and breaks no lease.
-- A thread that writes into the mapped weights at the very moment when they are copied may have its write lost.
-- A child that `os.fork` makes takes leases of its own, before the fork. One that C code forks has none.
+A lease does not stop everything. A process that is not run for longer than the kernel waits loses the lease, as does one without memory
+for the copy, and one that opens the file for writing itself while it holds the GIL: then the thread cannot run. Its calls raise a
+`DigestError` from then on. ``open`` with ``O_RDONLY | O_TRUNC`` cuts a file short and breaks no lease. A thread that writes into the
+mapped weights at the very moment when they are copied may have its write lost. A child that `os.fork` makes takes leases of its own,
+before the fork. A child that C code forks has none.
 
 Which memory of a mapped file this process has written to, the kernel tells in ``/proc/self/pagemap``
 (https://docs.kernel.org/admin-guide/mm/pagemap.html): the first write to a page that is mapped privately gives the process a page of its

@@ -1,16 +1,4 @@
-"""Weight files in memory: mapped, so that they are ready at once and processes share them, or copied; or read in ranges.
-
-A file that is mapped need not be hashed again at each load. A record says: the content of this inode had this digest, when the kernel
-gave it this change time. Every write changes the change time (ctime), and nobody but root can set it back. The record holds only under
-conditions that make this true, and is not used otherwise:
-
-- The file belongs to this user or to root, and nobody else may write to it.
-- The file system is one of the kernel's own that changes the ctime at writes through shared mappings too. (tmpfs does not.) The file was
-  written back before it was hashed, so that such a write to any of its pages is seen.
-- The ctime is seconds older than the comparison: two writes within a tick of the kernel's clock have the same one.
-- The machine has not been restarted since: then every byte comes from the disk again.
-- The folder of the record belongs to this user, and nobody else may write to it.
-"""
+"""Weight files in memory: mapped, so that they are ready at once and processes share them, or copied; or read in ranges."""
 
 import contextlib
 import errno
@@ -174,6 +162,16 @@ class VerificationRecord:
     """What this user has verified since the machine was started: empty files, whose names are hashes of all that they depend on.
 
     The folder of the record belongs to this user, and nobody else may write to it; otherwise it has no entries, and takes none.
+
+    A file that is mapped need not be hashed again at each load. A record says: the content of this inode had this digest, when the kernel
+    gave it this change time. Every write changes the change time (ctime), and nobody but root can set it back. The record holds only under
+    conditions that make this true, and is not used otherwise:
+
+    - The file belongs to this user or to root, and nobody else may write to it.
+    - The file system is one of the kernel's own that changes the ctime at writes through shared mappings too. (tmpfs does not.) The file
+      was written back before it was hashed, so that such a write to any of its pages is seen.
+    - The ctime is seconds older than the comparison: two writes within a tick of the kernel's clock have the same one.
+    - The machine has not been restarted since: then every byte comes from the disk again.
     """
 
     def __init__(self, variable: str, folder_name: str) -> None:

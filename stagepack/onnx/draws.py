@@ -18,7 +18,7 @@ RANDOM_OPERATORS: Final = frozenset(
 DRAWS: Final = "draws random numbers"  # and their distributions are those in torch
 _MAX_STANDARD_ERRORS: Final = 10
 _MIN_CALLS, _MAX_CALLS, _MIN_DRAWS = 64, 256, 8192
-# Of answers with more elements than these, blocks of neighbours are compared, in fewer calls: 10 standard errors are still beyond 1e-10,
+# Answers with more elements than these are compared by blocks of neighbours, in fewer calls: 10 standard errors are still beyond 1e-10,
 # and 64 calls would take 64 times the memory of one.
 _MAX_ELEMENTS: Final = 1 << 16
 _MAX_CALL_BYTES: Final = 1 << 23

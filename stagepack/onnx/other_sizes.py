@@ -198,7 +198,7 @@ def _resized(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
             factors = 1 / (1 + repeats.to(torch.float64) / 32)
             factors = factors.reshape([-1 if index == dim else 1 for index in range(resized.dim())])
             smaller = (resized * factors).to(resized.dtype)
-            # Those that are integers may be flags, or counts.
+            # Numbers that are integers may be flags, or counts.
             resized = smaller if resized.is_complex() else torch.where(resized == resized.round(), resized, smaller)
     return resized.clone()
 

@@ -168,7 +168,7 @@ def _integer_division(target: _Operator, arguments: _Arguments) -> Any:
 
 
 def _mean(target: _Operator, arguments: _Arguments) -> Any:
-    # Of no elements torch gives NaN, ONNX Runtime 0. A trace takes sizes that are dynamic to be at least 2.
+    # The mean of no elements is NaN in torch, and 0 in ONNX Runtime. A trace takes sizes that are dynamic to be at least 2.
     count = _reduced_count(arguments)
     if isinstance(count, int) and count:
         return None
@@ -181,7 +181,7 @@ def _nan_if_none(result: torch.Tensor, count: Any) -> torch.Tensor:
 
 
 def _any(_: _Operator, arguments: _Arguments) -> Any:
-    # Of no elements torch gives False, ONNX Runtime True.
+    # The result for no elements is False in torch, and True in ONNX Runtime.
     count = _reduced_count(arguments)
     if isinstance(count, int) and count:
         return None

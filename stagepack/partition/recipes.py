@@ -63,7 +63,7 @@ class _RecipeSearch:
         self._large_costs = _LargeCosts(analysis, costs)
         self._unknown_sizes = {symbol.name for symbol in graph.symbols if symbol.example is None}
         self._scalars = {value.name for value in analysis.values.values() if value.dtype in SCALAR_DTYPES}
-        # Of all values that can be computed again, whether that is cheaper or not.
+        # The recipes of all values that can be computed again, whether that is cheaper or not.
         recipes = {value.name: Recipe(inputs=frozenset({value.name})) for value in graph.inputs}
         recipes |= {weight.value: Recipe(weights=frozenset({weight.value})) for weight in graph.weights}
         self._recipes = {

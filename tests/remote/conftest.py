@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import stagepack
-from stagepack.remote import download, store
+from stagepack.remote import download, http_store
 from tests.hostile.tiny import write_tiny
 from tests.remote.http_server import HttpServer
 

@@ -96,7 +96,7 @@ class Alias(torch.nn.Module):
 
 
 class Singles(torch.nn.Module):
-    """Of each row, an input, what crosses the cut, and a result are one number."""
+    """Each row has one number as an input, one that crosses the cut, and one as a result."""
 
     def __init__(self) -> None:
         super().__init__()

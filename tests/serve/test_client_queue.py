@@ -94,7 +94,7 @@ def test_a_client_of_one_text_does_not_wait_for_all_of_another(server: LocalServ
         )
         waiting_count = sum(not answer.done() for answer in flood)
         assert ask_other(server, "other") == POSITIONS
-        # Those that had a row, and as many that got one while this text was generated.
+        # Texts that had a row, and as many that got one while this text was generated.
         assert waiting_count - sum(not answer.done() for answer in flood) <= 4 * ROWS
         assert {answer.result() for answer in flood} == {POSITIONS}
 

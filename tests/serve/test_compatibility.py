@@ -224,7 +224,7 @@ def test_more_bytes_than_the_shape_says(client: Client) -> None:
 
 
 def test_an_oversized_body(client: Client, server: Server) -> None:
-    """Of 70 MB, where the model takes 36 bytes a row; each server says so in its way."""
+    """A body of 70 MB, where the model takes 36 bytes a row; each server says so in its way."""
     large = client.input("x", numpy.zeros((70_000_000 // 32, 8), "float32"))
     inputs = [large, client.input("weight", numpy.zeros((2, 1), "float32"))]
     statuses = {"http": ("413", "400"), "grpc": ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT")}

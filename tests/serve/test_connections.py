@@ -127,7 +127,7 @@ def seconds_until_closed(connection: socket.socket) -> float:
 HEALTH = b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n"
 
 
-# Of HTTP/2: the preface of a client, and an empty SETTINGS frame.
+# HTTP/2: the preface of a client, and an empty SETTINGS frame.
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 SETTINGS = bytes(3) + b"\x04" + bytes(5)
 
@@ -164,7 +164,7 @@ def test_a_connection_may_be_idle_between_requests(impatient: Server) -> None:
 
 
 def test_bodies_that_do_not_come(impatient: Server) -> None:
-    """Of requests that have no place at a model."""
+    """The requests have no place at a model."""
     with contextlib.ExitStack() as stack:
         paths = ("/v2/repository/index", "/v2/logging", "/v1/completions")
         connections = [stack.enter_context(begin_post(impatient, path, b"half", 1000)) for path in paths]

@@ -195,7 +195,7 @@ def test_a_certificate_that_changes_before_its_key(tmp_path: Path, caplog: pytes
 def test_a_key_that_is_missing_for_a_moment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It was read, and is being replaced when OpenSSL reads it."""
+    """The key was read, and is being replaced when OpenSSL reads it."""
     mine = make_certificate(tmp_path, "mine")
     tls = ServerTls(mine.certificate_file, mine.key_file)
     watched = WatchedFiles([mine.certificate_file, mine.key_file], tls.reload)

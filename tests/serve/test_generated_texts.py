@@ -88,7 +88,7 @@ def test_a_stop_string_ends_a_text_wherever_it_is_torn(stops: Sequence[str], par
             break
     sent += found.finish()
     positions = [text.find(stop) for stop in stops if stop in text]
-    # Of two strings that end in the same part, the one that begins first counts.
+    # The string that begins first counts, of two that end in the same part.
     expected = text[: min(positions)] if positions else text
     assert sent == expected or (part_length < 100 and expected.startswith(sent))
     assert found.is_found == bool(positions)

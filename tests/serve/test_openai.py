@@ -349,7 +349,7 @@ def test_the_reference_has_every_field_of_an_answer(client: openai.OpenAI) -> No
         uses = {name: use for name, kinds, use in field_rows("field of an answer") if kind in kinds}
         known_fields = {name for example in examples for name in type(example).model_fields}
         sent_fields = {name for example in examples for name in example.model_fields_set}
-        # Those of answers and of events are in one row.
+        # Fields of answers and of events are in one row.
         assert known_fields - uses.keys() == set()
         assert sent_fields | {"tool_calls"} >= {name for name, use in uses.items() if use == "served"}
         assert sent_fields <= {name for name, use in uses.items() if use == "served"}

@@ -36,7 +36,7 @@ from tools.operators.converted_calls import all_calls
 from tools.operators.value_grid import TYPES, ValueCall, is_swept, parts, results, trials, value_calls
 
 EQUAL, ROUNDED, SIGNS, DIFFERS = "equal", "rounded", "sign of zero", "differs"
-# It has no ONNX form, or the self check refuses it at the example; it fails at some values; it ends the process.
+# The operator has no ONNX form, or the self check refuses it at the example; it fails at some values; it ends the process.
 IN_TORCH, REFUSES, FAILS, ENDS = "torch", "refuses special values", "fails", "ends the process"
 _ORDER = (EQUAL, ROUNDED, SIGNS, REFUSES, FAILS, DIFFERS, IN_TORCH)
 _BATCH = 40

@@ -98,7 +98,7 @@ class TextBatch:
         self._facts = facts
         self._texts: list[BatchedText] = []
         self._beginning: deque[BatchedText] = deque()
-        # Those that several batches take from when they have a free row.
+        # Waiting texts, which several batches take from when they have a free row.
         self._waiting: TextQueue = deque() if waiting is None else waiting
         self._limit = most_texts
         self._others_wait = False
@@ -177,7 +177,7 @@ class TextBatch:
         else:
             in_call, limit = prompt_texts + decoding_texts, 1
         in_call = sorted(in_call, key=_row_of)
-        # Those of prompts only keep their place while the others go on.
+        # Texts with more of their prompt to read only keep their place while the others go on.
         new_tokens = [
             batched_text.unread_tokens[: limit if reads_prompts or len(batched_text.unread_tokens) == 1 else 0]
             for batched_text in in_call

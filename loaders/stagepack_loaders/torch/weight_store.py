@@ -1,8 +1,8 @@
 """The weights of stages: from weight files to tensors on a device. A store brings them, by one of three policies.
 
-- `WeightCache`: tensors on the memory of weight files, which are mapped or copied; on another device, copies of that.
-- `ArrivingStore`: threads read the files into the memory of the device, while the stages run already.
-- `weight_window.WindowStore`: some weights stay in the memory of the device, the others pass through it in each call.
+A `WeightCache` has tensors on the memory of weight files, which are mapped or copied; on another device, copies of that. In an
+`ArrivingStore`, threads read the files into the memory of the device, while the stages run already. In a `weight_window.WindowStore`,
+some weights stay in the memory of the device, and the others pass through it in each call.
 """
 
 import math

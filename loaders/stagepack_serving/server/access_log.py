@@ -14,7 +14,7 @@ from stagepack_loaders.logs import RequestTrace, begin_trace, current_trace
 from stagepack_serving.server.errors import is_openai_path
 from stagepack_serving.server.metrics import Timeline
 
-# It has the records, with the fields of `RequestRecord` and the ids of `RequestTrace`.
+# This logger has the records, with the fields of `RequestRecord` and the ids of `RequestTrace`.
 ACCESS_LOGGER: Final = logging.getLogger("stagepack.access")
 # Orchestrators ask for them every few seconds.
 _HEALTH_PATHS: Final = "/v2/health/"
@@ -158,7 +158,7 @@ def begin_call_record(context: Any, method: str) -> RequestRecord:
     """Begin the record of a call of gRPC, or of a message of its stream."""
     values = [value for key, value in context.invocation_metadata() or () if key == "traceparent"]
     traceparent = values[0] if len(values) == 1 and isinstance(values[0], str) else None
-    # Such as ipv4:127.0.0.1:40000 or ipv6:%5B::1%5D:40000.
+    # A peer is a text such as ipv4:127.0.0.1:40000 or ipv6:%5B::1%5D:40000.
     client = unquote(context.peer()).partition(":")[2]
     record = begin_record(traceparent, client, method, "grpc")
     context.set_trailing_metadata((("traceparent", record.trace.traceparent),))

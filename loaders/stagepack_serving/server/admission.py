@@ -28,7 +28,7 @@ _EXPIRED_SHARE: Final = 0.95
 # The answers that the rate is measured with: batches of 32 end at once.
 _ANSWER_COUNT: Final = 256
 _ANSWER_SECONDS: Final = 10.0
-# Fewer say nothing about the rate.
+# Answers that are fewer say nothing about the rate.
 _FEWEST_ANSWERS: Final = 8
 # The answers of which the fastest says how long a request takes.
 _FASTEST_OF: Final = 64
@@ -190,7 +190,7 @@ class Admission:
 
 @dataclass(slots=True)
 class _SenderPatience:
-    """Of requests of a sender that had to wait: the time after which they were given up, None for an answer; what was learned, and when.
+    """How long requests of a sender waited until they were given up, None for an answer; what was learned, and when.
 
     is_longer: whether an answer has come later than what was learned since then.
     """

@@ -9,7 +9,7 @@ from typing import Final
 
 from stagepack_serving.server.model_registry import ModelRegistry
 
-# Of glibc; other C libraries have none.
+# Functions of glibc, which other C libraries lack.
 _MALLOC_TRIM: Final = getattr(ctypes.CDLL(None), "malloc_trim", None)
 _MALLOPT: Final = getattr(ctypes.CDLL(None), "mallopt", None)
 _M_ARENA_MAX: Final = -8  # of malloc.h
@@ -18,7 +18,7 @@ _ARENA_COUNT: Final = 2
 _QUIET_SECONDS: Final = 5.0
 _ANSWER_SECONDS: Final = 0.2
 _MANY_OBJECTS: Final = 25_000
-# So long memory waits for clients that keep their calls idle to go away.
+# Memory waits this long for clients that keep their calls idle to go away.
 _MOST_OBJECTS_SECONDS: Final = 10
 
 

@@ -31,7 +31,7 @@ class HttpServer(uvicorn.Server):
 
     def __init__(self, config: uvicorn.Config, tls_context: ssl.SSLContext | None, handshake_seconds: float) -> None:
         super().__init__(config)
-        # None of them without TLS, or asyncio refuses them.
+        # Without TLS there are no options: asyncio would refuse them.
         self._tls_options: dict[str, Any] = (
             {"ssl": tls_context, "ssl_handshake_timeout": handshake_seconds, "ssl_shutdown_timeout": handshake_seconds}
             if tls_context is not None

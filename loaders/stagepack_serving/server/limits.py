@@ -6,7 +6,7 @@ from typing import Annotated, Final
 
 from stagepack.options import Option
 
-# Of a request for a text. Room for the longest prompts: 30 s of speech in 128 bands are 8 MB of JSON.
+# The body of a request for a text. Room for the longest prompts: 30 s of speech in 128 bands are 8 MB of JSON.
 MAX_TEXT_BYTES: Final = 16_000_000
 
 _LEAST_SENDING_SECONDS: Final = 5.0

@@ -29,9 +29,9 @@ _SECONDS_BUCKETS = (
 )
 _BATCH_SIZE_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 BY_VERSION = ("model", "version")
-# In this order, but that the run of a batch is between its conversions.
+# The parts of a request in their order, but that the run of a batch is between its conversions.
 REQUEST_PARTS: Final = ("receive", "decode", "queue", "convert", "run", "return", "generate", "encode", "send")
-# Those of Triton's statistics, of a run: converting the inputs, running the stages, and converting the outputs.
+# The parts of a run in Triton's statistics: converting the inputs, running the stages, and converting the outputs.
 _COMPUTE_PARTS: Final = ("compute_input", "compute_infer", "compute_output")
 _STATISTICS_PARTS: Final = ("success", "fail", "queue", *_COMPUTE_PARTS, "cache_hit", "cache_miss")
 

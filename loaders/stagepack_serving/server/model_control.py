@@ -334,7 +334,7 @@ class ModelControl:
             try:
                 await self._load(model_name)
             except StagepackError as error:
-                # Of a refused version, the log has it already.
+                # The log has the error of a refused version already.
                 _LOGGER.debug("%s: %s", model_name, error)
         for model_name in self._loaded.keys() - states.keys():
             async with self._changing:

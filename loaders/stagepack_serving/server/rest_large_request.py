@@ -13,7 +13,7 @@ from msgspec import UNSET, Raw, Struct, UnsetType
 from stagepack.format.rules import JSON_ERRORS
 from stagepack_serving.server.errors import BadRequestError, FieldError
 
-# Of a request without the numbers of its inputs.
+# The bytes of a request without the numbers of its inputs.
 _MAX_HEADER_BYTES: Final = 1_000_000
 _MAX_OBJECTS: Final = 10_000
 _MAX_STRINGS: Final = 100_000

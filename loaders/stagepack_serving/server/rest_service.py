@@ -77,7 +77,7 @@ def rest_application(control: ModelControl, check_token: TokenCheck | None = Non
         *_repository_endpoints(control, pace),
         *openai_endpoints(models),
     ]
-    # They describe themselves too.
+    # The pages of the endpoints describe themselves too.
     endpoints += [
         Endpoint("/docs", "A page of all paths", pace.keep(show_endpoints), "text/html"),
         Endpoint("/openapi.json", "This document", pace.keep(show_document), dict[str, Any]),

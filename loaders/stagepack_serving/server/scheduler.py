@@ -22,7 +22,7 @@ from stagepack_serving.server.access_log import RequestRecord, current_record
 from stagepack_serving.server.metrics import RunTimes, Timeline
 from stagepack_serving.server.sequences import RequestSequence
 
-# Those that say how long a run takes at least.
+# The number of last runs that say how long a run takes at least.
 _RUN_COUNT: Final = 16
 
 
@@ -118,9 +118,9 @@ class Scheduler:
         self._changed = threading.Condition()
         self._is_closed = False
         self._running_batches: set[CallBatch] = set()
-        # Of the last batches, in seconds.
+        # The times of the last batches, in seconds.
         self._run_times: deque[float] = deque(maxlen=_RUN_COUNT)
-        # It also runs the stages of the first device of this process.
+        # The thread also runs the stages of the first device of this process.
         self._thread = threading.Thread(target=self._run, name="lane-0", daemon=True)
         self._thread.start()
 
@@ -252,7 +252,7 @@ class Scheduler:
             self._on_start(batch)
             values = self._input_values(calls)
             batch.times.inputs = time.monotonic()
-            # Of several requests, logs name the first one.
+            # Logs name the first one of several requests.
             current_trace.set(None if calls[0].record is None else calls[0].record.trace)
             # Encoding an answer copies what other processes have sent.
             options = CallOptions(copies_results=False, cancellation=batch.cancellation)

@@ -52,7 +52,7 @@ _ABANDONED_SECONDS: Final = 1
 _WATCH_SECONDS: Final = 0.2
 # An event loop that has not run for so long does not live.
 _LIVE_SECONDS: Final = 10.0
-# Of the process, beside those of connections.
+# Files of the process, beside those of connections.
 _OTHER_FILES: Final = 1000
 
 

@@ -62,7 +62,7 @@ def tensor_from_numbers(
         with numpy.errstate(over="raise"):
             array = read_array(dtype)
     except (ArithmeticError, ValueError) as error:
-        # Of msgspec too: its ValidationError is a ValueError.
+        # A ValidationError of msgspec is a ValueError too.
         message = f"expected data of {datatype}, flat or in lists of the shape {list(shape)}: {error}"
         raise BadRequestError(f"{tensor_name}: {message}") from None
     if array.size != element_count or (array.ndim > 1 and array.shape != tuple(shape)):

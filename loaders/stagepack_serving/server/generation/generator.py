@@ -39,7 +39,7 @@ from stagepack_serving.server.tensor_decoding import array_from_json, nested_siz
 # The input of a model that holds tokens.
 IDS_INPUT: Final = "input_ids"
 _NO_TOKENS: Final = f"{IDS_INPUT}: the prompt has no tokens: expected one or more"
-# Of OpenAI's API: tokens are drawn among all.
+# OpenAI's API draws tokens among all.
 _OPENAI_DEFAULTS: Final = GenerationSettings(do_sample=True, top_k=0)
 # More than any prompt that fits: longer texts are not read.
 _MAX_CHARACTERS_PER_TOKEN: Final = 128

@@ -55,7 +55,7 @@ _NEUTRAL_VALUES: Final[Mapping[str, tuple[Any, ...]]] = {
 }
 # Fields that may be large.
 _PROMPT_FIELDS: Final = frozenset({"input", "messages", "prompt"})
-# Of one request, as OpenAI has it for embeddings.
+# Texts of one request: the limit of OpenAI for embeddings.
 _MOST_TEXTS: Final = 2048
 _NESTED_LIST: Final = re.compile(rb"\s*\[\s*\[")
 # In messages of msgspec, and of `SamplingFields`.

@@ -111,7 +111,7 @@ class TextFormat:
         """Convert a text to tokens. A filled in chat template has the special tokens that begin and end a text already."""
         try:
             with tokenizer_errors("the text"):
-                # Of a batch, since `encode` stops all threads of Python until it ends: 4 s for 4 MB of text.
+                # A batch of one text: `encode` stops all threads of Python until it ends, 4 s for 4 MB of text.
                 [encoding] = self.tokenizer.encode_batch([content], add_special_tokens=adds_special_tokens)
         except InputError as error:
             raise BadRequestError(str(error)) from None

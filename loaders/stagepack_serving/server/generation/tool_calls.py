@@ -17,7 +17,7 @@ from msgspec import Meta, Struct
 _MARKER: Final = "<tool_call>"
 _END_MARKER: Final = "</tool_call>"
 _MARKED_CALL: Final = re.compile(rf"{_MARKER}(.*?)(?:{_END_MARKER}|\Z)", re.DOTALL)
-# Of forms that are not read: those of Qwen 3 Coder, and of Mistral since 2025.
+# Markers of forms that are not read: the forms of Qwen 3 Coder, and of Mistral since 2025.
 _OTHER_MARKERS: Final = ("<function=", "[ARGS]")
 _SEPARATORS: Final = " \t\r\n;"
 
