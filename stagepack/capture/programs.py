@@ -5,7 +5,6 @@ import functools
 import inspect
 import logging
 import os
-import re
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
@@ -18,13 +17,13 @@ from torch.export import Dim, ExportedProgram
 from stagepack.capture.asked_properties import Property, Question
 from stagepack.capture.captured_records import captured_results
 from stagepack.capture.checkpoint import DeferredTensors
+from stagepack.capture.dynamic_dims import declared_dims, is_range_violation, narrowed_dynamic_shapes
 from stagepack.capture.imports import register_model_outputs
 from stagepack.capture.inputs import (
     Inputs,
     complete_dynamic_shapes,
     complete_spec,
     device_of,
-    inputs_by_parameter,
     required_parameters,
     unknown_inputs,
     with_tensors,
@@ -40,20 +39,14 @@ from stagepack.format.file_writing import FileRange
 from stagepack.torch_internals import (
     assert_in_trace,
     composites_of_libraries_decomposed,
-    container_items,
     export_by_transformers,
-    tree_leaves,
-    tree_map,
 )
 
 # Whether modules are captured by the compiler's front end, which traces the code of a model instead of running it.
 _IS_STRICT: ContextVar[bool] = ContextVar("is_strict", default=False)
 # Whether this torch is 2.11, see `_export`.
 _PROVES_FEW_GUARDS: Final = str(torch.__version__).startswith("2.11.")
-# What is said of a module of TorchScript.
 PATCHED_EXPORT = "transformers.exporters.DynamoExporter"
-# A line at the end of an error of torch, such as "batch = Dim('batch', min=2, max=63)"; others are "batch = 2" and "rows = 2*batch".
-_SUGGESTION: Final = re.compile(r"(?P<name>\w+) = Dim\('(?P=name)'(?:, min=(?P<min>\d+))?(?:, max=(?P<max>\d+))?\)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -317,46 +310,6 @@ def _named_parameters(signature: inspect.Signature, inputs: Inputs) -> list[insp
     return [*parameters[:-1], *(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in further_names)]
 
 
-def is_range_violation(error: BaseException) -> bool:
-    """Whether an error of ``torch.export.export`` is about the declared ranges of sizes."""
-    return "Constraints violated" in str(error)
-
-
-def narrowed_dynamic_shapes(error: BaseException, dynamic_shapes: Any) -> Any:
-    """Return the dynamic shapes with the ranges that torch suggests in an error."""
-    _, _, text = str(error).partition("Suggested fixes:")
-    lines = text.strip().partition("\n\n")[0].splitlines()
-    suggestions = [_SUGGESTION.fullmatch(line.strip()) for line in lines]
-    ranges = {found["name"]: found for found in suggestions if found is not None}
-    roots = [_root(leaf) for leaf in tree_leaves(dynamic_shapes) if isinstance(leaf, Dim)]
-    declared = {root.__name__: root for root in roots}
-    if not ranges or len(ranges) < len(lines) or not ranges.keys() <= declared.keys():
-        return None
-    narrowed = {name: _narrowed(declared[name], found) for name, found in ranges.items()}
-    if None in narrowed.values():
-        return None
-
-    def narrow(leaf: Any) -> Any:
-        if not isinstance(leaf, Dim) or _root(leaf).__name__ not in narrowed:
-            return leaf
-        root = narrowed[_root(leaf).__name__]
-        return leaf.fn(root) if hasattr(leaf, "fn") else root
-
-    return tree_map(narrow, dynamic_shapes)
-
-
-def _root(dim: Any) -> Any:
-    """The dimension that another one, such as ``2*batch``, is derived from; itself if it is derived from none."""
-    return getattr(dim, "root", dim)
-
-
-def _narrowed(dim: Dim, found: re.Match[str]) -> Dim | None:
-    """A ``Dim`` with the part of its range that torch suggests; None for a part with less than two sizes, such as 0 to -2."""
-    smallest = max(dim.min, int(found["min"] or 0))
-    largest = min(dim.max, int(found["max"] or dim.max))
-    return Dim(dim.__name__, min=smallest, max=largest) if smallest < largest else None
-
-
 @contextlib.contextmanager
 def equal_from_the_start(model: torch.nn.Module, dynamic_shapes: Any) -> Iterator[None]:
     """Compare, at each call of a model within the ``with`` block, the sizes of its inputs that share a ``Dim``."""
@@ -375,28 +328,3 @@ def equal_from_the_start(model: torch.nn.Module, dynamic_shapes: Any) -> Iterato
         yield
     finally:
         handle.remove()
-
-
-def declared_dims(forward: Callable[..., Any], inputs: Inputs) -> Iterator[tuple[Any, Mapping[int | None, Any]]]:
-    """Yield each leaf of the inputs of a model with its dynamic dimensions by axis; that of an integer has none."""
-    dynamic_shapes, input_of_parameter = complete_dynamic_shapes(forward, inputs), inputs_by_parameter(forward, inputs)
-    if not isinstance(dynamic_shapes, Mapping):
-        dynamic_shapes = dict(zip(input_of_parameter, dynamic_shapes or (), strict=False))
-    for parameter, value in input_of_parameter.items():
-        yield from _dims_of_leaves(value, dynamic_shapes.get(parameter))
-
-
-def _dims_of_leaves(value: Any, shape_spec: Any) -> Iterator[tuple[Any, Mapping[int | None, Any]]]:
-    if isinstance(value, torch.Tensor):
-        yield value, dict(enumerate(shape_spec)) if isinstance(shape_spec, list | tuple) else shape_spec or {}
-    elif isinstance(value, Mapping) and isinstance(shape_spec, Mapping):
-        for key, child in value.items():
-            yield from _dims_of_leaves(child, shape_spec.get(key))
-    elif isinstance(shape_spec, list | tuple):  # of a list, a tuple or an object: one entry for each child
-        children = container_items(value) or ()
-        for child, child_spec in zip(children, shape_spec, strict=True):
-            yield from _dims_of_leaves(child, child_spec)
-    elif type(value) is int and shape_spec is not None:
-        yield value, {None: shape_spec}
-    else:
-        yield from ((leaf, {}) for leaf in tree_leaves(value))

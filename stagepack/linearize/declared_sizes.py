@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch.export import Dim
 
-from stagepack.capture.programs import Capture, declared_dims
+from stagepack.capture.dynamic_dims import declared_dims
+from stagepack.capture.programs import Capture
 from stagepack.torch_internals import DimHint, symbolic_expression
 
 

@@ -12,8 +12,8 @@ import torch
 from torch.export import Dim
 
 import stagepack
+from stagepack.capture.dynamic_dims import declared_dims
 from stagepack.capture.inputs import Inputs, complete_dynamic_shapes
-from stagepack.capture.programs import declared_dims
 from stagepack.errors import CaptureError
 from tests.modules import module_of
 
