@@ -18,7 +18,7 @@ from stagepack.format.graph_codec import encode_graph
 from stagepack.format.manifest import VERSION, EntryPoint, Manifest, Producer, Stage
 from stagepack.format.manifest_codec import ZERO_DIGEST
 from stagepack.format.operators import ALLOWED_NAMESPACES, operator_namespace
-from stagepack.format.reader import Bundle, check_stages
+from stagepack.format.reader import Bundle, check_all_stages
 from stagepack.format.rules import INDEX_NAME, MODEL_CONFIG_NAME, raise_problems
 from stagepack.format.tree import signature_features
 from stagepack.format.validate.graph_rules import check_graph
@@ -98,7 +98,7 @@ class BundleBuilder:
             for file_name, content in {**self.files, **index_files}.items():
                 writer.write_file(file_name, [content])
             writer.write_draft(manifest)
-            check_stages(Bundle(writer.folder))
+            check_all_stages(Bundle(writer.folder))
             writer.finish(manifest, replaced_digest=self.replaced_digest)
         return Bundle(self.out)
 

@@ -164,7 +164,7 @@ def _linearize(capture: Capture) -> LinearizedProgram:
     # An exported program has the inputs that it was traced with, or others that the caller passes.
     with self_check.refused_by_loaders():
         program = with_tried_sizes(capture, captured_example.with_example_sizes(capture, program))
-        captured_example.check_example(capture, program)
+        captured_example.check_captured_example(capture, program)
     return program
 
 
@@ -228,7 +228,7 @@ class _Example:
             for inputs in (capture.inputs, *capture.further_inputs):
                 other = replace(capture, inputs=only_parameters(inputs, capture.inputs))
                 model_answer = expected if inputs is capture.inputs else captured_example.run_example(other, program)
-                if not are_identical(model_answer, stages.run(captured_example.example_inputs(other, program))):
+                if not are_identical(model_answer, stages.run(captured_example.recorded_inputs(other, program))):
                     raise NotIdenticalError
         return self._record(stages, expected)
 
@@ -236,7 +236,7 @@ class _Example:
         """The inputs of the example and the answer of the loaded stages, which is compared with that of the model."""
         capture, program, options = self.capture, self.program, self.options
         options.progress("replay the example")
-        inputs = captured_example.example_inputs(capture, program)
+        inputs = captured_example.recorded_inputs(capture, program)
         answer = stages.run(inputs)
         difference = stages.difference(answer, expected)
         options.compared(difference.largest)

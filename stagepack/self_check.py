@@ -23,7 +23,7 @@ from stagepack.format.reader import Bundle
 from stagepack.format.rules import format_names
 from stagepack.format.weights import StoredTensor
 from stagepack.linearize import LinearizedProgram
-from stagepack.linearize.captured_example import example_inputs, run_example
+from stagepack.linearize.captured_example import recorded_inputs, run_example
 from stagepack.linearize.op_tables import with_node_location
 from stagepack.unwritten_memory import ALLOCATING_OPERATORS
 from stagepack_loaders.base import Loading
@@ -217,7 +217,7 @@ def check_other_inputs(
             with suppress_warnings():
                 caller = dataclasses.replace(capture, model=other.caller(capture.model))
                 model_answer = run_example(caller, program, written)
-                answer = stages.run(example_inputs(changed, program))
+                answer = stages.run(recorded_inputs(changed, program))
         except (errors.CaptureError, errors.UnsupportedError):
             continue  # what the model or the stages refuse is no wrong answer
         difference = stages.difference(answer, model_answer)

@@ -46,7 +46,7 @@ def is_model_folder(folder: str | os.PathLike[str]) -> bool:
     return any(os.path.isfile(os.path.join(folder, name)) for name in (MODEL_CONFIG_NAME, MODULES_FILE))
 
 
-def model_file(source: str, file_name: str) -> str | None:
+def find_model_file(source: str, file_name: str) -> str | None:
     """Return the path of a file of a model's folder, or of a hub name, which is downloaded; None if there is none."""
     if os.path.exists(source):
         path = os.path.join(source, file_name)
@@ -64,7 +64,7 @@ def model_file(source: str, file_name: str) -> str | None:
 
 def diffusers_class(source: str) -> str | None:
     """Return the class of diffusers that the configuration of a model names, such as that of a folder ``unet``; None for another model."""
-    path = model_file(source, MODEL_CONFIG_NAME)
+    path = find_model_file(source, MODEL_CONFIG_NAME)
     try:
         fields = {} if path is None else json.loads(Path(path).read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -166,7 +166,7 @@ class Adapter:
 
 def read_adapter(source: str) -> Adapter | None:
     """Return the adapter of a folder or a hub name; None if there is none."""
-    path = model_file(source, CONFIGURATION_NAME)
+    path = find_model_file(source, CONFIGURATION_NAME)
     if path is None:
         return None
     try:

@@ -19,7 +19,7 @@ _RTOL, _ATOL = 1e-3, 1e-4
 MakeInterpreter = Callable[[fx.GraphModule], fx.Interpreter]
 
 
-def run_nodes(
+def run_program_nodes(
     program: ExportedProgram,
     values: Sequence[Any],
     weights: Mapping[str, torch.Tensor],
@@ -49,7 +49,7 @@ def _argument(program: ExportedProgram, spec: Any, values: Iterator[Any], weight
 
 
 class InterpretedProgram(torch.nn.Module):
-    """Runs a captured program as `run_nodes` does."""
+    """Runs a captured program as `run_program_nodes` does."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class InterpretedProgram(torch.nn.Module):
 
     def forward(self, *values: Any) -> list[Any]:
         """Run the program."""
-        return run_nodes(*self._program, values, self._weights, self._make_interpreter)
+        return run_program_nodes(*self._program, values, self._weights, self._make_interpreter)
 
 
 class _ModuleCall(NamedTuple):

@@ -17,7 +17,7 @@ from torch.export import Dim
 
 from stagepack.capture.imports import torchao_on_demand
 from stagepack.capture.inputs import Inputs
-from stagepack.capture.model_folders import MODULES_FILE, model_file
+from stagepack.capture.model_folders import MODULES_FILE, find_model_file
 from stagepack.errors import CaptureError, ExportWarning, MissingPackageError, warn_caller
 from stagepack.extras import explain_missing_packages
 from stagepack.torch_internals import pooled_without_prompts
@@ -190,9 +190,9 @@ def sentence_pipeline(model: Any) -> SentencePipeline:
 
 def is_sentence_pipeline(source: str) -> bool:
     """Whether a folder or a hub name is a pipeline of sentence-transformers."""
-    if model_file(source, MODULES_FILE) is None:
+    if find_model_file(source, MODULES_FILE) is None:
         return False
-    settings_path = model_file(source, SETTINGS_FILE)
+    settings_path = find_model_file(source, SETTINGS_FILE)
     try:
         settings = {} if settings_path is None else json.loads(Path(settings_path).read_bytes())
     except ValueError as error:

@@ -20,7 +20,7 @@ from stagepack.cli.bundle_facts import bundle_facts, each_entry_point, size_line
 from stagepack.cli.cost_facts import assumption_lines, bubble_share, bundle_cut_facts, cost_facts, memory_text
 from stagepack.cli.output import count_of, printable
 from stagepack.cli.run_tracing import trace_facts
-from stagepack.cli.shared_flags import folder_name
+from stagepack.cli.shared_flags import bundle_folder_name
 from stagepack.cli.stage_diagram import mermaid_lines
 from stagepack.errors import CutError, OptionError
 from stagepack.format.manifest import format_inputs
@@ -114,7 +114,7 @@ def bundle_page(
     with_nodes: bool = True,
 ) -> str:
     """Return the HTML page of a bundle."""
-    bundle_name = folder_name(bundle.location)
+    bundle_name = bundle_folder_name(bundle.location)
     entry_points = each_entry_point(bundle)
     page = _element(
         "html",

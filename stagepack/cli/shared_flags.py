@@ -142,7 +142,7 @@ def refuse_url(bundle_path: str, reason: str) -> None:
         fail(f"{bundle_path}: {reason}: download it first: stagepack pull {bundle_path} -o FOLDER")
 
 
-def folder_name(location: str) -> str:
+def bundle_folder_name(location: str) -> str:
     """Return the name of the folder of a bundle at a path or URL, without the name of an entry point."""
     location = os.fspath(split_entry_point(location)[0])
     return BundleUrl.parse(location).name if is_url(location) else Path(location).resolve().name
@@ -150,7 +150,7 @@ def folder_name(location: str) -> str:
 
 def default_model_name(bundle_path: str) -> str:
     """Return the name by which clients call a bundle: that of its folder without ``.stagepack``, and after ``_`` its entry point."""
-    folder = folder_name(bundle_path).removesuffix(".stagepack")
+    folder = bundle_folder_name(bundle_path).removesuffix(".stagepack")
     _, entry_point = split_entry_point(bundle_path)
     return folder if entry_point is None else f"{folder}_{entry_point}"
 

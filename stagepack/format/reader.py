@@ -339,7 +339,7 @@ class Bundle(BundleFiles):
         unlisted_files = self.unlisted_files() if strict else []
         problems += [Problem(rule="D4", where=file_name[:200], message=message) for file_name in unlisted_files]
         raise_problems(problems)
-        check_stages(self)
+        check_all_stages(self)
 
 
 def _onnx_values(stage: Stage, edge_of_name: Mapping[str, Edge], graph: Graph) -> dict[str, Edge | Weight]:
@@ -354,7 +354,7 @@ def _onnx_values(stage: Stage, edge_of_name: Mapping[str, Edge], graph: Graph) -
     return values
 
 
-def check_stages(bundle: Bundle) -> None:
+def check_all_stages(bundle: Bundle) -> None:
     """Check every rule on the stages and the examples of all entry points, which may share files: each file is read once."""
     bundle = bundle.with_graphs_kept()
     stages_of_onnx: dict[str, list[tuple[Stage, Onnx, dict[str, Edge | Weight]]]] = {}

@@ -38,13 +38,13 @@ def with_example_sizes(capture: Capture, program: LinearizedProgram) -> Lineariz
     return dataclasses.replace(program, graph=replace(program.graph, symbols=tuple(symbols)))
 
 
-def check_example(capture: Capture, program: LinearizedProgram) -> None:
+def check_captured_example(capture: Capture, program: LinearizedProgram) -> None:
     """Check the example of a captured program as a call of its bundle is checked."""
     bound = bind_call(program.signature, capture.inputs.args, capture.inputs.kwargs)
     check_values(program.graph.inputs, bound, program.graph.symbols, program.guards)
 
 
-def example_inputs(capture: Capture, program: LinearizedProgram) -> dict[str, torch.Tensor]:
+def recorded_inputs(capture: Capture, program: LinearizedProgram) -> dict[str, torch.Tensor]:
     """Return copies of the inputs of the example by name, as they are in memory; numbers are 0-dimensional tensors."""
     bound = bind_call(program.signature, capture.inputs.args, capture.inputs.kwargs)
     return {name: copy.deepcopy(torch.as_tensor(argument.value).detach()) for name, argument in bound.items()}

@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Interpreter
 from torch.fx import Node as FxNode
 
 from stagepack.argument_guards import guarded_operator
-from stagepack.capture.program_run import run_nodes
+from stagepack.capture.program_run import run_program_nodes
 from stagepack.format.graph import Graph, Node, Value
 from stagepack.format.shapes import Dim, Symbol, known_size
 from stagepack.linearize.op_tables import context_module_position, opens_context
@@ -53,7 +53,9 @@ class ObservedRun:
 
     def run(self, weights: Mapping[str, torch.Tensor], values: Sequence[Any]) -> list[Any]:
         """Run the program, without its guards on the sizes of inputs; return the leaves of its answer."""
-        return run_nodes(self._program.exported, values, weights, lambda module: _ObservingInterpreter(module, self))
+        return run_program_nodes(
+            self._program.exported, values, weights, lambda module: _ObservingInterpreter(module, self)
+        )
 
     def observe(self, source: FxNode, result: Any) -> None:
         """Compare what a node returned with the shapes that the graph states; sizes that depend on data are left out."""

@@ -10,7 +10,7 @@ from stagepack.format import limits
 from stagepack.format.chunks import File
 from stagepack.format.file_checks import read_plain_file
 from stagepack.format.rules import MANIFEST_NAME, MODEL_CONFIG_NAME, SIGNATURE_NAME
-from stagepack.remote.stream import Arrivals, FileStream
+from stagepack.remote.stream import Arrivals, DownloadStream
 from stagepack.remote.url import BundleUrl
 
 
@@ -73,9 +73,9 @@ class HubSnapshot:
             if arrivals is not None:
                 arrivals.completed(entry, path)
 
-    def stream(self, entries: Sequence[File]) -> FileStream:
+    def stream(self, entries: Sequence[File]) -> DownloadStream:
         """Return a handle that reads files."""
-        return FileStream.start(entries, self.fetch)
+        return DownloadStream.start(entries, self.fetch)
 
     def read_signature(self) -> bytes | None:
         """Read the signature file."""

@@ -20,7 +20,7 @@ from stagepack.remote.cache_contents import has_downloads, keep_newest_bundles, 
 from stagepack.remote.fsspec_store import FsspecStore
 from stagepack.remote.hub_cache import HubSnapshot, find_snapshot, is_offline
 from stagepack.remote.local_chunks import neighbours
-from stagepack.remote.remote_bundle import cached_folders, open_in_cache, open_store
+from stagepack.remote.remote_bundle import cached_folders, open_in_cache, open_remote_store
 from stagepack.remote.url import HUB_SCHEME, BundleUrl
 
 # Folders kept: an interrupted download, and the one of another version before it, whose chunks may be in the new one.
@@ -109,7 +109,7 @@ def _open_source(url: BundleUrl, cache: Cache, digest: str | None, path: Path) -
         url,
         cache,
         digest=digest,
-        open_store=partial(open_store, url) if snapshot is None else partial(FsspecStore, f"file://{snapshot}"),
+        open_store=partial(open_remote_store, url) if snapshot is None else partial(FsspecStore, f"file://{snapshot}"),
         bundle_folders=lambda: [
             *cached_folders(cache.folder),
             *neighbours(path)[:_MOST_NEIGHBOURS],

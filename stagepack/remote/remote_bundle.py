@@ -24,7 +24,7 @@ from stagepack.remote.hub import open_hub_store
 from stagepack.remote.hub_cache import HubSnapshot, find_snapshot, is_offline
 from stagepack.remote.local_chunks import LocalChunks
 from stagepack.remote.store import MissingFileError, RemoteStore
-from stagepack.remote.stream import Arrivals, FileStream
+from stagepack.remote.stream import Arrivals, DownloadStream
 from stagepack.remote.url import HUB_SCHEME, WEB_SCHEMES, BundleUrl
 from stagepack.terminal import byte_progress
 
@@ -70,9 +70,9 @@ class RemoteFiles:
                 self._fetch_batch(distinct[first : first + _BATCH_FILES], local_chunks, arrivals)
             self._tell_complete(entries, arrivals)
 
-    def stream(self, entries: Sequence[File]) -> FileStream:
+    def stream(self, entries: Sequence[File]) -> DownloadStream:
         """Begin to download files; return a handle that reads them while they arrive."""
-        return FileStream.start(entries, self.fetch)
+        return DownloadStream.start(entries, self.fetch)
 
     def read_signature(self) -> bytes | None:
         """Download the signature file; None if there is none. It may be replaced at the URL, so it is not kept in the cache."""
@@ -161,7 +161,7 @@ def open_url(
         cache,
         digest=digest,
         storage_options=storage_options,
-        open_store=partial(open_store, url, storage_options),
+        open_store=partial(open_remote_store, url, storage_options),
         bundle_folders=partial(cached_folders, cache.folder),
     )
 
@@ -215,7 +215,7 @@ def _open_manifest(
     return store, cache.add_manifest(manifest.sha256, content)
 
 
-def open_store(url: BundleUrl, storage_options: Mapping[str, Any] | None = None) -> RemoteStore:
+def open_remote_store(url: BundleUrl, storage_options: Mapping[str, Any] | None = None) -> RemoteStore:
     """Return the store of a URL."""
     if url.scheme in WEB_SCHEMES:
         return HttpStore(url.file_url, storage_options=storage_options)

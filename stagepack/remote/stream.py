@@ -94,7 +94,7 @@ class Arrivals:
             os.close(descriptor)
 
 
-class FileStream:
+class DownloadStream:
     """A handle of files that are being downloaded: see `stagepack.format.file_source.FileStream`."""
 
     def __init__(self, entries: Mapping[str, File], arrivals: Arrivals) -> None:

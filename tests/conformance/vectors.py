@@ -21,7 +21,7 @@ from stagepack.format.shapes import Dim, evaluate_dim
 from stagepack.format.upgrade import is_newer_minor
 from stagepack.format.weights import read_weight_header
 from stagepack_loaders.torch.resolved_operators import resolve_operators
-from stagepack_loaders.torch.value_check import check_values
+from stagepack_loaders.torch.value_check import check_graph_values
 from tests.bundle_editor import MANIFEST_NAME, BundleEditor, encode_header, encode_manifest, weight_file
 from tests.protobuf_fields import message
 
@@ -148,7 +148,7 @@ def _read_graph(case: Case, folder: Path) -> None:
 
 def _read_calls(case: Case, folder: Path) -> None:
     graph = read_graph(msgpack.packb(case.document()), "graph").graph
-    check_values(graph, resolve_operators(graph.ops, (), "graph"), "graph")
+    check_graph_values(graph, resolve_operators(graph.ops, (), "graph"), "graph")
 
 
 def _read_weights(case: Case, folder: Path) -> None:

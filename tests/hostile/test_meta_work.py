@@ -11,7 +11,7 @@ from stagepack.errors import FormatError
 from stagepack.format.graph import Argument, Graph, ListArg, Node, Op, Scope, Value, ValueArg
 from stagepack.torch_internals import operator_schema
 from stagepack_loaders.torch.meta_work import MOST_TENSORS, meta_work
-from stagepack_loaders.torch.value_check import check_values
+from stagepack_loaders.torch.value_check import check_graph_values
 from tools.operators.valid_calls import find_operator
 
 HUGE = 2**40
@@ -39,7 +39,7 @@ def check_call(name: str, shape: tuple[int, ...], *args: Argument, outputs: int 
         ops=(op,),
         scopes=(Scope(path=""),),
     )
-    check_values(graph, [counted], "g.msgpack")
+    check_graph_values(graph, [counted], "g.msgpack")
     return calls
 
 

@@ -26,7 +26,7 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def checked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the graph files that were checked, in order."""
     names: list[str] = []
-    check_values = value_check.check_values
+    check_values = value_check.check_graph_values
 
     def check(graph: Any, operators: Any, graph_name: str) -> None:
         names.append(graph_name)

@@ -26,7 +26,7 @@ from stagepack_loaders.base import Loading
 from stagepack_loaders.options import LoadOptions
 from stagepack_loaders.stage_errors import typed_stage_errors
 from stagepack_loaders.torch import weight_transfer
-from stagepack_loaders.torch.compilation import Target
+from stagepack_loaders.torch.compilation import CompileTarget
 from stagepack_loaders.torch.prepare import build_code, read_parts
 from stagepack_loaders.torch.stage import move_input, output_contract
 from stagepack_loaders.torch.torch_attributes import torch_attribute
@@ -215,7 +215,7 @@ def test_weights_that_do_not_fit_are_a_device_error(
 
 
 def test_code_is_compiled_for_the_architecture_of_a_gpu(simulated: SimulatedCuda) -> None:
-    assert (Target.of(DEVICE).device, Target.of(DEVICE).arch) == ("cuda", "sm_90")
+    assert (CompileTarget.of(DEVICE).device, CompileTarget.of(DEVICE).arch) == ("cuda", "sm_90")
 
 
 @pytest.mark.parametrize(

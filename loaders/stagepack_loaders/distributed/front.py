@@ -33,7 +33,7 @@ from stagepack_loaders.distributed.stage_worker import StageRequest, StageWorker
 from stagepack_loaders.distributed.status import (
     ProcessEnd,
     ProcessStatus,
-    RequestError,
+    RequestFailure,
     RequestsInFlight,
     rebuild_error,
 )
@@ -358,8 +358,8 @@ class FrontProcess:
         error.add_note(f"stage {stage_number} runs in process {facts.rank} on {facts.host}")
         self._requests.add_error(number, error)
 
-    def _record_status(self, rank: int, status: ProcessStatus | RequestError | SpanReport) -> None:
-        if isinstance(status, RequestError):
+    def _record_status(self, rank: int, status: ProcessStatus | RequestFailure | SpanReport) -> None:
+        if isinstance(status, RequestFailure):
             self._record_failure(status.request, status.stage, rebuild_error(status.error))
         elif isinstance(status, SpanReport):
             self.trace.add(rank, status)

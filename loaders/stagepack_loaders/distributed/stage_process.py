@@ -40,7 +40,7 @@ from stagepack_loaders.distributed.routes import (
     read_control,
 )
 from stagepack_loaders.distributed.stage_worker import StageRequest, StageWorker
-from stagepack_loaders.distributed.status import ProcessStatus, RequestError, StatusSender, report_error, stages_text
+from stagepack_loaders.distributed.status import ProcessStatus, RequestFailure, StatusSender, report_error, stages_text
 from stagepack_loaders.distributed.transfers import RouteReceivers
 from stagepack_loaders.distributed.watch import HEARTBEAT_SECONDS, LOST_STATUS, FrontWatch
 from stagepack_loaders.logs import RequestTrace, current_trace, write_process_log
@@ -296,7 +296,7 @@ class _StageProcess:
             os._exit(DEVICE_LOST_STATUS)
         fields = {"rank": self._group.rank, "request": request_number, "stage": stage_number}
         _LOGGER.info("process %d: request %d failed in stage %d: %s", *fields.values(), error, extra=fields)
-        self._statuses.send(RequestError(request=request_number, stage=stage_number, error=report_error(error)))
+        self._statuses.send(RequestFailure(request=request_number, stage=stage_number, error=report_error(error)))
 
     def _make_status(self) -> ProcessStatus:
         return ProcessStatus(

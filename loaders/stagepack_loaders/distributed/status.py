@@ -130,7 +130,7 @@ class ProcessStatus(Struct, frozen=True, kw_only=True, tag="status"):
     sent_bytes: int = 0  # to other processes
 
 
-class RequestError(Struct, frozen=True, kw_only=True, tag="error"):
+class RequestFailure(Struct, frozen=True, kw_only=True, tag="error"):
     """A stage failed on a request, whose number is `request`."""
 
     request: int
@@ -162,7 +162,7 @@ class ProcessLost(Struct, frozen=True, kw_only=True, tag="lost"):
         return StageLostError(self.message, stages=self.stages, host=self.host)
 
 
-Status = ProcessStatus | RequestError | SpanReport | ProcessClosed | ProcessLost
+Status = ProcessStatus | RequestFailure | SpanReport | ProcessClosed | ProcessLost
 
 _DECODER = msgspec.json.Decoder(Status)
 
@@ -233,7 +233,7 @@ class StatusSender:
 
     def send(self, status: Status) -> None:
         """Send a status, after the other process has received the one before. After `close`, nothing is sent."""
-        if isinstance(status, RequestError) and len(status.error.message) > _LONGEST_MESSAGE:
+        if isinstance(status, RequestFailure) and len(status.error.message) > _LONGEST_MESSAGE:
             message = status.error.message[:_LONGEST_MESSAGE]
             status = structs.replace(status, error=structs.replace(status.error, message=message, problems=()))
         content = msgspec.json.encode(status)

@@ -18,7 +18,7 @@ from stagepack_loaders.distributed.status import (
     ProcessEnd,
     ProcessLost,
     ProcessStatus,
-    RequestError,
+    RequestFailure,
     StatusSender,
     receive_status,
 )
@@ -82,7 +82,7 @@ class WatchEvents:
 
     report_loss: Callable[[StageLostError], None]
     report_close: Callable[[int], None] = lambda _: None
-    record_status: Callable[[int, ProcessStatus | RequestError | SpanReport], None] = lambda _, __: None
+    record_status: Callable[[int, ProcessStatus | RequestFailure | SpanReport], None] = lambda _, __: None
     find_end: Callable[[int], ProcessEnd | None] | None = None
     find_stalled: Callable[[], tuple[int, float] | None] = lambda: None
 

@@ -14,7 +14,7 @@ from stagepack.format.reader import Bundle, OnnxFile
 from stagepack_loaders.base import Loading
 from stagepack_loaders.file_leases import has_lease, kept_files
 from stagepack_loaders.onnxruntime.initializers import initializers_in_files
-from stagepack_loaders.onnxruntime.stage import OnnxRuntimeStage, StageWeights
+from stagepack_loaders.onnxruntime.stage import OnnxRuntimeStage, SessionWeights
 from stagepack_loaders.onnxruntime.values import PROVIDERS, Device
 from stagepack_loaders.weight_files import WeightFile, open_weight_files
 
@@ -61,7 +61,7 @@ class PreparedOnnxRuntimeStage:
             has_lease(weight_file.content) and not (self.bundle.path / file_name).is_symlink()
             for file_name, weight_file in own_files.items()
         )
-        weights = StageWeights(self.bundle, self.stage_number, self.graph_content, own_files, mapped=is_mapped)
+        weights = SessionWeights(self.bundle, self.stage_number, self.graph_content, own_files, mapped=is_mapped)
         if not is_mapped:
             weights.keep(self.bundle.stages[self.stage_number].state, own_files, verified=verified)
         # ONNX Runtime takes no model without outputs.

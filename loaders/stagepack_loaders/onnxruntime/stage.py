@@ -42,7 +42,7 @@ from stagepack_loaders.stages import CallableStage
 from stagepack_loaders.weight_files import WeightFile
 
 
-class StageWeights:
+class SessionWeights:
     """The weights of a stage as read-only arrays. They stay valid when the bundle is replaced or removed."""
 
     def __init__(
@@ -198,7 +198,7 @@ class OnnxRuntimeStage(CallableStage):
         stage_number: int,
         device: Device,
         session: onnxruntime.InferenceSession | None,
-        weights: StageWeights,
+        weights: SessionWeights,
         operators: Collection[str] = (),
     ) -> None:
         super().__init__(bundle, stage_number, device)

@@ -109,7 +109,7 @@ class TorchCompiler:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class CompileTarget:
     """What compiled code runs on: a type of device, its architecture, and a version of torch."""
 
     device: str
@@ -117,7 +117,7 @@ class Target:
     torch_version: str
 
     @classmethod
-    def of(cls, device: torch.device) -> "Target":
+    def of(cls, device: torch.device) -> "CompileTarget":
         """Return the target that a device of this machine is."""
         if device.type == "cuda":
             arch = "sm_{}{}".format(*torch.cuda.get_device_capability(device))
@@ -149,12 +149,12 @@ def encode_list(bundle: Bundle, device: torch.device, units: Sequence[CompiledUn
         {"places": unit.locations, "file": unit.file_name, "sha256": unit.sha256, "reason": unit.reason}
         for unit in units
     ]
-    target = asdict(Target.of(device))
+    target = asdict(CompileTarget.of(device))
     content = {"format": "stagepack-compiled", "bundle": bundle.identity, "target": target, "parts": parts}
     return json.dumps(content, indent=1) + "\n"
 
 
-def decode_list(content: str) -> tuple[str, Target, list[CompiledUnit]]:
+def decode_list(content: str) -> tuple[str, CompileTarget, list[CompiledUnit]]:
     """Return the identity of the bundle, the target and the units of a ``compiled.json``."""
     fields = json.loads(content)
     units = [
@@ -166,7 +166,7 @@ def decode_list(content: str) -> tuple[str, Target, list[CompiledUnit]]:
         )
         for part in fields["parts"]
     ]
-    return fields["bundle"], Target(**fields["target"]), units
+    return fields["bundle"], CompileTarget(**fields["target"]), units
 
 
 class CompiledFolder:
@@ -194,7 +194,7 @@ class CompiledFolder:
 
     def load_stage(self, stage: PreparedTorchStage) -> torch.nn.Module:
         """Return the module of a stage that runs the native code of its units."""
-        target, code = Target.of(stage.weights.device), stage.code
+        target, code = CompileTarget.of(stage.weights.device), stage.code
         if target != self._target:
             raise CompiledError(
                 f"{self._path} was compiled for {self._target}, and this machine is {target}: compile the bundle here"

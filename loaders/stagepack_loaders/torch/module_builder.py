@@ -458,7 +458,7 @@ def called_modules(bodies: Iterable[ModuleCallBody]) -> list[tuple[str, CalledMo
     return [(path, CalledModule(by_path[path])) for path in sorted(by_path, key=lambda path: path.count("."))]
 
 
-def connect(stage: Container, bodies: Sequence[ModuleCallBody], slots: Mapping[str, Slot]) -> None:
+def connect_calls(stage: Container, bodies: Sequence[ModuleCallBody], slots: Mapping[str, Slot]) -> None:
     """Connect calls with their stage and its weights, and tell containers which of their modules are called."""
     for body in bodies:
         body.stage = stage

@@ -32,7 +32,7 @@ from stagepack_loaders.torch.module_builder import ModuleBuilder, ModuleCallBody
 from stagepack_loaders.torch.resolved_operators import resolve_operators
 from stagepack_loaders.torch.stage import StageCode, TorchStage
 from stagepack_loaders.torch.stage_memory import tensor_mover
-from stagepack_loaders.torch.value_check import check_values
+from stagepack_loaders.torch.value_check import check_graph_values
 from stagepack_loaders.torch.weight_gate import GatedModule
 from stagepack_loaders.torch.weight_store import ArrivingStore, StageWeights, WeightCache, WeightStore
 from stagepack_loaders.torch.weight_window import WindowStore
@@ -168,7 +168,7 @@ def read_parts(bundle: Bundle, stage_number: int, loading: Loading) -> StagePart
     record = VerificationRecord(FOLDER_VARIABLE, "checked")
     identity = _identity(bundle.files[graph_name]) if bundle.compares_digests else None
     if not record.has(identity):
-        check_values(graph, operators, graph_name)
+        check_graph_values(graph, operators, graph_name)
         record.add(identity)
     if loading.dense_inputs:
         operators = [_view_as_reshape(operator) for operator in operators]

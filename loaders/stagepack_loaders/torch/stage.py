@@ -18,7 +18,7 @@ from stagepack_loaders.registry import find_runtime
 from stagepack_loaders.stage_errors import typed_stage_errors
 from stagepack_loaders.stages import OutputContract, bind_inputs, check_inputs
 from stagepack_loaders.torch.container import Container, Slot, register_weight, set_wait, submodule
-from stagepack_loaders.torch.module_builder import ModuleCallBody, called_modules, connect
+from stagepack_loaders.torch.module_builder import ModuleCallBody, called_modules, connect_calls
 from stagepack_loaders.torch.stage_memory import StageState
 from stagepack_loaders.torch.torch_attributes import torch_attribute
 from stagepack_loaders.torch.weight_gate import GatedModule
@@ -172,7 +172,7 @@ class TorchStage(Container):
             state=StageState(weights, slots, state_names),
         )
         slot_of_value = {weight.value: slot for weight, slot in zip(weights, slots, strict=True)}
-        connect(self, code.module_calls, slot_of_value)
+        connect_calls(self, code.module_calls, slot_of_value)
         if isinstance(code.compiled_module, GatedModule):
             gate = code.compiled_module.gate
             set_wait(self, gate.wait, gate.check_conversion)

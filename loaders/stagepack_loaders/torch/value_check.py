@@ -72,7 +72,7 @@ class NodeProblem(NamedTuple):
     message: str
 
 
-def check_values(graph: Graph, operators: Sequence[Callable[..., Any]], graph_name: str) -> None:
+def check_graph_values(graph: Graph, operators: Sequence[Callable[..., Any]], graph_name: str) -> None:
     """Compare the values of a graph with what its operators return, see `value_problems`."""
     try:
         problems = value_problems(graph, operators)
