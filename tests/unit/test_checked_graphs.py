@@ -32,7 +32,7 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         names.append(graph_name)
         check_values(graph, operators, graph_name)
 
-    monkeypatch.setattr(prepare, "check_values", check)
+    monkeypatch.setattr(prepare, "check_graph_values", check)
     return names
 
 
