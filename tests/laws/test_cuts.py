@@ -86,7 +86,7 @@ def test_no_stage_is_emptied_and_each_weight_is_in_one(layer: str, way: str, tmp
             0
         }
     plan = bundle.entry_point.plan
-    again = stagepack.export(model, (IDS,), dynamic_shapes=SHAPES, out=tmp_path / "again.stagepack", plan=plan)
+    again = stagepack.recut(bundle, out=tmp_path / "again.stagepack", plan=plan)
     assert [stage.nodes for stage in again.stages] == [stage.nodes for stage in bundle.stages]
 
 
@@ -113,8 +113,10 @@ def test_no_picture_model_sends_a_tensor_for_its_size(make: type[torch.nn.Module
             before = export_capture(capture, out=tmp_path / f"{stages}.old", cut_options=CutOptions(stages=stages))
         for way in ({"stages": stages}, {"plan": before.entry_point.plan}):
             name = f"{stages}-{min(way)}"
-            bundle = export_capture(capture, out=tmp_path / name, cut_options=CutOptions(**way))
-            assert stagepack.recut(before, out=tmp_path / f"{name}-again", **way).digest == bundle.digest
+            bundle = stagepack.recut(before, out=tmp_path / name, **way)
+            if stages == 2:
+                direct = export_capture(capture, out=tmp_path / f"{name}-direct", cut_options=CutOptions(**way))
+                assert direct.digest == bundle.digest
             assert not tensors_sent_for_sizes(bundle)
             pipe = stagepack.load(bundle)
             for given, leaves in zip((picture, larger), wanted, strict=True):
@@ -131,7 +133,7 @@ LARGE = named(
     "decoders-llama-tied",
     "encoder-decoders-t5",
 )
-CASES = [*(case for case in ROWS[::16] if case not in LARGE), *slow([*ROWS[8::16], *LARGE])]
+CASES = [*(case for case in ROWS[::32] if case not in LARGE), *slow([*ROWS[16::32], *ROWS[8::16], *LARGE])]
 
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)

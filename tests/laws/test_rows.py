@@ -247,7 +247,14 @@ def test_operators_that_keep_rows_apart_are_known(name: str) -> None:
     assert captured.reason() is None
 
 
-@pytest.mark.parametrize("name", list(APART)[::3])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if number % 9 else [])
+        for number, name in enumerate(APART)
+        if number % 3 == 0
+    ],
+)
 def test_operators_of_a_decomposed_program_are_known(name: str) -> None:
     function, dim = APART[name]
     assert Captured(function, *example_of(dim), decompose=True).reason() is None

@@ -1,49 +1,93 @@
-"""A decoder with a static cache, cut in three, writes what transformers writes."""
+"""Decoders with a static cache, cut in stages, write what transformers writes: in one process, stage by stage, and in processes."""
 
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import GenerationConfig
 from transformers.integrations.executorch import TorchExportableModuleWithStaticCache
 
 import stagepack
-from stagepack_loaders.pipeline import Pipeline
+from stagepack.format.reader import Bundle
+from tests.distributed.bundles import in_processes
 from tests.zoo.apart import load_apart
+from tools.benchmark_models import llama
 
 NEW_TOKENS = 32
 
 
-def test_greedy_tokens_are_those_of_transformers(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=4, num_key_value_heads=2)).eval()
-    prompt = torch.tensor([[5, 301, 42, 7]])
-    expected = model.generate(prompt, max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0)
+class GreedyText:
+    """A text that grows by its most likely token, one a call."""
 
+    def __init__(self, call: Callable[..., Any], prompt: torch.Tensor) -> None:
+        self.tokens = prompt
+        self.final_length = prompt.shape[1] + NEW_TOKENS
+        self._call = call
+        self._position = 0
+
+    def begin_step(self) -> None:
+        self._logits = self._call(
+            input_ids=self.tokens[:, self._position : self._position + 1], cache_position=torch.tensor([self._position])
+        )
+
+    def end_step(self) -> None:
+        logits = self._logits.result() if isinstance(self._logits, Future) else self._logits
+        self._position += 1
+        if self._position == self.tokens.shape[1]:
+            self.tokens = torch.cat([self.tokens, logits[:, -1].argmax(-1, keepdim=True)], dim=1)
+
+
+def write(texts: list[GreedyText]) -> list[torch.Tensor]:
+    """The tokens of texts; in processes, the calls of all of them are in flight."""
+    while unfinished := [text for text in texts if text.tokens.shape[1] < text.final_length]:
+        for text in unfinished:
+            text.begin_step()
+        for text in unfinished:
+            text.end_step()
+    return [text.tokens for text in texts]
+
+
+@contextmanager
+def in_one_process(bundle: Bundle) -> Iterator[Any]:
+    yield stagepack.load(bundle)
+
+
+@contextmanager
+def stage_by_stage(bundle: Bundle) -> Iterator[Any]:
+    yield load_apart(bundle, types=(), allow_ops=())
+
+
+@pytest.mark.parametrize(
+    ("road", "stages"),
+    [
+        (in_one_process, 3),
+        (stage_by_stage, 3),
+        *(pytest.param(in_processes, stages, marks=[pytest.mark.slow, pytest.mark.process]) for stages in (2, 3, 4)),
+    ],
+)
+def test_greedy_tokens_are_those_of_transformers(road: Any, stages: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = llama(layers=4, hidden=64, intermediate=96, heads=4, kv_heads=2, vocab_size=512)
+    prompts = [torch.randint(3, 500, (1, length)) for length in (3, 1, 7, 4)]
+    greedy: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    expected = [model.generate(prompt, **greedy) for prompt in prompts]
     cache = {"batch_size": 1, "max_cache_len": 48, "device": "cpu"}
     model.generation_config = GenerationConfig(use_cache=True, cache_implementation="static", cache_config=cache)
-    decoder = TorchExportableModuleWithStaticCache(model)
     bundle = stagepack.export(
-        decoder,
-        kwargs={"input_ids": prompt[:, :1], "cache_position": torch.tensor([0])},
+        TorchExportableModuleWithStaticCache(model),
+        kwargs={"input_ids": prompts[0][:, :1], "cache_position": torch.tensor([0])},
         out=tmp_path / "decoder.stagepack",
-        split_at=["model.model.layers.1", "model.model.layers.3"],
+        stages=stages,
     )
-
-    caches = [[name for name in stage.state if "_cache_" in name] for stage in bundle.stages]
-    assert [len(names) for names in caches] == [2, 4, 2]
-    for pipe in (stagepack.load(bundle), load_apart(bundle, types=(), allow_ops=())):
-        for _ in range(2):
-            assert torch.equal(_greedy(pipe, prompt), expected)
+    assert all(any("_cache_" in name for name in stage.state) for stage in bundle.stages)
+    with road(bundle) as pipe, ExitStack() as sequences:
+        together = write([GreedyText(sequences.enter_context(pipe.sequence()).submit, prompt) for prompt in prompts])
+        assert all(map(torch.equal, together, expected))
+        for prompt, tokens in zip(prompts, expected, strict=True):
             pipe.reset_state()
-
-
-def _greedy(pipe: Pipeline, prompt: torch.Tensor) -> torch.Tensor:
-    """The prompt and the most likely tokens after it, one token a call."""
-    tokens = prompt
-    for position in range(prompt.shape[1] + NEW_TOKENS - 1):
-        logits = pipe(input_ids=tokens[:, position : position + 1], cache_position=torch.tensor([position]))
-        if position >= prompt.shape[1] - 1:
-            tokens = torch.cat([tokens, logits[:, -1].argmax(-1, keepdim=True)], dim=1)
-    return tokens
+            [alone] = write([GreedyText(pipe, prompt)])
+            assert torch.equal(alone, tokens)
