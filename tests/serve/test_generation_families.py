@@ -47,7 +47,7 @@ def processes(path: Path) -> Iterator[Generate]:
     bundle = stagepack.open(path)
     pipelines = stagepack.load_entry_points(bundle, allow_ops=[OPERATORS])
     name = "decode" if "decode" in pipelines else "forward"
-    encoder = {"encoder": pipelines["encode"]} if name == "decode" else {}
+    encoder: dict[str, Any] = {"encoder": pipelines["encode"]} if name == "decode" else {}
     options: dict[str, Any] = {"allow_ops": [OPERATORS], "imports": [IMPORTS]}
     with stagepack.load(bundle.select(name), processes=True, **options) as pipeline:
         yield functools.partial(pipeline.generate, **encoder)
