@@ -244,6 +244,6 @@ def test_each_decomposition_is_tried() -> None:
     "dtypes", ["float32", "float16,float64", "int64,int32", "uint8,int8,int16,bool,bfloat16", "complex64"]
 )
 def test_no_operator_differs_silently(dtypes: str) -> None:
-    """About 6,000 calls of 700 operators, in 10 to 20 minutes for each group of dtypes."""
+    """8,788 calls of 697 operators with torch 2.13, in 10 to 20 minutes of a core for each group of dtypes."""
     chosen = {getattr(torch, dtype_name) for dtype_name in dtypes.split(",")}
     assert [verdict for verdict in sweep_operators([], chosen) if verdict.kind in (DIFFERS, ENDS)] == []
