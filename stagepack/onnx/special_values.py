@@ -125,8 +125,9 @@ def _has_infinite_sum(nodes: Nodes, summed: Sequence[ir.Value]) -> ir.Value:
 
 def _expect_finite_inputs(node: ir.Node, summed: Sequence[ir.Value]) -> None:
     """Let a node fail if the sum of some of its inputs is not finite."""
-    check = _finite_check(node)
-    node.replace_input_with(0, _checked(check, node.inputs[0], summed))
+    check, first = _finite_check(node), node.inputs[0]
+    assert first is not None
+    node.replace_input_with(0, _checked(check, first, summed))
     assert node.graph is not None
     node.graph.insert_before(node, check.nodes)
 
@@ -135,7 +136,9 @@ def _expect_finite_result(node: ir.Node) -> None:
     """Let a node with one output fail if the sum of its result is not finite."""
     (result,) = node.outputs
     check = _finite_check(node)
-    computed = check.add(node.op_type, node.inputs, dict(node.attributes))
+    inputs = [value for value in node.inputs if value is not None]
+    assert len(inputs) == len(node.inputs)
+    computed = check.add(node.op_type, inputs, dict(node.attributes))
     check.nodes[0].metadata_props.update(node.metadata_props)
     # The name of the reshape is part of the error.
     checked = check.add("Identity", [_checked(check, computed, [computed])])

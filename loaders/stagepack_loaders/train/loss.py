@@ -17,7 +17,7 @@ from stagepack.format.dtypes import SCALAR_DTYPES
 from stagepack.format.manifest import Edge
 from stagepack.format.tree import Tree, ValueLeaf, fill_tree
 from stagepack_loaders.train.microbatches import Target
-from stagepack_loaders.train.pipeline_module import forked_generators
+from stagepack_loaders.train.random_numbers import forked_generators
 from stagepack_loaders.train.training_options import TrainingOptions
 
 _TAG = 2  # of losses; schedules use 0, gradients of shared parameters 1

@@ -1,146 +1,20 @@
-"""A stage between its neighbours, as torch.distributed.pipelining calls it: tensors in, tensors out.
+"""A stage between its neighbours, as torch.distributed.pipelining calls it: tensors in, tensors out."""
 
-- Activation checkpointing: the values inside a region are computed again in the backward pass, and not kept from the forward pass.
-- Random numbers of a training, such as those of dropout: the same as if one process ran the whole model on each microbatch. Each
-  microbatch begins with a seed of its own. The state of the generators passes from stage to stage with the values.
-"""
-
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
-from torch.fx import GraphModule
-from torch.utils.checkpoint import checkpoint
 
-from stagepack.format.aliasing import AliasClasses, alias_classes
 from stagepack.format.dtypes import SCALAR_DTYPES
-from stagepack.format.graph import Weight
 from stagepack.format.manifest import Edge
-from stagepack.torch_internals import child_modules
-from stagepack_loaders.torch.build import INPUT_TYPES
 from stagepack_loaders.torch.stage import TorchStage
 from stagepack_loaders.train.boundaries import StageBoundary
+from stagepack_loaders.train.random_numbers import RandomNumbers
+from stagepack_loaders.train.recomputation import can_recompute_stage, recompute_regions, recomputed
 from stagepack_loaders.train.training_options import Recompute
 
 _REGION_PREFIX = "region_"
 Result = TypeVar("Result")
 _SCALAR_TENSOR_DTYPES = {"symint": torch.int64, "symfloat": torch.float64, "symbool": torch.bool}
-
-
-class _RecomputedModule(torch.nn.Module):
-    """A module of a graph whose values are computed again in the backward pass, with the same random numbers."""
-
-    def __init__(self, module: GraphModule) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, *values: Any) -> Any:
-        return recomputed(self.module, *values)
-
-
-def recomputed(function: Callable[..., Any], *values: Any) -> Any:
-    """Call a function; autograd keeps its arguments, and calls it again to find what it needs in the backward pass."""
-    return checkpoint(function, *values, use_reentrant=False) if torch.is_grad_enabled() else function(*values)
-
-
-def recompute_regions(stage: TorchStage) -> None:
-    """Let each region of a stage be computed again in the backward pass, except those that touch memory that is written.
-
-    The outermost regions are taken. A region that is computed again would update running statistics twice, or read what was written
-    after it.
-    """
-    classes = alias_classes(stage.graph)
-    remaining: list[torch.nn.Module] = [stage.graph_module]
-    while remaining:
-        children = child_modules(remaining.pop())
-        for child_name, child in children.items():
-            if isinstance(child, GraphModule) and child_name.startswith(_REGION_PREFIX):
-                if not _touches_written_memory(child, classes):
-                    children[child_name] = _RecomputedModule(child)
-            elif child is not None:
-                remaining.append(child)
-
-
-def can_recompute_stage(stage: TorchStage) -> bool:
-    """Whether a stage may be computed again: it writes none of its inputs and buffers."""
-    classes = alias_classes(stage.graph)
-    values = (*(value.name for value in stage.graph.inputs), *(weight.value for weight in stage.graph.weights))
-    return not any(classes.is_written(value_name) for value_name in values)
-
-
-def _touches_written_memory(region: GraphModule, classes: AliasClasses) -> bool:
-    """Whether an input of a region, in its first call, is written anywhere in the stage."""
-    values = (entry.value if isinstance(entry, Weight) else entry.name for entry in region.meta[INPUT_TYPES])
-    return any(classes.is_written(value_name) for value_name in values)
-
-
-class RandomNumbers:
-    """The generators of one stage."""
-
-    def __init__(self, device: torch.device, *, draws: bool, is_received: bool, is_sent: bool) -> None:
-        self._device = device
-        self._draws = draws
-        self.is_received = is_received
-        self.is_sent = is_sent
-        self._next_seed = 0
-
-    @property
-    def is_used(self) -> bool:
-        """Whether the stage draws random numbers, or passes the state of generators on."""
-        return self._draws or self.is_received or self.is_sent
-
-    def begin(self, first_seed: int) -> None:
-        """Set the seed of the first microbatch of a step; that of each other one is the next number."""
-        self._next_seed = first_seed
-
-    def run(self, function: Callable[[], Result], state: torch.Tensor | None) -> tuple[Result, torch.Tensor | None]:
-        """Call a function on the next microbatch. The generators have their old states afterwards."""
-        seed = self._next_seed
-        self._next_seed += 1
-        if not self._draws:
-            return function(), state
-        with forked_generators([self._device]):
-            if state is None:
-                torch.manual_seed(seed)
-            else:
-                _set_generator_states(self._device, state.cpu())
-            result = function()
-            return result, generator_states(self._device).to(self._device) if self.is_sent else None
-
-
-def random_numbers_of_stage(device: torch.device, stage_number: int, random_stages: Sequence[int]) -> RandomNumbers:
-    """Return the generators of a stage. Their state passes from the first one of `random_stages`, which draw numbers, to the last one."""
-    first, last = (random_stages[0], random_stages[-1]) if random_stages else (stage_number, stage_number)
-    return RandomNumbers(
-        device,
-        draws=stage_number in random_stages,
-        is_received=first < stage_number <= last,
-        is_sent=first <= stage_number < last,
-    )
-
-
-def generator_states(device: torch.device) -> torch.Tensor:
-    """Return the states of the generator of the host and of that of a device, in one tensor of bytes."""
-    host_state = torch.get_rng_state()
-    if device.type == "cpu":
-        return host_state
-    device_state: torch.Tensor = torch.get_device_module(device).get_rng_state(device)
-    return torch.cat([host_state, device_state])
-
-
-def _set_generator_states(device: torch.device, states: torch.Tensor) -> None:
-    host_bytes = len(torch.get_rng_state())
-    torch.set_rng_state(states[:host_bytes])
-    if device.type != "cpu":
-        torch.get_device_module(device).set_rng_state(states[host_bytes:], device)
-
-
-def forked_generators(devices: Iterable[torch.device]) -> AbstractContextManager[None]:
-    """Return a context after which the generators of the host and of some devices have their old states."""
-    accelerators = list({device for device in devices if device.type != "cpu"})
-    device_type = accelerators[0].type if accelerators else "cuda"
-    return torch.random.fork_rng(accelerators, device_type=device_type)
 
 
 class PipelineModule(torch.nn.Module):

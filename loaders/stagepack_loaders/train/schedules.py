@@ -21,13 +21,8 @@ from stagepack.format.dtypes import SCALAR_DTYPES
 from stagepack.format.manifest import Edge
 from stagepack.format.shapes import evaluate_dim
 from stagepack_loaders.train.boundaries import StageBoundary
-from stagepack_loaders.train.pipeline_module import (
-    PipelineModule,
-    backward_link,
-    edge_dtype,
-    generator_states,
-    scalar_dtype,
-)
+from stagepack_loaders.train.pipeline_module import PipelineModule, backward_link, edge_dtype, scalar_dtype
+from stagepack_loaders.train.random_numbers import generator_states
 from stagepack_loaders.train.training_options import TrainingOptions
 
 # The schedules of torch by name. The first two run one stage in each process.
