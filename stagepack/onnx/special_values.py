@@ -3,7 +3,8 @@
 MaxPool of ONNX Runtime 1.31 leaves NaN out, and has the smallest finite number for windows of -inf. Two further poolings in each call
 made a ResNet-18 18 % slower, so they run only if the sum of the elements is not finite. An interpolation spreads NaN and infinity to other
 elements than in torch, and a recurrent layer makes 1 of NaN: they fail if the sum is not finite. So does an attention whose result is not
-finite: the fused kernel of torch answers 0 for some rows of scores that are not finite, and NaN for others.
+finite: the fused kernel of torch answers 0 for some rows of scores that are not finite, and NaN for others. Its check takes
+12 us for one query of 12 heads, whose attention over 512 keys takes 69.
 """
 
 import functools
@@ -39,14 +40,14 @@ def guard_special_values(model: ir.Model) -> None:
         if node.op_type == "MaxPool" and not has_indices:
             _choose(node, elements, _special_maxima(node, elements))
         elif node.op_type in _SPREADING and not (node.op_type == "Resize" and is_nearest):
-            _expect_finite_inputs(node, [elements, *_computed_weights(node)])
+            _expect_finite_inputs(node, elements, [elements, *_computed_weights(node)])
         elif (
             node.op_type == "Conv"
             and any(node.attributes.get_ints("pads", []))
             and (weights := _computed_weights(node))
         ):
             # The product of infinity and a 0 of the padding is NaN in one runtime and left out in the other.
-            _expect_finite_inputs(node, weights)
+            _expect_finite_inputs(node, elements, weights)
         elif _is_attention(node):
             _expect_finite_result(node)
 
@@ -123,11 +124,10 @@ def _has_infinite_sum(nodes: Nodes, summed: Sequence[ir.Value]) -> ir.Value:
     return nodes.add("IsNaN", [nodes.add("Sub", [total, total])])
 
 
-def _expect_finite_inputs(node: ir.Node, summed: Sequence[ir.Value]) -> None:
+def _expect_finite_inputs(node: ir.Node, elements: ir.Value, summed: Sequence[ir.Value]) -> None:
     """Let a node fail if the sum of some of its inputs is not finite."""
-    check, first = _finite_check(node), node.inputs[0]
-    assert first is not None
-    node.replace_input_with(0, _checked(check, first, summed))
+    check = _finite_check(node)
+    node.replace_input_with(0, _checked(check, elements, summed))
     assert node.graph is not None
     node.graph.insert_before(node, check.nodes)
 
@@ -136,9 +136,7 @@ def _expect_finite_result(node: ir.Node) -> None:
     """Let a node with one output fail if the sum of its result is not finite."""
     (result,) = node.outputs
     check = _finite_check(node)
-    inputs = [value for value in node.inputs if value is not None]
-    assert len(inputs) == len(node.inputs)
-    computed = check.add(node.op_type, inputs, dict(node.attributes))
+    computed = check.add(node.op_type, [value for value in node.inputs if value is not None], dict(node.attributes))
     check.nodes[0].metadata_props.update(node.metadata_props)
     # The name of the reshape is part of the error.
     checked = check.add("Identity", [_checked(check, computed, [computed])])

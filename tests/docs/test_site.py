@@ -119,4 +119,5 @@ def test_every_benchmark_has_results() -> None:
     tables = benchmark_tables()
     assert all(f"## {title}" in tables for title in SECTION_TITLES.values())
     assert {path.stem.partition("-")[0] for path in RESULTS_FOLDER.glob("*.json")} == SECTION_TITLES.keys()
-    assert {path.stem.removeprefix("bench_") for path in (ROOT / "tools").glob("bench_*.py")} == SECTION_TITLES.keys()
+    # The tables of benchmarks whose question is answered stay.
+    assert {path.stem.removeprefix("bench_") for path in (ROOT / "tools").glob("bench_*.py")} <= SECTION_TITLES.keys()

@@ -126,13 +126,9 @@ def abort_group(group: TorchGroup | None) -> None:
 
 
 def make_default_group() -> None:
-    """Make the default process group of torch.
+    """Make the default process group of torch. A process that has not come after five minutes is a `GroupError` that names it.
 
     By itself, torch 2.13 finds in the store of torchrun the addresses of processes that are gone, after these were started again.
-
-    Raises:
-        GroupError: a process has not come after five minutes.
-        StageLostError: the store of the group has gone.
     """
     if not has_launcher():  # one process, such as that of a debugger
         store_in_memory = torch.distributed.HashStore()  # type: ignore[attr-defined] # documented, and exported at run time
