@@ -12,7 +12,7 @@ import msgpack
 import msgspec
 import pytest
 
-from stagepack.format import dtypes, folded_graph, graph, limits, manifest, shapes, tree
+from stagepack.format import dtypes, folded_graph, graph, limits, manifest, plan, shapes, tree
 from stagepack.format.operators import DENIED, HIGHER_ORDER_OPERATORS, PYTHON_OPERATORS, listed_verdicts
 from tests.conformance.vectors import SCHEMA, TINY, all_rules, cases
 
@@ -20,7 +20,7 @@ ROOT = SCHEMA.parent
 SPEC = (SCHEMA / "SPEC.md").read_text()
 TYPES = {
     name: kind
-    for module in (manifest, tree, shapes, graph, folded_graph)
+    for module in (manifest, plan, tree, shapes, graph, folded_graph)
     for name, kind in vars(module).items()
     if isinstance(kind, type)
     and issubclass(kind, msgspec.Struct)
