@@ -50,16 +50,27 @@ def _dropout(target: _Operator, arguments: _Arguments) -> Any:
     return tensor * (is_kept / kept_share if kept_share else is_kept)
 
 
+def _causal_attention(target: _Operator, arguments: _Arguments) -> Any:
+    # The exporter adds the smallest finite number to later keys: it is larger than a score of -inf, and lost beside infinity.
+    query, key, value = (arguments[name] for name in ("query", "key", "value"))
+    is_later = torch.arange(key.shape[-2]) > torch.arange(query.shape[-2])[:, None]
+    if arguments["dropout_p"]:
+        mask = torch.where(is_later, -math.inf, 0.0).to(query.dtype)
+        return target(**{**arguments, "attn_mask": mask, "is_causal": False})
+    if arguments["enable_gqa"]:
+        group_size = query.shape[-3] // key.shape[-3]
+        key, value = (tensor.repeat_interleave(group_size, -3) for tensor in (key, value))
+    scale = 1 / math.sqrt(query.shape[-1]) if arguments["scale"] is None else arguments["scale"]
+    scores = torch.where(is_later, -math.inf, (query * scale) @ key.transpose(-2, -1))
+    # A row of scores that are all -inf has chances of 0 in torch.
+    has_scores = (scores != -math.inf).any(-1, keepdim=True)
+    return torch.where(has_scores, scores.softmax(-1), 0.0) @ value
+
+
 def _attention(target: _Operator, arguments: _Arguments) -> Any:
     mask = arguments["attn_mask"]
     if mask is None:
-        if not arguments["is_causal"]:
-            return None
-        # The exporter hides keys by the smallest finite number, which is larger than a score of -inf.
-        query, key = arguments["query"], arguments["key"]
-        is_later = torch.arange(key.shape[-2]) > torch.arange(query.shape[-2])[:, None]
-        mask = torch.where(is_later, -math.inf, 0.0).to(query.dtype)
-        return target(**{**arguments, "attn_mask": mask, "is_causal": False})
+        return _causal_attention(target, arguments) if arguments["is_causal"] else None
     # For a row whose mask excludes all keys torch returns 0, or NaN if a value is not finite; the exporter the mean of all values, or NaN.
     is_seen = mask if mask.dtype == torch.bool else mask != -math.inf
     if all(isinstance(size, int) for size in mask.shape):
