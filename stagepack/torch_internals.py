@@ -778,10 +778,6 @@ def gloo_process_group(store: "Store", rank: int, size: int, timeout: timedelta,
     return ProcessGroupGloo(store, rank, size, options)
 
 
-# The keys of kernels with a backward of their own.
-_BACKWARDS: Final = ("Autograd", "AutogradCPU", "AutogradCUDA")
-
-
 @contextlib.contextmanager
 def composites_of_libraries_decomposed() -> Iterator[None]:
     """Let ``torch.export`` trace, within the ``with`` block, what composite operators of libraries call in the place of the operators.

@@ -4,9 +4,6 @@ import importlib
 from typing import Any
 
 import torch
-from torch.export import Dim
-
-from stagepack.capture.inputs import Inputs
 
 
 class Layers(torch.nn.Module):
@@ -46,15 +43,3 @@ def llama(**sizes: Any) -> Any:
     """A Llama with random weights, always the same; see `llama_config`."""
     torch.manual_seed(0)
     return importlib.import_module("transformers").LlamaForCausalLM(llama_config(**sizes)).eval()
-
-
-def token_inputs(*names: str, rows: int, length: int, longest: int, **more: Any) -> Inputs:
-    """Inputs of tokens, of 1 to 64 rows and any length up to `longest`; a decoder has a length of its own."""
-    batch = Dim("batch", min=1, max=64)
-    lengths = {
-        name: Dim("decoder_length" if name.startswith("decoder") else "length", min=2, max=longest) for name in names
-    }
-    return Inputs(
-        kwargs={name: torch.ones(rows, length, dtype=torch.long) for name in names} | more,
-        dynamic_shapes={name: {0: batch, 1: lengths[name]} for name in names},
-    )

@@ -1,6 +1,6 @@
 """What `torch.distributed.pipelining` makes of a model: the other side of our comparisons."""
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -24,19 +24,6 @@ def evenly(stages: int) -> Split:
     def split(module: fx.GraphModule) -> fx.GraphModule:
         nodes = _calls(module)
         return _before(module, [nodes[len(nodes) * stage_number // stages] for stage_number in range(1, stages)])
-
-    return split
-
-
-def at_modules(module_names: Collection[str]) -> Split:
-    """Cut before the first node of each of these modules."""
-
-    def split(module: fx.GraphModule) -> fx.GraphModule:
-        first: dict[str, fx.Node] = {}
-        for node in _calls(module):
-            for path, _ in (node.meta.get("nn_module_stack") or {}).values():
-                first.setdefault(path, node)
-        return _before(module, [first[module_name] for module_name in module_names])
 
     return split
 

@@ -348,8 +348,7 @@ def batching_obstacle(bundle: Bundle, backend: str) -> str:
         if len(tensor.shape) == 1:
             return f"{tensor.name} has no dimension besides the batch dimension, which Triton requires"
     numbers = [edge.name for edge in bundle.edges if edge.dtype in SCALAR_DTYPES]
-    if (
-        numbers and backend != PYTHON_BACKEND
-    ):  # the model of a stage in the Python backend reads one number from an element for each row
+    # The model of a stage in the Python backend reads one number from an element for each row.
+    if numbers and backend != PYTHON_BACKEND:
         return f"{numbers[0]} is a number, for which the backend {backend} would get one from each request"
     return ""
