@@ -36,6 +36,10 @@ def test_the_help_lists_the_commands(flag: str) -> None:
         ("export x -o y --stages 0", "0 is not in the range 1<=x<=4096"),
         ("export x -o y --stages 2 --split-at a", "cannot be used together"),
         ("export x -o y --generate 5", "5 is not in the range x>=6"),
+        ("serve --model-repository y --model-control always", "'always' is not one of"),
+        ("load x --trace run.json --requests 0", "0 is not in the range"),
+        ("profile x -o times.json --runs 0", "0 is not in the range"),
+        (["plan", "x", "--stages", "9" * 30], "is not in the range"),
         (
             "export x.py:f -o y --graph-from z",
             "graph_from: expected a checkpoint, or a Hugging Face folder or name, found",

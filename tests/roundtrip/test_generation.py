@@ -1,5 +1,6 @@
 """Decoders with a static cache, cut in stages, write what transformers writes: in one process, stage by stage, and in processes."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
@@ -18,6 +19,8 @@ from tests.zoo.apart import load_apart
 from tools.benchmark_models import llama
 
 NEW_TOKENS = 32
+# The layers that start a stage, by the number of stages.
+SPLITS = {2: [1], 3: [1, 3], 4: [1, 2, 3]}
 
 
 class GreedyText:
@@ -81,9 +84,10 @@ def test_greedy_tokens_are_those_of_transformers(road: Any, stages: int, tmp_pat
         TorchExportableModuleWithStaticCache(model),
         kwargs={"input_ids": prompts[0][:, :1], "cache_position": torch.tensor([0])},
         out=tmp_path / "decoder.stagepack",
-        stages=stages,
+        split_at=[f"model.model.layers.{layer}" for layer in SPLITS[stages]],
     )
-    assert all(any("_cache_" in name for name in stage.state) for stage in bundle.stages)
+    caches = [sum("_cache_" in name for name in stage.state) for stage in bundle.stages]
+    assert caches == [2 * (end - start) for start, end in itertools.pairwise([0, *SPLITS[stages], 4])]
     with road(bundle) as pipe, ExitStack() as sequences:
         together = write([GreedyText(sequences.enter_context(pipe.sequence()).submit, prompt) for prompt in prompts])
         assert all(map(torch.equal, together, expected))

@@ -26,12 +26,13 @@ from tests.serve.generating_families import (
 )
 from tests.serve.generating_model import tokenizer
 from tests.serve.servers import Server, grpc_client, post, stagepack_server
-from tests.serve.test_generation import events, stream_responses
+from tests.serve.test_generation import events, stream_responses, text_input
 
 pytestmark = pytest.mark.xdist_group("serve")
 COUNT = 24
 SETTINGS: tuple[dict[str, Any], ...] = ({}, {"do_sample": True, "top_p": 0.9, "top_k": 40, "temperature": 1.2})
 SEED = 5
+TEXT_FAMILIES = [family for family in FAMILIES if family != "whisper"]
 OPERATORS = "transformers"
 IMPORTS = "transformers.integrations.moe"
 Generate = Callable[..., Any]
@@ -81,6 +82,7 @@ def test_a_pipeline_generates_the_tokens_of_transformers(
     road: str, family: str, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
 ) -> None:
     path = Path(shutil.copytree(family_bundle(tmp_path_factory, family), tmp_path / "m.stagepack"))
+    assert {"config.json", "generation_config.json"} <= stagepack.open(path).files.keys()
     model = make_model(family)
     with ROADS[road][0](path) as generate:
         for batch_size in (1, 4):
@@ -131,6 +133,16 @@ def test_the_server_generates_the_tokens_of_transformers(server: Server, family:
 
 
 @pytest.mark.slow
+def test_grpc_streams_a_text(server: Server) -> None:
+    with contextlib.closing(grpc_client(server.grpc)) as client:
+        responses = stream_responses(client, [text_input("Hello")], model="t5", parameters={"max_tokens": 9})
+    tokens = torch.tensor([tokenizer().encode("Hello").ids])
+    prompts = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    expected = generated_by_transformers("t5", make_model("t5"), prompts, 0, max_new_tokens=9)[0].tolist()
+    assert [int.from_bytes(response.raw_output_contents[1], "little") for response in responses] == expected
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["whisper"], indirect=True)
 def test_features_of_another_size_are_refused(server: Server, family: str) -> None:
     for values, says in (([[0.5] * 7] * 3, "input_features"), ([["a"]], "Expected `float`, got `str`")):
@@ -140,7 +152,7 @@ def test_features_of_another_size_are_refused(server: Server, family: str) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "t5"], indirect=True)
+@pytest.mark.parametrize("family", TEXT_FAMILIES, indirect=True)
 def test_openai_streams_the_text_of_transformers(server: Server, family: str) -> None:
     model = make_model(family)
     with openai.OpenAI(base_url=f"http://127.0.0.1:{server.http}/v1", api_key="none", max_retries=0) as client:
@@ -160,7 +172,7 @@ def test_openai_streams_the_text_of_transformers(server: Server, family: str) ->
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["llama", "t5"], indirect=True)
+@pytest.mark.parametrize("family", TEXT_FAMILIES, indirect=True)
 def test_openai_draws_the_tokens_of_transformers(server: Server, family: str) -> None:
     """The text at place i is that of transformers for the seed + i."""
     prompts = {"input_ids": torch.tensor([[9, 30, 77, 31]]), "attention_mask": torch.ones(1, 4, dtype=torch.int64)}
