@@ -67,9 +67,8 @@ def told_failures() -> Iterator[None]:
     torchrun shows the line again at the end of its own report.
     """
     if is_launched_group():
-        os.environ.setdefault(
-            "TORCH_CPP_LOG_LEVEL", "ERROR"
-        )  # a store that has gone is a warning of 20 lines, each time
+        # A store that has gone is a warning of 20 lines, each time.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         yield
     except Exception as error:

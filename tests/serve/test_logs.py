@@ -15,6 +15,7 @@ from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 
 import stagepack
 from stagepack_loaders.logs import RequestTrace, begin_trace
+from tests.distributed.test_serving import stage_process_ids
 from tests.serve.bundles import Bundles
 from tests.serve.servers import (
     INFER,
@@ -189,6 +190,21 @@ def test_processes_of_stages_name_the_request(log: Path, tmp_path: Path, log_for
     # Each record of the request, in three processes, has the span that the client was told.
     assert {record["span_id"] for record in found} == {answer["traceparent"].split("-")[2]}
     assert len({record["process"] for record in found}) == 3
+
+
+@pytest.mark.process
+def test_processes_of_stages_whose_server_is_killed_write_records_alone(
+    log: Path, bundles: Bundles, tmp_path: Path
+) -> None:
+    bundle = stagepack.recut(bundles["skips"], out=tmp_path / "skips.stagepack", stages=2)
+    with stagepack_server([bundle.path], "--processes", "2", *JSON_LOG, "--log-level", "debug", errors=log) as server:
+        assert post(server.http, INFER, json.dumps(skips_request()))[0] == 200
+        process_ids = stage_process_ids(server)
+        # torch may write lines of text where the store has gone, which depends on what is on the way at that moment.
+        for process_id in process_ids:
+            assert b"TORCH_CPP_LOG_LEVEL=ERROR" in Path(f"/proc/{process_id}/environ").read_bytes().split(b"\0")
+    wait_until(lambda: not any(Path(f"/proc/{process_id}").exists() for process_id in process_ids))
+    assert {record["process"] for record in records(log)} >= set(process_ids)
 
 
 @pytest.mark.process

@@ -168,7 +168,8 @@ class LocalLauncher(ProcessLauncher["subprocess.Popen[bytes]"]):
     def _launch(self, description: ProcessDescription) -> "subprocess.Popen[bytes]":
         """Start a process. The cores of this machine are divided among the processes."""
         threads = max(1, usable_cpu_count() // (self._size - 1))
-        environment = {"OMP_NUM_THREADS": str(threads)} | module_environment()
+        # A store that has gone is no error for a process that ends: torch would write 20 lines to a log of JSON.
+        environment = {"OMP_NUM_THREADS": str(threads), "TORCH_CPP_LOG_LEVEL": "ERROR"} | module_environment()
         description = structs.replace(description, parent=os.getpid())
         program = module_command(stage_process.__name__, stage_process.encode_description(description))
         # In a session of its own: it is left to this process what Ctrl-C in a terminal ends.
