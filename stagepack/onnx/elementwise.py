@@ -204,6 +204,13 @@ def _sigmoid(self: torch.Tensor) -> torch.Tensor:
     return torch.reciprocal(1 + torch.exp(-self))
 
 
+@TABLE.register(aten.hardswish.default)
+@in_float32
+def _hardswish(self: torch.Tensor) -> torch.Tensor:
+    # HardSwish of ONNX divides before it multiplies, and is finite where torch overflows.
+    return self * torch.clamp(self + 3, 0, 6) / 6
+
+
 @TABLE.register(aten.sign.default)
 def _sign(self: torch.Tensor) -> torch.Tensor:
     return (self > 0).to(self.dtype) - (self < 0).to(self.dtype) if self.is_floating_point() else NotImplemented

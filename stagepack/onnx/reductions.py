@@ -173,7 +173,8 @@ def _mean_beside(spread: Any) -> Callable[..., Any]:
         is_lost = counts.sum(dims, True) - last > 0
         mean = torch.where(is_lost, number(math.nan, self), self.mean(dims, True))
         mean = mean if keepdim else mean.squeeze(dims)
-        return spread(self, dims, correction=correction, keepdim=keepdim), mean
+        wide = self.to(torch.float64) if self.dtype == torch.float32 else self
+        return spread(wide, dims, correction=correction, keepdim=keepdim).to(self.dtype), mean
 
     return spread_and_mean
 

@@ -186,6 +186,15 @@ def _mean(target: _Operator, arguments: _Arguments) -> Any:
     return _nan_if_none(target(**arguments), count)
 
 
+def _spread(target: _Operator, arguments: _Arguments) -> Any:
+    # Torch sums in float64: squares from 1.8e19 overflow in float32.
+    tensor = arguments["self"]
+    if tensor.dtype != torch.float32:
+        return _mean(target, arguments)
+    result = target(**{**arguments, "self": tensor.to(torch.float64)}).to(torch.float32)
+    return _nan_if_none(result, _reduced_count(arguments))
+
+
 def _nan_if_none(result: torch.Tensor, count: Any) -> torch.Tensor:
     """A result of a number of elements, or NaN if there were none."""
     return torch.where(torch.scalar_tensor(count, dtype=torch.int64) == 0, math.nan, result).to(result.dtype)
@@ -271,8 +280,8 @@ REPLACEMENTS: Final[Mapping[str, Callable[[Any, _Arguments], Any]]] = {
     "scatter": _scatter,
     "scatter_add": _scatter,
     "scatter_reduce": _scatter,
-    "std": _mean,
+    "std": _spread,
     "upsample_bilinear2d": _bilinear,
-    "var": _mean,
+    "var": _spread,
     "view": _reshape,
 }

@@ -25,6 +25,7 @@ REPLACED = [
             "celu",
             "selu",
             "angle",
+            "hardswish",
             "sigmoid",
             "sign",
             "signbit",
@@ -181,6 +182,16 @@ def test_replaced_operators_answer_as_torch_over_the_grid(tmp_path: Path) -> Non
         verdicts = list(sweep_calls(REPLACED, tmp_path))
     assert len(verdicts) == len(REPLACED)
     assert [verdict for verdict in verdicts if verdict.kind in (DIFFERS, FAILS, IN_TORCH)] == []
+
+
+def test_deviations_are_of_squares_that_overflow_in_float32(tmp_path: Path) -> None:
+    rows = torch.tensor([[1e20, -1e20, 3e19], [1e30, 1e30, 1e30]])
+    calls = [bound_call(f"aten.{name}.correction", ROWS[:2, :3], [1]) for name in ("std", "std_mean")]
+    with onnx_functions_read_once():
+        pipe = converted(calls, tmp_path)
+    deviations, same_deviations, _ = pipe(rows, rows)
+    torch.testing.assert_close(deviations, rows.std(1))
+    assert torch.equal(deviations, same_deviations)
 
 
 def test_calls_that_no_form_makes_right_stay_in_torch_by_name(tmp_path: Path) -> None:

@@ -185,24 +185,24 @@ def sweep_calls(calls: Sequence[ValueCall], folder: Path) -> Iterator[Verdict]:
     if not calls:
         return
     pipe = converted(calls, folder)
-    if isinstance(pipe, str):
-        kinds = {(call.operator_name, call.types) for call in calls}
-        first = pipe if len(calls) == 1 or len(kinds) > 1 else converted(calls[:1], folder)
-        if len(kinds) == 1 and isinstance(first, str):
-            # No function of the exporter, or no kernel of ONNX Runtime, for the operator and the dtypes.
-            for call in calls:
-                yield Verdict(str(call), IN_TORCH, first)
-        elif unsupported := {call.operator_name for call in calls if f"no ONNX form of {call.operator_name} " in pipe}:
-            for call in calls:
-                if call.operator_name in unsupported:
-                    yield Verdict(str(call), IN_TORCH, pipe)
-            yield from sweep_calls([call for call in calls if call.operator_name not in unsupported], folder)
-        else:
-            half = len(calls) // 2
-            yield from sweep_calls(calls[:half], folder)
-            yield from sweep_calls(calls[half:], folder)
-        return
-    yield from _compared(calls, pipe, folder)
+    if not isinstance(pipe, str):
+        yield from _compared(calls, pipe, folder)
+    elif unsupported := {call.operator_name for call in calls if f"no ONNX form of {call.operator_name} in " in pipe}:
+        # No function of the exporter, whatever the arguments.
+        for call in calls:
+            if call.operator_name in unsupported:
+                yield Verdict(str(call), IN_TORCH, pipe)
+        yield from sweep_calls([call for call in calls if call.operator_name not in unsupported], folder)
+    elif len(calls) == 1 or (
+        "NOT_IMPLEMENTED" in pipe and len({(call.operator_name, call.types) for call in calls}) == 1
+    ):
+        # The arguments have no form, or ONNX Runtime no kernel for the dtypes.
+        for call in calls:
+            yield Verdict(str(call), IN_TORCH, pipe)
+    else:
+        half = len(calls) // 2
+        yield from sweep_calls(calls[:half], folder)
+        yield from sweep_calls(calls[half:], folder)
 
 
 def _compared(calls: Sequence[ValueCall], pipe: Any, folder: Path) -> Iterator[Verdict]:
@@ -364,15 +364,15 @@ def _in_process(calls: Sequence[ValueCall]) -> list[Verdict] | None:
 
 def sweep_operators(operator_names: Sequence[str], dtypes: AbstractSet[torch.dtype]) -> Iterator[Verdict]:
     """Yield the verdicts on the calls of some operators, or of all, whose first tensor is of some dtypes."""
-    samples = all_calls()
-    calls = [
-        call
-        for operator_name in sorted(samples)
-        if is_swept(operator_name)
-        and (not operator_names or {operator_name, operator_name.split(".")[1]}.intersection(operator_names))
-        for call in value_calls(operator_name, samples[operator_name], dtypes)
-    ]
     with warnings.catch_warnings(action="ignore"), onnx_functions_read_once(), signs_of_zeros_kept():
+        samples = all_calls()
+        calls = [
+            call
+            for operator_name in sorted(samples)
+            if is_swept(operator_name)
+            and (not operator_names or {operator_name, operator_name.split(".")[1]}.intersection(operator_names))
+            for call in value_calls(operator_name, samples[operator_name], dtypes)
+        ]
         for first in range(0, len(calls), _BATCH):
             yield from sweep(calls[first : first + _BATCH])
 

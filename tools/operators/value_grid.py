@@ -46,7 +46,7 @@ _CALLS_OF_DTYPE: Final = {torch.float32: 8, torch.int64: 3}
 _CALLS_OF_OTHERS: Final = 1
 _MAX_ELEMENTS: Final = 512
 # Without the tag of elementwise operators in torch 2.13.
-_ELEMENTWISE: Final = frozenset({"floor_divide", "log_sigmoid", "_to_copy", "to", "type_as"})
+_ELEMENTWISE: Final = frozenset({"floor_divide", "hardswish", "log_sigmoid", "_to_copy", "to", "type_as"})
 _NOT_ELEMENTWISE_PRIMS: Final = frozenset({"broadcast_in_dim", "reshape", "squeeze", "sum", "transpose", "var"})
 # Operators that draw only with a chance that their calls do not give.
 _MAY_DRAW: Final = ("scaled_dot_product", "_scaled_dot_product", "lstm", "gru", "rnn_")
