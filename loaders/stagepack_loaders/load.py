@@ -8,6 +8,7 @@ from msgspec import structs
 
 from stagepack.errors import OptionError
 from stagepack.extras import explain_missing_packages
+from stagepack.format.reader import Bundle
 from stagepack.opening import BundleSource, TrustedSigners, errors_name_bundle
 from stagepack_loaders.base import Loading
 from stagepack_loaders.call_limits import Limits, checked_limits, value_limit
@@ -243,6 +244,24 @@ def load_in_processes(
         stage_runtime.parse_device(device)
     launcher = LocalLauncher(opened_bundle, over_processes(opened_bundle, process_count, group))
     return DistributedPipeline(opened_bundle, launcher, types, process_options, limit)
+
+
+def start_processes(
+    bundle: Bundle,
+    process_count: int | None,
+    options: LoadOptions,
+    process_options: ProcessOptions,
+    limits: Limits,
+) -> "DistributedPipeline | None":
+    """Load stages into processes of their own on this machine, or, without a number of them, into those that torchrun has started.
+
+    The result is None in a process that torchrun started to run stages, when the pipeline is closed.
+    """
+    if process_count is not None:
+        return load_in_processes(bundle, process_count, options, process_options, (), limits)
+    from stagepack_loaders.distributed.connect import connect_launched  # noqa: PLC0415 - imports torch
+
+    return connect_launched(bundle, options, process_options, (), limits)
 
 
 @overload

@@ -23,7 +23,6 @@ from stagepack.cli.run_options import (
     check_arriving,
     check_runtimes_compile,
     runtime_of_each_stage,
-    start_processes,
     verified_text,
 )
 from stagepack.cli.run_tracing import print_trace, trace_requests
@@ -41,6 +40,7 @@ from stagepack.cli.shared_flags import (
 from stagepack.format.output_file import check_output_file
 from stagepack.format.quantities import format_bytes
 from stagepack.format.reader import Bundle
+from stagepack_loaders.call_limits import Limits
 from stagepack_loaders.comparison import Difference, Tolerance, check_example_difference, format_difference
 from stagepack_loaders.distributed.launch_environment import is_launched_group
 from stagepack_loaders.options import DEFAULT_IN_FLIGHT, LoadOptions, ProcessOptions, Verify, WeightOptions
@@ -229,9 +229,12 @@ def _load_in_processes(
     bundle: Bundle, options: _Options, stage_runtimes: list[str], timer: PhaseTimer
 ) -> dict[str, Any] | None:
     """Load and run stages in processes of their own; return facts about them. None in a process that torchrun started to run stages."""
+    from stagepack_loaders.load import start_processes  # noqa: PLC0415 - after the arguments are checked
+
     with progress("loading stages"):
         process_options = ProcessOptions(imports=options.imports)
-        pipeline = start_processes(bundle, options.processes, options.load_options(stage_runtimes), process_options)
+        load_options = options.load_options(stage_runtimes)
+        pipeline = start_processes(bundle, options.processes, load_options, process_options, Limits())
     if pipeline is None:
         return None
     timer.end("processes")

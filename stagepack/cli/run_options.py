@@ -1,7 +1,7 @@
 """The options of the subcommands that run bundles, and what these subcommands do with them. Runtimes are imported when they are needed."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import click
 
@@ -10,13 +10,9 @@ from stagepack.format.quantities import format_bytes
 from stagepack.format.reader import Bundle
 from stagepack.options import options_of
 from stagepack_loaders import registry
-from stagepack_loaders.call_limits import Limits
 from stagepack_loaders.distributed.launch_environment import is_launched_group
-from stagepack_loaders.options import DEFAULT_RUNTIME, LoadOptions, ProcessOptions, Verify, WeightOptions
+from stagepack_loaders.options import DEFAULT_RUNTIME, LoadOptions, Verify, WeightOptions
 from stagepack_loaders.registry import find_runtime, runtime_names
-
-if TYPE_CHECKING:
-    from stagepack_loaders.distributed.pipeline import DistributedPipeline
 
 _VERIFIED_PARTS: Final = {
     "full": "all files that were read",
@@ -30,6 +26,12 @@ def _check_devices(_context: click.Context, _option: click.Parameter, devices: t
     if any(device.partition(":")[0] == "meta" for device in devices):
         raise click.BadParameter("tensors on the device meta have no data.")
     return devices
+
+
+def _check_process_count(_context: click.Context, _option: click.Parameter, process_count: int | None) -> int | None:
+    if process_count is not None and is_launched_group():
+        raise click.UsageError("torchrun has started the processes: leave out --processes")
+    return process_count
 
 
 class RuntimeName(click.ParamType):  # type: ignore[type-arg]
@@ -60,6 +62,7 @@ PROCESSES = flag(
     "Under torchrun, whose processes are used instead, leave it out.",
     default_text="all stages in this process",
     type=click.IntRange(1),
+    callback=_check_process_count,
 )
 INPUTS_FILE = flag(
     "--inputs FILE",
@@ -107,26 +110,3 @@ def batching_text(max_batch: int, reason_without: str) -> str:
     if max_batch > 1:
         return f"batches of up to {max_batch}"
     return f"no batching: {reason_without}" if reason_without else "no batching"
-
-
-def start_processes(
-    bundle: Bundle,
-    process_count: int | None,
-    options: LoadOptions,
-    processes: ProcessOptions,
-    limits: Limits | None = None,
-) -> "DistributedPipeline | None":
-    """Start processes on this machine, or take those that torchrun has started.
-
-    process_count: the number of processes on this machine; None under torchrun.
-    The result is the pipeline; None in a process that torchrun started to run stages, when the pipeline is closed.
-    """
-    if process_count is None:
-        from stagepack_loaders.distributed.connect import connect_launched  # noqa: PLC0415 - imports torch
-
-        return connect_launched(bundle, options, processes, (), limits or Limits())
-    if is_launched_group():
-        raise click.UsageError("torchrun has started the processes: leave out --processes")
-    from stagepack_loaders.load import load_in_processes  # noqa: PLC0415 - imports torch
-
-    return load_in_processes(bundle, process_count, options, processes, (), limits or Limits())

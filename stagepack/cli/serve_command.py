@@ -1,11 +1,12 @@
 """`stagepack serve`."""
 
 import asyncio
+import functools
 import logging
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final, NoReturn
@@ -14,20 +15,29 @@ import click
 
 from stagepack.cli.command import subcommand
 from stagepack.cli.failures import fail
-from stagepack.cli.model_loading import bundle_paths_by_name, load_names, model_control
 from stagepack.cli.output import count_of, print_json, print_line, progress, status_line
 from stagepack.cli.run_options import batching_text
-from stagepack.cli.serve_options import ServeOptions, check_options, check_security_options, check_sources
-from stagepack.cli.shared_flags import require_packages
+from stagepack.cli.run_tracing import trace_until_closed
+from stagepack.cli.serve_options import (
+    ServeOptions,
+    bundle_paths_by_name,
+    check_options,
+    check_security_options,
+    check_sources,
+)
+from stagepack.cli.shared_flags import given_trusted_files, require_packages
 from stagepack_loaders.distributed.launch_environment import is_launched_group, launched_rank
 from stagepack_loaders.logs import write_log, write_package_log
 
 if TYPE_CHECKING:
+    from stagepack_loaders.pipeline import CallablePipeline
+    from stagepack_serving.server.model_control import ModelControl
     from stagepack_serving.server.model_registry import ModelRegistry
     from stagepack_serving.server.security import ServerSecurity
     from stagepack_serving.server.served_model import ServedModel
     from stagepack_serving.server.server import ServerAddresses
 
+_LOGGER: Final = logging.getLogger("stagepack.serve")
 # What they log of a request or an error quotes clients and bundles.
 _LOGGING_LIBRARIES: Final = ("asyncio", "grpc", "uvicorn")
 
@@ -64,7 +74,7 @@ def command(options: ServeOptions) -> None:
 
     security = server_security(options)
     models = ModelRegistry(options.limits(), Metrics())
-    control = model_control(bundle_paths, options, models)
+    control = _model_control(bundle_paths, options, models)
     addresses = ServerAddresses(
         host=options.host, http_port=options.http_port, grpc_port=options.grpc_port, operator_port=options.operator_port
     )
@@ -74,7 +84,7 @@ def command(options: ServeOptions) -> None:
         closing.callback(control.end_processes)
         with progress("loading") as next_step:
             is_front = control.load_at_start(
-                load_names(options), on_step=lambda model_name: next_step(f"loading {model_name}")
+                options.models_at_start, on_step=lambda model_name: next_step(f"loading {model_name}")
             )
         if not is_front:
             return
@@ -91,6 +101,30 @@ def command(options: ServeOptions) -> None:
             _exit_undrained(models, failure, options)
     if models.has_failed:
         fail(failure)
+
+
+def _model_control(bundle_paths: Mapping[str, str], options: ServeOptions, models: "ModelRegistry") -> "ModelControl":
+    """Return what loads the bundles of the command line."""
+    from stagepack_serving.server import model_control as control  # noqa: PLC0415 - after the arguments are checked
+    from stagepack_serving.server.model_loading import BundleLoading  # noqa: PLC0415 - the same
+
+    def trace(pipeline: "CallablePipeline", closing: ExitStack) -> None:
+        if options.trace_file is not None:
+            trace_until_closed(pipeline, options.trace_file, closing, quiet=options.as_json)
+
+    for folder in [] if options.repository is None else control.misnamed_folders(options.repository):
+        _LOGGER.warning("%s: not served: a name has letters, digits and _.- alone", folder)
+    return control.ModelControl(
+        models,
+        control.fixed_bundles(bundle_paths)
+        if options.repository is None
+        else functools.partial(control.repository_bundles, options.repository),
+        BundleLoading(options.bundle_options(), models, trace),
+        mode=options.control_mode,
+        version_policy=options.version_policy,
+        poll_seconds=options.poll_seconds,
+        trusted_files=given_trusted_files() or (),
+    )
 
 
 def _set_up_process(options: ServeOptions) -> None:

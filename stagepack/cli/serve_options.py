@@ -1,15 +1,16 @@
 """The options of `stagepack serve`, and which of them go together."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import click
 from msgspec import structs
 
 from stagepack.cli.command import ByteSize, argument, flag, flag_of, flags_of, option_object
+from stagepack.cli.failures import fail
 from stagepack.cli.run_options import (
     COMPILED,
     DEVICES,
@@ -19,11 +20,23 @@ from stagepack.cli.run_options import (
     check_arriving,
     check_runtimes_compile,
 )
-from stagepack.cli.shared_flags import ALLOW_OPS, DIGEST, IMPORTS, JSON, SIGNATURE, open_argument
+from stagepack.cli.shared_flags import (
+    ALLOW_OPS,
+    DIGEST,
+    IMPORTS,
+    JSON,
+    SIGNATURE,
+    default_model_name,
+    given_trusted_files,
+    open_argument,
+)
 from stagepack.format.output_file import check_output_file
 from stagepack_loaders.distributed.launch_environment import is_launched_group
 from stagepack_loaders.options import LoadOptions, ProcessOptions, Verify, WeightOptions
 from stagepack_serving.server.limits import ServerLimits, VersionPolicy
+
+if TYPE_CHECKING:
+    from stagepack_serving.server.model_loading import ServedBundleOptions
 
 
 class _VersionPolicyType(click.ParamType[VersionPolicy]):
@@ -196,23 +209,56 @@ class ServeOptions:
     drain: float = flag_of(ServerLimits, "drain")
     as_json: bool = JSON
 
-    def load_options(self, stage_runtimes: list[str]) -> LoadOptions:
-        """Return how the stages of a model are loaded, in this process or in others."""
+    def bundle_options(self) -> "ServedBundleOptions":
+        """Return how the bundles are opened and loaded."""
+        from stagepack_serving.server.model_loading import ServedBundleOptions  # noqa: PLC0415 - after the arguments are checked
+
         # Weights that come while a stage runs are not copied, whatever the default.
         weights = structs.replace(self.weights, copy=self.weights.copy and self.weights.arriving is None)
-        return LoadOptions(
+        load = LoadOptions(
             devices=self.devices,
-            runtime=stage_runtimes,
+            runtime=self.runtimes[0] if len(self.runtimes) == 1 else self.runtimes,
             allow_ops=self.allow_ops,
             verify=self.verify,
             compiled=self.compiled_folder,
             **structs.asdict(weights),
         )
+        return ServedBundleOptions(
+            load=load,
+            processes=ProcessOptions(imports=self.imports, max_restarts=self.max_restarts),
+            process_count=self.processes,
+            value_bytes=self.max_value_bytes,
+            digest=self.digest,
+            trusted_files=given_trusted_files(),
+            check_example=self.check_example,
+        )
+
+    @property
+    def models_at_start(self) -> list[str] | None:
+        """The models that are loaded at the start; None for all."""
+        if self.repository is None or self.control_mode != "explicit" or "*" in self.load_names:
+            return None
+        return list(self.load_names)
 
     def limits(self) -> ServerLimits:
         """Return the limits of the server."""
         values = {field.name: getattr(self, field.name) for field in fields(ServerLimits)}
         return ServerLimits(**values | ({"max_batch_size": 1} if self.exact else {}))
+
+
+def bundle_paths_by_name(bundle_arguments: Iterable[str]) -> dict[str, str]:
+    """Return the paths of the bundles by the names that clients call the models."""
+    paths: dict[str, str] = {}
+    for named_path in bundle_arguments:
+        model_name, equals, path = named_path.partition("=")
+        if not equals or "/" in model_name or Path(named_path).exists():
+            model_name, path = default_model_name(named_path), named_path
+        if not model_name or model_name in paths:
+            fail(f"{named_path}: expected a distinct name for each model, found {model_name!r}: pass NAME=BUNDLE")
+        if not model_name.isprintable():  # protocols have names in UTF-8, and logs have them as they are
+            fail(f"{named_path}: expected a name of printable characters, found {model_name!r}: pass NAME=BUNDLE")
+        paths[model_name] = path
+    return paths
 
 
 def check_sources(bundle_paths: Mapping[str, str], options: ServeOptions) -> None:

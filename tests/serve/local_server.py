@@ -18,12 +18,12 @@ from click.testing import CliRunner
 from starlette.types import ASGIApp
 
 from stagepack.cli import main, serve_command
-from stagepack.cli.model_loading import BundleLoading
 from stagepack_serving.server import free_memory
 from stagepack_serving.server import server as server_module
 from stagepack_serving.server.grpc_calls import CheckedMethods
 from stagepack_serving.server.http_server import REFUSAL_SECONDS
 from stagepack_serving.server.model_control import ModelControl
+from stagepack_serving.server.model_loading import BundleLoading
 from stagepack_serving.server.rest_service import rest_application
 from stagepack_serving.server.security import ServerSecurity
 from tests.process_facts import memory_bytes

@@ -25,8 +25,6 @@ from stagepack_loaders.pipeline import CallablePipeline
 from stagepack_loaders.python_process import kept_signal_handlers
 from stagepack_serving.server.errors import AddressError
 from stagepack_serving.server.free_memory import give_back_when_quiet
-from stagepack_serving.server.generation.embedder import add_embedders
-from stagepack_serving.server.generation.generator import add_generators
 from stagepack_serving.server.grpc_calls import CheckedMethods, GrpcLoop
 from stagepack_serving.server.grpc_limits import MAX_CONNECTION_CALLS, MAX_RECEIVED_CALLS
 from stagepack_serving.server.grpc_service import INFERENCE_SERVICE, GrpcService, HealthService
@@ -40,10 +38,10 @@ from stagepack_serving.server.http_server import (
 from stagepack_serving.server.limits import ServerLimits
 from stagepack_serving.server.metrics import Metrics
 from stagepack_serving.server.model_control import ModelControl, fixed_bundles
-from stagepack_serving.server.model_registry import LoadedBundle, ModelRegistry
+from stagepack_serving.server.model_loading import PipelineLoading
+from stagepack_serving.server.model_registry import ModelRegistry
 from stagepack_serving.server.rest_service import operator_application, rest_application
 from stagepack_serving.server.security import ServerSecurity, read_security, watch_files
-from stagepack_serving.server.served_model import ServedModel
 
 _LOG: Final = logging.getLogger("stagepack.serve")
 # For threads to end that work for nobody.
@@ -309,15 +307,7 @@ def serve_pipelines(
         check_token=check_token,
     )
     models = ModelRegistry(limits or ServerLimits(), Metrics())
-
-    def load_bundle(model_name: str, version: int, path: str, *, unless_digest: str | None) -> LoadedBundle:
-        pipeline = pipelines[model_name]
-        model = ServedModel(model_name, pipeline, models.limits, models.metrics, check_example=False)
-        add_generators([model])
-        add_embedders([model])
-        return LoadedBundle(version=version, digest=pipeline.bundle.digest, models=[model], end_processes=lambda: None)
-
-    control = ModelControl(models, fixed_bundles(dict.fromkeys(pipelines, "")), load_bundle)
+    control = ModelControl(models, fixed_bundles(dict.fromkeys(pipelines, "")), PipelineLoading(pipelines, models))
     addresses = ServerAddresses(host=host, http_port=http_port, grpc_port=grpc_port, operator_port=operator_port)
     try:
         control.load_at_start()
