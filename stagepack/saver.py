@@ -3,9 +3,10 @@
 import contextlib
 import json
 import os
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 import torch.distributed
@@ -20,12 +21,28 @@ from stagepack.weight_replacement import replace_weights
 from stagepack_loaders.pipeline import CallablePipeline, Pipeline
 from stagepack_loaders.registry import TORCH_RUNTIME
 
-if TYPE_CHECKING:
-    from stagepack_loaders.train.training import Training
+
+class DistributedWeights(Protocol):
+    """The weights of a bundle in several processes, of which each holds a part; `stagepack.train` returns such."""
+
+    bundle: Bundle
+    allow_ops: tuple[str, ...]
+    rank: int
+    process_count: int
+    group: torch.distributed.ProcessGroup | None
+
+    def own_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the weights that this process saves; all processes together save each once."""
+
+    def guarded(self) -> AbstractContextManager[None]:
+        """Return a context for what waits for the other processes, which names one that is lost."""
 
 
 def save(
-    loaded: "Training | Pipeline", *, out: str | os.PathLike[str] | None = None, overwrite: bool | None = None
+    loaded: DistributedWeights | Pipeline,
+    *,
+    out: str | os.PathLike[str] | None = None,
+    overwrite: bool | None = None,
 ) -> Bundle:
     """Write a bundle with the graphs of a loaded one and the weights as they are now.
 
@@ -59,7 +76,7 @@ def save(
     return Bundle(out)
 
 
-def _save_training(training: "Training", out: str | os.PathLike[str], *, overwrite: bool) -> None:
+def _save_training(training: DistributedWeights, out: str | os.PathLike[str], *, overwrite: bool) -> None:
     """Write a bundle of the stages in all processes."""
     with contextlib.ExitStack() as stack:
 
@@ -119,7 +136,7 @@ def _replace_weights(
     replace_weights(bundle, weights, out=out, allow_ops=allow_ops, overwrite=overwrite, needed_names=needed_names)
 
 
-def _in_all_processes(training: "Training", action: Callable[[], str]) -> list[str]:
+def _in_all_processes(training: DistributedWeights, action: Callable[[], str]) -> list[str]:
     """Do something in all processes at the same time."""
     result = ""
     error: Exception | None = None
