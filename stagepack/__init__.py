@@ -36,11 +36,11 @@ if TYPE_CHECKING:
     from stagepack_loaders.load import load as load
     from stagepack_loaders.load import load_stage as load_stage
     from stagepack_loaders.torch.compilation import compile_ahead as compile
-    from stagepack_loaders.train.start import train as train
     from stagepack_serving.server.limits import ServerLimits as ServerLimits
     from stagepack_serving.server.server import serve_pipelines as serve
+    from stagepack_train.start import train as train
 
-# Public name -> the module that defines it, and its name there.
+# Public name -> the module that defines it, and its name there. Extensions define the other names of `__all__`.
 _HOMES = {
     "Bundle": ("stagepack.format.reader", "Bundle"),
     "Inputs": ("stagepack.capture.inputs", "Inputs"),
@@ -65,7 +65,6 @@ _HOMES = {
     "serve": ("stagepack_serving.server.server", "serve_pipelines"),
     "sign": ("stagepack.signing.sign", "sign_bundle"),
     "split_here": ("stagepack.capture.split_marker", "split_here"),
-    "train": ("stagepack_loaders.train.start", "train"),
     "verify": ("stagepack.opening", "verify_bundle"),
 }
 
@@ -111,14 +110,20 @@ def __getattr__(attribute_name: str) -> Any:
     if attribute_name in _MODULES:
         with explain_missing_packages():
             return importlib.import_module(f"stagepack.{attribute_name}")
-    if attribute_name not in _HOMES:
+    if attribute_name not in __all__:
         raise AttributeError(f"module 'stagepack' has no attribute {attribute_name!r}")
-    module_name, home_name = _HOMES[attribute_name]
+    module_name, home_name = _HOMES.get(attribute_name) or _home_in_extension(attribute_name)
     with explain_missing_packages():
         value = getattr(importlib.import_module(module_name), home_name)
     if (reader := sys.modules.get("stagepack.format.reader")) is not None:
         reader.Bundle.notebook_view = _notebook_view
     return value
+
+
+def _home_in_extension(public_name: str) -> tuple[str, str]:
+    from stagepack.extensions import home_of  # noqa: PLC0415 - it reads the metadata of all distributions: 60 ms
+
+    return home_of(public_name)
 
 
 def _notebook_view(bundle: Any) -> str:

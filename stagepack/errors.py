@@ -33,7 +33,9 @@ class ExportWarning(UserWarning):
 
 
 # What stands between the line of the caller and that which gives a warning.
-_OWN_PACKAGES: Final = frozenset({"stagepack", "stagepack_loaders", "stagepack_serving", "contextlib"})
+_OWN_PACKAGES: Final = frozenset(
+    {"stagepack", "stagepack_loaders", "stagepack_serving", "stagepack_train", "contextlib"}
+)
 
 
 def warn_caller(warning: Warning) -> None:

@@ -16,7 +16,7 @@ from stagepack_serving.triton.repository import write_repository
 from tests.bundle_editor import BundleEditor
 
 STAGEPACK = Path(sys.executable).with_name("stagepack")
-MODULE_NAMES = ("torch", "msgspec", "jinja2", "stagepack", "stagepack_loaders", "stagepack_serving")
+MODULE_NAMES = ("torch", "msgspec", "jinja2", "stagepack", "stagepack_loaders", "stagepack_serving", "stagepack_train")
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 import stagepack
 from stagepack.format.reader import Bundle
-from stagepack_loaders.train.training import Training
+from stagepack_train.training import Training
 
 NEEDS_TORCH = pytest.mark.skipif(
     Version(torch.__version__) < Version("2.13"), reason=f"stagepack.train needs torch 2.13, found {torch.__version__}"

@@ -8,7 +8,7 @@ import torch
 
 import stagepack
 from stagepack.errors import OptionError
-from stagepack_loaders.train.training import Training
+from stagepack_train.training import Training
 from tests.train.models import LAYERS, LayerModel, export_layers, noisy_batch
 
 pytestmark = [pytest.mark.xdist_group("train"), pytest.mark.usefixtures("one_process")]

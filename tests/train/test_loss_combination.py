@@ -11,7 +11,7 @@ from torch.nn import functional
 import stagepack
 from stagepack.errors import OptionError
 from stagepack.format.reader import Bundle
-from stagepack_loaders.train.training import Training
+from stagepack_train.training import Training
 from tests.train.models import assert_step
 
 pytestmark = pytest.mark.usefixtures("one_process")

@@ -11,7 +11,7 @@ import torch
 
 import stagepack
 from stagepack.errors import OptionError
-from stagepack_loaders.train.training_options import Recompute
+from stagepack_train.training_options import Recompute
 from tests.train.models import NOISY, Call, LayerModel, export_layers, mean_square, noisy_batch
 
 pytestmark = [pytest.mark.xdist_group("train"), pytest.mark.usefixtures("one_process")]

@@ -10,10 +10,10 @@ import torch
 import stagepack
 from stagepack.errors import CaptureError, InputError, OptionError, OutputExistsError
 from stagepack.format.reader import Bundle
-from stagepack_loaders.train.boundaries import find_boundaries
-from stagepack_loaders.train.microbatches import CallInputs, fingerprint_of
-from stagepack_loaders.train.schedules import place_stages_for
-from stagepack_loaders.train.training import Training
+from stagepack_train.boundaries import find_boundaries
+from stagepack_train.microbatches import CallInputs, fingerprint_of
+from stagepack_train.schedules import place_stages_for
+from stagepack_train.training import Training
 from tests.train.models import TIED
 
 

@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import stagepack
 from stagepack.errors import EvaluationModeWarning, MicrobatchWarning, OptionError
-from stagepack_loaders.train.replicas import groups_of_mesh
-from stagepack_loaders.train.schedules import SCHEDULES, check_microbatches
+from stagepack_train.replicas import groups_of_mesh
+from stagepack_train.schedules import SCHEDULES, check_microbatches
 from tests.train.models import BRANCHES, MODELS, NOISY, SEQUENCES, STEPS, TIED, batch_shapes, noisy_batch
 from tests.train.processes import run_workers
 from tests.train.worker import CHECKPOINT_STEPS, KILL_STEP

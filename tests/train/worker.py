@@ -26,8 +26,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import stagepack
 from stagepack.errors import GroupError, InputError, OptionError, StageLostError, StagepackError, WriteError
-from stagepack_loaders.train import process_watch, start, torch_meeting
-from stagepack_loaders.train.training import Training
+from stagepack_train import process_watch, start, torch_meeting
+from stagepack_train.training import Training
 from tests.train.batches import MICROBATCHES, loss_of, new_optimizer, read_batch
 from tests.train.models import (
     BRANCH_LOSSES,

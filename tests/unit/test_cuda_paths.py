@@ -30,7 +30,7 @@ from stagepack_loaders.torch.compilation import CompileTarget
 from stagepack_loaders.torch.prepare import build_code, read_parts
 from stagepack_loaders.torch.stage import move_input, output_contract
 from stagepack_loaders.torch.torch_attributes import torch_attribute
-from stagepack_loaders.train import torch_meeting
+from stagepack_train import torch_meeting
 from tests.bundle_editor import BundleEditor
 from tests.unit.simulated_cuda import DEVICE, USED_NAMES, SimulatedCuda
 from tests.zoo.case import Case, stages_at_most

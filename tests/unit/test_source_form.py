@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import stagepack
+from stagepack_train import EXTENSION
 
 ROOT = Path(stagepack.__file__).parents[1]
 SOURCES = sorted(path for folder in ("stagepack", "loaders") for path in (ROOT / folder).rglob("*.py"))
@@ -26,8 +27,8 @@ PUBLIC = {
     "stagepack_loaders.registry.register_runtime",
     "stagepack_loaders.torch.stage.TorchStage",
     "stagepack_loaders.run_trace.write_trace",
-    "stagepack_loaders.train.training.Training",
-    *(".".join(home) for home in stagepack._HOMES.values()),
+    "stagepack_train.training.Training",
+    *(".".join(home) for home in (*stagepack._HOMES.values(), *EXTENSION.public_names.values())),
 }
 PUBLIC_MODULES = {"stagepack.errors", "stagepack_loaders.base"}
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -156,6 +156,7 @@ def road_drawing() -> Drawing:
 
 BAND_TITLES = (
     "the command",
+    "extensions: they register themselves, and nothing below imports them",
     "the server, and the roads: each makes or changes a bundle, from top to bottom",
     "what runs bundles, and what makes a graph of a model: they know nothing of each other",
     "the core: what a bundle is, how it is opened and cut",
@@ -168,7 +169,7 @@ def package_drawing() -> Drawing:
     (bands,) = (contract["layers"] for contract in contracts if contract["name"].startswith("one arrow"))
     torch_free = {*contracts[1]["source_modules"], "stagepack_serving"}
     rows_of_band = [_rows(band.split(" : ")) for band in bands]
-    drawing = Drawing(860, 60 + sum(54 + 46 * len(rows) for rows in rows_of_band), "The packages in four bands")
+    drawing = Drawing(860, 60 + sum(54 + 46 * len(rows) for rows in rows_of_band), "The packages in five bands")
     top = 8
     for title, rows in zip(BAND_TITLES, rows_of_band, strict=True):
         height = 34 + 46 * len(rows)

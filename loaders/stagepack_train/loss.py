@@ -16,9 +16,9 @@ from stagepack.errors import InputError, OptionError
 from stagepack.format.dtypes import SCALAR_DTYPES
 from stagepack.format.manifest import Edge
 from stagepack.format.tree import Tree, ValueLeaf, fill_tree
-from stagepack_loaders.train.microbatches import Target
-from stagepack_loaders.train.random_numbers import forked_generators
-from stagepack_loaders.train.training_options import TrainingOptions
+from stagepack_train.microbatches import Target
+from stagepack_train.random_numbers import forked_generators
+from stagepack_train.training_options import TrainingOptions
 
 _TAG = 2  # of losses; schedules use 0, gradients of shared parameters 1
 # Units of rounding, for sums in another order. Losses that differ by more have their gradients compared, which do not cancel.

@@ -20,10 +20,10 @@ from stagepack.errors import OptionError
 from stagepack.format.dtypes import SCALAR_DTYPES
 from stagepack.format.manifest import Edge
 from stagepack.format.shapes import evaluate_dim
-from stagepack_loaders.train.boundaries import StageBoundary
-from stagepack_loaders.train.pipeline_module import PipelineModule, backward_link, edge_dtype, scalar_dtype
-from stagepack_loaders.train.random_numbers import generator_states
-from stagepack_loaders.train.training_options import TrainingOptions
+from stagepack_train.boundaries import StageBoundary
+from stagepack_train.pipeline_module import PipelineModule, backward_link, edge_dtype, scalar_dtype
+from stagepack_train.random_numbers import generator_states
+from stagepack_train.training_options import TrainingOptions
 
 # The schedules of torch by name. The first two run one stage in each process.
 SCHEDULES: Mapping[str, Any] = {

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-from stagepack_loaders.train.microbatches import BatchDimensions
+from stagepack_train.microbatches import BatchDimensions
 
 # The loss of a microbatch, of the result of the model and the target.
 Loss = Callable[[Any, Any], torch.Tensor]

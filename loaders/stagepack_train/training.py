@@ -17,16 +17,16 @@ from stagepack.format.reader import Bundle
 from stagepack.torch_internals import weight_tensors
 from stagepack_loaders.torch.container import submodule
 from stagepack_loaders.torch.stage import TorchStage
-from stagepack_loaders.train.boundaries import StageBoundary, find_boundaries
-from stagepack_loaders.train.loss import LossExchange, MicrobatchLoss
-from stagepack_loaders.train.microbatches import CallInputs, cut_inputs, fingerprint_of
-from stagepack_loaders.train.pipeline_module import PipelineModule
-from stagepack_loaders.train.process_watch import ProcessWatch
-from stagepack_loaders.train.random_numbers import random_numbers_of_stage
-from stagepack_loaders.train.replicas import TrainingGroups, average_gradients, average_loss
-from stagepack_loaders.train.schedules import ScheduleCache, splits_backward
-from stagepack_loaders.train.shared_parameters import GradientSums, find_shared_parameters
-from stagepack_loaders.train.training_options import TrainingOptions
+from stagepack_train.boundaries import StageBoundary, find_boundaries
+from stagepack_train.loss import LossExchange, MicrobatchLoss
+from stagepack_train.microbatches import CallInputs, cut_inputs, fingerprint_of
+from stagepack_train.pipeline_module import PipelineModule
+from stagepack_train.process_watch import ProcessWatch
+from stagepack_train.random_numbers import random_numbers_of_stage
+from stagepack_train.replicas import TrainingGroups, average_gradients, average_loss
+from stagepack_train.schedules import ScheduleCache, splits_backward
+from stagepack_train.shared_parameters import GradientSums, find_shared_parameters
+from stagepack_train.training_options import TrainingOptions
 
 # Each parameter has entries of its own, so that processes may have other parameters when they read them.
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)

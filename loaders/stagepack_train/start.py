@@ -20,14 +20,14 @@ from stagepack_loaders.options import LoadOptions, Verify
 from stagepack_loaders.preparation import finish_prepared, open_for_loading, prepare_placed
 from stagepack_loaders.registry import TORCH_RUNTIME, find_runtime
 from stagepack_loaders.torch.stage import TorchStage
-from stagepack_loaders.train.boundaries import evaluation_scopes
-from stagepack_loaders.train.microbatches import BatchDimensions, find_batch_dimensions
-from stagepack_loaders.train.process_watch import ProcessWatch
-from stagepack_loaders.train.replicas import TrainingGroups, groups_of_mesh
-from stagepack_loaders.train.schedules import SCHEDULES, check_microbatches, place_stages_for, splits_backward
-from stagepack_loaders.train.torch_meeting import make_default_group, meet_processes
-from stagepack_loaders.train.training import Training
-from stagepack_loaders.train.training_options import Loss, Recompute, Reduction, TrainingOptions
+from stagepack_train.boundaries import evaluation_scopes
+from stagepack_train.microbatches import BatchDimensions, find_batch_dimensions
+from stagepack_train.process_watch import ProcessWatch
+from stagepack_train.replicas import TrainingGroups, groups_of_mesh
+from stagepack_train.schedules import SCHEDULES, check_microbatches, place_stages_for, splits_backward
+from stagepack_train.torch_meeting import make_default_group, meet_processes
+from stagepack_train.training import Training
+from stagepack_train.training_options import Loss, Recompute, Reduction, TrainingOptions
 
 
 @errors_name_bundle

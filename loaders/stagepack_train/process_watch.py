@@ -26,7 +26,7 @@ from stagepack_loaders.distributed.status import (
     report_error,
 )
 from stagepack_loaders.distributed.watch import HEARTBEAT_SECONDS, LOST_STATUS, FrontWatch, GroupWatch, WatchEvents
-from stagepack_loaders.train.torch_meeting import abort_group
+from stagepack_train.torch_meeting import abort_group
 
 # How long a step whose groups are closed may go on before the process is ended: it may wait where no error reaches it.
 _END_SECONDS = 4.0

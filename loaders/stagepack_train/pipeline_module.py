@@ -7,10 +7,10 @@ import torch
 from stagepack.format.dtypes import SCALAR_DTYPES
 from stagepack.format.manifest import Edge
 from stagepack_loaders.torch.stage import TorchStage
-from stagepack_loaders.train.boundaries import StageBoundary
-from stagepack_loaders.train.random_numbers import RandomNumbers
-from stagepack_loaders.train.recomputation import can_recompute_stage, recompute_regions, recomputed
-from stagepack_loaders.train.training_options import Recompute
+from stagepack_train.boundaries import StageBoundary
+from stagepack_train.random_numbers import RandomNumbers
+from stagepack_train.recomputation import can_recompute_stage, recompute_regions, recomputed
+from stagepack_train.training_options import Recompute
 
 _REGION_PREFIX = "region_"
 Result = TypeVar("Result")

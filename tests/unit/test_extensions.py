@@ -1,0 +1,96 @@
+"""Extensions are found by the entry points of installed distributions, and what is missing is named."""
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import stagepack
+import stagepack_train
+from stagepack.errors import MissingPackageError
+from stagepack.extensions import home_of, installed_extensions
+
+Distribution = Callable[[str, str], None]
+
+
+@pytest.fixture
+def distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Distribution]:
+    """A function that installs a distribution: its name, and the text of its entry points."""
+
+    def install(name: str, entry_points: str) -> None:
+        folder = tmp_path / f"{name}-1.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
+        (folder / "entry_points.txt").write_text(f"[stagepack.extensions]\n{entry_points}\n")
+        monkeypatch.syspath_prepend(tmp_path)
+        installed_extensions.cache_clear()
+
+    yield install
+    installed_extensions.cache_clear()
+
+
+def test_the_distribution_registers_each_extension_of_the_project() -> None:
+    assert installed_extensions()["train"] is stagepack_train.EXTENSION
+
+
+def test_each_public_name_is_that_of_the_home_that_an_extension_states() -> None:
+    from stagepack_train.start import train
+
+    assert stagepack.train is train
+    names = [name for extension in installed_extensions().values() for name in extension.public_names]
+    assert set(names) <= set(stagepack.__all__) - set(stagepack._HOMES)
+
+
+def test_a_distribution_of_others_adds_an_extension(distribution: Distribution, tmp_path: Path) -> None:
+    (tmp_path / "other_package.py").write_text(
+        "from stagepack.extensions import Extension\nEXTENSION = Extension(public_names={'draw': ('other_package', 'x')})"
+    )
+    distribution("other", "other = other_package:EXTENSION")
+    assert home_of("draw") == ("other_package", "x")
+    assert home_of("train") == ("stagepack_train.start", "train")
+    with pytest.raises(
+        AttributeError, match="has no attribute 'draw'"
+    ):  # names beside `__all__` are no part of the API
+        _ = stagepack.draw
+
+
+def test_a_name_whose_extension_is_not_installed_says_so(distribution: Distribution) -> None:
+    distribution("stagepack", "")
+    with pytest.raises(
+        MissingPackageError, match=r"stagepack\.train: expected an installed extension .*, found none: install"
+    ):
+        _ = stagepack.train
+    with pytest.raises(ImportError, match="expected an installed extension"):
+        from stagepack import train  # noqa: F401
+
+
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [
+        ("no_such_package:EXTENSION", "No module named 'no_such_package'"),
+        ("stagepack_train:NOTHING", "module 'stagepack_train' has no attribute 'NOTHING'"),
+        ("stagepack_train.start:train", "found function"),
+        ("stagepack_train.extension", "No module named"),
+    ],
+)
+def test_an_extension_that_cannot_be_loaded_is_named_with_its_distribution(
+    value: str, found: str, distribution: Distribution
+) -> None:
+    distribution("broken", f"wrong = {value}")
+    with pytest.raises(
+        MissingPackageError, match=f"'wrong' .* at {value}, .*{found}.*: install broken again"
+    ) as raised:
+        _ = stagepack.train
+    assert raised.value.name == value.partition(":")[0]
+
+
+@pytest.mark.process
+def test_extensions_are_searched_only_for_names_that_have_no_other_home() -> None:
+    code = """
+import sys, stagepack
+stagepack.open, dir(stagepack), hasattr(stagepack, "nothing")
+print(sorted({"importlib.metadata", "stagepack.extensions", "stagepack_train"} & set(sys.modules)))
+"""
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
