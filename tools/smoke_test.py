@@ -1,4 +1,4 @@
-"""Build the wheel, install it into an empty environment without torch, and use it there; then with ONNX Runtime.
+"""Build the wheel from the source distribution, install it into an empty environment without torch, use it there; then with ONNX Runtime.
 
 An editable install hides what the wheel lacks; this does not. With ``--minilm`` the published MiniLM is exported with ONNX files, and
 answers there at several sizes as it does here in torch.
@@ -24,12 +24,13 @@ assert importlib.util.find_spec("torch") is None
 bundle = stagepack.open(sys.argv[1])
 bundle.verify()
 assert [stage.nodes for stage in bundle.stages] and bundle.graph(0).nodes
-try:
-    stagepack.load(bundle)
-except ModuleNotFoundError as error:
-    assert error.name == "torch", error
-else:
-    raise SystemExit("loading should need torch")
+for name in ("load", "train"):
+    try:
+        getattr(stagepack, name)(bundle)
+    except ModuleNotFoundError as error:
+        assert error.name == "torch", error
+    else:
+        raise SystemExit(f"{name} should need torch")
 """
 
 
@@ -46,7 +47,7 @@ numpy.savez(sys.argv[3], **{name: answer["last_hidden_state"] for name, answer i
 def main() -> None:
     """Do it in a temporary folder."""
     with tempfile.TemporaryDirectory() as folder:
-        _run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", folder, str(ROOT))
+        _run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, str(ROOT))
         (wheel,) = Path(folder).glob("*.whl")
         _check_content(wheel)
         venv.create(Path(folder) / "venv", with_pip=True)
@@ -142,12 +143,12 @@ def _minilm(folder: Path, commands: Path) -> None:
 
 def _check_content(wheel: Path) -> None:
     """Compare the wheel with the tree."""
-    packages = {"stagepack": ROOT, "stagepack_loaders": ROOT / "loaders"}
+    packages = [ROOT / "stagepack", *(file.parent for file in (ROOT / "loaders").glob("*/__init__.py"))]
     expected = {
-        str(path.relative_to(root))
-        for name, root in packages.items()
-        for pattern in ("*.py", "*.txt")
-        for path in (root / name).rglob(pattern)
+        str(path.relative_to(package.parent))
+        for package in packages
+        for pattern in ("*.py", "*.txt", "py.typed")
+        for path in package.rglob(pattern)
     }
     found = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     if missing := expected - found:
