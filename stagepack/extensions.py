@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import Final
 
@@ -18,9 +18,11 @@ class Extension:
     Attributes:
         public_names: the names of `stagepack.__all__` that the package defines, each with its module, which is imported when the name is
             first used, and its name there.
+        server: the module of a `stagepack_serving.server.extensions.ServerExtension`, which a server imports, and its name there.
     """
 
-    public_names: Mapping[str, tuple[str, str]]
+    public_names: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    server: tuple[str, str] | None = None
 
 
 @functools.cache

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -217,10 +218,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     started, folder = time.monotonic(), options.out.absolute()
     site = folder / "site"
-    paths = [str(ROOT), str(ROOT / "loaders"), *([str(site)] if options.wheels else [])]
+    paths = [str(ROOT), str(ROOT / "loaders"), str(site)]
     run = Run(folder, options.minutes * 60, os.environ | {"PYTHONPATH": os.pathsep.join(paths)})
     if options.wheels:
         install(options.wheels, site)
+    register(site)
     facts = run.machine_facts()
     print(", ".join(f"{name} {value}" for name, value in facts.items() if value), flush=True)
     steps = [
@@ -243,6 +245,20 @@ def install(wheels: Path, site: Path) -> None:
     options = ("--quiet", "--no-index", "--no-deps", "--disable-pip-version-check", f"--target={site}")
     command = [sys.executable, "-m", "pip", "install", *options, *map(str, sorted(wheels.glob("*.whl")))]
     subprocess.run(command, check=True)
+
+
+def register(site: Path) -> None:
+    """Write the entry points of the checkout into a folder, as an installation of stagepack would."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    metadata = site / f"{project['name']}-{project['version']}.dist-info"
+    metadata.mkdir(parents=True, exist_ok=True)
+    heading = f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
+    (metadata / "METADATA").write_text(heading)
+    groups = project["entry-points"].items()
+    sections = [
+        f"[{group}]\n" + "".join(f"{name} = {home}\n" for name, home in homes.items()) for group, homes in groups
+    ]
+    (metadata / "entry_points.txt").write_text("\n".join(sections))
 
 
 def _end_session(process: subprocess.Popen[bytes]) -> None:

@@ -11,6 +11,7 @@ import stagepack
 import stagepack_train
 from stagepack.errors import MissingPackageError
 from stagepack.extensions import home_of, installed_extensions
+from stagepack_serving.server.extensions import server_extensions
 
 Distribution = Callable[[str, str], None]
 
@@ -29,10 +30,21 @@ def distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Di
 
     yield install
     installed_extensions.cache_clear()
+    server_extensions.cache_clear()
 
 
 def test_the_distribution_registers_each_extension_of_the_project() -> None:
     assert installed_extensions()["train"] is stagepack_train.EXTENSION
+    assert [type(extension).__name__ for extension in server_extensions()] == ["TextExtension"]
+
+
+def test_a_server_whose_extensions_are_not_installed_does_not_start(distribution: Distribution) -> None:
+    distribution("stagepack", "")
+    server_extensions.cache_clear()
+    with pytest.raises(
+        MissingPackageError, match=r"expected the extensions of stagepack .*, found none: install stagepack again"
+    ):
+        server_extensions()
 
 
 def test_each_public_name_is_that_of_the_home_that_an_extension_states() -> None:

@@ -16,7 +16,7 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceServicer
 
 from stagepack_serving.server.errors import RequestError, RequestStatus
-from stagepack_serving.server.generation.grpc_generation import asks_for_generation, check_text_size, generate_responses
+from stagepack_serving.server.extensions import server_extensions
 from stagepack_serving.server.grpc_calls import RequestStream, check_call_authorization
 from stagepack_serving.server.grpc_messages import (
     ParsedInference,
@@ -98,7 +98,7 @@ class GrpcService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # genera
         async def keep(response: bytes) -> None:
             responses.append(response)
 
-        check_text_size(self._models, request)
+        self._check_size(request)
         await self._answer(request, context, keep, streams=False)
         return responses[0]
 
@@ -158,13 +158,22 @@ class GrpcService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # genera
         try:
             async with asyncio.TaskGroup() as running:
                 async for request in _until_stopping(self._models.stopping, requests):
-                    check_text_size(self._models, request)
+                    self._check_size(request)
                     await unsent_answers.acquire()
                     running.create_task(answer(request))
         except ExceptionGroup as errors:
             if (refused := errors.subgroup(RequestError)) is not None:  # a message, which ends the stream
                 raise refused.exceptions[0] from None
             raise
+
+    def _check_size(self, request: ParsedInference) -> None:
+        """Refuse a request that is too large, before it is decoded."""
+        try:
+            model = self._models.find(request.message.model_name, request.message.model_version)
+        except RequestError:
+            return  # it is refused, and counted, when it is answered
+        for extension in server_extensions():
+            extension.check_size(model, request)
 
     async def _answer(
         self, request: ParsedInference, context: Any, send: Callable[[bytes], Awaitable[None]], *, streams: bool
@@ -178,14 +187,15 @@ class GrpcService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # genera
                     shorten_deadline(scope.deadline, remaining_seconds)
                 check_request_id(message.id)
                 with scope.reserve_place(decode_parameters(message.parameters)) as model:
-                    if asks_for_generation(model, request):
+                    answers = (extension.grpc_answer(model, request) for extension in server_extensions())
+                    if (answer := next(filter(None, answers), None)) is not None:
 
                         async def send_part(response: bytes) -> None:
                             scope.has_begun = lambda: True
                             await send(response)
 
                         scope.timeline.enter("generate")
-                        await generate_responses(model, request, scope.deadline, send_part, streams=streams)
+                        await answer(scope.deadline, send_part, streams)
                         return
                     inference_request = await beside_loop(typed_bytes(message), decode_request, request)
                     outputs = await model.infer(inference_request, scope.deadline)

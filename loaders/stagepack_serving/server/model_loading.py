@@ -20,8 +20,7 @@ from stagepack_loaders.options import LoadOptions, ProcessOptions
 from stagepack_loaders.pipeline import CallablePipeline, load_pipeline
 from stagepack_loaders.preparation import open_for_loading
 from stagepack_loaders.registry import import_runtime, runtime_of_each_stage
-from stagepack_serving.server.generation.embedder import add_embedders
-from stagepack_serving.server.generation.generator import add_generators
+from stagepack_serving.server.extensions import server_extensions
 from stagepack_serving.server.metadata import FIRST_VERSION
 from stagepack_serving.server.model_registry import LoadedBundle, ModelRegistry
 from stagepack_serving.server.served_model import ServedModel
@@ -187,8 +186,8 @@ def _served_models(
             raise ValueSizeError(f"{message} ({error})") from None
         closing.callback(model.close, 0)
         served_models.append(model)
-    add_generators(served_models)
-    add_embedders(served_models)
+    for extension in server_extensions():
+        extension.add_parts(served_models)
     return served_models
 
 

@@ -7,13 +7,18 @@ import html
 import importlib.metadata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 from starlette.routing import Route
 
 from stagepack_serving.server.openapi_schemas import Refusal
 from stagepack_serving.server.security import PATHS_WITHOUT_TOKEN
+
+# The statuses of a request that runs a model, other than 200.
+INFERENCE_REFUSALS: Final = (400, 404, 413, 500, 503, 504)
+# The paths of a model and of one of its versions.
+MODEL_PATHS: Final = ("/v2/models/{model}", "/v2/models/{model}/versions/{version}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ Sources: https://github.com/kserve/open-inference-protocol/blob/main/specificati
 https://github.com/triton-inference-server/server/tree/main/docs/protocol.
 """
 
+import itertools
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final
 
@@ -18,13 +19,12 @@ from starlette.types import ASGIApp
 from stagepack_serving.server import openapi_schemas as answers
 from stagepack_serving.server.access_log import RecordedRequests
 from stagepack_serving.server.errors import RequestError, refusal_fields, refusal_headers
-from stagepack_serving.server.generation.generate_route import GenerateRoute
-from stagepack_serving.server.generation.openai_routes import openai_endpoints
+from stagepack_serving.server.extensions import server_extensions
 from stagepack_serving.server.log_settings import log_settings, update_log_settings
 from stagepack_serving.server.metadata import message_fields, server_metadata
 from stagepack_serving.server.model_control import ModelControl
 from stagepack_serving.server.model_registry import ModelRegistry
-from stagepack_serving.server.openapi import Endpoint, endpoints_page, openapi_document
+from stagepack_serving.server.openapi import INFERENCE_REFUSALS, MODEL_PATHS, Endpoint, endpoints_page, openapi_document
 from stagepack_serving.server.parameters import refuse_load_parameters
 from stagepack_serving.server.rest_connections import ConnectionCloser
 from stagepack_serving.server.rest_inference import InferenceRoute
@@ -32,7 +32,6 @@ from stagepack_serving.server.rest_pages import PagePace, SharedPage, metrics_pa
 from stagepack_serving.server.rest_request import RequestHeader, read_fields, requested_model
 from stagepack_serving.server.security import TokenCheck, TokenGuard
 
-_INFERENCE_REFUSALS: Final = (400, 404, 413, 500, 503, 504)
 _PATHS: Final = {
     "protocol": "/v2",
     "openai": "/v1/models",
@@ -72,10 +71,9 @@ def rest_application(control: ModelControl, check_token: TokenCheck | None = Non
 
     endpoints = [
         *_server_endpoints(control, pace),
-        *_model_endpoints(models, "/v2/models/{model}"),
-        *_model_endpoints(models, "/v2/models/{model}/versions/{version}"),
+        *itertools.chain.from_iterable(_model_endpoints(models, path) for path in MODEL_PATHS),
         *_repository_endpoints(control, pace),
-        *openai_endpoints(models),
+        *itertools.chain.from_iterable(extension.endpoints(models) for extension in server_extensions()),
     ]
     # The pages of the endpoints describe themselves too.
     endpoints += [
@@ -170,8 +168,6 @@ def _model_endpoints(models: ModelRegistry, path: str) -> list[Endpoint]:
         return models.statistics(*requested_model(request))
 
     inference = "Run a model. Tensors may follow the JSON as bytes: the binary tensor extension"
-    text, refused = dict[str, Any], _INFERENCE_REFUSALS
-    whole_text, text_events = GenerateRoute(models, streams=False), GenerateRoute(models, streams=True)
     return [
         Endpoint(path, "Names, types and shapes of a model", _json(metadata), answers.ModelMetadata, refusals=(404,)),
         Endpoint(f"{path}/ready", "Whether a model takes requests", _ready(is_ready), refusals=(404,)),
@@ -183,17 +179,13 @@ def _model_endpoints(models: ModelRegistry, path: str) -> list[Endpoint]:
             answers.StatisticsAnswer,
             refusals=(404,),
         ),
-        Endpoint(f"{path}/infer", inference, InferenceRoute(models), answers.InferenceAnswer, RequestHeader, refused),
         Endpoint(
-            f"{path}/generate", "The text after a prompt: Triton's generate extension", whole_text, text, text, refused
-        ),
-        Endpoint(
-            f"{path}/generate_stream",
-            "The text after a prompt, as server-sent events",
-            text_events,
-            "text/event-stream",
-            text,
-            refused,
+            f"{path}/infer",
+            inference,
+            InferenceRoute(models),
+            answers.InferenceAnswer,
+            RequestHeader,
+            INFERENCE_REFUSALS,
         ),
     ]
 

@@ -17,6 +17,7 @@ from stagepack_serving.server.generation.generator import Generator, generator_o
 from stagepack_serving.server.generation.openai_requests import TEXT_INPUT
 from stagepack_serving.server.generation.text_route import AnswerChannel, TextRoute
 from stagepack_serving.server.model_registry import ModelRegistry, RequestScope
+from stagepack_serving.server.openapi import INFERENCE_REFUSALS, MODEL_PATHS, Endpoint
 from stagepack_serving.server.parameters import check_request_id, shorten_deadline, timeout_parameter
 from stagepack_serving.server.rest_large_request import decode_field, decode_fields, split_fields
 from stagepack_serving.server.rest_request import decode_text_request, requested_model
@@ -73,6 +74,24 @@ class GenerateRoute(TextRoute):
             return heading | _outputs(generator, text, tokens, finish_reason)
         await channel.end_events()
         return None
+
+
+def generate_endpoints(models: ModelRegistry) -> list[Endpoint]:
+    """Return the paths of the extension."""
+    text, refused = dict[str, Any], INFERENCE_REFUSALS
+    whole_text, text_events = GenerateRoute(models, streams=False), GenerateRoute(models, streams=True)
+    summary, stream_summary = (
+        "The text after a prompt: Triton's generate extension",
+        "The text after a prompt, as server-sent events",
+    )
+    return [
+        endpoint
+        for path in MODEL_PATHS
+        for endpoint in (
+            Endpoint(f"{path}/generate", summary, whole_text, text, text, refused),
+            Endpoint(f"{path}/generate_stream", stream_summary, text_events, "text/event-stream", text, refused),
+        )
+    ]
 
 
 def _decode_fields(body: bytearray) -> _Fields:

@@ -11,12 +11,10 @@ from typing import Any, Final
 
 from tritonclient.grpc import service_pb2 as pb
 
-from stagepack_serving.server.errors import BadRequestError, RequestError, RequestStatus
+from stagepack_serving.server.errors import BadRequestError
 from stagepack_serving.server.generation.generator import Generator, generator_of, read_request
 from stagepack_serving.server.generation.openai_requests import TEXT_INPUT
 from stagepack_serving.server.grpc_messages import ParsedInference, decode_input, decode_parameters, typed_bytes
-from stagepack_serving.server.limits import MAX_TEXT_BYTES
-from stagepack_serving.server.model_registry import ModelRegistry
 from stagepack_serving.server.parameters import InferenceTensor, shorten_deadline, timeout_parameter
 from stagepack_serving.server.rest_large_request import beside_loop
 from stagepack_serving.server.served_model import ServedModel
@@ -33,25 +31,11 @@ def asks_for_generation(model: ServedModel, inference: ParsedInference) -> bool:
     return model.part(Generator) is not None and _CALL_INPUT not in {tensor.name for tensor in inference.message.inputs}
 
 
-def check_text_size(models: ModelRegistry, inference: ParsedInference) -> None:
-    """Refuse a large request for a text."""
-    if inference.byte_count <= MAX_TEXT_BYTES:
-        return
-    try:
-        model = models.find(inference.message.model_name, inference.message.model_version)
-    except RequestError:
-        return  # it is refused, and counted, when it is answered
-    if asks_for_generation(model, inference):
-        expected = f"expected a request for a text of at most {MAX_TEXT_BYTES} bytes"
-        raise RequestError(RequestStatus.TOO_LARGE, f"{expected}, found {inference.byte_count}")
-
-
 async def generate_responses(
     model: ServedModel,
     inference: ParsedInference,
     deadline: asyncio.Timeout,
     send: Callable[[bytes], Awaitable[None]],
-    *,
     streams: bool,
 ) -> None:
     """Answer a request that has a prompt."""
