@@ -27,7 +27,7 @@ class Extension:
 
 @functools.cache
 def installed_extensions() -> Mapping[str, Extension]:
-    """The extensions of all installed distributions, by name."""
+    """The extensions of all installed distributions, by the values of their entry points."""
     extensions: dict[str, Extension] = {}
     for entry_point in entry_points(group=_GROUP):
         distribution = "its distribution" if entry_point.dist is None else entry_point.dist.name
@@ -41,18 +41,22 @@ def installed_extensions() -> Mapping[str, Extension]:
             raise MissingPackageError(f"{problem}, found: {error}: {remedy}", name=entry_point.module) from error
         if not isinstance(extension, Extension):
             raise MissingPackageError(f"{problem}, found {type(extension).__name__}: {remedy}", name=entry_point.module)
-        extensions[entry_point.name] = extension
+        extensions[entry_point.value] = extension
     return extensions
 
 
 def home_of(public_name: str) -> tuple[str, str]:
     """Return the module that defines a public name in an extension, and its name there."""
-    extensions = installed_extensions()
-    for extension in extensions.values():
-        if public_name in extension.public_names:
-            return extension.public_names[public_name]
+    homes = {
+        value: extension.public_names[public_name]
+        for value, extension in installed_extensions().items()
+        if public_name in extension.public_names
+    }
+    if len(homes) == 1:
+        return homes.popitem()[1]
+    remedy = "remove one" if homes else "install stagepack again (in a checkout: pip install --editable .)"
     raise MissingPackageError(
-        f"stagepack.{public_name}: expected an installed extension that defines it, as an entry point of {_GROUP!r}, found "
-        f"{', '.join(extensions) or 'none'}: install stagepack again (in a checkout: pip install --editable .)",
+        f"stagepack.{public_name}: expected one installed extension that defines it, as an entry point of {_GROUP}, found "
+        f"{' and '.join(homes) or 'none'}: {remedy}",
         name=f"stagepack.{public_name}",
     )

@@ -34,7 +34,7 @@ def distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Di
 
 
 def test_the_distribution_registers_each_extension_of_the_project() -> None:
-    assert installed_extensions()["train"] is stagepack_train.EXTENSION
+    assert installed_extensions()["stagepack_train:EXTENSION"] is stagepack_train.EXTENSION
     assert [type(extension).__name__ for extension in server_extensions()] == ["TextExtension"]
 
 
@@ -55,11 +55,12 @@ def test_each_public_name_is_that_of_the_home_that_an_extension_states() -> None
     assert set(names) <= set(stagepack.__all__) - set(stagepack._HOMES)
 
 
-def test_a_distribution_of_others_adds_an_extension(distribution: Distribution, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["other", "train"])
+def test_a_distribution_of_others_adds_an_extension(name: str, distribution: Distribution, tmp_path: Path) -> None:
     (tmp_path / "other_package.py").write_text(
         "from stagepack.extensions import Extension\nEXTENSION = Extension(public_names={'draw': ('other_package', 'x')})"
     )
-    distribution("other", "other = other_package:EXTENSION")
+    distribution("other", f"{name} = other_package:EXTENSION")
     assert home_of("draw") == ("other_package", "x")
     assert home_of("train") == ("stagepack_train.start", "train")
     with pytest.raises(
@@ -68,13 +69,23 @@ def test_a_distribution_of_others_adds_an_extension(distribution: Distribution, 
         _ = stagepack.draw
 
 
+@pytest.mark.parametrize("name", ["train", "other"])
+def test_a_name_of_two_extensions_is_refused(name: str, distribution: Distribution, tmp_path: Path) -> None:
+    (tmp_path / "imitation.py").write_text("from stagepack_train import EXTENSION")
+    distribution("imitation", f"{name} = imitation:EXTENSION")
+    with pytest.raises(
+        MissingPackageError, match="found imitation:EXTENSION and stagepack_train:EXTENSION: remove one"
+    ):
+        _ = stagepack.train
+
+
 def test_a_name_whose_extension_is_not_installed_says_so(distribution: Distribution) -> None:
     distribution("stagepack", "")
     with pytest.raises(
-        MissingPackageError, match=r"stagepack\.train: expected an installed extension .*, found none: install"
+        MissingPackageError, match=r"stagepack\.train: expected one installed extension .*, found none: install"
     ):
         _ = stagepack.train
-    with pytest.raises(ImportError, match="expected an installed extension"):
+    with pytest.raises(ImportError, match="expected one installed extension"):
         from stagepack import train  # noqa: F401
 
 
