@@ -45,11 +45,7 @@ class ServerExtension(Protocol):
 
 @functools.cache
 def server_extensions() -> Sequence[ServerExtension]:
-    """Return what the installed extensions add.
-
-    Raises:
-        MissingPackageError: there is none; the distribution of stagepack has one.
-    """
+    """Return what the installed extensions add; none is refused, since the distribution of stagepack has one."""
     homes = [extension.server for extension in installed_extensions().values() if extension.server is not None]
     if not homes:
         raise MissingPackageError(
