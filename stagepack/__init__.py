@@ -14,22 +14,22 @@ if TYPE_CHECKING:
     __version__: str
     from stagepack import distributed as distributed
     from stagepack import ray as ray
-    from stagepack.bundle_assets import add_assets as add_assets
-    from stagepack.bundle_assets import remove_assets as remove_assets
     from stagepack.capture.inputs import Inputs as Inputs
     from stagepack.capture.split_marker import split_here as split_here
     from stagepack.cli.report_page import write_report as report
     from stagepack.format.reader import Bundle as Bundle
-    from stagepack.model_export import export as export
-    from stagepack.model_plan import plan_model as plan
-    from stagepack.onnx import add_onnx as add_onnx
     from stagepack.opening import open_bundle as open
     from stagepack.opening import verify_bundle as verify
     from stagepack.partition.cut_options import PolicyNode as PolicyNode
     from stagepack.partition.cut_options import read_plan as read_plan
     from stagepack.partition.profile import read_profile as read_profile
-    from stagepack.recutter import recut as recut
-    from stagepack.saver import save as save
+    from stagepack.roads.assets import add_assets as add_assets
+    from stagepack.roads.assets import remove_assets as remove_assets
+    from stagepack.roads.export import export as export
+    from stagepack.roads.onnx import add_onnx as add_onnx
+    from stagepack.roads.plan import plan_model as plan
+    from stagepack.roads.recut import recut as recut
+    from stagepack.roads.save import save as save
     from stagepack.signing.sign import sign_bundle as sign
     from stagepack_loaders.call_limits import Limits as Limits
     from stagepack_loaders.entry_points import load_entry_points as load_entry_points
@@ -47,21 +47,21 @@ _HOMES = {
     "Limits": ("stagepack_loaders.call_limits", "Limits"),
     "PolicyNode": ("stagepack.partition.cut_options", "PolicyNode"),
     "ServerLimits": ("stagepack_serving.server.limits", "ServerLimits"),
-    "add_assets": ("stagepack.bundle_assets", "add_assets"),
-    "add_onnx": ("stagepack.onnx", "add_onnx"),
+    "add_assets": ("stagepack.roads.assets", "add_assets"),
+    "add_onnx": ("stagepack.roads.onnx", "add_onnx"),
     "compile": ("stagepack_loaders.torch.compilation", "compile_ahead"),
-    "export": ("stagepack.model_export", "export"),
+    "export": ("stagepack.roads.export", "export"),
     "load": ("stagepack_loaders.load", "load"),
     "load_entry_points": ("stagepack_loaders.entry_points", "load_entry_points"),
     "load_stage": ("stagepack_loaders.load", "load_stage"),
     "open": ("stagepack.opening", "open_bundle"),
-    "plan": ("stagepack.model_plan", "plan_model"),
+    "plan": ("stagepack.roads.plan", "plan_model"),
     "read_plan": ("stagepack.partition.cut_options", "read_plan"),
     "read_profile": ("stagepack.partition.profile", "read_profile"),
-    "recut": ("stagepack.recutter", "recut"),
-    "remove_assets": ("stagepack.bundle_assets", "remove_assets"),
+    "recut": ("stagepack.roads.recut", "recut"),
+    "remove_assets": ("stagepack.roads.assets", "remove_assets"),
     "report": ("stagepack.cli.report_page", "write_report"),
-    "save": ("stagepack.saver", "save"),
+    "save": ("stagepack.roads.save", "save"),
     "serve": ("stagepack_serving.server.server", "serve_pipelines"),
     "sign": ("stagepack.signing.sign", "sign_bundle"),
     "split_here": ("stagepack.capture.split_marker", "split_here"),

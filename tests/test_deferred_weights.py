@@ -14,14 +14,14 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 import stagepack
 from stagepack.capture.checkpoint import DataNeededError, DeferredTensors, checkpoint_file_tensors, read_checkpoint
-from stagepack.capture.hugging_face import capture_pretrained
 from stagepack.capture.inputs import Inputs
 from stagepack.capture.module_checkpoint import tensors_by_weight_name
+from stagepack.capture.transformers.hugging_face import capture_pretrained
 from stagepack.errors import CaptureError, OptionError
-from stagepack.exporter import export_capture
 from stagepack.format.file_writing import write_pieces
 from stagepack.format.reader import Bundle
 from stagepack.partition.cut_options import CutOptions
+from stagepack.roads.capture_writer import export_capture
 from stagepack.torch_internals import FakeTensor
 from tests.zoo.architectures.encoders import minilm_encoder_folder
 from tests.zoo.cases import named

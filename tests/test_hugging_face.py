@@ -12,14 +12,14 @@ import torch
 import transformers
 
 import stagepack
-from stagepack.capture import pretrained_model
-from stagepack.capture.hugging_face import capture_pretrained
 from stagepack.capture.inputs import Inputs
-from stagepack.capture.pretrained_model import model_files
 from stagepack.capture.source import ModelSource
+from stagepack.capture.transformers import pretrained_model
+from stagepack.capture.transformers.hugging_face import capture_pretrained
+from stagepack.capture.transformers.pretrained_model import model_files
 from stagepack.errors import CaptureError
-from stagepack.exporter import export_capture
 from stagepack.partition.cut_options import CutOptions
+from stagepack.roads.capture_writer import export_capture
 from stagepack_loaders.example import replay_example
 from tests.zoo.architectures.encoders import minilm_encoder_folder
 from tests.zoo.case import Case
@@ -119,7 +119,8 @@ def test_a_model_in_memory_keeps_its_configuration(tmp_path: Path) -> None:
 def test_what_plain_export_cannot_trace_goes_to_the_exporter_of_transformers(tmp_path: Path) -> None:
     saved(CASES["decoders-llama"], tmp_path / "model")
     code = (  # in a process that has seen no cache yet: it is the answer's cache that plain export stumbles over, the first time
-        "import sys, torch; from stagepack.capture.inputs import Inputs; from stagepack.capture.hugging_face import capture_pretrained;"
+        "import sys, torch; from stagepack.capture.inputs import Inputs;"
+        "from stagepack.capture.transformers.hugging_face import capture_pretrained;"
         "print(capture_pretrained(sys.argv[1], Inputs(kwargs={'input_ids': torch.ones(2, 8).long()})).method)"
     )
     # transformers would import torchao, which is installed and warns of its CUDA libraries.

@@ -8,13 +8,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import stagepack
-from stagepack.capture.hugging_face import capture_pretrained
 from stagepack.capture.inputs import Inputs
+from stagepack.capture.transformers.hugging_face import capture_pretrained
 from stagepack.cli import main
 from stagepack.errors import CaptureError, OptionError
-from stagepack.exporter import export_capture
 from stagepack.format.reader import Bundle
 from stagepack.partition.cut_options import CutOptions
+from stagepack.roads.capture_writer import export_capture
 from tests.zoo.cases import named
 
 

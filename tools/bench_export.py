@@ -30,13 +30,13 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaForCausalLM
 
-from stagepack.capture.hugging_face import capture_pretrained
 from stagepack.capture.inputs import Inputs
-from stagepack.exporter import export_capture
+from stagepack.capture.transformers.hugging_face import capture_pretrained
 from stagepack.format.file_writing import synchronize
 from stagepack.format.quantities import parse_byte_size
 from stagepack.format.writer import BundleWriter
 from stagepack.partition.cut_options import CutOptions
+from stagepack.roads.capture_writer import export_capture
 from tools.benchmark_models import llama_config
 from tools.benchmark_results import BenchmarkResults, benchmark_parser, benchmark_results
 from tools.measuring import memory_of_status, run_python, seconds_of

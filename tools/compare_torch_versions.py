@@ -14,8 +14,8 @@ import torch
 
 import stagepack
 from stagepack.errors import StagepackError
-from stagepack.exporter import ExportOptions, export_capture
 from stagepack.partition.cut_options import CutOptions
+from stagepack.roads.capture_writer import ExportOptions, export_capture
 from stagepack_loaders.example import compare_results, read_example, run_on_inputs
 from stagepack_loaders.pipeline import Pipeline
 from tests.zoo.case import Case

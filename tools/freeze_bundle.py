@@ -9,10 +9,10 @@ import torch
 
 from stagepack.capture.inputs import Inputs
 from stagepack.capture.programs import capture_module
-from stagepack.exporter import export_capture
 from stagepack.format.manifest import VERSION
-from stagepack.onnx import add_onnx
 from stagepack.partition.cut_options import CutOptions
+from stagepack.roads.capture_writer import export_capture
+from stagepack.roads.onnx import add_onnx
 
 FROZEN = Path(__file__).parents[1] / "schema" / "frozen"
 

@@ -4,8 +4,8 @@ import sys
 from pathlib import Path
 
 from stagepack.errors import CutError
-from stagepack.exporter import export_capture
 from stagepack.partition.cut_options import CutOptions
+from stagepack.roads.capture_writer import export_capture
 from tests.zoo.cases import named
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ import torch
 
 import stagepack
 import stagepack.cli
-from stagepack.onnx.conversion import convert_stage
+from stagepack.roads.onnx.conversion import convert_stage
 from stagepack.torch_internals import onnx_functions_read_once
 from stagepack_loaders.example import read_example
 from tests.bundle_editor import MANIFEST_NAME, BundleEditor
@@ -126,7 +126,7 @@ def import_commands() -> None:
     """Import what the commands import, so that forked processes need not."""
     for module in pkgutil.iter_modules(stagepack.cli.__path__):
         importlib.import_module(f"stagepack.cli.{module.name}")
-    for package_name in ("stagepack.onnx", "stagepack.remote", "stagepack_loaders.onnxruntime"):
+    for package_name in ("stagepack.roads.onnx", "stagepack.remote", "stagepack_loaders.onnxruntime"):
         for module in pkgutil.walk_packages(importlib.import_module(package_name).__path__, f"{package_name}."):
             importlib.import_module(module.name)
     for module_name in ("stagepack_serving.triton.repository", "torch._dynamo"):

@@ -28,9 +28,9 @@ import torch.distributed
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 import stagepack
-import stagepack.onnx.add
 import stagepack.remote.pull
-import stagepack.saver
+import stagepack.roads.onnx.add
+import stagepack.roads.save
 from stagepack.cli import main as command_line
 from stagepack_loaders.example import replay_example
 from tests.remote.http_server import HttpServer

@@ -9,9 +9,9 @@ import importlib
 # The first export of a process takes 3 s without the modules of torch at the end, which torch imports when it exports.
 _MODULES = [
     "stagepack.cli.serve_command",
-    "stagepack.model_export",
+    "stagepack.roads.export",
     "stagepack.capture.entry_points",
-    "stagepack.self_check",
+    "stagepack.roads.self_check",
     "stagepack_loaders.distributed.stage_process",
     "stagepack_loaders.load",
     "stagepack_loaders.torch.prepare",

@@ -12,18 +12,22 @@ from torch.export import ExportedProgram
 
 from stagepack.capture.checkpoint import DeferredTensors
 from stagepack.capture.entry_points import capture_entry_points, capture_modules, function_modules, pipeline_module
-from stagepack.capture.example_inputs import example_inputs
-from stagepack.capture.hugging_face import capture_around_transformers, capture_pretrained, capture_transformers
 from stagepack.capture.imports import call_user_function
 from stagepack.capture.inputs import Inputs
-from stagepack.capture.model_folders import diffusers_class, form_of_source
 from stagepack.capture.module_checkpoint import make_with_checkpoint
-from stagepack.capture.pretrained_model import is_transformers_model, load_pretrained
 from stagepack.capture.programs import Capture, capture_module, capture_program, load_program
-from stagepack.capture.sentence_pipeline import is_sentence_transformer, sentence_pipeline
 from stagepack.capture.stated_inputs import Example, ExampleInputs, to_inputs
 from stagepack.capture.tensor_kinds import SCRIPTED
 from stagepack.capture.torch_messages import advised_capture, describe_error
+from stagepack.capture.transformers.example_inputs import example_inputs
+from stagepack.capture.transformers.hugging_face import (
+    capture_around_transformers,
+    capture_pretrained,
+    capture_transformers,
+)
+from stagepack.capture.transformers.model_folders import diffusers_class, form_of_source
+from stagepack.capture.transformers.pretrained_model import is_transformers_model, load_pretrained
+from stagepack.capture.transformers.sentence_pipeline import is_sentence_transformer, sentence_pipeline
 from stagepack.errors import CaptureError, OptionError
 from stagepack.torch_internals import uncompiled_module
 

@@ -22,10 +22,10 @@ import torch
 from safetensors.torch import load_file
 from torch.export import Dim
 
-from stagepack.capture.example_tensors import random_tensor
 from stagepack.capture.imports import call_user_function
 from stagepack.capture.inputs import Inputs, inputs_by_parameter, on_device_of
 from stagepack.capture.stated_sizes import StatedSize, StatedSizes
+from stagepack.capture.transformers.example_tensors import random_tensor
 from stagepack.errors import CaptureError, MissingPackageError, OptionError
 
 # The inputs of one call of the model, or of functions of it by their paths.

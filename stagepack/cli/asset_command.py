@@ -4,13 +4,13 @@ from typing import Literal
 
 import click
 
-from stagepack.bundle_assets import add_assets, asset_names_of, remove_assets
 from stagepack.cli.command import BundleType, PathType, argument, flag, option_object, subcommand
 from stagepack.cli.failures import shown_warnings
 from stagepack.cli.output import print_json, print_line, print_table
 from stagepack.cli.shared_flags import DIGEST, JSON, open_argument, refuse_url
 from stagepack.cli.termination import orderly_termination
 from stagepack.format.quantities import format_bytes
+from stagepack.roads.assets import add_assets, asset_names_of, remove_assets
 
 
 @option_object

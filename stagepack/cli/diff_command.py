@@ -30,7 +30,7 @@ def command(options: _Options) -> None:
 
     The exit status is 0 if the bundles are equal, and 1 if they differ.
     """
-    from stagepack.bundle_comparison import compare_bundles  # noqa: PLC0415 - numpy, after the arguments are checked
+    from stagepack.roads.compare import compare_bundles  # noqa: PLC0415 - numpy, after the arguments are checked
 
     differences = compare_bundles(open_bundle(options.first_path), open_bundle(options.second_path))
     if options.as_json:

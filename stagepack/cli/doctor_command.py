@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from stagepack.capture.model_folders import check_source_path
+from stagepack.capture.transformers.model_folders import check_source_path
 from stagepack.cli.command import Amount, argument, flag, option_object, subcommand
 from stagepack.cli.failures import shown_warnings
 from stagepack.cli.machine_report import describe_machine
@@ -163,8 +163,8 @@ def _facts(source: str, diagnoses: "dict[str, _Diagnosis]") -> dict[str, Any]:
 
 def _write(capture: "Capture", *, folder: Path) -> None:
     """Write a bundle that is removed afterwards: what loaders refuse is an error."""
-    from stagepack.exporter import export_capture  # noqa: PLC0415 - with torch
     from stagepack.partition.cut_options import CutOptions  # noqa: PLC0415 - the same
+    from stagepack.roads.capture_writer import export_capture  # noqa: PLC0415 - with torch
 
     export_capture(capture, out=folder / "tried.stagepack", cut_options=CutOptions())
 

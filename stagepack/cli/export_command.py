@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from stagepack.bundle_assets import read_assets
-from stagepack.capture.model_folders import check_source_path, form_of_source
+from stagepack.capture.transformers.model_folders import check_source_path, form_of_source
 from stagepack.cli.bundle_facts import bundle_facts, print_written
 from stagepack.cli.command import BundleType, PathType, argument, flag, option_object, subcommand
 from stagepack.cli.failures import shown_warnings
@@ -22,10 +21,11 @@ from stagepack.errors import OptionError
 from stagepack.extras import require_extras
 from stagepack.format.reader import Bundle
 from stagepack.format.writer import check_output_path
+from stagepack.roads.assets import read_assets
 from stagepack_loaders.comparison import Tolerance, format_difference
 
 if TYPE_CHECKING:
-    from stagepack.model_export import ExportRequest
+    from stagepack.roads.export import ExportRequest
 
 
 @option_object
@@ -137,7 +137,7 @@ def command(options: _Options) -> None:
         orderly_termination(),
         shown_warnings(),
     ):
-        from stagepack.model_export import write_model  # noqa: PLC0415 - torch, slow to import
+        from stagepack.roads.export import write_model  # noqa: PLC0415 - torch, slow to import
 
         result = write_model(_request(options, asset_contents, next_step))
     facts = bundle_facts(result.bundle) | {"captured_by": result.method}
@@ -155,8 +155,8 @@ def command(options: _Options) -> None:
 def _request(
     options: _Options, asset_contents: Mapping[str, bytes], next_step: Callable[[str], None]
 ) -> "ExportRequest":
-    from stagepack.exporter import ExportOptions  # noqa: PLC0415 - torch, slow to import
-    from stagepack.model_export import ExportRequest  # noqa: PLC0415 - the same
+    from stagepack.roads.capture_writer import ExportOptions  # noqa: PLC0415 - torch, slow to import
+    from stagepack.roads.export import ExportRequest  # noqa: PLC0415 - the same
 
     try:
         return ExportRequest(

@@ -14,7 +14,7 @@ from stagepack.format.quantities import format_bytes
 from stagepack.format.reader import Bundle
 
 if TYPE_CHECKING:
-    from stagepack.onnx import AddedOnnx
+    from stagepack.roads.onnx import AddedOnnx
 
 
 @option_object
@@ -43,7 +43,7 @@ def command(options: _Options) -> None:
     bundle = open_argument(options.bundle_path)
     start_time = time.perf_counter()
     with progress("importing torch") as next_step, orderly_termination(), shown_warnings():
-        from stagepack.onnx import add_onnx  # noqa: PLC0415 - torch, after the arguments are checked
+        from stagepack.roads.onnx import add_onnx  # noqa: PLC0415 - torch, after the arguments are checked
 
         stages = []
         for selected in each_entry_point(bundle):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from stagepack.capture.model_folders import check_source_path
+from stagepack.capture.transformers.model_folders import check_source_path
 from stagepack.cli.command import argument, either, flag, option_object, subcommand
 from stagepack.cli.cost_facts import assumption_lines, bundle_cut_facts, cost_facts, cut_facts, memory_text
 from stagepack.cli.failures import fail, shown_warnings
@@ -103,7 +103,7 @@ def _plan_bundle(options: _Options) -> tuple[Plan, dict[str, Any]]:
             fail(f"{bundle.location}: the bundle contains no plan: pass a cut option, such as --stages 4")
         graphs = [bundle.graph(stage_number) for stage_number in range(len(bundle.stages))]
         return own_plan, bundle_cut_facts(bundle, own_plan) | _graph_facts(graphs, None)
-    from stagepack.recutter import plan_bundle  # noqa: PLC0415 - numpy, only to make a new plan
+    from stagepack.roads.recut import plan_bundle  # noqa: PLC0415 - numpy, only to make a new plan
 
     cut_options = options.cut.cut_options()
     if cut_options.profile is not None and not cut_options.has_way and own_plan is not None:
@@ -118,7 +118,7 @@ def _plan_source(options: _Options) -> tuple[Plan, dict[str, Any]]:
     # The output of the model's own code goes to standard error: standard output is for our facts alone.
     with progress("importing torch") as next_step, contextlib.redirect_stdout(sys.stderr):
         from stagepack.capture.source import ModelSource  # noqa: PLC0415 - torch, slow to import
-        from stagepack.exporter import plan_capture  # noqa: PLC0415 - the same
+        from stagepack.roads.capture_writer import plan_capture  # noqa: PLC0415 - the same
 
         cut_options = options.cut.cut_options()
         next_step("capturing the model")

@@ -123,7 +123,7 @@ def make_profile(bundle: Bundle, measurement: "BundleMeasurement", runs: int) ->
     import torch  # noqa: PLC0415 - imported by now
 
     from stagepack.partition.profile import NodeTime, Profile, StageTime, model_digest  # noqa: PLC0415 - after the checks
-    from stagepack.recutter import whole_graph  # noqa: PLC0415 - the same
+    from stagepack.roads.recut import whole_graph  # noqa: PLC0415 - the same
 
     graph = whole_graph(bundle)
     times_of_node: defaultdict[int, list[float]] = defaultdict(list)

@@ -39,7 +39,7 @@ def command(options: _Options) -> None:
     check_output_path(options.out, overwrite=options.overwrite)
     start_time = time.perf_counter()
     with progress("recutting the bundle"), orderly_termination(), shown_warnings():
-        from stagepack.recutter import recut_with_options  # noqa: PLC0415 - numpy, after the arguments are checked
+        from stagepack.roads.recut import recut_with_options  # noqa: PLC0415 - numpy, after the arguments are checked
 
         old_bundle = open_argument(options.bundle_path)
         new_bundle = recut_with_options(

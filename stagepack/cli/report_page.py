@@ -165,7 +165,7 @@ def _profiled_plan(
 ) -> tuple[Plan, dict[str, Any] | None]:
     """The plan of a bundle with the times of a profile, and facts about these."""
     from stagepack.partition.cut_options import CutOptions  # noqa: PLC0415 - numpy, only for other times
-    from stagepack.recutter import plan_bundle  # noqa: PLC0415 - the same
+    from stagepack.roads.recut import plan_bundle  # noqa: PLC0415 - the same
 
     cut_options = CutOptions(plan=plan, profile=profile)
     partition = plan_bundle(bundle, cut_options)

@@ -25,9 +25,9 @@ from torch.fx import GraphModule
 from torch.fx import Node as FxNode
 
 from stagepack.capture.model_runs import wrapped_model
-from stagepack.capture.pretrained_model import is_transformers_model
 from stagepack.capture.programs import Capture
 from stagepack.capture.traced_calls import CallBoundary, TracedCall, TracedCalls, call_boundaries
+from stagepack.capture.transformers.pretrained_model import is_transformers_model
 from stagepack.errors import UnsupportedError, first_line
 from stagepack.format.graph import Argument, Graph, ModuleCall, Scope, ValueArg
 from stagepack.format.rules import split_call_path

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import stagepack
-from stagepack.bundle_comparison import compare_bundles
 from stagepack.cli import main
 from stagepack.format.reader import Bundle
+from stagepack.roads.compare import compare_bundles
 from tests.bundle_editor import BundleEditor
 
 

@@ -11,7 +11,7 @@ from click.testing import Result
 
 import stagepack
 from stagepack.errors import StagepackError
-from stagepack.weight_replacement import replace_weights
+from stagepack.roads.replace import replace_weights
 from tests.door.test_folders import content_store, hub_cache
 from tests.hostile.attack import run
 

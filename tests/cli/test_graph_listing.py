@@ -10,10 +10,10 @@ import torch
 
 import stagepack
 from stagepack.cli.graph_listing import graph_lines
-from stagepack.exporter import export_capture
 from stagepack.format.folded_graph import trivially_folded
 from stagepack.format.graph import FoldedGraph, Region
 from stagepack.partition.cut_options import CutOptions
+from stagepack.roads.capture_writer import export_capture
 from tests.hostile.attack import run
 from tests.zoo.case import Case, stages_at_most
 from tests.zoo.cases import named

@@ -15,7 +15,7 @@ import torch
 
 import stagepack
 from stagepack.format.output_file import TemporaryFolder, siblings
-from stagepack.recutter import recut
+from stagepack.roads.recut import recut
 
 EXPORT = """
 import sys, torch, stagepack

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import stagepack
-from stagepack.exporter import export_capture
 from stagepack.partition.cut_options import CutOptions
+from stagepack.roads.capture_writer import export_capture
 from tests.hostile.attack import command_fails, run
 from tests.zoo.cases import named
 

@@ -128,8 +128,10 @@ def test_inputs_and_cuts_that_are_none_are_said_in_one_line(
 def test_onnx_packages_that_cannot_be_imported_are_said_before_a_bundle_is_written(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "stagepack.onnx", None)
-    assert "stagepack.onnx" in fails("export", f"{folder}/tower.py:with_inputs", "-o", str(tmp_path / "m"), "--onnx")
+    monkeypatch.setitem(sys.modules, "stagepack.roads.onnx", None)
+    assert "stagepack.roads.onnx" in fails(
+        "export", f"{folder}/tower.py:with_inputs", "-o", str(tmp_path / "m"), "--onnx"
+    )
     assert not list(tmp_path.iterdir())
 
 

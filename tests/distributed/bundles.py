@@ -15,9 +15,9 @@ from torch.utils import _pytree as pytree
 
 import stagepack
 from stagepack.capture.inputs import Inputs
-from stagepack.exporter import export_capture
 from stagepack.format.reader import Bundle
 from stagepack.partition.cut_options import CutOptions
+from stagepack.roads.capture_writer import export_capture
 from stagepack_loaders.distributed.membership import GroupOptions
 from stagepack_loaders.distributed.pipeline import DistributedPipeline
 from stagepack_loaders.options import LoadOptions, ProcessOptions

@@ -9,10 +9,10 @@ import torch
 import transformers
 
 import stagepack
-from stagepack.capture.example_inputs import example_inputs, model_examples
-from stagepack.capture.example_tensors import ExampleSizes
-from stagepack.capture.processed_examples import processed_examples
 from stagepack.capture.source import pretrained_inputs
+from stagepack.capture.transformers.example_inputs import example_inputs, model_examples
+from stagepack.capture.transformers.example_tensors import ExampleSizes
+from stagepack.capture.transformers.processed_examples import processed_examples
 from stagepack.errors import CaptureError
 from tests.hostile.attack import run
 from tests.zoo.architectures.multimodal import TEXT, VISION
@@ -187,7 +187,7 @@ def test_deferred_weights_are_loaded_where_the_number_of_tokens_depends_on_data(
 
 
 def test_text_alone_is_left_where_no_example_of_a_sound_is_known(glm_asr: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stagepack.capture.example_inputs.family_processor", lambda kind, config: None)
+    monkeypatch.setattr("stagepack.capture.transformers.example_inputs.family_processor", lambda kind, config: None)
     (example,) = model_examples(glm_asr)
     assert set(example.inputs.kwargs) == {"input_ids", "attention_mask", "use_cache"}
     assert example.left_out == ("audio",)

@@ -12,7 +12,6 @@ from unittest.mock import patch
 import torch
 
 import stagepack
-from stagepack.bundle_comparison import compare_bundles
 from stagepack.errors import FormatError, OptionError, StageFailedError, StagepackError
 from stagepack.format.contract import BoundArgument, check_values
 from stagepack.format.dtypes import SCALAR_DTYPES
@@ -20,7 +19,8 @@ from stagepack.format.manifest import Edge
 from stagepack.format.reader import Bundle
 from stagepack.format.shapes import evaluate_dim
 from stagepack.format.tree import tree_leaves
-from stagepack.recutter import whole_graph
+from stagepack.roads.compare import compare_bundles
+from stagepack.roads.recut import whole_graph
 from stagepack_loaders.comparison import compare_arrays
 from stagepack_loaders.distributed import stage_process
 from stagepack_loaders.distributed.process_launcher import LocalLauncher

@@ -13,8 +13,8 @@ from torch.export.passes import move_to_device_pass
 
 import stagepack
 from stagepack.errors import DeviceError, StageFailedError
-from stagepack.exporter import export_capture
 from stagepack.partition.cut_options import CutOptions
+from stagepack.roads.capture_writer import export_capture
 from tests.gpu.answers import assert_close, has_autocast, inputs_on
 from tests.zoo.case import Case
 from tests.zoo.cases import named

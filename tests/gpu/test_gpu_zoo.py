@@ -9,8 +9,8 @@ from torch.export.passes import move_to_device_pass
 
 import stagepack
 from stagepack.capture.programs import Capture
-from stagepack.exporter import export_capture
 from stagepack.partition.cut_options import CutOptions
+from stagepack.roads.capture_writer import export_capture
 from tests.gpu.answers import (
     assert_close,
     assert_same_form,

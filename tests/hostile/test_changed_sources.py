@@ -13,7 +13,7 @@ import stagepack
 from stagepack.errors import DigestError, OutputExistsError, WriteError
 from stagepack.format.reader import Bundle
 from stagepack.format.writer import BundleWriter
-from stagepack.weight_replacement import replace_weights
+from stagepack.roads.replace import replace_weights
 from tests.bundle_editor import BundleEditor
 from tests.hostile.tiny import tiny
 
@@ -86,7 +86,7 @@ def change_after_call(
 def test_weights_that_change_after_their_digests_were_compared_are_not_recut(
     change: Callable[[Path], None], editor: BundleEditor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    change_after_call(monkeypatch, "stagepack.recutter._cut", change, editor.path)
+    change_after_call(monkeypatch, "stagepack.roads.recut._cut", change, editor.path)
     with pytest.raises(WriteError, match=r"nothing was changed: .*safetensors: was changed while it was read: repeat"):
         stagepack.recut(editor.path, out=tmp_path / "new.stagepack", stages=1)
     assert {path.name for path in tmp_path.iterdir()} <= {"tiny.stagepack", "elsewhere"}
@@ -97,7 +97,7 @@ def test_weights_that_change_are_not_kept_beside_new_ones(
     change: Callable[[Path], None], editor: BundleEditor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_file({"embed.weight": tiny()[0].embed.weight.data + 1}, tmp_path / "new.safetensors")
-    change_after_call(monkeypatch, "stagepack.weight_replacement._open_source", change, editor.path)
+    change_after_call(monkeypatch, "stagepack.roads.replace._open_source", change, editor.path)
     with pytest.raises(WriteError, match="was changed while it was read: repeat"):
         replace_weights(
             editor.path, tmp_path / "new.safetensors", out=tmp_path / "new.stagepack", needed_names=["embed.weight"]
@@ -109,7 +109,7 @@ def test_weights_that_change_are_not_kept_beside_new_ones(
 def test_a_bundle_that_was_written_while_another_is_converted_is_kept(
     function_name: str, editor: BundleEditor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    change_after_call(monkeypatch, f"stagepack.onnx.add.{function_name}", write_newer, editor.path)
+    change_after_call(monkeypatch, f"stagepack.roads.onnx.add.{function_name}", write_newer, editor.path)
     before = Bundle(editor.path).digest
     with pytest.raises(WriteError, match=r"was changed while it was read: repeat"):
         stagepack.add_onnx(editor.path)
@@ -152,7 +152,7 @@ def replace_weights_in_place(path: Path) -> None:
 def test_a_bundle_that_was_written_while_the_old_one_is_changed_in_place_is_kept(
     in_place: Callable[[Path], None], editor: BundleEditor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    change_after_call(monkeypatch, "stagepack.bundle_builder.check_all_stages", write_newer, editor.path)
+    change_after_call(monkeypatch, "stagepack.roads.bundle_builder.check_all_stages", write_newer, editor.path)
     before = Bundle(editor.path).digest
     with pytest.raises(WriteError, match=r"written meanwhile: it is kept, nothing was changed: repeat the call"):
         in_place(editor.path)
@@ -229,7 +229,7 @@ def test_files_that_the_manifest_does_not_list_are_not_lost_when_a_bundle_is_cha
 def test_files_that_are_added_while_a_bundle_is_converted_are_not_lost(
     editor: BundleEditor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    change_after_call(monkeypatch, "stagepack.onnx.add._check_converted", add_files_of_the_user, editor.path)
+    change_after_call(monkeypatch, "stagepack.roads.onnx.add._check_converted", add_files_of_the_user, editor.path)
     digest = Bundle(editor.path).digest
     with pytest.raises(OutputExistsError, match=r"would be lost: \.git, README\.md"):
         stagepack.add_onnx(editor.path)

@@ -11,12 +11,12 @@ from msgspec.structs import replace
 
 import stagepack
 from stagepack.errors import LimitError
-from stagepack.exporter import export_capture
 from stagepack.format.folded_graph import trivially_folded
 from stagepack.format.graph import Graph, ModuleCall
 from stagepack.format.graph_codec import encode_graph
 from stagepack.format.traversal import output_names
 from stagepack.partition.cut_options import CutOptions
+from stagepack.roads.capture_writer import export_capture
 from stagepack_loaders.pipeline import Pipeline
 from tests.bundle_editor import BundleEditor
 from tests.zoo.case import Case, answers, assert_equal

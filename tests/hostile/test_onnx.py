@@ -12,7 +12,7 @@ import pytest
 import stagepack
 from stagepack.errors import FormatError, InputError, LimitError, OperatorError, StageFailedError, StagepackError
 from stagepack.format.onnx import parse_onnx_model
-from stagepack.onnx.check import check_stages
+from stagepack.roads.onnx.check import check_stages
 from tests.bundle_editor import BundleEditor
 from tests.hostile.attack import command_fails
 

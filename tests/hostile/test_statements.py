@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import stagepack
-from stagepack.bundle_comparison import compare_bundles
 from stagepack.errors import DeviceError, FormatError, LimitError, StageFailedError, StagepackError
 from stagepack.partition.cut_options import CutOptions
-from stagepack.recutter import plan_bundle, whole_graph
+from stagepack.roads.compare import compare_bundles
+from stagepack.roads.recut import plan_bundle, whole_graph
 from tests.bundle_editor import BundleEditor, sort_manifest
 from tests.conformance.vectors import TINY, Case, cases, edit_bundle
 from tests.hostile.test_growth import step_count

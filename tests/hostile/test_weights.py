@@ -9,8 +9,8 @@ import torch
 from safetensors import safe_open
 
 import stagepack
-from stagepack.bundle_comparison import compare_bundles
 from stagepack.errors import FormatError, LimitError, UnsupportedError
+from stagepack.roads.compare import compare_bundles
 from stagepack_loaders.example import replay_example
 from stagepack_loaders.torch.stage import TorchStage
 from tests.bundle_editor import BundleEditor, weight_file

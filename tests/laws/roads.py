@@ -11,13 +11,13 @@ import torch
 from stagepack.capture.programs import Capture
 from stagepack.capture.torch_messages import suppress_warnings
 from stagepack.errors import CutError, StagepackError
-from stagepack.exporter import ExportOptions, export_capture
 from stagepack.format.operators import needed_permissions
 from stagepack.format.reader import Bundle
 from stagepack.format.traversal import random_nodes
-from stagepack.onnx.add import add_onnx
-from stagepack.onnx.other_sizes import format_sizes, inputs_at, sizes_to_check
 from stagepack.partition.cut_options import CutOptions
+from stagepack.roads.capture_writer import ExportOptions, export_capture
+from stagepack.roads.onnx.add import add_onnx
+from stagepack.roads.onnx.other_sizes import format_sizes, inputs_at, sizes_to_check
 from stagepack_loaders import example
 from stagepack_loaders.comparison import Difference, Tolerance, format_difference
 from stagepack_loaders.load import load

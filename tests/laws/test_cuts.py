@@ -12,10 +12,10 @@ from torch.utils import _pytree as pytree
 import stagepack
 from stagepack.capture.inputs import Inputs
 from stagepack.capture.programs import capture_module
-from stagepack.exporter import export_capture
 from stagepack.format.graph import value_bytes
 from stagepack.format.shapes import example_sizes
 from stagepack.partition.cut_options import CutOptions
+from stagepack.roads.capture_writer import export_capture
 from tests.laws.picture_models import PICTURE_MODELS, FeaturePyramid
 from tests.modules import module_of
 from tests.zoo.case import Case, files, stages_at_most

@@ -16,7 +16,7 @@ import stagepack
 from stagepack.errors import OperatorError, OptionError
 from stagepack.format.reader import Bundle
 from stagepack.format.weights import read_weight_header
-from stagepack.onnx import check
+from stagepack.roads.onnx import check
 from tests.bundle_editor import BundleEditor
 from tests.zoo.rows.zoolib import smooth as smooth  # registers the custom operators
 

@@ -9,7 +9,7 @@ from torch.export import Dim
 from torch.nn import functional
 
 import stagepack
-from stagepack.onnx.draws import Draw, call_count, compare_draws
+from stagepack.roads.onnx.draws import Draw, call_count, compare_draws
 from tests.onnx.converted import in_onnxruntime
 
 

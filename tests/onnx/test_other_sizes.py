@@ -15,8 +15,8 @@ from stagepack.cli.onnx_command import conversion_facts
 from stagepack.errors import ExportWarning, StageFailedError
 from stagepack.format.reader import Bundle
 from stagepack.format.shapes import evaluate_dim
-from stagepack.onnx import AddedOnnx
-from stagepack.onnx.other_sizes import inputs_at, sizes_to_check
+from stagepack.roads.onnx import AddedOnnx
+from stagepack.roads.onnx.other_sizes import inputs_at, sizes_to_check
 from tests.onnx.converted import in_onnxruntime
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from stagepack.onnx.conversion import DECOMPOSITIONS
+from stagepack.roads.onnx.conversion import DECOMPOSITIONS
 from stagepack.torch_internals import onnx_functions_read_once
 from tools.operators.onnx_values import DIFFERS, ENDS, FAILS, IN_TORCH, converted, sweep_calls, sweep_operators
 from tools.operators.value_grid import bound_call

@@ -16,11 +16,11 @@ from torch.utils import _pytree as pytree
 import stagepack
 from stagepack.capture.inputs import Inputs
 from stagepack.capture.programs import Capture
-from stagepack.exporter import export_capture
 from stagepack.format.contract import bind_call
 from stagepack.format.reader import Bundle
 from stagepack.format.tree import ValueLeaf, tree_leaves
 from stagepack.partition.cut_options import CutOptions
+from stagepack.roads.capture_writer import export_capture
 from tests.zoo.case import files, other_size, stages_at_most
 from tests.zoo.test_zoo import tensors_sent_for_sizes
 

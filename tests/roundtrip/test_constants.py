@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import stagepack
-from stagepack.bundle_comparison import compare_bundles
 from stagepack.errors import InputError, UnsupportedError
+from stagepack.roads.compare import compare_bundles
 
 X = torch.tensor([1.0, -1.0])
 # NaNs of other bits than `math.nan`, as 0/0 on some processors gives them.

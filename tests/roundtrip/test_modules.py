@@ -11,9 +11,9 @@ from torch import nn
 import stagepack
 from stagepack.capture.source import capture_model
 from stagepack.errors import InputError
-from stagepack.exporter import export_capture
 from stagepack.format.reader import Bundle
 from stagepack.partition.cut_options import CutOptions
+from stagepack.roads.capture_writer import export_capture
 from stagepack_loaders.pipeline import Pipeline
 from tests.zoo.called import calls_of, is_equal
 from tests.zoo.case import Case, answers, assert_equal, captured_answers

@@ -21,7 +21,7 @@ import tritonclient.grpc
 from tritonclient.grpc import service_pb2 as pb
 from tritonclient.utils import InferenceServerException
 
-from stagepack.weight_replacement import replace_weights
+from stagepack.roads.replace import replace_weights
 from tests.serve.generating_model import POSITIONS, VOCABULARY, Decoder, continue_tokens, tokenizer
 from tests.serve.servers import (
     Server,

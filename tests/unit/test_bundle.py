@@ -17,13 +17,13 @@ import stagepack
 from stagepack.capture.inputs import Inputs
 from stagepack.capture.programs import Capture, capture_module, capture_program
 from stagepack.errors import CaptureError, DigestError, InputError, UnsupportedError
-from stagepack.exporter import export_capture
 from stagepack.format.folded_graph import trivially_folded
 from stagepack.format.graph import ModuleCall
 from stagepack.format.graph_codec import encode_graph, read_graph
 from stagepack.format.manifest_codec import encode_manifest
 from stagepack.format.traversal import output_names
 from stagepack.partition.cut_options import CutOptions
+from stagepack.roads.capture_writer import export_capture
 from tests import plain_reader
 from tests.modules import module_of
 from tests.zoo.cases import named
@@ -50,7 +50,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 @pytest.mark.process
 def test_exporting_again_and_in_another_process_gives_the_same_bytes(tmp_path: Path) -> None:
     code = (
-        "import sys; from stagepack.exporter import export_capture; from stagepack.partition.cut_options import CutOptions;"
+        "import sys; from stagepack.roads.capture_writer import export_capture; from stagepack.partition.cut_options import CutOptions;"
         "from tests.zoo.rows.state import CASES;"
         "case = next(case for case in CASES if case.name == 'state-caches-of-several-layers');"
         "export_capture(case.capture(), out=sys.argv[1], cut_options=CutOptions(stages=3))"

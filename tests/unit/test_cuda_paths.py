@@ -14,7 +14,6 @@ import stagepack
 from stagepack.capture.inputs import Inputs
 from stagepack.capture.programs import capture_program
 from stagepack.errors import DeviceError, DigestError, StageFailedError, StageLostError
-from stagepack.exporter import export_capture
 from stagepack.format.dtypes import SCALAR_DTYPES
 from stagepack.format.graph import DeviceArg
 from stagepack.format.reader import Bundle
@@ -22,6 +21,7 @@ from stagepack.format.shapes import evaluate_dim, example_sizes
 from stagepack.format.traversal import leaf_arguments, node_arguments
 from stagepack.linearize.program import linearize_program
 from stagepack.partition.cut_options import CutOptions
+from stagepack.roads.capture_writer import export_capture
 from stagepack_loaders.base import Loading
 from stagepack_loaders.options import LoadOptions
 from stagepack_loaders.stage_errors import typed_stage_errors

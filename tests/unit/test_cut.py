@@ -16,7 +16,6 @@ import stagepack
 from stagepack.capture.inputs import Inputs
 from stagepack.capture.programs import Capture, capture_module
 from stagepack.errors import CutError
-from stagepack.exporter import export_capture
 from stagepack.format.graph import Cost, Graph, Node, Op, Scope, Value, ValueArg, Weight
 from stagepack.format.manifest import EntryPoint, Stage
 from stagepack.format.tree import SequenceTree, Signature, ValueLeaf
@@ -29,6 +28,7 @@ from stagepack.partition.cut_options import CutOptions, PolicyNode, assign_by_po
 from stagepack.partition.partitioner import Cut, cut_graph, plan_for_assignment
 from stagepack.partition.recipes import CostedGraph
 from stagepack.partition.solver import balance_stages
+from stagepack.roads.capture_writer import export_capture
 from tests.zoo.architectures.decoders import llama
 from tests.zoo.cases import named
 from tests.zoo.rows.build import Lambda

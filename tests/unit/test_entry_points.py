@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import stagepack
-from stagepack.bundle_comparison import compare_bundles
 from stagepack.errors import CaptureError, EntryPointError, OptionError
-from stagepack.weight_replacement import replace_weights
+from stagepack.roads.compare import compare_bundles
+from stagepack.roads.replace import replace_weights
 from tests.distributed.forked_processes import forked_launches
 
 

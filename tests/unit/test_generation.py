@@ -32,7 +32,7 @@ from transformers import (
 )
 
 import stagepack
-from stagepack.capture.generation import generating_model
+from stagepack.capture.transformers.generation import generating_model
 from stagepack.errors import InputError, OptionError, UnsupportedError
 from stagepack_loaders.generation.decoders import DecoderFacts, decoder_facts
 from stagepack_loaders.generation.settings import GenerationSettings, read_settings

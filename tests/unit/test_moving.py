@@ -9,9 +9,9 @@ import torch
 
 import stagepack
 from stagepack.errors import DeviceError, OptionError
-from stagepack.exporter import export_capture
 from stagepack.format.reader import Bundle
 from stagepack.partition.cut_options import CutOptions
+from stagepack.roads.capture_writer import export_capture
 from stagepack_loaders.distributed.pipeline import DistributedPipeline
 from stagepack_loaders.registry import find_runtime
 from stagepack_loaders.torch.prepare import move_stages

@@ -15,7 +15,6 @@ from safetensors.torch import save_file
 import stagepack
 from stagepack.cli.profile_command import make_profile
 from stagepack.errors import CutError, InputError, WriteError
-from stagepack.exporter import export_capture
 from stagepack.format.graph import Cost, Graph, Node, Value
 from stagepack.format.reader import Bundle, bundle_permissions
 from stagepack.partition.costs import REFERENCE_LINK, GraphCosts, LinkCosts, graph_costs
@@ -30,7 +29,8 @@ from stagepack.partition.profile import (
     read_profile,
     write_profile,
 )
-from stagepack.recutter import plan_bundle, whole_graph
+from stagepack.roads.capture_writer import export_capture
+from stagepack.roads.recut import plan_bundle, whole_graph
 from stagepack_loaders.torch.measurement import measure_bundle
 from tests.zoo.case import Case, files, stages_at_most
 from tests.zoo.cases import named

@@ -81,9 +81,9 @@ def test_the_run_needs_the_standard_library_alone() -> None:
 
 IMPORTERS = {
     "stagepack/format/reader.py": ["stagepack/opening.py", "tests/unit/test_reader.py", "stagepack/__init__.py"],
-    "stagepack/opening.py": ["stagepack/recutter.py", "tests/remote/not_there/test_pull.py"],
+    "stagepack/opening.py": ["stagepack/roads/recut.py", "tests/remote/not_there/test_pull.py"],
     "stagepack/__init__.py": ["tests/unit/test_cut.py"],
-    "stagepack/recutter.py": ["tests/unit/test_recut.py"],
+    "stagepack/roads/recut.py": ["tests/unit/test_recut.py"],
 }
 FOLDERS = ["tests/cli", "tests/conformance", "tests/compat", "tests/docs"]
 

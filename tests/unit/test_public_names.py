@@ -34,7 +34,7 @@ def test_other_names_do_not_exist() -> None:
 
 @pytest.mark.process
 def test_bundles_are_compared_without_what_cuts_them() -> None:
-    code = "import sys, stagepack.bundle_comparison; print(sorted({'torch', 'numpy'} & set(sys.modules)))"
+    code = "import sys, stagepack.roads.compare; print(sorted({'torch', 'numpy'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 

@@ -9,8 +9,8 @@ import torch
 
 import stagepack
 from stagepack.errors import CutError, DigestError, OutputExistsError, WriteError
-from stagepack.exporter import export_capture
 from stagepack.partition.cut_options import CutOptions, PolicyNode
+from stagepack.roads.capture_writer import export_capture
 from tests.zoo.architectures.decoders import llama
 from tests.zoo.case import files
 from tests.zoo.cases import named

@@ -15,9 +15,9 @@ from torch.utils import _pytree as pytree
 import stagepack
 from stagepack.capture.programs import Capture
 from stagepack.errors import OperatorError
-from stagepack.exporter import export_capture
 from stagepack.format.graph import Value
 from stagepack.partition.cut_options import CutOptions
+from stagepack.roads.capture_writer import export_capture
 from stagepack_loaders.comparison import compare_arrays
 from stagepack_loaders.exchange import to_array
 from stagepack_loaders.numpy_arrays import NUMPY_ARRAYS

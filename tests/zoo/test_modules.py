@@ -8,8 +8,8 @@ import torch
 import stagepack
 from stagepack.capture.source import capture_model
 from stagepack.errors import InputError
-from stagepack.exporter import export_capture
 from stagepack.partition.cut_options import CutOptions
+from stagepack.roads.capture_writer import export_capture
 from stagepack_loaders.torch.module_builder import CalledModule
 from tests.zoo.called import calls_of, is_equal
 from tests.zoo.case import Case

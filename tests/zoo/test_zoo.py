@@ -10,7 +10,6 @@ import pytest
 import stagepack
 from stagepack.capture.programs import capture_program
 from stagepack.errors import CaptureError, CutError
-from stagepack.exporter import export_capture
 from stagepack.format.dtypes import SCALAR_DTYPES
 from stagepack.format.graph import Cost, Graph, Node, value_bytes
 from stagepack.format.operators import ALLOWED_NAMESPACES, operator_namespace, without_overload
@@ -22,7 +21,8 @@ from stagepack.graph.rows.operator_rules import METADATA
 from stagepack.partition.costs import estimated_operators
 from stagepack.partition.cut_options import CutOptions, PolicyNode
 from stagepack.partition.operator_costs import cost_source
-from stagepack.recutter import whole_graph
+from stagepack.roads.capture_writer import export_capture
+from stagepack.roads.recut import whole_graph
 from tests.zoo.apart import load_apart
 from tests.zoo.architectures.refused import REASON, REFUSED
 from tests.zoo.case import Case, answers, assert_equal, captured_answers, files, most_stages, other_size, stages_at_most

@@ -26,8 +26,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import stagepack
 from stagepack.format.reader import Bundle
-from stagepack.onnx.add import write_bundle
-from stagepack.onnx.conversion import convert_stage
+from stagepack.roads.onnx.add import write_bundle
+from stagepack.roads.onnx.conversion import convert_stage
 from stagepack.torch_internals import onnx_functions_read_once, signs_of_zeros_kept, tree_unflatten
 from stagepack_loaders.comparison import compare_arrays
 from stagepack_loaders.torch.arrays import TORCH_ARRAYS
@@ -275,7 +275,7 @@ def _inputs(call: ValueCall, stream: Sequence[list[torch.Tensor]], trial: int) -
 
 def _failure(call: ValueCall, trial: int, error: Exception) -> Verdict:
     message = " ".join(str(error).split())
-    # A guard of `stagepack.onnx.special_values` fails where the answer would be another.
+    # A guard of `stagepack.roads.onnx.special_values` fails where the answer would be another.
     kind = REFUSES if "expected_finite" in message else IN_TORCH if _is_example(call, trial) else FAILS
     return Verdict(str(call), kind, f"trial {trial}: {message[:200]}")
 

@@ -20,7 +20,6 @@ import torch
 
 import stagepack
 from stagepack.argument_guards import guarded_operator
-from stagepack.bundle_builder import BundleBuilder, EntryPointContent
 from stagepack.errors import StagepackError, UnsupportedError
 from stagepack.format.graph import Argument, DeviceArg, Graph, ListArg, Node, Scope, Value, ValueArg
 from stagepack.format.manifest import EntryPoint, Producer
@@ -32,6 +31,7 @@ from stagepack.linearize.program_tensors import constant_argument, dtype_name
 from stagepack.partition.costs import graph_costs
 from stagepack.partition.cut_options import CutOptions
 from stagepack.partition.partitioner import partition_graph
+from stagepack.roads.bundle_builder import BundleBuilder, EntryPointContent
 from stagepack.torch_internals import OperatorOverload, tree_leaves, tree_map
 from stagepack.unwritten_memory import memory_extent
 from tools.operators.hostile_arguments import Call

@@ -9,19 +9,19 @@ from typing import Any
 import torch
 
 from stagepack.capture.checkpoint import DataNeededError, DeferredTensors
-from stagepack.capture.example_inputs import (
+from stagepack.capture.inputs import Inputs
+from stagepack.capture.model_runs import are_identical, call_with_shapes, run_model
+from stagepack.capture.programs import PATCHED_EXPORT, Capture, capture_module, capture_patched
+from stagepack.capture.torch_messages import advised_capture
+from stagepack.capture.transformers.example_inputs import (
     model_examples,
     smallest_inputs,
     starting_file,
     with_auto_dims,
     with_longer_sequences,
 )
-from stagepack.capture.inputs import Inputs
-from stagepack.capture.model_runs import are_identical, call_with_shapes, run_model
-from stagepack.capture.pretrained_model import is_transformers_model, load_pretrained
-from stagepack.capture.programs import PATCHED_EXPORT, Capture, capture_module, capture_patched
-from stagepack.capture.sentence_pipeline import SentencePipeline
-from stagepack.capture.torch_messages import advised_capture
+from stagepack.capture.transformers.pretrained_model import is_transformers_model, load_pretrained
+from stagepack.capture.transformers.sentence_pipeline import SentencePipeline
 from stagepack.errors import CaptureError, ExportWarning, warn_caller
 from stagepack.torch_internals import register_transformers_caches
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from stagepack.onnx.decompositions import Decompositions, NoOnnxFormError, left_to_exporter, number
+from stagepack.roads.onnx.decompositions import Decompositions, NoOnnxFormError, left_to_exporter, number
 
 aten = torch.ops.aten
 TABLE = Decompositions()

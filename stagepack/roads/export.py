@@ -8,26 +8,26 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.export import ExportedProgram
 
-from stagepack.bundle_assets import exported_assets, read_assets
-from stagepack.capture.generation import generating_model
 from stagepack.capture.inputs import Inputs
-from stagepack.capture.model_folders import form_of_source
-from stagepack.capture.pretrained_model import model_files
 from stagepack.capture.programs import Capture, strict_captures
 from stagepack.capture.source import FORWARD, ModelSource
 from stagepack.capture.stated_inputs import Example, StatedInputs
+from stagepack.capture.transformers.generation import generating_model
+from stagepack.capture.transformers.model_folders import form_of_source
+from stagepack.capture.transformers.pretrained_model import model_files
 from stagepack.errors import ExportWarning, OptionError, warn_caller
-from stagepack.exporter import ExportOptions, export_captures
 from stagepack.format.plan import Plan
 from stagepack.format.reader import Bundle
 from stagepack.format.writer import check_output_path
 from stagepack.partition.cut_options import CutOptions, Policy, WeightSharing
 from stagepack.partition.profile import DeviceProfile, Profile
-from stagepack.weight_replacement import replace_weights
+from stagepack.roads.assets import exported_assets, read_assets
+from stagepack.roads.capture_writer import ExportOptions, export_captures
+from stagepack.roads.replace import replace_weights
 from stagepack_loaders.comparison import Tolerance
 
 if TYPE_CHECKING:
-    from stagepack.onnx import AddedOnnx
+    from stagepack.roads.onnx import AddedOnnx
 
 DEFAULT_GENERATE_BATCH = 8
 _NO_ENTRY_POINTS = "stages, split_at: a dict is for entry_points, which are missing"
@@ -294,7 +294,7 @@ def write_model(request: ExportRequest) -> ExportResult:
     """Write the bundle of a request. See `export` for what is raised."""
     if request.with_onnx:
         # Before a bundle is written, which a package that cannot be imported would leave without ONNX files.
-        from stagepack.onnx import add_onnx_to_new_bundle  # noqa: PLC0415 - packages that only this needs
+        from stagepack.roads.onnx import add_onnx_to_new_bundle  # noqa: PLC0415 - packages that only this needs
     progress = request.options.progress
     result = _written_capture(request) if request.graph_from is None else _with_other_weights(request)
     if not request.with_onnx:

@@ -30,8 +30,8 @@ from stagepack.format.onnx import (
 )
 from stagepack.format.shapes import format_dim, is_row_major
 from stagepack.format.weights import StoredTensor, TensorSpec, tensor_layout
-from stagepack.onnx.empty_inputs import guard_empty_inputs
-from stagepack.onnx.special_values import bound_clips, guard_special_values, keep_overflow
+from stagepack.roads.onnx.empty_inputs import guard_empty_inputs
+from stagepack.roads.onnx.special_values import bound_clips, guard_special_values, keep_overflow
 from stagepack.torch_internals import NO_MODULE_PREFIX
 
 _SCOPES_KEY = "pkg.torch.onnx.name_scopes"

@@ -23,7 +23,7 @@ from stagepack.format.rules import INDEX_NAME
 from stagepack.format.threads import map_in_threads
 from stagepack.format.weights import StoredTensor
 from stagepack.graph.model_assembly import join_stages
-from stagepack.stored_bundle import read_entry_point
+from stagepack.roads.stored_bundle import read_entry_point
 
 _PIECE_BYTES = 8 * 2**20
 

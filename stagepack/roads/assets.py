@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Final
 
-from stagepack.capture.model_folders import CONFIGURATION_NAME, read_adapter
+from stagepack.capture.transformers.model_folders import CONFIGURATION_NAME, read_adapter
 from stagepack.errors import ExportWarning, FileNotListedError, OptionError, OutputExistsError, warn_caller
 from stagepack.format.manifest import further_file_names
 from stagepack.format.reader import Bundle

@@ -14,11 +14,11 @@ from typing import Any, Final
 import msgspec
 
 from stagepack.capture.checkpoint import CheckpointTensor, DataNeededError, DeferredTensors, read_checkpoint
-from stagepack.capture.model_folders import is_model_folder, read_adapter
 from stagepack.capture.module_checkpoint import name_problems, shown, tensors_by_weight_name
-from stagepack.capture.pretrained_model import load_pretrained, model_files
-from stagepack.capture.sentence_pipeline import SETTINGS_FILE
 from stagepack.capture.source import FORWARD
+from stagepack.capture.transformers.model_folders import is_model_folder, read_adapter
+from stagepack.capture.transformers.pretrained_model import load_pretrained, model_files
+from stagepack.capture.transformers.sentence_pipeline import SETTINGS_FILE
 from stagepack.errors import CaptureError
 from stagepack.format.graph import Graph, Weight
 from stagepack.format.reader import Bundle
@@ -28,7 +28,7 @@ from stagepack.linearize.captured_example import tensor_source
 from stagepack.linearize.program_tensors import dtype_name
 from stagepack.linearize.weight_table import is_all_zeros, tensor_bytes
 from stagepack.opening import errors_name_bundle, opened
-from stagepack.stored_bundle import StoredEntryPoint, begin_rewriting, read_entry_points
+from stagepack.roads.stored_bundle import StoredEntryPoint, begin_rewriting, read_entry_points
 
 # Fields of a configuration that change no answer, or only by weights and buffers, which come from the new model.
 _NOT_COMPUTING: Final = frozenset(

@@ -14,10 +14,10 @@ from stagepack.format.manifest import Onnx
 from stagepack.format.output_file import TemporaryFolder
 from stagepack.format.reader import Bundle, bundle_permissions
 from stagepack.format.writer import BundleWriter, check_output_path
-from stagepack.onnx.check import StageCheck, check_stages
-from stagepack.onnx.conversion import convert_stage, model_file, own_weight_file
-from stagepack.onnx.stage_model import OnnxFiles
 from stagepack.opening import errors_name_bundle, opened_folder
+from stagepack.roads.onnx.check import StageCheck, check_stages
+from stagepack.roads.onnx.conversion import convert_stage, model_file, own_weight_file
+from stagepack.roads.onnx.stage_model import OnnxFiles
 from stagepack.torch_internals import onnx_functions_read_once, signs_of_zeros_kept
 from stagepack_loaders.comparison import Tolerance
 

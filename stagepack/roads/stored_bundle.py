@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from stagepack.bundle_builder import BundleBuilder, EntryPointContent
 from stagepack.format.dtypes import TORCH_DTYPES
 from stagepack.format.file_checks import FileVersion
 from stagepack.format.file_writing import FileRange
@@ -17,6 +16,7 @@ from stagepack.format.validate.files import NamedWeights, check_example
 from stagepack.format.weights import StoredTensor, TensorSpec, read_weight_header
 from stagepack.format.writer import Pieces, TensorSource, check_output_path
 from stagepack.partition.assignment import CutStage
+from stagepack.roads.bundle_builder import BundleBuilder, EntryPointContent
 
 
 def begin_rewriting(

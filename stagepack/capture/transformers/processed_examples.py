@@ -14,9 +14,9 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from stagepack.capture.example_tensors import ExampleSizes, ExampleTensor, configured, random_tensor
 from stagepack.capture.imports import import_transformers, quiet_libraries
 from stagepack.capture.torch_messages import suppress_warnings
+from stagepack.capture.transformers.example_tensors import ExampleSizes, ExampleTensor, configured, random_tensor
 
 _FOLDER_FILES: Final = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 _AUTO_CLASSES: Final = {"image": "AutoImageProcessor", "video": "AutoVideoProcessor", "audio": "AutoFeatureExtractor"}

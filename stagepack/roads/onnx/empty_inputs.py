@@ -8,7 +8,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from stagepack.onnx.branches import Nodes, node_prefix, replace_by_choice
+from stagepack.roads.onnx.branches import Nodes, node_prefix, replace_by_choice
 
 _RECURRENT = {"GRU", "LSTM"}
 _IMAGES_IN_3D = 5  # dimensions

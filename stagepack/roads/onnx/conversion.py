@@ -18,10 +18,10 @@ from stagepack.format.operators import ALLOWED_NAMESPACES, operator_namespace
 from stagepack.format.reader import Bundle
 from stagepack.format.shapes import Dim, Guard
 from stagepack.graph.implied_guards import is_implied
-from stagepack.onnx import complex_numbers, elementwise, reductions
-from stagepack.onnx.decompositions import NoOnnxFormError
-from stagepack.onnx.functional_stage import trace_stage
-from stagepack.onnx.stage_model import OnnxFiles, StagePlace, finish_model
+from stagepack.roads.onnx import complex_numbers, elementwise, reductions
+from stagepack.roads.onnx.decompositions import NoOnnxFormError
+from stagepack.roads.onnx.functional_stage import trace_stage
+from stagepack.roads.onnx.stage_model import OnnxFiles, StagePlace, finish_model
 from stagepack.torch_internals import constants_matched_exactly, onnx_decompositions, operators_without_onnx_form
 from stagepack_loaders.base import Loading
 from stagepack_loaders.options import LoadOptions

@@ -10,8 +10,8 @@ from stagepack.format.reader import Bundle
 from stagepack.opening import opened
 from stagepack.partition.cut_options import CutOptions, Policy, WeightSharing
 from stagepack.partition.profile import DeviceProfile, Profile
-from stagepack.recutter import plan_bundle
 from stagepack.remote.url import is_bundle
+from stagepack.roads.recut import plan_bundle
 
 if TYPE_CHECKING:
     import torch
@@ -74,7 +74,7 @@ def plan_model(
         return plan_bundle(opened(model), cut_options).plan  # type: ignore[arg-type]
     from stagepack.capture.source import FORWARD, ModelSource  # noqa: PLC0415 - torch, which a bundle does not need
     from stagepack.capture.stated_inputs import Example  # noqa: PLC0415 - the same
-    from stagepack.exporter import plan_capture  # noqa: PLC0415 - the same
+    from stagepack.roads.capture_writer import plan_capture  # noqa: PLC0415 - the same
 
     example = Example.of_call(args, kwargs, dynamic_shapes, inputs)
     captures = ModelSource.of(model, dtype=dtype).captures(example)

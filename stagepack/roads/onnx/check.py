@@ -13,9 +13,9 @@ from stagepack.format.graph import Value
 from stagepack.format.manifest import Edge
 from stagepack.format.reader import Bundle
 from stagepack.format.shapes import example_sizes
-from stagepack.onnx.draws import DRAWS, RANDOM_OPERATORS, Draw, call_count, compare_draws
-from stagepack.onnx.functional_stage import float64_answers, rounding_error
-from stagepack.onnx.other_sizes import Sizes, call_bytes, format_sizes, inputs_at, sizes_to_check
+from stagepack.roads.onnx.draws import DRAWS, RANDOM_OPERATORS, Draw, call_count, compare_draws
+from stagepack.roads.onnx.functional_stage import float64_answers, rounding_error
+from stagepack.roads.onnx.other_sizes import Sizes, call_bytes, format_sizes, inputs_at, sizes_to_check
 from stagepack.torch_internals import TorchDispatchMode
 from stagepack_loaders.base import Loading
 from stagepack_loaders.comparison import TOLERANCE, Tolerance, compare_arrays

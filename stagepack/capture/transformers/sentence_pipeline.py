@@ -17,7 +17,7 @@ from torch.export import Dim
 
 from stagepack.capture.imports import torchao_on_demand
 from stagepack.capture.inputs import Inputs
-from stagepack.capture.model_folders import MODULES_FILE, find_model_file
+from stagepack.capture.transformers.model_folders import MODULES_FILE, find_model_file
 from stagepack.errors import CaptureError, ExportWarning, MissingPackageError, warn_caller
 from stagepack.extras import explain_missing_packages
 from stagepack.torch_internals import pooled_without_prompts

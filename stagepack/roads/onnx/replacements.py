@@ -7,7 +7,7 @@ from typing import Any, Final
 import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from stagepack.onnx.decompositions import NARROW, NoOnnxFormError
+from stagepack.roads.onnx.decompositions import NARROW, NoOnnxFormError
 from stagepack.torch_internals import OperatorOverload, operator_schema, tree_flatten
 
 _Arguments = Mapping[str, Any]

@@ -9,7 +9,9 @@ import torch
 from torch.export import Dim
 
 from stagepack.capture.checkpoint import DataNeededError
-from stagepack.capture.example_tensors import (
+from stagepack.capture.inputs import Inputs, on_device_of, required_parameters
+from stagepack.capture.model_runs import call_with_shapes
+from stagepack.capture.transformers.example_tensors import (
     LARGEST_BATCH,
     ExampleSizes,
     ExampleTensor,
@@ -21,11 +23,9 @@ from stagepack.capture.example_tensors import (
     several_images_example,
     token_example,
 )
-from stagepack.capture.inputs import Inputs, on_device_of, required_parameters
-from stagepack.capture.model_runs import call_with_shapes
-from stagepack.capture.pretrained_model import load_pretrained
-from stagepack.capture.processed_examples import family_processor, folder_processor, processed_examples
-from stagepack.capture.sentence_pipeline import SentencePipeline
+from stagepack.capture.transformers.pretrained_model import load_pretrained
+from stagepack.capture.transformers.processed_examples import family_processor, folder_processor, processed_examples
+from stagepack.capture.transformers.sentence_pipeline import SentencePipeline
 from stagepack.errors import STARTING_FILE_MARK, CaptureError
 
 # The names of the dimensions that count tokens.

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from stagepack.onnx.decompositions import NARROW, Decompositions, NoOnnxFormError, left_to_exporter, number
+from stagepack.roads.onnx.decompositions import NARROW, Decompositions, NoOnnxFormError, left_to_exporter, number
 from stagepack.torch_internals import LOG_SOFTMAX, SOFTMAX
 
 aten = torch.ops.aten

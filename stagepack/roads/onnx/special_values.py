@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from stagepack.onnx.branches import Nodes, node_prefix, replace_by_choice
+from stagepack.roads.onnx.branches import Nodes, node_prefix, replace_by_choice
 
 _FLOATS = {ir.DataType.FLOAT, ir.DataType.DOUBLE, ir.DataType.FLOAT16}
 # Torch saturates only casts to `float8_e4m3fn`.

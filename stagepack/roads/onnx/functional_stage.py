@@ -14,7 +14,7 @@ from stagepack.format.folded_graph import trivially_folded
 from stagepack.format.graph import Graph, Value
 from stagepack.format.reader import Bundle
 from stagepack.format.shapes import Expr, Symbol, evaluate_dim
-from stagepack.onnx.replacements import call_replaced
+from stagepack.roads.onnx.replacements import call_replaced
 from stagepack.torch_internals import OperatorOverload, batch_norm_decompositions, operator_schema
 from stagepack_loaders.torch.arrays import TORCH_ARRAYS
 from stagepack_loaders.torch.build import build_graph_module

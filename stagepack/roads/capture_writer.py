@@ -7,15 +7,12 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from stagepack import self_check
-from stagepack.bundle_builder import BundleBuilder, EntryPointContent
-from stagepack.capture.hugging_face import NotIdenticalError, only_parameters
 from stagepack.capture.model_runs import EXAMPLE_SEED, are_identical
-from stagepack.capture.pretrained_model import model_files
 from stagepack.capture.programs import Capture
 from stagepack.capture.source import FORWARD
+from stagepack.capture.transformers.hugging_face import NotIdenticalError, only_parameters
+from stagepack.capture.transformers.pretrained_model import model_files
 from stagepack.errors import CaptureError
-from stagepack.export_warnings import warn_of_export, written_weights
 from stagepack.format.file_writing import Piece
 from stagepack.format.manifest import EntryPoint, Producer
 from stagepack.format.reader import Bundle, bundle_permissions
@@ -28,7 +25,10 @@ from stagepack.linearize.weight_table import fill_modules, tensor_bytes
 from stagepack.partition.costs import graph_costs
 from stagepack.partition.cut_options import CutOptions
 from stagepack.partition.partitioner import Partition, partition_graph
-from stagepack.stored_bundle import read_entry_point
+from stagepack.roads import self_check
+from stagepack.roads.bundle_builder import BundleBuilder, EntryPointContent
+from stagepack.roads.export_warnings import warn_of_export, written_weights
+from stagepack.roads.stored_bundle import read_entry_point
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,7 @@ class ExportOptions:
     """How a captured model is written.
 
     Attributes:
-        assets: further files, see `stagepack.bundle_assets.read_assets`.
+        assets: further files, see `stagepack.roads.assets.read_assets`.
         overwrite: replace a bundle that exists at the output.
         allow_difference: write a model whose captured program answers otherwise than the model does, with a warning.
         progress: called with the name of each step before it begins.

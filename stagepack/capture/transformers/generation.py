@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 
 from stagepack.capture.inputs import Inputs, on_device_of
-from stagepack.capture.pretrained_model import is_transformers_model, model_files
+from stagepack.capture.transformers.pretrained_model import is_transformers_model, model_files
 from stagepack.errors import OptionError, StagepackError, UnsupportedError, first_line
 from stagepack.extras import explain_missing_packages
 
@@ -59,7 +59,7 @@ def generating_model(model: Any, max_positions: int, max_batch: int) -> Generati
             f"generate: expected at most the {position_limit} positions that the configuration of the model states, found {max_positions}"
         )
     with explain_missing_packages():
-        from stagepack.capture.generating_modules import GeneratingDecoder, GeneratingSeq2Seq  # noqa: PLC0415 - transformers
+        from stagepack.capture.transformers.generating_modules import GeneratingDecoder, GeneratingSeq2Seq  # noqa: PLC0415 - transformers
 
     files = model_files(model)
     example = _Example(max_positions, max_batch)
@@ -131,7 +131,7 @@ def _check_window(model: Any, window: int, max_positions: int) -> None:
 
     It takes seconds, and weights that are not loaded are not needed.
     """
-    from stagepack.capture.generating_modules import GeneratingDecoder  # noqa: PLC0415 - transformers
+    from stagepack.capture.transformers.generating_modules import GeneratingDecoder  # noqa: PLC0415 - transformers
 
     name, cure = type(model).__name__, f"choose at most {window} positions"
     if window > _LARGEST_WINDOW:

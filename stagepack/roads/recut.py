@@ -21,7 +21,7 @@ from stagepack.partition.costs import graph_costs
 from stagepack.partition.cut_options import CutOptions, Policy, WeightSharing
 from stagepack.partition.partitioner import Partition, partition_graph
 from stagepack.partition.profile import DeviceProfile, Profile
-from stagepack.stored_bundle import StoredEntryPoint, begin_rewriting, read_entry_point, read_entry_points
+from stagepack.roads.stored_bundle import StoredEntryPoint, begin_rewriting, read_entry_point, read_entry_points
 
 
 @errors_name_bundle

@@ -17,7 +17,7 @@ from stagepack.errors import GroupError, OptionError, WriteError
 from stagepack.format.output_file import TemporaryFolder
 from stagepack.format.reader import Bundle, bundle_permissions
 from stagepack.format.writer import check_output_path
-from stagepack.weight_replacement import replace_weights
+from stagepack.roads.replace import replace_weights
 from stagepack_loaders.pipeline import CallablePipeline, Pipeline
 from stagepack_loaders.registry import TORCH_RUNTIME
 

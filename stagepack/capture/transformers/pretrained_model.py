@@ -13,7 +13,8 @@ import torch
 
 from stagepack.capture.checkpoint import CheckpointTensor, DataNeededError, DeferredTensors, checkpoint_file_tensors
 from stagepack.capture.imports import import_transformers, quiet_libraries
-from stagepack.capture.model_folders import (
+from stagepack.capture.torch_messages import format_torch_error
+from stagepack.capture.transformers.model_folders import (
     CONFIGURATION_NAME,
     Adapter,
     check_model_path,
@@ -22,13 +23,12 @@ from stagepack.capture.model_folders import (
     merge_adapter,
     read_adapter,
 )
-from stagepack.capture.sentence_pipeline import (
+from stagepack.capture.transformers.sentence_pipeline import (
     SentencePipeline,
     import_sentence_transformers,
     is_sentence_pipeline,
     load_sentence_transformer,
 )
-from stagepack.capture.torch_messages import format_torch_error
 from stagepack.errors import CaptureError, OptionError
 from stagepack.format.rules import MODEL_CONFIG_NAME
 from stagepack.format.weights import ALIGNMENT

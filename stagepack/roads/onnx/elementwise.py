@@ -7,7 +7,14 @@ from typing import Any
 
 import torch
 
-from stagepack.onnx.decompositions import NARROW, Decompositions, NoOnnxFormError, in_float32, left_to_exporter, number
+from stagepack.roads.onnx.decompositions import (
+    NARROW,
+    Decompositions,
+    NoOnnxFormError,
+    in_float32,
+    left_to_exporter,
+    number,
+)
 from stagepack.torch_internals import CAST, PRELU
 
 aten, prims = torch.ops.aten, torch.ops.prims
