@@ -61,7 +61,7 @@ CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
     "a null": calling(call("null")),
     "a text": calling(call('"a"')),
     "object": calling(call({"a": {"b": 1}})),
-    "no calls": calling(content="Nothing"),
+    "no calls": [USER, {**ASSISTANT, "tool_calls": []}, USER],
     "parts": [{"role": "system", "content": PARTS[:1]}, {"role": "user", "content": PARTS}],
     "parts beside texts": [USER, {"role": "assistant", "content": PARTS}, {"role": "user", "content": PARTS[1:]}],
     "thoughts": [USER, {**ASSISTANT, "reasoning_content": "Hm"}, USER, {**ASSISTANT, "thinking": "Aha"}, USER],

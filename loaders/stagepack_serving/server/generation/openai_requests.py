@@ -16,6 +16,7 @@ from msgspec import Meta, Raw, Struct
 from stagepack.format.limits import Int64
 from stagepack.format.rules import JSON_ERRORS
 from stagepack_serving.server.errors import BadRequestError, FieldError
+from stagepack_serving.server.generation.openai_messages import read_messages
 from stagepack_serving.server.generation.tool_calls import ChosenTool, Tool
 from stagepack_serving.server.rest_large_request import decode_field, decode_fields, split_fields
 
@@ -206,25 +207,13 @@ class CompletionFields(OpenAIFields, kw_only=True, forbid_unknown_fields=True):
             raise FieldError("max_tokens", "expected 1 or more, or `echo`, found 0")
 
 
-class _TextPart(Struct):
-    """A part of a message."""
-
-    type: Literal["text"]
-    text: str
-
-
-class _MessageHead(Struct):
-    """What all messages have."""
-
-    role: str
-    content: str | list[_TextPart] | None = None
-    tool_calls: list[dict[str, Raw]] | None = None
-
-
 class JsonSchema(Struct):
     """A schema of an answer; its name and description say nothing here, and `strict` is as if it was true."""
 
     schema: dict[str, Any] | bool
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
 
 
 class ResponseFormat(Struct, forbid_unknown_fields=True):
@@ -297,10 +286,8 @@ class ChatFields(OpenAIFields, kw_only=True, forbid_unknown_fields=True):
         return self.tool_choice == "required" or isinstance(self.tool_choice, ChosenTool)
 
     def template_messages(self) -> list[dict[str, Any]]:
-        """Return the messages, each with its role as a text; `template_process` makes of them what templates expect."""
-        heads = decode_field("messages", self.messages, Annotated[list[_MessageHead], Meta(min_length=1)])
-        messages = decode_field("messages", self.messages, list[dict[str, Raw]])
-        return [message | {"role": head.role} for head, message in zip(heads, messages, strict=True)]
+        """Return the messages as the chat template reads them."""
+        return read_messages(self.messages)
 
     def settings(self) -> dict[str, Any]:
         """Return the settings of a generation."""

@@ -10,9 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 import msgspec
-from msgspec import Meta, Raw, Struct
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from stagepack_serving.server.errors import FieldError, RequestError
+from stagepack_serving.server.generation.openai_messages import Name, check_answered_call
 from stagepack_serving.server.generation.openai_requests import (
     IGNORED_FIELDS,
     ChatFields,
@@ -48,17 +49,20 @@ class _Item(Struct):
     type: Literal["message", "function_call", "function_call_output"] = "message"
     role: Literal["user", "assistant", "system", "developer"] | None = None
     content: str | list[_Part] | None = None
-    call_id: str | None = None
-    name: str | None = None
+    call_id: Name | None = None
+    name: Name | None = None
     arguments: str | None = None
     output: str | list[_Part] | None = None
 
 
-class _Format(Struct):
-    """What an answer is; its name and description say nothing here."""
+class _Format(Struct, omit_defaults=True):
+    """What an answer is; the name and the description say nothing here, and `strict` is as if it was true."""
 
     type: Literal["text", "json_object", "json_schema"]
-    schema: dict[str, Any] | bool | None = None
+    schema: dict[str, Any] | bool | UnsetType = UNSET
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
 
 
 class _TextFields(Struct, frozen=True, forbid_unknown_fields=True):
@@ -139,10 +143,11 @@ class ResponseFields(Struct, kw_only=True, forbid_unknown_fields=True):
     def chat_fields(self) -> ChatFields:
         """Return the request of the same answer as that of a chat."""
         text_format, json_schema = self.text.format, None
-        if text_format is not None and text_format.type == "json_schema":
-            if text_format.schema is None:
-                raise FieldError("text", "expected a `schema` with the format json_schema, found none")
-            json_schema = JsonSchema(schema=text_format.schema)
+        if text_format is not None:
+            if (text_format.type == "json_schema") != (text_format.schema is not UNSET):
+                expected = "expected a `schema` with the format json_schema, and only with it"
+                raise FieldError("text", f"{expected}, found the format {text_format.type}")
+            json_schema = None if text_format.schema is UNSET else JsonSchema(schema=text_format.schema)
         choice: Any = self.tool_choice
         if isinstance(choice, _ChosenFunction):
             choice = ChosenTool(type="function", function=FunctionName(choice.name))
@@ -170,16 +175,19 @@ class ResponseFields(Struct, kw_only=True, forbid_unknown_fields=True):
             messages.append({"role": "system", "content": self.instructions})
         if isinstance(items, str):
             return [*messages, {"role": "user", "content": items}]
+        call_ids: set[str | None] = set()
         for index, item in enumerate(items):
             if item.type == "message":
                 _require(item, index, "role", "content")
                 messages.append({"role": item.role, "content": _chat_content(item.content)})
             elif item.type == "function_call_output":
                 _require(item, index, "call_id", "output")
+                check_answered_call("input", "call_id", str(item.call_id), call_ids, index)
                 content = _chat_content(item.output)
                 messages.append({"role": "tool", "tool_call_id": item.call_id, "content": content})
             else:
                 _require(item, index, "call_id", "name", "arguments")
+                call_ids.add(item.call_id)
                 if not messages or messages[-1]["role"] != "assistant":
                     messages.append({"role": "assistant", "content": None})
                 function = {"name": item.name, "arguments": item.arguments}

@@ -27,6 +27,8 @@ class _Function(Struct):
 
     name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
     parameters: dict[str, Any] | None = None
+    description: str | None = None
+    strict: bool | None = None
 
 
 class Tool(Struct):
