@@ -34,7 +34,7 @@ from stagepack.capture.torch_messages import format_torch_error, hold_log_record
 from stagepack.capture.traced_calls import TracedCalls
 from stagepack.capture.traced_code import traced_as_meant
 from stagepack.capture.traced_modes import CustomFunction, TracedModes
-from stagepack.errors import CaptureError
+from stagepack.errors import CaptureError, OptionError
 from stagepack.format.file_writing import FileRange
 from stagepack.torch_internals import (
     assert_in_trace,
@@ -222,6 +222,8 @@ def _export_in_ranges(
 
 def capture_program(program: ExportedProgram, inputs: Inputs) -> Capture:
     """Use an exported program as it is."""
+    if _IS_STRICT.get():
+        raise OptionError("strict: an exported program is captured already: leave it out")
     if not inputs.args and not inputs.kwargs:
         if program.example_inputs is None:
             raise CaptureError(

@@ -24,6 +24,7 @@ from types import NoneType
 from typing import Any, Literal, NamedTuple, TypeVar, dataclass_transform, get_args, get_origin
 
 import click
+from click.core import ParameterSource
 
 from stagepack.cli.failures import Failure, told_failures
 from stagepack.cli.output import facts_on_standard_error
@@ -119,6 +120,14 @@ class Amount(click.FloatRange):
         return round(amount * self.unit) if isinstance(self.unit, int) else amount * self.unit
 
 
+class _Flag(click.Option):
+    """An option, and what it is refused without."""
+
+    def __init__(self, *args: Any, only_with: Sequence[str] = (), **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.only_with = only_with
+
+
 class _Parameters(NamedTuple):
     """The arguments and options of a field: for each, its class, its names on the command line, and its settings."""
 
@@ -145,7 +154,7 @@ def flag(usage: str, meaning: str, *, default_text: str | None = None, **setting
     settings["show_default"] = default_text or "default" in settings
     if not words[-1].startswith("-"):
         settings["metavar"] = words.pop()
-    return _Parameters([(click.Option, words, settings)])
+    return _Parameters([(_Flag, words, settings)])
 
 
 def flag_of(options_class: type, field_name: str, **settings: Any) -> Any:
@@ -174,6 +183,13 @@ def flags_of(options_class: type, **others: Any) -> Any:
             for field_name in options_of(options_class)
             if others.get(field_name, ...) is not None
         },
+    )
+
+
+def only_with(flags: Any, *required: str) -> Any:
+    """Return an option that the subcommand refuses without one of other options, such as ``--stages``, or arguments, such as ``SOURCE``."""
+    return _Parameters(
+        [(kind, words, settings | {"only_with": required}) for kind, words, settings in flags.declarations]
     )
 
 
@@ -231,6 +247,20 @@ def _settings_of_type(annotation: Any, parameter_class: type) -> dict[str, Any]:
     return {"type": PathType(Path) if annotation is Path else annotation}
 
 
+def is_given(field_name: str) -> bool:
+    """Whether the argument or option of a field is on the command line."""
+    return click.get_current_context().get_parameter_source(field_name) is ParameterSource.COMMANDLINE
+
+
+def _refuse_idle_flags(context: click.Context) -> None:
+    """Refuse options without those that they say something about."""
+    given = [parameter for parameter in context.command.params if parameter.name and is_given(parameter.name)]
+    words = {word.strip("[]") for parameter in given for word in (*parameter.opts, parameter.metavar or "")}
+    for parameter in given:
+        if isinstance(parameter, _Flag) and parameter.only_with and words.isdisjoint(parameter.only_with):
+            raise click.UsageError(f"{max(parameter.opts, key=len)} requires {' or '.join(parameter.only_with)}")
+
+
 def _make_options(options_class: Any, values: Mapping[str, Any]) -> Any:
     made = {}
     for field in dataclasses.fields(options_class):
@@ -263,6 +293,7 @@ def subcommand(
                 _named_errors(values),
                 facts_on_standard_error(is_used=is_output_taken),
             ):
+                _refuse_idle_flags(click.get_current_context())
                 function(_make_options(options_class, values))
 
         # click keeps the line breaks of a paragraph that starts with \b. Four spaces make it a code block in Markdown.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from stagepack.capture.transformers.model_folders import check_source_path
-from stagepack.cli.command import Amount, argument, flag, option_object, subcommand
+from stagepack.cli.command import Amount, argument, flag, only_with, option_object, subcommand
 from stagepack.cli.failures import shown_warnings
 from stagepack.cli.machine_report import describe_machine
 from stagepack.cli.output import print_json, print_line, print_rows, progress
@@ -35,11 +35,14 @@ _Row = TypeVar("_Row")
 class _Options:
     source: str | None = argument("[SOURCE]", required=False)
     example: ExampleFlags
-    seconds: float = flag(
-        "--time-limit SECONDS",
-        "Stop a way to capture the model, and the search through its modules, after so many seconds.",
-        type=Amount(1),
-        default=120,
+    seconds: float = only_with(
+        flag(
+            "--time-limit SECONDS",
+            "Stop a way to capture the model, and the search through its modules, after so many seconds.",
+            type=Amount(1),
+            default=120,
+        ),
+        "SOURCE",
     )
     as_json: bool = JSON
 

@@ -11,7 +11,7 @@ import click
 
 from stagepack.capture.transformers.model_folders import check_source_path, form_of_source
 from stagepack.cli.bundle_facts import bundle_facts, print_written
-from stagepack.cli.command import BundleType, PathType, argument, flag, option_object, subcommand
+from stagepack.cli.command import BundleType, PathType, argument, flag, only_with, option_object, subcommand
 from stagepack.cli.failures import shown_warnings
 from stagepack.cli.onnx_command import conversion_facts, print_conversion
 from stagepack.cli.output import finite, print_json, print_line, progress
@@ -54,12 +54,15 @@ class _Options:
         "Of a language or speech model of transformers: a key-value cache of so many positions becomes state, and the bundle generates.",
         type=click.IntRange(6),
     )
-    generate_batch: int = flag(
-        "--generate-batch N",
-        "With --generate: the number of texts that the cache holds, which a server generates at once. On a CPU, memory is taken where "
-        "texts are written; on a GPU, for all of them.",
-        type=click.IntRange(1),
-        default=8,
+    generate_batch: int = only_with(
+        flag(
+            "--generate-batch N",
+            "With --generate: the number of texts that the cache holds, which a server generates at once. On a CPU, memory is taken "
+            "where texts are written; on a GPU, for all of them.",
+            type=click.IntRange(1),
+            default=8,
+        ),
+        "--generate",
     )
     assets: tuple[str, ...] = flag(
         "--asset FILE",
@@ -68,9 +71,12 @@ class _Options:
         type=PathType(),
     )
     dtype: Dtype | None = DTYPE
-    allow_ops: tuple[str, ...] = flag(
-        "--allow-ops NAME",
-        "With --graph-from: namespace of custom operators, or operator of ATen or prims that does not run by default, that may run.",
+    allow_ops: tuple[str, ...] = only_with(
+        flag(
+            "--allow-ops NAME",
+            "With --graph-from: namespace of custom operators, or operator of ATen or prims that does not run by default, that may run.",
+        ),
+        "--graph-from",
     )
     strict: bool = flag(
         "--strict",
@@ -82,8 +88,8 @@ class _Options:
     )
     cut: CutFlags
     with_onnx: bool = flag("--onnx", "Also add ONNX files, as 'stagepack onnx' does.")
-    rtol: float | None = RTOL
-    atol: float | None = ATOL
+    rtol: float | None = only_with(RTOL, "--onnx")
+    atol: float | None = only_with(ATOL, "--onnx")
     overwrite: bool = flag("--overwrite", "Replace an existing bundle.")
     as_json: bool = JSON
 

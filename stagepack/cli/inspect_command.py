@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from stagepack.cli.bundle_facts import bundle_facts, each_entry_point, permission_line, print_bundle
-from stagepack.cli.command import flag, option_object, subcommand
+from stagepack.cli.command import flag, only_with, option_object, subcommand
 from stagepack.cli.graph_listing import graph_lines
 from stagepack.cli.output import print_json, print_line, print_table
 from stagepack.cli.shared_flags import JSON, BundleOptions, check_stage_number, open_argument
@@ -28,7 +28,7 @@ class _Options(BundleOptions):
         "--stage N", "Show the nodes and weights of stage N, counted from 0.", default_text="all"
     )
     as_code: bool = flag("--graph", "Print the graph of each stage, or of --stage, as pseudocode.")
-    flat: bool = flag("--flat", "With --graph: print each call of a region as its nodes.")
+    flat: bool = only_with(flag("--flat", "With --graph: print each call of a region as its nodes."), "--graph")
     as_json: bool = JSON
 
 
@@ -47,8 +47,6 @@ def command(options: _Options) -> None:
     """
     if options.as_code and options.as_json:
         raise click.UsageError("--graph and --json cannot be used together")
-    if options.flat and not options.as_code:
-        raise click.UsageError("--flat requires --graph")
     bundle = open_argument(options.bundle_path)
     stage_number = options.stage_number
     if stage_number is not None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, cast
 import click
 from msgspec import structs
 
-from stagepack.cli.command import flag, flag_of, flags_of, option_object, subcommand
+from stagepack.cli.command import flag, flag_of, flags_of, only_with, option_object, subcommand
 from stagepack.cli.failures import fail
 from stagepack.cli.output import byte_progress, count_of, finite, print_json, print_line, print_table, progress
 from stagepack.cli.phase_timer import PhaseTimer
@@ -83,13 +83,18 @@ class _Options(BundleOptions):
         "request: a trace that https://ui.perfetto.dev shows, and 'stagepack report --trace'.",
         default_text="not written",
     )
-    request_count: int = flag(
-        "--requests N",
-        "With --trace: how often the inputs are run; with several processes, at the same time.",
-        type=click.IntRange(1, _MOST_REQUESTS),
-        default=_DEFAULT_REQUESTS,
+    request_count: int = only_with(
+        flag(
+            "--requests N",
+            "With --trace: how often the inputs are run; with several processes, at the same time.",
+            type=click.IntRange(1, _MOST_REQUESTS),
+            default=_DEFAULT_REQUESTS,
+        ),
+        "--trace",
     )
-    overwrite: bool = flag("--overwrite", "Replace existing files of --outputs and --trace.")
+    overwrite: bool = only_with(
+        flag("--overwrite", "Replace existing files of --outputs and --trace."), "--outputs", "--trace"
+    )
     verify: Verify = VERIFY
     trusted_files: tuple[str, ...] = SIGNATURE
     weights: WeightOptions = flags_of(WeightOptions)
@@ -161,6 +166,7 @@ def _check_usage(options: _Options, bundle: Bundle) -> list[str]:
     """Refuse options that do not fit together; return the runtime of each stage that is loaded."""
     is_one_stage = options.stage_number is not None
     in_processes = bool(options.processes) or is_launched_group()
+    has_tolerance = (options.rtol, options.atol) != (None, None)
     refused_usage = (
         (
             is_one_stage and (options.inputs_file or options.outputs_file),
@@ -171,6 +177,10 @@ def _check_usage(options: _Options, bundle: Bundle) -> list[str]:
         (options.compile_mode and options.compiled_folder, "--compile and --compiled cannot be used together"),
         (is_one_stage and in_processes, "--stage cannot be used with --processes or torchrun"),
         (is_one_stage and len(options.runtimes) > 1, "--stage loads one stage: pass one --runtime"),
+        (
+            has_tolerance and (is_one_stage or options.inputs_file),
+            "--rtol and --atol are for the results of the example: leave out --stage and --inputs",
+        ),
     )
     for is_refused, reason in refused_usage:
         if is_refused:
@@ -181,8 +191,12 @@ def _check_usage(options: _Options, bundle: Bundle) -> list[str]:
         check_runtimes_compile("--compile" if options.compile_mode else "--compiled", stage_runtimes)
     for output_path in filter(None, (options.outputs_file, options.trace_file)):
         check_output_file(output_path, overwrite=options.overwrite)
-    if (options.outputs_file or options.trace_file) and options.inputs_file is None and bundle.example is None:
-        option_name = "--outputs" if options.outputs_file else "--trace"
+    if (
+        (options.outputs_file or options.trace_file or has_tolerance)
+        and options.inputs_file is None
+        and bundle.example is None
+    ):
+        option_name = "--outputs" if options.outputs_file else "--trace" if options.trace_file else "--rtol and --atol"
         fail(f"{option_name}: {bundle.location} has no example to run: pass --inputs")
     return stage_runtimes
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from stagepack.capture.transformers.model_folders import check_source_path
-from stagepack.cli.command import argument, either, flag, option_object, subcommand
+from stagepack.cli.command import argument, either, flag, only_with, option_object, subcommand
 from stagepack.cli.cost_facts import assumption_lines, bundle_cut_facts, cost_facts, cut_facts, memory_text
 from stagepack.cli.failures import fail, shown_warnings
 from stagepack.cli.output import count_of, print_json, print_line, print_table, progress
@@ -44,7 +44,7 @@ class _Options:
     out: Path | None = flag(
         "-o, --out FILE", "Write the plan as JSON, to edit and pass to --plan.", default_text="not written"
     )
-    overwrite: bool = OVERWRITE
+    overwrite: bool = only_with(OVERWRITE, "--out")
     output_format: Literal["dot", "mermaid", "json"] | None = either(
         flag("--dot", "Print the graph of the stages in the DOT language of Graphviz.", flag_value="dot"),
         flag("--mermaid", "Print the graph of the stages as a Mermaid flowchart.", flag_value="mermaid"),
@@ -78,6 +78,8 @@ def command(options: _Options) -> None:
         raise click.UsageError(
             f"{ExampleFlags.NAMES}, and --dtype, are for a SOURCE: a bundle contains its example inputs and weights"
         )
+    if options.digest is not None and not is_bundle(source):
+        raise click.UsageError(f"--digest: expected a bundle, found the model {source}: leave it out")
     with shown_warnings():
         plan, facts = _plan_bundle(options) if is_bundle(source) else _plan_source(options)
     if out is not None:
@@ -98,7 +100,8 @@ def _plan_bundle(options: _Options) -> tuple[Plan, dict[str, Any]]:
     """Return the plan of a bundle, cut again if there is a cut option, and the facts of its cut."""
     bundle = open_argument(options.source)
     own_plan = bundle.entry_point.plan
-    if not options.cut.is_used:
+    options.cut.check_recut()
+    if not options.cut.has_way and options.cut.profile_name is None:
         if own_plan is None:
             fail(f"{bundle.location}: the bundle contains no plan: pass a cut option, such as --stages 4")
         graphs = [bundle.graph(stage_number) for stage_number in range(len(bundle.stages))]

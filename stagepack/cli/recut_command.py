@@ -34,7 +34,8 @@ def command(options: _Options) -> None:
     The new bundle has the same bytes as an export of the model with this cut, without ONNX files. One of --stages, --split-at and
     --plan is required. Needs no torch.
     """
-    if not options.cut.is_used:
+    options.cut.check_recut()
+    if not options.cut.has_way:
         raise click.UsageError("Missing a cut option: pass --stages, --split-at or --plan")
     check_output_path(options.out, overwrite=options.overwrite)
     start_time = time.perf_counter()

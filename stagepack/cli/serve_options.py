@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 import click
 from msgspec import structs
 
-from stagepack.cli.command import ByteSize, argument, flag, flag_of, flags_of, option_object
+from stagepack.cli.command import ByteSize, argument, flag, flag_of, flags_of, only_with, option_object
 from stagepack.cli.failures import fail
 from stagepack.cli.run_options import (
     COMPILED,
@@ -86,11 +86,14 @@ class ServeOptions:
         type=click.FloatRange(0.1, 86_400),
         default=15,
     )
-    version_policy: VersionPolicy = flag(
-        "--version-policy POLICY",
-        "The versions of each model that are served: latest, the N newest as latest:N, certain ones as specific:N,N, or all.",
-        type=_VersionPolicyType(),
-        default="latest",
+    version_policy: VersionPolicy = only_with(
+        flag(
+            "--version-policy POLICY",
+            "The versions of each model that are served: latest, the N newest as latest:N, certain ones as specific:N,N, or all.",
+            type=_VersionPolicyType(),
+            default="latest",
+        ),
+        "--model-repository",
     )
     digest: str | None = DIGEST
     devices: tuple[str, ...] = DEVICES
@@ -111,7 +114,9 @@ class ServeOptions:
         stream=None,
     )
     processes: int | None = PROCESSES
-    max_restarts: int = flag_of(ProcessOptions, "max_restarts", type=click.IntRange(0), default=3)
+    max_restarts: int = only_with(
+        flag_of(ProcessOptions, "max_restarts", type=click.IntRange(0), default=3), "--processes"
+    )
     host: str = flag("--host ADDRESS", "Address to listen on; 0.0.0.0 is all interfaces.", default="127.0.0.1")
     http_port: int = flag(
         "--http-port PORT", "Port for REST; 0 chooses a free port.", type=click.IntRange(0, 65535), default=8000
@@ -159,7 +164,7 @@ class ServeOptions:
         "'stagepack load --trace' does.",
         default_text="not written",
     )
-    overwrite: bool = flag("--overwrite", "Replace an existing file of --trace.")
+    overwrite: bool = only_with(flag("--overwrite", "Replace an existing file of --trace."), "--trace")
     access_log: bool = flag(
         "--access-log/--no-access-log",
         "Write a line for each request to standard error, but those for the health of the server: protocol, model, version, status, times, "

@@ -11,7 +11,18 @@ import click
 
 from stagepack.capture.imports import import_user_module
 from stagepack.capture.torch_messages import describe_error
-from stagepack.cli.command import BundleType, OutputFolderType, PathType, argument, either, flag, flag_of, option_object
+from stagepack.cli.command import (
+    BundleType,
+    OutputFolderType,
+    PathType,
+    argument,
+    either,
+    flag,
+    flag_of,
+    is_given,
+    only_with,
+    option_object,
+)
 from stagepack.cli.failures import Failure, fail
 from stagepack.extras import require_extras
 from stagepack.format import limits
@@ -234,16 +245,22 @@ class CutFlags:
         default_text="none",
         type=PathType(),
     )
-    memory_sizes: tuple[str, ...] = flag(
-        "--memory SIZE",
-        "Memory of the device of each stage in order, such as 24GiB, 24GB or a number of bytes. "
-        "Repeat it for each stage. Requires --stages.",
-        default_text="unlimited",
+    memory_sizes: tuple[str, ...] = only_with(
+        flag(
+            "--memory SIZE",
+            "Memory of the device of each stage in order, such as 24GiB, 24GB or a number of bytes. "
+            "Repeat it for each stage. Requires --stages.",
+            default_text="unlimited",
+        ),
+        "--stages",
     )
-    speeds: tuple[float, ...] = flag(
-        "--speed FACTOR",
-        "Relative speed of the device of each stage in order: 2 is twice as fast as 1. Repeat it for each stage. Requires --stages.",
-        default_text="1 for each stage",
+    speeds: tuple[float, ...] = only_with(
+        flag(
+            "--speed FACTOR",
+            "Relative speed of the device of each stage in order: 2 is twice as fast as 1. Repeat it for each stage. Requires --stages.",
+            default_text="1 for each stage",
+        ),
+        "--stages",
     )
     profile_name: str | None = PROFILE
     weight_sharing: Literal["replicate", "transmit"] = flag(
@@ -257,8 +274,8 @@ class CutFlags:
         used_flags = self._used_ways()
         if len(used_flags) > 1:
             raise click.UsageError(f"{' and '.join(used_flags)} cannot be used together")
-        if (self.memory_sizes or self.speeds) and self.stage_count is None:
-            raise click.UsageError(f"{'--memory' if self.memory_sizes else '--speed'} requires --stages")
+        if self.plan_file is not None and is_given("weight_sharing"):
+            raise click.UsageError("--shared and --plan cannot be used together: the plan says how weights are shared")
         if self.profile_name is not None and self.stage_count is None and not self.shows_times:
             raise click.UsageError("--profile requires --stages")
 
@@ -266,10 +283,15 @@ class CutFlags:
         ways = {"--stages": self.stage_count is not None, "--split-at": self.split_modules, "--plan": self.plan_file}
         return [way for way, is_used in ways.items() if is_used]
 
+    def check_recut(self) -> None:
+        """Refuse options for a cut of a bundle that do not say where to cut it."""
+        if is_given("weight_sharing") and not self.has_way:
+            raise click.UsageError("--shared requires --stages or --split-at for a bundle")
+
     @property
-    def is_used(self) -> bool:
-        """Whether one of the options is on the command line."""
-        return bool(self._used_ways()) or self.profile_name is not None or self.weight_sharing != "replicate"
+    def has_way(self) -> bool:
+        """Whether one of the options says where to cut."""
+        return bool(self._used_ways())
 
     def cut_options(self) -> "CutOptions":
         """Return what the options say. Imports numpy."""

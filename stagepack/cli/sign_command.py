@@ -2,9 +2,7 @@
 
 from pathlib import Path
 
-import click
-
-from stagepack.cli.command import flag, option_object, subcommand
+from stagepack.cli.command import flag, only_with, option_object, subcommand
 from stagepack.cli.output import byte_progress, print_json, print_line
 from stagepack.cli.shared_flags import JSON, BundleOptions, open_argument, refuse_url
 from stagepack.extras import explain_missing_packages
@@ -21,10 +19,13 @@ class _Options(BundleOptions):
         "Certificate of the key, which comes into the signature. Without it, the public key verifies the signature.",
         default_text="none",
     )
-    certificate_chain: tuple[Path, ...] = flag(
-        "--certificate-chain PEM",
-        "Certificates of the authorities between --certificate and the one that verifiers trust. Repeatable.",
-        default_text="none",
+    certificate_chain: tuple[Path, ...] = only_with(
+        flag(
+            "--certificate-chain PEM",
+            "Certificates of the authorities between --certificate and the one that verifiers trust. Repeatable.",
+            default_text="none",
+        ),
+        "--certificate",
     )
     overwrite: bool = flag("--overwrite", "Replace a signature that the bundle has.")
     as_json: bool = JSON
@@ -44,8 +45,6 @@ def command(options: _Options) -> None:
     model.sig, by the model signing of OpenSSF: 'model_signing verify key' and 'model_signing verify certificate' verify it too. Every
     change of the bundle makes it invalid. 'stagepack verify --require-signature' verifies it, and so do 'load' and 'serve'.
     """
-    if options.certificate_chain and options.certificate is None:
-        raise click.UsageError("--certificate-chain requires --certificate")
     refuse_url(options.bundle_path, "a signature is written into the folder")
     bundle = open_argument(options.bundle_path)
     with explain_missing_packages("sign"):

@@ -2,10 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
-import click
-
 from stagepack.cli.bundle_facts import each_entry_point
-from stagepack.cli.command import PathType, flag, option_object, subcommand
+from stagepack.cli.command import PathType, flag, only_with, option_object, subcommand
 from stagepack.cli.failures import Failure
 from stagepack.cli.output import byte_progress, finite, print_json, print_line, progress
 from stagepack.cli.run_options import RUNTIMES, runtime_of_each_stage
@@ -33,11 +31,11 @@ class _Options(BundleOptions):
     )
     older_names: tuple[str, ...] = flag("--key, --certificate", "", type=PathType(), hidden=True)
     strict: bool = flag("--strict", "Also refuse files that the manifest does not list, such as README.md.")
-    runtimes: tuple[str, ...] = RUNTIMES
-    rtol: float | None = RTOL
-    atol: float | None = ATOL
-    allow_ops: tuple[str, ...] = ALLOW_OPS
-    imports: tuple[str, ...] = IMPORTS
+    runtimes: tuple[str, ...] = only_with(RUNTIMES, "--run")
+    rtol: float | None = only_with(RTOL, "--run")
+    atol: float | None = only_with(ATOL, "--run")
+    allow_ops: tuple[str, ...] = only_with(ALLOW_OPS, "--run")
+    imports: tuple[str, ...] = only_with(IMPORTS, "--run")
     as_json: bool = JSON
 
 
@@ -62,11 +60,6 @@ def command(options: _Options) -> None:
 
     With --require-signature, the bundle must be signed by a trusted signer ('stagepack sign' or 'model_signing sign').
     """
-    runtime_source = click.get_current_context().get_parameter_source("runtimes")
-    if runtime_source is not click.core.ParameterSource.DEFAULT and not options.with_run:
-        raise click.UsageError("--runtime requires --run")
-    if (options.rtol, options.atol) != (None, None) and not options.with_run:
-        raise click.UsageError("--rtol and --atol require --run")
     bundle_path = options.bundle_path
     facts: dict[str, Any] = {"bundle": bundle_path, "ok": True, "problems": []}
     bundle, signature = _verified_bundle(options, facts)

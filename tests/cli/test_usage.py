@@ -74,6 +74,30 @@ def test_the_help_lists_the_commands(flag: str) -> None:
         ("recut x -o y", "Missing a cut option"),
         (["recut", "x", "--stages", "2", "-o", ""], "Invalid value for '-o' / '--out': the path is empty"),
         ("plan x --memory 1GiB", "--memory requires --stages"),
+        ("plan x --speed 1", "--speed requires --stages"),
+        ("plan net.py:make --digest y", "--digest: expected a bundle, found the model net.py:make: leave it out"),
+        ("plan BUNDLE --overwrite", "--overwrite requires --out"),
+        ("plan BUNDLE --shared transmit", "--shared requires --stages or --split-at for a bundle"),
+        ("recut BUNDLE -o out --shared replicate", "--shared requires --stages or --split-at for a bundle"),
+        ("recut BUNDLE -o out --plan y --shared transmit", "--shared and --plan cannot be used together"),
+        ("export x -o y --allow-ops z", "--allow-ops requires --graph-from"),
+        ("export x -o y --generate-batch 8", "--generate-batch requires --generate"),
+        ("export x -o y --rtol 1", "--rtol requires --onnx"),
+        ("export x -o y --atol 0", "--atol requires --onnx"),
+        ("doctor --time-limit 5", "--time-limit requires SOURCE"),
+        ("doctor --input x=1", "are for a SOURCE"),
+        ("inspect x --flat", "--flat requires --graph"),
+        ("load x --requests 8", "--requests requires --trace"),
+        ("load x --overwrite", "--overwrite requires --outputs or --trace"),
+        ("load BUNDLE --stage 0 --rtol 1", "--rtol and --atol are for the results of the example"),
+        ("load BUNDLE --inputs x --atol 1", "--rtol and --atol are for the results of the example"),
+        ("verify x --rtol 0", "--rtol requires --run"),
+        ("verify x --atol 0", "--atol requires --run"),
+        ("verify x --allow-ops y", "--allow-ops requires --run"),
+        ("verify x --import json", "--import requires --run"),
+        ("serve x --overwrite", "--overwrite requires --trace"),
+        ("serve x --max-restarts 0", "--max-restarts requires --processes"),
+        ("serve x --version-policy all", "--version-policy requires --model-repository"),
         (["plan", "x", "--stages", str(limits.STAGES + 1)], "is not in the range"),
         ("plan BUNDLE --inputs x.py:f", "a bundle contains its example"),
         (["inspect", ""], "Invalid value for 'BUNDLE': the path is empty"),
@@ -128,3 +152,26 @@ def test_the_version_is_that_of_the_package() -> None:
     from importlib.metadata import version
 
     assert CliRunner().invoke(main, ["--version"]).output.strip().endswith(version("stagepack"))
+
+
+def test_an_option_that_is_for_another_one_is_refused_without_it() -> None:
+    """The help says of each such option what it is for, such as "With --graph"."""
+    refused = []
+    for command in COMMANDS:
+        parameters = main.get_command(click.Context(main), command).params  # type: ignore[union-attr]
+        required = [
+            word
+            for parameter in parameters
+            if parameter.required and parameter.opts[-1].startswith("-")
+            for word in (parameter.opts[-1], "y")
+        ]
+        for option in parameters:
+            help_text = str(getattr(option, "help", ""))
+            if not help_text.startswith("With --") or help_text.startswith(f"With {option.opts[-1]},"):
+                continue
+            words = [option.opts[-1], *([] if getattr(option, "is_flag", False) else ["1"])]
+            result = CliRunner().invoke(main, [command, "x", *required, *words])
+            assert result.exit_code == 2, words
+            assert " require" in result.stderr, (command, words, result.stderr)
+            refused.append(option.opts[-1])
+    assert len(refused) >= 9, refused
