@@ -69,9 +69,9 @@ def capture_modules(model: torch.nn.Module, inputs: Inputs, paths: Sequence[str]
     """
     if isinstance(paths, str):
         raise OptionError(f"modules: expected a list of paths, found {paths!r}")
-    modules = dict(model.named_modules())
+    modules = {path: module for path, module in model.named_modules() if path}
     for path in paths:
-        if path not in modules or not path:
+        if path not in modules:
             close_paths = difflib.get_close_matches(str(path), modules) or [name for name, _ in model.named_children()]
             raise OptionError(
                 f"modules: expected the path of a module, found {path!r}: there are {', '.join(close_paths) or 'none'}"

@@ -60,6 +60,16 @@ class PathType(click.Path):
         return super().convert(value, param, ctx)
 
 
+class Text(click.types.StringParamType):
+    """A name or another text, which is not empty."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Refuse an empty text, such as that of a variable of the shell that is not set."""
+        if not value:
+            self.fail("the value is empty.", param, ctx)
+        return str(super().convert(value, param, ctx))
+
+
 class BundleType(PathType):
     """The path or the URL of a bundle."""
 
@@ -244,7 +254,7 @@ def _settings_of_type(annotation: Any, parameter_class: type) -> dict[str, Any]:
         return {"type": click.Choice(get_args(annotation))}
     if annotation is bool:
         return {"is_flag": True}
-    return {"type": PathType(Path) if annotation is Path else annotation}
+    return {"type": {Path: PathType(Path), str: Text()}.get(annotation, annotation)}
 
 
 def is_given(field_name: str) -> bool:

@@ -217,9 +217,9 @@ def find_profile(name: str | os.PathLike[str]) -> Profile | DeviceProfile:
     device = DEVICE_PROFILES.get(os.fspath(name).lower())
     if device is not None:
         return device
-    if not Path(name).exists():
+    if not os.path.exists(name):  # an empty path, which is the current folder to `Path`, does not
         raise CutError(
-            f"profile: expected a device ({', '.join(DEVICE_PROFILES)}) or a file that 'stagepack profile' wrote, found {name}"
+            f"profile: expected a device ({', '.join(DEVICE_PROFILES)}) or a file that 'stagepack profile' wrote, found {os.fspath(name)!r}"
         )
     return read_profile(name)
 

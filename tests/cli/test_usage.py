@@ -135,6 +135,26 @@ def test_wrong_usage_ends_with_status_2_and_says_why(arguments: str | list[str],
     assert "Traceback" not in result.stderr
 
 
+def test_an_empty_value_is_refused_by_name() -> None:
+    """A variable of the shell that is not set is an empty word."""
+    refused = 0
+    for command in COMMANDS:
+        parameters = main.get_command(click.Context(main), command).params  # type: ignore[union-attr]
+        arguments = [parameter for parameter in parameters if isinstance(parameter, click.Argument)]
+        for parameter in parameters:
+            if getattr(parameter, "is_flag", False):
+                continue
+            words = [
+                "" if argument is parameter else "add" if argument.name == "action" else "x" for argument in arguments
+            ]
+            words += [] if parameter in arguments else [parameter.opts[-1], ""]
+            result = CliRunner().invoke(main, [command, *words])
+            assert result.exit_code == 2, (command, words, result.stderr)
+            assert "Invalid value for" in result.stderr, (command, words, result.stderr)
+            refused += 1
+    assert refused >= 165
+
+
 @pytest.mark.parametrize("arguments", [["models"], ["--model-repository", "models"], ["models/tower"]])
 def test_a_repository_for_triton_is_not_served(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

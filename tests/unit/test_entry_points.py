@@ -329,6 +329,7 @@ def test_modules_become_entry_points_with_the_inputs_of_the_example(is_dynamic: 
 @pytest.mark.parametrize(
     ("modules", "error", "message"),
     [
+        ([""], OptionError, "modules: expected the path of a module, found '': there are text_m"),
         (["text_modle"], OptionError, "modules: expected the path of a module, found 'text_modle': there are text_m"),
         (["forward"], OptionError, "found 'forward': there are .*unused"),
         ("unet", OptionError, "modules: expected a list of paths, found 'unet'"),

@@ -174,7 +174,7 @@ def test_a_device_takes_the_place_of_the_reference(napping: Bundle, tmp_path: Pa
     # What is written depends on the cut, and not on what chose it.
     reference = stagepack.recut(napping, out=tmp_path / "reference", stages=2, memory=["80GB", "80GB"])
     assert stagepack.recut(napping, out=tmp_path / "h100", stages=2, profile="h100").digest == reference.digest
-    with pytest.raises(CutError, match=r"profile: expected a device \(v100, .*, mi300x\) or a file .*, found h1000"):
+    with pytest.raises(CutError, match=r"profile: expected a device \(v100, .*, mi300x\) or a file .*, found 'h1000'"):
         stagepack.recut(napping, out=tmp_path / "none", stages=2, profile="h1000")
 
 
