@@ -1,11 +1,13 @@
 """Why a request is refused, as status codes of HTTP and gRPC; and why a server cannot start."""
 
 import contextlib
+import re
 from collections.abc import Iterator, Mapping
 from enum import Enum
 from http import HTTPStatus
 from typing import Any, Final
 
+import msgspec
 from grpc import StatusCode
 
 from stagepack.errors import StagepackError
@@ -26,6 +28,10 @@ _OPENAI_TYPES: Final[Mapping[int, str]] = {
     HTTPStatus.GATEWAY_TIMEOUT: "timeout_error",
 }
 _FIRST_SERVER_CODE: Final = 500
+# Escapes in JSON: a pair of surrogates, a lone one, or another.
+_ESCAPE: Final = re.compile(rb"\\u[dD][89abAB]..\\u[dD][c-fC-F]..|(\\u[dD][89a-fA-F][0-9a-fA-F]{2})|\\.", re.DOTALL)
+# The search holds the interpreter, for some milliseconds in so many bytes.
+_SEARCHED_BYTES: Final = 1_000_000
 
 
 class RequestStatus(Enum):
@@ -93,6 +99,17 @@ class FieldError(BadRequestError):
     def __init__(self, field_name: str, message: str) -> None:
         super().__init__(f"{field_name}: {message}")
         self.field_name = field_name
+
+
+def json_refusal(content: bytes | bytearray | memoryview, error: Exception) -> BadRequestError:
+    """Return why the JSON of a request is refused, by one of `JSON_ERRORS`."""
+    if isinstance(error, msgspec.ValidationError):
+        return BadRequestError(f"the request violates the protocol: {error}")
+    # msgspec calls them truncated data, or an unexpected end.
+    escapes = _ESCAPE.finditer(content[:_SEARCHED_BYTES])
+    lone_surrogate = next((bytes(escape[1]) for escape in escapes if escape[1] is not None), None)
+    reason = error if lone_surrogate is None else f"{lone_surrogate.decode()} is a lone surrogate, which is no text"
+    return BadRequestError(f"the request is not valid JSON: {reason}")
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import numpy
 from msgspec import UNSET, Raw, Struct, UnsetType
 
 from stagepack.format.rules import JSON_ERRORS
-from stagepack_serving.server.errors import BadRequestError, FieldError
+from stagepack_serving.server.errors import BadRequestError, FieldError, json_refusal
 
 # The bytes of a request without the numbers of its inputs.
 _MAX_HEADER_BYTES: Final = 1_000_000
@@ -124,7 +124,7 @@ def _decode_outline(content: bytes, outline_type: type[Outline]) -> tuple[Outlin
                 content = content.replace(text, number)
             outline = msgspec.json.decode(content, type=outline_type)
     except JSON_ERRORS as error:
-        raise BadRequestError(f"the request violates the protocol: {error}") from None
+        raise json_refusal(content, error) from None
     return outline, _address(content)
 
 

@@ -18,7 +18,7 @@ from starlette.types import Receive
 
 from stagepack.format.rules import JSON_ERRORS
 from stagepack_serving.protocol.interface import Interface
-from stagepack_serving.server.errors import RequestError, RequestStatus
+from stagepack_serving.server.errors import RequestError, RequestStatus, json_refusal
 from stagepack_serving.server.limits import MAX_TEXT_BYTES
 from stagepack_serving.server.parameters import (
     InferenceRequest,
@@ -145,10 +145,8 @@ def _decode_header(json_part: bytes | memoryview) -> RequestHeader:
     try:
         str(json_part, "utf-8")  # msgspec passes over keys that it does not know
         return msgspec.json.decode(json_part, type=RequestHeader)
-    except msgspec.ValidationError as error:
-        raise RequestError(RequestStatus.BAD_REQUEST, f"the request violates the protocol: {error}") from None
     except JSON_ERRORS as error:
-        raise RequestError(RequestStatus.BAD_REQUEST, f"the request is not valid JSON: {error}") from None
+        raise json_refusal(json_part, error) from None
 
 
 def decompress_body(body: bytearray, encoding: str, max_bytes: int) -> bytearray:
@@ -245,7 +243,7 @@ async def read_fields(request: Request, fields_type: type[Fields]) -> Fields:
     try:
         return msgspec.json.decode(body or b"{}", type=fields_type)
     except JSON_ERRORS as error:
-        raise RequestError(RequestStatus.BAD_REQUEST, f"the body violates the protocol: {error}") from None
+        raise json_refusal(body, error) from None
 
 
 def check_output_parameters(header: RequestHeader, interface: Interface) -> None:
