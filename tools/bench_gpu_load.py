@@ -16,7 +16,7 @@ import torch
 
 import stagepack
 from stagepack.format.reader import Bundle
-from stagepack_loaders.weight_files import FOLDER_VARIABLE
+from stagepack_loaders.weight_files import VERIFIED_FILES_VARIABLE
 from tools.benchmark_models import Layers, without_values
 from tools.benchmark_results import benchmark_parser, benchmark_results
 from tools.measuring import run_python
@@ -174,7 +174,7 @@ def measure(programs: dict[str, str], bundle_path: Path, device: str, rounds: in
             arguments = ("-c", PRELUDE + program, str(bundle_path), device)
             try:
                 # Without the record of verified files, full verification hashes every byte.
-                run_seconds = float(run_python(*arguments, timeout=TIME_LIMIT, **{FOLDER_VARIABLE: ""}))
+                run_seconds = float(run_python(*arguments, timeout=TIME_LIMIT, **{VERIFIED_FILES_VARIABLE: ""}))
             except (subprocess.SubprocessError, ValueError) as error:
                 failed.add(loader_name)
                 reason = getattr(error, "stderr", None) or str(error)

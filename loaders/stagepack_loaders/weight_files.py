@@ -36,7 +36,7 @@ _KEPT_SECONDS: Final = 30 * 86_400
 _BOOT_ID: Final = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 _BOOT_ID_PATH: Final = Path("/proc/sys/kernel/random/boot_id")
 # The folder of the record of verified files; empty to keep none.
-FOLDER_VARIABLE: Final = "STAGEPACK_VERIFIED_FILES"
+VERIFIED_FILES_VARIABLE: Final = "STAGEPACK_VERIFIED_FILES"
 _FILE_SYSTEMS: Final = frozenset({"ext2", "ext3", "ext4", "xfs"})
 _SETTLED_SECONDS = 2.0
 
@@ -128,7 +128,7 @@ def _map_if_possible(descriptor: int, file_name: str) -> mmap.mmap | None:
 
 def _compare_mapped(reads: Sequence[FileRead], loading: Loading) -> list[Problem]:
     """Compare open files with their digests, but those that are unchanged since they were compared; return the problems."""
-    record = VerificationRecord(FOLDER_VARIABLE, "verified")
+    record = VerificationRecord(VERIFIED_FILES_VARIABLE, "verified")
     new_reads = []
     for read in reads:
         if not record.has(_identity(read)):

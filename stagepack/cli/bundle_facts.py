@@ -8,7 +8,7 @@ from stagepack.format.manifest import Edge, Stage, format_inputs
 from stagepack.format.quantities import format_bytes, format_flops
 from stagepack.format.reader import Bundle
 from stagepack.format.shapes import format_guard, format_range, format_shape
-from stagepack.format.tree import output_names
+from stagepack.format.tree import result_names
 
 
 def bundle_facts(bundle: Bundle) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def each_entry_point(bundle: Bundle) -> list[Bundle]:
 def _entry_point_facts(bundle: Bundle) -> dict[str, Any]:
     input_names = [edge.name for edge in bundle.inputs]
     names_of_value: dict[str, list[str]] = {}
-    for output_name, value_name in output_names(bundle.entry_point.signature.result, input_names).items():
+    for output_name, value_name in result_names(bundle.entry_point.signature.result, input_names).items():
         names_of_value.setdefault(value_name, []).append(output_name)
     return {
         "entry_point": bundle.entry_point.name,

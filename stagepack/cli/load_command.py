@@ -11,7 +11,7 @@ from msgspec import structs
 
 from stagepack.cli.command import flag, flag_of, flags_of, only_with, option_object, subcommand
 from stagepack.cli.failures import fail
-from stagepack.cli.output import byte_progress, count_of, finite, print_json, print_line, print_table, progress
+from stagepack.cli.output import count_of, counted_progress, finite, print_json, print_line, print_table, progress
 from stagepack.cli.phase_timer import PhaseTimer
 from stagepack.cli.run_options import (
     COMPILED,
@@ -148,7 +148,7 @@ def command(options: _Options) -> None:
             import_runtime(runtime)
         timer.end(f"import {runtime}")
     with contextlib.ExitStack() as display:
-        count_bytes = display.enter_context(byte_progress("loading stages"))
+        count_bytes = display.enter_context(counted_progress("loading stages"))
         stage_facts, stages = _load_stages(bundle, options, stage_runtimes, timer, count_bytes)
         facts: dict[str, Any] = {"bundle": options.bundle_path, "verify": options.verify, "stages": stage_facts}
         if not options.weights.stream:

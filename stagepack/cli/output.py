@@ -167,8 +167,8 @@ def status_line() -> Iterator[Callable[[str | None], None]]:
 
 
 @contextlib.contextmanager
-def byte_progress(step: str, total_bytes: int | None = None) -> Iterator[Callable[[int], None]]:
-    """Show on a terminal how many bytes are done, after a second; nothing in a pipe.
+def counted_progress(step: str, total_bytes: int | None = None) -> Iterator[Callable[[int], None]]:
+    """Show a step and how many of its bytes are done on a terminal, after a second; nothing in a pipe.
 
     total_bytes: the number of bytes of the whole step; None if it is not known.
     It yields a function that takes the number of further bytes that are done. Several threads may call it.

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from stagepack.cli.command import flag, only_with, option_object, subcommand
-from stagepack.cli.output import byte_progress, print_json, print_line
+from stagepack.cli.output import counted_progress, print_json, print_line
 from stagepack.cli.shared_flags import JSON, BundleOptions, open_argument, refuse_url
 from stagepack.extras import explain_missing_packages
 from stagepack.format.rules import SIGNATURE_NAME
@@ -50,7 +50,7 @@ def command(options: _Options) -> None:
     with explain_missing_packages("sign"):
         from stagepack.signing.sign import sign_bundle  # noqa: PLC0415 - model_signing is optional
 
-    with byte_progress("verifying the bundle", sum(file.size for file in bundle.manifest.files)) as count_bytes:
+    with counted_progress("verifying the bundle", sum(file.size for file in bundle.manifest.files)) as count_bytes:
         sign_bundle(
             bundle,
             key=options.key,

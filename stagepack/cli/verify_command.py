@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 from stagepack.cli.bundle_facts import each_entry_point
 from stagepack.cli.command import PathType, flag, only_with, option_object, subcommand
 from stagepack.cli.failures import Failure
-from stagepack.cli.output import byte_progress, finite, print_json, print_line, progress
+from stagepack.cli.output import counted_progress, finite, print_json, print_line, progress
 from stagepack.cli.run_options import RUNTIMES, runtime_of_each_stage
 from stagepack.cli.shared_flags import ALLOW_OPS, ATOL, IMPORTS, JSON, RTOL, BundleOptions, open_argument
 from stagepack.errors import FormatError, SignatureError
@@ -107,7 +107,7 @@ def _verified_bundle(options: _Options, facts: dict[str, Any]) -> "tuple[Bundle,
     """Open a bundle and verify it; with `--json`, `facts` are printed with the problems if there are any."""
     try:
         bundle = open_argument(options.bundle_path)
-        with byte_progress("verifying the bundle", sum(file.size for file in bundle.manifest.files)) as count_bytes:
+        with counted_progress("verifying the bundle", sum(file.size for file in bundle.manifest.files)) as count_bytes:
             signers = [*options.signers, *options.older_names] or None
             signature = verify_bundle(bundle, require_signature=signers, strict=options.strict, progress=count_bytes)
     except FormatError as error:

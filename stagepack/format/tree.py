@@ -355,7 +355,7 @@ def _fields_of(tree: ObjectTree, argument: Any, location: str) -> Mapping[str, A
     raise InputError(f"{location}: expected {tree.class_name} or a dict of its fields, found {type(argument).__name__}")
 
 
-def output_names(result: Tree, input_names: Collection[str]) -> dict[str, str]:
+def result_names(result: Tree, input_names: Collection[str]) -> dict[str, str]:
     """Return the names by which callers know the values of a result, such as ``logits`` or ``output.0``, with the names of the values."""
     names: dict[str, str] = {}
     for path, leaf in _result_leaves(result, ()):

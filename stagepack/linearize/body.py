@@ -60,7 +60,7 @@ _SCALAR_DTYPES = {
     bool: "symbool",
 }
 # The value of an fx node; a list for a node that returns several.
-BoundArgument = Argument | list[Argument]
+FxValue = Argument | list[Argument]
 
 
 def subgraph_operands(node: FxNode) -> Iterator[tuple[int | None, list[FxNode]]]:
@@ -113,7 +113,7 @@ class BodyBuilder:
         # The fx node that each of the nodes was made of.
         self.sources: list[FxNode] = []
         # The values of the fx nodes.
-        self.arguments: dict[FxNode, BoundArgument] = {}
+        self.arguments: dict[FxNode, FxValue] = {}
         self.result: Argument = None
         self._module = module
         self._is_subgraph = is_subgraph
@@ -298,7 +298,7 @@ class BodyBuilder:
     def _bound(self, argument: object) -> Any:
         return self.arguments.get(argument) if isinstance(argument, FxNode) else None
 
-    def _bound_value(self, argument: FxNode, user: FxNode) -> BoundArgument:
+    def _bound_value(self, argument: FxNode, user: FxNode) -> FxValue:
         if argument in self._wrapper_weights:
             raise UnsupportedError(
                 f"{user.target} takes the weight {self._wrapper_weights[argument]!r} as one tensor of its class: quantize it in a way "
@@ -306,7 +306,7 @@ class BodyBuilder:
             )
         return self.arguments[argument]
 
-    def _module_argument(self, module: GraphModule, node: FxNode) -> BoundArgument:
+    def _module_argument(self, module: GraphModule, node: FxNode) -> FxValue:
         """An attribute that is an argument of nodes: a constant, or a subgraph unless its nodes are appended where it is called."""
         attribute = module_attribute(module, str(node.target))
         if isinstance(attribute, torch.Tensor):

@@ -35,13 +35,13 @@ from stagepack.format.shapes import Dim, Guard
 from stagepack.format.traversal import child_arguments
 from stagepack.format.tree import UNUSED_VALUE, Signature
 from stagepack.graph.analysis import GraphAnalysis
-from stagepack.linearize.body import BodyBuilder, BoundArgument
+from stagepack.linearize.body import BodyBuilder, FxValue
 from stagepack.linearize.conditions import program_conditions
 from stagepack.linearize.declared_sizes import dimension_names, size_requests
 from stagepack.linearize.guards import program_guards
 from stagepack.linearize.op_tables import Tables, module_stack, with_node_location
 from stagepack.linearize.program_tensors import constant_argument, inner_constants, program_device, program_tensors
-from stagepack.linearize.signature import Leaf, call_signature, program_signature
+from stagepack.linearize.signature import SignatureLeaf, call_signature, program_signature
 from stagepack.linearize.symbols import SymbolTable, TracedSymbol
 from stagepack.linearize.weight_table import WeightTable, weight_table
 from stagepack.torch_internals import asserted_conditions, is_vmap_boundary
@@ -74,7 +74,7 @@ class _CallSignatures:
 
     def __init__(self, body: BodyBuilder) -> None:
         self._symbols = body.tables.symbols
-        self._crossing: Mapping[CallBoundary, BoundArgument] = {
+        self._crossing: Mapping[CallBoundary, FxValue] = {
             boundary: argument for node, argument in body.arguments.items() for boundary in call_boundaries(node)
         }
         self._size_values: dict[Dim, str] = {}
@@ -94,13 +94,15 @@ class _CallSignatures:
         except UnsupportedError:
             return None
 
-    def _leaves(self, traced: Sequence[Any], call_number: int, direction: Literal["argument", "result"]) -> list[Leaf]:
+    def _leaves(
+        self, traced: Sequence[Any], call_number: int, direction: Literal["argument", "result"]
+    ) -> list[SignatureLeaf]:
         return [
             self._leaf(leaf, self._crossing.get((call_number, direction, leaf_index)))
             for leaf_index, leaf in enumerate(traced)
         ]
 
-    def _leaf(self, traced: Any, argument: BoundArgument) -> Leaf:
+    def _leaf(self, traced: Any, argument: FxValue) -> SignatureLeaf:
         """The value or the constant that a leaf of the trace is; a value that the graph lacks has the name for unused ones."""
         if isinstance(traced, torch.Tensor):
             return argument.name if isinstance(argument, ValueArg) else UNUSED_VALUE
@@ -177,7 +179,9 @@ def linearize_program(capture: Capture) -> LinearizedProgram:
     )
 
 
-def _graph(body: BodyBuilder, weights: WeightTable, result_leaves: Sequence[Leaf], traced_calls: TracedCalls) -> Graph:
+def _graph(
+    body: BodyBuilder, weights: WeightTable, result_leaves: Sequence[SignatureLeaf], traced_calls: TracedCalls
+) -> Graph:
     tables = body.tables
     # First, since signatures of calls may have symbols that no node has.
     calls = tuple(module_calls(body, traced_calls))
@@ -230,9 +234,9 @@ def _check_tensors(program: ExportedProgram) -> None:
                 )
 
 
-def _bind_inputs(program: ExportedProgram, body: BodyBuilder) -> list[Leaf]:
+def _bind_inputs(program: ExportedProgram, body: BodyBuilder) -> list[SignatureLeaf]:
     """Bind the placeholders of a program to weights, constants and inputs; return the leaves of the model's arguments."""
-    leaves: list[Leaf] = []
+    leaves: list[SignatureLeaf] = []
     for node, spec in zip(_placeholders(program).values(), program.graph_signature.input_specs, strict=True):
         if spec.kind in _WEIGHT_INPUTS:
             body.bind_weight(node, str(spec.target))
@@ -248,14 +252,14 @@ def _bind_inputs(program: ExportedProgram, body: BodyBuilder) -> list[Leaf]:
     return leaves
 
 
-def _result_leaves(program: ExportedProgram, body: BodyBuilder) -> list[Leaf]:
+def _result_leaves(program: ExportedProgram, body: BodyBuilder) -> list[SignatureLeaf]:
     """The leaves of the model's result. What a functional program returns to be written into its state is written here."""
     signature = program.graph_signature
     placeholders = _placeholders(program)
     weight_placeholders = {
         str(spec.target): placeholders[spec.arg.name] for spec in signature.input_specs if spec.target is not None
     }
-    leaves: list[Leaf] = []
+    leaves: list[SignatureLeaf] = []
     for result, spec in zip(child_arguments(body.result), signature.output_specs, strict=True):
         match spec.kind:
             case OutputKind.USER_OUTPUT:
@@ -271,7 +275,7 @@ def _result_leaves(program: ExportedProgram, body: BodyBuilder) -> list[Leaf]:
     return leaves
 
 
-def _result_leaf(result: Argument, spec: object) -> Leaf:
+def _result_leaf(result: Argument, spec: object) -> SignatureLeaf:
     if isinstance(result, ValueArg):
         return result.name
     if isinstance(spec, TensorArgument | SymIntArgument | SymFloatArgument | SymBoolArgument):

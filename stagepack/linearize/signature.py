@@ -31,12 +31,12 @@ from stagepack.format.tree import (
 from stagepack.torch_internals import TRANSFORMERS_IMPLIED_KINDS, TRANSFORMERS_KIND, TreeSpec, tree_children
 
 # A leaf is the name of a value, or a constant.
-Leaf = str | ConstantArgument
+SignatureLeaf = str | ConstantArgument
 FactoryName = Literal["list", "dict", "set", "int", "float", "str"]
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
-def container_tree(spec: TreeSpec, leaves: Iterator[Leaf], location: str) -> Tree:
+def container_tree(spec: TreeSpec, leaves: Iterator[SignatureLeaf], location: str) -> Tree:
     """Build the tree of nested containers."""
     if spec.is_leaf():
         return leaf_tree(next(leaves), location)
@@ -74,7 +74,7 @@ def container_tree(spec: TreeSpec, leaves: Iterator[Leaf], location: str) -> Tre
     return ObjectTree(class_name=type_name(container_type), fields=fields, kind=kind)
 
 
-def leaf_tree(leaf: Leaf, location: str) -> Tree:
+def leaf_tree(leaf: SignatureLeaf, location: str) -> Tree:
     """Return a leaf as a tree."""
     if isinstance(leaf, str):
         return ValueLeaf(leaf)
@@ -149,7 +149,10 @@ def _dict_items(keys: Sequence[Any], items: Sequence[Tree], location: str) -> tu
 
 
 def program_signature(
-    program: ExportedProgram, inputs: Sequence[Leaf], results: Sequence[Leaf], model: torch.nn.Module | None
+    program: ExportedProgram,
+    inputs: Sequence[SignatureLeaf],
+    results: Sequence[SignatureLeaf],
+    model: torch.nn.Module | None,
 ) -> Signature:
     """Return the signature of a program: the parameters that the example passes, and those of its model with a plain default."""
     leaves = iter(inputs)
@@ -166,7 +169,7 @@ def program_signature(
     return Signature(parameters=tuple(parameters), result=result)
 
 
-def call_signature(call: TracedCall, arguments: Sequence[Leaf], results: Sequence[Leaf]) -> Signature:
+def call_signature(call: TracedCall, arguments: Sequence[SignatureLeaf], results: Sequence[SignatureLeaf]) -> Signature:
     """Return the signature of a call of a module, with its arguments as they were passed."""
     leaves = iter(arguments)
     args_spec, kwargs_spec = tree_children(call.arguments_spec)

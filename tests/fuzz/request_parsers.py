@@ -214,7 +214,7 @@ def _compare_with_large_request(body: bytearray, header_length: str | None) -> N
 
 def _decoded(body: bytearray, header_length: str | None) -> Any:
     try:
-        header, request = rest_request.decode_request(body, header_length)
+        header, request = rest_request.decode_rest_request(body, header_length)
     except RequestError as error:
         return error.status
     tensors = [

@@ -19,8 +19,8 @@ from stagepack_serving.server.grpc_messages import (
     MAX_FIELDS,
     MAX_OTHER_BYTES,
     MAX_PARSED_BYTES,
-    decode_request,
-    encode_response,
+    decode_grpc_request,
+    encode_grpc_response,
     encode_stream_response,
     named_model,
     parse_inference,
@@ -69,7 +69,7 @@ def field(number: int, content: bytes) -> bytes:
 @pytest.mark.parametrize("names", [[], *([name] for name in ARRAYS), list(ARRAYS)], ids=lambda names: "-".join(names))
 def test_protobuf_reads_what_was_encoded(names: list[str]) -> None:
     outputs = [InferenceTensor(name=f"output.{name}", datatype=name, array=ARRAYS[name]) for name in names]
-    content = encode_response("m", "1", "an id", outputs)
+    content = encode_grpc_response("m", "1", "an id", outputs)
     expected = pb.ModelInferResponse(model_name="m", model_version="1", id="an id")
     for output in outputs:
         expected.outputs.add(name=output.name, datatype=output.datatype, shape=output.array.shape)
@@ -85,7 +85,7 @@ def test_outputs_that_cannot_be_sent_are_refused(message: str) -> None:
     for _ in range(2 if message.startswith("duplicate") else 1):
         request.outputs.add(name="y").parameters["classification"].int64_param = 3
     with pytest.raises(RequestError, match=message):
-        decode_request(parse_inference(request.SerializeToString()))
+        decode_grpc_request(parse_inference(request.SerializeToString()))
 
 
 def raw_request(*raw_contents: bytes) -> pb.ModelInferRequest:

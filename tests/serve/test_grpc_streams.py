@@ -20,7 +20,7 @@ from tritonclient.grpc.service_pb2_grpc import GRPCInferenceServiceStub
 import stagepack
 from stagepack.cli import serve_command
 from stagepack_serving.server import grpc_service
-from stagepack_serving.server.grpc_messages import ParsedInference, decode_request
+from stagepack_serving.server.grpc_messages import ParsedInference, decode_grpc_request
 from stagepack_serving.server.grpc_service import HealthService
 from stagepack_serving.server.security import AuthenticationError, ServerSecurity
 from tests.serve.local_server import local_server
@@ -37,7 +37,7 @@ def decode_or_fail(request: ParsedInference) -> Any:
     """Has a bug that requests of one id meet."""
     if request.message.id == "bug":
         raise KeyError("in these tests")
-    return decode_request(request)
+    return decode_grpc_request(request)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ def running(writer: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     security = ServerSecurity(check_token=lambda token: token in token_file.read_text().split())
     with (
         mock.patch.object(serve_command, "server_security", return_value=security),
-        mock.patch.object(grpc_service, "decode_request", decode_or_fail),
+        mock.patch.object(grpc_service, "decode_grpc_request", decode_or_fail),
         local_server([scale, writer]) as server,
     ):
         yield StreamServer(f"127.0.0.1:{server.grpc}", token_file)

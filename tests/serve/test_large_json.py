@@ -18,7 +18,7 @@ from stagepack_serving.server import rest_request
 from stagepack_serving.server.errors import RequestError
 from stagepack_serving.server.parameters import InferenceTensor
 from stagepack_serving.server.rest_large_request import beside_loop
-from stagepack_serving.server.rest_request import RequestHeader, decode_request, encode_response
+from stagepack_serving.server.rest_request import RequestHeader, decode_rest_request, encode_rest_response
 from tests.modules import module_of
 from tests.serve.servers import Server, stagepack_server
 
@@ -27,7 +27,7 @@ def decode(body: bytes | str) -> Any:
     """The JSON part of a request and its tensors, or the error."""
     content = bytearray(body.encode() if isinstance(body, str) else body)
     try:
-        header, request = decode_request(content, None)
+        header, request = decode_rest_request(content, None)
     except RequestError as error:
         return str(error)
     tensors = [
@@ -120,7 +120,7 @@ def test_large_answers_are_json() -> None:
     arrays = [numpy.linspace(0, 1, 40_000, dtype="float32").reshape(2, -1), numpy.arange(3), numpy.zeros(0)]
     arrays.append(numpy.array([[numpy.nan, 1.0], [-numpy.inf, numpy.inf]]))
     outputs = [InferenceTensor(name=f"y{number}", datatype="FP64", array=array) for number, array in enumerate(arrays)]
-    content, binary_parts = encode_response("m", "1", RequestHeader(inputs=[], id="7"), outputs)
+    content, binary_parts = encode_rest_response("m", "1", RequestHeader(inputs=[], id="7"), outputs)
     assert not binary_parts
     answer = json.loads(content)
     assert (answer["model_name"], answer["model_version"], answer["id"]) == ("m", "1", "7")
@@ -174,8 +174,8 @@ def test_the_event_loop_runs_while_large_json_is_read_and_written() -> None:
                 stalls.append(time.monotonic() - start_time)
 
         ticking, start_time = asyncio.create_task(tick()), time.monotonic()
-        header, request = await beside_loop(len(body), decode_request, body, None)
-        content, _ = await beside_loop(len(body), encode_response, "m", "1", header, request.inputs)
+        header, request = await beside_loop(len(body), decode_rest_request, body, None)
+        content, _ = await beside_loop(len(body), encode_rest_response, "m", "1", header, request.inputs)
         seconds = time.monotonic() - start_time
         ticking.cancel()
         assert len(content) > 5_000_000

@@ -18,7 +18,7 @@ from tests.hostile.tiny import write_tiny
 def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A bundle of three stages, and a record that is empty: the export has checked them, too."""
     bundle = write_tiny(tmp_path / "tiny.stagepack")
-    monkeypatch.setenv(prepare.FOLDER_VARIABLE, str(tmp_path / "record"))
+    monkeypatch.setenv(prepare.CHECKED_GRAPHS_VARIABLE, str(tmp_path / "record"))
     return bundle
 
 
@@ -75,7 +75,7 @@ def test_a_graph_whose_digest_is_not_compared_is_checked_each_time(tiny: Path, c
 def test_without_a_record_it_is_checked_each_time(
     tiny: Path, checked: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(prepare.FOLDER_VARIABLE, "")
+    monkeypatch.setenv(prepare.CHECKED_GRAPHS_VARIABLE, "")
     stagepack.load(tiny)
     stagepack.load(tiny)
     assert checked == GRAPHS * 2

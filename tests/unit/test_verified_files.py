@@ -33,7 +33,7 @@ def sound_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def bundle(sound_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A bundle of its own, a record of its own, and a file system that is trusted, whatever it is."""
-    monkeypatch.setenv(weight_files.FOLDER_VARIABLE, str(tmp_path / "record"))
+    monkeypatch.setenv(weight_files.VERIFIED_FILES_VARIABLE, str(tmp_path / "record"))
     monkeypatch.setattr(weight_files, "is_of_kind", lambda device, kinds: True)
     monkeypatch.setattr(weight_files, "_SETTLED_SECONDS", 0.0)
     shutil.copytree(sound_bundle, tmp_path / "m.stagepack")
@@ -118,7 +118,7 @@ def test_nothing_is_recorded_that_others_could_change(bundle: Path, monkeypatch:
     changes: list[Callable[[pytest.MonkeyPatch], None]] = [
         lambda patch: patch.setattr(weight_files, "is_of_kind", lambda device, kinds: False),
         lambda patch: patch.setattr(weight_files, "_SETTLED_SECONDS", 60.0),
-        lambda patch: patch.setenv(weight_files.FOLDER_VARIABLE, ""),
+        lambda patch: patch.setenv(weight_files.VERIFIED_FILES_VARIABLE, ""),
     ]
     for change in changes:
         with monkeypatch.context() as patch:

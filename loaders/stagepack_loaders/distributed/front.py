@@ -16,7 +16,7 @@ from stagepack.format.reader import Bundle
 from stagepack_loaders.distributed.group_trace import GroupTrace, SpanReport
 from stagepack_loaders.distributed.meeting import StageFacts
 from stagepack_loaders.distributed.membership import Membership
-from stagepack_loaders.distributed.packing import PackedValues, pack_command, pack_values, write_input
+from stagepack_loaders.distributed.packing import PackedValues, pack_command, pack_values, write_back_input
 from stagepack_loaders.distributed.process_group import SentMessages
 from stagepack_loaders.distributed.routes import (
     ANNOUNCEMENT_TAG,
@@ -347,7 +347,7 @@ class FrontProcess:
         try:
             for edge in self._bundle.edges:
                 if edge.producer is None and edge.name in received_values:
-                    write_input(request.values[edge.name], received_values.pop(edge.name), edge)
+                    write_back_input(request.values[edge.name], received_values.pop(edge.name), edge)
         except Exception as write_error:  # noqa: BLE001 - an input that the model writes cannot be written
             answer.set_exception(InputError(f"the model writes into an input: {write_error}"))
         else:

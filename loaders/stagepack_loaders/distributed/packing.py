@@ -175,7 +175,7 @@ def _has_overlap(shape: Sequence[int], strides: Sequence[int]) -> bool:
     return False
 
 
-def write_input(value: Any, content: torch.Tensor, edge: Edge) -> None:
+def write_back_input(value: Any, content: torch.Tensor, edge: Edge) -> None:
     """Write into an input what the model has written; into a copy of it where the pipeline in one process would, too: it is read-only."""
     with torch.no_grad():
         to_array(value, edge, TORCH_ARRAYS).copy_(content)

@@ -15,7 +15,7 @@ from stagepack_loaders.base import Loading
 from stagepack_loaders.file_leases import has_lease, kept_files
 from stagepack_loaders.onnxruntime.initializers import initializers_in_files
 from stagepack_loaders.onnxruntime.stage import OnnxRuntimeStage, SessionWeights
-from stagepack_loaders.onnxruntime.values import PROVIDERS, Device
+from stagepack_loaders.onnxruntime.values import PROVIDERS, ProviderDevice
 from stagepack_loaders.weight_files import WeightFile, open_weight_files
 
 
@@ -32,7 +32,7 @@ class PreparedOnnxRuntimeStage:
 
     bundle: Bundle
     stage_number: int
-    device: Device
+    device: ProviderDevice
     graph_content: bytes
     onnx: OnnxFile
     loading: Loading
@@ -138,8 +138,8 @@ def _open_weight_files(stages: Collection[PreparedOnnxRuntimeStage], *, verify: 
     return weight_files
 
 
-def prepare_stages(
-    bundle: Bundle, placement: Mapping[int, Device], loading: Loading
+def prepare_onnx_stages(
+    bundle: Bundle, placement: Mapping[int, ProviderDevice], loading: Loading
 ) -> dict[int, PreparedOnnxRuntimeStage]:
     """Read and check the ONNX files of stages; see `stagepack_loaders.base.Runtime.prepare`."""
     # All at once: a remote bundle downloads several files at a time.

@@ -12,7 +12,7 @@ from stagepack_loaders.base import ArrayOps, Loading, Runtime
 if TYPE_CHECKING:
     from stagepack_loaders.onnxruntime.prepare import PreparedOnnxRuntimeStage
     from stagepack_loaders.onnxruntime.stage import OnnxRuntimeStage
-    from stagepack_loaders.onnxruntime.values import Device
+    from stagepack_loaders.onnxruntime.values import ProviderDevice
 
 
 def no_onnx_error(bundle: Bundle, stage_numbers: Sequence[int]) -> OperatorError:
@@ -44,11 +44,11 @@ class OnnxRuntime(Runtime):
         is_numpy = numpy is not None and isinstance(value, numpy.ndarray)
         return is_numpy or (onnxruntime is not None and isinstance(value, onnxruntime.OrtValue))
 
-    def parse_device(self, device: object) -> "Device":
+    def parse_device(self, device: object) -> "ProviderDevice":
         """See `Runtime`."""
-        from stagepack_loaders.onnxruntime.values import parse_device
+        from stagepack_loaders.onnxruntime.values import parse_provider_device
 
-        return parse_device(device)
+        return parse_provider_device(device)
 
     def stage_files(self, bundle: Bundle, stage_number: int) -> tuple[str, ...]:
         """See `Runtime`. The graph file says what the weights of the ONNX file are."""
@@ -58,16 +58,16 @@ class OnnxRuntime(Runtime):
         return (stage.onnx.model, stage.graph, *stage.weights, *stage.onnx.weights)
 
     def prepare(
-        self, bundle: Bundle, placement: "Mapping[int, Device]", loading: Loading
+        self, bundle: Bundle, placement: "Mapping[int, ProviderDevice]", loading: Loading
     ) -> "dict[int, PreparedOnnxRuntimeStage]":
         """See `Runtime`. A session runs the operators of ONNX alone, and copies values into dense memory: of the options, `copy` counts."""
-        from stagepack_loaders.onnxruntime.prepare import prepare_stages
+        from stagepack_loaders.onnxruntime.prepare import prepare_onnx_stages
 
         if stages_without_onnx := [
             stage_number for stage_number in placement if bundle.stages[stage_number].onnx is None
         ]:
             raise no_onnx_error(bundle, stages_without_onnx)
-        return prepare_stages(bundle, placement, loading)
+        return prepare_onnx_stages(bundle, placement, loading)
 
     def finish_stages(
         self, bundle: Bundle, stages: Mapping[int, Any], *, verify: bool

@@ -29,7 +29,7 @@ from stagepack_loaders.elements import Array
 from stagepack_loaders.numpy_interpreter import read_weight, stored_tensors
 from stagepack_loaders.onnxruntime.values import (
     ENDS_PROCESS_WITHOUT_ELEMENTS,
-    Device,
+    ProviderDevice,
     SessionTypes,
     check_operators,
     check_written_inputs,
@@ -196,7 +196,7 @@ class OnnxRuntimeStage(CallableStage):
         self,
         bundle: Bundle,
         stage_number: int,
-        device: Device,
+        device: ProviderDevice,
         session: onnxruntime.InferenceSession | None,
         weights: SessionWeights,
         operators: Collection[str] = (),

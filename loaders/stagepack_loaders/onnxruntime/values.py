@@ -108,7 +108,7 @@ def _elements_overlap(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
+class ProviderDevice:
     """The CPU, or a CUDA device with its index."""
 
     type: str
@@ -118,7 +118,7 @@ class Device:
         return self.type if self.type == "cpu" else f"{self.type}:{self.index}"
 
 
-def parse_device(device: object) -> Device:
+def parse_provider_device(device: object) -> ProviderDevice:
     """Return the device of a name: ``cpu``, ``cuda``, ``cuda:1``."""
     device_type, _, index = str(device).partition(":")
     is_known = device_type in PROVIDERS and (not index or index.isdecimal())
@@ -128,7 +128,7 @@ def parse_device(device: object) -> Device:
         raise DeviceError(
             f"device {str(device)!r}: this onnxruntime has no {PROVIDERS[device_type]}: install onnxruntime-gpu in its place"
         )
-    return Device(device_type, int(index or 0))
+    return ProviderDevice(device_type, int(index or 0))
 
 
 class DescribedValue:
@@ -164,7 +164,9 @@ class SessionTypes:
             for value, edge in zip(values, self._inputs, strict=True)
         ]
 
-    def outputs_without_elements(self, described_inputs: Sequence[Any], device: Device) -> tuple[Any, ...] | None:
+    def outputs_without_elements(
+        self, described_inputs: Sequence[Any], device: ProviderDevice
+    ) -> tuple[Any, ...] | None:
         """Return the outputs of a call if their shapes are all that is to know of them: none has an element."""
         if all(0 not in getattr(value, "shape", ()) for value in described_inputs):
             return None
@@ -211,7 +213,7 @@ def check_operators(operators: Sequence[str], described_inputs: Sequence[Any], s
         )
 
 
-def _empty_value(dtype: str, shape: Sequence[int], device: Device) -> OrtValue:
+def _empty_value(dtype: str, shape: Sequence[int], device: ProviderDevice) -> OrtValue:
     """A value without elements, on a device."""
     is_complex = dtype in COMPLEX_PART_DTYPES
     element_type = ELEMENT_TYPES[COMPLEX_PART_DTYPES.get(dtype, dtype)]

@@ -40,7 +40,7 @@ from stagepack_loaders.weight_files import FolderReader, VerificationRecord
 from stagepack_loaders.window_plan import weight_uses
 
 # The folder of the record of checked graphs; empty to keep none.
-FOLDER_VARIABLE: Final = "STAGEPACK_CHECKED_GRAPHS"
+CHECKED_GRAPHS_VARIABLE: Final = "STAGEPACK_CHECKED_GRAPHS"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +165,7 @@ def read_parts(bundle: Bundle, stage_number: int, loading: Loading) -> StagePart
     loading.shared.get(LoadedModels, LoadedModels).add(bundle, stage_number, graph)
     graph_name = bundle.stages[stage_number].graph
     operators = resolve_operators(graph.ops, loading.options.allow_ops, graph_name)
-    record = VerificationRecord(FOLDER_VARIABLE, "checked")
+    record = VerificationRecord(CHECKED_GRAPHS_VARIABLE, "checked")
     identity = _identity(bundle.files[graph_name]) if bundle.compares_digests else None
     if not record.has(identity):
         check_graph_values(graph, operators, graph_name)

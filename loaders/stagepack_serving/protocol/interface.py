@@ -15,7 +15,7 @@ from stagepack.format.contract import BoundArgument, check_values
 from stagepack.format.dtypes import ITEM_SIZE, SCALAR_DTYPES
 from stagepack.format.manifest import Edge, EntryPoint
 from stagepack.format.shapes import evaluate_dim
-from stagepack.format.tree import output_names
+from stagepack.format.tree import result_names
 from stagepack_loaders.elements import COMPLEX_DTYPES
 from stagepack_serving.protocol.datatypes import protocol_datatype
 
@@ -86,7 +86,7 @@ class Interface:
         }
         self.outputs: Mapping[str, InterfaceTensor] = {
             output_name: InterfaceTensor(name=output_name, edge=edges[value_name])
-            for output_name, value_name in output_names(entry_point.signature.result, self.inputs).items()
+            for output_name, value_name in result_names(entry_point.signature.result, self.inputs).items()
         }
         for edge in self.edges:
             protocol_datatype(edge.dtype)

@@ -199,7 +199,7 @@ def _read_varint(content: bytes, position: int) -> tuple[int, int]:
     raise DecodeError("a number is cut short or too long")
 
 
-def decode_request(request: ParsedInference) -> InferenceRequest:
+def decode_grpc_request(request: ParsedInference) -> InferenceRequest:
     """Decode a request."""
     message = request.message
     check_requested_outputs([(output.name, decode_parameters(output.parameters)) for output in message.outputs])
@@ -211,7 +211,7 @@ def decode_request(request: ParsedInference) -> InferenceRequest:
     )
 
 
-def encode_response(model_name: str, version: str, request_id: str, outputs: Sequence[InferenceTensor]) -> bytes:
+def encode_grpc_response(model_name: str, version: str, request_id: str, outputs: Sequence[InferenceTensor]) -> bytes:
     """Encode an answer. Its tensors are copied once; protobuf would copy them five times."""
     response = pb.ModelInferResponse(model_name=model_name, model_version=version, id=request_id)
     contents: list[Any] = []  # bytes and arrays, which are buffers

@@ -20,9 +20,9 @@ from stagepack_serving.server.extensions import server_extensions
 from stagepack_serving.server.grpc_calls import RequestStream, check_call_authorization
 from stagepack_serving.server.grpc_messages import (
     ParsedInference,
+    decode_grpc_request,
     decode_parameters,
-    decode_request,
-    encode_response,
+    encode_grpc_response,
     encode_stream_response,
     parameter_value,
     typed_bytes,
@@ -197,12 +197,12 @@ class GrpcService(GRPCInferenceServiceServicer):  # type: ignore[misc]  # genera
                         scope.timeline.enter("generate")
                         await answer(scope.deadline, send_part, streams)
                         return
-                    inference_request = await beside_loop(typed_bytes(message), decode_request, request)
+                    inference_request = await beside_loop(typed_bytes(message), decode_grpc_request, request)
                     outputs = await model.infer(inference_request, scope.deadline)
                     scope.timeline.enter("encode")
                     # Before the run, the sizes that depend on data were not known.
                     inference_request.check_answer_bytes(sum(tensor.array.nbytes for tensor in outputs))
-                response = encode_response(model.name, model.version, message.id, outputs)
+                response = encode_grpc_response(model.name, model.version, message.id, outputs)
                 scope.timeline.enter("send")
                 await send(response)
         except RequestError:

@@ -27,7 +27,7 @@ ControlMode = Literal["none", "explicit", "poll"]
 Result = TypeVar("Result")
 # Returns the paths or URLs of the bundles that are there now, by the names and versions of models. Clients choose among the names, and
 # never a path. It raises InputError if they cannot be read.
-BundleSource = Callable[[], Mapping[str, Mapping[int, str]]]
+BundleListing = Callable[[], Mapping[str, Mapping[int, str]]]
 _MODEL_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", re.ASCII)
 _VERSION: Final = re.compile("[1-9][0-9]{0,17}", re.ASCII)
 _LOGGER: Final = logging.getLogger("stagepack.serve")
@@ -64,7 +64,7 @@ class ModelControl:
     def __init__(
         self,
         models: ModelRegistry,
-        source: BundleSource,
+        source: BundleListing,
         load_bundle: BundleLoader,
         *,
         mode: ControlMode = "none",
@@ -355,7 +355,7 @@ async def _run_in_thread(function: Callable[[], Result]) -> Result:
     return await asyncio.wrap_future(start_in_thread(function, "bundle"))
 
 
-def fixed_bundles(paths: Mapping[str, str]) -> BundleSource:
+def fixed_bundles(paths: Mapping[str, str]) -> BundleListing:
     """The bundles of a command line: each is version 1 of its model."""
     return lambda: {model_name: {1: path} for model_name, path in paths.items()}
 

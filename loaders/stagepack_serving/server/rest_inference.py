@@ -12,8 +12,8 @@ from stagepack_serving.server.rest_large_request import beside_loop
 from stagepack_serving.server.rest_request import (
     BINARY_HEADER,
     check_output_parameters,
-    decode_request,
-    encode_response,
+    decode_rest_request,
+    encode_rest_response,
     header_value,
     json_bytes,
     read_body,
@@ -49,7 +49,7 @@ class InferenceRoute:
                 request_scope.timeline.enter("decode")
                 request_scope.check_admission()  # others may have come meanwhile
                 header, inference_request = await beside_loop(
-                    len(body), decode_request, body, header_value(request, BINARY_HEADER)
+                    len(body), decode_rest_request, body, header_value(request, BINARY_HEADER)
                 )
                 del body
                 with request_scope.reserve_place(header.parameters) as model:
@@ -58,7 +58,7 @@ class InferenceRoute:
                     outputs = await unless_disconnected(inference, receive)
                     request_scope.timeline.enter("encode")
                     answer = await beside_loop(
-                        json_bytes(header, outputs), encode_response, model.name, model.version, header, outputs
+                        json_bytes(header, outputs), encode_rest_response, model.name, model.version, header, outputs
                     )
                     await request_scope.begin_answer()
                     await _send_response(*answer, recording_send)

@@ -79,7 +79,7 @@ class RequestHeader(Struct, kw_only=True):
     outputs: list[OutputHeader] | None = None
 
 
-def decode_request(body: bytearray, header_length: str | None) -> tuple[RequestHeader, InferenceRequest]:
+def decode_rest_request(body: bytearray, header_length: str | None) -> tuple[RequestHeader, InferenceRequest]:
     """Decode the body of a request, whose header `BINARY_HEADER` has the length of the JSON part; None if the whole body is JSON.
 
     A large one is decoded in steps of a few milliseconds, between which other threads run.
@@ -258,7 +258,7 @@ def check_output_parameters(header: RequestHeader, interface: Interface) -> None
             raise RequestError(RequestStatus.BAD_REQUEST, message)
 
 
-def encode_response(
+def encode_rest_response(
     model_name: str, version: str, header: RequestHeader, outputs: Sequence[InferenceTensor]
 ) -> tuple[bytes, list[memoryview]]:
     """Encode an answer in the form that the request asks for, in steps of a few milliseconds, between which other threads run."""
@@ -282,7 +282,7 @@ def encode_response(
 
 
 def json_bytes(header: RequestHeader, outputs: Sequence[InferenceTensor]) -> int:
-    """Return how many bytes of elements `encode_response` will write as JSON."""
+    """Return how many bytes of elements `encode_rest_response` will write as JSON."""
     return sum(tensor.array.nbytes for tensor in outputs if not _is_binary(header, tensor.name))
 
 

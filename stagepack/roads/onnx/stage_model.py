@@ -74,7 +74,7 @@ def name_values(model: ir.Model, graph: Graph, writes: StageWrites, stage_number
     boundary_names = {*input_names, *output_names}
     prefix = _stage_prefix(stage_number, [*weight_names.values()])
     new_names: dict[ir.Value, str] = {}
-    for value in all_values(model):
+    for value in onnx_values(model):
         weight_name = weight_names.get(value.name or "") if value.is_initializer() else None
         if weight_name is None or weight_name in boundary_names:
             new_names[value] = f"{prefix}{value.name}"
@@ -91,7 +91,7 @@ def name_values(model: ir.Model, graph: Graph, writes: StageWrites, stage_number
         node.name = node.outputs[0].name if node.outputs else None
 
 
-def all_values(model: ir.Model) -> Iterator[ir.Value]:
+def onnx_values(model: ir.Model) -> Iterator[ir.Value]:
     """Yield the values of a model and of the graphs in it, each once."""
     yield from model.graph.inputs
     yield from model.graph.initializers.values()
@@ -212,7 +212,7 @@ def _clear_debug_information(model: ir.Model) -> None:
     """Remove what torch's exporter records for debugging: stack traces, and sizes under names of its own."""
     common.ClearMetadataAndDocStringPass()(model)
     model.graph.metadata_props.clear()
-    for value in all_values(model):
+    for value in onnx_values(model):
         value.metadata_props.clear()
         if value.is_graph_input() or value.is_graph_output():
             # A loop needs the rank of its inputs.
