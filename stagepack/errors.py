@@ -253,9 +253,9 @@ class EvaluationModeWarning(UserWarning):
 
 
 class MicrobatchWarning(UserWarning):
-    """Rows of a batch meet in a model that is trained, so that its gradients are those of microbatches, and not those of the whole batch.
+    """Rows of a batch meet in a model that is trained, so that its gradients differ from the gradients of the whole batch.
 
-    The message names the operator, such as a batch norm in training mode, whose statistics are those of each microbatch. They are the
+    The message names the operator, such as a batch norm in training mode, which computes its statistics for each microbatch. They are the
     gradients that one process accumulates over the microbatches. Give ``microbatches=1`` to train with the whole batch, or ignore the
     warning if this is intended.
     """

@@ -63,16 +63,15 @@ def open_bundle(
 ) -> Bundle:
     """Open a bundle in a folder or at a URL. Only its manifest is read; needs no torch.
 
-    The files of a remote bundle are downloaded when a method of the bundle, or a loader, reads them: those of one stage for
+    The files of a remote bundle are downloaded when a method of the bundle, or a loader, reads them: the files of one stage for
     `stagepack.load_stage`. They stay in a cache, in the folder that ``STAGEPACK_CACHE`` names, by default ``~/.cache/stagepack``, which all
     processes of a user share. Each chunk of 16 MiB is compared with its digest before it is used, and a download that was interrupted
     goes on where it stopped.
 
     Args:
         source: the folder of the bundle; or its URL: ``https://HOST/FOLDER``, ``s3://BUCKET/FOLDER``, ``hf://ORGANIZATION/NAME`` with
-            ``@REVISION`` if it is not that of the main branch (with ``HF_HUB_OFFLINE=1``, its snapshot in the Hub's own cache), or one of
-            another file system of fsspec. ``#NAME`` after either selects an
-            entry point, as `Bundle.select` does.
+            ``@REVISION`` for another revision than the main branch (with ``HF_HUB_OFFLINE=1``, its snapshot in the Hub's own cache), or
+            a URL of another file system of fsspec. ``#NAME`` after the path or the URL selects an entry point, as `Bundle.select` does.
         digest: the digest that the bundle must have, as `Bundle.digest` and ``stagepack inspect`` state it. Without it, the manifest that
             the server sends is trusted. With it, nothing is downloaded that the cache has.
         storage_options: of a URL, arguments of the file system of fsspec, such as credentials.

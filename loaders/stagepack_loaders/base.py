@@ -62,7 +62,7 @@ class ArrayOps(Protocol):
         """
 
     def on_host(self, value: Any) -> bool:
-        """Whether the memory of a value is that of the host."""
+        """Whether the memory of a value is memory of the host."""
 
     def to_elements(self, value: Any, dtype: str) -> "Array":
         """Return the elements of a value as a numpy array, which shares its memory if that is the host's and dense.
@@ -184,12 +184,12 @@ class Loading:
     Attributes:
         options: how they are loaded.
         types: classes that arguments and results of modules may be built of.
-        dense_inputs: values from other stages may be contiguous where those of the capture were not.
+        dense_inputs: values from other stages may be contiguous where the captured values were not.
         autocast: whether ``torch.autocast`` around a call reaches the operators of the stages: there, dtypes of values within a stage may
-            differ from those of the capture.
+            differ from the captured dtypes.
         progress: called by several threads with the number of bytes of weight files that were read.
         unchanged: called with the size of each weight file that was not read, because it is unchanged since it was verified.
-        shared: what the stages share, also those of several entry points.
+        shared: what the stages share, also stages of several entry points.
     """
 
     options: LoadOptions = field(default_factory=LoadOptions)
@@ -247,7 +247,7 @@ class Runtime(ABC):
 
     @abstractmethod
     def stage_files(self, bundle: Bundle, stage_number: int) -> tuple[str, ...]:
-        """Return the names of the files that running a stage reads, besides the manifest. Reads none of them.
+        """Return the names of the files that running a stage reads, besides the manifest, and read no file.
 
         Raises:
             OperatorError: the stage lacks a file that the runtime needs.

@@ -39,8 +39,8 @@ class Tolerance(NamedTuple):
     """How far results may be from the expected ones, in the place of `TOLERANCE`. Integers and booleans must be equal all the same.
 
     Attributes:
-        rtol: the difference allowed relative to each value; None for that of the dtype.
-        atol: the absolute difference that is allowed in addition; None for that of the dtype.
+        rtol: the difference allowed relative to each value; None for the default of the dtype.
+        atol: the absolute difference that is allowed in addition; None for the default of the dtype.
     """
 
     rtol: float | None = None

@@ -16,7 +16,7 @@ from stagepack_loaders.registry import runtimes
 
 
 def array_ops_of(value: object) -> ArrayOps:
-    """Return the operations on a value: those of numpy arrays, or of the first runtime that takes it."""
+    """Return the operations on a value: the operations of numpy arrays, or of the first runtime that takes it."""
     if NUMPY_ARRAYS.is_array(value):
         return NUMPY_ARRAYS
     for runtime in runtimes():
@@ -83,7 +83,7 @@ def _memory_range(value: Any) -> range:
 
 
 def array_ops_of_call(values: Iterable[Any], default: ArrayOps) -> ArrayOps:
-    """Return the operations on the arrays that a caller uses: those of the first array given, or `default` if there is none."""
+    """Return the operations on the arrays that a caller uses, by the first array; `default` if there is no array."""
     for value in values:
         if hasattr(value, "shape"):
             return array_ops_of(value)

@@ -100,7 +100,7 @@ class Executor(ABC):
             options: how the call is run.
 
         Returns:
-            The values after the last stage, with all results of the model. An error is that of the future, or raised at once.
+            The values after the last stage, with all results of the model. An error is set in the future, or raised at once.
         """
 
     def run(self, values: dict[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:

@@ -98,9 +98,9 @@ def load(
     arrays), and returns arrays of the kind that it is called with. Stages pass their values on without a copy when their devices are
     the same.
 
-    In torch, results carry gradients as those of the model do: its parameters require them if they did at the export. Under
-    ``torch.no_grad()`` and ``torch.inference_mode()`` they carry none, nor with `processes` and `compiled`, nor where weights pass
-    through `device_memory`.
+    In torch, results carry gradients as the results of the model do: its parameters require gradients if they did at the export. Results
+    carry no gradients under ``torch.no_grad()`` and ``torch.inference_mode()``, with `processes`, with `compiled`, and where weights
+    pass through `device_memory`.
 
     Args:
         bundle: the folder of the bundle, its URL (see `stagepack.open`), or an opened bundle.
@@ -117,8 +117,8 @@ def load(
             computed with them. ``"manifest"``: the manifest, graphs and ONNX files; of weight files the size and the header.
             ``"off"``: as ``"manifest"``, but no digest of a graph or an ONNX file, for files that were edited on purpose. The rules of
             the format are checked in any case.
-        require_signature: a PEM file with the public key of a signer, or with certificates of authorities, or several: a bundle that none
-            of them has signed is refused; see `stagepack.sign`. Only with ``verify="full"``: the signature is over the digests.
+        require_signature: a PEM file with the public key of a signer, or with certificates of authorities, or several: a bundle without a
+            signature of one of them is refused; see `stagepack.sign`. Only with ``verify="full"``: the signature is over the digests.
         copy: read the weights into memory of this process. By default the CPU uses weight files where they are, mapped: they are ready
             in milliseconds, take no memory of the process, and are shared between processes. Before one of them is changed, the process
             copies it, so that calls answer as before; files for which the kernel does not promise that are copied at once. Devices other

@@ -158,7 +158,7 @@ class CallablePipeline(ABC):
         return_logprobs: bool = False,
         **settings: Any,
     ) -> Any:
-        """Generate tokens, as ``generate`` of transformers does. The pipeline is that of a bundle with a decoder and its cache.
+        """Generate tokens, as ``generate`` of transformers does. The bundle of the pipeline has a decoder with its cache.
 
         Each generation has state of its own, so that several threads may generate at the same time.
 
@@ -168,14 +168,14 @@ class CallablePipeline(ABC):
                 tokenizer of transformers returns, which may be given by its names too. A text, or a list of texts, if the bundle has a
                 tokenizer.
             attention_mask: 1 for tokens and 0 for padding, [batch, length]. Padding of texts that are continued is moved to their
-                beginning. None for no padding, or for that of the padding token of the model.
+                beginning. None: the padding token of the model is padding; without one, there is none.
             encoder: of a model with an encoder: its pipeline.
             on_tokens: called with the new tokens, [batch], as soon as they are there.
             return_logprobs: return how likely each new token was, too: the natural logarithm of its probability by the logits, before
                 settings change them.
             **settings: how tokens are chosen: the fields of `GenerationSettings`, such as ``max_new_tokens=100``, ``do_sample=True``,
-                ``temperature=0.7``, ``seed=0``, ``stop_strings=["END"]``, ``num_return_sequences=3``. Others are those of
-                generation_config.json in the bundle, and the defaults of transformers.
+                ``temperature=0.7``, ``seed=0``, ``stop_strings=["END"]``, ``num_return_sequences=3``. Other fields
+                have the values of generation_config.json in the bundle, then the defaults of transformers.
 
         Returns:
             All tokens of the decoder, [batch, length], as an array of the kind and on the device of `inputs`: with the tokens that it
@@ -196,7 +196,7 @@ class CallablePipeline(ABC):
     def encode(
         self, sentences: Any, *, prompt_name: str | None = None, prompt: str | None = None, batch_size: int = 32
     ) -> Any:
-        """Embed texts, as ``encode`` of sentence-transformers does. The pipeline is that of a bundle of such a model, with its tokenizer.
+        """Embed texts, as ``encode`` of sentence-transformers does. The bundle has a model of this library and its tokenizer.
 
         Args:
             sentences: a text, or a list of texts.
@@ -375,7 +375,7 @@ def load_pipeline(
 ) -> Pipeline:
     """Load all stages of a bundle into this process.
 
-    shared: what stages share that are loaded together, also those of several entry points.
+    shared: what the stages share that are loaded together, also stages of several entry points.
     """
     limit = value_limit(bundle, limits)
     loading = Loading(options=options, shared=shared or SharedObjects())

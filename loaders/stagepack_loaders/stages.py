@@ -174,7 +174,7 @@ class OutputContract:
     """Checks the outputs of a stage, given its inputs.
 
     Attributes:
-        dtypes: those of the outputs that are tensors, by position.
+        dtypes: the dtypes of the outputs that are tensors, by position.
     """
 
     def __init__(

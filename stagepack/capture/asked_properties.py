@@ -98,7 +98,7 @@ def _is_between(code: CodeType) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class OtherInputs:
-    """How tensors get another property than those of the example have."""
+    """How tensors get another property than the tensors of the example have."""
 
     # Where or what the tensors are then, such as ``in column-major memory``.
     description: str

@@ -20,7 +20,7 @@ class Inputs:
         args: the inputs that are passed by position.
         kwargs: the inputs that are passed by name.
         dynamic_shapes: the dimensions that may change, as ``torch.export.export`` takes them, except that parameters, and items of the
-            dicts that they take, may be left out: their sizes are those of the example. None: all sizes are.
+            dicts that they take, may be left out: their sizes are fixed to the example. None fixes all sizes.
 
     Examples:
         >>> batch = torch.export.Dim("batch", min=1, max=64)
@@ -44,7 +44,7 @@ def with_tensors(inputs: Inputs) -> Inputs:
 
 
 def on_device_of(model: Any, inputs: Inputs) -> Inputs:
-    """Return inputs that are made for a model with their tensors on its device, which is that of its first weight."""
+    """Return inputs that are made for a model with their tensors on the device of its first weight."""
     from stagepack.torch_internals import tree_map_tensors  # noqa: PLC0415 - imports torch
 
     device = device_of(model)
@@ -55,7 +55,7 @@ def on_device_of(model: Any, inputs: Inputs) -> Inputs:
 
 
 def device_of(model: Any) -> Any:
-    """Return the device of the first weight of a module; that of the host if it has none."""
+    """Return the device of the first weight of a module; the CPU for a module without weights."""
     import torch  # noqa: PLC0415 - slow to import
 
     first = next(itertools.chain(model.parameters(), model.buffers()), None)
@@ -178,7 +178,7 @@ def complete_spec(value: Any, spec: Any) -> Any:
 
 
 def _with_tuple_for(parameter_name: str, shapes: Any, example_of_parameter: Mapping[str, Any]) -> Any:
-    """The shapes with those of what ``*args`` takes in a tuple; as they are where they have one."""
+    """The shapes, with the shapes of what ``*args`` takes in a tuple; unchanged where they have one."""
     examples = example_of_parameter[parameter_name]
     if isinstance(shapes, Mapping):
         unknown_names = [shape_name for shape_name in shapes if shape_name not in example_of_parameter]

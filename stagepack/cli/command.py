@@ -10,7 +10,7 @@
 
 The type of a field says what the option takes: a `bool` is a switch, a `Literal` a choice, a tuple an option that is repeatable. A field
 that is such an object itself stands for the options of its fields. A field that the loaders or the server know is `flag_of` their class of
-options, and `flags_of` such a class stands for all of its fields.
+options, and `flags_of` this class stands for all of its fields.
 """
 
 import contextlib
@@ -64,7 +64,7 @@ class Text(click.types.StringParamType):
     """A name or another text, which is not empty."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """Refuse an empty text, such as that of a variable of the shell that is not set."""
+        """Refuse an empty text, which a variable of the shell that is not set gives."""
         if not value:
             self.fail("the value is empty.", param, ctx)
         return str(super().convert(value, param, ctx))
@@ -209,7 +209,7 @@ def either(*flags: Any) -> Any:
 
 
 def argument(metavar: str | None = None, **settings: Any) -> Any:
-    """Return an argument for a field; further settings are those of `click.argument`."""
+    """Return an argument for a field; `settings` are passed to `click.argument`."""
     return _Parameters([(click.Argument, [], {"metavar": metavar} | settings)])
 
 
@@ -289,7 +289,7 @@ def subcommand(
 ) -> Callable[[Callable[[Any], None]], click.Command]:
     """Return a decorator that makes a function of an object of options a subcommand.
 
-    forms_group: under torchrun, the processes that run the command are those of one pipeline.
+    forms_group: under torchrun, the processes that run the command form one pipeline.
     """
 
     def declare(function: Callable[[Any], None]) -> click.Command:

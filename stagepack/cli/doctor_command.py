@@ -62,9 +62,9 @@ def command(options: _Options) -> None:
 
     Without SOURCE, the machine is described, for the report of a bug: versions, packages, devices, limits and the cache.
 
-    Tries the ways to capture the model of SOURCE, which is as for 'stagepack export', or each of its entry points, and if none of the
-    usual ones works, its modules one by one. A model that is captured is written into a temporary folder, loaded, and compared on its
-    example. Each result is printed when it is there, and stays after Ctrl-C. The code of SOURCE runs. The exit status is 1 if
+    Tries the ways to capture the model of SOURCE, or each of its entry points. SOURCE is written as for 'stagepack export'. If all usual
+    ways fail, the modules of the model are tried one by one. A captured model is written into a temporary folder, loaded, and compared on
+    its example. Each result is printed at once, and stays after Ctrl-C. The command runs the code of SOURCE. The exit status is 1 if
     'stagepack export' cannot write the model.
     """
     source = options.source

@@ -51,7 +51,7 @@ class _Options:
     )
     generate: int | None = flag(
         "--generate POSITIONS",
-        "Of a language or speech model of transformers: a key-value cache of so many positions becomes state, and the bundle generates.",
+        "For a language or speech model of transformers: a key-value cache of POSITIONS positions becomes state, and the bundle generates.",
         type=click.IntRange(6),
     )
     generate_batch: int = only_with(
@@ -66,8 +66,8 @@ class _Options:
     )
     assets: tuple[str, ...] = flag(
         "--asset FILE",
-        "Further file for the bundle, such as tokenizer.json: 'stagepack serve' reads texts with it. Those of a Hugging Face model are "
-        "taken without it. Repeatable.",
+        "Further file for the bundle, such as tokenizer.json: 'stagepack serve' reads texts with it. The files of a Hugging Face model "
+        "are added without this option. Repeatable.",
         type=PathType(),
     )
     dtype: Dtype | None = DTYPE
@@ -115,15 +115,15 @@ def command(options: _Options) -> None:
     and returns a torch.nn.Module, or a module and its example inputs. A dict of stagepack.Inputs, by paths of methods and modules such as
     encode and vae.decode, makes a bundle with an entry point for each.
 
-    Without a cut option, the model is cut where its code calls stagepack.split_here(); without such calls it becomes one stage. The
-    bundle is loaded before it has its name, and its answer to the example is compared with that of the model: a bundle that no loader
-    accepts, or that answers otherwise, is not written.
+    Without a cut option, the model is cut where its code calls stagepack.split_here(); without these calls it becomes one stage. The
+    bundle is loaded from a temporary name, and its answer to the example is compared with the answer of the model. A bundle that a loader
+    would refuse, or that answers otherwise, is not written.
 
-    With --graph-from, a fine-tuned checkpoint becomes a bundle without a capture: the graphs, the example inputs and the cut are those of
-    the bundle, and names, shapes and dtypes of the weights are compared.
+    With --graph-from, a fine-tuned checkpoint becomes a bundle without a capture: the new bundle has the graphs, the example inputs and
+    the cut of the old one. Names, shapes and dtypes of the weights are compared.
 
-    The weights of a Hugging Face model and those of --weights go from their files to the bundle one after the other, so that a model may
-    be larger than the memory.
+    The weights of a Hugging Face model, and of --weights, are copied from their files to the bundle one by one, so that a model may be
+    larger than the memory.
 
     This runs the code of SOURCE. torch reads parts of a .pt2 file and of a DCP folder with pickle, so they can run code too: export only
     files that you trust.

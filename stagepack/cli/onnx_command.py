@@ -35,8 +35,8 @@ def command(options: _Options) -> None:
     that ONNX Runtime cannot run on the CPU, or whose answer differs from that in torch by more than rounding, gets no ONNX model and
     runs in torch only. The exit status is 1 if no stage has one.
 
-    A difference is allowed within a tolerance of the type: for float32, 1e-3 of each value plus 1e-4. Beyond it, the stage is computed
-    in float64, and a difference up to 8 times that of torch's own answer from float64 is allowed. --rtol and --atol replace all that.
+    A difference is allowed within a tolerance of the dtype: for float32, 1e-3 of each value plus 1e-4. Beyond it, the stage is computed
+    in float64, and a difference of up to 8 times the difference between torch and float64 is allowed. --rtol and --atol replace both.
     """
     refuse_url(options.bundle_path, "ONNX files are written into the bundle")
     require_extras("torch", "onnx", "onnxruntime")

@@ -69,7 +69,7 @@ def command(options: _Options) -> None:
     SOURCE is a model, as for 'stagepack export', whose code runs. A BUNDLE needs no torch; without a cut option, its own cut is shown.
 
     For each stage, the table shows its weights, memory, compute, the bytes that it receives, and its time. Memory, received bytes and
-    time are estimates for one call with inputs of the example's sizes; with --profile, the time is that of a device, or measured.
+    time are estimates for one call with inputs of the example's sizes. With --profile, the time is estimated for a device, or measured.
     """
     source, out = options.source, options.out
     if out is not None:

@@ -40,7 +40,7 @@ class RuntimeName(click.ParamType):  # type: ignore[type-arg]
     name = "runtime"
 
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """Return the name if it is that of a runtime."""
+        """Return the name if a runtime has it."""
         if value not in (names := (DEFAULT_RUNTIME, *runtime_names())):
             self.fail(f"{value!r} is not one of {', '.join(map(repr, names))}.", param, ctx)
         return value

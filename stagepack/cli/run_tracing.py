@@ -110,7 +110,7 @@ def trace_until_closed(pipeline: "CallablePipeline", trace_file: Path, closing: 
 
 
 def print_trace(facts: Mapping[str, Any]) -> None:
-    """Print for people what was traced; `facts` are those of `trace_facts`."""
+    """Print for people what was traced; `trace_facts` returns `facts`."""
     requests = count_of("request", facts["requests"])
     computing = [process for process in facts["processes"] if process["compute_share"]]
     busy = "; ".join(f"{process['name']}: {process['compute_share']:.0%}" for process in computing)

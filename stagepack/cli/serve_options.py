@@ -153,7 +153,7 @@ class ServeOptions:
     )
     check_example: bool = flag(
         "--no-check-example",
-        "Serve bundles also if their examples have other results here than those of the model, which are recorded in them.",
+        "Serve bundles also if their examples have other results here than the recorded results of the model.",
         default_text="checked",
         flag_value=False,
         default=True,

@@ -44,7 +44,7 @@ OVERWRITE = flag("--overwrite", "Replace an existing file.")
 DTYPE = flag(
     "--dtype DTYPE",
     "For a Hugging Face folder or hub name: convert the weights to float64, float32, float16 or bfloat16.",
-    default_text="that of the checkpoint",
+    default_text="the dtype of the checkpoint",
 )
 ALLOW_OPS = flag_of(LoadOptions, "allow_ops")
 PROFILE = flag(
@@ -160,7 +160,7 @@ def bundle_folder_name(location: str) -> str:
 
 
 def default_model_name(bundle_path: str) -> str:
-    """Return the name by which clients call a bundle: that of its folder without ``.stagepack``, and after ``_`` its entry point."""
+    """Return the name by which clients call a bundle: the name of its folder without ``.stagepack``, and after ``_`` its entry point."""
     folder = bundle_folder_name(bundle_path).removesuffix(".stagepack")
     _, entry_point = split_entry_point(bundle_path)
     return folder if entry_point is None else f"{folder}_{entry_point}"

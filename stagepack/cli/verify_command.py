@@ -94,7 +94,7 @@ def _replay(bundle: Bundle, options: _Options) -> Difference:
     """Load a bundle whose digests are verified already, and run its example."""
     runtimes = runtime_of_each_stage(options.runtimes, bundle)
     for runtime in dict.fromkeys(runtimes):
-        import_runtime(runtime)  # before all else, so that a missing package is that of the runtime
+        import_runtime(runtime)  # before all else, so that a missing package is named with its runtime
     from stagepack_loaders.comparison import Tolerance  # noqa: PLC0415 - after the arguments are checked
     from stagepack_loaders.example import replay_example  # noqa: PLC0415 - the same
     from stagepack_loaders.load import load  # noqa: PLC0415 - the same

@@ -141,7 +141,7 @@ class BundleFiles:
 
         Raises:
             FormatError: it is not a plain file, or too large.
-            RemoteError: that of a remote bundle cannot be downloaded.
+            RemoteError: the signature of a remote bundle cannot be downloaded.
         """
         if self.source is not None:
             return self.source.read_signature()
@@ -199,7 +199,7 @@ class BundleFiles:
     def digest_problems(
         self, entries: Sequence[File], progress: ByteProgress | None, versions: dict[str, FileVersion] | None = None
     ) -> list[Problem]:
-        """Compare files with their digests; those of a remote bundle that were damaged in the cache are downloaded again, once.
+        """Compare files with their digests. Damaged files in the cache of a remote bundle are downloaded again, once.
 
         Args:
             entries: the files.
@@ -222,7 +222,7 @@ class BundleFiles:
         """Download files again that were damaged in the cache.
 
         Args:
-            problems: those of files that differ from the manifest.
+            problems: the problems of files that differ from the manifest.
 
         Returns:
             Whether files were downloaded: there are problems, and the bundle is a remote one.

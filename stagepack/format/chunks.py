@@ -91,7 +91,7 @@ def chunk_digest(content: bytes | memoryview) -> str:
 
 
 def file_digest(chunk_digests: Sequence[str]) -> str:
-    """Return the digest of a file from those of all its chunks, at least one, in hexadecimal."""
+    """Return the digest of a file from the digests of all its chunks, at least one, in hexadecimal."""
     if len(chunk_digests) == 1:
         return chunk_digests[0]
     return blake3(bytes.fromhex("".join(chunk_digests)), derive_key_context=_ROOT_CONTEXT).hexdigest()

@@ -82,7 +82,7 @@ class Weight(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def owned_names(self) -> tuple[str, ...]:
-        """Its names, and that of the stored tensor: another weight with one of them has the same memory."""
+        """The names of the weight and of its stored tensor: another weight with one of them has the same memory."""
         return self.names if self.base is None else (*self.names, self.base)
 
     @property
@@ -217,7 +217,7 @@ class Autocast(Struct, frozen=True, kw_only=True):
     """A ``torch.autocast`` context.
 
     Attributes:
-        device: the device type that it applies to; None for that of the stage.
+        device: the device type that it applies to; None for the device type of the stage.
         dtype: the torch dtype that operators are cast to.
         enabled: whether operators are cast.
         cache: whether casts of weights are kept while the context is open.
@@ -282,7 +282,7 @@ class Node(Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Subgraph(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The body of a higher-order operator.
 
-    It uses the tables of the graph, but none of its values. It may call the subgraphs before it, so that no call is recursive.
+    A subgraph uses the tables of the graph, but no values of it. It may call the subgraphs before it, so that no call is recursive.
 
     Attributes:
         inputs: the values that it takes.
@@ -303,7 +303,7 @@ class ModuleCall(Struct, frozen=True, kw_only=True, omit_defaults=True):
         type: the name of its class.
         first: the position of its first node in the list of nodes of the whole model, in decimal digits; a string because it may be a
             template.
-        nodes: the number of its nodes, including those of nested module calls.
+        nodes: the number of its nodes, including the nodes of nested module calls.
         signature: the arguments and the result of this call; None if the capture did not record them. A leaf may name an unused value
             that the graph does not have.
     """

@@ -52,7 +52,7 @@ class Bundle(BundleFiles):
     reads and closes them again. The files of a remote bundle are downloaded by the first method that reads them.
 
     A bundle with several entry points is opened at one of them, or at none; see `select`. Stages, edges, graphs and the example are
-    those of the selected entry point. The only entry point of other bundles is selected.
+    taken from the selected entry point. The only entry point of other bundles is selected.
 
     Attributes:
         path: the folder of the bundle; of a remote bundle, its folder in the cache, which may not have all files yet: see `fetch`.

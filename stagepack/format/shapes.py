@@ -76,7 +76,7 @@ def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def is_row_major(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether the elements of a tensor are in memory as those of a contiguous one. A dimension of size 1 may have any stride."""
+    """Whether the elements of a tensor have the memory order of a contiguous tensor. A dimension of size 1 may have any stride."""
     expected = zip(shape, strides, row_major_strides(shape), strict=True)
     return 0 in shape or all(size == 1 or stride == row_major for size, stride, row_major in expected)
 

@@ -231,7 +231,7 @@ def _is_plain_identifier(text: str) -> bool:
 
 
 def is_tuple(tree: ObjectTree) -> bool:
-    """Whether an object is a tuple whose items have names. Those of torch are known by their class in bundles that do not say it."""
+    """Whether an object is a tuple whose items have names. Named tuples of torch are known by their class in bundles that do not say it."""
     return tree.kind == "tuple" or (
         tree.class_name.startswith(_TORCH_RESULTS)
         and all(is_field_name(field_name, index) for index, (field_name, _) in enumerate(tree.fields))

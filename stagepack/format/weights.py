@@ -1,7 +1,7 @@
 """Weight files: safetensors files without gaps, in which every tensor begins on a multiple of 64 bytes (SPEC W1 to W6).
 
 The header is read and written here and not by the safetensors library, which offers neither a free order of the tensors nor their
-byte ranges. The format is that of https://github.com/huggingface/safetensors#format.
+byte ranges. The format is specified at https://github.com/huggingface/safetensors#format.
 """
 
 import json

@@ -225,7 +225,7 @@ def find_profile(name: str | os.PathLike[str]) -> Profile | DeviceProfile:
 
 
 def device_costs(graph: Graph, costs: GraphCosts, device: DeviceProfile) -> GraphCosts:
-    """Replace the times of the reference device by those of another one. The latencies stay."""
+    """Replace the times of the reference device by the times of another device. The latencies stay."""
     return replace(
         costs,
         node_times=tuple(_node_time(node, device) for node in graph.nodes),
@@ -254,7 +254,7 @@ class MeasuredCosts:
 
 
 def measured_costs(graph: Graph, costs: GraphCosts, profile: Profile) -> MeasuredCosts:
-    """Replace estimated times of nodes by measured ones, and that of sending values if the profile has it. All other costs stay."""
+    """Replace estimated times of nodes by measured times, and the time of sending values if the profile has it. Other costs stay."""
     found_digest = model_digest(graph)
     if profile.model != found_digest:
         raise CutError(

@@ -231,7 +231,7 @@ class CostedGraph:
         return find_size_nodes(self.analysis)
 
     def content_nodes(self, node_numbers: Iterable[int]) -> list[int]:
-        """Return those of some nodes that use more of tensors than their sizes."""
+        """Return the nodes among some that use more of tensors than their sizes."""
         return [node_number for node_number in node_numbers if node_number not in self.size_nodes]
 
     @cached_property

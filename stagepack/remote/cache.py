@@ -84,7 +84,7 @@ class PartFile:
             return False
 
     def read(self, start: int, end: int) -> bytes:
-        """Return the bytes from `start` that were written, up to `end`; those of a last block that was not filled are zeros.
+        """Return the bytes from `start` that were written, up to `end`; the end of a last block that was not filled is zeros.
 
         File systems without holes have zeros for all bytes that were never written.
         """
@@ -154,7 +154,7 @@ class Cache:
         return folder
 
     def location_path(self, digest: str) -> Path:
-        """Return the file with the URL that a bundle was opened at last. The time of its last change is that of the last use."""
+        """Return the file with the URL that a bundle was opened at last. The time of its last change is the time of the last use."""
         return self.folder / "locations" / digest
 
     def use(self, digest: str, location: str) -> int | None:

@@ -101,7 +101,7 @@ def _remove_bundle(cache: Cache, digest: str) -> bool:
 
 
 def keep_newest_bundles(cache: Cache, count: int) -> None:
-    """Remove all bundles but those that were used last, and files and parts of files that none of these has."""
+    """Remove all bundles but the ones used last, and the files and parts of files that no kept bundle has."""
     bundles = cached_bundles(cache)
     for bundle in bundles[count:]:
         _remove_bundle(cache, bundle.digest)

@@ -295,7 +295,7 @@ class _ChunkContent:
 
 
 class _ChunkWriter:
-    """Takes a file from its first byte on, and writes those of its chunks that are missing and right."""
+    """Takes a file from its first byte on, and writes the chunks that are missing and have the right digest."""
 
     def __init__(self, download: FileDownload, finish_chunk: Callable[[FileDownload, int, int], None]) -> None:
         # What is wrong with the first chunk that is not as expected.

@@ -20,7 +20,7 @@ def open_hub_store(url: BundleUrl, storage_options: Mapping[str, Any] | None = N
 
     So all files are of one commit, also when the repository changes while they are downloaded.
 
-    storage_options: ``token`` and ``endpoint``, where these are not those of the environment; the others go to fsspec.
+    storage_options: ``token`` and ``endpoint`` in place of the environment's; the others go to fsspec.
     """
     options = dict(storage_options or {})
     token, endpoint = options.pop("token", None) or get_token(), options.pop("endpoint", None)

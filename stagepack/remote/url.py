@@ -52,7 +52,7 @@ def is_bundle(source: object) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BundleUrl:
-    """The URL of a bundle: that of the folder that has its ``manifest.json``."""
+    """The URL of a bundle: the URL of the folder with its ``manifest.json``."""
 
     scheme: str  # such as ``https``, ``s3`` or ``hf``, in lower case
     folder: str  # the URL without a slash at its end, and for HTTP without its query

@@ -81,7 +81,7 @@ def exported_assets(source: str | None, contents: Mapping[str, bytes], *, genera
 def _hugging_face_folders(source: str) -> list[Path]:
     """The folders that have the files of a Hugging Face model: of a hub name, the snapshot in the Hub's cache.
 
-    An adapter of PEFT has a folder after that of its base model.
+    The folder of an adapter of PEFT comes after the folder of its base model.
     """
     folder = Path(source)
     if not folder.exists():

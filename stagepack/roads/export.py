@@ -42,7 +42,7 @@ class ExportRequest:
         example: what is said about the call that is captured.
         cut: where to cut the model, or each of its entry points that has no cut of its own.
         cuts: where to cut entry points, by their names.
-        tolerance: with `with_onnx`: that of the comparison with torch.
+        tolerance: with `with_onnx`, the tolerance of the comparison with torch.
         options: how the bundle is written.
 
     The other attributes are the arguments of `export`.
@@ -109,7 +109,7 @@ class ExportResult:
 
     Attributes:
         method: how the model was captured.
-        difference: how far its answer to the example is from that of the model; None if the model was not run.
+        difference: the largest difference between the answers of the bundle and the model to the example; None if the model was not run.
         onnx: the ONNX files of each entry point.
     """
 
@@ -153,10 +153,10 @@ def export(
 ) -> Bundle:
     """Write a model as a bundle of pipeline stages.
 
-    The model is captured by ``torch.export.export``, cut, and run once on its example. The bundle is loaded before it has its name, and its
-    answer to the example is compared with that of the model, and recorded, so that every loader can check itself against it. What no loader
-    accepts is not written. The model and the inputs are unchanged afterwards. At most one of `stages`, `split_at`, `policy` and `plan` says
-    where to cut; without them, the model is cut at `stagepack.split_here` in its code, or is one stage.
+    The model is captured by ``torch.export.export``, cut, and run once on its example. The bundle is loaded from a temporary name, and its
+    answer to the example is compared with the answer of the model. The bundle records the answer, so that every loader can check itself. A
+    bundle that a loader would refuse is not written. The export does not change the model or the inputs. At most one of `stages`,
+    `split_at`, `policy` and `plan` says where to cut. Without them, the model is cut at `stagepack.split_here` in its code, or not cut.
 
     Args:
         model: a module, an exported program, a ``.pt2`` file, a Hugging Face folder or hub name, or ``"FILE.py:FUNCTION"``. The folder of
@@ -176,12 +176,12 @@ def export(
             with the inputs that it gets in its first call when the model runs on `args` and `kwargs`. With `dynamic_shapes`, torch
             decides which sizes of these inputs may change.
         weights: a checkpoint of the module that `model` makes: a ``.safetensors`` file, a file of ``torch.save``, an index of sharded
-            files, or a folder of ``torch.distributed.checkpoint``, of which torch reads a part with pickle. As those of a Hugging Face
-            folder, its weights are never in memory together.
+            files, or a folder of ``torch.distributed.checkpoint``, of which torch reads a part with pickle. Its weights, as the
+            weights of a Hugging Face folder, are never in memory together.
         graph_from: a bundle of the same model with other weights: nothing is captured, its graphs and its cut are used, and `model` is
             the new checkpoint, or a Hugging Face folder or hub name.
-        dtype: of a Hugging Face folder or hub name: the dtype that its weights are converted to, such as ``"bfloat16"``; by default,
-            that of the checkpoint.
+        dtype: for a Hugging Face folder or hub name: the dtype that its weights are converted to, such as ``"bfloat16"``. By default, the
+            weights keep the dtype of the checkpoint.
         stages: the number of stages; with `entry_points`, of each, or a dict from the names of some to theirs. The cut makes the slowest
             stage as fast as possible.
         split_at: paths of modules, such as ``"layers.8"``; each starts a stage. With `entry_points`, a dict from names to such lists.
@@ -194,15 +194,15 @@ def export(
         shared: how several stages use one weight: each of them stores it (``"replicate"``), or the first one stores it and sends it at
             each call (``"transmit"``).
         dynamic_shapes: the dimensions that may change, as ``torch.export.export`` takes them; parameters may be left out.
-        generate: of a language or speech model of transformers: the number of positions of its key-value cache. The cache becomes state of
-            the stages, and the bundle generates; its inputs are then made here. `stagepack_loaders.generation.decoders` says which.
+        generate: for a language or speech model of transformers (see `stagepack_loaders.generation.decoders`): the number of positions of
+            its key-value cache. The cache becomes state of the stages, and the bundle generates. The export makes the example inputs.
         generate_batch: the number of texts that the cache holds, which a server generates at once. On a CPU, memory is taken where texts
             are written; on a GPU, for all of them.
         assets: further files for the bundle, such as ``tokenizer.json`` and ``chat_template.jinja``: `stagepack serve` reads texts with
-            them. Those of a Hugging Face folder or hub name are taken without being named. `stagepack.add_assets` adds some later.
+            them. The files of a Hugging Face folder or hub name are added without this option. `stagepack.add_assets` adds files later.
         onnx: also add ONNX files, as `stagepack.add_onnx` does. A stage that has no ONNX form is named by a warning.
-        rtol: with `onnx`: the tolerance of the comparison with torch, see `stagepack.add_onnx`.
-        atol: likewise.
+        rtol: with `onnx`: the relative tolerance of the comparison with torch, see `stagepack.add_onnx`.
+        atol: with `onnx`: the absolute tolerance of this comparison.
         strict: capture with ``strict=True`` of ``torch.export.export``, which traces the Python code in the place of running it.
         allow_ops: with `graph_from`: as for `stagepack.load`.
         allow_difference: write a model of which the captured program answers otherwise than the model does in eager mode, by more than
@@ -306,7 +306,7 @@ def write_model(request: ExportRequest) -> ExportResult:
 
 
 def _with_other_weights(request: ExportRequest) -> ExportResult:
-    """Write the graphs of a bundle with the weights of a checkpoint; no other answer than that of the stages is recorded."""
+    """Write the graphs of a bundle with the weights of a checkpoint; the recorded answer is the answer of the new stages."""
     assert request.graph_from is not None
     assert isinstance(request.model, str | os.PathLike)
     bundle = replace_weights(
@@ -333,7 +333,7 @@ def _written_capture(request: ExportRequest) -> ExportResult:
     with strict_captures(request.strict):
         captures = source.captures(example, request.modules)
     differences: list[float] = []
-    # The files of a pipeline say more than those of its folder, such as how texts are cut.
+    # The files of a pipeline say more than the files of its folder, such as how texts are cut.
     files = {**model_files(next(iter(captures.values())).model), **assets}
     options = replace(
         request.options,

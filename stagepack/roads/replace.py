@@ -1,6 +1,6 @@
 """A bundle and other weights of its model, such as fine-tuned ones -> a bundle with these weights, without a capture.
 
-Graphs, edges and plan are those of the bundle. The recorded answer to the example is that of the new stages.
+The new bundle has the graphs, edges and plan of the old one. It records the answer of the new stages to the example.
 """
 
 import json
@@ -81,7 +81,7 @@ def replace_weights(
     Names, shapes and dtypes of the weights are compared. Buffers that a checkpoint does not have, and constants, stay those of the
     bundle. ONNX files belong to the old weights and are left out. The weights are never in memory together.
 
-    needed_names: the weights that the source must have; others may stay those of the bundle. None for all parameters and buffers.
+    needed_names: the weights that the source must have; others may keep the values of the bundle. None for all parameters and buffers.
     """
     old_bundle = opened(bundle)
     progress("check the bundle")

@@ -48,7 +48,7 @@ def save(
 
     Of a training, all processes must call it: each writes its own weights into a folder beside `out`, which all must reach by this path,
     and process 0 makes the bundle of them. A call that failed can be repeated. Buffers that are not in the `state_dict`, and weights that
-    only other entry points use, stay those of the loaded bundle.
+    only other entry points use, keep the values of the loaded bundle.
 
     Args:
         loaded: what `stagepack.train` returned, or what `stagepack.load` returned, in PyTorch and in this process.

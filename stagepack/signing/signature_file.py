@@ -93,7 +93,7 @@ class SignatureFile(msgspec.Struct, frozen=True, rename="camel"):
         return {signed_file.name: signed_file.digest for signed_file in statement.predicate.resources}
 
     def certificates(self) -> list[x509.Certificate]:
-        """Return the certificate of the signer, and after it those of the authorities that issued it; empty for a key."""
+        """Return the certificate of the signer, and then the certificates of the authorities that issued it; empty for a key."""
         chain = self.verification_material.chain
         entries = () if chain is None else chain.certificates
         return [x509.load_der_x509_certificate(base64.b64decode(entry.raw_bytes)) for entry in entries]

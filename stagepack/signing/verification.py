@@ -1,6 +1,6 @@
 """Verify the signature of a bundle before anything of it is used.
 
-The signature lists the digests of all files. Of these only that of the manifest is compared: the manifest has a digest of every file, with
+The signature lists the digests of all files. Only the digest of the manifest is compared: the manifest has a digest of every file, with
 which each file is compared when it is read (SPEC D2). So weights are read once, and nothing is between the check and the use.
 """
 
@@ -174,7 +174,7 @@ def _signed_manifest(verifier: verifying.Config, signature_path: Path) -> manife
 
 
 def _compare_manifest(bundle: Bundle, signed: manifest.Manifest) -> None:
-    """Compare the manifest that was opened with its signed digest, or with those of its shards."""
+    """Compare the manifest that was opened with its signed digest, or with the digests of its shards."""
     content = read_plain_file(bundle.path, MANIFEST_NAME, limits.MANIFEST_BYTES) or b""
     changed = SignatureError(
         f"{bundle.location}: {MANIFEST_NAME} is not the one that was signed: the bundle was changed afterwards. If you changed it, as "

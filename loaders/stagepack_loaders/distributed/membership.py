@@ -277,7 +277,7 @@ class LoadingProgress:
 
 
 class _ShownProgress(LoadingProgress):
-    """The progress of the front, which shows that of all processes."""
+    """The progress of the front, which shows the progress of all processes."""
 
     def __init__(self, store: Store, show_bytes: ByteProgress) -> None:
         super().__init__(store)

@@ -50,7 +50,7 @@ def to_numpy(value: OrtValue, dtype: str) -> Any:
 
 
 def is_on_host(value: OrtValue) -> bool:
-    """Whether the memory of a value is that of the host."""
+    """Whether the memory of a value is memory of the host."""
     return bool(value.device_name().lower() == "cpu")
 
 

@@ -19,7 +19,7 @@ _OPENAI_CODES: Final[Mapping[int, str]] = {
     HTTPStatus.METHOD_NOT_ALLOWED: "method_not_supported",
     HTTPStatus.UNAUTHORIZED: "invalid_api_key",
 }
-# That of a prompt, or of its answer, that is longer than the cache.
+# The code of a prompt, or of an answer, that is longer than the cache.
 CONTEXT_CODE: Final = "context_length_exceeded"
 # Clients that try again wait so many seconds, if nothing else is known.
 RETRY_SECONDS: Final = 1
@@ -35,7 +35,7 @@ _SEARCHED_BYTES: Final = 1_000_000
 
 
 class RequestStatus(Enum):
-    """Why a request is refused. Each value begins with the status code of HTTP and that of gRPC.
+    """Why a request is refused. Each value begins with the status codes of HTTP and gRPC.
 
     The names are values of the label ``status`` of the metrics.
     """

@@ -128,7 +128,7 @@ class OpenCalls:
         self._is_empty.set()
 
     def add(self, call: OpenCall, *, is_health: bool) -> None:
-        """Give a call a place, if need be that of the longest idle one, which ends."""
+        """Give a call a place, if need be the place of the longest idle call, which ends."""
         if len(self._calls) >= self._most_calls:
             idle_call = min(
                 (each for each in self._calls if each.is_idle), key=lambda each: each.place_order, default=None

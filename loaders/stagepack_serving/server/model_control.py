@@ -93,7 +93,7 @@ class ModelControl:
     def load_at_start(
         self, model_names: Sequence[str] | None = None, *, on_step: Callable[[str], None] = lambda _: None
     ) -> bool:
-        """Load bundles in this thread, before the server listens: those of some models, or all. False if a process is none that serves."""
+        """Load bundles in this thread, before the server listens: the bundles of some models, or all. False if it does not serve."""
         self._polled_states = self._source_states()
         paths_by_name = self._source()
         if not paths_by_name and self._mode == "none":

@@ -145,7 +145,7 @@ class ModelRegistry(Collector):
         return model.metadata([other.version for other in self.serving if other.name == model_name])
 
     def statistics(self, model_name: str, version: str) -> dict[str, Any]:
-        """Return what loaded versions have done, as Triton's statistics extension defines it; those of all models for an empty name."""
+        """Return the statistics of loaded versions, by Triton's statistics extension; an empty name means all models."""
         if model_name:
             self._check_version(model_name, version)
         return {

@@ -71,7 +71,7 @@ class OutputHeader(Struct, kw_only=True):
 
 
 class RequestHeader(Struct, kw_only=True):
-    """The JSON part of a request. Unknown fields, such as those of other extensions, are ignored."""
+    """The JSON part of a request. Unknown fields, such as fields of other extensions, are ignored."""
 
     inputs: list[InputHeader]
     id: str = ""

@@ -63,7 +63,7 @@ def load_pretrained(
 ) -> Any:
     """Load the model of a folder or a hub name in evaluation mode, by the class that its configuration names.
 
-    dtype: what its weights are converted to; None for that of the checkpoint.
+    dtype: what its weights are converted to; None for the dtype of the checkpoint.
     deferred: where its weights are deferred; None to load them. Buffers that no checkpoint has are computed by transformers.
     """
     dtype_option = {} if dtype is None else {"dtype": parse_dtype(dtype)}

@@ -52,9 +52,9 @@ def add_onnx(
     Runtime, and inputs of other sizes that the bundle allows, made of the example. A stage that has no ONNX form, that ONNX Runtime
     cannot run on the CPU, or whose answer differs from that in torch by more than rounding, has no ONNX model and runs in torch only.
     A difference is allowed within a tolerance of the dtype (for float32: 1e-3 of each value, plus 1e-4). Beyond it, the stage is
-    computed in float64: up to 8 times the distance of torch's own answer from that is allowed.
+    computed in float64: up to 8 times the difference of torch's own answer from the float64 answer is allowed.
 
-    rtol: the difference that is allowed relative to each value, in the place of that of the dtype; nothing is then computed in float64.
+    rtol: the difference that is allowed relative to each value, in place of the tolerance of the dtype, and without a float64 comparison.
         Integers must be equal all the same.
     """
     return add_onnx_within(bundle, allow_ops, Tolerance(rtol, atol), progress)

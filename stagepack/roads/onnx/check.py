@@ -28,7 +28,7 @@ from stagepack_loaders.stage_errors import typed_stage_errors
 from stagepack_loaders.torch.arrays import TORCH_ARRAYS
 
 _MAX_REASON_LENGTH = 300
-# How many times the rounding error of torch the answer of ONNX Runtime may be from that of torch.
+# The answer of ONNX Runtime may differ from the answer of torch by this multiple of the rounding error of torch.
 _ROUNDING_ERRORS = 8
 
 
@@ -43,7 +43,7 @@ class StageCheck:
         within: whether all differences are allowed.
         reason: why the answers were not compared, or which difference is not allowed; "draws random numbers" if distributions were
             compared.
-        sizes: the sizes at which the answers were compared, other than those of the example.
+        sizes: the sizes at which the answers were compared, besides the sizes of the example.
         unchecked: the sizes at which they were not, because no inputs could be made of the example with which the model runs in torch.
     """
 
@@ -69,7 +69,7 @@ class _Answer:
 class _Call:
     """A call of the model in torch, stage by stage."""
 
-    # The sizes of the symbols; None for those of the example.
+    # The sizes of the symbols; None for the sizes of the example.
     sizes: Sizes | None
     values: dict[str, Any]
 
@@ -79,9 +79,9 @@ def check_stages(
 ) -> Iterator[StageCheck]:
     """Run each stage in torch, and in ONNX Runtime too if it has an ONNX model, on the example and at other sizes.
 
-    A difference is allowed within the tolerance of `stagepack_loaders.comparison`. An output beyond it is allowed too if the largest
-    difference is at most 8 times that of torch's own answer from the stage in float64, and at most the relative tolerance of the largest
-    value. Of a stage that draws random numbers, the distributions of the answers are compared.
+    A difference is allowed within the tolerance of `stagepack_loaders.comparison`. A larger difference of an output is allowed if it is at
+    most 8 times the difference of torch's own answer from the stage in float64, and at most the relative tolerance of the largest value.
+    Of a stage that draws random numbers, the distributions of the answers are compared.
     """
     if bundle.example is None:
         yield from [StageCheck(reason="the bundle has no example")] * len(bundle.stages)
@@ -170,7 +170,7 @@ class _CheckedStage:
         self._add(check, call.sizes)
 
     def _add(self, check: StageCheck, sizes: Sizes | None) -> None:
-        """Add the result of a call to that of the stage. After a difference that is not allowed, no further call is compared."""
+        """Add the result of a call to the result of the stage. After a difference that is not allowed, no further call is compared."""
         if not check.within:
             self.onnx_stage = None
             prefix = "" if not sizes else f"at {format_sizes(sizes)} "

@@ -1,4 +1,4 @@
-"""The Responses API of OpenAI, as chats: requests become those of `ChatFields`, and answers and events of chats become its own.
+"""The Responses API of OpenAI, as chats: requests become `ChatFields`, and their answers and events become answers and events of this API.
 
 Source: https://platform.openai.com/docs/api-reference/responses. The server keeps no answers: a request has the whole conversation.
 """
@@ -27,7 +27,7 @@ from stagepack_serving.server.generation.text_route import EventChannel
 from stagepack_serving.server.generation.tool_calls import ChosenTool, FunctionName
 from stagepack_serving.server.rest_large_request import decode_field
 
-# The fields of chats that errors name, and those of this API that they come from.
+# Fields of chats that errors name, and the fields of this API that they come from.
 _FIELD_NAMES: Final = {
     "max_completion_tokens": "max_output_tokens",
     "max_tokens": "max_output_tokens",
@@ -141,7 +141,7 @@ class ResponseFields(Struct, kw_only=True, forbid_unknown_fields=True):
             raise FieldError("store", "this server keeps no answers: expected false, found true")
 
     def chat_fields(self) -> ChatFields:
-        """Return the request of the same answer as that of a chat."""
+        """Return the fields of a chat with the same answer."""
         text_format, json_schema = self.text.format, None
         if text_format is not None:
             if (text_format.type == "json_schema") != (text_format.schema is not UNSET):
@@ -234,7 +234,7 @@ class ResponseAnswer:
         self._id, self._time = f"resp_{uuid.uuid4().hex}", int(time.time())
 
     def whole(self, chat: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the whole answer, by that of a chat."""
+        """Return the whole answer, made of the answer of a chat."""
         [choice] = chat["choices"]
         message, is_complete = choice["message"], choice["finish_reason"] != "length"
         calls = [_call_item(call) for call in message.get("tool_calls", ())]
@@ -304,7 +304,7 @@ def _call_item(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class ResponseEvents:
-    """Sends the events of a chat as those of this API."""
+    """Sends the events of a chat as events of this API."""
 
     def __init__(self, answer: ResponseAnswer, channel: EventChannel) -> None:
         self._answer = answer

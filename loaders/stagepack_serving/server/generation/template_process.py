@@ -1,7 +1,7 @@
 """A process that fills in chat templates: `python -m` runs it, with a JSON object a line on standard input and on standard output.
 
 A template is a program of whoever made the bundle. Jinja's sandbox keeps it from Python's internals, but not from taking all time and
-memory: those of this process are limited. It imports nothing of stagepack, so that it starts fast.
+memory: this process has limits for both. It imports nothing of stagepack, so that it starts fast.
 """
 
 import contextlib
