@@ -1,7 +1,7 @@
 """Checks of arguments before operators that read past the memory of a tensor, or leave their result unwritten, on some arguments.
 
-Such a call ends the process, or shows memory of other requests. Models need these operators, so they run by default, and each call is
-checked.
+A call with these arguments ends the process, or shows memory of other requests. Models need these operators, so they run by default, and
+each call is checked.
 """
 
 import functools

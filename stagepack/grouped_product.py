@@ -2,7 +2,7 @@
 
 torch 2.13 tells compilers the shape of the product for bfloat16 alone, and strides that the kernel does not return, though kernels take
 float32 and float16. Traces therefore have an operator of stagepack, which calls the kernel and has shapes and gradients in all three
-dtypes. Calls that are not traced have the operator of ATen, whose gradients and times are those of the model.
+dtypes. Calls that are not traced use the operator of ATen, so that gradients and times do not change.
 """
 
 from collections.abc import Callable

@@ -65,7 +65,7 @@ def operator_schema(operator: OperatorOverload) -> torch._C.FunctionSchema:
 def dispatched_operators() -> dict[str, OperatorOverload]:
     """Return the operators of ATen and prims that the dispatcher of torch can call, by their qualified names.
 
-    ``torch.ops`` lists only those that were used before, and among them those of TorchScript alone. Inductor adds to prims.
+    ``torch.ops`` lists only operators that were used before, and also operators of TorchScript alone. Inductor adds to prims.
     """
     importlib.import_module("torch._inductor.inductor_prims")
     operators = {}
@@ -483,7 +483,7 @@ def register_transformers_caches(model: torch.nn.Module) -> None:
 
 @contextlib.contextmanager
 def replaced_checkpoint_tensors(read_files: Callable[[list[str], Any], dict[str, torch.Tensor]]) -> Iterator[None]:
-    """Let ``from_pretrained`` of transformers load other tensors than those of the checkpoint files, by all of its own code.
+    """Let ``from_pretrained`` of transformers load other tensors than the checkpoint files have, by all of its own code.
 
     `read_files` returns them by their names, of the paths of the files, and the quantizer of the model or None. transformers takes the
     tensors of a state dict only from callers that have no folder; and it converts tensors in threads, which modes of torch do not see,
@@ -679,8 +679,8 @@ def operators_without_onnx_form(program: ExportedProgram) -> Iterator[tuple[str,
 def compile_to_package(program: ExportedProgram, package_path: str, temporary_folder: str) -> None:
     """Compile a program with AOTInductor into a package file; the only way to it is private.
 
-    Files of torch and of the compiler that it starts stay in the temporary folder when this process is killed. Meanwhile it is that of the
-    whole process, as `tempfile` and ``TMPDIR`` have it. Code with a C++ library of its own is refused by a `RuntimeError`:
+    Files of torch and of the compiler that it starts stay in the temporary folder when this process is killed. Meanwhile the whole process
+    uses this folder, as `tempfile` and ``TMPDIR`` have it. Code with a C++ library of its own is refused by a `RuntimeError`:
     `parse_device_str` of torch ends the process that loads it.
     """
     from torch._inductor import aoti_compile_and_package  # noqa: PLC0415 - takes a second
@@ -763,7 +763,7 @@ def draft_export_failures(
 
 
 def gloo_process_group(store: "Store", rank: int, size: int, timeout: timedelta, host_name: str | None) -> Any:
-    """Return a gloo process group on the interface of a host name or address; None for that of the name of this host.
+    """Return a gloo process group on the interface of a host name or address; None for the address of the name of this host.
 
     It is not the default group of ``torch.distributed``, of which a process has only one, and which ``new_group`` needs. Only the options,
     which choose the network interface, are private. It has ``send(tensors, rank, tag)`` and ``recv(tensors, rank, tag)``.

@@ -79,7 +79,7 @@ class Call(NamedTuple):
 def overwritten_results(calls: Iterable[Call]) -> Iterator[str]:
     """Yield the results of allocating operators that the next call with them writes whole, so that a fill would be lost.
 
-    Results with strides of their own are not among them: such a write leaves the memory between their elements.
+    Results with strides of their own are not among them: this write leaves the memory between their elements.
 
     calls: in execution order.
     """

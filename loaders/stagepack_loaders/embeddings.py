@@ -1,6 +1,6 @@
-"""Texts -> embeddings, by bundles whose result is ``{"sentence_embedding": [batch, dimension]}``, as that of sentence-transformers.
+"""Texts -> embeddings, by bundles whose result is ``{"sentence_embedding": [batch, dimension]}``, as the result of sentence-transformers.
 
-The file tokenizer.json of such a bundle says how texts are cut and padded, too.
+The file tokenizer.json of the bundle says how texts are cut and padded, too.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -103,7 +103,7 @@ def run_on_inputs(pipeline: CallablePipeline, inputs: Mapping[str, Any]) -> dict
 def read_inputs(pipeline: CallablePipeline, path: Path) -> dict[str, Any]:
     """Read the inputs in a safetensors file: tensors by edge name, with or without the prefix ``input.``.
 
-    Outputs and padding are left out, so that the example of a bundle is such a file.
+    Outputs and padding are left out, so that the example of a bundle can be read.
     """
     try:
         tensors = pipeline.arrays.load(path)

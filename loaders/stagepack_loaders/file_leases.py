@@ -138,7 +138,7 @@ def map_with_lease(descriptor: int, file_name: str) -> mmap.mmap | None:
 
 
 def has_lease(memory: mmap.mmap) -> bool:
-    """Whether a mapping of `map_with_lease` is still that of its file, which nobody has changed."""
+    """Whether a mapping of `map_with_lease` still has the bytes of its file, which nobody has changed."""
     return any(lease.memory() is memory for lease in list(_leases))
 
 

@@ -1,6 +1,6 @@
 """How records of logs are written, as text or JSON, and the request that they belong to, in every process that works on it.
 
-The identity of a request is that of W3C Trace Context: https://www.w3.org/TR/trace-context/.
+The identity of a request follows W3C Trace Context: https://www.w3.org/TR/trace-context/.
 """
 
 import json
@@ -39,7 +39,7 @@ class RequestTrace:
         trace_id: of all that belongs to what the client does, in 32 hexadecimal digits.
         span_id: of the work on this request here, in 16 digits.
         parent_id: of the work of the client; empty if it has told nothing.
-        flags: those of the client, of which 1 says that it records its work.
+        flags: the flags of the client, of which 1 says that it records its work.
     """
 
     trace_id: str
@@ -93,7 +93,7 @@ class TextFormatter(logging.Formatter):
         return line if trace is None else f"{line} trace={trace.trace_id}"
 
     def format(self, record: logging.LogRecord) -> str:
-        """Return the line of a record, and those of its traceback."""
+        """Return the line of a record, and the lines of its traceback."""
         line, *traceback_lines = super().format(record).splitlines()
         return "\n".join([line, *(f"  {printable(traceback_line)}" for traceback_line in traceback_lines)])
 

@@ -1,6 +1,6 @@
 """The operations on numpy arrays of a runtime whose stages take these.
 
-Dtypes that numpy lacks, such as bfloat16, are those of ml_dtypes.
+Dtypes that numpy lacks, such as bfloat16, come from ml_dtypes.
 """
 
 import math

@@ -169,7 +169,7 @@ class VerificationRecord:
 
     - The file belongs to this user or to root, and nobody else may write to it.
     - The file system is one of the kernel's own that changes the ctime at writes through shared mappings too. (tmpfs does not.) The file
-      was written back before it was hashed, so that such a write to any of its pages is seen.
+      was written back before it was hashed, so that a later write to any of its pages is seen.
     - The ctime is seconds older than the comparison: two writes within a tick of the kernel's clock have the same one.
     - The machine has not been restarted since: then every byte comes from the disk again.
     """

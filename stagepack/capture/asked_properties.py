@@ -1,7 +1,7 @@
 """What the code of a model asks of its inputs besides values, sizes and dtypes.
 
-torch fixes the answer to ``x.is_contiguous()`` or ``x.requires_grad`` to that of the example, without a condition. So the functions that
-ask are seen during the trace, and a model that calls one is tried with inputs for which their answers differ.
+torch fixes the answer to ``x.is_contiguous()`` or ``x.requires_grad`` to the answer for the example, without a condition. The trace
+therefore sees the functions that ask, and a model that calls one is tried with inputs for which the answers differ.
 """
 
 import contextlib

@@ -29,7 +29,7 @@ class CapturedRecord(Record):
         return CapturedRecord, (self.__class_name, dict.copy(self))
 
     def flatten(self) -> tuple[list[Any], tuple[str, tuple[str, ...]]]:
-        """Return the fields, and what remains: the name of the class, and those of the fields."""
+        """Return the fields, and what remains: the name of the class, and the names of the fields."""
         return list(dict.values(self)), (self.__class_name, tuple(self))
 
 

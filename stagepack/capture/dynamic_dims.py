@@ -63,7 +63,7 @@ def _narrowed(dim: Dim, found: re.Match[str]) -> Dim | None:
 
 
 def declared_dims(forward: Callable[..., Any], inputs: Inputs) -> Iterator[tuple[Any, Mapping[int | None, Any]]]:
-    """Yield each leaf of the inputs of a model with its dynamic dimensions by axis; that of an integer has none."""
+    """Yield each leaf of the inputs of a model with its dynamic dimensions by axis; an integer has none."""
     dynamic_shapes, input_of_parameter = complete_dynamic_shapes(forward, inputs), inputs_by_parameter(forward, inputs)
     if not isinstance(dynamic_shapes, Mapping):
         dynamic_shapes = dict(zip(input_of_parameter, dynamic_shapes or (), strict=False))

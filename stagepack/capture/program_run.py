@@ -28,7 +28,7 @@ def run_program_nodes(
     """Run the nodes of a captured program one by one, on the values of its inputs in order; return the leaves of its answer.
 
     ``program.module()`` of torch checks the sizes of inputs, and writes Python code, which is not valid where a module or an argument is
-    named ``class``. Tensors that are not among the weights are those of the program.
+    named ``class``. Tensors that are not among the weights come from the program.
     """
     remaining = iter(values)
     arguments = [_argument(program, spec, remaining, weights) for spec in program.graph_signature.input_specs]

@@ -79,7 +79,7 @@ class Capture:
         return "the program" if self.model is None else type(wrapped_model(self.model)).__name__
 
     def data(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the data of a tensor of the model; that of a deferred one is read now."""
+        """Return the data of a tensor of the model; the data of a deferred one is read now."""
         return tensor if self.deferred is None else self.deferred.real(tensor)
 
     def location(self, tensor: torch.Tensor) -> FileRange | None:

@@ -1,6 +1,6 @@
 """Sizes as text, such as ``batch=2..512`` or ``4*h`` -> dimensions of ``torch.export``, and their sizes in the example.
 
-A dimension has this grammar; the range is that of the symbol::
+A dimension has this grammar; the range belongs to the symbol::
 
     DIMENSION = [FACTOR "*"] SYMBOL [("+" | "-") NUMBER] ["=" MIN ".." [MAX]]
 """

@@ -1,6 +1,6 @@
 """Digests of files by chunk, so that threads share one file and a range of it is checked alone (SPEC section 9).
 
-A file is divided into chunks of 16 MiB. The digest of a chunk is its BLAKE3 hash. The digest of a file of one chunk is that of the chunk;
+A file is divided into chunks of 16 MiB. The digest of a chunk is its BLAKE3 hash. A file of one chunk has the digest of the chunk;
 the digest of a larger file is a BLAKE3 hash over the digests of its chunks.
 """
 

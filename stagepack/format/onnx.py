@@ -3,7 +3,7 @@
 The parser uses no library, for two reasons: a host that only checks bundles has none; and because this parser reads every field of a
 message and refuses unknown fields, no other parser can find anything else in the file.
 
-The field numbers are those of onnx.proto (https://github.com/onnx/onnx/blob/main/onnx/onnx.proto). The encoding is that of Protocol
+The field numbers come from onnx.proto (https://github.com/onnx/onnx/blob/main/onnx/onnx.proto). The encoding is Protocol
 Buffers (https://protobuf.dev/programming-guides/encoding).
 """
 

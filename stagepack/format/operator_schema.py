@@ -1,6 +1,6 @@
 """The schema of an operator, such as ``aten::relu(Tensor self) -> Tensor``, and when calls mean the same under a later one.
 
-The text in a bundle comes from strangers, so it is read here and not by the parser of torch, which such a text can crash.
+The text in a bundle comes from strangers, so it is read here and not by the parser of torch, which a hostile text can crash.
 """
 
 import functools

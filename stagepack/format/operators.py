@@ -46,7 +46,7 @@ LIST_FILE: Final = Path(__file__).with_name("operators.txt")
 
 @functools.cache
 def listed_verdicts() -> Mapping[str, str]:
-    """Return the verdict on each operator by its qualified name; that of a denied operator by its name without the overload."""
+    """Return the verdict on each operator by its qualified name; a denied operator has a verdict by its name without the overload."""
     words = LIST_FILE.read_text().partition("\n")[2].split()  # after a line of comment
     return dict(zip(words[::2], words[1::2], strict=True))
 

@@ -42,7 +42,7 @@ def check_replaceable(path: Path) -> None:
 
 
 def check_no_cache(path: Path) -> None:
-    """Refuse to write into a cache of bundles: that of the Hugging Face Hub, or that of stagepack, whose files are verified."""
+    """Refuse to write into a cache of bundles: the cache of the Hugging Face Hub, or of stagepack, whose files are verified."""
     location = Path(os.path.realpath(path))
     for folder in (location, *location.parents):
         cache = folder.parent.parent

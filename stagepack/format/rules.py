@@ -51,7 +51,7 @@ def is_tensor_name(tensor_name: str) -> bool:
 
 
 def split_call_path(path: str) -> tuple[str, str]:
-    """Split the path of a module call into that of the module, and the number of the call in digits: empty for the first call."""
+    """Split the path of a module call into the path of the module and the number of the call in digits: empty for the first call."""
     module_path, separator, call_number = path.rpartition("@")
     return (module_path, call_number) if separator and call_number.isdecimal() else (path, "")
 
@@ -64,8 +64,8 @@ def rule_error(rule: str, location: str, message: str) -> FormatError:
 def raise_problems(problems: Iterable[Problem]) -> None:
     """Raise one error with all problems, if there are any.
 
-    Of very many that are yet to be found, such as those of a stranger's graph, the first `limits.REPORTED_PROBLEMS` are reported. A list,
-    such as that of the damaged files of a bundle, is reported whole.
+    An iterator, such as the problems of a graph from a stranger, is read up to `limits.REPORTED_PROBLEMS` problems. A list, such as the
+    damaged files of a bundle, is reported whole.
     """
     reported = problems if isinstance(problems, list) else list(itertools.islice(problems, limits.REPORTED_PROBLEMS))
     if reported:

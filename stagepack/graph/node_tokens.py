@@ -16,7 +16,7 @@ _encode = msgspec.msgpack.Encoder().encode
 class NodeTokens:
     """Nodes as numbers.
 
-    Names are those of values, symbols, weights and scopes. Everything else counts: operators, arguments, the types of the values that
+    Names are names of values, symbols, weights and scopes. Everything else counts: operators, arguments, the types of the values that
     are used and defined, and the classes of the modules that the nodes came from.
 
     Attributes:

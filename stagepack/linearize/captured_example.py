@@ -1,4 +1,4 @@
-"""The example of a captured model: its inputs as tensors, and the answer of the model, with which that of the stages is compared."""
+"""The example of a captured model: its inputs as tensors, and the answer of the model, with which the answer of the stages is compared."""
 
 import copy
 import dataclasses

@@ -31,7 +31,7 @@ class DeclaredDimension:
 
     @property
     def named_dim(self) -> Any:
-        """The ``Dim`` of the only symbol in the size: that of ``h`` where the size is ``4*h``; None if the caller named none."""
+        """The ``Dim`` of the only symbol in the size: the ``Dim`` of ``h`` where the size is ``4*h``; None if the caller named none."""
         if not isinstance(self.dim, Dim) or not isinstance(self.size, torch.SymInt):
             return None
         return self.dim if symbolic_expression(self.size).is_Symbol else getattr(self.dim, "root", self.dim)

@@ -1,6 +1,6 @@
-"""What a captured program makes of the shapes that its graph states, node by node, at sizes other than those of its example.
+"""What a captured program makes of the shapes that its graph states, node by node, at sizes other than the sizes of its example.
 
-Shapes that it states wrongly at some of them, such as that of ``x[:, -n:]`` where n is 0, get symbols of their own.
+Shapes that it states wrongly at some of them, such as the shape of ``x[:, -n:]`` where n is 0, get symbols of their own.
 """
 
 import itertools

@@ -95,7 +95,7 @@ def op_row(target: Callable[..., Any]) -> Op:
 def observed_aliases(node: FxNode) -> Iterator[tuple[int, str]]:
     """Yield which results of a call share storage with its arguments, as the capture observed it.
 
-    Some schemas do not say it: those of einsum and meshgrid, which return views.
+    Some schemas do not say it, such as the schemas of einsum and meshgrid, which return views.
     """
     if not isinstance(node.target, OperatorOverload):
         return

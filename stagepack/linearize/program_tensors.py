@@ -74,7 +74,7 @@ def inner_constants(program: ExportedProgram) -> dict[str, torch.Tensor]:
 
 
 def held_tensors(module: GraphModule) -> Iterator[torch.Tensor]:
-    """Yield the tensors that the nodes of a graph module read as attributes, and those of the graph modules that it calls."""
+    """Yield the tensors that the nodes of a graph module, and of the graph modules that it calls, read as attributes."""
     for node in module.graph.nodes:
         if node.op == "get_attr":
             attribute = module_attribute(module, str(node.target))
@@ -93,7 +93,7 @@ def module_attribute(module: torch.nn.Module, path: str) -> object:
 
 
 def program_device(program: ExportedProgram, tensors: dict[str, tuple[WeightKind, torch.Tensor]]) -> str:
-    """Return the type of the device that a program was captured on: that of its first tensor, else of its first input, else ``cpu``."""
+    """Return the type of the device of the capture: the device of the first tensor, else of the first input, else ``cpu``."""
     input_values = [node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"]
     candidates = (*(tensor for _, tensor in tensors.values()), *input_values)
     return next((tensor.device.type for tensor in candidates if isinstance(tensor, torch.Tensor)), "cpu")

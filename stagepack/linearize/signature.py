@@ -154,7 +154,7 @@ def program_signature(
     results: Sequence[SignatureLeaf],
     model: torch.nn.Module | None,
 ) -> Signature:
-    """Return the signature of a program: the parameters that the example passes, and those of its model with a plain default."""
+    """Return the signature of a program: the parameters that the example passes, and the other parameters with a plain default."""
     leaves = iter(inputs)
     args_spec, kwargs_spec = tree_children(program.call_spec.in_spec)
     args = [container_tree(spec, leaves, "an input") for spec in tree_children(args_spec)]

@@ -1,4 +1,4 @@
-"""Run a model and its captured program at sizes other than those of the example, and compare what they answer.
+"""Run a model and its captured program at sizes other than the sizes of the example, and compare what they answer.
 
 torch traces a program for sizes of 2 and more, and takes the same program for 0 and 1 where the caller declares them: whether that is
 right, and whether the shapes that it states hold at the ends of a range, is known when it has run there.

@@ -98,7 +98,7 @@ class _Ranges:
         self._failures: dict[str, tuple[int, Outcome]] = {}
 
     def decide(self) -> None:
-        """Try the sizes of each symbol, alone and with those of others that are admitted."""
+        """Try the sizes of each symbol, alone and with admitted sizes of other symbols."""
         for symbol in self._symbols:
             failures = self._failures_of(symbol)
             lowest = self._smallest[symbol.name]
@@ -202,7 +202,7 @@ class _Ranges:
         return symbol.name if dimension is None or dimension.named_dim is not None else self._trial.location(dimension)
 
     def applied(self, symbol: Symbol) -> Symbol:
-        """Return a symbol with the range that was decided; that of torch if none was."""
+        """Return a symbol with the range that was decided; the range of torch if none was decided."""
         smallest = self._smallest.get(symbol.name, self._traced_symbols[symbol.name].min)
         return symbol if smallest == symbol.min else replace(symbol, min=smallest)
 

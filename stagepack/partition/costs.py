@@ -1,8 +1,8 @@
 """Estimated costs of the nodes, values and weights of a graph, at the sizes of the example.
 
-Times are those of a reference device, in picoseconds: 50 TFLOP/s, 1 TB/s of memory bandwidth, 2 µs to launch an operator. Once launched,
-a node takes as long as the slower of arithmetic and memory (the roofline model: Williams, Waterman, Patterson, 2009,
-doi:10.1145/1498765.1498785). Only the proportions of these times, and of those of sending values, decide where a model is cut.
+Times are estimates for a reference device, in picoseconds: 50 TFLOP/s, 1 TB/s of memory bandwidth, 2 µs to launch an operator. After the
+launch, a node takes as long as the slower of arithmetic and memory (the roofline model: Williams, Waterman, Patterson, 2009,
+doi:10.1145/1498765.1498785). Only the proportions of these times, and of the times of sending values, decide where a model is cut.
 """
 
 from collections import Counter

@@ -118,7 +118,7 @@ def _describe_cycle(dependencies: _Dependencies, finished: Mapping[int, int]) ->
 class CutOptions:
     """Where to cut: at most one of `stages`, `split_at`, `policy` and `plan`.
 
-    With none of them the model is cut at the split markers in its code; without split markers it is one stage.
+    Without them, the model is cut at the split markers in its code; without split markers it is one stage.
 
     Attributes:
         stages: the number of stages, which are chosen so that the slowest is as fast as possible.

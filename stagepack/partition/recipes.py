@@ -236,7 +236,7 @@ class CostedGraph:
 
     @cached_property
     def received_names(self) -> Sequence[tuple[str, ...]]:
-        """For each node, the values that its stage receives for it, unless it has them. What is asked for its size alone is none of them.
+        """For each node, the values that its stage receives for it, unless it has them. A value used for its size alone is not received.
 
         But the first node that uses the size of an input of the model receives the input, if no node before it has used the input, nor
         another one that has the size.

@@ -1,7 +1,7 @@
 """Compute values again in the stages that use them, where that is cheaper than to send them.
 
 A copy of a node is the node itself, in a second stage: joining the stages finds it at one position of the whole model and keeps it once. A
-size is read off a tensor that the stage has anyway, where there is one; such a node is no copy of any other. Otherwise a stage that has the
+size is read off a tensor that the stage has anyway, where there is one; the node that reads it is no copy. Otherwise a stage that has the
 tensor reads the size and sends it as an integer: no tensor is sent for its size.
 
 What is computed again elsewhere may leave the stage that it was assigned to, but it empties no stage, and takes no parameter along, nor any

@@ -68,7 +68,7 @@ class PartCost:
     memory_bytes: int
 
     def time_at(self, speed: float) -> float:
-        """Return the time on a device, that of receiving included."""
+        """Return the time on a device, including the time of receiving."""
         return self.compute_time / speed + self.receiving_time
 
 
@@ -261,8 +261,8 @@ def balance_stages(
 ) -> list[int]:
     """Choose where to cut a model into consecutive stages.
 
-    Of all cuts that split no colocation group, the one whose slowest stage is fastest; the time of a stage is that of its nodes on a device
-    of its speed, and of receiving its inputs. Repeats are not cut when the slowest stage is at most a twentieth slower for it.
+    Of all cuts that split no colocation group, the one whose slowest stage is fastest; a stage takes the time of its nodes on a device of
+    its speed, and the time of receiving its inputs. Repeats are not cut when the slowest stage is at most a twentieth slower for it.
     """
     if stage_count < 1:
         raise CutError(f"stages: expected at least 1, found {stage_count}")

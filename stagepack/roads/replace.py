@@ -78,8 +78,8 @@ def replace_weights(
 ) -> Bundle:
     """Write a bundle with the graphs of another one and other weights of the same model.
 
-    Names, shapes and dtypes of the weights are compared. Buffers that a checkpoint does not have, and constants, stay those of the
-    bundle. ONNX files belong to the old weights and are left out. The weights are never in memory together.
+    Names, shapes and dtypes of the weights are compared. Buffers that a checkpoint does not have, and constants, keep the values of
+    the bundle. ONNX files belong to the old weights and are left out. The weights are never in memory together.
 
     needed_names: the weights that the source must have; others may keep the values of the bundle. None for all parameters and buffers.
     """

@@ -1,7 +1,7 @@
 """Why a group fails whose processes a launcher such as torchrun has started: all of them give the reason of the first one.
 
-torchrun tells each machine of its own processes alone, and ends the store of the group with those of process 0. So whoever fails writes the
-reason into the store, and does not end before the others have read it.
+torchrun tells each machine of its own processes alone, and ends the store of the group with the processes of one machine. So a process that
+fails writes the reason into the store, and does not end before the others have read it.
 """
 
 import contextlib

@@ -149,7 +149,7 @@ class Seat:
         seconds: float,
         check: Callable[[Mapping[int, Report]], None] = lambda _: None,
     ) -> list[Report]:
-        """Publish a report, and wait for those of the others.
+        """Publish a report, and wait for the reports of the others.
 
         check: called with the reports by rank that have come while some are missing; raises when there is no use in waiting.
         """
@@ -276,7 +276,7 @@ def _is_loopback(address: str) -> bool:
 def launched_seat(seconds: float, topic: str) -> Seat:
     """Return the seat of a process that a launcher has started.
 
-    The store is that of the launcher, or of process 0, with names of its own for each start of the processes and for a topic.
+    The store belongs to the launcher, or to process 0, with names of its own for each start of the processes and for a topic.
 
     seconds: how long to wait for process 0.
     """

@@ -55,8 +55,8 @@ class GroupOptions(Struct, frozen=True, kw_only=True):
         rank_of_stage: the process that runs each stage; empty before it is known, see `over_processes`.
         stall_seconds: after how long without an answer a process is taken for lost; None for never.
         is_local: all processes are on this machine, and listen on its loopback interface alone.
-        address: where they are not, the address of the machine of this process, by which the others reach it; None for that of the name
-            of its host. The one option that is not alike in all processes.
+        address: where they are not, the address of the machine of this process, by which the others reach it; None for the address
+            of its host name. The processes may differ in this option alone.
     """
 
     load: LoadOptions = LoadOptions()

@@ -1,6 +1,6 @@
 """A group of processes that exchange bytes: gloo of torch.distributed, without its default group.
 
-An application may have a process group of its own, and several pipelines; none of them sees the others.
+An application may have a process group of its own, and several pipelines; no group sees the others.
 """
 
 import contextlib

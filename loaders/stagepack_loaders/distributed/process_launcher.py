@@ -1,4 +1,4 @@
-"""Start the processes of a pipeline from the process that calls it: what its launchers have in common, and that of this machine."""
+"""Start the processes of a pipeline from the process that calls it: what its launchers have in common, and the launcher of this machine."""
 
 import contextlib
 import os

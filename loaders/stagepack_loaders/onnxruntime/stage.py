@@ -183,7 +183,7 @@ class OnnxRuntimeStage(CallableStage):
     """One stage of a bundle: called with its inputs, by position or by edge name, it returns a tuple of its outputs.
 
     Inputs are arrays of any runtime; the stage works on their memory. Outputs are arrays of the kind of the first input that is one, or
-    numpy arrays. Dtypes that numpy lacks, such as bfloat16, are those of ml_dtypes.
+    numpy arrays. Dtypes that numpy lacks, such as bfloat16, come from ml_dtypes.
 
     Attributes:
         session: the session that runs the stage; None if there is nothing to run.

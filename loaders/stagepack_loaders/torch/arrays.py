@@ -91,7 +91,7 @@ class TorchArrays:
         return numpy.atleast_1d(array)
 
     def device_elements(self, value: Any, dtype: str) -> torch.Tensor:
-        """See `ArrayOps`. Those of bfloat16 stay of that dtype, which DLPack has."""
+        """See `ArrayOps`. Elements of bfloat16 keep this dtype, which DLPack has."""
         if not isinstance(value, torch.Tensor):
             return torch.tensor([value], dtype=getattr(torch, ELEMENT_DTYPES[dtype].name))
         tensor = _plain_tensor(value, dtype)

@@ -43,7 +43,7 @@ _ALIGNMENT = 16  # bytes, which vectorized code relies on
 
 @dataclass(frozen=True, slots=True)
 class CompilationUnit:
-    """A region of a stage, by the name of its module in that of the stage; or the whole stage, with an empty name."""
+    """A region of a stage, by the name of its module in the module of the stage; or the whole stage, with an empty name."""
 
     stage_module: GraphModule
     region_name: str

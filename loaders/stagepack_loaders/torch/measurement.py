@@ -36,7 +36,7 @@ class NodeTimer:
     """The times of the nodes of one stage, run by run.
 
     Attributes:
-        seconds: the time of each node in the last run, less that of measuring.
+        seconds: the time of each node in the last run, less the time of measuring.
     """
 
     def __init__(self, node_count: int, wait: Callable[[], None]) -> None:
@@ -170,7 +170,7 @@ def _sizes(bundle: Bundle, inputs: Mapping[str, Any]) -> dict[str, int]:
 
 
 def machine_name(devices: Iterable[torch.device]) -> str:
-    """Return the name of the processor, and those of the GPUs among some devices."""
+    """Return the names of the processor and of the GPUs among some devices."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

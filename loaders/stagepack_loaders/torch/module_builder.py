@@ -107,7 +107,7 @@ class ModuleCallBody:
         return args, kwargs
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], outer_values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the values of a call: of its arguments, sizes that these determine, and otherwise those of `outer_values`."""
+        """Return the values of a call: of its arguments, sizes that these determine, and otherwise the sizes in `outer_values`."""
         bound_arguments = bind_call(self.signature, args, kwargs)
         symbol_sizes = self._check(bound_arguments)
         derived_arguments = {}
@@ -247,7 +247,7 @@ class ModuleBuilder:
         self._bodies: list[ModuleCallBody] = []
 
     def build(self, node_numbers: Sequence[int]) -> tuple[GraphModule, list[ModuleCallBody]]:
-        """Return a module of the whole graph, called as that of `build.build_graph_module`, and the calls of modules that it makes."""
+        """Return a module of the whole graph, called as in `build.build_graph_module`, and the calls of modules that it makes."""
         graph = self._graph
         stage_inputs = [*(value.name for value in graph.inputs), *(weight.value for weight in graph.weights)]
         steps = self._steps(0, len(graph.nodes), _complete_calls(graph, node_numbers), None)

@@ -142,7 +142,7 @@ def _choose_store(device: torch.device, stages: Mapping[int, StageWeights], load
 
 
 class LoadedModels:
-    """The graphs of the stages that are loaded together. Those of all stages of an entry point must be the parts of one model."""
+    """The graphs of the stages that are loaded together. The graphs of all stages of an entry point must be the parts of one model."""
 
     def __init__(self) -> None:
         self._graphs: dict[str, dict[int, Graph]] = {}

@@ -296,7 +296,7 @@ class TorchStage(Container):
         return self._parts.state.fresh()
 
     def swap_state(self, state: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Exchange the memory that calls write for that of `fresh_state` or `swap_state`; return the previous memory."""
+        """Exchange the memory that calls write for the memory that `fresh_state` or `swap_state` returned; return the previous memory."""
         return self._parts.state.swap(state)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "TorchStage":

@@ -63,7 +63,7 @@ class StageState:
         return [_on_memory(buffer, memory, int(buffer.storage_offset()), buffer.device) for buffer, memory in buffers]
 
     def swap(self, buffers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Exchange the buffers for those of `fresh` or `swap`; return the previous ones.
+        """Exchange the buffers for the buffers that `fresh` or `swap` returned; return the previous ones.
 
         Results of earlier calls that are views of the buffers keep the previous memory.
         """

@@ -1,4 +1,4 @@
-"""The module of a stage, of a region and of a context: that of fx, with less time for each call of an operator.
+"""The module of a stage, of a region and of a context: the module of fx, with less time for each call of an operator.
 
 The code that fx generates looks an operator up by four attributes, ``torch.ops.aten.mul.Tensor``, and calls it by a method of Python: 0.65
 of the 2 µs that a small product takes. Here a global variable holds what the method calls. A compiler cannot trace that: it traces the

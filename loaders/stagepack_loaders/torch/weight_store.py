@@ -185,7 +185,7 @@ def _typed(weight: Weight, stored: torch.Tensor) -> torch.Tensor:
 
 
 def is_rearranged(weight: Weight) -> bool:
-    """Whether the elements of a weight are in another order than those of its stored tensor, so that it is a copy of that."""
+    """Whether the elements of a weight are in another order than in its stored tensor, so that the weight is a copy."""
     return weight.base is None and weight.strides is not None and not is_row_major(weight.shape, weight.strides)
 
 

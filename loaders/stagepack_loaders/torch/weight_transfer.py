@@ -178,7 +178,7 @@ class ArrivingFile:
     """A weight file in the memory of a device. Its chunks arrive in any order.
 
     Attributes:
-        memory: the bytes of the file; those of chunks that have not arrived are undefined.
+        memory: the bytes of the file; the bytes of chunks that have not arrived are undefined.
     """
 
     def __init__(self, bundle: Bundle, entry: File, device: torch.device, progress: ByteProgress | None) -> None:

@@ -46,7 +46,7 @@ class _PlannedStage(NamedTuple):
 
     @property
     def end_index(self) -> int:
-        """The index after that of the last use."""
+        """The index after the index of the last use."""
         return self.first_index + len(self.uses)
 
 
@@ -293,7 +293,7 @@ class WeightWindow:
             offset += place_bytes(len(mapped))
 
     def release(self, use_index: int) -> None:
-        """Let later weights have the place of those of a use."""
+        """Let later weights have the place of the weights of a use."""
         if use_index not in self._passages:
             return
         with self._change:

@@ -47,7 +47,7 @@ _MOST_DOUBLINGS: Final = 64  # more is no number
 
 @dataclass(slots=True, eq=False)
 class Place:
-    """That of a request which was admitted: when its deadline is, who sent it and when, and whether it had to wait."""
+    """The place of a request that was admitted: when its deadline is, who sent it and when, and whether it had to wait."""
 
     seconds_left: Callable[[], float]
     waits: bool

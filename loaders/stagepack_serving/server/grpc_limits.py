@@ -119,7 +119,7 @@ class OpenCall:
 
 
 class OpenCalls:
-    """The calls of a server: at most so many, but for those of its health, which take no longer than their messages."""
+    """The calls of a server: at most so many, besides calls for its health, which take no longer than their messages."""
 
     def __init__(self, most_calls: int) -> None:
         self._most_calls = most_calls
@@ -167,7 +167,7 @@ class _TakenBack:
 class ResetGuard:
     """Ends connections on which calls are begun and taken back without end: HTTP/2 rapid reset, CVE-2023-44487.
 
-    Envoy has such a limit by connection. This one is by host: a client that connects again would have as many calls again. What grpc has
+    Envoy has this limit by connection. This one is by host: a client that connects again would have as many calls again. What grpc has
     received of a connection when it is closed, some 500 calls, still reaches the server.
     """
 

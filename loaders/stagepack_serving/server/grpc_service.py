@@ -1,7 +1,7 @@
 """The protocol over gRPC.
 
 Source: https://github.com/kserve/open-inference-protocol/blob/main/specification/protocol/inference_grpc.md, with Triton's additions. The
-generated service is that of `tritonclient`. The health service of gRPC, which orchestrators and clients ask before they send requests:
+generated service comes from `tritonclient`. The health service of gRPC, which orchestrators and clients ask before they send requests:
 https://github.com/grpc/grpc/blob/master/doc/health-checking.md.
 """
 

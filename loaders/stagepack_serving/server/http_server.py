@@ -1,4 +1,4 @@
-"""HTTP servers: that of REST in the event loop, and that of the operator in a thread of its own, which no load reaches."""
+"""HTTP servers: the server of REST in the event loop, and the server of the operator in a thread of its own, which no load reaches."""
 
 import asyncio
 import contextlib

@@ -41,7 +41,7 @@ class QueuedCall:
         is_abandoned: whether nobody does.
         finish: what makes the answer of the output arrays, for a call that runs alone; None for these themselves.
         arrival: when the call was made, in seconds of `time.monotonic`.
-        record: that of the request that the call is made for; None for a call for several requests, or for none.
+        record: the record of the request that the call is made for; None for a call for several requests, or for none.
         answer: the output arrays by name, or what `finish` makes of them.
         batch: the calls that it runs with, once it does.
     """
@@ -62,7 +62,7 @@ class QueuedCall:
 
     @property
     def timeline(self) -> Timeline | None:
-        """That of its request."""
+        """The timeline of its request."""
         return None if self.record is None else self.record.timeline
 
 

@@ -76,7 +76,7 @@ def build_part_config(
 ) -> ModelConfig:
     """Build the configuration of a model that is a part of the ensemble.
 
-    suffix: the second part of the name of the model, after that of the ensemble.
+    suffix: the second part of the name of the model, after the name of the ensemble.
     """
     model_name = f"{options.model_name}_{suffix}"
     config = build_model_config(model_name, inputs, outputs, max_batch_size=options.max_batch_size)

@@ -185,7 +185,7 @@ def input_kinds(model: Any) -> tuple[str, ...]:
 
 
 def configured(config: Any, *field_names: str) -> Any:
-    """Return a field of a configuration, or of that of its encoder; None if neither has it."""
+    """Return a field of a configuration, or of the configuration of its encoder; None if neither has it."""
     for candidate in _with_encoder_configs(config):
         for field_name in field_names:
             value = getattr(candidate, field_name, None)

@@ -75,7 +75,7 @@ class BufferLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the keys and values of new tokens, and return those of the slots that may be seen."""
+        """Write the keys and values of new tokens; return the keys and values of the visible slots."""
         call, tokens = self._call, self._tokens()
         written = torch.cat((key_states.transpose(1, 2), value_states.transpose(1, 2)), -1).flatten(0, 1)
         if call.sources is not None:
@@ -94,7 +94,7 @@ class BufferLayer(CacheLayerMixin):
         return self._call.seen_slots, 0
 
     def get_seq_length(self) -> Any:
-        """Return the number of tokens before those of this call."""
+        """Return the number of tokens before this call."""
         return self._call.earlier_tokens
 
     def get_max_length(self) -> int:

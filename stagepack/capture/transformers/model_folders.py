@@ -63,7 +63,7 @@ def find_model_file(source: str, file_name: str) -> str | None:
 
 
 def diffusers_class(source: str) -> str | None:
-    """Return the class of diffusers that the configuration of a model names, such as that of a folder ``unet``; None for another model."""
+    """Return the class of diffusers that the configuration of a model names, such as in a folder ``unet``; None for another model."""
     path = find_model_file(source, MODEL_CONFIG_NAME)
     try:
         fields = {} if path is None else json.loads(Path(path).read_bytes())

@@ -116,7 +116,7 @@ def _mismatch(weight: Weight, tensor: StoredTensor | None) -> str | None:
 
 
 def weight_bytes(weights: Iterable[Weight], stored: Mapping[str, StoredTensor]) -> dict[str, int]:
-    """Return the bytes of the stored tensor of each weight, by the name of the stored tensor; those of zeros count too."""
+    """Return the bytes of the stored tensor of each weight, by the name of the stored tensor; weights of zeros count too."""
     bytes_of_stored: dict[str, int] = {}
     for weight in weights:
         if weight.zeros:

@@ -37,7 +37,7 @@ def check_whole_model(entry_point: EntryPoint, graphs: Sequence[Graph]) -> Itera
 def check_plan(
     entry_point: EntryPoint, graphs: Sequence[Graph], bytes_of_stored: Mapping[str, int]
 ) -> Iterator[Problem]:
-    """Yield the problems of the costs in a plan that are those of its nodes. `check_whole_model` must have found none."""
+    """Yield the problems of the costs of nodes in a plan. `check_whole_model` must have found none."""
     if entry_point.plan is None or not any(stage.places for stage in entry_point.stages):
         return
     nodes = _WholeModel.of(entry_point, graphs).nodes

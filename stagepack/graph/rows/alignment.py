@@ -12,7 +12,7 @@ SharedRule = Callable[[NodeCall], Rows | None]
 
 
 def broadcast_rows(operands: Iterable[Tracked], lead_rank: int, core_rank: int = 0) -> Rows | None:
-    """The rows of a result whose leading dimensions are those of the operands, aligned from the right as torch broadcasts them."""
+    """The rows of a result whose leading dimensions are the operands' dimensions, aligned from the right as torch broadcasts them."""
     placed: list[Rows] = []
     shared: list[Tracked] = []
     for operand in operands:

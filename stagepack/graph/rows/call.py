@@ -90,7 +90,7 @@ class NodeCall:
         return [next(iter(self._tracked(item)), None) for item in items]
 
     def need_shared(self, *parameters: str) -> None:
-        """Raise RowsMeetError if a tensor besides those of some parameters has rows."""
+        """Raise RowsMeetError if a tensor has rows, except the tensors of some parameters."""
         for parameter, value in self.all_tensors():
             if parameter not in parameters and value.rows is not None:
                 raise RowsMeetError(f"takes its argument {parameter} from the rows")

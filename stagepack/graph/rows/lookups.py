@@ -207,7 +207,7 @@ def recurrent(call: NodeCall) -> list[Rows | None]:
 
 
 def batch_norm(call: NodeCall) -> list[Rows | None]:
-    """Batch norm by running statistics; by those of the batch, it is computed from all rows."""
+    """Batch norm by running statistics; by the statistics of the batch, it is computed from all rows."""
     data = call.tensor("input")
     call.need_shared("input")
     nothing: list[Rows | None] = [None] * len(call.outputs)

@@ -58,7 +58,7 @@ def retyped(call: NodeCall, value: Tracked, rows: Rows) -> Rows | None:
 
 
 def like(call: NodeCall) -> Rows | None:
-    """A new tensor of equal elements: the rows are where those of the argument are, if it has this shape."""
+    """A new tensor of equal elements: the rows are in the dimension of the argument's rows, if the result has the argument's shape."""
     for _, value in call.all_tensors():
         if value.shape == call.shape and value.rows is not None:
             return value.rows._replace(step=None)

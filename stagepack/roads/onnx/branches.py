@@ -30,7 +30,7 @@ class Nodes:
 
 
 def node_prefix(node: ir.Node) -> str:
-    """Return the name of the first output of a node that is used, of which those of its replacement are made."""
+    """Return the name of the first used output of a node; the names of its replacement begin with it."""
     return next(output.name for output in node.outputs if output.name)
 
 

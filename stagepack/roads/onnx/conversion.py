@@ -128,7 +128,7 @@ def convert_stage(bundle: Bundle, stage_number: int, allow_ops: Collection[str])
 
 
 def model_file(stage: Stage) -> str:
-    """Return the name of the ONNX file of a stage: that of its graph, with another suffix."""
+    """Return the name of the ONNX file of a stage: the name of its graph, with another suffix."""
     return f"{stage.graph.removesuffix('.msgpack')}.onnx"
 
 

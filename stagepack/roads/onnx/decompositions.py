@@ -1,7 +1,7 @@
 """Tables of decompositions of operators whose ONNX form answers otherwise than torch at some values.
 
 torch's exporter writes ``log1p(x)`` as ``Log(x + 1)``, which is 0 for x = 1e-10, and ONNX Runtime runs some operators of ONNX otherwise
-than torch at NaN. The exporter decomposes a program before it converts it, so these decompositions are also those of the operators that
+than torch at NaN. The exporter decomposes a program before it converts it, so these decompositions also apply to operators that
 others decompose into. ``tools/operators/onnx_values.py`` compares all operators with torch.
 """
 

@@ -37,7 +37,7 @@ class FunctionalStage(torch.nn.Module):
     """A stage that returns what it writes instead of writing it.
 
     Its arguments are a tensor that is not used, since torch cannot trace a module without any, the inputs, and the content of the weights
-    that the stage writes. Its results are the outputs, the next content of these weights, and that of the inputs that the stage writes.
+    that the stage writes. Its results are the outputs, and the next content of these weights and of the inputs that the stage writes.
     """
 
     def __init__(

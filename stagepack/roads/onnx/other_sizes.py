@@ -1,4 +1,4 @@
-"""Inputs of other sizes than those of the example, made of its values: at the ends of the ranges of a bundle, and between them."""
+"""Inputs of other sizes than the example, made of its values: at the ends of the ranges of a bundle, and between them."""
 
 import itertools
 import math
@@ -30,9 +30,9 @@ Sizes = dict[str, int]
 
 
 def sizes_to_check(bundle: Bundle) -> list[Sizes]:
-    """Return other sizes of the symbols of a bundle than those of the example: ends of ranges, primes, 1, and 0 where it is allowed.
+    """Return other sizes of the symbols of a bundle than the sizes of the example: ends of ranges, primes, 1, and 0 where it is allowed.
 
-    All of them satisfy the conditions of the bundle, and make values that are not many times larger than those of the example.
+    All of them satisfy the conditions of the bundle, and make values that are not many times larger than the example's.
     """
     symbols = [symbol for symbol in bundle.entry_point.symbols if symbol.example is not None]
     example = {symbol.name: symbol.example for symbol in symbols if symbol.example is not None}
@@ -54,7 +54,7 @@ def sizes_to_check(bundle: Bundle) -> list[Sizes]:
 
 
 def inputs_at(bundle: Bundle, example_inputs: Mapping[str, Any], sizes: Sizes) -> list[dict[str, Any]]:
-    """Return inputs of other sizes, made of those of the example: the choices that fit the contract of the bundle, by edge name.
+    """Return inputs of other sizes, made of the inputs of the example: the choices that fit the contract of the bundle, by edge name.
 
     Tensors are cut, or their values repeated; repeated values that are no integers are a little smaller, so that they differ. Integers may
     be positions in a dimension that is smaller now, so that there is a second choice, in which they are below all sizes.
