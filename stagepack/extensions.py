@@ -1,10 +1,11 @@
 """Extensions: packages that add to stagepack what it does not import, found by entry points."""
 
 import functools
-from collections.abc import Mapping
+import importlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
-from typing import Final
+from typing import Any, Final
 
 from stagepack.errors import MissingPackageError
 
@@ -18,10 +19,13 @@ class Extension:
     Attributes:
         public_names: the names of `stagepack.__all__` that the package defines, each with its module, which is imported when the name is
             first used, and its name there.
+        pipeline_methods: the methods of `CallablePipeline`, such as `generate`, that the package defines as functions, each with its module
+            and its name there.
         server: the module of a `stagepack_serving.server.extensions.ServerExtension`, which a server imports, and its name there.
     """
 
     public_names: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    pipeline_methods: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     server: tuple[str, str] | None = None
 
 
@@ -47,16 +51,31 @@ def installed_extensions() -> Mapping[str, Extension]:
 
 def home_of(public_name: str) -> tuple[str, str]:
     """Return the module that defines a public name in an extension, and its name there."""
-    homes = {
-        value: extension.public_names[public_name]
-        for value, extension in installed_extensions().items()
-        if public_name in extension.public_names
-    }
-    if len(homes) == 1:
-        return homes.popitem()[1]
-    remedy = "remove one" if homes else "install stagepack again (in a checkout: pip install --editable .)"
+    return _only_home(
+        f"stagepack.{public_name}",
+        {value: extension.public_names.get(public_name) for value, extension in installed_extensions().items()},
+    )
+
+
+@functools.cache
+def pipeline_method(name: str) -> Callable[..., Any]:
+    """Return the function of an extension that is a method of pipelines."""
+    module_name, function_name = _only_home(
+        f"the method {name} of a pipeline",
+        {value: extension.pipeline_methods.get(name) for value, extension in installed_extensions().items()},
+    )
+    method: Callable[..., Any] = getattr(importlib.import_module(module_name), function_name)
+    return method
+
+
+def _only_home(title: str, homes: Mapping[str, tuple[str, str] | None]) -> tuple[str, str]:
+    """The home that the one extension states which has one."""
+    found = {value: home for value, home in homes.items() if home is not None}
+    if len(found) == 1:
+        return found.popitem()[1]
+    remedy = "remove one" if found else "install stagepack again (in a checkout: pip install --editable .)"
     raise MissingPackageError(
-        f"stagepack.{public_name}: expected one installed extension that defines it, as an entry point of {_GROUP}, found "
-        f"{' and '.join(homes) or 'none'}: {remedy}",
-        name=f"stagepack.{public_name}",
+        f"{title}: expected one installed extension that defines it, as an entry point of {_GROUP}, found "
+        f"{' and '.join(found) or 'none'}: {remedy}",
+        name=title,
     )

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakKeyDictionary
 
 import msgspec
 import numpy
@@ -228,26 +229,27 @@ class TextReader:
         return encoding
 
 
-def text_reader(bundle: Bundle) -> TextReader:
-    """Return what makes the inputs of a bundle that embeds texts."""
-    facts = embedding_facts(bundle.entry_point)
-    if facts is None:
-        raise InputError(
-            f"{bundle.location}: to encode texts, expected a model that takes {IDS_INPUT} [batch, sequence] and returns {_RESULT!r}, "
-            "such as one of sentence-transformers"
-        )
-    return TextReader(bundle, facts)
+def _text_reader(pipeline: "TextPipeline") -> TextReader:
+    """What makes the inputs of a pipeline that embeds texts; it reads the tokenizer once."""
+    if (reader := _READERS.get(pipeline)) is None:
+        facts = embedding_facts(pipeline.bundle.entry_point)
+        if facts is None:
+            raise InputError(
+                f"{pipeline.bundle.location}: to encode texts, expected a model that takes {IDS_INPUT} [batch, sequence] and returns "
+                f"{_RESULT!r}, such as one of sentence-transformers"
+            )
+        reader = _READERS[pipeline] = TextReader(pipeline.bundle, facts)
+    return reader
+
+
+_READERS: Final[WeakKeyDictionary["TextPipeline", TextReader]] = WeakKeyDictionary()
 
 
 def encode(
-    pipeline: "TextPipeline",
-    reader: TextReader,
-    sentences: Any,
-    prompt_name: str | None,
-    prompt: str | None,
-    batch_size: int,
+    pipeline: "TextPipeline", sentences: Any, prompt_name: str | None, prompt: str | None, batch_size: int
 ) -> Any:
     """Embed texts; see `CallablePipeline.encode`."""
+    reader = _text_reader(pipeline)
     rows = _listed(sentences)
     if batch_size < 1:
         raise InputError(f"batch_size: expected 1 or more, found {batch_size}")

@@ -2,23 +2,23 @@
 
 import copy
 from abc import ABC
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, Self
 
 from stagepack.errors import OptionError
+from stagepack.extensions import pipeline_method
 from stagepack.format.contract import bind_call, check_values
 from stagepack.format.manifest import Edge, format_inputs, format_stage_count
 from stagepack.format.reader import Bundle
 from stagepack.format.tree import fill_tree, value_names
 from stagepack_loaders.base import ArrayOps, LoadedStage, Loading, Runtime, SharedObjects
 from stagepack_loaders.call_limits import Limits, ValueLimit, value_limit
-from stagepack_loaders.embeddings import TextReader, encode, text_reader
+from stagepack_loaders.elements import Array
 from stagepack_loaders.exchange import array_ops_of_call, check_shared_memory, to_array
 from stagepack_loaders.executor import CallFuture, Executor, LocalExecutor
-from stagepack_loaders.generation.generate import TokenCallback, generate
 from stagepack_loaders.module_habits import FIXED_DTYPES, module_hint
 from stagepack_loaders.options import LoadOptions, device_list
 from stagepack_loaders.pipeline_sequence import PipelineSequence
@@ -154,7 +154,7 @@ class CallablePipeline(ABC):
         attention_mask: Any = None,
         *,
         encoder: "CallablePipeline | None" = None,
-        on_tokens: TokenCallback | None = None,
+        on_tokens: Callable[[Array], object] | None = None,
         return_logprobs: bool = False,
         **settings: Any,
     ) -> Any:
@@ -191,6 +191,7 @@ class CallablePipeline(ABC):
             >>> tokens = pipeline.generate(**tokenizer(texts, return_tensors="pt", padding=True), max_new_tokens=50)
             >>> text = pipeline.generate("Once upon a time", max_new_tokens=50)
         """
+        generate = pipeline_method("generate")
         return generate(self, inputs, attention_mask, settings, encoder, on_tokens, return_logprobs=return_logprobs)
 
     def encode(
@@ -216,11 +217,7 @@ class CallablePipeline(ABC):
             >>> pipeline.encode(["A cat sits on the mat.", "A kitten rests on a rug."]).shape
             torch.Size([2, 384])
         """
-        return encode(self, self._text_reader, sentences, prompt_name, prompt, batch_size)
-
-    @cached_property
-    def _text_reader(self) -> TextReader:
-        return text_reader(self.bundle)
+        return pipeline_method("encode")(self, sentences, prompt_name, prompt, batch_size)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run all stages.

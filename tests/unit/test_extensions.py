@@ -10,7 +10,7 @@ import pytest
 import stagepack
 import stagepack_train
 from stagepack.errors import MissingPackageError
-from stagepack.extensions import home_of, installed_extensions
+from stagepack.extensions import home_of, installed_extensions, pipeline_method
 from stagepack_serving.server.extensions import server_extensions
 
 Distribution = Callable[[str, str], None]
@@ -29,13 +29,27 @@ def distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Di
         installed_extensions.cache_clear()
 
     yield install
-    installed_extensions.cache_clear()
-    server_extensions.cache_clear()
+    for lookup in (installed_extensions, pipeline_method, server_extensions):
+        lookup.cache_clear()
 
 
 def test_the_distribution_registers_each_extension_of_the_project() -> None:
     assert installed_extensions()["stagepack_train:EXTENSION"] is stagepack_train.EXTENSION
     assert [type(extension).__name__ for extension in server_extensions()] == ["TextExtension"]
+
+
+def test_a_pipeline_generates_by_the_function_that_an_extension_states(
+    distribution: Distribution, tmp_path: Path
+) -> None:
+    from stagepack_loaders.generation.generate import generate
+
+    assert pipeline_method("generate") is generate
+    distribution("stagepack", "")
+    pipeline_method.cache_clear()
+    with pytest.raises(
+        MissingPackageError, match="the method generate of a pipeline: expected one installed extension"
+    ):
+        pipeline_method("generate")
 
 
 def test_a_server_whose_extensions_are_not_installed_does_not_start(distribution: Distribution) -> None:

@@ -1,7 +1,13 @@
-"""Generation and embeddings behind the server: the generate extension, and the API of OpenAI: an extension of stagepack."""
+"""Generation and embeddings, of pipelines and behind the server: an extension of stagepack."""
 
 from typing import Final
 
 from stagepack.extensions import Extension
 
-EXTENSION: Final = Extension(server=("stagepack_serving.server.generation.text_extension", "SERVER"))
+EXTENSION: Final = Extension(
+    pipeline_methods={
+        "encode": ("stagepack_loaders.embeddings", "encode"),
+        "generate": ("stagepack_loaders.generation.generate", "generate"),
+    },
+    server=("stagepack_serving.server.generation.text_extension", "SERVER"),
+)
