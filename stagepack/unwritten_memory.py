@@ -21,7 +21,7 @@ ALLOCATING_OPERATORS: Final = frozenset(
         "aten.new_empty_strided.default",
     }
 )
-# In-place operators that write all elements of their first argument and read none of them.
+# In-place operators that write all elements of their first argument and read no element of it.
 _COVERING_OPERATORS: Final = frozenset(
     f"aten.{name}"
     for name in [

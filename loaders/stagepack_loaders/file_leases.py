@@ -190,7 +190,7 @@ def _detach_broken() -> None:
     """Replace the mappings of all files that somebody waits for."""
     with _lock:
         for lease in list(_leases):
-            # In use while it is replaced: otherwise its address could be that of other memory by then.
+            # In use while it is replaced: otherwise other memory could have its address by then.
             memory = lease.memory()
             if memory is not None and not lease.keeper_count and lease.is_broken():
                 _detach(lease, memory)
@@ -276,7 +276,7 @@ def written_pages(address: int, byte_count: int) -> Array:
     first_page, end_page = address // mmap.PAGESIZE, -(-(address + byte_count) // mmap.PAGESIZE)
     page_count = end_page - first_page if byte_count else 0
     try:
-        # Not kept open: it is that of the process that opens it, also after a fork.
+        # Not kept open: the file stays the one of the process that opens it, also after a fork.
         descriptor = os.open(_PAGEMAP_PATH, os.O_RDONLY | os.O_CLOEXEC)
         try:
             content = os.pread(descriptor, page_count * _ENTRY_BYTES, first_page * _ENTRY_BYTES)

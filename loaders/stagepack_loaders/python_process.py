@@ -35,5 +35,5 @@ def kept_signal_handlers() -> Iterator[None]:
         yield
     finally:
         for number, handler in handlers.items():
-            if handler is not None:  # else it is none of Python
+            if handler is not None:  # else the handler is not one of Python
                 signal.signal(number, handler)

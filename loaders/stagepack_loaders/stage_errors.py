@@ -30,7 +30,7 @@ _OUT_OF_RANGE: Final = re.compile(
 )
 
 # Errors after which CUDA fails every call in the process, of torch ("CUDA error: ...") and of ONNX Runtime ("CUDA failure 710: ...").
-# They are those of the CUDA runtime that "leave the process in an inconsistent state".
+# The documentation of the CUDA runtime says that they "leave the process in an inconsistent state".
 _DEVICE_LOST: Final = re.compile(
     r"CUDA (?:error|failure \d+): (?:"
     + "|".join(

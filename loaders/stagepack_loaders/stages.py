@@ -185,7 +185,7 @@ class OutputContract:
         dtype_of: Callable[[str], Any] = str,
     ) -> None:
         self._inputs = inputs
-        # The other sizes are those of the inputs, which were checked.
+        # The other sizes come from the inputs, which were checked.
         self._symbols_of_data = [symbol for symbol in symbols if symbol.example is None]
         self._outputs = [(position, value) for position, value in enumerate(outputs) if value is not None]
         self._tensors = [

@@ -63,7 +63,7 @@ class Capture:
     calls: TracedCalls = field(default_factory=TracedCalls)
     # The functions with a backward of their own that it calls, as far as they were recorded.
     functions: tuple[CustomFunction, ...] = ()
-    # The first question of its code for each property of its inputs that torch fixes, likewise.
+    # The first question of its code for each property of its inputs that torch fixes, as far as they were recorded.
     questions: Mapping[Property, Question] = field(default_factory=dict)
     # Where the data of the model's weights is, if the weights have none in memory.
     deferred: DeferredTensors | None = None

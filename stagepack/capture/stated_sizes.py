@@ -47,7 +47,7 @@ class StatedSizes:
     _ranges: dict[str, tuple[int, int | None] | None] = field(default_factory=dict)
     # Each size, with the text that states it first.
     _sizes: dict[StatedSize, str] = field(default_factory=dict)
-    # The dimension of each symbol, from which those of its sizes are derived.
+    # The dimension of each symbol, from which the dimensions of its sizes are derived.
     _dims: dict[str, Dim] = field(default_factory=dict)
 
     def add(self, input_text: str, dimension: str) -> StatedSize:

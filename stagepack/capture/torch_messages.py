@@ -34,7 +34,7 @@ _ADVICE_PREFIXES = (
 )
 _STDERR = 2  # its file descriptor
 _LONGEST_REASON = 600  # characters
-# The innermost frame that is not torch's, which may be ours; `error_location` finds that of the model.
+# The innermost frame that is not torch's, which may be ours; `error_location` finds the frame of the model.
 _CAUSED_BY = re.compile(r" *Caused by: \([^()]*\)")
 _INSTALLED_FOLDERS = frozenset({"site-packages", "dist-packages"})
 _FRAME = re.compile(r'^ *File "(.+)", line (\d+), in (.+)$', re.MULTILINE)

@@ -112,7 +112,7 @@ class _TracedFunctions(TorchFunctionMode):
         super().__init__()
         self._model = model
         self._asked = asked
-        # Whether the layout of a tensor is the same in all calls, whatever that of the inputs is. No attribute: constants are the caller's.
+        # Whether a tensor has one layout in all calls, whatever layout the inputs have. No attribute: constants are the caller's.
         self._known_layouts = WeakIdKeyDictionary()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -207,7 +207,7 @@ class _OpMemory:
     viewed_by_first: frozenset[str]  # result 0 may be a view of them
     viewed: frozenset[str]  # a result may be a view of them
     written: frozenset[str]
-    # Says whether the running statistics are written too; None for an operator without such a parameter.
+    # Says whether the running statistics are written too; None for an operator without this parameter.
     training: str | None
     converts: bool  # a result of another dtype than the argument is a copy
 

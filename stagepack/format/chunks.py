@@ -17,7 +17,7 @@ from stagepack.errors import Problem
 from stagepack.format.limits import Int64
 
 CHUNK_BYTES: Final = 16 * 2**20
-# Separates the digests of files of several chunks from those of files whose content is a list of digests.
+# Separates the digests of files of several chunks from the digests of files that contain a list of digests.
 _ROOT_CONTEXT: Final = "stagepack 2026-11-22 digests of chunks"
 
 

@@ -158,7 +158,7 @@ def _write_chunk(descriptor: int, start: int, chunk: list[Piece], buffers: _Buff
 
 
 def _read_range(piece: FileRange, buffer: memoryview) -> None:
-    # Nobody waits for the writer of a pipe. A link is followed: those of the cache of Hugging Face lead to the file of this version.
+    # Nobody waits for the writer of a pipe. A link is followed: links of the cache of Hugging Face lead to the file of this version.
     descriptor = os.open(piece.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         _check_version(piece, descriptor)

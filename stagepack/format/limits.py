@@ -7,7 +7,7 @@ from msgspec import Meta
 # The integer type of the format: every integer fits 64 bits, so that a reader in any language can hold it (SPEC E3).
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 
-# Sizes of files, in bytes. The limit of weight headers is that of the safetensors library.
+# Sizes of files, in bytes. The safetensors library has the same limit of weight headers.
 MANIFEST_BYTES = 64 * 2**20
 GRAPH_BYTES = 512 * 2**20
 ONNX_BYTES = 64 * 2**20

@@ -52,7 +52,7 @@ SCALAR_TENSOR_DTYPES: Final = MappingProxyType({"symint": "int64", "symfloat": "
 COMPLEX_PART_DTYPES: Final = MappingProxyType({"complex64": "float32", "complex128": "float64"})
 
 # Kind of field -> wire types that it may have. A field of the kind "bytes" holds a string, bytes, or a message that no rule is about.
-# A kind with a star may occur several times; numbers and floats of such a kind may be packed. A "small_number" has 32 bits.
+# A kind with a star may occur several times; repeated numbers and floats may be packed. A "small_number" has 32 bits.
 _WIRE_TYPES: Final[Mapping[str, frozenset[int]]] = {
     "number": frozenset({0}),
     "small_number": frozenset({0}),

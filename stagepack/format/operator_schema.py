@@ -91,7 +91,7 @@ class SchemaEffects(NamedTuple):
                     yield result_index, parameter_name
 
 
-# Effects of honest schemas are small; those of the longest texts take 100 kB.
+# Effects of honest schemas are small; the effects of the longest texts take 100 kB.
 @functools.lru_cache(maxsize=256)
 def schema_effects(text: str) -> SchemaEffects | None:
     """Return the effects that a schema states; None if the text is no schema, or too long for one."""

@@ -27,7 +27,7 @@ from stagepack.format.own_folders import check_outside_bundles
 
 _ATTEMPTS = 10
 STANDARD_OUTPUT: Final = "-"
-# In a temporary folder. A folder of the user that happens to have such a name does not have it.
+# A file in temporary folders, which a folder of the user with a similar name does not have.
 _MARK_NAME: Final = ".stagepack-temporary"
 _CURRENT_FOLDER = -100  # AT_FDCWD
 _EXCHANGE = 2  # RENAME_EXCHANGE

@@ -310,7 +310,7 @@ def _named_tuple(class_name: str, field_names: tuple[str, ...]) -> Any:
 def _build_object(cls: type, fields: Mapping[str, Any]) -> Any:
     try:
         if issubclass(cls, tuple) and not hasattr(cls, "_fields"):
-            return cls(fields.values())  # those of torch.return_types
+            return cls(fields.values())  # results of torch.return_types
         if dataclasses.is_dataclass(cls) or issubclass(cls, tuple | Mapping):
             return cls(**fields)
         built = cls.__new__(cls)

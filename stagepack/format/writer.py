@@ -188,7 +188,7 @@ class BundleWriter:
         replaced_digest: replace only the bundle with this digest; None for any bundle.
         """
         manifest = self._with_files(manifest)
-        (self._temporary_folder / MANIFEST_NAME).unlink(missing_ok=True)  # that of a draft
+        (self._temporary_folder / MANIFEST_NAME).unlink(missing_ok=True)  # the manifest of a draft
         self.write_file(MANIFEST_NAME, [encode_manifest(manifest)])
         map_in_threads(synchronize, [*self._unsynchronized, self._temporary_folder])
         check_output_path(self._out, overwrite=self._overwrite, absorbed_names=self._absorbed_names)

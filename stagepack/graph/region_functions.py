@@ -30,7 +30,7 @@ class RegionFunction:
     items: tuple[BodyItem, ...]  # its nodes and the regions that it calls, as its first call has them
     first_call: RegionCallSite  # the call with the first node
     call_count: int
-    length: int  # the number of its nodes, those of the regions that it calls included
+    length: int  # the number of its nodes, with the nodes of the regions that it calls
     # For each value that it takes, its first use: the offset of the node from the first node of the region, and the index among the
     # values that this node uses.
     inputs: tuple[tuple[int, int], ...]

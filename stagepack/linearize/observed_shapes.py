@@ -26,7 +26,7 @@ Point = Mapping[str, int]
 _ValueAxis = tuple[str, int | None]
 # The sizes that a run found other than the graph states them.
 Observed = dict[_ValueAxis, int]
-# In the place of the result of a node that cannot run on tensors without data, or that uses such a result.
+# The result of a node that cannot run on tensors without data, or that uses an unknown result.
 _UNKNOWN: Final = object()
 
 

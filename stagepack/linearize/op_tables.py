@@ -47,7 +47,7 @@ _QUANTIZING = (
     "aten.empty_quantized",
 )
 # Operators that take rows, a matrix for each group, and the end of each group among the rows: in traces of models of transformers 5,
-# and in those of loaded stages.
+# and in traces of loaded stages.
 _TRACED_PRODUCTS = ("transformers.grouped_mm_fallback.default", str(TRACED_PRODUCT))
 _GRAD_MODE = "wrap_with_set_grad_enabled"
 _AUTOCAST = "wrap_with_autocast"

@@ -212,7 +212,7 @@ class SizeTrial:
             return Outcome(Verdict.UNKNOWN, f"there is no input of these sizes: {describe_error(error)}")
         run = ObservedRun(self._program, point)
         results, program_error = [], None
-        # The program runs first: its operators are checked before they run, those of the model are not.
+        # The program runs first: its operators are checked before they run, the operators of the model are not.
         try:
             results = self._run(leaves, run)
         except UnsafeArgumentsError as error:

@@ -126,7 +126,7 @@ class SymbolTable:
     def _example_value(self, expression: sympy.Expr, lower: int | None, upper: int | None) -> int | None:
         """The value in the example; None if it depends on data or is outside the range."""
         value = expression.xreplace(dict(self._example_values))
-        # A program that was read from a file has the values of the sizes 4*h, but not that of h.
+        # A program that was read from a file has the values of the sizes 4*h, but not the value of h.
         for factor, offset, size in _solutions(expression, self._example_values):
             value = sympy.Integer((int(size) - offset) // factor)
         if not value.is_Integer or not (lower or 0) <= int(value) <= (int(value) if upper is None else upper):

@@ -234,7 +234,7 @@ def _matrix_power(call: OperatorCall) -> int:
 
 
 # Operators of ATen, without overload and without the underscore of those that write in place.
-# The factors of dense linear algebra are those of Golub and Van Loan, Matrix Computations, 4th edition, chapters 3 to 8.
+# The factors of dense linear algebra come from Golub and Van Loan, Matrix Computations, 4th edition, chapters 3 to 8.
 _ATEN_FORMULAS: Final[tuple[tuple[FlopFormula, str], ...]] = (
     (
         _matrix_product,

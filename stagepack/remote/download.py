@@ -217,7 +217,7 @@ class Download:
             self._progress(-content.size)
             content.clear()
             if kept_bytes:
-                kept_bytes = 0  # the bytes of a former process were wrong, and not those of the server
+                kept_bytes = 0  # the bytes of a former process were wrong, and not the bytes of the server
             else:
                 tries.wrong_content(problem)
 

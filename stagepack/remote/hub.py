@@ -30,7 +30,7 @@ def open_hub_store(url: BundleUrl, storage_options: Mapping[str, Any] | None = N
         model = api.model_info(location.repository, revision=location.revision, timeout=STALL_SECONDS)
     except OfflineModeIsEnabled:
         raise offline_error(url) from None
-    except Exception as error:  # noqa: BLE001 - those of the HTTP client that the hub's library chose
+    except Exception as error:  # noqa: BLE001 - errors of the HTTP client that the hub's library chose
         is_cached = _is_unreachable(error) and find_snapshot(url) is not None
         cure = ", or set HF_HUB_OFFLINE=1 to use the snapshot in its cache on this machine" if is_cached else ""
         raise RemoteError(f"{url}: {error_reason(error)}{cure}") from None

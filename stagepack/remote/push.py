@@ -43,7 +43,7 @@ def push(bundle: Bundle, url: BundleUrl, *, private: bool | None, message: str |
             commit_message=message or f"stagepack bundle {bundle.digest[:12]}",
             revision=location.revision,
         )
-    except Exception as error:  # noqa: BLE001 - those of the HTTP client that the hub's library chose
+    except Exception as error:  # noqa: BLE001 - errors of the HTTP client that the hub's library chose
         raise RemoteError(f"{url}: {error_reason(error)}") from None
     return commit.commit_url
 

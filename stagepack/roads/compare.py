@@ -130,7 +130,7 @@ def _differing_fields(first: Struct, second: Struct, without: Collection[str]) -
 
 
 def _manifest_differences(first: Manifest, second: Manifest) -> Iterator[str]:
-    # Entry points and files are compared by name; the digest is that of all else.
+    # Entry points and files are compared by name; the digest covers everything else.
     for field in _differing_fields(first, second, ("entry_points", "files", "producer", "sha256")):
         yield f"{_TITLES.get(field, field)}: differs"
 
@@ -157,7 +157,7 @@ def _model_differences(first: _Model, second: _Model) -> Iterator[str]:
     if position is not None:
         shown = " and ".join(_shown_node(model.graph, position) for model in (first, second))
         yield f"node {position} is the first that differs: {shown}"
-    # The tables are those of the nodes. The symbols are those of the entry point, and weights are compared by name.
+    # The tables belong to the nodes, and the symbols to the entry point; weights are compared by name.
     excluded = ("nodes", "symbols", "weights", "ops", "scopes", "contexts", "subgraphs")
     for field in _differing_fields(first.graph, second.graph, excluded):
         yield f"{field}: differ"

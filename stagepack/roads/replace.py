@@ -198,7 +198,7 @@ def _replacements(
 ) -> dict[str, CheckpointTensor]:
     """The new tensor of each stored tensor that is replaced, by stored name."""
     known_names = {weight_name for weight in weights.values() for weight_name in weight.names}
-    # Entry points that are functions of a model do not have the weights that none of them uses.
+    # Entry points that are functions of a model do not have the weights that no function uses.
     is_whole = any(entry_point.name == FORWARD for entry_point in bundle.entry_points)
     required_names = source.required_names if is_whole else ()
     unknown = [weight_name for weight_name in required_names if weight_name not in known_names]

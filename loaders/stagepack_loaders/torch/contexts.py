@@ -21,7 +21,7 @@ def context_call(context: Context, stage_device: torch.device) -> tuple[Callable
         return run_with_grad_mode, (context.grad,)
     device_type = stage_device.type if autocast.device is None else device_type_of(autocast.device)
     if device_type != stage_device.type and not has_device(device_type):
-        # No operator runs on such a device. Code that is written for a GPU opens its autocast on a CPU, too.
+        # No operator runs on a device that this machine lacks. Code that is written for a GPU opens its autocast on a CPU, too.
         return run_unchanged, ()
     dtype = torch_attribute(autocast.dtype, torch.dtype)
     return run_with_autocast, (device_type, dtype, autocast.enabled, autocast.cache)

@@ -129,7 +129,7 @@ class WindowStore:
                 for source, shift in shift_of_source.items()
                 if source.file_name == path.name and source.start <= stored.start and stored.end <= source.end
             ]
-            # Kernels are chosen by `requires_grad` too, so it is that of the weight.
+            # Kernels are chosen by `requires_grad` too, so the flag is taken from the weight.
             place = self._window.memory[stored.start + shift : stored.end + shift]
             tensors.append(as_weight(weight, lay_out(weight, place)))
         registered_tensors = [registered[weight.value] for weight in weights]

@@ -34,7 +34,7 @@ _LOGGER: Final = logging.getLogger("stagepack.serve")
 _WATCH_SECONDS: Final = 0.2
 # A version without requests may still run one that nobody waits for any more.
 _CLOSE_SECONDS: Final = 86_400.0
-# The longest time that a load waits for such a version to close.
+# The longest time that a load waits for an abandoned version to close.
 _LOAD_DELAY_SECONDS: Final = 10
 
 

@@ -140,7 +140,7 @@ class _Exchange:
         self._body_end_time = asyncio.get_running_loop().time() + models.limits.deadline
         body_headers = {header_name for header_name, _ in scope["headers"]} & {b"content-length", b"transfer-encoding"}
         self._is_received = not body_headers
-        # Uvicorn tells such a client to send the body when it is first asked for.
+        # Uvicorn tells a client with this header to send the body when the body is first asked for.
         self._awaits_continue = (b"expect", b"100-continue") in [
             (key, value.lower()) for key, value in scope["headers"]
         ]

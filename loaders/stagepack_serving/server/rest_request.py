@@ -42,7 +42,7 @@ BINARY_HEADER: Final = "inference-header-content-length"
 _LARGE_BYTES: Final = 131_072
 _LENGTH_PATTERN: Final = re.compile("[0-9]{1,18}")
 _NON_FINITE_PATTERN: Final = re.compile(rb"NaN|Infinity")
-# An option of zlib: accept the header of gzip and that of zlib.
+# An option of zlib: accept the headers of gzip and of zlib.
 _DETECT_HEADER: Final = 32
 # Zlib writes up to so many bytes for one that it reads.
 _COMPRESSION: Final = 1032

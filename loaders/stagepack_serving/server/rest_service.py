@@ -250,7 +250,7 @@ async def _http_error_response(request: Request, error: HTTPException) -> Respon
     """The answer to an unknown path or method."""
     message = f"{request.method} {request.url.path}: {error.detail}"
     refusal = _refusal(request, message, error.status_code, "unknown_url" if error.status_code == 404 else None)
-    refusal.headers.update(error.headers or {})  # those of an unknown method name the methods of the path
+    refusal.headers.update(error.headers or {})  # for an unknown method, they name the methods of the path
     return refusal
 
 

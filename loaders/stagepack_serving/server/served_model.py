@@ -138,8 +138,8 @@ class ServedModel:
     def _try_out(self, pipeline: CallablePipeline, *, check_example: bool) -> BatchLimit:
         """Find out how large batches may be, and run the recorded example."""
         edges, largest_size = self.interface.edges, self.limits.max_batch_size
-        # In a thread that ends: the threads of OpenMP that a thread makes stay with it, and with more of them than cores, those of all
-        # threads wait in the kernel for each other; a small decoder then takes 1.4 times as long.
+        # In a thread that ends: the threads of OpenMP that a thread makes stay with it, and when there are more than cores, the OpenMP
+        # threads of all threads wait for each other in the kernel; a small decoder then takes 1.4 times as long.
         with ThreadPoolExecutor(1) as trial:
             limit = trial.submit(batch_limit, self.bundle, edges, largest_size, pipeline).result()
             if self.bundle.example is not None:

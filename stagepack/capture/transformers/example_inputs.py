@@ -40,7 +40,7 @@ _INPUTS_OF_KIND: Final = {
 _TEXT_INPUTS: Final = ("input_ids", "attention_mask", "decoder_input_ids")
 # Patches, in an encoder of images; models of other kinds call so what another model computes.
 _PATCHES: Final = "hidden_states"
-# The name of the number of images or sounds, where it may be another than that of texts.
+# The name of the number of images or sounds, where it may differ from the number of texts.
 _OWN_NUMBER: Final = {"image": "images", "video": "videos", "audio": "sounds"}
 _Examples = dict[str, ExampleTensor]
 

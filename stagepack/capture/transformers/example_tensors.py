@@ -21,12 +21,12 @@ from stagepack.torch_internals import FakeTensor, tree_leaves
 
 LARGEST_BATCH: Final = 1024
 _LONGEST_SEQUENCE: Final = 4096  # tokens, where the configuration has no length
-_IMAGE_SIZE: Final = 224  # pixels, likewise
+_IMAGE_SIZE: Final = 224  # pixels, where the configuration has no size
 _WAVE_LENGTH: Final = 16_000  # samples: one second
 _FRAME_COUNT: Final = 100
 _TOKEN_COUNT: Final = 8
 _DECODED_COUNT: Final = 6
-# The configurations of what reads images or sounds, inside that of a model of several kinds of inputs.
+# The configurations of encoders of images or sounds, inside the configuration of a model of several kinds of inputs.
 _ENCODER_CONFIGS: Final = ("vision_config", "audio_config", "encoder", "backbone_config", "encoder_config")
 # For each kind: the inputs, the fields of the token, and the method that computes what takes its place.
 _KINDS: Final = (

@@ -33,12 +33,12 @@ _LARGEST_INDEX: Final = 2**31 - 1
 class CacheCall:
     """What a call does with a cache."""
 
-    # The rows and slots that are written, [tokens]: those of the tokens of the call, and then those of tokens that move.
+    # The rows and slots that are written, [tokens]: first for the tokens of the call, then for tokens that move.
     rows: torch.Tensor
     slots: torch.Tensor
     # The number of slots that its tokens may see.
     seen_slots: Any
-    # The number of tokens before those of the call, for models that take no positions.
+    # The number of tokens before the call, for models that take no positions.
     earlier_tokens: Any = 0
     # Where the tokens that move are, [moves] each.
     sources: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -103,7 +103,7 @@ class BufferLayer(CacheLayerMixin):
         return size
 
 
-# The attributes of the classes below begin with two underscores: Python adds the name of the class, so that none of them hides a part of
+# The attributes of the classes below begin with two underscores: Python adds the name of the class, so that no attribute hides a part of
 # the model.
 class GeneratingDecoder(torch.nn.Module):
     """A causal language model that generates. It has the parts of the model, and its caches."""

@@ -102,7 +102,7 @@ class _Candidate:
     further_inputs: tuple[Inputs, ...] = ()
     # Kinds of inputs that the model has and these are without.
     left_out: tuple[str, ...] = ()
-    # Whether they were made for the model, and are not those of the caller.
+    # Whether the inputs were made for the model, and not given by the caller.
     is_made: bool = True
 
     def warn(self, source: str, reasons: Sequence[str]) -> None:

@@ -34,7 +34,7 @@ _SETTINGS: Final = {
     "num_mel_bins": ("num_mel_bins",),
     "sampling_rate": ("sampling_rate",),
 }
-# What a processor calls an input, and the other names of models for it. Where a model has both, its attention mask is that of its text.
+# What a processor calls an input, and the other names of models for it. Where a model has both, its attention mask belongs to its text.
 _OTHER_NAMES: Final = {
     "pixel_values": ("hidden_states", "image_pixel_values", "pixel_values_images"),
     "image_grid_thw": ("grid_thw",),

@@ -111,7 +111,7 @@ def _check_files(files: tuple[File, ...]) -> Iterator[BrokenRule]:
 def _check_chunks(file: File, location: str) -> Iterator[BrokenRule]:
     """Yield the problem of the chunk digests of a file, if there is one."""
     expected_count = chunk_count(file.size)
-    # The digest of a file of one chunk is that of the chunk, which is not listed again.
+    # A file of one chunk has the digest of the chunk, which is not listed again.
     if len(file.chunks) != (expected_count if expected_count > 1 else 0):
         listed = expected_count if expected_count > 1 else "no"
         yield "M14", location, f"expected {listed} chunks for {file.size} bytes, found {len(file.chunks)}"

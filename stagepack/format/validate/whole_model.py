@@ -80,7 +80,7 @@ class _WholeModel:
     entry_point: EntryPoint
     graphs: Sequence[Graph]
     node_copies: Sequence[_NodeCopy]  # the nodes, by position and then by stage
-    nodes: Sequence[_NodeCopy]  # the node at each position; that of the first of its stages
+    nodes: Sequence[_NodeCopy]  # the node at each position, from the first of its stages
     stages_of: Sequence[Sequence[int]]  # the stages that have the node of a position
 
     @classmethod

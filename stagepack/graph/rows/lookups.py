@@ -101,7 +101,7 @@ def index_put(call: NodeCall) -> Rows | None:
         raise RowsMeetError(_BY_VALUE)
     used = [item for item in indices if item is not None]
     result_rank = target.rank - len(used) + max((item.rank for item in used), default=0)
-    # The place of the values is aligned with that of the elements that they replace.
+    # The place of the values is aligned with the place of the elements that they replace.
     element = Tracked("", ((0,) * len(ONE),) * result_rank, rows)
     broadcast_rows([element, new], result_rank)
     return target_rows

@@ -205,7 +205,7 @@ OVERLOADS: Final[Mapping[str, Rule | None]] = MappingProxyType(
     }
 )
 
-# Rules that understand the numbers of rows, which ``arange`` makes; for others, such a number ties the answer to the place of a row.
+# Rules that understand the numbers of rows, which ``arange`` makes; for other rules, a row number ties the answer to the place of a row.
 POSITION_RULES: Final = frozenset(
     {
         rearrangement.row_major,

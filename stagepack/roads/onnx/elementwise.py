@@ -187,7 +187,7 @@ def _div(self: torch.Tensor, other: Any, *, rounding_mode: str | None = None) ->
 def _fmod(self: torch.Tensor, other: Any) -> Any:
     if torch.result_type(self, other).is_floating_point:
         return NotImplemented
-    # The exporter takes the remainder of integers as that of floats.
+    # The exporter converts the remainder of integers as the remainder of floats.
     remainder = torch.remainder(self, other)
     return torch.where((remainder != 0) & ((self < 0) != (other < 0)), remainder - other, remainder)
 

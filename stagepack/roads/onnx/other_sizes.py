@@ -18,9 +18,9 @@ from stagepack.format.traversal import input_names, output_names
 # How many sizes are tried at most, and up to which one: larger ones take long and show nothing else.
 _MAX_CHOICES: Final = 20
 _MAX_SIZE: Final = 257
-# Bytes of all values of a call; with those of the example or fewer than twice as many, a larger size is no question of time.
+# Bytes of all values of a call. With less than twice the bytes of the example, a larger size takes little time.
 _MAX_BYTES: Final = 1 << 25
-# Operations of a call, likewise: a kernel of a convolution that is 64 times as wide and as high takes minutes, and few bytes.
+# Operations of a call: a kernel of a convolution that is 64 times as wide and as high takes minutes, and few bytes.
 _MAX_FLOPS: Final = 1 << 30
 # How far from a size another one is looked for that fits the conditions of the bundle, and how many combinations are tried.
 _MAX_DISTANCE: Final = 64

@@ -117,7 +117,7 @@ def _max_pool_with_indices(operator: Any) -> Callable[..., tuple[torch.Tensor, t
     def pool(self: torch.Tensor, kernel_size: Any, *args: Any, **kwargs: Any) -> Any:
         if not self.is_floating_point():
             return NotImplemented
-        # The index is that of the last NaN.
+        # The index of the last NaN.
         sizes = self.shape[-len(kernel_size) :]
         positions = torch.arange(math.prod(sizes), dtype=torch.float32).reshape(sizes)
         positions = torch.where(self.isnan(), positions, torch.full((), -1.0))
