@@ -104,3 +104,18 @@ def test_each_module_of_stagepack_is_in_a_band_of_the_arrow() -> None:
     )
     placed = {name.removeprefix("stagepack.") for name in arrow if name.startswith("stagepack.")}
     assert placed == layers - {"__main__", "examples"}
+
+
+def test_a_public_name_means_one_thing() -> None:
+    # Names that others choose, examples, and names that are still to be told apart.
+    allowed = {"TritonPythonModel", "command", "inputs", "main", "make"} | {
+        "TextBatch",
+        "runtime_of_each_stage",
+        "tree_leaves",
+    }
+    homes: dict[str, set[str]] = {}
+    for source in SOURCES:
+        for node in parsed(source).body:
+            if isinstance(node, ast.ClassDef | Function) and not node.name.startswith("_"):
+                homes.setdefault(node.name, set()).add(module_name(source))
+    assert {name: modules for name, modules in homes.items() if len(modules) > 1 and name not in allowed} == {}
