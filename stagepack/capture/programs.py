@@ -223,7 +223,7 @@ def _export_in_ranges(
 def capture_program(program: ExportedProgram, inputs: Inputs) -> Capture:
     """Use an exported program as it is."""
     if _IS_STRICT.get():
-        raise OptionError("strict: an exported program is captured already: leave it out")
+        raise OptionError("strict: an exported program is captured already: leave out strict (--strict)")
     if not inputs.args and not inputs.kwargs:
         if program.example_inputs is None:
             raise CaptureError(

@@ -58,9 +58,8 @@ class TracedModes:
         # A function runs its forward without gradients: its nodes have the mode around it.
         node.meta[_GRAD_MODE_KEY] = (self._mode, self._first_mode.get(id(tracer), self._mode))
         for function_class, args in calls:
-            is_own = (
-                function_class.__module__.partition(".")[0] != "torch"
-            )  # unlike the function of activation checkpointing
+            # Activation checkpointing has a function of torch.
+            is_own = function_class.__module__.partition(".")[0] != "torch"
             if is_own and any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args):
                 paths = [path for path, _ in node.meta.get("nn_module_stack", {}).values()]
                 module_path = (paths or [""])[-1].removeprefix(EXPORT_ROOT).lstrip(".")

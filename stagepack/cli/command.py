@@ -10,7 +10,7 @@
 
 The type of a field says what the option takes: a `bool` is a switch, a `Literal` a choice, a tuple an option that is repeatable. A field
 that is such an object itself stands for the options of its fields. A field that the loaders or the server know is `flag_of` their class of
-options, and `flags_of` this class stands for all of its fields.
+options, and `flags_of` this class stands for all of its fields. An option that says something about another one is `only_with` that.
 """
 
 import contextlib

@@ -119,5 +119,8 @@ def test_what_has_no_mode_is_refused(folder: Path) -> None:
     for command, source in (("export", "net.pt2"), ("export", "net.py:program"), ("doctor", "net.pt2")):
         out = ["-o", "m"] if command == "export" else []
         command_fails(command, source, "--eval", *out, says=f"{source}: {says}")
+    says = "strict: an exported program is captured already"
+    for source in ("net.pt2", "net.py:program"):
+        command_fails("export", source, "--strict", "-o", "m", says=says)
     command_fails("export", "net.py:of_program", "--train", "-o", "m", says="has no other mode: leave out --train")
     assert "leave out inputs" in run("export", "bert", "--generate", "64", "--train", "-o", "m").stderr
