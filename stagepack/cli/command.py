@@ -138,19 +138,6 @@ class _Flag(click.Option):
         self.only_with = only_with
 
 
-class _Subcommand(click.Command):
-    """A command that refuses several options for one field, of which click takes the last one."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        unused = super().parse_args(ctx, list(args))
-        used: dict[str | None, click.Parameter] = {}
-        for parameter in [] if ctx.resilient_parsing else self.make_parser(ctx).parse_args(list(args))[2]:
-            other = used.setdefault(parameter.name, parameter)
-            if other is not parameter:
-                raise click.UsageError(f"{other.opts[-1]} and {parameter.opts[-1]} cannot be used together", ctx)
-        return unused
-
-
 class _Parameters(NamedTuple):
     """The arguments and options of a field: for each, its class, its names on the command line, and its settings."""
 
@@ -217,7 +204,7 @@ def only_with(flags: Any, *required: str) -> Any:
 
 
 def either(*flags: Any) -> Any:
-    """Return several options for a field, which exclude each other."""
+    """Return several options for a field, of which the last one on the command line counts."""
     return _Parameters([declaration for parameters in flags for declaration in parameters.declarations])
 
 
@@ -322,7 +309,7 @@ def subcommand(
         # click keeps the line breaks of a paragraph that starts with \b. Four spaces make it a code block in Markdown.
         lines = "\n".join(f"    {example}" for example in examples)
         description = f"{inspect.cleandoc(function.__doc__ or '')}\n\nExamples:\n\n\b\n{lines}"
-        return _Subcommand(command_name, params=[*click_parameters(options_class)], callback=run, help=description)
+        return click.Command(command_name, params=[*click_parameters(options_class)], callback=run, help=description)
 
     return declare
 

@@ -84,8 +84,6 @@ def test_the_help_lists_the_commands(flag: str) -> None:
         ("export x -o y --generate-batch 8", "--generate-batch requires --generate"),
         ("export x -o y --rtol 1", "--rtol requires --onnx"),
         ("export x -o y --atol 0", "--atol requires --onnx"),
-        ("plan BUNDLE --dot --json", "--dot and --json cannot be used together"),
-        ("export x -o y --train --eval", "--train and --eval cannot be used together"),
         ("doctor --time-limit 5", "--time-limit requires SOURCE"),
         ("doctor --input x=1", "are for a SOURCE"),
         ("inspect x --flat", "--flat requires --graph"),
