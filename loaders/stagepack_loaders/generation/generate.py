@@ -1,4 +1,4 @@
-"""Generate with a pipeline: its calls, driven by a `TokenLoop`."""
+"""Generate with a pipeline, in the thread of the caller."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +25,8 @@ from stagepack_loaders.generation.prompts import (
 )
 from stagepack_loaders.generation.sampling import token_logprobs
 from stagepack_loaders.generation.settings import GenerationSettings, read_settings
-from stagepack_loaders.generation.token_loop import EncodedTexts, TokenLoop
+from stagepack_loaders.generation.text_batch import BatchedText, TextSequence
+from stagepack_loaders.generation.token_loop import TokenLoop
 from stagepack_loaders.generation.token_texts import StopStringMatcher
 from stagepack_loaders.pipeline_sequence import PipelineSequence
 
@@ -91,8 +92,8 @@ def generate(
             rows = _encode(encoder, _encoder_inputs(encoder, inputs, prompts), facts.max_batch)
             if text_count > 1:
                 rows = rows[numpy.repeat(numpy.arange(len(rows)), text_count).tolist()]
-            first_tokens, encoded = chosen_settings.first_tokens(len(rows)), EncodedTexts(rows, repeated.mask)
-            loop = TokenLoop(facts, chosen_settings, first_tokens, encoded=encoded, stop_strings=stop_strings)
+            loop = TokenLoop(facts, chosen_settings, chosen_settings.first_tokens(len(rows)), stop_strings=stop_strings)
+            loop.read_encoded(rows, repeated.mask)
         logprobs: list[Array] = []
         for logits in _logits_of_calls(decoder, loop, facts):
             goes_on = [reason is None for reason in loop.finish_reasons]
@@ -130,17 +131,17 @@ def _logits_of_calls(decoder: TextPipeline, loop: TokenLoop, facts: DecoderFacts
     Texts beyond the rows of a cache take turns, each group of them with a cache of its own.
     """
     edges = {edge.name: edge for edge in decoder.inputs}
-    groups = _groups(len(loop.tokens), facts.max_batch)
+    groups, plan = _groups(len(loop.tokens), facts.max_batch), TextSequence(BatchedText(loop))
     with contextlib.ExitStack() as contexts:
         sequences = [contexts.enter_context(decoder.sequence()) for _ in groups]
-        while not loop.is_finished:
-            inputs, logits = loop.next_inputs(), []
+        while (call := plan.next_call()) is not None:
+            logits = []
             for group, sequence in zip(groups, sequences, strict=True):
                 group_inputs = {
                     name: decoder.arrays.from_elements(value, edges[name])
                     if isinstance(value, numpy.ndarray)
                     else value
-                    for name, value in _rows_of(inputs, group).items()
+                    for name, value in _rows_of(call.inputs, group).items()
                 }
                 logits.append(logits_as_floats(to_elements(sequence(**group_inputs), facts.logits), facts.logits))
             yield logits[0] if len(logits) == 1 else numpy.concatenate(logits)

@@ -1,11 +1,11 @@
-"""Texts that are generated as one batch: each begins in a row of the cache that is free, and ends while others go on.
+"""The calls of a decoder that generate texts: as one batch, whose texts begin and end by themselves, or in a sequence of their own.
 
-It does no calls itself, as `TokenLoop`.
+A plan does no calls itself: a caller in one thread, an event loop and many lanes make those that it says, and each text takes its logits.
 """
 
 from collections import deque
-from dataclasses import dataclass, field
-from typing import Final, Protocol
+from dataclasses import dataclass
+from typing import Final, Generic, Protocol, TypeVar
 
 import numpy
 
@@ -23,27 +23,22 @@ _OVERLAPPED_TOKENS: Final = 512
 
 @dataclass(slots=True, eq=False)
 class BatchedText:
-    """A text of a batch.
+    """A text under way.
 
     Attributes:
-        loop: the text; its only prompt has no padding.
+        loop: its tokens. In a `TextBatch`, its only prompt has no padding; in a `TextSequence`, it may be several texts, in step.
         read_count: the number of its tokens that the cache holds.
         row: its row of the cache; None before its first call.
-        prompt_length: the number of tokens that it began with.
     """
 
     loop: TokenLoop
     read_count: int = 0
     row: int | None = None
-    prompt_length: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.prompt_length = self.loop.tokens.shape[1]
 
     @property
     def is_sound(self) -> bool:
         """Whether logits after its tokens were finite; `TokenLoop.take` refuses others."""
-        return self.read_count > 0 and self.loop.tokens.shape[1] > self.prompt_length
+        return self.read_count > 0 and self.loop.tokens.shape[1] > self.loop.prompt_length
 
     @property
     def unread_tokens(self) -> Array:
@@ -52,8 +47,11 @@ class BatchedText:
         return unread
 
 
+Text = TypeVar("Text", bound=BatchedText)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BatchCall:
+class BatchCall(Generic[Text]):
     """A call of the decoder.
 
     Attributes:
@@ -62,20 +60,20 @@ class BatchCall:
     """
 
     inputs: dict[str, Array]
-    texts: dict[int, BatchedText]
+    texts: dict[int, Text]
 
 
-class TextQueue(Protocol):
+class TextQueue(Protocol[Text]):
     """Texts that wait."""
 
     def __len__(self) -> int:
         """The number of texts."""
 
-    def popleft(self) -> BatchedText:
+    def popleft(self) -> Text:
         """Take out the text that is next."""
 
 
-class TextBatch:
+class TextBatch(Generic[Text]):
     """Plans the calls of a decoder whose texts have rows of their own (`DecoderFacts.has_rows`).
 
     The rows in use are the first ones of the cache. Prompts are read in the rows before those of the other texts, so that a call can leave
@@ -92,14 +90,14 @@ class TextBatch:
     """
 
     def __init__(
-        self, facts: DecoderFacts, most_texts: int, waiting: TextQueue | None = None, *, is_alone: bool = True
+        self, facts: DecoderFacts, most_texts: int, waiting: TextQueue[Text] | None = None, *, is_alone: bool = True
     ) -> None:
         self.most_texts = most_texts
         self._facts = facts
-        self._texts: list[BatchedText] = []
-        self._beginning: deque[BatchedText] = deque()
+        self._texts: list[Text] = []
+        self._beginning: deque[Text] = deque()
         # Waiting texts, which several batches take from when they have a free row.
-        self._waiting: TextQueue = deque() if waiting is None else waiting
+        self._waiting: TextQueue[Text] = deque() if waiting is None else waiting
         self._limit = most_texts
         self._others_wait = False
         # The number of slots of each row that a call may have written, and the rows of texts that have not ended well.
@@ -116,23 +114,23 @@ class TextBatch:
         """The number of tokens that the cache holds."""
         return sum(batched_text.read_count for batched_text in self._texts)
 
-    def add(self, batched_text: BatchedText) -> None:
+    def add(self, batched_text: Text) -> None:
         """Let a text begin as soon as a row is free; first come, first served."""
         self._beginning.append(batched_text)
 
-    def remove(self, batched_text: BatchedText) -> None:
+    def remove(self, batched_text: Text) -> None:
         """End a text before its last token, if it has not ended yet."""
         for texts in (self._texts, self._beginning):
             if batched_text in texts:
                 texts.remove(batched_text)
                 self._doubt(batched_text)
 
-    def take_any(self) -> BatchedText | None:
+    def take_any(self) -> Text | None:
         """Take out a text that has a row, or gets one in the next call; None if there is none."""
         texts = self._texts or self._beginning
         return texts.pop() if texts else None
 
-    def begin_again(self) -> BatchedText | None:
+    def begin_again(self) -> Text | None:
         """After a call that failed, read all texts again, half as many at once; return the text that fails alone, which ends.
 
         The next call begins another sequence: the cache may be half written.
@@ -147,7 +145,7 @@ class TextBatch:
         self._begin_anew(failed_texts)
         return None
 
-    def next_call(self) -> BatchCall | None:
+    def next_call(self) -> BatchCall[Text] | None:
         """Plan the next call, which has to be made. The loops get its logits before the call after it.
 
         None ends the sequence of calls: there are no texts, or those that there are begin again in another sequence, whose cache is new.
@@ -156,7 +154,7 @@ class TextBatch:
         if len(going_on) < len(self._texts):
             self._limit = min(self.most_texts, self._limit + 1)
         self._texts = going_on
-        queues: tuple[TextQueue, ...] = (self._beginning, self._waiting)
+        queues: tuple[TextQueue[Text], ...] = (self._beginning, self._waiting)
         for queue in queues:
             while len(queue) and len(self._texts) < self._limit:
                 self._texts.append(queue.popleft())
@@ -193,7 +191,7 @@ class TextBatch:
         }
         return BatchCall(inputs=inputs, texts=texts)
 
-    def _arrange(self, prompt_texts: list[BatchedText], decoding_texts: list[BatchedText]) -> list[Array]:
+    def _arrange(self, prompt_texts: list[Text], decoding_texts: list[Text]) -> list[Array]:
         """Give texts their rows, those of prompts first; return the moves of their tokens, [moves, 4] for each text."""
         moves = []
         for texts, rows in (
@@ -212,7 +210,7 @@ class TextBatch:
                 batched_text.row = row
         return moves
 
-    def _doubt(self, batched_text: BatchedText) -> None:
+    def _doubt(self, batched_text: Text) -> None:
         if batched_text.row is not None and self.most_texts > 1:
             self._doubtful_rows.add(batched_text.row)
 
@@ -239,13 +237,54 @@ class TextBatch:
             self._written[row] = max(self._written[row], length)
         return moves
 
-    def _begin_anew(self, texts: list[BatchedText]) -> None:
+    def _begin_anew(self, texts: list[Text]) -> None:
         """Let texts begin again in another sequence, before the others."""
         for batched_text in texts:
             batched_text.read_count, batched_text.row = 0, None
         self._beginning.extendleft(reversed(texts))
         self._texts, self._written = [], [0] * self.most_texts
         self._doubtful_rows.clear()
+
+
+class TextSequence(Generic[Text]):
+    """Plans the calls of a text, or of texts in step, whose sequence of calls has a state of its own.
+
+    It generates with decoders whose texts have no rows of their own, and for a caller who gets the tokens of all texts at once.
+
+    Attributes:
+        most_texts: 1.
+        held_tokens: 0: the tokens in the caches of batches are counted.
+    """
+
+    most_texts: Final = 1
+    held_tokens: Final = 0
+
+    def __init__(self, text: Text) -> None:
+        self._text: Text | None = text
+
+    def __len__(self) -> int:
+        """The number of texts."""
+        return int(self._text is not None)
+
+    def remove(self, text: Text) -> None:
+        """End the text before its last token, if it has not ended yet."""
+        if self._text is text:
+            self._text = None
+
+    def take_any(self) -> Text | None:
+        """Take out the text; None if it has ended."""
+        text, self._text = self._text, None
+        return text
+
+    def begin_again(self) -> Text | None:
+        """After a call that failed, return the text, which ends: no other one was in the call."""
+        return self.take_any()
+
+    def next_call(self) -> BatchCall[Text] | None:
+        """Plan the next call, whose logits the text takes before the call after it; None after the last one."""
+        if self._text is None or self._text.loop.is_finished:
+            return None
+        return BatchCall(inputs=self._text.loop.next_inputs(), texts={0: self._text})
 
 
 def _row_of(batched_text: BatchedText) -> int:

@@ -4,7 +4,7 @@ It does no calls itself, so that a caller in one thread, many threads and an eve
 """
 
 from collections.abc import Sequence
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal
 
 import numpy
 
@@ -21,19 +21,13 @@ FinishReason = Literal["stop", "length"]
 _DEFAULT_NEW_TOKENS: Final = 20
 
 
-class EncodedTexts(NamedTuple):
-    """What an encoder returns for texts, [batch, length, size], and its mask, [batch, length]; None if there is no padding."""
-
-    rows: Array
-    mask: Array | None = None
-
-
 class TokenLoop:
     """Continues the texts of a batch.
 
     Attributes:
         tokens: the tokens so far, [batch, length]: those that the decoder began with, and the new ones. A text that ends before others is
             followed by the padding token.
+        prompt_length: the number of tokens that the decoder began with.
         finish_reasons: why each text ends; None for one that goes on.
     """
 
@@ -43,12 +37,12 @@ class TokenLoop:
         settings: GenerationSettings,
         tokens: Array,
         attention_mask: Array | None = None,
-        encoded: EncodedTexts | None = None,
         stop_strings: StopStringMatcher | None = None,
     ) -> None:
         batch, length = tokens.shape
         last_length = _last_length(facts, settings, length)
         self.tokens = tokens.astype(numpy.int64)
+        self.prompt_length = length
         self.finish_reasons: list[FinishReason | None] = [None] * batch
         self._settings = settings
         self._stop_strings = stop_strings
@@ -60,12 +54,8 @@ class TokenLoop:
         self._mask = numpy.zeros((batch, facts.max_positions), numpy.int64)
         self._mask[:, :length] = 1 if attention_mask is None else attention_mask
         self._sampler = TokenSampler(settings, self._mask[:, :length] == 0)
-        self._encoder_rows = None if encoded is None else encoded.rows
+        self._encoder_rows: Array | None = None
         self._encoder_mask: Array | None = None
-        if facts.encoder_positions is not None and encoded is not None:
-            row_count = encoded.rows.shape[1]
-            self._encoder_mask = numpy.zeros((batch, facts.encoder_positions), numpy.int64)
-            self._encoder_mask[:, :row_count] = 1 if encoded.mask is None else encoded.mask
 
     @property
     def is_finished(self) -> bool:
@@ -76,6 +66,13 @@ class TokenLoop:
     def new_tokens_left(self) -> int:
         """The largest number of tokens that a text still gets."""
         return self._last_length - int(self.tokens.shape[1])
+
+    def read_encoded(self, rows: Array, mask: Array | None = None) -> None:
+        """Begin with what an encoder returns, [batch, length, size], and its mask, [batch, length]; None if there is no padding."""
+        self._encoder_rows = rows
+        if self._facts.encoder_positions is not None:
+            self._encoder_mask = numpy.zeros((len(rows), self._facts.encoder_positions), numpy.int64)
+            self._encoder_mask[:, : rows.shape[1]] = 1 if mask is None else mask
 
     def next_inputs(self) -> dict[str, Array]:
         """Return the inputs of the next call."""
