@@ -1,12 +1,19 @@
 """A small decoder with the inputs of generation, its tokenizer, and its text without a server."""
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import stagepack
+from stagepack_loaders.generation.decoders import DecoderFacts
+from stagepack_loaders.generation.settings import GenerationSettings
+from stagepack_loaders.generation.token_loop import TokenLoop
+from stagepack_serving.server.generation.served_text import GenerationRequest, ServedText
+from stagepack_serving.server.generation.text_stream import TextFormat
 
 POSITIONS = 96
 VOCABULARY = 260
@@ -115,3 +122,20 @@ def continue_tokens(tokens: list[int], count: int) -> list[int]:
             )
         continued.append(int(logits[0].argmax()))
     return continued[len(tokens) :]
+
+
+def served_text(
+    text_format: TextFormat | None = None,
+    stop_strings: Sequence[str] = (),
+    shown_tokens: frozenset[int] = frozenset(),
+    *,
+    facts: DecoderFacts | None = None,
+    settings: GenerationSettings | None = None,
+    prompt: Sequence[int] = (1, 1),
+) -> ServedText:
+    """A text as the server holds it."""
+    if facts is None:
+        facts = DecoderFacts(max_positions=POSITIONS, logits=None, takes_encoder=False, encoder_positions=None)  # type: ignore[arg-type]
+    loop = TokenLoop(facts, settings or GenerationSettings(), numpy.array([prompt]))
+    request = GenerationRequest(prompt=loop.tokens, settings={}, stop_strings=stop_strings, shown_tokens=shown_tokens)
+    return ServedText(loop, request, text_format, asyncio.Queue())

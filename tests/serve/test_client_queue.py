@@ -15,7 +15,6 @@ import pytest
 import tritonclient.grpc
 
 from stagepack_loaders.generation.settings import GenerationSettings
-from stagepack_loaders.generation.token_loop import TokenLoop
 from stagepack_serving.server.access_log import begin_record
 from stagepack_serving.server.admission import Admission
 from stagepack_serving.server.generation.text_loop import ClientQueue, TextLoop
@@ -23,6 +22,7 @@ from stagepack_serving.server.limits import ServerLimits
 from stagepack_serving.server.metrics import Metrics
 from tests.serve.certificates import secret_file
 from tests.serve.generating_families import POSITIONS, VOCABULARY
+from tests.serve.generating_model import served_text
 from tests.serve.local_server import LocalServer, local_server
 from tests.serve.servers import grpc_client, post
 from tests.serve.test_serve import metrics
@@ -123,23 +123,25 @@ class GatedDecoder:
 
 def test_who_comes_when_a_row_becomes_free_does_not_overtake_who_waits() -> None:
     facts: Any = SimpleNamespace(
-        max_positions=POSITIONS, max_batch=1, has_rows=True, moves_rows=False, encoder_positions=None
+        max_positions=POSITIONS,
+        max_batch=1,
+        has_rows=True,
+        moves_rows=False,
+        encoder_positions=None,
+        logits=SimpleNamespace(dtype="float32"),
     )
 
     async def run() -> list[int]:
         decoder: Any = GatedDecoder()
-        loop = TextLoop(decoder, facts)
+        texts = TextLoop(decoder, facts)
 
         async def generate_text(prompt: int) -> None:
-            text = TokenLoop(facts, GenerationSettings(max_new_tokens=1), numpy.array([[prompt, prompt]]))
-
-            def take(logits: Any) -> Any:
-                text.take(logits)
-                return SimpleNamespace(finish_reason=text.finish_reasons[0])
-
-            async with contextlib.aclosing(loop.generate(text, take)) as parts:
-                async for _ in parts:
-                    pass
+            text = served_text(facts=facts, settings=GenerationSettings(max_new_tokens=1), prompt=[prompt, prompt])
+            texts.begin(text)
+            try:
+                await text.parts.get()
+            finally:
+                texts.end(text)
 
         tasks = []
         for prompt in (1, 2):

@@ -13,8 +13,8 @@ from stagepack_loaders.generation.sampling import TokenLogprobs
 from stagepack_serving.server.generation.openai_answers import ScoredToken, TextAnswer, TextChoice
 from stagepack_serving.server.generation.openai_requests import ChatFields, CompletionFields, decode_openai_request
 from stagepack_serving.server.generation.text_route import AnswerChannel
-from stagepack_serving.server.generation.text_stream import GeneratedText, TextFormat
-from tests.serve.generating_model import tokenizer
+from stagepack_serving.server.generation.text_stream import TextFormat
+from tests.serve.generating_model import served_text, tokenizer
 from tests.serve.test_generated_texts import TEXT, llama_tokenizer, t5_tokenizer
 
 TOKENIZERS = [tokenizer, llama_tokenizer, t5_tokenizer]
@@ -28,15 +28,15 @@ def answer(text_format: TextFormat, tokens: list[int], prompt: str = "", logprob
         TextChoice(TextAnswer(decode_openai_request(bytearray(body), CompletionFields), text_format, None), 0)
         for _ in "ab"
     ]
-    text, events = GeneratedText(text_format, ()), []
+    text, events = served_text(text_format), []
     for choice in choices if prompt else ():
         choice.echo(
             prompt, [ScoredToken(token, None) for token in text_format.encode(prompt, adds_special_tokens=False)]
         )
     for place, token in enumerate(tokens, 1):
-        part = text.add(token, "length" if place == len(tokens) else None)
+        part = text.add(token, "length" if place == len(tokens) else None, logprobs)
         for choice in choices:
-            choice.add(type(part)(token=token, text=part.text, finish_reason=part.finish_reason, logprobs=logprobs))
+            choice.add(part)
         events += [*choices[1].events()] if choices[1].has_news else []
     return choices[0].whole(), [event["choices"][0] for event in events]
 

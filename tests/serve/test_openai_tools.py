@@ -16,9 +16,9 @@ from pydantic import BaseModel, Field
 from tokenizers import Tokenizer
 
 import stagepack
-from stagepack_serving.server.generation.text_stream import GeneratedText, TextFormat
+from stagepack_serving.server.generation.text_stream import TextFormat
 from stagepack_serving.server.generation.tool_calls import CallForm, CallReader, ToolCall, form_of_template
-from tests.serve.generating_model import tokenizer
+from tests.serve.generating_model import served_text, tokenizer
 from tests.serve.local_server import LocalServer, local_server
 from tests.serve.servers import openai_client, post
 
@@ -233,7 +233,7 @@ def test_calls_between_special_tokens_are_seen(client: openai.OpenAI) -> None:
         (frozenset(), ("So: ", [])),
         (text_format.special_ids(HERMES.markers), ("So: ", CALLS[:1] * 2)),
     ):
-        text = GeneratedText(text_format, ["stop"], shown_tokens)
+        text = served_text(text_format, ["stop"], shown_tokens)
         whole = "".join(
             text.add(token, "stop" if place == len(tokens) else None).text for place, token in enumerate(tokens, 1)
         )

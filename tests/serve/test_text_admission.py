@@ -11,18 +11,21 @@ from typing import Any
 import numpy
 import pytest
 
+from stagepack_loaders.generation.decoders import DecoderFacts
 from stagepack_loaders.generation.settings import GenerationSettings
-from stagepack_loaders.generation.token_loop import TokenLoop
 from stagepack_serving.server.access_log import begin_record
 from stagepack_serving.server.admission import Admission
 from stagepack_serving.server.errors import RequestError, RequestStatus
+from stagepack_serving.server.generation.served_text import ServedText
 from stagepack_serving.server.generation.text_admission import TextAdmission
 from stagepack_serving.server.generation.text_loop import TextLoop
 from stagepack_serving.server.limits import ServerLimits
 from stagepack_serving.server.metrics import Metrics
+from tests.serve.generating_model import served_text
 
 ROWS, TOKENS, STEP_SECONDS = 6, 24, 0.05
 CHOICES, DEADLINE = 8, 6.0
+LARGE = DecoderFacts(max_positions=2000, logits=None, takes_encoder=False, encoder_positions=None)  # type: ignore[arg-type]
 
 
 class Requests:
@@ -35,7 +38,7 @@ class Requests:
         decoder: Any = SimpleNamespace
         self.decoder = decoder(**fields)
         self.admission = TextAdmission(self.decoder, ROWS)
-        self.texts: dict[Any, int] = {}
+        self.texts: dict[ServedText, int] = {}
         self.refusal: RequestError | None = None
 
     def ask(self, new_tokens: int = TOKENS, count: int = 8) -> bool:
@@ -44,12 +47,13 @@ class Requests:
 
     def _ask(self, new_tokens: int, count: int) -> bool:
         begin_record(None, "client:1", "POST /", "openai")
-        texts: list[Any] = [object() for _ in range(count)]
+        settings = GenerationSettings(max_new_tokens=new_tokens)
+        texts = [served_text(facts=LARGE, settings=settings) for _ in range(count)]
         place = self.decoder.admission.place(DEADLINE, lambda: False)
         place.__enter__()
         try:
             for text in texts:
-                self.admission.add(text, new_tokens)
+                self.admission.add(text)
         except RequestError as error:
             self.refusal = error
             for text in texts:
@@ -167,7 +171,13 @@ class Clients:
         self._tell_deadline = tell_deadline
         self._decoder: Any = SteadyDecoder()
         self._facts: Any = SimpleNamespace(
-            max_positions=96, max_batch=ROWS, has_rows=True, moves_rows=True, encoder_positions=None, zero_slot=97
+            max_positions=96,
+            max_batch=ROWS,
+            has_rows=True,
+            moves_rows=True,
+            encoder_positions=None,
+            zero_slot=97,
+            logits=SimpleNamespace(dtype="float32"),
         )
         make_loop: Any = TextLoop  # of fakes
         self._text_loop = make_loop(self._decoder, self._facts)
@@ -203,16 +213,16 @@ class Clients:
                 raise errors.exceptions[0] from None
 
     async def _generate(self) -> None:
-        text = TokenLoop(self._facts, GenerationSettings(max_new_tokens=TOKENS, eos_token_id=()), numpy.array([[1, 1]]))
-
-        def take(logits: Any) -> Any:
-            self.generated_count += 1
-            text.take(logits)
-            return SimpleNamespace(finish_reason=text.finish_reasons[0])
-
-        async with contextlib.aclosing(self._text_loop.generate(text, take)) as parts:
-            async for _ in parts:
-                pass
+        text = served_text(facts=self._facts, settings=GenerationSettings(max_new_tokens=TOKENS))
+        try:
+            self._text_loop.begin(text)
+            while not text.has_ended:
+                part = await text.parts.get()
+                if isinstance(part, Exception):
+                    raise part
+        finally:
+            self.generated_count += text.loop.tokens.shape[1] - text.loop.prompt_length
+            self._text_loop.end(text)
 
 
 @pytest.mark.parametrize("client_seconds", [6, 10, 20])

@@ -48,6 +48,7 @@ class BatchedText:
 
 
 Text = TypeVar("Text", bound=BatchedText)
+Text_co = TypeVar("Text_co", bound=BatchedText, covariant=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,13 +64,13 @@ class BatchCall(Generic[Text]):
     texts: dict[int, Text]
 
 
-class TextQueue(Protocol[Text]):
+class TextQueue(Protocol[Text_co]):
     """Texts that wait."""
 
     def __len__(self) -> int:
         """The number of texts."""
 
-    def popleft(self) -> Text:
+    def popleft(self) -> Text_co:
         """Take out the text that is next."""
 
 
@@ -252,6 +253,7 @@ class TextSequence(Generic[Text]):
     It generates with decoders whose texts have no rows of their own, and for a caller who gets the tokens of all texts at once.
 
     Attributes:
+        text: the text; None after its end.
         most_texts: 1.
         held_tokens: 0: the tokens in the caches of batches are counted.
     """
@@ -260,31 +262,29 @@ class TextSequence(Generic[Text]):
     held_tokens: Final = 0
 
     def __init__(self, text: Text) -> None:
-        self._text: Text | None = text
+        self.text: Text | None = text
 
     def __len__(self) -> int:
         """The number of texts."""
-        return int(self._text is not None)
+        return int(self.text is not None)
 
     def remove(self, text: Text) -> None:
         """End the text before its last token, if it has not ended yet."""
-        if self._text is text:
-            self._text = None
+        if self.text is text:
+            self.text = None
 
     def take_any(self) -> Text | None:
-        """Take out the text; None if it has ended."""
-        text, self._text = self._text, None
+        """Take out the text; None if it has ended. After a call that failed, it ends: no other one was in the call."""
+        text, self.text = self.text, None
         return text
 
-    def begin_again(self) -> Text | None:
-        """After a call that failed, return the text, which ends: no other one was in the call."""
-        return self.take_any()
+    begin_again = take_any
 
     def next_call(self) -> BatchCall[Text] | None:
         """Plan the next call, whose logits the text takes before the call after it; None after the last one."""
-        if self._text is None or self._text.loop.is_finished:
+        if self.text is None or self.text.loop.is_finished:
             return None
-        return BatchCall(inputs=self._text.loop.next_inputs(), texts={0: self._text})
+        return BatchCall(inputs=self.text.loop.next_inputs(), texts={0: self.text})
 
 
 def _row_of(batched_text: BatchedText) -> int:

@@ -61,7 +61,7 @@ class GenerateRoute(TextRoute):
         )
         text, finish_reason = "", None
         tokens: list[int] = []
-        async with aclosing(generator.generate(request)) as parts:
+        async with aclosing(generator.generate([request])) as parts:
             async for part in parts:
                 if self._streams:
                     text, tokens = "", []

@@ -1,12 +1,9 @@
 """Generation with a served decoder, token by token."""
 
 import asyncio
-import contextlib
 import dataclasses
 import functools
-import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy
@@ -19,18 +16,17 @@ from stagepack_loaders.generation.decoders import (
     DecoderFacts,
     decoder_facts,
     largest_size,
-    logits_as_floats,
 )
 from stagepack_loaders.generation.prompts import Prompts, check_tokens
-from stagepack_loaders.generation.sampling import token_logprobs
 from stagepack_loaders.generation.settings import GenerationSettings, read_settings
-from stagepack_loaders.generation.token_loop import EncodedTexts, TokenLoop
+from stagepack_loaders.generation.token_loop import TokenLoop
 from stagepack_serving.protocol.datatypes import NUMPY_DTYPES
 from stagepack_serving.server.errors import CONTEXT_CODE, BadRequestError, FieldError
 from stagepack_serving.server.generation.json_grammar import GrammarTokens, JsonGrammar, read_grammar_tokens
 from stagepack_serving.server.generation.openai_requests import TEXT_INPUT, GenerateParameters, convert_fields
+from stagepack_serving.server.generation.served_text import GeneratedPart, GenerationRequest, ServedText
 from stagepack_serving.server.generation.text_loop import TextLoop
-from stagepack_serving.server.generation.text_stream import GeneratedPart, GeneratedText, TextFormat, read_text_format
+from stagepack_serving.server.generation.text_stream import TextFormat, read_text_format
 from stagepack_serving.server.parameters import InferenceTensor
 from stagepack_serving.server.rest_large_request import beside_loop
 from stagepack_serving.server.served_model import ModelPart, ServedModel
@@ -47,30 +43,10 @@ _MAX_CHARACTERS_PER_TOKEN: Final = 128
 _MASK_INPUT: Final = "attention_mask"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationRequest:
-    """A request for a text after a prompt that `Generator.read_prompt` returned; settings that are absent are as the bundle has them.
-
-    Attributes:
-        logprob_count: how many of the likeliest tokens each part has beside its own; None for parts without `GeneratedPart.logprobs`.
-        shown_tokens: special tokens that are part of the text.
-    """
-
-    prompt: Array
-    settings: Mapping[str, Any]
-    stop_strings: Sequence[str] = ()
-    logprob_count: int | None = None
-    shown_tokens: frozenset[int] = frozenset()
-
-
 class Generator(ModelPart):
     """Generates texts with a decoder, and with its encoder if it has one.
 
-    Texts whose rows are their own are generated as one batch, or one for each device or process. Otherwise each text is a sequence of calls
-    with a state of its own, so that texts at the same time fill the stages.
-
     Attributes:
-        text_loop: generates texts as batches; None for a decoder whose texts have no rows of their own.
         text_format: the tokenizer and the chat template; None for a bundle without a tokenizer.
         prompt_name: the input that holds the prompt: of the encoder, or of a decoder without one.
     """
@@ -83,17 +59,17 @@ class Generator(ModelPart):
         self._encoder = encoder
         self._prompt_interface = (encoder or decoder).interface
         self._grammar_tokens: GrammarTokens | None = None
-        self._sequence_count = 0  # texts that are sequences of calls
-        self.text_loop = TextLoop(decoder, facts) if facts.has_rows else None
+        self._text_loop = TextLoop(
+            decoder, facts, None if encoder is None else functools.partial(self._encode, encoder)
+        )
         self.text_format: TextFormat | None = read_text_format(decoder.bundle)
         self.prompt_name = next(name for name in self._prompt_interface.inputs if name.startswith("input_"))
-        [self._logits_output] = decoder.interface.outputs
         decoder.admission.busy_count = self.texts_at_once + 1
 
     @property
     def texts_at_once(self) -> int:
         """How many texts are generated at once: others wait."""
-        return self._decoder.limits.max_sequences if self.text_loop is None else self.text_loop.row_count
+        return self._text_loop.row_count
 
     @property
     def joining(self) -> str:
@@ -103,12 +79,12 @@ class Generator(ModelPart):
     @property
     def text_count(self) -> int:
         """The number of texts that are generated, or wait for it."""
-        return self._sequence_count if self.text_loop is None else self.text_loop.text_count
+        return self._text_loop.text_count
 
     @property
     def held_tokens(self) -> int:
         """The number of tokens in the caches of batches."""
-        return 0 if self.text_loop is None else self.text_loop.held_tokens
+        return self._text_loop.held_tokens
 
     @property
     def continues_prompt(self) -> bool:
@@ -213,50 +189,43 @@ class Generator(ModelPart):
         if self.text_format is not None and self.text_format.chat_template is not None:
             self.text_format.chat_template.close()
 
-    async def generate(self, request: GenerationRequest) -> AsyncGenerator[GeneratedPart, None]:
-        """Generate a text."""
+    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncGenerator[GeneratedPart, None]:
+        """Generate texts at the same time: yield the parts of all as they come. All join the queue at once."""
+        parts: asyncio.Queue[GeneratedPart | Exception] = asyncio.Queue()
+        texts = [self._start_text(request, parts, index) for index, request in enumerate(requests)]
+        try:
+            for text in texts:
+                self._text_loop.begin(text)
+            running = len(texts)
+            while running:
+                part = await parts.get()
+                if isinstance(part, Exception):
+                    raise part
+                yield part
+                running -= part.finish_reason is not None
+        finally:
+            for text in texts:
+                self._text_loop.end(text)
+
+    def _start_text(
+        self, request: GenerationRequest, parts: asyncio.Queue[GeneratedPart | Exception], index: int
+    ) -> ServedText:
         if request.stop_strings and self.text_format is None:
             raise FieldError("stop", "the bundle has no tokenizer.json, so there is no text")
-        text = GeneratedText(self.text_format, request.stop_strings, request.shown_tokens)
-
-        def take(loop: TokenLoop, logits: Array) -> GeneratedPart:
-            logits = logits_as_floats(logits, self._facts.logits)
-            token = int(loop.take(logits)[0])
-            part = text.add(token, loop.finish_reasons[0])
-            if request.logprob_count is None:
-                return part
-            return dataclasses.replace(part, logprobs=token_logprobs(logits[0], token, request.logprob_count))
-
-        if self.text_loop is not None:
-            loop = await self._start_loop(request)
-            async with contextlib.aclosing(self.text_loop.generate(loop, functools.partial(take, loop))) as parts:
-                async for part in parts:
-                    yield part
-            return
-        self._sequence_count += 1
         try:
-            async with contextlib.aclosing(self._generate_alone(request, take)) as parts:
-                async for part in parts:
-                    yield part
-        finally:
-            self._sequence_count -= 1
+            settings = self._settings.override(request.settings)
+            tokens = request.prompt if self._encoder is None else settings.first_tokens(1)
+            return ServedText(TokenLoop(self._facts, settings, tokens), request, self.text_format, parts, index)
+        except InputError as error:
+            raise BadRequestError(f"{self._decoder.name}: {error}") from None
 
-    async def _generate_alone(
-        self, request: GenerationRequest, take: Callable[[TokenLoop, Array], GeneratedPart]
-    ) -> AsyncGenerator[GeneratedPart, None]:
-        """Generate a text as a sequence of calls."""
-        decoder, start_time, is_first = self._decoder, time.monotonic(), True
-        async with decoder.reserve_sequence() as sequence:
-            loop = await self._start_loop(request)
-            part: GeneratedPart | None = None
-            while part is None or part.finish_reason is None:
-                part = await decoder.call(
-                    loop.next_inputs(), sequence, lambda outputs: take(loop, outputs[self._logits_output])
-                )
-                seconds = time.monotonic() - start_time
-                decoder.metrics.count_token(decoder.name, decoder.version, seconds, is_first=is_first)
-                yield part
-                start_time, is_first = time.monotonic(), False
+    async def _encode(self, encoder: ServedModel, text: ServedText) -> None:
+        """Run the encoder on the prompt of a text."""
+        inputs = {self.prompt_name: text.request.prompt}
+        if _MASK_INPUT in encoder.interface.inputs:
+            inputs[_MASK_INPUT] = numpy.ones(text.request.prompt.shape, numpy.int64)
+        [rows] = (await encoder.call(inputs, None)).values()
+        text.loop.read_encoded(rows)
 
     def _tensor_from_json(self, text: bytes) -> InferenceTensor:
         tensor, shape = self._prompt_interface.inputs[self.prompt_name], nested_sizes(text)
@@ -308,20 +277,6 @@ class Generator(ModelPart):
         try:
             prompts = Prompts(tokens=tokens, mask=None, tokenizer=tokenizer)
             check_tokens(self._decoder.bundle, prompts, vocabulary_size)
-        except InputError as error:
-            raise BadRequestError(f"{self._decoder.name}: {error}") from None
-
-    async def _start_loop(self, request: GenerationRequest) -> TokenLoop:
-        """Run the encoder, if there is one."""
-        try:
-            settings = self._settings.override(request.settings)
-            if self._encoder is None:
-                return TokenLoop(self._facts, settings, request.prompt)
-            inputs = {self.prompt_name: request.prompt}
-            if _MASK_INPUT in self._encoder.interface.inputs:
-                inputs[_MASK_INPUT] = numpy.ones(request.prompt.shape, numpy.int64)
-            [rows] = (await self._encoder.call(inputs, None)).values()
-            return TokenLoop(self._facts, settings, settings.first_tokens(1), encoded=EncodedTexts(rows))
         except InputError as error:
             raise BadRequestError(f"{self._decoder.name}: {error}") from None
 

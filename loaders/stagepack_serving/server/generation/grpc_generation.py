@@ -48,7 +48,7 @@ async def generate_responses(
     ends_empty = streams and fields.triton_enable_empty_final_response
     text = ""
     tokens: list[int] = []
-    async with aclosing(generator.generate(request)) as parts:
+    async with aclosing(generator.generate([request])) as parts:
         async for part in parts:
             text += part.text
             tokens.append(part.token)

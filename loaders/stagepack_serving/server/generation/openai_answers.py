@@ -11,7 +11,8 @@ from typing import Any, Final
 
 from stagepack_loaders.generation.sampling import TokenLogprobs
 from stagepack_serving.server.generation.openai_requests import ChatFields, OpenAIFields
-from stagepack_serving.server.generation.text_stream import GeneratedPart, TextFormat
+from stagepack_serving.server.generation.served_text import GeneratedPart
+from stagepack_serving.server.generation.text_stream import TextFormat
 from stagepack_serving.server.generation.token_starts import TokenStarts
 from stagepack_serving.server.generation.tool_calls import CallReader, ToolCall
 

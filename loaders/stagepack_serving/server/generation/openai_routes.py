@@ -6,7 +6,7 @@ Source: https://platform.openai.com/docs/api-reference.
 import asyncio
 import functools
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,7 @@ from starlette.responses import JSONResponse, Response
 from stagepack_loaders.elements import Array
 from stagepack_serving.server.errors import BadRequestError, FieldError, RequestError, RequestStatus, errors_of_field
 from stagepack_serving.server.generation.embedder import Embedder, embedder_of, embedding_answer
-from stagepack_serving.server.generation.generator import IDS_INPUT, GenerationRequest, Generator, generator_of
+from stagepack_serving.server.generation.generator import IDS_INPUT, Generator, generator_of
 from stagepack_serving.server.generation.json_grammar import JsonGrammar
 from stagepack_serving.server.generation.openai_answers import ScoredToken, TextAnswer, TextChoice
 from stagepack_serving.server.generation.openai_requests import (
@@ -34,8 +34,8 @@ from stagepack_serving.server.generation.openai_responses import (
     ResponseFields,
     errors_of_response,
 )
+from stagepack_serving.server.generation.served_text import GenerationRequest
 from stagepack_serving.server.generation.text_route import AnswerChannel, EventChannel, TextRoute
-from stagepack_serving.server.generation.text_stream import GeneratedPart
 from stagepack_serving.server.generation.tool_calls import CallReader
 from stagepack_serving.server.model_registry import ModelRegistry, RequestScope
 from stagepack_serving.server.openapi import Endpoint
@@ -181,9 +181,9 @@ async def _generate_choices(
             for event in choice.events() if fields.stream else ():
                 await channel.send_event(event)
         return
-    async with aclosing(_generate_together(generator, requests)) as parts:
-        async for index, part in parts:
-            choice = choices[index]
+    async with aclosing(generator.generate(requests)) as parts:
+        async for part in parts:
+            choice = choices[part.index]
             choice.add(part)
             for event in choice.events() if fields.stream and choice.has_news else ():
                 await channel.send_event(event)
@@ -240,36 +240,6 @@ async def _answer_grammar(generator: Generator, fields: ChatFields, reader: Call
         return await asyncio.to_thread(generator.compile_schema, schema, frame)
 
 
-async def _generate_together(
-    generator: Generator, requests: Sequence[GenerationRequest]
-) -> AsyncGenerator[tuple[int, GeneratedPart], None]:
-    """Generate texts at the same time: yield the parts of each, with its index, as they come. All join the queue at once."""
-    parts: asyncio.Queue[tuple[int, GeneratedPart | None]] = asyncio.Queue()
-
-    async def generate(index: int, request: GenerationRequest) -> None:
-        try:
-            async with aclosing(generator.generate(request)) as text_parts:
-                async for part in text_parts:
-                    parts.put_nowait((index, part))
-        finally:
-            parts.put_nowait((index, None))
-
-    tasks = [asyncio.ensure_future(generate(index, request)) for index, request in enumerate(requests)]
-    try:
-        running = len(tasks)
-        while running:
-            index, part = await parts.get()
-            if part is None:
-                await tasks[index]  # raises what ended it
-                running -= 1
-            else:
-                yield index, part
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
 async def _echo(
     generator: Generator, fields: CompletionFields, prompts: Sequence[_Prompt], choices: Sequence[TextChoice]
 ) -> None:
@@ -285,7 +255,7 @@ async def _echo(
             scored_tokens.append(ScoredToken(tokens[0], None))
             if len(tokens) > 1:
                 scoring = generator.prompt_scoring(prompt.array, fields.logprob_count)
-                async with aclosing(generator.generate(scoring)) as parts:
+                async with aclosing(generator.generate([scoring])) as parts:
                     scored_tokens += [ScoredToken(part.token, part.logprobs) async for part in parts]
         for choice in choices[number * fields.n : (number + 1) * fields.n]:
             choice.echo(text, scored_tokens)

@@ -1,7 +1,6 @@
 """Texts as tokens that arrive one by one, and the tokenizer and chat template that a bundle carries as assets."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
@@ -11,8 +10,6 @@ from stagepack.errors import InputError
 from stagepack.format.reader import Bundle
 from stagepack.format.rules import JSON_ERRORS
 from stagepack_loaders.generation.prompts import read_tokenizer
-from stagepack_loaders.generation.sampling import TokenLogprobs
-from stagepack_loaders.generation.token_loop import FinishReason
 from stagepack_loaders.generation.token_texts import BYTE_OF_CHARACTER, BYTE_TOKEN, tokenizer_errors
 from stagepack_serving.server.errors import AssetError, BadRequestError
 from stagepack_serving.server.generation.chat_template import ChatTemplate
@@ -146,46 +143,6 @@ class TextFormat:
     def start_text(self, shown_tokens: frozenset[int] = frozenset()) -> TextStream:
         """Start to decode a text, without special tokens but those that are shown."""
         return TextStream(self.tokenizer, self._special_tokens - shown_tokens)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GeneratedPart:
-    """What one token adds to a text.
-
-    Attributes:
-        text: the text that is complete with it; often empty, since a character or a stop string may take several tokens.
-        finish_reason: why the text ends with it; None if it goes on.
-        logprobs: how likely it was, if the request asks for it.
-    """
-
-    token: int
-    text: str
-    finish_reason: FinishReason | None = None
-    logprobs: TokenLogprobs | None = None
-
-
-class GeneratedText:
-    """A text that grows by tokens."""
-
-    def __init__(
-        self, text_format: TextFormat | None, stop_strings: Sequence[str], shown_tokens: frozenset[int] = frozenset()
-    ) -> None:
-        self._stream = None if text_format is None else text_format.start_text(shown_tokens)
-        self._stop_strings = StopStrings(stop_strings)
-
-    def add(self, token: int, finish_reason: FinishReason | None) -> GeneratedPart:
-        """Add a token, and why it is the last one of the model; None if it is not."""
-        if self._stream is None:
-            return GeneratedPart(token=token, text="", finish_reason=finish_reason)
-        new_text = self._stream.add(token)
-        if finish_reason is not None:
-            new_text += self._stream.finish()
-        content = self._stop_strings.add(new_text)
-        if self._stop_strings.is_found:
-            return GeneratedPart(token=token, text=content, finish_reason="stop")
-        if finish_reason is not None:
-            content += self._stop_strings.finish()
-        return GeneratedPart(token=token, text=content, finish_reason=finish_reason)
 
 
 def read_text_format(bundle: Bundle) -> TextFormat | None:
