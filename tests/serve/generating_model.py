@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy
 import torch
@@ -12,7 +13,7 @@ import stagepack
 from stagepack_loaders.generation.decoders import DecoderFacts
 from stagepack_loaders.generation.settings import GenerationSettings
 from stagepack_loaders.generation.token_loop import TokenLoop
-from stagepack_serving.server.generation.served_text import GenerationRequest, ServedText
+from stagepack_serving.server.generation.served_text import GeneratedPart, GenerationRequest, ServedText
 from stagepack_serving.server.generation.text_stream import TextFormat
 
 POSITIONS = 96
@@ -124,18 +125,16 @@ def continue_tokens(tokens: list[int], count: int) -> list[int]:
     return continued[len(tokens) :]
 
 
-def served_text(
-    text_format: TextFormat | None = None,
-    stop_strings: Sequence[str] = (),
-    shown_tokens: frozenset[int] = frozenset(),
-    *,
-    facts: DecoderFacts | None = None,
-    settings: GenerationSettings | None = None,
-    prompt: Sequence[int] = (1, 1),
-) -> ServedText:
-    """A text as the server holds it."""
-    if facts is None:
-        facts = DecoderFacts(max_positions=POSITIONS, logits=None, takes_encoder=False, encoder_positions=None)  # type: ignore[arg-type]
-    loop = TokenLoop(facts, settings or GenerationSettings(), numpy.array([prompt]))
-    request = GenerationRequest(prompt=loop.tokens, settings={}, stop_strings=stop_strings, shown_tokens=shown_tokens)
-    return ServedText(loop, request, text_format, asyncio.Queue())
+def served_text(facts: DecoderFacts, settings: GenerationSettings, **request: Any) -> ServedText:
+    """A text after two tokens, as the server holds it; `request` are other fields than its prompt, and its text format."""
+    text_format, prompt = request.pop("text_format", None), request.pop("prompt", (1, 1))
+    loop = TokenLoop(facts, settings, numpy.array([prompt]))
+    return ServedText(loop, GenerationRequest(prompt=loop.tokens, settings={}, **request), text_format, asyncio.Queue())
+
+
+def decoded_parts(text_format: TextFormat, tokens: Sequence[int], **request: Any) -> list[GeneratedPart]:
+    """The parts of a text of these tokens."""
+    facts = DecoderFacts(max_positions=1000, logits=None, takes_encoder=False, encoder_positions=None)  # type: ignore[arg-type]
+    settings = GenerationSettings(max_new_tokens=len(tokens))
+    text = served_text(facts, settings, text_format=text_format, **request)
+    return [text.take(row[None]) for row in numpy.eye(max(tokens) + 1, dtype=numpy.float32)[list(tokens)]]

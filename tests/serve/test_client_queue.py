@@ -136,7 +136,7 @@ def test_who_comes_when_a_row_becomes_free_does_not_overtake_who_waits() -> None
         texts = TextLoop(decoder, facts)
 
         async def generate_text(prompt: int) -> None:
-            text = served_text(facts=facts, settings=GenerationSettings(max_new_tokens=1), prompt=[prompt, prompt])
+            text = served_text(facts, GenerationSettings(max_new_tokens=1), prompt=[prompt, prompt])
             texts.begin(text)
             try:
                 await text.parts.get()

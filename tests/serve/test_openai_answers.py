@@ -4,6 +4,7 @@ import asyncio
 import json
 import math
 import random
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -14,7 +15,7 @@ from stagepack_serving.server.generation.openai_answers import ScoredToken, Text
 from stagepack_serving.server.generation.openai_requests import ChatFields, CompletionFields, decode_openai_request
 from stagepack_serving.server.generation.text_route import AnswerChannel
 from stagepack_serving.server.generation.text_stream import TextFormat
-from tests.serve.generating_model import served_text, tokenizer
+from tests.serve.generating_model import decoded_parts, tokenizer
 from tests.serve.test_generated_texts import TEXT, llama_tokenizer, t5_tokenizer
 
 TOKENIZERS = [tokenizer, llama_tokenizer, t5_tokenizer]
@@ -28,15 +29,14 @@ def answer(text_format: TextFormat, tokens: list[int], prompt: str = "", logprob
         TextChoice(TextAnswer(decode_openai_request(bytearray(body), CompletionFields), text_format, None), 0)
         for _ in "ab"
     ]
-    text, events = served_text(text_format), []
+    events = []
     for choice in choices if prompt else ():
         choice.echo(
             prompt, [ScoredToken(token, None) for token in text_format.encode(prompt, adds_special_tokens=False)]
         )
-    for place, token in enumerate(tokens, 1):
-        part = text.add(token, "length" if place == len(tokens) else None, logprobs)
+    for part in decoded_parts(text_format, tokens):
         for choice in choices:
-            choice.add(part)
+            choice.add(replace(part, logprobs=logprobs))
         events += [*choices[1].events()] if choices[1].has_news else []
     return choices[0].whole(), [event["choices"][0] for event in events]
 

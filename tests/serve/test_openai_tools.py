@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 import stagepack
 from stagepack_serving.server.generation.text_stream import TextFormat
 from stagepack_serving.server.generation.tool_calls import CallForm, CallReader, ToolCall, form_of_template
-from tests.serve.generating_model import served_text, tokenizer
+from tests.serve.generating_model import decoded_parts, tokenizer
 from tests.serve.local_server import LocalServer, local_server
 from tests.serve.servers import openai_client, post
 
@@ -233,10 +233,8 @@ def test_calls_between_special_tokens_are_seen(client: openai.OpenAI) -> None:
         (frozenset(), ("So: ", [])),
         (text_format.special_ids(HERMES.markers), ("So: ", CALLS[:1] * 2)),
     ):
-        text = served_text(text_format, ["stop"], shown_tokens)
-        whole = "".join(
-            text.add(token, "stop" if place == len(tokens) else None).text for place, token in enumerate(tokens, 1)
-        )
+        parts = decoded_parts(text_format, tokens, stop_strings=["stop"], shown_tokens=shown_tokens)
+        whole = "".join(part.text for part in parts)
         content, calls = CallReader(HERMES, frozenset("f")).split(whole)
         assert (content.partition("{")[0], calls) == says
     [token] = special_tokenizer().encode("<tool_call>").ids

@@ -80,17 +80,9 @@ class ServedText(BatchedText):
         self._stop_strings = StopStrings(request.stop_strings)
 
     def take(self, logits: Array) -> GeneratedPart:
-        """Choose the next token by its logits, [1, vocabulary]."""
+        """Choose the next token by its logits, [1, vocabulary], and decode it."""
         token, count = int(self.loop.take(logits)[0]), self.request.logprob_count
-        return self.add(
-            token, self.loop.finish_reasons[0], None if count is None else token_logprobs(logits[0], token, count)
-        )
-
-    def add(
-        self, token: int, finish_reason: FinishReason | None, logprobs: TokenLogprobs | None = None
-    ) -> GeneratedPart:
-        """Decode a token, and why it is the last one of the model; None if it is not."""
-        content = ""
+        content, finish_reason = "", self.loop.finish_reasons[0]
         if self._stream is not None:
             new_text = self._stream.add(token) + (self._stream.finish() if finish_reason is not None else "")
             content = self._stop_strings.add(new_text)
@@ -98,6 +90,7 @@ class ServedText(BatchedText):
                 finish_reason = "stop"
             elif finish_reason is not None:
                 content += self._stop_strings.finish()
+        logprobs = None if count is None else token_logprobs(logits[0], token, count)
         return GeneratedPart(
             token=token, text=content, index=self._index, finish_reason=finish_reason, logprobs=logprobs
         )

@@ -35,14 +35,10 @@ class TextAdmission:
         self._token_count = 0
         self._rate = 0.0
 
-    def is_first(self) -> bool:
-        """Whether the request that the task works on has no text here."""
-        place = self._decoder.admission.current_place()
-        return place is None or all(text.place is not place for text in self._texts)
-
-    def add(self, text: ServedText) -> None:
-        """Admit a text, or refuse it with `RequestStatus.BUSY`."""
+    def add(self, text: ServedText) -> bool:
+        """Admit a text, or refuse it with `RequestStatus.BUSY`; return whether its request has no other text here."""
         place, new_tokens = self._decoder.admission.current_place(), text.loop.new_tokens_left
+        is_first = place is None or all(other.place is not place for other in self._texts)
         if len(self._texts) >= self._row_count and place is not None:
             place.waits = True
             if any(other.place is not place for other in self._texts):
@@ -52,6 +48,7 @@ class TextAdmission:
                     raise error
         text.place, text.tokens_left = place, new_tokens
         self._texts.add(text)
+        return is_first
 
     def late_texts(self, waiting: Iterable[ServedText]) -> dict[ServedText, RequestError]:
         """Return the texts of requests without a token that would end too late if they got the next rows, and why they are refused."""

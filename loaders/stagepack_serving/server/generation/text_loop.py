@@ -116,19 +116,21 @@ class TextLoop:
         It is refused with too many prompts that wait, and if it would end too late. The texts of a request are asked for at once, so that
         they come before those of later requests of its client.
         """
-        if not self._facts.has_rows:
-            self._start(TextSequence(text), contextvars.copy_context())
-            return
-        batch = min(self._batches, key=len)
-        is_first = self._admission.is_first()
-        self._admission.add(text)
-        if len(batch) < batch.most_texts and not self._waiting:  # first come, first served
-            batch.add(text)
+        lane: _Lane
+        if self._facts.has_rows:
+            lane = min(self._batches, key=len)
+            is_first = self._admission.add(text)
+            if len(lane) < lane.most_texts and not self._waiting:  # first come, first served
+                lane.add(text)
+            else:
+                self._check_waiting(text, is_first=is_first)
+                self._waiting.append(text)
         else:
-            self._check_waiting(text, is_first=is_first)
-            self._waiting.append(text)
-        # Its calls are for all texts, and not for the request that makes it start.
-        self._start(batch, contextvars.Context())
+            lane = TextSequence(text)
+        if lane not in self._tasks:
+            # The calls of a batch are for all its texts, and not for the request that makes it start.
+            context = contextvars.Context() if self._facts.has_rows else None
+            self._tasks[lane] = asyncio.create_task(self._run(lane), context=context)
 
     def end(self, text: ServedText) -> None:
         """Forget a text, which has ended or nobody waits for."""
@@ -148,11 +150,6 @@ class TextLoop:
         if is_first and waiting_count and waiting_count + len(text.unread_tokens) > most_waiting:
             found = f"prompts of {waiting_count} tokens wait already, and at most {most_waiting} may"
             raise RequestError(RequestStatus.BUSY, f"{self._decoder.name}: {found}: try again later")
-
-    def _start(self, lane: _Lane, context: contextvars.Context) -> None:
-        """Make the calls of a lane, if none are made."""
-        if lane not in self._tasks:
-            self._tasks[lane] = asyncio.create_task(self._run(lane), context=context)
 
     async def _run(self, lane: _Lane) -> None:
         """Make calls while there are texts."""
