@@ -14,6 +14,7 @@ import numpy
 import pytest
 import tritonclient.grpc
 
+from stagepack_loaders.generation.decoders import DecoderFacts
 from stagepack_loaders.generation.settings import GenerationSettings
 from stagepack_serving.server.access_log import begin_record
 from stagepack_serving.server.admission import Admission
@@ -30,6 +31,7 @@ from tests.waiting import wait_until
 
 ROWS = 2
 FLOOD = 40
+LOGITS: Any = SimpleNamespace(dtype="float32")
 TOKENS = {"busy": "a" * 32, "other": "b" * 32}
 
 
@@ -109,15 +111,24 @@ class GatedDecoder:
         self.limits, self.metrics = ServerLimits(max_batch_size=1, max_sequences=1), Metrics()
         self.admission = Admission(self.name, 256, 2)
         self.prompts: list[int] = []
+        self.sequence_count = self.abandoned_count = 0
         self.may_answer = asyncio.Semaphore(0)
 
     @contextlib.asynccontextmanager
     async def reserve_sequence(self) -> AsyncIterator[None]:
-        yield
+        self.sequence_count += 1
+        try:
+            yield
+        finally:
+            self.sequence_count -= 1
 
     async def call(self, inputs: Mapping[str, Any], sequence: None, finish: Any) -> Any:
         self.prompts.append(int(inputs["input_ids"][0, 0]))
-        await self.may_answer.acquire()
+        try:
+            await self.may_answer.acquire()
+        except asyncio.CancelledError:
+            self.abandoned_count += 1
+            raise
         return finish({"logits": numpy.zeros((1, VOCABULARY), numpy.float32)})
 
 
@@ -128,7 +139,7 @@ def test_who_comes_when_a_row_becomes_free_does_not_overtake_who_waits() -> None
         has_rows=True,
         moves_rows=False,
         encoder_positions=None,
-        logits=SimpleNamespace(dtype="float32"),
+        logits=LOGITS,
     )
 
     async def run() -> list[int]:
@@ -157,3 +168,30 @@ def test_who_comes_when_a_row_becomes_free_does_not_overtake_who_waits() -> None
         return list(decoder.prompts)
 
     assert asyncio.run(run()) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("has_begun", [True, False])
+def test_a_text_in_a_sequence_of_its_own_that_nobody_waits_for_gives_up_its_call(has_begun: bool) -> None:
+    facts = DecoderFacts(max_positions=POSITIONS, logits=LOGITS, takes_encoder=False, encoder_positions=None)
+
+    async def run() -> None:
+        decoder: Any = GatedDecoder()
+        texts = TextLoop(decoder, facts)
+        gone, other = (served_text(facts, GenerationSettings(max_new_tokens=2), prompt=[prompt]) for prompt in (1, 2))
+        texts.begin(gone)
+        texts.begin(other)
+        assert texts.text_count == 2
+        if has_begun:
+            await asyncio.sleep(0)
+            assert decoder.sequence_count == 2
+        texts.end(gone)
+        await asyncio.sleep(0)
+        assert (texts.text_count, decoder.sequence_count, decoder.abandoned_count) == (1, 1, int(has_begun))
+        decoder.may_answer.release()
+        decoder.may_answer.release()
+        parts = [await other.parts.get() for _ in range(2)]
+        assert [part.finish_reason for part in parts if not isinstance(part, Exception)] == [None, "length"]
+        assert (texts.text_count, decoder.sequence_count) == (0, 0)
+        assert decoder.prompts == ([1, 2, 0] if has_begun else [2, 0])
+
+    asyncio.run(run())

@@ -94,7 +94,7 @@ class TextLoop:
             TextBatch(facts, rows, self._waiting, is_alone=lane_count == 1)
             for _ in range(lane_count if facts.has_rows else 0)
         ]
-        # Of the lanes that have texts, each with a sequence of calls.
+        # Lanes that have texts, each with the task that makes its calls.
         self._tasks: dict[_Lane, asyncio.Task[None]] = {}
         self.row_count = rows * lane_count
         self._admission = TextAdmission(decoder, self.row_count)
