@@ -46,7 +46,7 @@ class Texts:
         self.expected: dict[BatchedText, list[int]] = {}
         self.sequence: Any = None
 
-    def begin(self, batch: TextBatch) -> None:
+    def begin(self, batch: TextBatch[BatchedText]) -> None:
         length = self.random.choice((1, 2, 3, 9, 30))
         prompt = numpy.array([[self.random.randrange(2, VOCABULARY) for _ in range(length)]])
         options = {"max_new_tokens": self.random.randint(1, 20), "seed": self.random.randrange(99), "eos_token_id": [1]}
@@ -56,7 +56,7 @@ class Texts:
         batch.add(text)
         self.expected[text] = self.pipeline.generate(prompt, **options)[0].tolist()
 
-    def step(self, batch: TextBatch) -> bool:
+    def step(self, batch: TextBatch[BatchedText]) -> bool:
         """Make a call of the batch; check the texts that end."""
         call = batch.next_call()
         if call is None:
@@ -76,7 +76,7 @@ def test_drawn_texts_are_those_of_each_alone(
 ) -> None:
     """Prompts are read in parts while others go on; some texts are removed."""
     monkeypatch.setattr(text_batch, "_CHUNK_TOKENS", 8)
-    texts, batch = Texts(pipeline, facts, seed), TextBatch(facts, ROWS)
+    texts, batch = Texts(pipeline, facts, seed), TextBatch[BatchedText](facts, ROWS)
     with pipeline.inference(), pipeline.sequence() as texts.sequence:
         for _ in range(60):
             for _ in range(texts.random.choice((0, 0, 0, 1, 1, 3))):
@@ -121,7 +121,7 @@ def test_texts_that_are_not_finite_leave_nothing_behind(fragile_pipeline: Any, s
     assert facts is not None
     assert facts.zero_slot == POSITIONS + 1
     facts = facts if has_zeros else dataclasses.replace(facts, zero_slot=None)
-    texts, batch = Texts(fragile_pipeline, facts, seed), TextBatch(facts, ROWS)
+    texts, batch = Texts(fragile_pipeline, facts, seed), TextBatch[BatchedText](facts, ROWS)
     failed_count = 0
 
     def run_sequence() -> None:
@@ -163,13 +163,13 @@ def test_texts_that_are_not_finite_leave_nothing_behind(fragile_pipeline: Any, s
     assert failed_count > 10
 
 
-def add_prompt(batch: TextBatch, facts: DecoderFacts, length: int) -> BatchedText:
+def add_prompt(batch: TextBatch[BatchedText], facts: DecoderFacts, length: int) -> BatchedText:
     text = BatchedText(TokenLoop(facts, GenerationSettings(max_new_tokens=5), numpy.full((1, length), 7)))
     batch.add(text)
     return text
 
 
-def next_call(batch: TextBatch) -> BatchCall:
+def next_call(batch: TextBatch[BatchedText]) -> BatchCall[BatchedText]:
     """The next call, whose texts get a token."""
     call = batch.next_call()
     assert call is not None
@@ -180,7 +180,7 @@ def next_call(batch: TextBatch) -> BatchCall:
 
 def test_others_go_on_while_a_long_prompt_is_read(facts: DecoderFacts, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_batch, "_CHUNK_TOKENS", 4)
-    batch = TextBatch(facts, ROWS)
+    batch = TextBatch[BatchedText](facts, ROWS)
     short = add_prompt(batch, facts, 3)
     calls = [next_call(batch)]
     add_prompt(batch, facts, 10)
@@ -196,14 +196,14 @@ def test_prompts_are_read_in_more_parts_beside_other_batches(
     facts: DecoderFacts, monkeypatch: pytest.MonkeyPatch, is_alone: bool, lengths: list[int]
 ) -> None:
     monkeypatch.setattr(text_batch, "_OVERLAPPED_TOKENS", 40)
-    batch = TextBatch(facts, 2, is_alone=is_alone)
+    batch = TextBatch[BatchedText](facts, 2, is_alone=is_alone)
     for _ in range(2):
         add_prompt(batch, facts, 40)
     assert [next_call(batch).inputs["input_ids"].shape[1] for _ in lengths] == lengths
 
 
 def test_texts_begin_in_their_order_when_a_row_is_free(facts: DecoderFacts) -> None:
-    batch = TextBatch(facts, 2)
+    batch = TextBatch[BatchedText](facts, 2)
     texts = [add_prompt(batch, facts, length) for length in (2, 2, 3, 4)]
     assert len(batch) == 4
     assert set(next_call(batch).texts.values()) == set(texts[:2])
@@ -217,7 +217,7 @@ def test_texts_begin_in_their_order_when_a_row_is_free(facts: DecoderFacts) -> N
 
 
 def test_a_call_that_fails_is_tried_with_fewer_texts_until_one_is_alone(facts: DecoderFacts) -> None:
-    batch = TextBatch(facts, 4)
+    batch = TextBatch[BatchedText](facts, 4)
     texts = [add_prompt(batch, facts, 3) for _ in range(4)]
     sizes, ended = [], None
     while ended is None:  # calls with text 2 fail
@@ -238,7 +238,7 @@ def test_a_call_that_fails_is_tried_with_fewer_texts_until_one_is_alone(facts: D
     assert batch.most_texts == 4
 
 
-def next_call_or_none(batch: TextBatch) -> bool:
+def next_call_or_none(batch: TextBatch[BatchedText]) -> bool:
     call = batch.next_call()
     for text in call.texts.values() if call is not None else ():
         text.loop.take(numpy.zeros((1, VOCABULARY), numpy.float32))
