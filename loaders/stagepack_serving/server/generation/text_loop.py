@@ -94,6 +94,7 @@ class TextLoop:
             TextBatch(facts, rows, self._waiting, is_alone=lane_count == 1)
             for _ in range(lane_count if facts.has_rows else 0)
         ]
+        self._sequences: dict[ServedText, TextSequence[ServedText]] = {}
         # Lanes that have texts, each with the task that makes its calls.
         self._tasks: dict[_Lane, asyncio.Task[None]] = {}
         self.row_count = rows * lane_count
@@ -126,7 +127,7 @@ class TextLoop:
                 self._check_waiting(text, is_first=is_first)
                 self._waiting.append(text)
         else:
-            lane = TextSequence(text)
+            lane = self._sequences[text] = TextSequence(text)
         if lane not in self._tasks:
             # The calls of a batch are for all its texts, and not for the request that makes it start.
             context = contextvars.Context() if self._facts.has_rows else None
@@ -137,11 +138,11 @@ class TextLoop:
         text.has_ended = True
         self._admission.remove(text)
         self._waiting.remove(text)
-        for lane, task in list(self._tasks.items()):
-            lane.remove(text)
-            if isinstance(lane, TextSequence) and not lane:
-                task.cancel()  # which may not have begun: then it does not forget itself
-                del self._tasks[lane]
+        for batch in self._batches:
+            batch.remove(text)
+        sequence = self._sequences.pop(text, None)
+        if sequence is not None and (task := self._tasks.pop(sequence, None)) is not None:
+            task.cancel()
 
     def _check_waiting(self, text: ServedText, *, is_first: bool) -> None:
         """Refuse a request by its first text, and not by its own texts."""
