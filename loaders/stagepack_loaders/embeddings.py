@@ -134,7 +134,7 @@ def vocabulary_size(bundle: Bundle) -> int | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TextBatch:
+class EmbeddedBatch:
     """Texts as a model takes them.
 
     Attributes:
@@ -170,7 +170,7 @@ class TextReader:
         for start in range(0, len(order), largest):
             yield order[start : start + largest]
 
-    def read_texts(self, sentences: Sequence[str], prompt: str) -> TextBatch:
+    def read_texts(self, sentences: Sequence[str], prompt: str) -> EmbeddedBatch:
         """Return the inputs for texts, which are padded to the longest of them."""
         if self._tokenizer is None:
             raise InputError(f"{self._location}: expected tokens, found a text: the bundle has no {TOKENIZER_FILE}")
@@ -187,7 +187,7 @@ class TextReader:
             self._prompt_length(prompt),
         )
 
-    def read_tokens(self, rows: Sequence[Sequence[int]]) -> TextBatch:
+    def read_tokens(self, rows: Sequence[Sequence[int]]) -> EmbeddedBatch:
         """Return the inputs for tokens, which are taken as they are: with those that begin and end a text."""
         if self.facts.is_flat:
             return self._flat_batch(rows)
@@ -202,16 +202,16 @@ class TextReader:
             ids[position, columns], mask[position, columns], types[position, columns] = row, 1, 0
         return self._batch(ids, mask, types, 0)
 
-    def _flat_batch(self, rows: Sequence[Sequence[int]]) -> TextBatch:
+    def _flat_batch(self, rows: Sequence[Sequence[int]]) -> EmbeddedBatch:
         ids = numpy.array([token for row in rows for token in row], numpy.int64)
         offsets = numpy.cumsum([0, *map(len, rows[:-1])], dtype=numpy.int64)
-        return TextBatch(inputs={IDS_INPUT: ids, _OFFSETS: offsets}, token_count=len(ids))
+        return EmbeddedBatch(inputs={IDS_INPUT: ids, _OFFSETS: offsets}, token_count=len(ids))
 
-    def _batch(self, ids: Array, mask: Array, types: Array, prompt_length: int) -> TextBatch:
+    def _batch(self, ids: Array, mask: Array, types: Array, prompt_length: int) -> EmbeddedBatch:
         lengths = numpy.full(len(ids), prompt_length, numpy.int64)
         arrays = {IDS_INPUT: ids, _MASK: mask, _TYPES: types, _PROMPT_LENGTHS: lengths}
         inputs = {input_name: array for input_name, array in arrays.items() if input_name in self.facts.inputs}
-        return TextBatch(inputs=inputs, token_count=int(mask.sum()))
+        return EmbeddedBatch(inputs=inputs, token_count=int(mask.sum()))
 
     def _prompt_length(self, prompt: str) -> int:
         """The number of tokens that a prompt takes at the beginning of a text, for models that leave them out."""

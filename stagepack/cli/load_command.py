@@ -22,7 +22,7 @@ from stagepack.cli.run_options import (
     VERIFY,
     check_arriving,
     check_runtimes_compile,
-    runtime_of_each_stage,
+    runtime_name_of_each_stage,
     verified_text,
 )
 from stagepack.cli.run_tracing import print_trace, trace_requests
@@ -186,7 +186,7 @@ def _check_usage(options: _Options, bundle: Bundle) -> list[str]:
         if is_refused:
             raise click.UsageError(reason)
     check_arriving(options.weights, in_processes=in_processes)
-    stage_runtimes = runtime_of_each_stage(options.runtimes, bundle)
+    stage_runtimes = runtime_name_of_each_stage(options.runtimes, bundle)
     if options.compile_mode or options.compiled_folder:
         check_runtimes_compile("--compile" if options.compile_mode else "--compiled", stage_runtimes)
     for output_path in filter(None, (options.outputs_file, options.trace_file)):
@@ -320,7 +320,7 @@ def _run(bundle: Bundle, pipeline: "CallablePipeline", options: _Options, timer:
 
 def _compile_seconds(options: _Options, bundle: Bundle) -> float:
     """Return how long the compilers of the runtimes have worked in this process, in seconds."""
-    runtime_names = set(runtime_of_each_stage(options.runtimes, bundle))
+    runtime_names = set(runtime_name_of_each_stage(options.runtimes, bundle))
     return sum(find_runtime(runtime_name).compile_seconds() for runtime_name in runtime_names)
 
 

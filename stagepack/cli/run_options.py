@@ -71,7 +71,7 @@ INPUTS_FILE = flag(
 )
 
 
-def runtime_of_each_stage(runtimes: Sequence[str], bundle: Bundle) -> list[str]:
+def runtime_name_of_each_stage(runtimes: Sequence[str], bundle: Bundle) -> list[str]:
     """Return the name of the runtime of each stage."""
     stage_count = len(bundle.stages)
     if len(runtimes) not in (1, stage_count):

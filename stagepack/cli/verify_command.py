@@ -6,7 +6,7 @@ from stagepack.cli.bundle_facts import each_entry_point
 from stagepack.cli.command import PathType, flag, only_with, option_object, subcommand
 from stagepack.cli.failures import Failure
 from stagepack.cli.output import counted_progress, finite, print_json, print_line, progress
-from stagepack.cli.run_options import RUNTIMES, runtime_of_each_stage
+from stagepack.cli.run_options import RUNTIMES, runtime_name_of_each_stage
 from stagepack.cli.shared_flags import ALLOW_OPS, ATOL, IMPORTS, JSON, RTOL, BundleOptions, open_argument
 from stagepack.errors import FormatError, SignatureError
 from stagepack.format.reader import Bundle
@@ -92,7 +92,7 @@ def command(options: _Options) -> None:
 
 def _replay(bundle: Bundle, options: _Options) -> Difference:
     """Load a bundle whose digests are verified already, and run its example."""
-    runtimes = runtime_of_each_stage(options.runtimes, bundle)
+    runtimes = runtime_name_of_each_stage(options.runtimes, bundle)
     for runtime in dict.fromkeys(runtimes):
         import_runtime(runtime)  # before all else, so that a missing package is named with its runtime
     from stagepack_loaders.comparison import Tolerance  # noqa: PLC0415 - after the arguments are checked

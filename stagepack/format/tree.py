@@ -131,17 +131,17 @@ def child_trees(tree: Tree) -> Iterator[Tree]:
     return (child for _, child in tree_entries(tree))
 
 
-def tree_leaves(tree: Tree) -> Iterator[Leaf]:
+def leaves_of_tree(tree: Tree) -> Iterator[Leaf]:
     """Yield the leaves of a tree from left to right."""
     if isinstance(tree, ValueLeaf | ConstantLeaf | NonFiniteLeaf):
         yield tree
     for child in child_trees(tree):
-        yield from tree_leaves(child)
+        yield from leaves_of_tree(child)
 
 
 def value_names(*trees: Tree) -> Iterator[str]:
     """Yield the value names in trees, from left to right and with repeats."""
-    return (leaf.name for tree in trees for leaf in tree_leaves(tree) if isinstance(leaf, ValueLeaf))
+    return (leaf.name for tree in trees for leaf in leaves_of_tree(tree) if isinstance(leaf, ValueLeaf))
 
 
 def rename_values(tree: Tree, rename: Callable[[str], str]) -> Tree:

@@ -14,7 +14,7 @@ from stagepack.capture.program_run import InterpretedProgram
 from stagepack.capture.programs import Capture
 from stagepack.errors import CaptureError, InputError
 from stagepack.format.contract import bind_call, check_values
-from stagepack.format.tree import ValueLeaf, flatten_tree, tree_leaves
+from stagepack.format.tree import ValueLeaf, flatten_tree, leaves_of_tree
 from stagepack.format.weights import TensorSpec
 from stagepack.format.writer import TensorSource
 from stagepack.linearize.program import LinearizedProgram
@@ -58,7 +58,7 @@ def run_example(
     if capture.model is None:
         inputs = Inputs(args=tuple(example_values(capture, program).values()))
         leaves = run_model(InterpretedProgram(capture.program), inputs, written=written)
-        return _answer_tensors(zip(tree_leaves(result_tree), leaves, strict=True))
+        return _answer_tensors(zip(leaves_of_tree(result_tree), leaves, strict=True))
     answer = run_model(capture.model, capture.inputs, written=written, changed=changed)
     try:
         results = [(leaf, value) for _, leaf, value in flatten_tree(result_tree, answer, "the answer")]

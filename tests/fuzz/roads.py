@@ -18,7 +18,7 @@ from stagepack.format.dtypes import SCALAR_DTYPES
 from stagepack.format.manifest import Edge
 from stagepack.format.reader import Bundle
 from stagepack.format.shapes import evaluate_dim
-from stagepack.format.tree import tree_leaves
+from stagepack.format.tree import leaves_of_tree
 from stagepack.roads.compare import compare_bundles
 from stagepack.roads.recut import whole_graph
 from stagepack_loaders.comparison import compare_arrays
@@ -169,7 +169,9 @@ class _Calls:
         self.bundle = bundle
         self.inputs = inputs
         self.calls = [inputs, inputs, _with_other_sizes(bundle, inputs, choose)]
-        self.results = [leaf.name for leaf in tree_leaves(bundle.entry_point.signature.result) if hasattr(leaf, "name")]
+        self.results = [
+            leaf.name for leaf in leaves_of_tree(bundle.entry_point.signature.result) if hasattr(leaf, "name")
+        ]
 
     def _repeat(
         self, run: Callable[[dict[str, Any]], list[Any]], seed: Callable[[int], Any] = torch.manual_seed

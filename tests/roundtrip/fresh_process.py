@@ -18,7 +18,7 @@ from stagepack.capture.inputs import Inputs
 from stagepack.capture.programs import Capture
 from stagepack.format.contract import bind_call
 from stagepack.format.reader import Bundle
-from stagepack.format.tree import ValueLeaf, tree_leaves
+from stagepack.format.tree import ValueLeaf, leaves_of_tree
 from stagepack.partition.cut_options import CutOptions
 from stagepack.roads.capture_writer import export_capture
 from tests.zoo.case import files, other_size, stages_at_most
@@ -65,7 +65,7 @@ def assert_right_in_fresh_process(
     assert runner.stdout is not None
     assert runner.stdout.readline() == "0\n"
     value_names = [
-        f"output.{index}" for index, leaf in enumerate(tree_leaves(signature.result)) if isinstance(leaf, ValueLeaf)
+        f"output.{index}" for index, leaf in enumerate(leaves_of_tree(signature.result)) if isinstance(leaf, ValueLeaf)
     ]
     for bundle in bundles:
         for number, leaves in enumerate(expected):

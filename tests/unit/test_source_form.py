@@ -107,12 +107,8 @@ def test_each_module_of_stagepack_is_in_a_band_of_the_arrow() -> None:
 
 
 def test_a_public_name_means_one_thing() -> None:
-    # Names that others choose, examples, and names that are still to be told apart.
-    allowed = {"TritonPythonModel", "command", "inputs", "main", "make"} | {
-        "TextBatch",
-        "runtime_of_each_stage",
-        "tree_leaves",
-    }
+    # Names that others choose, and examples.
+    allowed = {"TritonPythonModel", "command", "inputs", "main", "make"}
     homes: dict[str, set[str]] = {}
     for source in SOURCES:
         for node in parsed(source).body:

@@ -24,7 +24,7 @@ from stagepack.format.tree import (
     ValueLeaf,
     constant_value,
     flatten_tree,
-    tree_leaves,
+    leaves_of_tree,
     type_name,
     unflatten_tree,
 )
@@ -102,7 +102,7 @@ def at(place: str, thing: Any) -> Any:
 def test_unflatten_is_the_inverse_of_flatten(thing: Any) -> None:
     tree = tree_of(thing)
     found = list(flatten_tree(tree, thing, "x"))
-    assert [leaf for _, leaf, _ in found] == list(tree_leaves(tree))
+    assert [leaf for _, leaf, _ in found] == list(leaves_of_tree(tree))
     given_leaves = iter([part for _, _, part in found])
     assert same(unflatten_tree(tree, lambda _: next(given_leaves)), thing)
     assert same(unflatten_tree(tree, lambda leaf: None if isinstance(leaf, ValueLeaf) else constant_value(leaf)), thing)
@@ -133,7 +133,7 @@ def test_what_differs_is_refused_or_has_the_same_leaves(one: Any, other: Any) ->
         with pytest.raises(InputError, match=r"(?s)^x(\[.*\])*: expected .*, found "):
             list(flatten_tree(tree, other, "x"))
     else:
-        assert len(found) == len(list(tree_leaves(tree)))
+        assert len(found) == len(list(leaves_of_tree(tree)))
 
 
 X, Y = ValueLeaf("x"), ValueLeaf("y")

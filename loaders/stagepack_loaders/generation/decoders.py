@@ -10,7 +10,7 @@ from stagepack.errors import InputError
 from stagepack.format.manifest import Edge, EntryPoint
 from stagepack.format.reader import Bundle
 from stagepack.format.shapes import Dim, Symbol
-from stagepack.format.tree import ValueLeaf, tree_leaves
+from stagepack.format.tree import ValueLeaf, leaves_of_tree
 from stagepack_loaders.elements import Array
 
 # The entry point whose result a decoder takes as `encoder_hidden_states`.
@@ -52,7 +52,7 @@ class DecoderFacts:
 def decoder_facts(entry_point: EntryPoint) -> DecoderFacts | None:
     """Return what generation needs to know of a decoder."""
     inputs = {edge.name: edge for edge in entry_point.inputs}
-    results = [leaf for leaf in tree_leaves(entry_point.signature.result) if isinstance(leaf, ValueLeaf)]
+    results = [leaf for leaf in leaves_of_tree(entry_point.signature.result) if isinstance(leaf, ValueLeaf)]
     unknown_inputs = inputs.keys() - _TOKEN_INPUTS - {_ENCODER_INPUT, _ENCODER_MASK, _MOVES}
     if not inputs.keys() >= _TOKEN_INPUTS or unknown_inputs or len(results) != 1:
         return None

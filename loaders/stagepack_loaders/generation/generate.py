@@ -39,7 +39,7 @@ TokenCallback = Callable[[Array], object]
 
 
 class TextPipeline(Protocol):
-    """What generation and embedding need of a `CallablePipeline`, which imports this module."""
+    """What generation and embedding need of a `CallablePipeline`."""
 
     @property
     def bundle(self) -> Bundle:

@@ -21,7 +21,7 @@ from stagepack.format.onnx import (
 )
 from stagepack.format.rules import INDEX_NAME, BrokenRule, format_names, parse_json
 from stagepack.format.shapes import format_dim, known_size
-from stagepack.format.tree import ValueLeaf, tree_leaves
+from stagepack.format.tree import ValueLeaf, leaves_of_tree
 from stagepack.format.weights import StoredTensor
 
 # How the names in the file of an example begin.
@@ -154,7 +154,7 @@ def check_index(content: bytes, named_weights: NamedWeights) -> Iterator[Problem
 def example_edges(entry_point: EntryPoint) -> dict[str, Edge]:
     """Return the inputs and the results of an entry point, by the names of their tensors in the file of its example."""
     edges = {edge.name: edge for edge in entry_point.edges}
-    leaves = enumerate(tree_leaves(entry_point.signature.result))
+    leaves = enumerate(leaves_of_tree(entry_point.signature.result))
     inputs = {INPUT_PREFIX + edge.name: edge for edge in entry_point.inputs}
     return inputs | {
         f"{OUTPUT_PREFIX}{index}": edges[leaf.name] for index, leaf in leaves if isinstance(leaf, ValueLeaf)

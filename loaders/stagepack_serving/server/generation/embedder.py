@@ -12,7 +12,7 @@ import numpy
 
 from stagepack.errors import InputError
 from stagepack_loaders.elements import Array
-from stagepack_loaders.embeddings import IDS_INPUT, TextBatch, TextReader, embedding_facts, vocabulary_size
+from stagepack_loaders.embeddings import IDS_INPUT, EmbeddedBatch, TextReader, embedding_facts, vocabulary_size
 from stagepack_loaders.generation.decoders import logits_as_floats
 from stagepack_serving.protocol.datatypes import NUMPY_DTYPES
 from stagepack_serving.server.errors import AssetError, BadRequestError, RequestError, RequestStatus, errors_of_field
@@ -71,7 +71,7 @@ class Embedder(ModelPart):
             token_count=sum(batch.token_count for batch in batches),
         )
 
-    def _read(self, sentences: Sequence[Any], prompt: str) -> TextBatch:
+    def _read(self, sentences: Sequence[Any], prompt: str) -> EmbeddedBatch:
         """The inputs of a batch."""
         if isinstance(sentences[0], str):
             return self._reader.read_texts(sentences, prompt)
@@ -93,7 +93,7 @@ class Embedder(ModelPart):
             with errors_of_field(field_name):
                 raise BadRequestError(f"{self._model.name}: {error}") from None
 
-    def _request(self, batch: TextBatch) -> InferenceRequest:
+    def _request(self, batch: EmbeddedBatch) -> InferenceRequest:
         datatypes = {input_name: tensor.datatype for input_name, tensor in self._model.interface.inputs.items()}
         inputs = [
             InferenceTensor(
