@@ -112,18 +112,25 @@ def _run_in_pipe(
 
 
 def command_with_log(
-    arguments: Sequence[str], log_path: Path, environment: Mapping[str, str], folder: Path
+    arguments: Sequence[str],
+    log_path: Path,
+    environment: Mapping[str, str],
+    folder: Path,
+    *,
+    script: Path | None = None,
 ) -> ForkedProcess:
-    """Start the command `stagepack` with both of its outputs in a file."""
-    process = FORK_SERVER.Process(target=_run_in_log, args=(arguments, str(log_path), environment, str(folder)))
+    """Start the command `stagepack`, or a script, with both of its outputs in a file."""
+    process = FORK_SERVER.Process(target=_run_in_log, args=(arguments, str(log_path), environment, str(folder), script))
     return ForkedProcess(process)
 
 
-def _run_in_log(arguments: Sequence[str], log_path: str, environment: Mapping[str, str], folder: str) -> None:
+def _run_in_log(
+    arguments: Sequence[str], log_path: str, environment: Mapping[str, str], folder: str, script: Path | None
+) -> None:
     log_descriptor = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     os.dup2(log_descriptor, 1)
     _write_errors(log_descriptor)
-    _run_command(arguments, environment, folder)
+    _run_command(arguments, environment, folder, script)
 
 
 def _write_errors(descriptor: int) -> None:

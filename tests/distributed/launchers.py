@@ -2,17 +2,22 @@
 
 import contextlib
 import os
+import signal
 import socket
-import subprocess
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch.distributed.run
+
 from stagepack.format.reader import Bundle
+from tests.distributed.bundles import tree_environment
 from tests.process_facts import child_processes
+from tools.fork_server import ForkedProcess, command_with_log
 
 HOST = socket.gethostname()
+TORCHRUN = Path(torch.distributed.run.__file__)
 
 
 def free_port() -> int:
@@ -24,11 +29,10 @@ def free_port() -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """What one node runs: the arguments of ``stagepack``, further options of torchrun, and further variables."""
+    """What one node runs: the arguments of ``stagepack``, and further variables."""
 
     arguments: Sequence[str | Path]
-    torchrun_options: Sequence[str] = ()
-    environment: Mapping[str, str] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
 
 
 def load(bundle: Bundle | Path) -> Node:
@@ -36,58 +40,66 @@ def load(bundle: Bundle | Path) -> Node:
     return Node(arguments=["load", bundle.path if isinstance(bundle, Bundle) else bundle])
 
 
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A process, and the file of both of its outputs."""
+
+    process: ForkedProcess
+    log_path: Path
+
+    @property
+    def output(self) -> str:
+        return self.log_path.read_text()
+
+
 @contextlib.contextmanager
-def torchruns(nodes: Sequence[Node]) -> Iterator[list["subprocess.Popen[str]"]]:
-    """torchrun on each node, with one process each; the ranks are those of the nodes."""
+def torchruns(nodes: Sequence[Node]) -> Iterator[list[Started]]:
+    """torchrun on each node, with one process each, which begins as its own program; the ranks are those of the nodes."""
     group = ["--nnodes", str(len(nodes)), "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
     group += ["--rdzv-conf", "timeout=60"]
-    commands = [
-        ["-m", "torch.distributed.run", *group, "--node-rank", str(rank), *node.torchrun_options, "-m", "stagepack"]
-        for rank, node in enumerate(nodes)
-    ]
-    with _started([(command, node) for command, node in zip(commands, nodes, strict=True)], {}) as processes:
+    commands = [[*group, "--node-rank", str(rank), "-m", "stagepack"] for rank in range(len(nodes))]
+    with _started(nodes, commands, [{}] * len(nodes), TORCHRUN) as processes:
         yield processes
 
 
 @contextlib.contextmanager
-def launched(nodes: Sequence[Node]) -> Iterator[list["subprocess.Popen[str]"]]:
+def launched(nodes: Sequence[Node]) -> Iterator[list[Started]]:
     """A process on each node, which finds the others by the variables of a launcher."""
     group = {"WORLD_SIZE": str(len(nodes)), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    with _started([(["-m", "stagepack"], node) for node in nodes], group) as processes:
+    variables = [group | {"RANK": str(rank)} for rank in range(len(nodes))]
+    with _started(nodes, [[]] * len(nodes), variables) as processes:
         yield processes
 
 
 @contextlib.contextmanager
 def _started(
-    programs: Sequence[tuple[list[str], Node]], group: Mapping[str, str]
-) -> Iterator[list["subprocess.Popen[str]"]]:
-    base = os.environ | {"PYTHONPATH": os.pathsep.join(folder for folder in sys.path if folder), "OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, *command, *map(str, node.arguments)],
-            env={**base, **group, **({"RANK": str(rank)} if group else {}), **node.environment},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank, (command, node) in enumerate(programs)
-    ]
-    try:
-        yield processes
-    finally:
-        for process in processes:
-            for process_id in (*child_processes(process.pid), process.pid):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process_id, 9)
-            process.communicate()
+    nodes: Sequence[Node],
+    commands: Sequence[list[str]],
+    variables: Sequence[dict[str, str]],
+    script: Path | None = None,
+) -> Iterator[list[Started]]:
+    processes: list[Started] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for node, command, group in zip(nodes, commands, variables, strict=True):
+            log_path = Path(folder, str(len(processes)))
+            arguments, environment = [*command, *map(str, node.arguments)], tree_environment() | group
+            process = command_with_log(arguments, log_path, environment | node.environment, Path.cwd(), script=script)
+            processes.append(Started(process, log_path))
+        try:
+            yield processes
+        finally:
+            for started in processes:
+                for process_id in (*child_processes(started.process.pid), started.process.pid):
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(process_id, signal.SIGKILL)
+                started.process.wait()
 
 
-def reasons(processes: Sequence["subprocess.Popen[str]"], seconds: float = 60.0) -> list[str]:
+def reasons(processes: Sequence[Started], seconds: float = 60.0) -> list[str]:
     """The last line of each node, when all have failed: of torchrun, the reason in its report."""
     lines = []
-    for process in processes:
-        output, _ = process.communicate(timeout=seconds)
-        assert process.returncode != 0, output
-        *_, line = (line for line in output.splitlines() if line.strip("= "))
+    for started in processes:
+        assert started.process.wait(timeout=seconds) != 0, started.output
+        *_, line = (line for line in started.output.splitlines() if line.strip("= "))
         lines.append(line.removeprefix("  traceback : ").removeprefix("stagepack: "))
     return lines

@@ -18,12 +18,14 @@ from stagepack.errors import InputError, OptionError
 from stagepack.format.reader import Bundle
 from stagepack_loaders.distributed.pipeline import DistributedPipeline
 from stagepack_loaders.executor import CallOptions
-from tests.distributed.bundles import in_processes, process_ids, run_python
+from tests.distributed.bundles import in_processes, process_ids
 from tests.distributed.forked_processes import forked_launches
+from tests.distributed.launchers import TORCHRUN
 from tests.distributed.operators import Waiting, waiting_module
 from tests.modules import module_of
 from tests.roundtrip.test_shared_inputs import WritesFirst
 from tests.waiting import wait_until
+from tools.fork_server import run_forked
 
 
 def test_sixteen_requests_of_changing_sizes_are_in_flight(layers: Bundle) -> None:
@@ -210,11 +212,11 @@ def test_each_process_opens_its_own_files_alone(layers: Bundle) -> None:
 
 
 def run_torchrun(processes: int, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    return run_python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), *arguments)
+    return run_forked("--standalone", "--nproc-per-node", str(processes), *arguments, script=TORCHRUN)
 
 
 def test_torchrun_runs_the_command_over_processes(layers: Bundle) -> None:
-    finished = run_torchrun(3, "-m", "stagepack", "load", str(layers.path))
+    finished = run_torchrun(2, "-m", "stagepack", "load", str(layers.path))
     assert finished.returncode == 0, finished.stderr
     assert finished.stdout.count("largest difference 0\n") == 1
     assert all(f"stage-{number}.safetensors" in finished.stdout for number in range(3))

@@ -16,8 +16,10 @@ from stagepack_loaders.distributed import launch_failures
 from stagepack_loaders.distributed.launch_failures import LaunchFailures
 from stagepack_loaders.distributed.meeting import Seat
 from stagepack_loaders.distributed.process_group import open_store
+from tests.distributed.bundles import tree_environment
 from tests.distributed.launchers import HOST, Node, free_port, launched, load, reasons, torchruns
 from tests.process_facts import child_processes
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.xdist_group("hosts")
 
@@ -66,10 +68,9 @@ def test_other_version_is_told(layers: Bundle, tmp_path: Path) -> None:
         "metadata.version = lambda package: '9.9' if package == 'stagepack' else find(package)\n"
     )
     node = load(layers)
-    search_path = os.pathsep.join([str(tmp_path), str(Path(stagepack.__file__).parents[1])])
-    search_path = os.pathsep.join([search_path, str(Path(stagepack.__file__).parents[1] / "loaders")])
+    search_path = os.pathsep.join([str(tmp_path), tree_environment()["PYTHONPATH"]])
     other_node = Node(arguments=node.arguments, environment={"PYTHONPATH": search_path})
-    with launched([node, other_node]) as processes:
+    with torchruns([node, other_node]) as processes:
         for line in reasons(processes):
             assert "expected one version of stagepack in all processes: rank 0 on" in line
             assert f"rank 1 on {HOST} has 9.9: install the same one on all nodes" in line
@@ -136,10 +137,9 @@ def wait_until_raised(failures: LaunchFailures) -> None:
 def test_lost_node_is_told_by_the_other_torchrun(layers: Bundle, lost_rank: int) -> None:
     options = ["--host", "127.0.0.1", "--http-port", str(free_port()), "--grpc-port", "0", "--linger-s", "0"]
     with torchruns([Node(arguments=["serve", layers.path, *options])] * 2) as processes:
-        assert processes[0].stdout is not None
-        while "REST on" not in (line := processes[0].stdout.readline()):
-            assert line
-        for process_id in (processes[lost_rank].pid, *child_processes(processes[lost_rank].pid)):
+        wait_until(lambda: "REST on" in processes[0].output)
+        lost_process = processes[lost_rank].process.pid
+        for process_id in (lost_process, *child_processes(lost_process)):
             os.kill(process_id, signal.SIGKILL)
         (line,) = reasons([processes[1 - lost_rank]])
     assert line.startswith(f"process {lost_rank} on {HOST}")
