@@ -7,6 +7,7 @@ import torch
 
 from stagepack.capture.inputs import Inputs
 from stagepack.capture.programs import capture_module
+from tests.distributed.forked_processes import forked_launches
 from tests.laws.roads import disagreements
 
 ROWS = ({0: torch.export.Dim("rows", min=1, max=9)},)
@@ -30,7 +31,8 @@ class OtherWhenCaptured(Tower):
 
 @pytest.mark.process
 def test_all_roads_agree(tmp_path: Path) -> None:
-    assert list(disagreements(capture_module(Tower().eval(), INPUTS), tmp_path, processes=True)) == []
+    with forked_launches():
+        assert list(disagreements(capture_module(Tower().eval(), INPUTS), tmp_path, processes=True)) == []
 
 
 @pytest.mark.filterwarnings("ignore::stagepack.errors.ExportWarning")

@@ -189,22 +189,14 @@ def test_new_weights_that_decide_a_size_get_an_example_of_their_own(tmp_path: Pa
     assert sorted(path.name for path in tmp_path.glob(".*")) == []
 
 
-class Named(torch.nn.Module):
-    """Has submodules whose names are no identifiers of Python."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for name in ("class", "for", "None"):
-            self.add_module(name, torch.nn.Linear(3, 3))
-
-    def forward(self, x: torch.Tensor, flag: bool = True) -> list[torch.Tensor]:
+def test_a_program_is_interpreted_without_code_of_its_names() -> None:
+    def run(self: torch.nn.Module, x: torch.Tensor, flag: bool = True) -> list[torch.Tensor]:
         for name in ("class", "for", "None"):
             x = self.get_submodule(name)(x)
         return [x, x.relu()]
 
-
-def test_a_program_is_interpreted_without_code_of_its_names() -> None:
-    model, x = Named(), torch.rand(2, 3)
+    model = module_of(run, **{name: torch.nn.Linear(3, 3) for name in ("class", "for", "None")})
+    x = torch.rand(2, 3)
     program = torch.export.export(model, (x,))
     assert all(map(torch.equal, InterpretedProgram(program)(x), model(x)))
     buffered = torch.nn.BatchNorm1d(3)

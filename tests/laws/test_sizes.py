@@ -171,20 +171,14 @@ def test_sizes_are_tried_with_weights_that_are_in_a_file(tmp_path: Path) -> None
     assert torch.equal(stagepack.load(bundle)(x), model(x))
 
 
-class LastColumns(torch.nn.Module):
-    """A slice by minus a size, which takes everything where the size is 0, and a layer on it."""
+def test_a_shape_that_the_program_states_wrongly_at_an_end_is_answered_alike(tmp_path: Path) -> None:
+    """A slice by minus a size takes everything where the size is 0."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = torch.nn.Linear(8, 8), torch.nn.Linear(8, 2)
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def last_columns(self: Any, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         last = self.first(x)[:, -y.shape[0] :]
         return self.second(last), torch.cat([last, last], 1).sum(0)
 
-
-def test_a_shape_that_the_program_states_wrongly_at_an_end_is_answered_alike(tmp_path: Path) -> None:
-    model = LastColumns().eval()
+    model = module_of(last_columns, first=torch.nn.Linear(8, 8), second=torch.nn.Linear(8, 2))
     shapes = {"x": {0: Dim.AUTO}, "y": {0: Dim("last", min=0, max=8)}}
     bundle = stagepack.export(model, (torch.randn(2, 9, 8), torch.randn(3)), out=tmp_path / "m", dynamic_shapes=shapes)
     for stages in (1, 2, 4):
@@ -195,17 +189,14 @@ def test_a_shape_that_the_program_states_wrongly_at_an_end_is_answered_alike(tmp
                 assert torch.equal(found, expected)
 
 
-class MaskedRows(torch.nn.Module):
-    """Leaves out a mask of ones in eager mode only, as models of transformers do."""
-
-    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def test_inputs_that_need_the_same_size_are_admitted_at_it_together(tmp_path: Path) -> None:
+    def masked_rows(_: Any, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """Leave out a mask of ones in eager mode only, as models of transformers do."""
         if not torch.compiler.is_exporting() and mask.all():
             return x * 1.0
         return x * mask[torch.arange(x.shape[0])]
 
-
-def test_inputs_that_need_the_same_size_are_admitted_at_it_together(tmp_path: Path) -> None:
-    model, rows = MaskedRows(), {0: Dim.AUTO}
+    model, rows = module_of(masked_rows), {0: Dim.AUTO}
     example = (torch.rand(2, 4), torch.ones(2, 4))
     pipe = stagepack.load(stagepack.export(model, example, dynamic_shapes=(rows, rows), out=tmp_path / "m.stagepack"))
     for size in (0, 1, 2, 3):

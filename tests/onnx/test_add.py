@@ -18,6 +18,7 @@ from stagepack.format.reader import Bundle
 from stagepack.format.weights import read_weight_header
 from stagepack.roads.onnx import check
 from tests.bundle_editor import BundleEditor
+from tests.modules import module_of
 from tests.zoo.rows.zoolib import smooth as smooth  # registers the custom operators
 
 
@@ -178,15 +179,10 @@ def test_cutting_again_leaves_the_onnx_files_out(added: tuple[Bundle, Path], tmp
     assert cut["a"].digest == cut["b"].digest
 
 
-class Smooth(torch.nn.Module):
-    """A module with an operator that only its library knows."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.ops.tests.smooth(x, None, 0.25)
-
-
 def test_an_operator_without_onnx_form_is_named_and_leaves_its_stage_in_torch(tmp_path: Path) -> None:
-    net = torch.nn.Sequential(torch.nn.Linear(4, 4), Smooth(), torch.nn.Linear(4, 4))
+    net = torch.nn.Sequential(
+        torch.nn.Linear(4, 4), module_of(lambda self, x: torch.ops.tests.smooth(x, None, 0.25)), torch.nn.Linear(4, 4)
+    )
     x = torch.randn(2, 4)
     with pytest.warns(UserWarning, match=r"stage 1 runs in torch only: no ONNX form of tests\.smooth\.default in 1$"):
         bundle = stagepack.export(net, (x,), out=tmp_path / "m.stagepack", split_at=["1", "2"], onnx=True)
@@ -204,17 +200,11 @@ def test_a_graph_whose_calls_do_not_fit_is_refused(tmp_path: Path) -> None:
         stagepack.add_onnx(editor.path)
 
 
-class Cancelling(torch.nn.Module):
-    """Large numbers whose sum is small: it depends on the order in which they are added."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        large = x * 1e9
-        return torch.cat([large, -large.flip(0)]).sum()
-
-
 def test_a_stage_that_answers_otherwise_runs_in_torch_only(tmp_path: Path) -> None:
+    """Large numbers whose sum is small: it depends on the order in which they are added."""
     torch.manual_seed(0)
-    net = torch.nn.Sequential(torch.nn.ReLU(), Cancelling())
+    cancelling = module_of(lambda self, x: torch.cat([x * 1e9, -(x * 1e9).flip(0)]).sum())
+    net = torch.nn.Sequential(torch.nn.ReLU(), cancelling)
     with pytest.warns(UserWarning, match="stage 1 runs in torch only: its answer differs by "):
         bundle = stagepack.export(net, (torch.randn(5000),), out=tmp_path / "m.stagepack", split_at=["1"], onnx=True)
     assert [stage.onnx is not None for stage in bundle.stages] == [True, False]

@@ -10,54 +10,44 @@ from torch.export import Dim
 
 import stagepack
 from stagepack.errors import InputError
+from tests.modules import module_of
 
 EXAMPLE: dict[str, Any] = {"args": (torch.ones(4), torch.tensor(3)), "dynamic_shapes": ({0: Dim.AUTO}, None)}
 
 
-class Computes(torch.nn.Module):
-    """A module of one function."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: torch.Tensor, count: torch.Tensor) -> Any:
-        return self.function(x, count)
-
-
-def first_rows(x: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+def first_rows(self: Any, x: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
     rows: Any = count.item()
     torch._check(rows >= 0)
     torch._check(rows <= x.shape[0])
     return x[:rows] * 2
 
 
-def few_marked_rows(x: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+def few_marked_rows(self: Any, x: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
     rows = x.nonzero()
     torch._check(rows.shape[0] < 5)
     return rows * 2
 
 
-def positive(x: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+def positive(self: Any, x: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
     torch._assert_async((x > 0).all(), "expected positive values")
     return x * 2
 
 
 @pytest.mark.parametrize("function", [first_rows, few_marked_rows, positive])
 def test_stage_whose_assertion_may_fail_stays_in_torch(tmp_path: Path, function: Callable[..., torch.Tensor]) -> None:
-    bundle = stagepack.export(Computes(function), **EXAMPLE, out=tmp_path / "x", stages=1)
+    bundle = stagepack.export(module_of(function), **EXAMPLE, out=tmp_path / "x", stages=1)
     added = stagepack.add_onnx(bundle)
     assert "no ONNX form of aten._assert" in added.torch_only[0]
 
 
-@pytest.mark.parametrize("function", [lambda x, _: x[x > 0.5], lambda x, _: x.repeat_interleave(2)])
+@pytest.mark.parametrize("function", [lambda self, x, count: x[x > 0.5], lambda self, x, count: x.repeat_interleave(2)])
 def test_stage_whose_assertions_always_hold_is_converted(tmp_path: Path, function: Callable[..., torch.Tensor]) -> None:
-    bundle = stagepack.export(Computes(function), **EXAMPLE, out=tmp_path / "x", stages=1)
+    bundle = stagepack.export(module_of(function), **EXAMPLE, out=tmp_path / "x", stages=1)
     assert not stagepack.add_onnx(bundle).torch_only
 
 
 def test_asserted_condition_on_sizes_is_a_guard_in_every_runtime(tmp_path: Path) -> None:
-    model = Computes(lambda x, _: x * 2 if x.shape[0] % 3 == 1 else x)
+    model = module_of(lambda self, x, count: x * 2 if x.shape[0] % 3 == 1 else x)
     program = torch.export.export(model, **EXAMPLE, prefer_deferred_runtime_asserts_over_guards=True)
     added = stagepack.add_onnx(stagepack.export(program, out=tmp_path / "x", stages=1))
     assert not added.torch_only

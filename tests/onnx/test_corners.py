@@ -18,48 +18,28 @@ from stagepack.format.reader import Bundle
 from stagepack_loaders.comparison import compare_arrays
 from stagepack_loaders.numpy_arrays import NUMPY_ARRAYS
 from stagepack_loaders.torch.arrays import TORCH_ARRAYS
+from tests.laws.sized_models import Recurrent
 from tests.modules import module_of
 from tests.onnx.converted import in_onnxruntime
 
 
-class Corners(torch.nn.Module):
-    """What stands at the edges of what ONNX can say."""
-
-    zeros: torch.Tensor
-    whole: torch.Tensor
-    nobody: torch.Tensor
-    x: torch.Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("zeros", torch.zeros(1000))
-        self.register_buffer("whole", torch.arange(12).reshape(3, 4))
-        self.register_buffer("nobody", torch.zeros(0, 3))
-        self.register_buffer("x", torch.ones(3))  # named like an edge
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def test_results_may_be_weights_inputs_zeros_and_integers(tmp_path: Path) -> None:
+    def run(self: Any, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return x + self.x, self.zeros, y @ self.whole.t(), self.x, self.nobody, x, x
 
-
-def test_results_may_be_weights_inputs_zeros_and_integers(tmp_path: Path) -> None:
-    net, args = Corners(), (torch.randn(2, 3), torch.arange(8).reshape(2, 4))
+    buffers = {"zeros": torch.zeros(1000), "whole": torch.arange(12).reshape(3, 4), "nobody": torch.zeros(0, 3)}
+    net = module_of(run, **buffers, x=torch.ones(3))  # named like an edge
+    args = torch.randn(2, 3), torch.arange(8).reshape(2, 4)
     found = in_onnxruntime(net, args, tmp_path, stages=2)(*(one.numpy() for one in args))
     wanted = net(*args)
     assert all(numpy.array_equal(mine, theirs.numpy()) for mine, theirs in zip(found, wanted, strict=True))
     assert [array.dtype.name for array in found] == [str(one.dtype).removeprefix("torch.") for one in wanted]
 
 
-class Writes(torch.nn.Module):
-    """Writes into its first input."""
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        x.mul_(2)
-        return x + y
-
-
 @pytest.mark.parametrize("as_torch", [True, False])
 def test_what_is_written_into_an_input_is_there_after_the_call(as_torch: bool, tmp_path: Path) -> None:
-    pipe = in_onnxruntime(Writes(), (torch.ones(2, 3), torch.ones(2, 3)), tmp_path)
+    writes = module_of(lambda self, x, y: x.mul_(2) + y)
+    pipe = in_onnxruntime(writes, (torch.ones(2, 3), torch.ones(2, 3)), tmp_path)
 
     def given(tensor: torch.Tensor) -> Any:
         return tensor if as_torch else tensor.numpy()
@@ -108,19 +88,6 @@ class Named(torch.nn.Module):
         return (x * self.w3 + relu).relu() * self.w0 + linear * self.linear
 
 
-class Recurrent(torch.nn.Module):
-    """A recurrent layer and a projection of its results."""
-
-    def __init__(self, layer: torch.nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-        self.project = torch.nn.Linear(6, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        projected: torch.Tensor = self.project(self.layer(x)[0])
-        return projected
-
-
 @pytest.mark.parametrize("layer", [torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN])
 def test_a_recurrent_layer_takes_sequences_of_any_length_or_stays_in_torch(
     layer: Callable[..., torch.nn.Module], tmp_path: Path
@@ -147,13 +114,6 @@ def test_names_do_not_meet(tmp_path: Path) -> None:
         assert numpy.allclose(pipe(x.numpy()), net(x).numpy(), atol=1e-5)
 
 
-class Attends(torch.nn.Module):
-    """Attention with a mask that may hide everything."""
-
-    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=mask)
-
-
 @pytest.mark.parametrize("kind", ["bool", "float"])
 def test_a_row_that_sees_nothing_is_zero_as_in_torch(kind: str, tmp_path: Path) -> None:
     x, mask = torch.randn(1, 2, 4, 8), torch.ones(1, 1, 4, 4, dtype=torch.bool)
@@ -161,11 +121,13 @@ def test_a_row_that_sees_nothing_is_zero_as_in_torch(kind: str, tmp_path: Path) 
     def given(mask: torch.Tensor) -> torch.Tensor:
         return mask if kind == "bool" else torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)
 
-    pipe = in_onnxruntime(Attends(), (x, given(mask)), tmp_path)
+    attention = torch.nn.functional.scaled_dot_product_attention
+    attends = module_of(lambda self, x, mask: attention(x, x, x, attn_mask=mask))
+    pipe = in_onnxruntime(attends, (x, given(mask)), tmp_path)
     mask[..., 1, :] = False
     mask[..., 2, 0] = False
     found = pipe(x.numpy(), given(mask).numpy())
-    assert numpy.allclose(found, Attends()(x, given(mask)).numpy(), atol=1e-5)
+    assert numpy.allclose(found, attends(x, given(mask)).numpy(), atol=1e-5)
     assert not found[:, :, 1].any()
 
 
@@ -194,18 +156,10 @@ def test_a_link_stands_for_the_bundle(tower: Path, tmp_path: Path) -> None:
     assert sorted(one.name for one in tmp_path.iterdir()) == ["link", "t.stagepack"]
 
 
-class Doubles(torch.nn.Module):
-    """Writes its input."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x.mul_(2)
-        return x + 1
-
-
 @pytest.mark.parametrize("first", ["torch", "onnxruntime"])
 def test_what_a_stage_of_either_runtime_writes_the_caller_sees(first: Any, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    net = torch.nn.Sequential(Doubles(), torch.nn.Linear(3, 3))
+    net = torch.nn.Sequential(module_of(lambda self, x: x.mul_(2) + 1), torch.nn.Linear(3, 3))
     bundle = stagepack.export(net, (torch.ones(2, 3),), out=tmp_path / "m.stagepack", split_at=["1"], onnx=True)
     pipe = stagepack.load(bundle, runtime=[first, "onnxruntime"])
     for order in ("C", "F"):
@@ -236,18 +190,14 @@ def test_calls_from_several_threads_lose_nothing(tower: Path) -> None:
     assert numpy.array_equal(stage(ones)[1], once * 401)
 
 
-class SignedZeros(torch.nn.Module):
-    """A model in which 0.0 and -0.0 are constants of the same operators."""
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def test_zeros_of_both_signs_stay_apart(tmp_path: Path) -> None:
+    def signed_zeros(_: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         zeros = [torch.where(x > 0, x, zero) for zero in (0.0, -0.0)]
         zeros += [torch.full_like(x, zero) for zero in (0.0, -0.0)] + [x * 0.0, x * -0.0]
         return tuple(1 / zero for zero in zeros)
 
-
-def test_zeros_of_both_signs_stay_apart(tmp_path: Path) -> None:
-    x = torch.tensor([[1.0, -2.0], [3.0, -4.0]])
-    assert all(map(torch.equal, in_onnxruntime(SignedZeros(), (x,), tmp_path)(x), SignedZeros()(x)))
+    net, x = module_of(signed_zeros), torch.tensor([[1.0, -2.0], [3.0, -4.0]])
+    assert all(map(torch.equal, in_onnxruntime(net, (x,), tmp_path)(x), net(x)))
 
 
 @pytest.mark.parametrize("expected", [math.inf, -math.inf])
@@ -259,19 +209,13 @@ def test_an_infinity_is_near_itself_alone(actual: float, expected: float) -> Non
         assert difference == ((0.0, True) if actual == expected else (math.inf, False))
 
 
-class Strided(torch.nn.Module):
-    """Selects elements by their places in memory, of a value that has the layout of the input."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (x * 2).as_strided((2, 2), (1, 2))
-
-
 def test_stage_that_depends_on_the_layout_of_its_inputs_stays_in_torch(tmp_path: Path) -> None:
     x = torch.arange(12.0).reshape(3, 4)
-    added = stagepack.add_onnx(stagepack.export(Strided(), (x,), out=tmp_path / "m.stagepack"))
+    strided = module_of(lambda self, x: (x * 2).as_strided((2, 2), (1, 2)))
+    added = stagepack.add_onnx(stagepack.export(strided, (x,), out=tmp_path / "m.stagepack"))
     assert "row-major memory" in added.torch_only[0]
     transposed = x.t().contiguous().t()
-    assert torch.equal(stagepack.load(added.bundle)(transposed), Strided()(transposed))
+    assert torch.equal(stagepack.load(added.bundle)(transposed), strided(transposed))
 
 
 def test_one_bound_leaves_infinity_and_nan(tmp_path: Path) -> None:

@@ -10,42 +10,33 @@ from torch.nn import functional
 
 import stagepack
 from stagepack.roads.onnx.draws import Draw, call_count, compare_draws
+from tests.modules import module_of
 from tests.onnx.converted import in_onnxruntime
 
 
-class Chosen(torch.nn.Module):
-    """Chooses without replacement: no row has a number twice."""
-
-    def forward(self, chances: torch.Tensor) -> torch.Tensor:
-        return torch.multinomial(chances, 3)
-
-
 def test_no_number_is_chosen_twice_without_replacement(tmp_path: Any) -> None:
+    choose = module_of(lambda self, chances: torch.multinomial(chances, 3))
     example = torch.tensor([[0.1, 0.2, 0.3, 0.4]]).repeat(4, 1)
     rows = Dim("rows", min=0, max=5000)
-    pipe = in_onnxruntime(Chosen(), (example,), tmp_path, dynamic_shapes=({0: rows},))
+    pipe = in_onnxruntime(choose, (example,), tmp_path, dynamic_shapes=({0: rows},))
     chosen = pipe(example[:1].repeat(5000, 1))
     assert bool((chosen.sort(1).values.diff(dim=1) > 0).all())
     # The first number has its own chance.
     assert abs(float((chosen[:, 0] == 3).double().mean()) - 0.4) < 0.05
 
 
-class Draws(torch.nn.Module):
-    """Draws with the chances that it is given, in all the ways of torch."""
-
-    def forward(self, chances: torch.Tensor) -> Any:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_draws_have_the_chances_that_they_are_given(dtype: torch.dtype, tmp_path: Any) -> None:
+    def draw(_: Any, chances: torch.Tensor) -> Any:
         drawn = torch.bernoulli(chances)
         fixed = torch.empty_like(chances).bernoulli_(0.2)
         each = torch.zeros_like(chances).bernoulli_(chances)
         kept = functional.dropout(torch.ones_like(chances), 0.25, training=True)
         return drawn, fixed, each, kept, torch.rand_like(chances), torch.randn_like(chances) + chances
 
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_draws_have_the_chances_that_they_are_given(dtype: torch.dtype, tmp_path: Any) -> None:
-    example = torch.linspace(0, 1, 200, dtype=dtype)
+    model, example = module_of(draw), torch.linspace(0, 1, 200, dtype=dtype)
     rows = Dim("rows", min=0, max=200_000)
-    bundle = stagepack.export(Draws(), (example,), out=tmp_path / "m.stagepack", dynamic_shapes=({0: rows},))
+    bundle = stagepack.export(model, (example,), out=tmp_path / "m.stagepack", dynamic_shapes=({0: rows},))
     added = stagepack.add_onnx(bundle)
     assert added.torch_only == {}
     assert added.checked[0].reason == "draws random numbers"

@@ -17,106 +17,76 @@ from stagepack.format.reader import Bundle
 from stagepack.format.shapes import evaluate_dim
 from stagepack.roads.onnx import AddedOnnx
 from stagepack.roads.onnx.other_sizes import inputs_at, sizes_to_check
+from tests.modules import module_of
 from tests.onnx.converted import in_onnxruntime
 
 
-class LargestOf(nn.Module):
-    """Its windows depend on the sizes of the image; torch's exporter takes them from the example."""
-
-    def forward(self, image: torch.Tensor) -> torch.Tensor:
-        return functional.adaptive_max_pool2d(image, (2, 3))
-
-
-class Pooled(nn.Module):
-    """Windows like those, whose means are converted right."""
-
-    def forward(self, image: torch.Tensor) -> torch.Tensor:
-        return functional.adaptive_avg_pool2d(image, (2, 3))
-
-
-class AreaResized(nn.Module):
-    def forward(self, image: torch.Tensor) -> torch.Tensor:
-        return functional.interpolate(image, size=(5, 6), mode="area")
-
-
-class Recurrent(nn.Module):
+def recurrent(self: Any, sequences: torch.Tensor) -> Any:
     """Recurrent layers, whose mean over no rows is NaN."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm, self.gru = nn.LSTM(4, 3, bidirectional=True, batch_first=True), nn.GRU(4, 3, batch_first=True)
-
-    def forward(self, sequences: torch.Tensor) -> Any:
-        states, (hidden, cell) = self.lstm(sequences)
-        return states.mean(0), hidden.sum(1), cell, self.gru(sequences)[0].sum(0)
+    states, (hidden, cell) = self.lstm(sequences)
+    return states.mean(0), hidden.sum(1), cell, self.gru(sequences)[0].sum(0)
 
 
-class Attention(nn.Module):
+def attention(_: Any, sequences: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Attention with a mask, summed over rows, so that its results have elements where the batch has none."""
-
-    def forward(self, sequences: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        heads = sequences.unsqueeze(1)
-        result = functional.scaled_dot_product_attention(heads, heads, heads, attn_mask=mask[:, None, None])
-        return result.sum(0)
+    heads = sequences.unsqueeze(1)
+    return functional.scaled_dot_product_attention(heads, heads, heads, attn_mask=mask[:, None, None]).sum(0)
 
 
-class Reduced(nn.Module):
+def reduced(_: Any, sequences: torch.Tensor) -> Any:
     """Reductions of rows, of which there may be none."""
-
-    def forward(self, sequences: torch.Tensor) -> Any:
-        rows = sequences.flatten(1)
-        return rows.mean(0), rows.std(0), (rows > 0).any(0), (rows > 0).all(0), rows.prod(0), rows.sum()
+    rows = sequences.flatten(1)
+    return rows.mean(0), rows.std(0), (rows > 0).any(0), (rows > 0).all(0), rows.prod(0), rows.sum()
 
 
-class Scattered(nn.Module):
+def scattered(_: Any, sequences: torch.Tensor, positions: torch.Tensor) -> Any:
     """A source that is larger than the index."""
-
-    def forward(self, sequences: torch.Tensor, positions: torch.Tensor) -> Any:
-        rows = sequences.flatten(1)
-        return rows.scatter(1, positions, rows * 2), rows.scatter_add(1, positions, rows)
+    rows = sequences.flatten(1)
+    return rows.scatter(1, positions, rows * 2), rows.scatter_add(1, positions, rows)
 
 
-class Divided(nn.Module):
-    def forward(self, positions: torch.Tensor, divisors: torch.Tensor) -> Any:
-        truncated = torch.div(positions, divisors.clamp(min=1), rounding_mode="trunc")
-        return positions // divisors, positions % divisors, torch.fmod(positions, divisors), truncated
+def divided(_: Any, positions: torch.Tensor, divisors: torch.Tensor) -> Any:
+    truncated = torch.div(positions, divisors.clamp(min=1), rounding_mode="trunc")
+    return positions // divisors, positions % divisors, torch.fmod(positions, divisors), truncated
 
 
-class Half(nn.Module):
-    """A product for which ONNX Runtime has no kernel on the CPU."""
+def all_parts(
+    self: Any,
+    image: torch.Tensor,
+    sequences: torch.Tensor,
+    mask: torch.Tensor,
+    positions: torch.Tensor,
+    divisors: torch.Tensor,
+) -> Any:
+    return (
+        self.pooled(image),
+        self.resized(image),
+        self.recurrent(sequences),
+        self.attention(sequences, mask),
+        self.reduced(sequences),
+        self.scattered(sequences, positions),
+        self.divided(positions, divisors),
+        self.narrow(sequences),
+        self.largest(image),
+    )
 
-    def forward(self, sequences: torch.Tensor) -> torch.Tensor:
-        return sequences.to(torch.bfloat16) * 3
 
-
-class Parts(nn.Module):
-    """One stage for each of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.pooled, self.resized, self.recurrent, self.attention = Pooled(), AreaResized(), Recurrent(), Attention()
-        self.reduced, self.scattered, self.divided, self.narrow = Reduced(), Scattered(), Divided(), Half()
-        self.largest = LargestOf()
-
-    def forward(
-        self,
-        image: torch.Tensor,
-        sequences: torch.Tensor,
-        mask: torch.Tensor,
-        positions: torch.Tensor,
-        divisors: torch.Tensor,
-    ) -> Any:
-        return (
-            self.pooled(image),
-            self.resized(image),
-            self.recurrent(sequences),
-            self.attention(sequences, mask),
-            self.reduced(sequences),
-            self.scattered(sequences, positions),
-            self.divided(positions, divisors),
-            self.narrow(sequences),
-            self.largest(image),
-        )
+def make_parts() -> dict[str, nn.Module]:
+    """The parts of a model, with one stage for each of them."""
+    layers = {"lstm": nn.LSTM(4, 3, bidirectional=True, batch_first=True), "gru": nn.GRU(4, 3, batch_first=True)}
+    return {
+        "pooled": module_of(lambda self, image: functional.adaptive_avg_pool2d(image, (2, 3))),
+        "resized": module_of(lambda self, image: functional.interpolate(image, size=(5, 6), mode="area")),
+        "recurrent": module_of(recurrent, **layers),
+        "attention": module_of(attention),
+        "reduced": module_of(reduced),
+        "scattered": module_of(scattered),
+        "divided": module_of(divided),
+        # A product for which ONNX Runtime has no kernel on the CPU.
+        "narrow": module_of(lambda self, sequences: sequences.to(torch.bfloat16) * 3),
+        # Its windows depend on the sizes of the image; torch's exporter takes them from the example.
+        "largest": module_of(lambda self, image: functional.adaptive_max_pool2d(image, (2, 3))),
+    }
 
 
 PARTS = ("pooled", "resized", "recurrent", "attention", "reduced", "scattered", "divided", "narrow", "largest")
@@ -139,7 +109,8 @@ def added(tmp_path_factory: pytest.TempPathFactory) -> AddedOnnx:
     rows, height = Dim("rows", min=0, max=32), Dim("height", min=2, max=40)
     dims = ({0: rows, 2: height}, {0: rows}, {0: rows}, {0: rows}, {0: rows})
     path = tmp_path_factory.mktemp("sizes") / "m.stagepack"
-    bundle = stagepack.export(Parts().eval(), inputs(2, 10), out=path, split_at=PARTS[1:], dynamic_shapes=dims)
+    model = module_of(all_parts, **make_parts()).eval()
+    bundle = stagepack.export(model, inputs(2, 10), out=path, split_at=PARTS[1:], dynamic_shapes=dims)
     return stagepack.add_onnx(bundle)
 
 
@@ -173,7 +144,8 @@ def test_the_answers_are_those_of_torch_at_every_size(added: AddedOnnx, rows: in
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
 def test_the_smallest_integer_divided_by_minus_one_ends_no_process(dtype: torch.dtype, tmp_path: Path) -> None:
-    pipe = in_onnxruntime(Quotients(), (torch.arange(1, 4).to(dtype),) * 2, tmp_path)
+    quotients = module_of(lambda self, x, y: (x // y, x % y, torch.fmod(x, y), x // -1))
+    pipe = in_onnxruntime(quotients, (torch.arange(1, 4).to(dtype),) * 2, tmp_path)
     smallest, minus_one = torch.full((3,), torch.iinfo(dtype).min, dtype=dtype), torch.full((3,), -1, dtype=dtype)
     found, wanted = (run(smallest, minus_one) for run in (pipe, stagepack.load(tmp_path / "m.stagepack")))
     assert all(torch.equal(mine, other) for mine, other in zip(found, wanted, strict=True))
@@ -187,23 +159,10 @@ def test_the_command_says_where_nothing_could_be_checked(added: AddedOnnx) -> No
     assert all(fact["unchecked_sizes"] == [] for fact in facts)
 
 
-class Quotients(nn.Module):
-    def forward(self, dividends: torch.Tensor, divisors: torch.Tensor) -> Any:
-        return dividends // divisors, dividends % divisors, torch.fmod(dividends, divisors), dividends // -1
-
-
-class Enlarged(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.ConvTranspose3d(2, 2, 2)
-
-    def forward(self, image: torch.Tensor) -> torch.Tensor:
-        return self.layer(image).sum()
-
-
 def test_a_transposed_convolution_without_an_image_ends_no_process(tmp_path: Path) -> None:
     """In 3D, ONNX Runtime ends by SIGSEGV."""
-    model, depths = Enlarged().eval(), {2: Dim("depth", min=0, max=9)}
+    model = module_of(lambda self, image: self.layer(image).sum(), layer=nn.ConvTranspose3d(2, 2, 2)).eval()
+    depths = {2: Dim("depth", min=0, max=9)}
     in_onnx = in_onnxruntime(model, (torch.rand(1, 2, 4, 3, 3),), tmp_path, dynamic_shapes=(depths,))
     for pipe in (in_onnx, stagepack.load(tmp_path / "m.stagepack")):
         with pytest.raises(StageFailedError):
@@ -212,16 +171,12 @@ def test_a_transposed_convolution_without_an_image_ends_no_process(tmp_path: Pat
         torch.testing.assert_close(pipe(image), model(image))
 
 
-class Filtered(nn.Module):
-    def forward(self, signals: torch.Tensor, kernels: torch.Tensor) -> torch.Tensor:
-        return functional.conv1d(signals, kernels, padding=2)
-
-
 @pytest.fixture(scope="module")
 def filtered(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     dims = {0: Dim.AUTO, 1: Dim.AUTO, 2: Dim.AUTO}
     path, example = tmp_path_factory.mktemp("filtered"), (torch.rand(3, 3, 10), torch.rand(4, 3, 2))
-    return stagepack.export(Filtered(), example, out=path / "m.stagepack", dynamic_shapes=(dims, dims))
+    model = module_of(lambda self, signals, kernels: functional.conv1d(signals, kernels, padding=2))
+    return stagepack.export(model, example, out=path / "m.stagepack", dynamic_shapes=(dims, dims))
 
 
 def test_a_convolution_without_channels_ends(filtered: Bundle) -> None:
@@ -238,33 +193,28 @@ def test_sizes_that_are_checked_are_bounded_by_their_work(filtered: Bundle) -> N
         assert 2 * rows * channels * filters * width * (length + 5 - width) <= 2**31
 
 
-class Doubled(nn.Module):
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows.mul_(2).sum()
-
-
 def test_an_input_without_rows_can_be_written(tmp_path: Path) -> None:
     rows = {0: Dim("rows", min=0, max=9)}
-    pipe = in_onnxruntime(Doubled(), (torch.rand(3, 4, 2),), tmp_path, dynamic_shapes=(rows,))
+    doubled = module_of(lambda self, rows: rows.mul_(2).sum())
+    pipe = in_onnxruntime(doubled, (torch.rand(3, 4, 2),), tmp_path, dynamic_shapes=(rows,))
     assert pipe(torch.rand(0, 4, 2)) == 0
     ones = torch.ones(2, 4, 2)
     assert pipe(ones) == 32
     assert torch.equal(ones, torch.full((2, 4, 2), 2.0))
 
 
-class PooledBackward(nn.Module):
-    def forward(self, gradient: torch.Tensor, image: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+def test_operators_that_may_end_the_process_are_not_run_at_other_sizes(tmp_path: Path) -> None:
+    """Indices of the example are out of range in a smaller image, and torch writes there."""
+
+    def backward(_: Any, gradient: torch.Tensor, image: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         args = image, [2, 2], [1, 1], [1, 1], [1, 1], False, indices
         return torch.ops.aten.max_pool2d_with_indices_backward(gradient, *args)
 
-
-def test_operators_that_may_end_the_process_are_not_run_at_other_sizes(tmp_path: Path) -> None:
-    """Indices of the example are out of range in a smaller image, and torch writes there."""
     pooled, full = torch.rand(2, 7, 6), torch.rand(2, 6, 5)
     example, dims = (pooled, full, torch.randint(0, 30, (2, 7, 6))), {1: Dim.AUTO, 2: Dim.AUTO}
     with pytest.warns(ExportWarning):
         bundle = stagepack.export(
-            PooledBackward(), example, out=tmp_path / "m.stagepack", dynamic_shapes=(dims, dims, dims)
+            module_of(backward), example, out=tmp_path / "m.stagepack", dynamic_shapes=(dims, dims, dims)
         )
     inputs = dict(zip([edge.name for edge in bundle.entry_point.inputs], example, strict=True))
     assert sizes_to_check(bundle)
