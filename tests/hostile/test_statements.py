@@ -17,6 +17,7 @@ from stagepack.roads.recut import plan_bundle, whole_graph
 from tests.bundle_editor import BundleEditor, sort_manifest
 from tests.conformance.vectors import TINY, Case, cases, edit_bundle
 from tests.hostile.test_growth import step_count
+from tests.modules import module_of
 
 ROADS: dict[str, Callable[[Path, Path], object]] = {
     "verify": lambda path, _: stagepack.open(path).verify(),
@@ -190,22 +191,15 @@ def test_recut_reads_each_file_once_however_many_entry_points_have_it(sound: Pat
     assert work(16) < 12 * work(1)
 
 
-class DroppedOut(torch.nn.Module):
+def run_dropped_out(self: Any, x: torch.Tensor) -> torch.Tensor:
     """Writes a buffer through what `dropout` returns when it does not train: the buffer itself, which no schema says."""
-
-    kept: torch.Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("kept", torch.ones(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Add to the buffer."""
-        return torch.nn.functional.dropout(self.kept, 0.5, training=False).add_(x) * 2
+    return torch.nn.functional.dropout(self.kept, 0.5, training=False).add_(x) * 2
 
 
 def test_memory_that_a_call_shares_and_no_schema_states_is_compared_where_it_is_written(tmp_path: Path) -> None:
-    bundle = stagepack.export(DroppedOut().eval(), (torch.ones(3),), out=tmp_path / "m.stagepack")
+    bundle = stagepack.export(
+        module_of(run_dropped_out, kept=torch.ones(3)).eval(), (torch.ones(3),), out=tmp_path / "m.stagepack"
+    )
     assert bundle.stages[0].state == ("kept",)
     pipe = stagepack.load(bundle)
     assert [pipe(torch.ones(3))[0].item() for _ in range(2)] == [4.0, 6.0]
@@ -221,16 +215,13 @@ def test_memory_that_a_call_shares_and_no_schema_states_is_compared_where_it_is_
         stagepack.load(editor.path)
 
 
-class Places(torch.nn.Module):
+def run_places(_: Any, x: torch.Tensor) -> torch.Tensor:
     """The places of what is not zero: the data says how many."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return them as numbers."""
-        return torch.nonzero(x) * 2
+    return torch.nonzero(x) * 2
 
 
 def test_every_road_refuses_a_size_of_the_data_that_is_out_of_its_range(tmp_path: Path) -> None:
-    bundle = stagepack.export(Places(), (torch.ones(4),), out=tmp_path / "m.stagepack")
+    bundle = stagepack.export(module_of(run_places), (torch.ones(4),), out=tmp_path / "m.stagepack")
     editor = BundleEditor.copy(bundle.path, tmp_path / "changed.stagepack")
 
     def narrow(fields: Any) -> None:

@@ -17,6 +17,7 @@ from stagepack.format.operators import RUN_BY_DEFAULT, listed_verdicts
 from stagepack.unwritten_memory import ALLOCATING_OPERATORS, Call, overwritten_results
 from stagepack_loaders.torch.stage import TorchStage
 from tests.laws.function_model import Calls
+from tests.modules import module_of
 from tools.operators.hostile_arguments import bind
 from tools.operators.hostile_calls import MakeCall, call_hostilely, run
 from tools.operators.unwritten_memory import find_unwritten, find_unwritten_in_bundle
@@ -41,19 +42,11 @@ def partly_written(x: torch.Tensor) -> torch.Tensor:
     return result
 
 
-class Keeps(torch.nn.Module):
+def run_keeps(self: Any, x: torch.Tensor) -> torch.Tensor:
     """Its state is unwritten memory after a call."""
-
-    kept: torch.Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("kept", torch.zeros(30, 20))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result = self.kept + x
-        self.kept.copy_(x.new_empty(30, 20))
-        return result
+    result = self.kept + x
+    self.kept.copy_(x.new_empty(30, 20))
+    return result
 
 
 MODELS: dict[str, torch.nn.Module] = {
@@ -64,7 +57,7 @@ MODELS: dict[str, torch.nn.Module] = {
     "new_empty": Calls(lambda x: x.new_empty(30, 20)),
     "new_empty_strided": Calls(lambda x: x.new_empty_strided((30, 20), (20, 1))),
     "partly": Calls(partly_written),
-    "state": Keeps(),
+    "state": module_of(run_keeps, kept=torch.zeros(30, 20)),
     "training": torch.nn.Sequential(torch.nn.Dropout(0.5), Calls(torch.empty_like)).train(),
 }
 

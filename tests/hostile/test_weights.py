@@ -15,6 +15,7 @@ from stagepack_loaders.example import replay_example
 from stagepack_loaders.torch.stage import TorchStage
 from tests.bundle_editor import BundleEditor, weight_file
 from tests.hostile.attack import Attack, Seen, attacks, check
+from tests.modules import module_of
 
 FILE = "stage-1.safetensors"  # holds first.weight, float32 [8, 4], and first.bias, float32 [8]
 
@@ -322,16 +323,13 @@ def _(x: torch.Tensor, text: str) -> torch.Tensor:
 TEXTS = ["", "'", '"', "'''\"\"\"", "\n", "\r\n", "\\", "\\n", "\0", "{x}", "%s", "é🙂", "');import os;('", "x" * 5000]
 
 
-class Speller(torch.nn.Module):
+def run_speller(_: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Gives texts to an operator."""
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Spell all texts."""
-        return tuple(torch.ops.hostile_texts.spell(x, text) for text in TEXTS)
+    return tuple(torch.ops.hostile_texts.spell(x, text) for text in TEXTS)
 
 
 def test_texts_among_the_arguments_come_back_and_never_reach_code(tmp_path: Path) -> None:
-    bundle = stagepack.export(Speller(), (torch.zeros(1),), out=tmp_path / "m.stagepack", stages=2)
+    bundle = stagepack.export(module_of(run_speller), (torch.zeros(1),), out=tmp_path / "m.stagepack", stages=2)
     pipe = stagepack.load(bundle, allow_ops=["hostile_texts"])
     assert [bytes(map(int, spelled)).decode() for spelled in pipe(torch.zeros(1))] == TEXTS
     for stage in pipe.stages:

@@ -13,7 +13,7 @@ import torch
 
 import stagepack
 from stagepack.errors import InputError, UnsupportedError
-from stagepack.roads.compare import compare_bundles
+from tests.modules import module_of
 
 X = torch.tensor([1.0, -1.0])
 # NaNs of other bits than `math.nan`, as 0/0 on some processors gives them.
@@ -28,12 +28,10 @@ class Color(enum.IntEnum):
     RED = 1
 
 
-class Scaled(torch.nn.Module):
+def run_scaled(_: Any, x: torch.Tensor, zero: float, pair: Any, table: Any, *, flag: Any = None) -> torch.Tensor:
     """A model whose constants are anywhere in its arguments."""
-
-    def forward(self, x: torch.Tensor, zero: float, pair: Any, table: Any, *, flag: Any = None) -> torch.Tensor:
-        (key,) = table
-        return 1 / torch.where(x > 0, x, zero) + pair[0] + key * 0.5
+    (key,) = table
+    return 1 / torch.where(x > 0, x, zero) + pair[0] + key * 0.5
 
 
 EXPORTED: dict[str, Any] = {"zero": 0.0, "pair": [0.0, 1], "table": {0.0: True}, "flag": None}
@@ -71,12 +69,12 @@ OTHERS: list[dict[str, Any]] = [
 def pipe(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The model with the constants that it was exported with."""
     out = tmp_path_factory.mktemp("constants") / "b.stagepack"
-    return stagepack.load(stagepack.export(Scaled(), (X,), EXPORTED, out=out))
+    return stagepack.load(stagepack.export(module_of(run_scaled), (X,), EXPORTED, out=out))
 
 
 @pytest.mark.parametrize("other", OTHERS, ids=str)
 def test_a_constant_of_another_type_or_other_bits_is_refused(other: dict[str, Any], pipe: Any) -> None:
-    assert torch.equal(pipe(X, **EXPORTED), Scaled()(X, **EXPORTED))
+    assert torch.equal(pipe(X, **EXPORTED), module_of(run_scaled)(X, **EXPORTED))
     with pytest.raises(InputError):
         pipe(X, **(EXPORTED | other))
 
@@ -84,9 +82,9 @@ def test_a_constant_of_another_type_or_other_bits_is_refused(other: dict[str, An
 @pytest.mark.parametrize("zero", [-0.0, math.nan, math.inf, -math.inf, 5e-324])
 def test_a_special_constant_is_taken_as_it_was_exported(zero: float, tmp_path: Path) -> None:
     arguments = EXPORTED | {"zero": zero, "pair": (zero, "text"), "table": {-0.0: zero}}
-    bundle = stagepack.export(Scaled(), (X,), arguments, out=tmp_path / "b.stagepack")
+    bundle = stagepack.export(module_of(run_scaled), (X,), arguments, out=tmp_path / "b.stagepack")
     pipe = stagepack.load(bundle)
-    assert torch.equal(bits(pipe(X, **arguments)), bits(Scaled()(X, **arguments)))
+    assert torch.equal(bits(pipe(X, **arguments)), bits(module_of(run_scaled)(X, **arguments)))
     for other in (0.0, -zero, NEGATIVE_NAN, MARKED_NAN):
         with pytest.raises(InputError, match="at export"):
             pipe(X, **(arguments | {"zero": other}))
@@ -95,7 +93,7 @@ def test_a_special_constant_is_taken_as_it_was_exported(zero: float, tmp_path: P
 @pytest.mark.parametrize("constant", [NEGATIVE_NAN, MARKED_NAN, 0j, Color.RED, 2**63])
 def test_a_constant_that_no_bundle_can_hold_is_refused(constant: Any, tmp_path: Path) -> None:
     with pytest.raises((UnsupportedError, stagepack.errors.CaptureError)):
-        stagepack.export(Scaled(), (X,), EXPORTED | {"flag": constant}, out=tmp_path / "b.stagepack")
+        stagepack.export(module_of(run_scaled), (X,), EXPORTED | {"flag": constant}, out=tmp_path / "b.stagepack")
 
 
 class Layer(torch.nn.Module):

@@ -10,6 +10,7 @@ from torch import nn
 
 import stagepack
 from stagepack.errors import InputError
+from tests.modules import module_of
 from tests.zoo.called import is_equal
 
 
@@ -18,19 +19,18 @@ class Leaky(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.keeper = Keeper()
+        self.keeper = module_of(run_keeper)
         self.user = User(self)
-        self.pair = Pair()
+        self.pair = module_of(run_pair)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         y = self.keeper(x)
         return self.user(y) + self.keeper.kept, *self.pair(x, x)
 
 
-class Keeper(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.kept = x * 3
-        return x + 1
+def run_keeper(self: Any, x: torch.Tensor) -> torch.Tensor:
+    self.kept = x * 3
+    return x + 1
 
 
 class User(nn.Module):
@@ -42,9 +42,8 @@ class User(nn.Module):
         return y * self.outer[0].keeper.kept
 
 
-class Pair(nn.Module):
-    def forward(self, a: torch.Tensor, b: torch.Tensor) -> list[torch.Tensor]:
-        return [a * b, a - b]
+def run_pair(_: Any, a: torch.Tensor, b: torch.Tensor) -> list[torch.Tensor]:
+    return [a * b, a - b]
 
 
 @torch.no_grad()
@@ -82,8 +81,8 @@ class Mean(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.mean = MeanOf()
-        self.masked = Masked()
+        self.mean = module_of(run_mean_of)
+        self.masked = module_of(run_masked)
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         y, mask, times = self.masked(self.mean(x, x.shape[0], x.shape[0]), mask)
@@ -91,14 +90,12 @@ class Mean(nn.Module):
         return result
 
 
-class MeanOf(nn.Module):
-    def forward(self, x: torch.Tensor, rows: int, same: int) -> torch.Tensor:
-        return x.sum(1, keepdim=True) / rows + x / x.shape[0] + same
+def run_mean_of(_: Any, x: torch.Tensor, rows: int, same: int) -> torch.Tensor:
+    return x.sum(1, keepdim=True) / rows + x / x.shape[0] + same
 
 
-class Masked(nn.Module):
-    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]:
-        return x * mask, mask, 1.5
+def run_masked(_: Any, x: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]:
+    return x * mask, mask, 1.5
 
 
 @pytest.fixture
@@ -143,49 +140,36 @@ def test_what_a_module_only_passes_on_must_stay(mean: tuple[Any, Any, tuple[torc
     assert torch.equal(replaced(stage, "masked", lambda x, mask: (x * mask, mask, 1.5))(*given)[0], stage(*given)[0])
 
 
-class Odd(nn.Module):
+def run_odd(self: Any, x: torch.Tensor) -> torch.Tensor:
     """Modules in another order than their calls, one in a branch, one that does nothing, one called `graph`, one of two sizes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(11))
-        self.branch = Branch()
-        self.nothing = nn.Identity()
-        self.graph = nn.Linear(4, 4)
-        self.table = Table()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in reversed(self.blocks):
-            x = block(x)
-        x = self.nothing(self.branch(x))
-        result: torch.Tensor = self.graph(x) + self.graph(x[:1]) + self.table()
-        return result
+    for block in reversed(self.blocks):
+        x = block(x)
+    x = self.nothing(self.branch(x))
+    result: torch.Tensor = self.graph(x) + self.graph(x[:1]) + self.table()
+    return result
 
 
-class Branch(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.one = nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = torch.cond(x.sum() > 0, lambda x: self.one(x), lambda x: x * 2, (x,))
-        return result
+def run_branch(self: Any, x: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = torch.cond(x.sum() > 0, lambda x: self.one(x), lambda x: x * 2, (x,))
+    return result
 
 
-class Table(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4))
-
-    def forward(self) -> torch.Tensor:
-        self.doubled = self.weight * 2
-        return self.weight
+def run_table(self: Any) -> torch.Tensor:
+    self.doubled = self.weight * 2
+    return self.weight
 
 
 @torch.no_grad()
 def test_modules_stand_as_in_the_model_and_only_called_ones_are_replaced(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model: Any = Odd()
+    model: Any = module_of(
+        run_odd,
+        blocks=nn.ModuleList(nn.Linear(4, 4) for _ in range(11)),
+        branch=module_of(run_branch, one=nn.Linear(4, 4)),
+        nothing=nn.Identity(),
+        graph=nn.Linear(4, 4),
+        table=module_of(run_table, weight=nn.Parameter(torch.randn(4))),
+    )
     x = torch.randn(3, 4)
     stage: Any = stagepack.load_stage(stagepack.export(model, (x,), out=tmp_path / "m.stagepack"), 0, modules=True)
     assert torch.equal(stage(x)[0], model(x))
