@@ -154,17 +154,6 @@ def test_a_changed_example_is_refused_before_it_is_compared(editor: BundleEditor
     command_fails("load", str(editor.path), says=r"example\.safetensors: the content was changed")
 
 
-@pytest.mark.parametrize("name", [name for name in KINDS if name != "manifest.json"])
-def test_a_missing_file_is_named(name: str, editor: BundleEditor) -> None:
-    (editor / name).unlink()
-    with pytest.raises(DigestError, match=f"{name}: the file is missing"):
-        stagepack.open(editor.path).verify()
-    if name.startswith(("stage", "shared")):
-        with pytest.raises(DigestError, match=f"{name}: the file is missing"):
-            stagepack.load(editor.path)
-    command_fails("verify", str(editor.path), says=f"{name}: the file is missing")
-
-
 def test_all_damaged_files_are_named_at_once(editor: BundleEditor) -> None:
     (editor / "stage-0.msgpack").unlink()
     editor.truncate("stage-1.safetensors", 9)
@@ -189,26 +178,28 @@ def test_more_unlisted_files_than_a_graph_may_report_problems_are_all_named(edit
     assert {problem.where for problem in caught.value.problems} == names
 
 
-NO_FILES: dict[str, Callable[[Path], object]] = {
-    "device": lambda path: path.symlink_to("/dev/zero"),
-    "folder": Path.mkdir,
-    "pipe": os.mkfifo,
+NO_FILES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "missing": (lambda _: None, "the file is missing"),
+    "device": (lambda path: path.symlink_to("/dev/zero"), "not a plain file"),
+    "folder": (Path.mkdir, "not a plain file"),
+    "pipe": (os.mkfifo, "not a plain file"),
 }
 
 
 @pytest.mark.parametrize("name", [name for name in KINDS if name != "manifest.json"])
-@pytest.mark.parametrize("make", NO_FILES.values(), ids=NO_FILES)
-def test_what_is_not_a_plain_file_is_refused_unread(
-    make: Callable[[Path], object], name: str, editor: BundleEditor
+@pytest.mark.parametrize(("make", "says"), NO_FILES.values(), ids=NO_FILES)
+def test_what_is_missing_or_no_plain_file_is_refused_unread(
+    make: Callable[[Path], object], says: str, name: str, editor: BundleEditor
 ) -> None:
     (editor / name).unlink()
     make(editor / name)
-    with pytest.raises(DigestError, match=f"{name}: not a plain file"):
+    with pytest.raises(DigestError, match=f"{name}: {says}"):
         stagepack.open(editor.path).verify()
     if name.startswith(("stage", "shared")):
         for verify in get_args(Verify):
-            with pytest.raises(DigestError, match=f"{name}: not a plain file"):
+            with pytest.raises(DigestError, match=f"{name}: {says}"):
                 stagepack.load(editor.path, verify=verify)
+    command_fails("verify", str(editor.path), says=f"{name}: {says}")
 
 
 @pytest.mark.parametrize("name", ["extra.py", ".hidden", "stage-9.safetensors", "a b", "new\nline", "\x1b[31mred"])

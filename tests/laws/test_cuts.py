@@ -1,6 +1,5 @@
 """Cuts: again they give the bytes of a direct export, and what is computed again empties no stage and takes no weights along."""
 
-import functools
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 import stagepack
 from stagepack.capture.inputs import Inputs
-from stagepack.capture.programs import Capture, capture_module
+from stagepack.capture.programs import capture_module
 from stagepack.format.graph import value_bytes
 from stagepack.format.shapes import example_sizes
 from stagepack.partition.cut_options import CutOptions
@@ -60,12 +59,6 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@functools.cache
-def captured(layer: str, mark: int | None) -> Capture:
-    """`Layers` of a kind, which several cuts use."""
-    return capture_module(Layers(layer, 8, mark).eval().double(), Inputs(args=(IDS,), dynamic_shapes=SHAPES))
-
-
 def stages_of_weights(bundle: stagepack.Bundle) -> dict[str, list[int]]:
     stages: dict[str, list[int]] = {}
     for stage_number in range(len(bundle.stages)):
@@ -77,10 +70,8 @@ def stages_of_weights(bundle: stagepack.Bundle) -> dict[str, list[int]]:
 @pytest.mark.parametrize(("layer", "way"), list(itertools.product(LAYERS, WAYS)))
 @torch.no_grad()
 def test_no_stage_is_emptied_and_each_weight_is_in_one(layer: str, way: str, tmp_path: Path) -> None:
-    capture = captured(layer, 2 if way == "split_here" else None)
-    model = capture.model
-    assert model is not None
-    bundle = export_capture(capture, out=tmp_path / "b.stagepack", cut_options=CutOptions(**WAYS[way]))
+    model = Layers(layer, 8, mark=2 if way == "split_here" else None).eval().double()
+    bundle = stagepack.export(model, (IDS,), dynamic_shapes=SHAPES, out=tmp_path / "b.stagepack", **WAYS[way])
     assert all(stage.nodes for stage in bundle.stages)
     stages = stages_of_weights(bundle)
     # A buffer may be in several stages, unless its module is named.
@@ -115,11 +106,11 @@ def test_no_picture_model_sends_a_tensor_for_its_size(make: type[torch.nn.Module
     capture = capture_module(make().eval(), Inputs(args=(picture,), dynamic_shapes={"x": sizes}))
     program = capture.program.module()
     wanted = [pytree.tree_leaves(program(given)) for given in (picture, larger)]
-    whole, less = export_capture(capture, out=tmp_path / "whole", cut_options=CutOptions(stages=1)), []
+    less = []
     for stages in range(2, 7):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("stagepack.partition.recipes.find_size_nodes", lambda _: frozenset())
-            before = stagepack.recut(whole, out=tmp_path / f"{stages}.old", stages=stages)
+            before = export_capture(capture, out=tmp_path / f"{stages}.old", cut_options=CutOptions(stages=stages))
         for way in ({"stages": stages}, {"plan": before.entry_point.plan}):
             name = f"{stages}-{min(way)}"
             bundle = stagepack.recut(before, out=tmp_path / name, **way)

@@ -13,6 +13,7 @@ import torch
 
 import stagepack
 from stagepack.errors import InputError, UnsupportedError
+from stagepack.roads.compare import compare_bundles
 from tests.modules import module_of
 
 X = torch.tensor([1.0, -1.0])

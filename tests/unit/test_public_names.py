@@ -33,49 +33,51 @@ def test_other_names_do_not_exist() -> None:
 
 
 @pytest.mark.process
-def test_bundles_are_compared_without_what_cuts_them() -> None:
-    code = "import sys, stagepack.roads.compare; print(sorted({'torch', 'numpy'} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
-
-
-@pytest.mark.process
 @pytest.mark.parametrize(
-    ("package", "code", "extra"),
+    ("package", "extra", "uses"),
     [
-        ("torch", "stagepack.export", "torch"),
-        ("torch", "from stagepack import export", "torch"),
-        ("torch", "stagepack.split_here", "torch"),
-        ("onnx_ir", "stagepack.add_onnx", "onnx"),
-        ("torch", "stagepack.add_onnx", "onnx"),
-        ("model_signing", "stagepack.sign", "sign"),
-        ("ray", "stagepack.ray", "ray"),
-        ("ray", "from stagepack.ray import launch", "ray"),
+        ("torch", "torch", ["stagepack.export", "from stagepack import export", "stagepack.split_here"]),
+        ("torch", "onnx", ["stagepack.add_onnx"]),
+        ("onnx_ir", "onnx", ["stagepack.add_onnx"]),
+        ("model_signing", "sign", ["stagepack.sign"]),
+        ("ray", "ray", ["stagepack.ray", "from stagepack.ray import launch"]),
     ],
 )
-def test_a_missing_package_is_an_import_error_that_names_the_extra(package: str, code: str, extra: str) -> None:
+def test_a_missing_package_is_an_import_error_that_names_the_extra(package: str, extra: str, uses: list[str]) -> None:
     program = f"""
 import sys
 sys.modules[{package!r}] = None  # as Python itself marks a package that must not be found
 import stagepack
-try:
-    {code}
-except ModuleNotFoundError as error:
-    assert isinstance(error, stagepack.errors.MissingPackageError), repr(error)
-    assert error.name.partition(".")[0] == {package!r}, error.name
-    print(error)
+for use in {uses!r}:
+    try:
+        exec(use)
+    except ModuleNotFoundError as error:
+        assert isinstance(error, stagepack.errors.MissingPackageError), repr(error)
+        assert error.name.partition(".")[0] == {package!r}, error.name
+        print(error)
 """
-    message = subprocess.check_output([sys.executable, "-c", program], text=True)
-    assert re.fullmatch(
-        rf"the package '{package}\S*' is not installed: the extra '{extra}' of stagepack \(in a checkout: pip install '\.\[{extra}\]'\) "
-        "installs it\n",
-        message,
-    )
+    messages = subprocess.check_output([sys.executable, "-c", program], text=True).splitlines()
+    assert len(messages) == len(uses)
+    for message in messages:
+        assert re.fullmatch(
+            rf"the package '{package}\S*' is not installed: the extra '{extra}' of stagepack "
+            rf"\(in a checkout: pip install '\.\[{extra}\]'\) installs it",
+            message,
+        )
 
 
 @pytest.mark.process
-def test_names_that_need_no_torch() -> None:
-    program = "import stagepack, sys; stagepack.Inputs, stagepack.open, stagepack.recut, stagepack.read_plan; print('torch' in sys.modules)"
-    assert subprocess.check_output([sys.executable, "-c", program], text=True) == "False\n"
+@pytest.mark.parametrize(
+    ("uses", "packages"),
+    [
+        ("stagepack.Inputs, stagepack.open, stagepack.recut, stagepack.read_plan", {"torch"}),
+        ("import stagepack.roads.compare", {"torch", "numpy"}),
+    ],
+    ids=["names that need no torch", "the comparison of bundles, without what cuts them"],
+)
+def test_what_is_not_used_is_not_imported(uses: str, packages: set[str]) -> None:
+    program = f"import sys, stagepack; {uses}; print({packages!r} & set(sys.modules))"
+    assert subprocess.check_output([sys.executable, "-c", program], text=True) == "set()\n"
 
 
 def test_packages_of_others_are_not_explained() -> None:
