@@ -1,9 +1,6 @@
 """Hugging Face folders: captured without a word about their inputs, bit-equal, and opened again by stock transformers."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +21,7 @@ from stagepack_loaders.example import replay_example
 from tests.zoo.architectures.encoders import minilm_encoder_folder
 from tests.zoo.case import Case
 from tests.zoo.cases import named
+from tools.fork_server import run_forked
 
 CASES = {
     case.name: case
@@ -118,14 +116,16 @@ def test_a_model_in_memory_keeps_its_configuration(tmp_path: Path) -> None:
 
 def test_what_plain_export_cannot_trace_goes_to_the_exporter_of_transformers(tmp_path: Path) -> None:
     saved(CASES["decoders-llama"], tmp_path / "model")
-    code = (  # in a process that has seen no cache yet: it is the answer's cache that plain export stumbles over, the first time
-        "import sys, torch; from stagepack.capture.inputs import Inputs;"
-        "from stagepack.capture.transformers.hugging_face import capture_pretrained;"
-        "print(capture_pretrained(sys.argv[1], Inputs(kwargs={'input_ids': torch.ones(2, 8).long()})).method)"
-    )
+    # In a process that has seen no cache yet: it is the answer's cache that plain export stumbles over, the first time.
     # transformers would import torchao, which is installed and warns of its CUDA libraries.
-    code += "; print('torchao' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "model")], text=True, capture_output=True)
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, torch; from stagepack.capture.inputs import Inputs\n"
+        "from stagepack.capture.transformers.hugging_face import capture_pretrained\n"
+        "print(capture_pretrained(sys.argv[1], Inputs(kwargs={'input_ids': torch.ones(2, 8).long()})).method)\n"
+        "print('torchao' in sys.modules)\n"
+    )
+    done = run_forked(str(tmp_path / "model"), script=script)
     assert done.stdout.split() == ["transformers.exporters.DynamoExporter", "False"]
     assert "torchao" not in done.stderr
     ids = torch.randint(0, 128, (2, 8))
@@ -174,14 +174,11 @@ def test_a_path_that_is_not_there_makes_no_attempt_at_the_hub(
         ModelSource.of(source).load()
 
 
-def test_a_hub_that_cannot_be_reached_is_one_line(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "stagepack", "export", "no-such-model", "-o", "m.stagepack"],
-        env=os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-    )
+def test_a_hub_that_cannot_be_reached_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, value in {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}.items():
+        monkeypatch.setenv(name, value)
+    done = run_forked("export", "no-such-model", "-o", "m.stagepack")
     assert done.returncode == 1
     assert done.stderr == (
         "stagepack: no-such-model: there is no such folder, and the Hugging Face Hub, where a model of this name may be, cannot be "

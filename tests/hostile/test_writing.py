@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -23,9 +22,9 @@ from tests.bundle_editor import BundleEditor
 from tests.hostile.attack import command_fails
 from tests.hostile.rewrite import contents
 from tests.hostile.tiny import tiny, write_tiny
+from tools.fork_server import run_forked
 
 REPOSITORY = Path(__file__).parents[2]
-STAGEPACK = Path(sys.executable).with_name("stagepack")
 
 
 class Unreached(torch.nn.Module):
@@ -259,28 +258,29 @@ def test_a_full_disk_leaves_the_old_bundle(sound: Path, tmp_path: Path) -> None:
     check_out_of_room(rewrite("small_disk", sound, disk / "work", *own), "No space left on device")
 
 
-MODEL = """
-import torch
+# The command, where no file may have more than 200,000 bytes; a layer has 262,144.
+EXPORT = """
+import resource, sys, torch
+from stagepack.cli import main
 
 def model():
     return torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(4))), (torch.zeros(1, 256),)
+
+if __name__ == "__main__":
+    sys.dont_write_bytecode = True
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
+    main(["export", "model.py:model", "-o", sys.argv[1], "--overwrite"], prog_name="stagepack")
 """
 
 
 @pytest.mark.process
-def test_the_command_says_in_one_line_that_there_is_no_room(editor: BundleEditor, tmp_path: Path) -> None:
-    (tmp_path / "model.py").write_text(MODEL)
+def test_the_command_says_in_one_line_that_there_is_no_room(
+    editor: BundleEditor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model.py").write_text(EXPORT)
     before = contents(editor.path)
-    room = 200_000  # bytes; a layer has 262,144
-    found = subprocess.run(
-        [STAGEPACK, "export", "model.py:model", "-o", editor.path.name, "--overwrite"],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"},
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (room, room)),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    monkeypatch.chdir(tmp_path)
+    found = run_forked(editor.path.name, script=tmp_path / "model.py")
     assert found.returncode == 1
     assert found.stdout == ""
     assert found.stderr.splitlines() == [

@@ -1,7 +1,6 @@
 """A bundle as a whole: its bytes, what is read of it, and how it is called."""
 
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +15,7 @@ from safetensors import safe_open
 import stagepack
 from stagepack.capture.inputs import Inputs
 from stagepack.capture.programs import Capture, capture_module, capture_program
-from stagepack.errors import CaptureError, DigestError, InputError, UnsupportedError
+from stagepack.errors import CaptureError, InputError, UnsupportedError
 from stagepack.format.folded_graph import trivially_folded
 from stagepack.format.graph import ModuleCall
 from stagepack.format.graph_codec import encode_graph, read_graph
@@ -135,19 +134,6 @@ def test_weights_lie_in_the_order_of_their_first_use(tied_llama: Path) -> None:
     assert all(place.start % 64 == 0 for _, place in places.values())
 
 
-def test_a_stage_needs_only_its_own_files(tied_llama: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "part.stagepack"
-    folder.mkdir()
-    for name in ("manifest.json", "stage-1.msgpack", "stage-1.safetensors", "shared-1.safetensors"):
-        shutil.copy(tied_llama / name, folder / name)
-    stage = stagepack.load_stage(folder, 1)
-    assert set(stage.state_dict()) < set(stagepack.load(tied_llama).state_dict())
-    with pytest.raises(DigestError, match=r"stage-0.msgpack: the file is missing \[D1\]"):
-        stagepack.load_stage(folder, 0)
-    with pytest.raises(IndexError, match="expected a stage from 0 to 2, found 3"):
-        stagepack.load_stage(folder, 3)
-
-
 def test_stages_run_one_by_one_as_the_pipeline_does(tied_llama: Path) -> None:
     bundle = stagepack.open(tied_llama)
     ids = torch.randint(0, 128, (3, 5))
@@ -184,11 +170,12 @@ def test_calls_that_do_not_fit_say_what_is_allowed(
 
 
 def test_two_inputs_must_agree_on_a_size(tmp_path: Path) -> None:
-    case = named("encoders-bert")[0]
-    bundle = export_capture(case.capture(), out=tmp_path / "m.stagepack", cut_options=CutOptions(stages=2))
-    says = "attention_mask: dimension 1: expected 8, the size of 'sequence' in input_ids: dimension 1, found 9"
+    rows = {0: torch.export.Dim("rows", min=1, max=9)}
+    added = module_of(lambda self, x, y: x + y)
+    bundle = stagepack.export(added, (torch.ones(3), torch.ones(3)), out=tmp_path / "m", dynamic_shapes=(rows, rows))
+    says = "y: dimension 0: expected 4, the size of 'rows' in x: dimension 0, found 5"
     with pytest.raises(InputError, match=says):
-        stagepack.load(bundle)(torch.ones(2, 8).long(), torch.ones(2, 9).long())
+        stagepack.load(bundle)(torch.ones(4), torch.ones(5))
 
 
 def test_a_call_takes_what_the_model_takes(tied_llama: Path) -> None:
@@ -201,12 +188,6 @@ def test_a_call_takes_what_the_model_takes(tied_llama: Path) -> None:
     assert by_name.logits is not None
     assert torch.equal(by_name.logits, by_position.logits)
     assert torch.equal(pipe(ids, None, use_cache=False, labels=None).logits, by_name.logits)
-
-
-def test_gradients_flow_through_stages(tied_llama: Path) -> None:
-    pipe = stagepack.load(tied_llama)
-    pipe(torch.randint(0, 128, (1, 4)))["logits"].sum().backward()
-    assert all(parameter.grad is not None for parameter in pipe.parameters())
 
 
 def test_the_users_model_comes_back_unchanged(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def weight_file(specs: list[TensorSpec]) -> bytes:
 @settings(derandomize=True, deadline=None, max_examples=150)
 @given(specs=SPECS)
 @example(specs=[])
-def test_a_weight_file_is_read_as_it_was_written(
+def test_a_weight_file_is_read_as_it_was_written_also_by_safetensors(
     specs: list[TensorSpec], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     path = tmp_path_factory.mktemp("weights") / "weights.safetensors"
@@ -68,23 +68,11 @@ def test_a_weight_file_is_read_as_it_was_written(
     start = 8 + int.from_bytes(whole[:8], "little")
     assert start % ALIGNMENT == 0
     assert len(whole) - start - sum(spec.nbytes for spec in specs) < ALIGNMENT * max(1, len(specs))
-
-
-@settings(derandomize=True, deadline=None, max_examples=150)
-@given(specs=SPECS)
-@example(specs=[])
-def test_the_safetensors_library_reads_every_weight_file(
-    specs: list[TensorSpec], tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    path = tmp_path_factory.mktemp("weights") / "weights.safetensors"
-    path.write_bytes(weight_file(specs))
     with safe_open(path, framework="pt") as file:
-        names = list(file.keys())
-        assert {name for name in names if not name.startswith(PADDING_PREFIX)} == {spec.name for spec in specs}
+        assert {name for name in file.keys() if not name.startswith(PADDING_PREFIX)} == set(index)  # noqa: SIM118 - not a dict
         for spec in specs:
             part = file.get_slice(spec.name)
-            assert tuple(part.get_shape()) == stored_shape(spec.dtype, spec.shape)
-            assert part.get_dtype() == HEADER_DTYPES[spec.dtype]
+            assert (part.get_dtype(), tuple(part.get_shape())) == (index[spec.name].dtype, index[spec.name].shape)
 
 
 def test_a_bundle_lists_all_its_files_with_size_and_digest(tmp_path: Path) -> None:
@@ -96,16 +84,6 @@ def test_a_bundle_lists_all_its_files_with_size_and_digest(tmp_path: Path) -> No
     assert listed == {name: (len(held), blake3(held).hexdigest()) for name, held in files.items()}
     zeros = manifest.replace(fields["sha256"].encode(), b"0" * 64)
     assert hashlib.sha256(zeros).hexdigest() == fields["sha256"] == Bundle(tmp_path / "m.stagepack").digest
-
-
-def test_writing_twice_gives_the_same_bytes(tmp_path: Path) -> None:
-    tiny.write(tmp_path / "a.stagepack")
-    tiny.write(tmp_path / "b.stagepack")
-    first, second = (
-        {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()}
-        for name in ("a.stagepack", "b.stagepack")
-    )
-    assert first == second
 
 
 @pytest.mark.parametrize("name", ["m", "m.stagepack", "a b", "é", ".m", "m.", "-m", "x" * 200])
