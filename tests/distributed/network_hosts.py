@@ -39,19 +39,8 @@ class NetworkHost:
         self, command: Sequence[str | Path], environment: Mapping[str, str] | None = None
     ) -> "subprocess.Popen[str]":
         """Start a program on this host, in a process group of its own. Its process number is that of the program."""
-        prefix = [
-            "ip",
-            "netns",
-            "exec",
-            self.namespace,
-            "unshare",
-            "--uts",
-            "sh",
-            "-c",
-            _WITH_HOST_NAME,
-            "sh",
-            self.name,
-        ]
+        namespace = ["ip", "netns", "exec", self.namespace, "unshare", "--uts"]
+        prefix = [*namespace, "sh", "-c", _WITH_HOST_NAME, "sh", self.name]
         return subprocess.Popen(
             [*prefix, *map(str, command)],
             stdout=subprocess.PIPE,

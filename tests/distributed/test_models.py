@@ -16,30 +16,17 @@ from tests.zoo.test_zoo import name_of
 
 REQUESTS = 16
 MODELS = named(
-    "decoders-llama",
-    "decoders-llama-tied",
-    "encoder-decoders-t5",
-    "operators-custom-operators",
-    "operators-custom-operator-that-writes",
-    "shapes-nonzero",
-    "shapes-sizes-from-data",
-    "values-u-net",
+    "decoders-llama", "decoders-llama-tied", "encoder-decoders-t5", "operators-custom-operators",
+    "operators-custom-operator-that-writes", "shapes-nonzero", "shapes-sizes-from-data", "values-u-net",
     "weights-tied-at-both-ends",
-)
+)  # fmt: skip
 IN_CI = ("values-u-net", 3)
 # Models that are called in turn: one of each kind; `make test-zoo` runs all.
 QUICK = named(
-    "aliasing-inputs-written",
-    "decoders-llama-tied",
-    "encoder-decoders-t5",
-    "operators-custom-operators",
-    "shapes-nonzero",
-    "shapes-sizes-from-data",
-    "state-static-cache-decoder",
-    "values-strided-values-cross",
-    "values-u-net",
-    "weights-scalars-and-empty-tensors",
-)
+    "aliasing-inputs-written", "decoders-llama-tied", "encoder-decoders-t5", "operators-custom-operators",
+    "shapes-nonzero", "shapes-sizes-from-data", "state-static-cache-decoder", "values-strided-values-cross",
+    "values-u-net", "weights-scalars-and-empty-tensors",
+)  # fmt: skip
 # Their random operators draw from generators of their own in each process.
 DRAWING = {
     "operators-dropout-that-draws",

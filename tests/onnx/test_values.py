@@ -13,25 +13,12 @@ from tools.operators.value_grid import bound_call
 
 F32, NAN = torch.float32, float("nan")
 IMAGE, ROWS = torch.rand(1, 2, 6, 6), torch.rand(4, 5)
+OF_ONE_TENSOR = [
+    "log1p", "expm1", "special_expm1", "log_sigmoid", "elu", "celu", "selu", "angle", "hardswish", "sigmoid",
+    "sign", "signbit", "logit",
+]  # fmt: skip
 REPLACED = [
-    *(
-        bound_call(f"aten.{name}.default", F32)
-        for name in (
-            "log1p",
-            "expm1",
-            "special_expm1",
-            "log_sigmoid",
-            "elu",
-            "celu",
-            "selu",
-            "angle",
-            "hardswish",
-            "sigmoid",
-            "sign",
-            "signbit",
-            "logit",
-        )
-    ),
+    *(bound_call(f"aten.{name}.default", F32) for name in OF_ONE_TENSOR),
     *(bound_call(f"aten.{name}.default", F32, F32) for name in ("atan2", "logaddexp", "logaddexp2", "floor_divide")),
     bound_call("aten.elu.default", F32, 0.5, 2, 3),
     bound_call("aten.xlogy.Tensor", F32, F32),

@@ -32,24 +32,12 @@ from tests.zoo.cases import named
 pytestmark = pytest.mark.xdist_group("train")
 
 ARCHITECTURES = named(
-    "values-u-net",
-    "values-lazy-conjugates-cross",
-    "state-batch-norm-that-trains",
-    "operators-recurrent-layers",
-    "encoders-bert",
-    "encoders-deberta-v2",
-    "decoders-gpt2",
-    "decoders-llama-tied",
-    "encoder-decoders-t5",
-    "mixture-of-experts-mixtral",
-    "state-space-mamba",
-    "audio-whisper",
-    "vision-vit-classifier",
-    "vision-convnext",
-    "vision-resnet",
-    "vision-swin",
+    "values-u-net", "values-lazy-conjugates-cross", "state-batch-norm-that-trains",
+    "operators-recurrent-layers", "encoders-bert", "encoders-deberta-v2", "decoders-gpt2",
+    "decoders-llama-tied", "encoder-decoders-t5", "mixture-of-experts-mixtral", "state-space-mamba",
+    "audio-whisper", "vision-vit-classifier", "vision-convnext", "vision-resnet", "vision-swin",
     "multimodal-clip",
-)
+)  # fmt: skip
 # By the number of processes.
 RUNS = {2: ("2:gpipe", "2:1f1b", "4:interleaved-1f1b"), 4: ("4:gpipe", "4:1f1b")}
 STEPS = 10

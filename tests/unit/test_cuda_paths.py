@@ -39,18 +39,11 @@ from tests.zoo.cases import named
 ROOT = Path(__file__).parents[2]
 
 CASES = named(
-    "aliasing-activation-written-after-it-crossed",
-    "operators-custom-operator-of-lists",
-    "operators-dropout-that-draws",
-    "operators-factories-with-a-device",
-    "regions-all-in-nested-regions",
-    "regions-grad-enabled-inside-no-grad",
-    "shapes-an-integer-input",
-    "state-counter-in-the-middle",
-    "values-dense-connections",
-    "weights-half-precision-layers",
-    "weights-tied-at-both-ends",
-)
+    "aliasing-activation-written-after-it-crossed", "operators-custom-operator-of-lists",
+    "operators-dropout-that-draws", "operators-factories-with-a-device", "regions-all-in-nested-regions",
+    "regions-grad-enabled-inside-no-grad", "shapes-an-integer-input", "state-counter-in-the-middle",
+    "values-dense-connections", "weights-half-precision-layers", "weights-tied-at-both-ends",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
