@@ -10,24 +10,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from stagepack.capture.imports import import_transformers, torchao_on_demand
 
 WORDS = [
-    "how",
-    "do",
-    "i",
-    "bake",
-    "bread",
-    "stocks",
-    "fell",
-    "on",
-    "monday",
-    "the",
-    "of",
-    "a",
-    "to",
-    "query",
-    ":",
-    ".",
+    "how", "do", "i", "bake", "bread", "stocks", "fell", "on", "monday", "the", "of", "a", "to", "query", ":", ".",
     "é",
-]
+]  # fmt: skip
 SPECIAL = {f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")}
 POSITIONS = 40
 HIDDEN = 32

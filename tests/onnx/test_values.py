@@ -216,24 +216,12 @@ def test_an_attention_of_a_row_that_is_not_finite_leaves_the_others_alone(tmp_pa
 def test_each_decomposition_is_tried() -> None:
     tried = {call.operator_name for call in [*REPLACED, *REFUSED.values()]}
     assert {str(operator) for operator in DECOMPOSITIONS} - tried <= {
-        "aten.avg_pool1d.default",
-        "aten.avg_pool3d.default",
-        "aten._log_softmax.default",
-        "aten.special_log_softmax.default",
-        "aten.floor_divide.Scalar",
-        "aten.native_batch_norm.default",
-        "aten.native_layer_norm.default",
-        "aten.linalg_det.default",
-        "aten.mean.default",
-        "prims.div.default",
-        "prims.pow.default",
-        "prims.sum.default",
-        "aten.conv2d.default",
-        "aten.conv3d.default",
-        "aten.linspace.Tensor_Scalar",
-        "aten.linspace.Scalar_Tensor",
-        "aten.multilabel_margin_loss_forward.default",
-    }
+        "aten.avg_pool1d.default", "aten.avg_pool3d.default", "aten._log_softmax.default",
+        "aten.special_log_softmax.default", "aten.floor_divide.Scalar", "aten.native_batch_norm.default",
+        "aten.native_layer_norm.default", "aten.linalg_det.default", "aten.mean.default", "prims.div.default",
+        "prims.pow.default", "prims.sum.default", "aten.conv2d.default", "aten.conv3d.default",
+        "aten.linspace.Tensor_Scalar", "aten.linspace.Scalar_Tensor", "aten.multilabel_margin_loss_forward.default",
+    }  # fmt: skip
 
 
 @pytest.mark.slow

@@ -116,18 +116,9 @@ def two_calls(m: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 FUNCTIONS = [
-    one_branch,
-    both_branches,
-    shared_constant,
-    nested_branches,
-    loop_in_branch,
-    turns,
-    mapped,
-    summed,
-    vectorized,
-    other_modes,
-    two_calls,
-]
+    one_branch, both_branches, shared_constant, nested_branches, loop_in_branch, turns, mapped, summed, vectorized,
+    other_modes, two_calls,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)

@@ -17,17 +17,9 @@ OF_TORCH = set(vars(torch.nn.Module()))
 OURS = {name for name in (*dir(TorchStage), *dir(CalledModule)) if not name.startswith("__")}
 # Attributes that a stage had once, and names that its code uses.
 USED = {
-    "_state",
-    "_slots",
-    "_inputs",
-    "_code",
-    "_output_contract",
-    "_called_children",
-    "_wait",
-    "_bodies",
-    "inputs",
+    "_state", "_slots", "_inputs", "_code", "_output_contract", "_called_children", "_wait", "_bodies", "inputs",
     "self",
-}
+}  # fmt: skip
 WEIGHT_NAMES = sorted((OURS | USED) - OF_TORCH)
 # torch finds modules by attribute, so those that its own class has are no names for modules.
 MODULE_NAMES = sorted((OURS | USED) - OF_TORCH - set(dir(torch.nn.Module)))

@@ -17,23 +17,12 @@ DEVICE = torch.device("cuda:0")
 # What stagepack and its loaders use of torch.cuda and torch.accelerator, beside methods of tensors. Streams and events have the methods
 # of the classes below.
 USED_NAMES = {
-    "torch.accelerator.current_accelerator",
-    "torch.accelerator.current_device_index",
-    "torch.accelerator.current_stream",
-    "torch.accelerator.synchronize",
-    "torch.cuda.Event",
-    "torch.cuda.Stream",
-    "torch.cuda.current_stream",
-    "torch.cuda.device_count",
-    "torch.cuda.get_device_capability",
-    "torch.cuda.get_device_name",
-    "torch.cuda.get_device_properties",
-    "torch.cuda.get_rng_state_all",
-    "torch.cuda.is_available",
-    "torch.cuda.is_initialized",
-    "torch.cuda.set_rng_state_all",
-    "torch.cuda.stream",
-}
+    "torch.accelerator.current_accelerator", "torch.accelerator.current_device_index",
+    "torch.accelerator.current_stream", "torch.accelerator.synchronize", "torch.cuda.Event", "torch.cuda.Stream",
+    "torch.cuda.current_stream", "torch.cuda.device_count", "torch.cuda.get_device_capability",
+    "torch.cuda.get_device_name", "torch.cuda.get_device_properties", "torch.cuda.get_rng_state_all",
+    "torch.cuda.is_available", "torch.cuda.is_initialized", "torch.cuda.set_rng_state_all", "torch.cuda.stream",
+}  # fmt: skip
 
 
 class Stream:
