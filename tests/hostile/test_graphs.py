@@ -327,21 +327,20 @@ def test_what_is_as_deep_as_allowed_is_read(editor: BundleEditor, sound: Path) -
         stagepack.load(editor.path)
 
 
-NEEDS_LIBRARY = r"mylib\.evil\.default does not exist.*import the library that registers it"
-NOT_ALLOWED = "is of the namespace 'mylib'"
-
-
 @pytest.mark.parametrize(
-    ("allowed", "says"),
+    ("allowed", "is_allowed"),
     [
-        *((allowed, NEEDS_LIBRARY) for allowed in ("mylib", ["mylib"], ("other", "mylib"))),
-        *((allowed, NOT_ALLOWED) for allowed in ("mylibrary", "xmylib", ["mylibrary"], ["my", "lib"], "", [])),
+        *((allowed, True) for allowed in ("mylib", ["mylib"], ("other", "mylib"))),
+        *((allowed, False) for allowed in ("mylibrary", "xmylib", ["mylibrary"], ["my", "lib"], "", [])),
     ],
 )
 def test_a_namespace_is_allowed_by_its_whole_name_and_still_needs_the_operator(
-    allowed: Any, says: str, editor: BundleEditor
+    allowed: Any, is_allowed: bool, editor: BundleEditor
 ) -> None:
     operator("mylib.evil.default")(editor)
+    says = r"mylib\.evil\.default does not exist.*import the library that registers it"
+    if not is_allowed:
+        says = "is of the namespace 'mylib'"
     with pytest.raises(OperatorError, match=says):
         stagepack.load(editor.path, allow_ops=allowed)
 
