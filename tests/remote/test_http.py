@@ -183,11 +183,7 @@ def other_size(name: str, _index: int, reply: Reply) -> None:
 
 
 def status(number: int) -> Misbehavior:
-    def misbehave(name: str, _index: int, reply: Reply) -> None:
-        if name == FILE:
-            reply.body, reply.status, reply.headers = b"", number, {"Content-Length": "0"}
-
-    return misbehave
+    return of_file(body=b"", status=number, headers={"Content-Length": "0"})
 
 
 @pytest.mark.parametrize(

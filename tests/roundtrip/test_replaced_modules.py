@@ -19,18 +19,19 @@ class Leaky(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.keeper = module_of(run_keeper)
+        self.keeper = Keeper()
         self.user = User(self)
-        self.pair = module_of(run_pair)
+        self.pair = Pair()
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         y = self.keeper(x)
         return self.user(y) + self.keeper.kept, *self.pair(x, x)
 
 
-def run_keeper(self: Any, x: torch.Tensor) -> torch.Tensor:
-    self.kept = x * 3
-    return x + 1
+class Keeper(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept = x * 3
+        return x + 1
 
 
 class User(nn.Module):
@@ -42,8 +43,9 @@ class User(nn.Module):
         return y * self.outer[0].keeper.kept
 
 
-def run_pair(_: Any, a: torch.Tensor, b: torch.Tensor) -> list[torch.Tensor]:
-    return [a * b, a - b]
+class Pair(nn.Module):
+    def forward(self, a: torch.Tensor, b: torch.Tensor) -> list[torch.Tensor]:
+        return [a * b, a - b]
 
 
 @torch.no_grad()
