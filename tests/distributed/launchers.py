@@ -80,12 +80,13 @@ def _started(
 ) -> Iterator[list[Started]]:
     processes: list[Started] = []
     with tempfile.TemporaryDirectory() as folder:
-        for node, command, group in zip(nodes, commands, variables, strict=True):
-            log_path = Path(folder, str(len(processes)))
-            arguments, environment = [*command, *map(str, node.arguments)], tree_environment() | group
-            process = command_with_log(arguments, log_path, environment | node.environment, Path.cwd(), script=script)
-            processes.append(Started(process, log_path))
         try:
+            for node, command, group in zip(nodes, commands, variables, strict=True):
+                log_path = Path(folder, str(len(processes)))
+                arguments = [*command, *map(str, node.arguments)]
+                environment = tree_environment() | group | node.environment
+                process = command_with_log(arguments, log_path, environment, Path.cwd(), script=script)
+                processes.append(Started(process, log_path))
             yield processes
         finally:
             for started in processes:
