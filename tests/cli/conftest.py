@@ -1,4 +1,4 @@
-"""One real bundle for the tests of the command, and the modules of a user."""
+"""The bundle of the hostile tests for the tests of the command, and the modules of a user."""
 
 import sys
 from collections.abc import Iterator
@@ -6,20 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.bundle_editor import BundleEditor
-from tests.hostile.tiny import write_tiny
-
-
-@pytest.fixture(scope="session")
-def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A bundle in three stages that nothing is wrong with. Do not write into it."""
-    return write_tiny(tmp_path_factory.mktemp("sound") / "tiny.stagepack")
-
-
-@pytest.fixture
-def editor(sound: Path, tmp_path: Path) -> BundleEditor:
-    """A copy of the sound bundle."""
-    return BundleEditor.copy(sound, tmp_path / "tiny.stagepack")
+from tests.hostile.conftest import editor as editor
+from tests.hostile.conftest import sound as sound
 
 
 @pytest.fixture

@@ -17,25 +17,19 @@ import stagepack
 from stagepack_loaders.run_trace import RunTrace, write_trace
 from stagepack_loaders.spans import Span
 from tests.cli.absent_packages import run_without
+from tools.fork_server import run_forked
 
 pytestmark = pytest.mark.process
 
 STAGEPACK = str(Path(sys.executable).with_name("stagepack"))
 
 
-def command(
-    *arguments: str, cwd: Path | None = None, stdout: int = subprocess.PIPE
-) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [STAGEPACK, *arguments], stdout=stdout, stderr=subprocess.PIPE, text=True, check=False, cwd=cwd
-    )
-
-
-def test_an_export_is_quiet_in_a_pipe(tmp_path: Path) -> None:
+def test_an_export_is_quiet_in_a_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "net.py").write_text(
         "import torch\ndef model():\n    return torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3))), (torch.ones(1, 4),)\n"
     )
-    result = command("export", "net.py:model", "-o", "m.stagepack", "--stages", "3", cwd=tmp_path)
+    monkeypatch.chdir(tmp_path)
+    result = run_forked("export", "net.py:model", "-o", "m.stagepack", "--stages", "3")
     assert (result.returncode, result.stderr) == (0, "")
     lines = result.stdout.splitlines()
     assert lines[0] == "captured net.py:model (torch.export.export)"
@@ -43,7 +37,7 @@ def test_an_export_is_quiet_in_a_pipe(tmp_path: Path) -> None:
     assert lines[-1] == "replayed the example: largest difference from the model 0"
     assert all(line.isprintable() for line in lines)
     for arguments in (["load"], ["inspect"], ["inspect", "--json"], ["inspect", "--stage", "1"], ["verify"]):
-        result = command(*arguments, "m.stagepack", cwd=tmp_path)
+        result = run_forked(*arguments, "m.stagepack")
         assert (result.returncode, result.stderr) == (0, "")
         assert all(line.isprintable() for line in result.stdout.splitlines())
 
@@ -51,7 +45,8 @@ def test_an_export_is_quiet_in_a_pipe(tmp_path: Path) -> None:
 def test_nobody_who_reads_on_is_no_error(sound: Path) -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    result = command("inspect", "--json", str(sound), stdout=writer)
+    command = [STAGEPACK, "inspect", "--json", str(sound)]
+    result = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
     os.close(writer)
     assert result.returncode == 1
     assert result.stderr == ""
