@@ -3,7 +3,9 @@
 import contextlib
 import http.client
 import json
+import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from tests.distributed.test_serving import stage_process_ids
 from tests.serve.bundles import Bundles
 from tests.serve.servers import (
     INFER,
+    Server,
     get,
     grpc_channel,
     post,
@@ -39,8 +42,12 @@ def records(log: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
-def access_records(log: Path) -> list[dict[str, Any]]:
-    return [record for record in records(log) if record["logger"] == "stagepack.access"]
+def access_records(log: Path, count: int) -> list[dict[str, Any]]:
+    """The records of so many requests, which may be written after the answers."""
+    wait_until(lambda: log.read_bytes().count(b'"stagepack.access"') >= count)
+    found = [record for record in records(log) if record["logger"] == "stagepack.access"]
+    assert len(found) == count
+    return found
 
 
 @pytest.fixture
@@ -51,6 +58,28 @@ def log(tmp_path: Path) -> Path:
 
 
 JSON_LOG = ("--log-format", "json", "--access-log")
+DEBUG = ("--processes", "2", "--access-log", "--log-level", "debug")
+
+
+@pytest.fixture(scope="module")
+def running(
+    bundles: Bundles, writer: Path, slow: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Server, Path]]:
+    (log := tmp_path_factory.mktemp("log") / "log").touch()
+    with stagepack_server([bundles["skips"], writer, slow], *JSON_LOG, errors=log) as server:
+        yield server, log
+
+
+@pytest.fixture
+def server(running: tuple[Server, Path]) -> Server:
+    return running[0]
+
+
+@pytest.fixture
+def server_log(running: tuple[Server, Path]) -> Path:
+    """What the server logs from here on."""
+    os.truncate(running[1], 0)  # the server appends
+    return running[1]
 
 
 @pytest.mark.parametrize(
@@ -81,17 +110,16 @@ def test_only_a_valid_traceparent_is_taken(header: str | None, is_taken: bool) -
 
 
 @pytest.mark.process
-def test_a_record_has_all_of_a_request_over_rest(bundles: Bundles, log: Path) -> None:
-    body = json.dumps(skips_request(2)).encode()
-    with stagepack_server([bundles["skips"]], *JSON_LOG, errors=log) as server:
-        status, _, answer = post(server.http, f"{INFER}?token=secret", body, {"traceparent": TRACEPARENT})
-        assert status == 200
-        assert post(server.http, INFER, b'{"inputs": []}', {"Authorization": "Bearer secret"})[0] == 400
-        assert post(server.http, "/v2/models/none/infer", b"{}")[0] == 404
-        assert post(server.http, "/v2/health/live", b"")[0] == 405
-        post(server.http, "/v1/completions", b'{"model": "skips", "prompt": "secret"}')
-        health_trace = get(server.http, "/v2/health/live")[2]["traceparent"]
-    whole, refused, unknown, not_allowed, text = access_records(log)
+def test_a_record_has_all_of_a_request_over_rest(server: Server, server_log: Path) -> None:
+    port, body = server.http, json.dumps(skips_request(2)).encode()
+    status, _, answer = post(port, f"{INFER}?token=secret", body, {"traceparent": TRACEPARENT})
+    assert status == 200
+    assert post(port, INFER, b'{"inputs": []}', {"Authorization": "Bearer secret"})[0] == 400
+    assert post(port, "/v2/models/none/infer", b"{}")[0] == 404
+    assert post(port, "/v2/health/live", b"")[0] == 405
+    post(port, "/v1/completions", b'{"model": "skips", "prompt": "secret"}')
+    health_trace = get(port, "/v2/health/live")[2]["traceparent"]
+    whole, refused, unknown, not_allowed, text = access_records(server_log, 5)
     version, trace_id, span_id, flags = answer["traceparent"].split("-")
     assert (version, trace_id, flags) == ("00", TRACE, "01")
     assert [whole.pop(name) for name in ("trace_id", "span_id", "parent_id")] == [TRACE, span_id, SPAN]
@@ -119,13 +147,13 @@ def test_a_record_has_all_of_a_request_over_rest(bundles: Bundles, log: Path) ->
     assert (text["protocol"], text["operation"]) == ("openai", "POST /v1/completions")
     assert len({record["trace_id"] for record in (refused, unknown, not_allowed, text)} | {TRACE}) == 5
     assert health_trace
-    assert "secret" not in log.read_text()
+    assert "secret" not in server_log.read_text()
 
 
 @pytest.mark.process
-def test_calls_and_messages_over_grpc_have_records(bundles: Bundles, log: Path) -> None:
+def test_calls_and_messages_over_grpc_have_records(server: Server, server_log: Path) -> None:
     request, metadata = skips_message(1), (("traceparent", TRACEPARENT),)
-    with stagepack_server([bundles["skips"]], *JSON_LOG, errors=log) as server, grpc_channel(server) as channel:
+    with grpc_channel(server) as channel:
         stub = GRPCInferenceServiceStub(channel)
         response, call = stub.ModelInfer.with_call(request, metadata=metadata)
         assert len(list(stub.ModelStreamInfer(iter([request, request]), metadata=metadata))) == 2
@@ -135,7 +163,7 @@ def test_calls_and_messages_over_grpc_have_records(bundles: Bundles, log: Path) 
             stub.ModelInfer(pb.ModelInferRequest(model_name="skips"))
         with pytest.raises(grpc.RpcError):
             channel.unary_unary("/no.Service/a b\x1b[2J\n")(b"")
-    alone, first, second, about, refused, unknown = access_records(log)
+    alone, first, second, about, refused, unknown = access_records(server_log, 6)
     (returned_trace,) = [value for key, value in call.trailing_metadata() if key == "traceparent"]
     assert returned_trace == f"00-{TRACE}-{alone['span_id']}-01"
     for record in (alone, first, second):
@@ -153,14 +181,11 @@ def test_calls_and_messages_over_grpc_have_records(bundles: Bundles, log: Path) 
     assert re.fullmatch(r"127\.0\.0\.1:\d+", alone["client"])
 
 
-@pytest.mark.process
-@pytest.mark.parametrize("log_format", ["text", "json"])
-def test_nothing_that_a_client_sends_forges_a_record(bundles: Bundles, log: Path, log_format: str) -> None:
+def check_forgery(server: Server, log: Path) -> None:
     forged = "a%0A2026-01-01 rest skips 1 OK\x1b[2J".replace(" ", "%20").replace("\x1b", "%1b")
-    options = ("--access-log", "--log-format", log_format)
-    with stagepack_server([bundles["skips"]], *options, errors=log) as server:
-        assert post(server.http, f"/v2/models/{forged}/infer", b"{}", {"traceparent": "x\x9b31m"})[0] == 404
-        assert post(server.http, "/v1/completions", json.dumps({"model": "a\nb c\x1b", "prompt": ""}))[0] == 404
+    assert post(server.http, f"/v2/models/{forged}/infer", b"{}", {"traceparent": "x\x9b31m"})[0] == 404
+    assert post(server.http, "/v1/completions", json.dumps({"model": "a\nb c\x1b", "prompt": ""}))[0] == 404
+    wait_until(lambda: log.read_bytes().count(b"\n") >= 2)
     content = log.read_bytes()
     assert len(content.splitlines()) == 2
     assert all(line.decode().isprintable() for line in content.split(b"\n"))
@@ -169,52 +194,48 @@ def test_nothing_that_a_client_sends_forges_a_record(bundles: Bundles, log: Path
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("log_format", ["text", "json"])
-def test_processes_of_stages_name_the_request(log: Path, tmp_path: Path, log_format: str, bundles: Bundles) -> None:
-    bundle = stagepack.recut(bundles["skips"], out=tmp_path / "skips.stagepack", stages=2)
-    options = ("--processes", "2", "--log-format", log_format, "--log-level", "debug", "--access-log")
-    with stagepack_server([bundle.path], *options, errors=log) as server:
-        status, _, answer = post(server.http, INFER, json.dumps(skips_request()), {"traceparent": TRACEPARENT})
-        assert status == 200
-        assert post(server.http, INFER, json.dumps(skips_request()))[0] == 200
-    assert answer["traceparent"].split("-")[1] == TRACE
-    if log_format == "text":
-        lines = [line for line in log.read_text().splitlines() if line.endswith(f" trace={TRACE}")]
-        assert sum("rest skips 1 OK" in line for line in lines) == 1
-        debugged = {line.split("DEBUG ")[1].split(":")[0] for line in lines if "DEBUG" in line}
-        assert debugged == {"process 1", "process 2"}
-        return
-    found = [record for record in records(log) if record.get("trace_id") == TRACE]
-    ranks = [record["rank"] for record in found if record["logger"] == "stagepack"]
-    assert sorted(ranks) == [1, 2]
-    # Each record of the request, in three processes, has the span that the client was told.
-    assert {record["span_id"] for record in found} == {answer["traceparent"].split("-")[2]}
-    assert len({record["process"] for record in found}) == 3
+def test_nothing_that_a_client_sends_forges_a_record_of_json(server: Server, server_log: Path) -> None:
+    check_forgery(server, server_log)
 
 
 @pytest.mark.process
-def test_processes_of_stages_whose_server_is_killed_write_records_alone(
-    log: Path, bundles: Bundles, tmp_path: Path
-) -> None:
-    bundle = stagepack.recut(bundles["skips"], out=tmp_path / "skips.stagepack", stages=2)
-    with stagepack_server([bundle.path], "--processes", "2", *JSON_LOG, "--log-level", "debug", errors=log) as server:
-        assert post(server.http, INFER, json.dumps(skips_request()))[0] == 200
-        process_ids = stage_process_ids(server)
-        # torch may write lines of text where the store has gone, which depends on what is on the way at that moment.
-        for process_id in process_ids:
-            assert b"TORCH_CPP_LOG_LEVEL=ERROR" in Path(f"/proc/{process_id}/environ").read_bytes().split(b"\0")
-    wait_until(lambda: not any(Path(f"/proc/{process_id}").exists() for process_id in process_ids))
-    assert {record["process"] for record in records(log)} >= set(process_ids)
+def test_nothing_that_a_client_sends_forges_a_line_of_text(bundles: Bundles, log: Path) -> None:
+    with stagepack_server([bundles["skips"]], "--access-log", errors=log) as server:
+        check_forgery(server, log)
+
+
+@pytest.fixture(scope="module")
+def two_stages(bundles: Bundles, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("two_stages") / "skips.stagepack"
+    return stagepack.recut(bundles["skips"], out=out, stages=2).path
+
+
+def ask_processes(server: Server) -> tuple[str, str]:
+    """Ask one request that has a trace and one that has none; return the ids of the trace and the span of the first answer."""
+    status, _, answer = post(server.http, INFER, json.dumps(skips_request()), {"traceparent": TRACEPARENT})
+    assert status == 200
+    assert post(server.http, INFER, json.dumps(skips_request()))[0] == 200
+    _, trace_id, span_id, _ = answer["traceparent"].split("-")
+    return trace_id, span_id
 
 
 @pytest.mark.process
-def test_the_texts_of_a_batch_belong_to_no_request_alone(writer: Path, log: Path) -> None:
-    with stagepack_server([writer], *JSON_LOG, errors=log) as server:
-        for number in range(2):
-            fields = {"model": "writer", "prompt": "a", "max_tokens": 3}
-            header = f"00-{number + 1:032x}-{SPAN}-01"
-            assert post(server.http, "/v1/completions", json.dumps(fields), {"traceparent": header})[0] == 200
-    written = access_records(log)
+def test_processes_of_stages_name_the_request_in_a_log_of_text(log: Path, two_stages: Path) -> None:
+    with stagepack_server([two_stages], *DEBUG, errors=log) as server:
+        assert ask_processes(server)[0] == TRACE
+    lines = [line for line in log.read_text().splitlines() if line.endswith(f" trace={TRACE}")]
+    assert sum("rest skips 1 OK" in line for line in lines) == 1
+    debugged = {line.split("DEBUG ")[1].split(":")[0] for line in lines if "DEBUG" in line}
+    assert debugged == {"process 1", "process 2"}
+
+
+@pytest.mark.process
+def test_the_texts_of_a_batch_belong_to_no_request_alone(server: Server, server_log: Path) -> None:
+    for number in range(2):
+        fields = {"model": "writer", "prompt": "a", "max_tokens": 3}
+        header = f"00-{number + 1:032x}-{SPAN}-01"
+        assert post(server.http, "/v1/completions", json.dumps(fields), {"traceparent": header})[0] == 200
+    written = access_records(server_log, 2)
     assert [int(record["trace_id"], 16) for record in written] == [1, 2]
     assert [record["status"] for record in written] == ["OK", "OK"]
     assert {record["protocol"] for record in written} == {"openai"}
@@ -230,31 +251,42 @@ class Inverse(torch.nn.Module):
 
 
 @pytest.mark.process
-def test_a_stage_that_fails_names_the_request(tmp_path: Path, log: Path) -> None:
-    bundle = tmp_path / "inverse.stagepack"
-    stagepack.export(Inverse(), (torch.eye(2)[None],), out=bundle)
-    fields = {"name": "x", "shape": [1, 2, 2], "datatype": "FP32", "data": [0] * 4}
-    options = ("--processes", "2", *JSON_LOG)
-    with stagepack_server([bundle], *options, errors=log) as server:
-        body = json.dumps({"inputs": [fields]})
-        status, answer, _ = post(server.http, "/v2/models/inverse/infer", body, {"traceparent": TRACEPARENT})
+def test_records_of_processes_of_stages_name_the_request_also_when_a_stage_fails_or_the_server_is_killed(
+    log: Path, two_stages: Path, tmp_path: Path
+) -> None:
+    inverse = stagepack.export(Inverse(), (torch.eye(2)[None],), out=tmp_path / "inverse.stagepack").path
+    matrix = {"name": "x", "shape": [1, 2, 2], "datatype": "FP32", "data": [0] * 4}
+    header = {"traceparent": f"00-{'a' * 32}-{SPAN}-01"}
+    with stagepack_server([two_stages, inverse], *DEBUG, *JSON_LOG, errors=log) as server:
+        trace_id, span_id = ask_processes(server)
+        status, answer, _ = post(server.http, "/v2/models/inverse/infer", json.dumps({"inputs": [matrix]}), header)
+        process_ids = stage_process_ids(server)
+        # torch may write lines of text where the store has gone, which depends on what is on the way at that moment.
+        for process_id in process_ids:
+            assert b"TORCH_CPP_LOG_LEVEL=ERROR" in Path(f"/proc/{process_id}/environ").read_bytes().split(b"\0")
+    wait_until(lambda: not any(Path(f"/proc/{process_id}").exists() for process_id in process_ids))
+    assert {record["process"] for record in records(log)} >= set(process_ids)
+    found = [record for record in records(log) if record.get("trace_id") == TRACE == trace_id]
+    assert sorted(record["rank"] for record in found if record["logger"] == "stagepack") == [1, 2]
+    # Each record of the request, in three processes, has the span that the client was told.
+    assert {record["span_id"] for record in found} == {span_id}
+    assert len({record["process"] for record in found}) == 3
     assert (status, "stage 1 failed" in answer["error"]) == (500, True)
-    in_process, at_front, access = [record for record in records(log) if "trace_id" in record]
+    failed = [record for record in records(log) if record.get("trace_id") == "a" * 32 and record["level"] != "debug"]
+    in_process, at_front, access = failed
     assert (in_process["level"], in_process["rank"], in_process["stage"]) == ("info", 2, 1)
     assert (at_front["level"], at_front["logger"]) == ("warning", "stagepack.serve")
     assert (access["status"], access["code"]) == ("MODEL_FAILED", 500)
-    assert {record["trace_id"] for record in (in_process, at_front, access)} == {TRACE}
 
 
 @pytest.mark.process
-def test_a_client_that_hangs_up_has_a_record(slow: Path, log: Path) -> None:
-    with stagepack_server([slow], *JSON_LOG, errors=log) as server:
-        x = {"name": "x", "shape": [256, 512], "datatype": "FP32", "data": [1.0] * 256 * 512}
-        times = {"name": "times", "shape": [1], "datatype": "INT64", "data": [50_000]}
-        body = json.dumps({"inputs": [x, times]})
-        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", server.http)) as connection:
-            connection.request("POST", "/v2/models/slow/infer", body)
-            wait_for_requests(server, "slow")
-        wait_until(lambda: "HUNG_UP" in log.read_text())
-    (record,) = [record for record in access_records(log) if record["model"] == "slow"]
+def test_a_client_that_hangs_up_has_a_record(server: Server, server_log: Path) -> None:
+    x = {"name": "x", "shape": [256, 512], "datatype": "FP32", "data": [1.0] * 256 * 512}
+    times = {"name": "times", "shape": [1], "datatype": "INT64", "data": [300]}
+    body = json.dumps({"inputs": [x, times]})
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", server.http)) as connection:
+        connection.request("POST", "/v2/models/slow/infer", body)
+        wait_for_requests(server, "slow")
+    wait_until(lambda: "HUNG_UP" in server_log.read_text())
+    (record,) = [record for record in records(server_log) if record.get("model") == "slow"]
     assert (record["status"], record["request_bytes"]) == ("HUNG_UP", len(body))
