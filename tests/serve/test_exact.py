@@ -9,11 +9,11 @@ from tests.serve.bundles import Bundles
 from tests.serve.local_server import LocalServer, local_server
 from tests.serve.servers import Client, get
 
-REQUESTS, CLIENTS = 200, 16
+REQUESTS, CLIENTS = 96, 16
 INPUTS = {
-    "input_ids": numpy.arange(24, dtype="int64")[None] + 5,
-    "attention_mask": numpy.ones((1, 24), "int64"),
-    "token_type_ids": numpy.zeros((1, 24), "int64"),
+    "input_ids": numpy.arange(8, dtype="int64")[None] + 5,
+    "attention_mask": numpy.ones((1, 8), "int64"),
+    "token_type_ids": numpy.zeros((1, 8), "int64"),
 }
 
 
