@@ -1,6 +1,8 @@
 """Pipelines of sentence-transformers: a bundle gives what ``encode`` gives."""
 
+import copy
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -8,16 +10,16 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from click.testing import CliRunner
 
 import stagepack
-from stagepack.cli import main
 from stagepack.errors import CaptureError, ExportWarning, InputError, MissingPackageError
+from tests.hostile.attack import run
 from tests.modules import module_of
 from tests.sentence_models import HIDDEN, TEXTS, sentence_model, sentence_transformers, tokenizer
 from tests.zoo.architectures.encoders import minilm_folder
 
 PROMPT = "query : "
+Saved = tuple[Path, Any, stagepack.Bundle]
 
 
 def modules() -> Any:
@@ -66,8 +68,10 @@ def test_prompts_are_left_out_of_poolings_that_say_so(side: str, tmp_path: Path)
     )
 
 
-def folder_of_a_pipeline(folder: Path) -> tuple[Path, Any]:
-    """A folder with a dense layer, a norm of layers, lower case and prompts."""
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """A folder with a dense layer, a norm of layers, lower case and prompts; its model, and its bundle. Change none of them."""
+    folder = tmp_path_factory.mktemp("saved")
     model = sentence_model(
         folder / "encoder",
         modules().Pooling(HIDDEN, ("mean", "cls")),
@@ -81,23 +85,20 @@ def folder_of_a_pipeline(folder: Path) -> tuple[Path, Any]:
     model.default_prompt_name = "query"
     model.max_seq_length = 12
     model.save(str(folder / "pipeline"))
-    return folder / "pipeline", model
+    out = folder / "m.stagepack"
+    done = run("export", str(folder / "pipeline"), "-o", str(out), "--stages", "2")
+    assert done.exit_code == 0, done.output
+    assert "(torch.export.export of Transformer, Pooling, LayerNorm, Dense, Normalize)" in done.output
+    return folder / "pipeline", model, stagepack.open(out)
 
 
-def test_a_folder_is_exported_with_all_its_modules_and_its_tokenizer(tmp_path: Path) -> None:
-    folder, model = folder_of_a_pipeline(tmp_path)
-    out = tmp_path / "m.stagepack"
-    run = CliRunner().invoke(main, ["export", str(folder), "-o", str(out), "--stages", "2"])
-    assert run.exit_code == 0, run.output
-    assert "(torch.export.export of Transformer, Pooling, LayerNorm, Dense, Normalize)" in run.output
-    bundle = stagepack.open(out)
+def test_a_folder_is_exported_with_all_its_modules_and_its_tokenizer(saved: Saved) -> None:
+    _, model, bundle = saved
     assert [edge.name for edge in bundle.inputs] == ["input_ids", "attention_mask", "token_type_ids"]
     check_equal(bundle, model)
     pipeline = stagepack.load(bundle)
-    assert torch.equal(
-        pipeline.encode(TEXTS, prompt_name="passage"),
-        model.encode(TEXTS, prompt_name="passage", convert_to_tensor=True),
-    )
+    expected = model.encode(TEXTS, prompt_name="passage", convert_to_tensor=True)
+    assert torch.equal(pipeline.encode(TEXTS, prompt_name="passage"), expected)
     says = r"expected a prompt of the model \('document', 'passage', 'query'\), found 'title'"
     with pytest.raises(InputError, match=says):
         pipeline.encode(TEXTS, prompt_name="title")
@@ -109,9 +110,9 @@ def test_a_folder_is_exported_with_all_its_modules_and_its_tokenizer(tmp_path: P
     assert torch.equal(answer, pipeline.encode(TEXTS[0], prompt=""))
 
 
-def test_fine_tuned_pipelines_take_the_graphs_of_a_bundle(tmp_path: Path) -> None:
-    folder, model = folder_of_a_pipeline(tmp_path)
-    bundle = stagepack.export(folder, out=tmp_path / "m.stagepack")
+def test_fine_tuned_pipelines_take_the_graphs_of_a_bundle(saved: Saved, tmp_path: Path) -> None:
+    _, model, bundle = saved
+    model = copy.deepcopy(model)
     torch.nn.init.normal_(model[3].linear.bias)
     model.prompts["query"] = "a "
     model.save(str(tmp_path / "tuned"))
@@ -136,12 +137,17 @@ def test_an_object_is_exported_as_it_is_and_stays_so(tmp_path: Path) -> None:
     check_equal(bundle, model)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
-def test_dtypes_are_those_of_the_model(dtype: torch.dtype, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.bfloat16, *(pytest.param(other, marks=pytest.mark.slow) for other in (torch.float16, torch.float32))],
+)
+def test_embeddings_have_the_dtype_of_the_model_also_those_of_no_texts(dtype: torch.dtype, tmp_path: Path) -> None:
     model = sentence_model(tmp_path / "encoder", modules().Pooling(HIDDEN), modules().Dense(HIDDEN, 16))
     model.save(str(tmp_path / "pipeline"))
     bundle = stagepack.export(tmp_path / "pipeline", dtype=dtype, out=tmp_path / "m.stagepack")
     check_equal(bundle, model.to(dtype))
+    embeddings = stagepack.load(bundle).encode([])
+    assert (embeddings.shape, embeddings.dtype) == ((0, 16), dtype)
 
 
 def test_static_embeddings_take_texts_too(tmp_path: Path) -> None:
@@ -151,8 +157,8 @@ def test_static_embeddings_take_texts_too(tmp_path: Path) -> None:
     check_equal(stagepack.export(tmp_path / "pipeline", out=tmp_path / "m.stagepack"), model)
 
 
-def test_what_cannot_be_carried_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, model = folder_of_a_pipeline(tmp_path)
+def test_what_cannot_be_carried_is_said(saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, model, _ = saved
     encoder = sentence_transformers().SentenceTransformer(modules=[model[0]], device="cpu")
     with pytest.raises(CaptureError, match="the modules Transformer give no 'sentence_embedding': add a Pooling"):
         stagepack.export(encoder, out=tmp_path / "m.stagepack")
@@ -170,8 +176,8 @@ def test_what_cannot_be_carried_is_said(tmp_path: Path, monkeypatch: pytest.Monk
         stagepack.load(bundle).encode(TEXTS)
 
 
-def test_other_kinds_of_models_are_named(tmp_path: Path) -> None:
-    folder, _ = folder_of_a_pipeline(tmp_path)
+def test_other_kinds_of_models_are_named(saved: Saved, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(saved[0], tmp_path / "pipeline"))
     settings_path = folder / "config_sentence_transformers.json"
     settings = json.loads(settings_path.read_text())
     settings_path.write_text(json.dumps(settings | {"model_type": "SparseEncoder"}))
@@ -220,15 +226,6 @@ def test_a_module_of_ones_own_embeds_texts_with_any_tokenizer(tmp_path: Path) ->
     for wrong in ([1], 5, torch.tensor(5)):
         with pytest.raises(InputError, match=r"^encode: expected a text, or a list of texts, found (int|Tensor)$"):
             stagepack.load(bundle).encode(wrong)
-
-
-@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
-def test_no_texts_have_no_embeddings(dtype: torch.dtype, tmp_path: Path) -> None:
-    model = sentence_model(tmp_path / "encoder", modules().Pooling(HIDDEN))
-    model.save(str(tmp_path / "pipeline"))
-    pipeline = stagepack.load(stagepack.export(tmp_path / "pipeline", dtype=dtype, out=tmp_path / "m.stagepack"))
-    embeddings = pipeline.encode([])
-    assert (embeddings.shape, embeddings.dtype) == ((0, HIDDEN), dtype)
 
 
 def test_texts_are_refused_where_nothing_reads_them(exported: tuple[Path, torch.Tensor]) -> None:
