@@ -87,14 +87,21 @@ def assert_bytes(printed: str, step: str) -> None:
 
 
 @pytest.mark.process
-def test_verify(folder: Path) -> None:
-    assert_bytes(shown_on_a_terminal(folder, "verify", "m.stagepack"), "verifying the bundle")
-
-
-@pytest.mark.process
-def test_recut(folder: Path) -> None:
-    printed = shown_on_a_terminal(folder, "recut", "m.stagepack", "-o", "recut.stagepack", "--stages", "3")
-    assert_bytes(printed, "writing recut.stagepack")
+@pytest.mark.parametrize(
+    ("command", "step"),
+    [
+        ("verify m.stagepack", "verifying the bundle"),
+        ("recut m.stagepack -o recut.stagepack --stages 3", "writing recut.stagepack"),
+        pytest.param("export net.py:make -o out.stagepack", "writing out.stagepack", marks=pytest.mark.slow),
+        pytest.param("load m.stagepack --copy", "loading stages", marks=pytest.mark.slow),
+        pytest.param("load m.stagepack --stream", "loading stages", marks=pytest.mark.slow),
+        pytest.param("load m.stagepack --stage 1 --copy", "loading stages", marks=pytest.mark.slow),
+        pytest.param("load m.stagepack --stage 1 --stream", "loading stages", marks=pytest.mark.slow),
+        pytest.param("load m.stagepack --processes 2 --copy", r"loading \S*m\.stagepack", marks=pytest.mark.slow),
+    ],
+)
+def test_a_command_shows_the_bytes_that_it_moves(folder: Path, command: str, step: str) -> None:
+    assert_bytes(shown_on_a_terminal(folder, *command.split()), step)
 
 
 @pytest.mark.process
@@ -102,26 +109,6 @@ def test_pull(folder: Path, tmp_path: Path) -> None:
     with HttpServer(folder) as server:
         printed = shown_on_a_terminal(tmp_path, "pull", f"{server.url}/m.stagepack", "-o", "pulled.stagepack")
     assert_bytes(printed, rf"downloading {server.url}/m\.stagepack")
-
-
-@pytest.mark.slow
-def test_export(folder: Path) -> None:
-    printed = shown_on_a_terminal(folder, "export", "net.py:make", "-o", "out.stagepack", "--stages", "2")
-    assert_bytes(printed, "writing out.stagepack")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "options", [("--copy",), ("--stream",), ("--stage", "1", "--copy"), ("--stage", "1", "--stream")]
-)
-def test_load(folder: Path, options: tuple[str, ...]) -> None:
-    assert_bytes(shown_on_a_terminal(folder, "load", "m.stagepack", *options), "loading stages")
-
-
-@pytest.mark.slow
-def test_load_in_processes(folder: Path) -> None:
-    printed = shown_on_a_terminal(folder, "load", "m.stagepack", "--processes", "2", "--copy")
-    assert_bytes(printed, r"loading \S*m\.stagepack")
 
 
 @pytest.mark.slow

@@ -32,29 +32,23 @@ def export(*arguments: str) -> Result:
     return CliRunner().invoke(main, ["export", *arguments, "-o", "m.stagepack"])
 
 
-def test_a_file_finds_its_neighbours(user: Path) -> None:
-    (user / "code").mkdir()
-    (user / "code" / "helper_a.py").write_text("WIDTH = 3\n")
-    (user / "code" / "net_a.py").write_text(MODEL.format(helper="helper_a"))
-    result = export("code/net_a.py:model", "--stages", "2")
-    assert result.exit_code == 0, result.output
-    assert len(stagepack.open(user / "m.stagepack").stages) == 2
-
-
-def test_a_file_finds_modules_of_the_current_folder(user: Path) -> None:
-    (user / "code").mkdir()
-    (user / "helper_j.py").write_text("WIDTH = 3\n")
-    (user / "code" / "net_j.py").write_text(MODEL.format(helper="helper_j"))
-    result = export("code/net_j.py:model")
-    assert result.exit_code == 0, result.output
-
-
-def test_a_module_is_found_in_the_current_folder(user: Path) -> None:
-    (user / "package_b").mkdir()
+@pytest.mark.parametrize(
+    ("helper", "net", "source"),
+    [
+        pytest.param("code/helper_a", "code/net_a", "code/net_a.py:model", id="a file beside its helper"),
+        pytest.param("helper_j", "code/net_j", "code/net_j.py:model", id="a file and a helper in the current folder"),
+        pytest.param("package_b/helper", "package_b/net", "package_b.net:model", id="a module of the current folder"),
+    ],
+)
+def test_code_finds_the_modules_beside_it_and_in_the_current_folder(
+    helper: str, net: str, source: str, user: Path
+) -> None:
+    (user / net).parent.mkdir()
+    (user / "package_b").mkdir(exist_ok=True)
     (user / "package_b" / "__init__.py").touch()
-    (user / "package_b" / "helper.py").write_text("WIDTH = 3\n")
-    (user / "package_b" / "net.py").write_text(MODEL.format(helper="package_b.helper"))
-    result = export("package_b.net:model")
+    (user / f"{helper}.py").write_text("WIDTH = 3\n")
+    (user / f"{net}.py").write_text(MODEL.format(helper=helper.removeprefix("code/").replace("/", ".")))
+    result = export(source)
     assert result.exit_code == 0, result.output
     assert {scope.path for scope in stagepack.open(user / "m.stagepack").graph(0).scopes} == {"first", "last"}
 

@@ -4,7 +4,7 @@ import contextlib
 import os
 import signal
 import socket
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ import stagepack
 from tests.distributed.test_serving import stage_process_ids
 from tests.modules import module_of
 from tests.serve.alert_rules import Scrape, firing, scrape
+from tests.serve.local_server import local_server
 from tests.serve.servers import AnyServer, Client, get, post, refused, stagepack_server
 from tests.serve.version_models import export_scale, factor_of, repository_server
 from tests.waiting import wait_until
@@ -34,7 +35,7 @@ class Watch:
     """Scrapes servers as if a minute, or so many seconds, passed each time."""
 
     def __init__(self, *servers: AnyServer, seconds: float = 60) -> None:
-        self._ports = {f"127.0.0.1:{server.http}": server.http for server in servers}
+        self._addresses = {f"server {number}": server.http for number, server in enumerate(servers)}
         self._seconds = seconds
         # A server grows until it is warm: the alert waits for hours.
         self._names = EXPRESSIONS.keys() - ({"StagepackMemoryGrows"} if seconds < _HALF_HOUR else set())
@@ -42,10 +43,10 @@ class Watch:
 
     def alerts(self) -> set[str]:
         """Scrape, and return the alerts that fire."""
-        pages: dict[str, str | None] = dict.fromkeys(self._ports)
-        for instance, port in self._ports.items():
+        pages: dict[str, str | None] = dict.fromkeys(self._addresses)
+        for instance, address in self._addresses.items():
             with contextlib.suppress(ConnectionError):
-                pages[instance] = get(port)[1]
+                pages[instance] = get(address)[1]
         self._scrapes.append(scrape(len(self._scrapes) * self._seconds, pages))
         return {name for name in self._names if firing(EXPRESSIONS[name], self._scrapes)}
 
@@ -98,19 +99,15 @@ def test_a_stage_that_stays_lost_fails_the_model_and_is_no_overload(scale: Path)
 
 def test_overload(scale: Path) -> None:
     """Each answer waits for others to join its batch, and one request is accepted at a time."""
-    with stagepack_server([scale], "--max-queue", "1", "--max-delay-ms", "200") as server:
+    with local_server([scale], "--max-queue", "1", "--max-delay-ms", "200") as server, ThreadPoolExecutor(8) as pool:
         watch = Watch(server)
 
-        def ask() -> None:
+        def ask(_: int) -> None:
             with Client("http", server) as client, contextlib.suppress(InferenceServerException):
                 factor_of(client, "scale")
 
         for _ in range(2):
-            clients = [threading.Thread(target=ask) for _ in range(8)]
-            for client in clients:
-                client.start()
-            for client in clients:
-                client.join()
+            list(pool.map(ask, range(8)))
             alerts = watch.alerts()
         assert alerts == {"StagepackOverloaded"}
 
@@ -119,10 +116,7 @@ def test_a_refused_load_and_two_bundles_of_one_model(tmp_path: Path) -> None:
     folders = [tmp_path / name for name in ("first", "second")]
     for factor, folder in enumerate(folders):
         export_scale(folder / "scale" / "1", float(factor))
-    with (
-        repository_server(folders[0], serve=stagepack_server) as first,
-        repository_server(folders[1], serve=stagepack_server) as second,
-    ):
+    with repository_server(folders[0]) as first, repository_server(folders[1]) as second:
         watch = Watch(first.server)
         assert post(first.server.http, "/v2/repository/models/scale/load", b"")[0] == 200
         assert watch.alerts() == set()

@@ -209,37 +209,31 @@ def test_tritons_onnxruntime_backend_finds_what_it_needs(
 
 
 @pytest.mark.skipif(why_no_triton() != "", reason=why_no_triton())
-def test_a_bundle_with_onnx_in_triton(bundles: Bundles, pipes: Mapping[str, Any], tmp_path: Path) -> None:
-    options = ("--runtime", "onnxruntime", "--backend", "python")
-    printed = CliRunner().invoke(main, ["triton", str(bundles["skips"]), "-o", str(tmp_path / "repository"), *options])
-    assert "batches of up to 32" in printed.stdout
+def test_bundles_with_onnx_and_with_numbers_that_cross_a_cut_in_triton(
+    bundles: Bundles, pipes: Mapping[str, Any], tmp_path: Path
+) -> None:
+    means = export_means(tmp_path / "means.stagepack")
+    for path, options in ((bundles["skips"], ["--runtime", "onnxruntime", "--backend", "python"]), (means, [])):
+        command = ["triton", str(path), "-o", str(tmp_path / "repository"), *options]
+        assert "batches of up to 32" in CliRunner().invoke(main, command).stdout
     write(bundles["singles"], tmp_path / "repository", "singles")
     (tmp_path / "triton").mkdir()
     inputs = {"x": numpy.ones((3, 8), "float32"), "weight": numpy.ones((3, 1), "float32")}
     single_inputs = {"x": numpy.ones((3, 4), "float32"), "weight": numpy.arange(3, dtype="float32")}
+    calls = [torch.randn(rows, length) for rows, length in ((2, 5), (3, 5), (1, 9))]
     with triton_server(tmp_path / "repository", tmp_path / "triton") as server, Client("grpc", server) as client:
         answer = client.ask("skips", inputs)
         single = client.ask("singles", single_inputs)
+        mean_answers = [client.ask("means", {"x": x.numpy()})["y"] for x in calls]
     with torch.no_grad():
         expected = pipes["skips"](torch.from_numpy(inputs["x"]), weight=torch.from_numpy(inputs["weight"]))
         singles = pipes["singles"](**{name: torch.from_numpy(array) for name, array in single_inputs.items()})
+        expected_means = [stagepack.load(means)(x)["y"].numpy() for x in calls]
     assert numpy.allclose(answer["y"], expected["y"].numpy(), atol=1e-5)
     assert numpy.allclose(answer["parts.1"], expected["parts"][1].numpy(), atol=1e-5)
     assert all(numpy.array_equal(single[tensor_name], singles[tensor_name].numpy()) for tensor_name in ("y", "z"))
-
-
-@pytest.mark.skipif(why_no_triton() != "", reason=why_no_triton())
-def test_numbers_that_cross_a_cut_in_triton(tmp_path: Path) -> None:
-    path = export_means(tmp_path / "means.stagepack")
-    printed = CliRunner().invoke(main, ["triton", str(path), "-o", str(tmp_path / "repository")])
-    assert "batches of up to 32" in printed.stdout, printed.output
-    (tmp_path / "triton").mkdir()
-    pipe = stagepack.load(path)
-    calls = [torch.randn(rows, length) for rows, length in ((2, 5), (3, 5), (1, 9))]
-    with triton_server(tmp_path / "repository", tmp_path / "triton") as server, Client("grpc", server) as client:
-        for x in calls:
-            answer = client.ask("means", {"x": x.numpy()})
-            numpy.testing.assert_allclose(answer["y"], pipe(x)["y"].detach().numpy(), rtol=1e-5)
+    for found, wanted in zip(mean_answers, expected_means, strict=True):
+        numpy.testing.assert_allclose(found, wanted, rtol=1e-5)
 
 
 def test_numbers_that_cross_a_cut_have_no_batches_in_onnxruntime(tmp_path: Path) -> None:
