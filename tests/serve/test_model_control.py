@@ -242,7 +242,7 @@ def test_poll(tmp_path: Path) -> None:
 
 def test_version_that_is_being_unloaded_is_in_the_index_once(slow: Path) -> None:
     with local_server([slow], "--model-control", "explicit") as server, ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(ask_slow, server, 1000)
+        answer = pool.submit(ask_slow, server, 400)
         wait_for_requests(server, "slow")
         assert post(server.http, "/v2/repository/models/slow/unload", b"")[0] == 200
         index = post(server.http, "/v2/repository/index", b"")[1]

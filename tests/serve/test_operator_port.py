@@ -1,9 +1,8 @@
 """Health and metrics, which the load of a server neither delays nor is delayed by."""
 
 import asyncio
+import contextlib
 import resource
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from stagepack_serving.server.rest_pages import SharedPage, metrics_page
 from stagepack_serving.server.server import _raise_file_limit
 from tests.serve.servers import get
 from tests.waiting import wait_until
+from tools.fork_server import ForkedCommand
 
 # A token is checked in the event loop: one of these keeps it busy.
 SERVER = """
@@ -42,13 +42,13 @@ def ports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, int]]
     """The port for REST and that of the operator."""
     out = tmp_path_factory.mktemp("operator") / "scale.stagepack"
     stagepack.export(torch.nn.Linear(2, 2), (torch.ones(1, 2),), out=out, stages=1)
-    with subprocess.Popen([sys.executable, "-c", SERVER, str(out)], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        try:
-            http_port, operator_port = map(int, process.stdout.readline().split())
-            yield http_port, operator_port
-        finally:
-            process.kill()
+    (script := out.with_name("server.py")).write_text(SERVER)
+    process = ForkedCommand(str(out), script=script)
+    with contextlib.closing(process.stdout):
+        http_port, operator_port = map(int, process.stdout.readline().split())
+        yield http_port, operator_port
+        process.kill()
+        process.wait()
 
 
 def test_operator_is_answered_while_the_event_loop_is_busy(ports: tuple[int, int]) -> None:

@@ -36,7 +36,7 @@ def test_parts_of_requests_are_all_of_their_time(
         for protocol in ("http", "grpc"):
             ask_slow(server, 50, protocol)
             with pytest.raises(InferenceServerException):  # too late
-                ask_slow(server, 1000, protocol, timeout=20_000)
+                ask_slow(server, 100, protocol, timeout=20_000)
             with Client(protocol, server) as client, pytest.raises(InferenceServerException):  # no such model
                 client.ask("unknown", {"x": numpy.ones((1, 1), "float32")}, outputs=["y"])
         if not options:

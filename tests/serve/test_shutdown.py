@@ -34,6 +34,7 @@ from tests.serve.servers import (
     wait_until_not_ready,
 )
 from tests.waiting import wait_until
+from tools.fork_server import run_forked
 
 
 @pytest.mark.parametrize(
@@ -97,7 +98,7 @@ def forward(source: socket.socket, target: socket.socket, delay: float) -> None:
 )
 def test_a_hang_up_does_not_end_the_drain(slow: Path, signal_names: Any) -> None:
     with stagepack_server([slow], "--linger-s", "0") as server, concurrent.futures.ThreadPoolExecutor(1) as pool:
-        future = pool.submit(ask_slow, server, 1000)
+        future = pool.submit(ask_slow, server, 600)
         wait_for_requests(server, "slow")
         for signal_name in signal_names:
             server.process.send_signal(signal.Signals[signal_name])
@@ -191,7 +192,9 @@ def test_it_says_that_it_stops(slow: Path) -> None:
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("redirection", ["<&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize(
+    "redirection", ["<&- >&- 2>&-", *(pytest.param(one, marks=pytest.mark.slow) for one in ("<&-", "2>&-"))]
+)
 def test_closed_streams_are_no_sockets(bundles: Bundles, redirection: str) -> None:
     (port,) = free_ports(1)
     line = f'exec "$@" {redirection}'
@@ -213,10 +216,19 @@ def is_ready(port: int) -> bool:
     return False
 
 
+ON_A_FULL_DISK = """
+import os
+from stagepack.cli import main
+
+os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
+main()
+"""
+
+
 @pytest.mark.process
-def test_full_disk_for_standard_output_is_one_line(bundles: Bundles) -> None:
-    command = [STAGEPACK, "serve", str(bundles["skips"]), "--http-port", "0", "--grpc-port", "0"]
-    with Path("/dev/full").open("wb") as full:
-        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False, timeout=120)
+def test_full_disk_for_standard_output_is_one_line(bundles: Bundles, tmp_path: Path) -> None:
+    (script := tmp_path / "script.py").write_text(ON_A_FULL_DISK)
+    arguments = ("serve", str(bundles["skips"]), "--http-port", "0", "--grpc-port", "0")
+    result = run_forked(*arguments, script=script)
     assert result.returncode == 1
     assert result.stderr == "stagepack: standard output: No space left on device\n"
