@@ -7,7 +7,7 @@ import torch
 from torch.export import Dim
 
 from stagepack.capture.inputs import Inputs
-from tests.libraries.case import batched, fixed, table
+from tests.libraries.case import Make, batched, fixed, table
 from tests.libraries.models.diffusion import diffusers_model
 from tests.zoo.architectures.build import BATCH
 
@@ -25,8 +25,13 @@ _LUMINA2 = {
     "axes_lens": (64, 32, 32),
     "cap_feat_dim": 32,
 }
+_SIZES = {"in_channels": 4, "out_channels": 4, "num_layers": 3, "num_attention_heads": 2, "attention_head_dim": 8}
 _IMAGE = Dim("image", min=2, max=64)
 _TEXT = Dim("text", min=2, max=64)
+
+
+def _transformer(class_name: str, **config: Any) -> Make:
+    return diffusers_model(class_name, **_SIZES | config)
 
 
 def _latents(*shape: int, text: tuple[int, int], **more: Callable[[], Any]) -> Callable[[], dict[str, Any]]:
@@ -97,14 +102,11 @@ def _hidream() -> torch.nn.Module:
     from diffusers.models.transformers import transformer_hidream_image
 
     transformer_hidream_image.MOEFeedForwardSwiGLU.moe_infer = _all_experts
-    model: torch.nn.Module = diffusers_model(
+    model: torch.nn.Module = _transformer(
         "HiDreamImageTransformer2DModel",
         patch_size=2,
-        in_channels=4,
-        out_channels=4,
         num_layers=1,
         num_single_layers=1,
-        attention_head_dim=8,
         num_attention_heads=4,
         caption_channels=[32, 16],
         text_emb_dim=64,
@@ -147,14 +149,10 @@ CASES = [
                 _flux_inputs,
             ),
             "sd3": (
-                diffusers_model(
+                _transformer(
                     "SD3Transformer2DModel",
                     sample_size=32,
                     patch_size=2,
-                    in_channels=4,
-                    out_channels=4,
-                    num_layers=3,
-                    attention_head_dim=8,
                     num_attention_heads=4,
                     joint_attention_dim=32,
                     caption_projection_dim=32,
@@ -165,30 +163,13 @@ CASES = [
                 batched(_latents(4, 16, 16, text=(8, 32), pooled_projections=lambda: torch.randn(2, 64))),
             ),
             "wan": (
-                diffusers_model(
-                    "WanTransformer3DModel",
-                    num_attention_heads=2,
-                    attention_head_dim=12,
-                    in_channels=4,
-                    out_channels=4,
-                    text_dim=16,
-                    ffn_dim=32,
-                    num_layers=3,
-                    rope_max_seq_len=32,
+                _transformer(
+                    "WanTransformer3DModel", attention_head_dim=12, text_dim=16, ffn_dim=32, rope_max_seq_len=32
                 ),
                 batched(_latents(4, 2, 8, 8, text=(12, 16))),
             ),
             "ltx-video": (
-                diffusers_model(
-                    "LTXVideoTransformer3DModel",
-                    in_channels=4,
-                    out_channels=4,
-                    num_attention_heads=2,
-                    attention_head_dim=8,
-                    cross_attention_dim=16,
-                    num_layers=3,
-                    caption_channels=16,
-                ),
+                _transformer("LTXVideoTransformer3DModel", cross_attention_dim=16, caption_channels=16),
                 batched(
                     _latents(
                         32,
@@ -202,11 +183,8 @@ CASES = [
                 ),
             ),
             "hunyuan-video": (
-                diffusers_model(
+                _transformer(
                     "HunyuanVideoTransformer3DModel",
-                    in_channels=4,
-                    out_channels=4,
-                    num_attention_heads=2,
                     attention_head_dim=10,
                     num_layers=2,
                     num_single_layers=2,
@@ -230,15 +208,10 @@ CASES = [
                 ),
             ),
             "cogvideox": (
-                diffusers_model(
+                _transformer(
                     "CogVideoXTransformer3DModel",
-                    num_attention_heads=2,
-                    attention_head_dim=8,
-                    in_channels=4,
-                    out_channels=4,
                     time_embed_dim=8,
                     text_embed_dim=8,
-                    num_layers=3,
                     sample_width=8,
                     sample_height=8,
                     sample_frames=8,
@@ -298,11 +271,9 @@ CASES = [
                 ),
             ),
             "qwen-image": (
-                diffusers_model(
+                _transformer(
                     "QwenImageTransformer2DModel",
                     in_channels=16,
-                    out_channels=4,
-                    num_layers=3,
                     attention_head_dim=16,
                     num_attention_heads=3,
                     joint_attention_dim=16,
@@ -319,13 +290,9 @@ CASES = [
                 ),
             ),
             "sana": (
-                diffusers_model(
+                _transformer(
                     "SanaTransformer2DModel",
-                    in_channels=4,
-                    out_channels=4,
-                    num_layers=3,
                     attention_head_dim=4,
-                    num_attention_heads=2,
                     num_cross_attention_heads=2,
                     cross_attention_head_dim=4,
                     cross_attention_dim=8,
