@@ -53,47 +53,45 @@ def _prompts() -> tuple[Any, ...]:
     return points, torch.tensor([[1.0, 2.0, 30.0, 40.0], [5.0, 6.0, 50.0, 60.0]]), torch.randn(2, 1, 16, 16)
 
 
-CASES = [
-    *table(
-        "ultralytics",
-        {
-            "detect": (_yolo("DetectionModel", "yolo11n"), batch_of((3, 64, 64))),
-            "detect-v8": (_yolo("DetectionModel", "yolov8n"), batch_of((3, 64, 64))),
-            "detect-without-nms": (_yolo("DetectionModel", "yolo26n"), batch_of((3, 64, 64))),
-            "segment": (_yolo("SegmentationModel", "yolo11n-seg"), batch_of((3, 64, 64))),
-            "pose": (_yolo("PoseModel", "yolo11n-pose"), batch_of((3, 64, 64))),
-            "oriented-boxes": (_yolo("OBBModel", "yolo11n-obb"), batch_of((3, 64, 64))),
-            "classify": (_yolo("ClassificationModel", "yolo11n-cls"), batch_of((3, 64, 64))),
-            "rt-detr": (_yolo("RTDETRDetectionModel", "rtdetr-resnet50"), batch_of((3, 64, 64))),
-        },
-    ),
-    *table(
-        "sam2",
-        {
-            "image-encoder": (_sam2_image_encoder, batch_of((3, 128, 128))),
-            "prompt-encoder": (
-                made(
-                    "sam2.modeling.sam.prompt_encoder:PromptEncoder",
-                    embed_dim=32,
-                    image_embedding_size=(4, 4),
-                    input_image_size=(64, 64),
-                    mask_in_chans=8,
-                ),
-                fixed(_prompts),
+CASES = table(
+    "ultralytics",
+    {
+        "detect": (_yolo("DetectionModel", "yolo11n"), batch_of((3, 64, 64))),
+        "detect-v8": (_yolo("DetectionModel", "yolov8n"), batch_of((3, 64, 64))),
+        "detect-without-nms": (_yolo("DetectionModel", "yolo26n"), batch_of((3, 64, 64))),
+        "segment": (_yolo("SegmentationModel", "yolo11n-seg"), batch_of((3, 64, 64))),
+        "pose": (_yolo("PoseModel", "yolo11n-pose"), batch_of((3, 64, 64))),
+        "oriented-boxes": (_yolo("OBBModel", "yolo11n-obb"), batch_of((3, 64, 64))),
+        "classify": (_yolo("ClassificationModel", "yolo11n-cls"), batch_of((3, 64, 64))),
+        "rt-detr": (_yolo("RTDETRDetectionModel", "rtdetr-resnet50"), batch_of((3, 64, 64))),
+    },
+)
+CASES += table(
+    "sam2",
+    {
+        "image-encoder": (_sam2_image_encoder, batch_of((3, 128, 128))),
+        "prompt-encoder": (
+            made(
+                "sam2.modeling.sam.prompt_encoder:PromptEncoder",
+                embed_dim=32,
+                image_embedding_size=(4, 4),
+                input_image_size=(64, 64),
+                mask_in_chans=8,
             ),
-            "mask-decoder": (
-                _sam2_mask_decoder,
-                fixed(
-                    lambda: (
-                        torch.randn(1, 32, 4, 4),
-                        torch.randn(1, 32, 4, 4),
-                        torch.randn(2, 4, 32),
-                        torch.randn(2, 32, 4, 4),
-                        True,
-                        True,
-                    )
-                ),
+            fixed(_prompts),
+        ),
+        "mask-decoder": (
+            _sam2_mask_decoder,
+            fixed(
+                lambda: (
+                    torch.randn(1, 32, 4, 4),
+                    torch.randn(1, 32, 4, 4),
+                    torch.randn(2, 4, 32),
+                    torch.randn(2, 32, 4, 4),
+                    True,
+                    True,
+                )
             ),
-        },
-    ),
-]
+        ),
+    },
+)

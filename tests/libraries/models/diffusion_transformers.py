@@ -129,180 +129,174 @@ def _captions() -> dict[str, Any]:
     return _latents(4, 8, 8, text=(6, 32), encoder_attention_mask=lambda: torch.ones(2, 6, dtype=torch.bool))()
 
 
-CASES = [
-    *table(
-        "diffusers",
-        {
-            "flux": (
-                diffusers_model(
-                    "FluxTransformer2DModel",
-                    in_channels=4,
-                    num_layers=2,
-                    num_single_layers=2,
-                    attention_head_dim=16,
-                    num_attention_heads=2,
-                    joint_attention_dim=32,
-                    pooled_projection_dim=32,
-                    axes_dims_rope=(4, 4, 8),
-                    guidance_embeds=True,
-                ),
-                _flux_inputs,
+CASES = table(
+    "diffusers",
+    {
+        "flux": (
+            diffusers_model(
+                "FluxTransformer2DModel",
+                in_channels=4,
+                num_layers=2,
+                num_single_layers=2,
+                attention_head_dim=16,
+                num_attention_heads=2,
+                joint_attention_dim=32,
+                pooled_projection_dim=32,
+                axes_dims_rope=(4, 4, 8),
+                guidance_embeds=True,
             ),
-            "sd3": (
-                _transformer(
-                    "SD3Transformer2DModel",
-                    sample_size=32,
-                    patch_size=2,
-                    num_attention_heads=4,
-                    joint_attention_dim=32,
-                    caption_projection_dim=32,
-                    pooled_projection_dim=64,
-                    dual_attention_layers=(0,),
-                    qk_norm="rms_norm",
-                ),
-                batched(_latents(4, 16, 16, text=(8, 32), pooled_projections=lambda: torch.randn(2, 64))),
+            _flux_inputs,
+        ),
+        "sd3": (
+            _transformer(
+                "SD3Transformer2DModel",
+                sample_size=32,
+                patch_size=2,
+                num_attention_heads=4,
+                joint_attention_dim=32,
+                caption_projection_dim=32,
+                pooled_projection_dim=64,
+                dual_attention_layers=(0,),
+                qk_norm="rms_norm",
             ),
-            "wan": (
-                _transformer(
-                    "WanTransformer3DModel", attention_head_dim=12, text_dim=16, ffn_dim=32, rope_max_seq_len=32
-                ),
-                batched(_latents(4, 2, 8, 8, text=(12, 16))),
+            batched(_latents(4, 16, 16, text=(8, 32), pooled_projections=lambda: torch.randn(2, 64))),
+        ),
+        "wan": (
+            _transformer("WanTransformer3DModel", attention_head_dim=12, text_dim=16, ffn_dim=32, rope_max_seq_len=32),
+            batched(_latents(4, 2, 8, 8, text=(12, 16))),
+        ),
+        "ltx-video": (
+            _transformer("LTXVideoTransformer3DModel", cross_attention_dim=16, caption_channels=16),
+            batched(
+                _latents(
+                    32,
+                    4,
+                    text=(8, 16),
+                    encoder_attention_mask=lambda: torch.ones(2, 8, dtype=torch.bool),
+                    num_frames=lambda: 2,
+                    height=lambda: 4,
+                    width=lambda: 4,
+                )
             ),
-            "ltx-video": (
-                _transformer("LTXVideoTransformer3DModel", cross_attention_dim=16, caption_channels=16),
-                batched(
-                    _latents(
-                        32,
-                        4,
-                        text=(8, 16),
-                        encoder_attention_mask=lambda: torch.ones(2, 8, dtype=torch.bool),
-                        num_frames=lambda: 2,
-                        height=lambda: 4,
-                        width=lambda: 4,
-                    )
-                ),
+        ),
+        "hunyuan-video": (
+            _transformer(
+                "HunyuanVideoTransformer3DModel",
+                attention_head_dim=10,
+                num_layers=2,
+                num_single_layers=2,
+                num_refiner_layers=1,
+                patch_size=1,
+                text_embed_dim=16,
+                pooled_projection_dim=8,
+                rope_axes_dim=(2, 4, 4),
             ),
-            "hunyuan-video": (
-                _transformer(
-                    "HunyuanVideoTransformer3DModel",
-                    attention_head_dim=10,
-                    num_layers=2,
-                    num_single_layers=2,
-                    num_refiner_layers=1,
-                    patch_size=1,
-                    text_embed_dim=16,
-                    pooled_projection_dim=8,
-                    rope_axes_dim=(2, 4, 4),
-                ),
-                batched(
-                    _latents(
-                        4,
-                        1,
-                        8,
-                        8,
-                        text=(8, 16),
-                        encoder_attention_mask=lambda: torch.ones(2, 8),
-                        pooled_projections=lambda: torch.randn(2, 8),
-                        guidance=lambda: torch.rand(2),
-                    )
-                ),
+            batched(
+                _latents(
+                    4,
+                    1,
+                    8,
+                    8,
+                    text=(8, 16),
+                    encoder_attention_mask=lambda: torch.ones(2, 8),
+                    pooled_projections=lambda: torch.randn(2, 8),
+                    guidance=lambda: torch.rand(2),
+                )
             ),
-            "cogvideox": (
-                _transformer(
-                    "CogVideoXTransformer3DModel",
-                    time_embed_dim=8,
-                    text_embed_dim=8,
-                    sample_width=8,
-                    sample_height=8,
-                    sample_frames=8,
-                    max_text_seq_length=8,
-                ),
-                batched(_latents(2, 4, 8, 8, text=(8, 8))),
+        ),
+        "cogvideox": (
+            _transformer(
+                "CogVideoXTransformer3DModel",
+                time_embed_dim=8,
+                text_embed_dim=8,
+                sample_width=8,
+                sample_height=8,
+                sample_frames=8,
+                max_text_seq_length=8,
             ),
-            "pixart": (
-                diffusers_model(
-                    "PixArtTransformer2DModel",
-                    sample_size=8,
-                    num_layers=3,
-                    attention_head_dim=8,
-                    num_attention_heads=2,
-                    cross_attention_dim=16,
-                    use_additional_conditions=False,
-                ),
-                batched(
-                    _latents(
-                        4, 8, 8, text=(8, 16), added_cond_kwargs=lambda: {"resolution": None, "aspect_ratio": None}
-                    )
-                ),
+            batched(_latents(2, 4, 8, 8, text=(8, 8))),
+        ),
+        "pixart": (
+            diffusers_model(
+                "PixArtTransformer2DModel",
+                sample_size=8,
+                num_layers=3,
+                attention_head_dim=8,
+                num_attention_heads=2,
+                cross_attention_dim=16,
+                use_additional_conditions=False,
             ),
-            "kandinsky5": (
-                diffusers_model(
-                    "Kandinsky5Transformer3DModel",
-                    in_text_dim=16,
-                    in_text_dim2=8,
-                    time_dim=16,
-                    model_dim=32,
-                    ff_dim=64,
-                    num_text_blocks=1,
-                    num_visual_blocks=2,
-                    axes_dims=(4, 4, 8),
-                ),
-                lambda: Inputs(
-                    kwargs={
-                        "hidden_states": torch.randn(1, 1, 8, 8, 4),
-                        "encoder_hidden_states": torch.randn(1, 6, 16),
-                        "timestep": torch.tensor([3]),
-                        "pooled_projections": torch.randn(1, 8),
-                        "visual_rope_pos": (torch.arange(1), torch.arange(4), torch.arange(4)),
-                        "text_rope_pos": torch.arange(6),
-                    }
-                ),
+            batched(
+                _latents(4, 8, 8, text=(8, 16), added_cond_kwargs=lambda: {"resolution": None, "aspect_ratio": None})
             ),
-            "z-image": (
-                diffusers_model(
-                    "ZImageTransformer2DModel", in_channels=4, **_Z_IMAGE, axes_dims=[4, 4, 8], axes_lens=[64, 32, 32]
-                ),
-                lambda: Inputs(
-                    kwargs={
-                        "x": [torch.randn(4, 1, 8, 8), torch.randn(4, 1, 8, 8)],
-                        "t": torch.tensor([0.3, 0.7]),
-                        "cap_feats": [torch.randn(8, 16), torch.randn(6, 16)],
-                    }
-                ),
+        ),
+        "kandinsky5": (
+            diffusers_model(
+                "Kandinsky5Transformer3DModel",
+                in_text_dim=16,
+                in_text_dim2=8,
+                time_dim=16,
+                model_dim=32,
+                ff_dim=64,
+                num_text_blocks=1,
+                num_visual_blocks=2,
+                axes_dims=(4, 4, 8),
             ),
-            "qwen-image": (
-                _transformer(
-                    "QwenImageTransformer2DModel",
-                    in_channels=16,
-                    attention_head_dim=16,
-                    num_attention_heads=3,
-                    joint_attention_dim=16,
-                    axes_dims_rope=(8, 4, 4),
-                ),
-                lambda: Inputs(
-                    kwargs={
-                        "hidden_states": torch.randn(1, 16, 16),
-                        "encoder_hidden_states": torch.randn(1, 7, 16),
-                        "encoder_hidden_states_mask": torch.ones(1, 7, dtype=torch.bool),
-                        "timestep": torch.tensor([0.3]),
-                        "img_shapes": [(1, 4, 4)],
-                    }
-                ),
+            lambda: Inputs(
+                kwargs={
+                    "hidden_states": torch.randn(1, 1, 8, 8, 4),
+                    "encoder_hidden_states": torch.randn(1, 6, 16),
+                    "timestep": torch.tensor([3]),
+                    "pooled_projections": torch.randn(1, 8),
+                    "visual_rope_pos": (torch.arange(1), torch.arange(4), torch.arange(4)),
+                    "text_rope_pos": torch.arange(6),
+                }
             ),
-            "sana": (
-                _transformer(
-                    "SanaTransformer2DModel",
-                    attention_head_dim=4,
-                    num_cross_attention_heads=2,
-                    cross_attention_head_dim=4,
-                    cross_attention_dim=8,
-                    caption_channels=8,
-                ),
-                batched(_latents(4, 8, 8, text=(8, 8))),
+        ),
+        "z-image": (
+            diffusers_model(
+                "ZImageTransformer2DModel", in_channels=4, **_Z_IMAGE, axes_dims=[4, 4, 8], axes_lens=[64, 32, 32]
             ),
-            "lumina2": (diffusers_model("Lumina2Transformer2DModel", **_LUMINA2), batched(_captions)),
-            "hidream-of-all-experts": (_hidream, fixed(_latents_and_texts)),
-            "lumina2-of-full-captions": (_lumina2_of_full_captions, lambda: Inputs(kwargs=_captions())),
-        },
-    )
-]
+            lambda: Inputs(
+                kwargs={
+                    "x": [torch.randn(4, 1, 8, 8), torch.randn(4, 1, 8, 8)],
+                    "t": torch.tensor([0.3, 0.7]),
+                    "cap_feats": [torch.randn(8, 16), torch.randn(6, 16)],
+                }
+            ),
+        ),
+        "qwen-image": (
+            _transformer(
+                "QwenImageTransformer2DModel",
+                in_channels=16,
+                attention_head_dim=16,
+                num_attention_heads=3,
+                joint_attention_dim=16,
+                axes_dims_rope=(8, 4, 4),
+            ),
+            lambda: Inputs(
+                kwargs={
+                    "hidden_states": torch.randn(1, 16, 16),
+                    "encoder_hidden_states": torch.randn(1, 7, 16),
+                    "encoder_hidden_states_mask": torch.ones(1, 7, dtype=torch.bool),
+                    "timestep": torch.tensor([0.3]),
+                    "img_shapes": [(1, 4, 4)],
+                }
+            ),
+        ),
+        "sana": (
+            _transformer(
+                "SanaTransformer2DModel",
+                attention_head_dim=4,
+                num_cross_attention_heads=2,
+                cross_attention_head_dim=4,
+                cross_attention_dim=8,
+                caption_channels=8,
+            ),
+            batched(_latents(4, 8, 8, text=(8, 8))),
+        ),
+        "lumina2": (diffusers_model("Lumina2Transformer2DModel", **_LUMINA2), batched(_captions)),
+        "hidream-of-all-experts": (_hidream, fixed(_latents_and_texts)),
+        "lumina2-of-full-captions": (_lumina2_of_full_captions, lambda: Inputs(kwargs=_captions())),
+    },
+)

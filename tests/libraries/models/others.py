@@ -124,51 +124,49 @@ def _quantized(config: str, **options: Any) -> Make:
     return make
 
 
-CASES = [
-    *table(
-        "torch_geometric",
-        {
-            "gcn": (_model("GCN"), _graph()),
-            "gcn-weighted": (_model("GCN"), _graph(edge_weight=lambda: torch.rand(10))),
-            "gat": (_model("GAT", heads=2), _graph()),
-            "gatv2": (_model("GAT", heads=2, v2=True), _graph()),
-            "graphsage": (_model("GraphSAGE"), _graph()),
-            "gin": (_model("GIN"), _graph()),
-            "pna": (
-                _model(
-                    "PNA",
-                    aggregators=["mean", "max", "std"],
-                    scalers=["identity", "amplification"],
-                    deg=torch.tensor([1, 2, 3]),
-                ),
-                _graph(),
+CASES = table(
+    "torch_geometric",
+    {
+        "gcn": (_model("GCN"), _graph()),
+        "gcn-weighted": (_model("GCN"), _graph(edge_weight=lambda: torch.rand(10))),
+        "gat": (_model("GAT", heads=2), _graph()),
+        "gatv2": (_model("GAT", heads=2, v2=True), _graph()),
+        "graphsage": (_model("GraphSAGE"), _graph()),
+        "gin": (_model("GIN"), _graph()),
+        "pna": (
+            _model(
+                "PNA",
+                aggregators=["mean", "max", "std"],
+                scalers=["identity", "amplification"],
+                deg=torch.tensor([1, 2, 3]),
             ),
-            "edge-cnn": (_model("EdgeCNN"), _graph()),
-        },
-    ),
-    *table(
-        "torch",
-        {
-            "dlrm": (Dlrm, _clicks),
-            "lstm": (_recurrent(nn.LSTM, num_layers=2), _any_batch),
-            "lstm-bidirectional": (_recurrent(nn.LSTM, bidirectional=True), _any_batch),
-            "gru": (_recurrent(nn.GRU, num_layers=2), _any_batch),
-            "lstm-any-length": (_recurrent(nn.LSTM), _any_length),
-            "gru-any-length": (_recurrent(nn.GRU), _any_length),
-        },
-    ),
-    *table(
-        "torchao",
-        {
-            "int8-weight-only": (_quantized("Int8WeightOnlyConfig"), batch_of((64,))),
-            "int8-dynamic": (_quantized("Int8DynamicActivationInt8WeightConfig"), batch_of((64,))),
-            "float8-weight-only": (_quantized("Float8WeightOnlyConfig"), batch_of((64,))),
-            "int4-weight-only": (_quantized("IntxWeightOnlyConfig", weight_dtype=_INT4), batch_of((64,))),
-            "int8-dynamic-int4-weight": (
-                _quantized("Int8DynamicActivationIntxWeightConfig", weight_dtype=_INT4),
-                batch_of((64,)),
-            ),
-        },
-        operators="torchao.quantization",
-    ),
-]
+            _graph(),
+        ),
+        "edge-cnn": (_model("EdgeCNN"), _graph()),
+    },
+)
+CASES += table(
+    "torch",
+    {
+        "dlrm": (Dlrm, _clicks),
+        "lstm": (_recurrent(nn.LSTM, num_layers=2), _any_batch),
+        "lstm-bidirectional": (_recurrent(nn.LSTM, bidirectional=True), _any_batch),
+        "gru": (_recurrent(nn.GRU, num_layers=2), _any_batch),
+        "lstm-any-length": (_recurrent(nn.LSTM), _any_length),
+        "gru-any-length": (_recurrent(nn.GRU), _any_length),
+    },
+)
+CASES += table(
+    "torchao",
+    {
+        "int8-weight-only": (_quantized("Int8WeightOnlyConfig"), batch_of((64,))),
+        "int8-dynamic": (_quantized("Int8DynamicActivationInt8WeightConfig"), batch_of((64,))),
+        "float8-weight-only": (_quantized("Float8WeightOnlyConfig"), batch_of((64,))),
+        "int4-weight-only": (_quantized("IntxWeightOnlyConfig", weight_dtype=_INT4), batch_of((64,))),
+        "int8-dynamic-int4-weight": (
+            _quantized("Int8DynamicActivationIntxWeightConfig", weight_dtype=_INT4),
+            batch_of((64,)),
+        ),
+    },
+    operators="torchao.quantization",
+)

@@ -92,99 +92,94 @@ def _frames(*names: str, width: int) -> Inputs:
     return Inputs(args=(torch.randn(2, 20, width),), dynamic_shapes=({0: BATCH, 1: frames},))
 
 
-CASES = [
-    *table(
-        "openai-whisper",
-        {
-            "encoder": (lambda: _whisper().encoder, batch_of((20, 32))),
-            "decoder": (_whisper_decoder, _tokens_and_sound),
-            "both": (
-                _whisper,
-                batched(lambda: {"mel": torch.randn(2, 20, 32), "tokens": torch.randint(0, 64, (2, 7))}),
+CASES = table(
+    "openai-whisper",
+    {
+        "encoder": (lambda: _whisper().encoder, batch_of((20, 32))),
+        "decoder": (_whisper_decoder, _tokens_and_sound),
+        "both": (_whisper, batched(lambda: {"mel": torch.randn(2, 20, 32), "tokens": torch.randint(0, 64, (2, 7))})),
+    },
+    libraries=("whisper",),
+)
+CASES += table(
+    "torchaudio",
+    {
+        "wav2vec2": (made("torchaudio.models:wav2vec2_model", **_WAV2VEC2), _waves),
+        "conformer": (_conformer, fixed(lambda: (torch.randn(2, 20, 16), torch.tensor([20, 14])))),
+        "conv-tasnet": (
+            made(
+                "torchaudio.models:ConvTasNet",
+                enc_num_feats=32,
+                msk_num_feats=16,
+                msk_num_hidden_feats=32,
+                msk_num_layers=3,
+                msk_num_stacks=2,
             ),
-        },
-        libraries=("whisper",),
-    ),
-    *table(
-        "torchaudio",
-        {
-            "wav2vec2": (made("torchaudio.models:wav2vec2_model", **_WAV2VEC2), _waves),
-            "conformer": (_conformer, fixed(lambda: (torch.randn(2, 20, 16), torch.tensor([20, 14])))),
-            "conv-tasnet": (
-                made(
-                    "torchaudio.models:ConvTasNet",
-                    enc_num_feats=32,
-                    msk_num_feats=16,
-                    msk_num_hidden_feats=32,
-                    msk_num_layers=3,
-                    msk_num_stacks=2,
-                ),
-                batch_of((1, 800)),
+            batch_of((1, 800)),
+        ),
+        "hdemucs": (
+            made("torchaudio.models:HDemucs", sources=["drums", "bass"], channels=8, depth=4, nfft=1024),
+            batch_of((2, 8192)),
+        ),
+        "wavernn": (
+            made(
+                "torchaudio.models:WaveRNN",
+                upsample_scales=[2, 2, 3],
+                n_classes=16,
+                hop_length=12,
+                n_res_block=2,
+                n_rnn=16,
+                n_fc=16,
+                n_freq=12,
+                n_hidden=16,
+                n_output=16,
             ),
-            "hdemucs": (
-                made("torchaudio.models:HDemucs", sources=["drums", "bass"], channels=8, depth=4, nfft=1024),
-                batch_of((2, 8192)),
+            batch_of((1, 72), (1, 12, 10)),
+        ),
+        "deepspeech": (
+            made("torchaudio.models:DeepSpeech", n_feature=16, n_hidden=32, n_class=8),
+            batch_of((1, 20, 16)),
+        ),
+        "mel-spectrogram": (
+            made("torchaudio.transforms:MelSpectrogram", sample_rate=16000, n_fft=128, n_mels=20),
+            _waves,
+        ),
+    },
+)
+CASES += table(
+    "speechbrain",
+    {
+        "ecapa-tdnn": (
+            made(
+                "speechbrain.lobes.models.ECAPA_TDNN:ECAPA_TDNN",
+                input_size=20,
+                lin_neurons=16,
+                channels=[32, 32, 32, 32, 48],
+                attention_channels=16,
+                se_channels=16,
             ),
-            "wavernn": (
-                made(
-                    "torchaudio.models:WaveRNN",
-                    upsample_scales=[2, 2, 3],
-                    n_classes=16,
-                    hop_length=12,
-                    n_res_block=2,
-                    n_rnn=16,
-                    n_fc=16,
-                    n_freq=12,
-                    n_hidden=16,
-                    n_output=16,
-                ),
-                batch_of((1, 72), (1, 12, 10)),
+            batch_of((40, 20)),
+        ),
+        "crdnn": (
+            made(
+                "speechbrain.lobes.models.CRDNN:CRDNN",
+                input_size=20,
+                cnn_blocks=1,
+                cnn_channels=(8,),
+                rnn_layers=1,
+                rnn_neurons=16,
+                dnn_neurons=16,
             ),
-            "deepspeech": (
-                made("torchaudio.models:DeepSpeech", n_feature=16, n_hidden=32, n_class=8),
-                batch_of((1, 20, 16)),
+            fixed(lambda: (torch.randn(2, 40, 20),)),  # the batch is a number of Python in its recurrent layers
+        ),
+        "xvector": (
+            made(
+                "speechbrain.lobes.models.Xvector:Xvector",
+                in_channels=20,
+                tdnn_channels=[16, 16, 16, 16, 32],
+                lin_neurons=16,
             ),
-            "mel-spectrogram": (
-                made("torchaudio.transforms:MelSpectrogram", sample_rate=16000, n_fft=128, n_mels=20),
-                _waves,
-            ),
-        },
-    ),
-    *table(
-        "speechbrain",
-        {
-            "ecapa-tdnn": (
-                made(
-                    "speechbrain.lobes.models.ECAPA_TDNN:ECAPA_TDNN",
-                    input_size=20,
-                    lin_neurons=16,
-                    channels=[32, 32, 32, 32, 48],
-                    attention_channels=16,
-                    se_channels=16,
-                ),
-                batch_of((40, 20)),
-            ),
-            "crdnn": (
-                made(
-                    "speechbrain.lobes.models.CRDNN:CRDNN",
-                    input_size=20,
-                    cnn_blocks=1,
-                    cnn_channels=(8,),
-                    rnn_layers=1,
-                    rnn_neurons=16,
-                    dnn_neurons=16,
-                ),
-                fixed(lambda: (torch.randn(2, 40, 20),)),  # the batch is a number of Python in its recurrent layers
-            ),
-            "xvector": (
-                made(
-                    "speechbrain.lobes.models.Xvector:Xvector",
-                    in_channels=20,
-                    tdnn_channels=[16, 16, 16, 16, 32],
-                    lin_neurons=16,
-                ),
-                batch_of((40, 20)),
-            ),
-        },
-    ),
-]
+            batch_of((40, 20)),
+        ),
+    },
+)

@@ -89,88 +89,88 @@ _CHAT_OF_ONE_LENGTH = batched(
     lambda: {"input_ids": ids(2, 8), "attention_mask": torch.ones(2, 8, dtype=torch.long), "use_cache": False}
 )
 
-CASES = [
-    *table(
-        "peft",
-        {
-            "lora": (_adapted, _CHAT),
-            "lora-merged": (_merged, _CHAT),
-            "lora-several": (_several, _CHAT),
-            "dora": (lambda: _adapted(use_dora=True), _CHAT),
-            "rank-stabilized-lora": (lambda: _adapted(use_rslora=True), _CHAT),
-            "ia3": (
-                _other_adapter(
-                    "IA3Config",
-                    target_modules=["k_proj", "down_proj"],
-                    feedforward_modules=["down_proj"],
-                    init_ia3_weights=False,
-                ),
-                _CHAT,
+CASES = table(
+    "peft",
+    {
+        "lora": (_adapted, _CHAT),
+        "lora-merged": (_merged, _CHAT),
+        "lora-several": (_several, _CHAT),
+        "dora": (lambda: _adapted(use_dora=True), _CHAT),
+        "rank-stabilized-lora": (lambda: _adapted(use_rslora=True), _CHAT),
+        "ia3": (
+            _other_adapter(
+                "IA3Config",
+                target_modules=["k_proj", "down_proj"],
+                feedforward_modules=["down_proj"],
+                init_ia3_weights=False,
             ),
-            "prompt-tuning": (
-                _other_adapter("PromptTuningConfig", task_type="CAUSAL_LM", num_virtual_tokens=4),
-                _CHAT_OF_ONE_LENGTH,
+            _CHAT,
+        ),
+        "prompt-tuning": (
+            _other_adapter("PromptTuningConfig", task_type="CAUSAL_LM", num_virtual_tokens=4),
+            _CHAT_OF_ONE_LENGTH,
+        ),
+        "prefix-tuning": (
+            _other_adapter("PrefixTuningConfig", task_type="CAUSAL_LM", num_virtual_tokens=4),
+            _CHAT_OF_ONE_LENGTH,
+        ),
+    },
+)
+CASES += table(
+    "sentence-transformers", {"bert": (_sentence_transformer, _features)}, libraries=("sentence_transformers",)
+)
+CASES += table(
+    "open_clip",
+    {
+        "vit": (_clip(), _pictures_and_texts),
+        "vit-siglip": (_clip(init_logit_bias=-10.0), _pictures_and_texts),
+        "coca": (
+            made(
+                "open_clip.coca_model:CoCa",
+                embed_dim=32,
+                vision_cfg={
+                    "layers": 2,
+                    "width": 32,
+                    "head_width": 8,
+                    "patch_size": 8,
+                    "image_size": 32,
+                    "attentional_pool": True,
+                    "attn_pooler_heads": 4,
+                    "output_tokens": True,
+                },
+                text_cfg={
+                    "context_length": 12,
+                    "vocab_size": 128,
+                    "width": 32,
+                    "heads": 4,
+                    "layers": 2,
+                    "embed_cls": True,
+                    "output_tokens": True,
+                },
+                multimodal_cfg={"context_length": 12, "width": 32, "heads": 4, "layers": 2},
             ),
-            "prefix-tuning": (
-                _other_adapter("PrefixTuningConfig", task_type="CAUSAL_LM", num_virtual_tokens=4),
-                _CHAT_OF_ONE_LENGTH,
+            _pictures_and_texts,
+        ),
+    },
+)
+CASES += table(
+    "proteins of transformers",
+    {
+        "esm2": (
+            lambda: _transformers("EsmForMaskedLM", **SMALL, position_embedding_type="rotary", token_dropout=False),
+            tokens("attention_mask"),
+        ),
+        "esm2-token-dropout": (
+            lambda: _transformers(
+                "EsmForMaskedLM",
+                **SMALL,
+                position_embedding_type="rotary",
+                token_dropout=True,
+                mask_token_id=3,
+                emb_layer_norm_before=True,
             ),
-        },
-    ),
-    *table("sentence-transformers", {"bert": (_sentence_transformer, _features)}, libraries=("sentence_transformers",)),
-    *table(
-        "open_clip",
-        {
-            "vit": (_clip(), _pictures_and_texts),
-            "vit-siglip": (_clip(init_logit_bias=-10.0), _pictures_and_texts),
-            "coca": (
-                made(
-                    "open_clip.coca_model:CoCa",
-                    embed_dim=32,
-                    vision_cfg={
-                        "layers": 2,
-                        "width": 32,
-                        "head_width": 8,
-                        "patch_size": 8,
-                        "image_size": 32,
-                        "attentional_pool": True,
-                        "attn_pooler_heads": 4,
-                        "output_tokens": True,
-                    },
-                    text_cfg={
-                        "context_length": 12,
-                        "vocab_size": 128,
-                        "width": 32,
-                        "heads": 4,
-                        "layers": 2,
-                        "embed_cls": True,
-                        "output_tokens": True,
-                    },
-                    multimodal_cfg={"context_length": 12, "width": 32, "heads": 4, "layers": 2},
-                ),
-                _pictures_and_texts,
-            ),
-        },
-    ),
-    *table(
-        "proteins of transformers",
-        {
-            "esm2": (
-                lambda: _transformers("EsmForMaskedLM", **SMALL, position_embedding_type="rotary", token_dropout=False),
-                tokens("attention_mask"),
-            ),
-            "esm2-token-dropout": (
-                lambda: _transformers(
-                    "EsmForMaskedLM",
-                    **SMALL,
-                    position_embedding_type="rotary",
-                    token_dropout=True,
-                    mask_token_id=3,
-                    emb_layer_norm_before=True,
-                ),
-                tokens("attention_mask"),
-            ),
-        },
-        libraries=("transformers",),
-    ),
-]
+            tokens("attention_mask"),
+        ),
+    },
+    libraries=("transformers",),
+)
