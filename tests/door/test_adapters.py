@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -61,7 +62,10 @@ def test_tensors_that_fit_no_base_model_are_counted(
     )
     adapted.load_adapter = lambda *_: SimpleNamespace(unexpected_keys=names, missing_keys=[])
     adapted.merge_and_unload = lambda: adapted
-    peft = SimpleNamespace(PeftModel=SimpleNamespace(from_pretrained=lambda *_: adapted))
+    # transformers asks for the specification of a module, and whether its package is installed, which it is not.
+    peft = SimpleNamespace(
+        PeftModel=SimpleNamespace(from_pretrained=lambda *_: adapted), __spec__=ModuleSpec("peft", None)
+    )
     monkeypatch.setitem(sys.modules, "peft", peft)
     base_model = minilm_folder()
     (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": base_model}))
