@@ -1,7 +1,6 @@
 """Keys and certificates for the tests, made by the package cryptography, and the commands `stagepack` and `model_signing`."""
 
-import subprocess
-import sys
+import importlib
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -15,16 +14,16 @@ from cryptography.x509.oid import NameOID
 from stagepack.cli import main
 
 PEM = serialization.Encoding.PEM
-MODEL_SIGNING = Path(sys.executable).with_name("model_signing")
 
 
 def run(*arguments: str | Path) -> Result:
     return CliRunner().invoke(main, [str(argument) for argument in arguments])
 
 
-def model_signing(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [str(MODEL_SIGNING), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+def model_signing(*arguments: str | Path) -> Result:
+    """Run the command of the package in this process."""
+    command = importlib.import_module("model_signing._cli").main
+    return CliRunner().invoke(command, [str(argument) for argument in arguments])
 
 
 @dataclass(frozen=True, kw_only=True)

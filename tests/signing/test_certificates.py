@@ -23,7 +23,7 @@ def test_certificates_are_followed_to_the_trusted_one(
     assert f"signature of CN=known signer: verified with {authority.root}" in result.stdout
     signature = ("--signature", bundle_path / "model.sig")
     trusted = ("--certificate_chain", authority.root)
-    assert model_signing("verify", "certificate", bundle_path, *signature, *trusted).returncode == 0
+    assert model_signing("verify", "certificate", bundle_path, *signature, *trusted).exit_code == 0
     for trusted_file in (other_authority.root, signer.public_key, authority.certificate):
         with pytest.raises(SignatureError) as caught:
             stagepack.load(bundle_path, require_signature=trusted_file)
@@ -41,7 +41,7 @@ def test_the_certificates_between_may_be_those_of_the_verifier(
     stagepack.open(bundle_path, require_signature=trusted_file)
     signature = ("--signature", bundle_path / "model.sig")
     trusted = ("--certificate_chain", trusted_file)
-    assert model_signing("verify", "certificate", bundle_path, *signature, *trusted).returncode == 0
+    assert model_signing("verify", "certificate", bundle_path, *signature, *trusted).exit_code == 0
 
 
 @pytest.mark.parametrize("days", [(-30, -1), (1, 30)], ids=["expired", "not valid yet"])

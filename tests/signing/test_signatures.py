@@ -23,7 +23,7 @@ from tests.signing.signers import Authority, Signer, make_signer, model_signing,
 def accepted_by_model_signing(bundle_path: Path, public_key: Path) -> bool:
     signature = ("--signature", bundle_path / "model.sig")
     completed = model_signing("verify", "key", bundle_path, *signature, "--public_key", public_key)
-    return completed.returncode == 0 and "Verification succeeded" in completed.stdout
+    return completed.exit_code == 0 and "Verification succeeded" in completed.stdout
 
 
 def rewrite_manifest(bundle_path: Path) -> None:
@@ -234,15 +234,15 @@ def test_larger_keys_sign_too(bits: int, bundle_path: Path, tmp_path: Path) -> N
 def test_what_model_signing_has_signed_is_accepted(bundle_path: Path, signer: Signer, authority: Authority) -> None:
     signature = ("--signature", bundle_path / "model.sig")
     completed = model_signing("sign", "key", bundle_path, *signature, "--private_key", signer.key)
-    assert completed.returncode == 0, completed.stderr
+    assert completed.exit_code == 0, completed.output
     stagepack.load(bundle_path, require_signature=signer.public_key)
     assert run("verify", bundle_path, "--key", signer.public_key).exit_code == 0
     files = ("--signing_certificate", authority.certificate, "--certificate_chain", authority.chain)
     key = ("--private_key", authority.key)
-    assert model_signing("sign", "certificate", bundle_path, *signature, *key, *files).returncode == 0
+    assert model_signing("sign", "certificate", bundle_path, *signature, *key, *files).exit_code == 0
     stagepack.load(bundle_path, require_signature=authority.root)
     (bundle_path / "notes").touch()
-    assert model_signing("sign", "key", bundle_path, *signature, "--private_key", signer.key).returncode == 0
+    assert model_signing("sign", "key", bundle_path, *signature, "--private_key", signer.key).exit_code == 0
     stagepack.load(bundle_path, require_signature=signer.public_key)
     (bundle_path / "README.md").touch()
     stagepack.sign(bundle_path, key=signer.key, overwrite=True)
