@@ -1,6 +1,7 @@
 """`inspect --graph`: a graph as code that reads as Python."""
 
 import ast
+import functools
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,6 +16,7 @@ from stagepack.format.graph import FoldedGraph, Region
 from stagepack.partition.cut_options import CutOptions
 from stagepack.roads.capture_writer import export_capture
 from tests.hostile.attack import run
+from tests.modules import module_of
 from tests.zoo.case import Case, stages_at_most
 from tests.zoo.cases import named
 from tests.zoo.test_zoo import name_of, slow
@@ -86,22 +88,12 @@ def test_names_with_braces_are_written_as_python_reads_them(tmp_path: Path) -> N
             for layer_number in range(12)
         }
     )
-    bundle = stagepack.export(InTurn(layers), (torch.randn(2, 4),), out=tmp_path / "m.stagepack")
+    model = module_of(
+        lambda self, x: functools.reduce(lambda y, layer: layer(y), self.layers.values(), x), layers=layers
+    )
+    bundle = stagepack.export(model, (torch.randn(2, 4),), out=tmp_path / "m.stagepack")
     printed = "\n".join(graph_lines(*bundle.graph_file(0), "stage_0"))
     [weight_name] = set(re.findall(r"weights\[(f'.*?\.0\.weight')\]", printed))
     at = re.search(r"\{(at\d+)\}", weight_name)
     assert at
     assert eval(weight_name, {at[1]: 5}) == "layers.k{0}5.0.weight"  # noqa: S307 - ours
-
-
-class InTurn(torch.nn.Module):
-    """Calls modules one after another."""
-
-    def __init__(self, layers: torch.nn.ModuleDict) -> None:
-        super().__init__()
-        self.layers = layers
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers.values():
-            x = layer(x)
-        return x

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import stagepack
+from stagepack.format.weights import TensorSpec, weight_file_header
 from stagepack_loaders.example import replay_example
 from tests.bundle_editor import BundleEditor, weight_file
 from tests.hostile.attack import command_fails, run
@@ -184,26 +185,15 @@ def example(editor: BundleEditor, **tensors: torch.Tensor) -> None:
     recorded = {
         key: tensor for key, tensor in load_file(editor / "example.safetensors").items() if not key.startswith("__")
     }
-    changed = {argument.replace("_", "."): tensor for argument, tensor in tensors.items()}
-    fields: dict[str, Any] = {}
-    data = b""
-    for key, tensor in (recorded | changed).items():
-        data += bytes(-len(data) % 64)
-        content = tensor.contiguous().numpy().tobytes()
-        if fields and (end := max(entry["data_offsets"][1] for entry in fields.values())) != len(data):
-            fields[f"__padding__{len(fields)}"] = {
-                "dtype": "U8",
-                "shape": [len(data) - end],
-                "data_offsets": [end, len(data)],
-            }
-        dtype = {"float32": "F32", "int64": "I64"}[str(tensor.dtype).removeprefix("torch.")]
-        fields[key] = {
-            "dtype": dtype,
-            "shape": list(tensor.shape),
-            "data_offsets": [len(data), len(data) + len(content)],
-        }
-        data += content
-    editor.write_file("example.safetensors", weight_file(json.dumps(fields).encode(), data))
+    recorded |= {argument.replace("_", "."): tensor for argument, tensor in tensors.items()}
+    specs = [
+        TensorSpec(name=key, dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape))
+        for key, tensor in recorded.items()
+    ]
+    header, paddings = weight_file_header(specs)
+    contents = [tensor.contiguous().numpy().tobytes() for tensor in recorded.values()]
+    data = b"".join(bytes(padding) + content for padding, content in zip(paddings, contents, strict=True))
+    editor.write_file("example.safetensors", header + data)
 
 
 def test_an_example_with_other_numbers_shows_the_difference(editor: BundleEditor) -> None:
