@@ -2,8 +2,6 @@
 
 import json
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import pytest
 from stagepack.capture.time_limit import TimeLimitReached, time_limit
 from tests.hostile.attack import run
 from tests.waiting import wait_until
+from tools.fork_server import ForkedCommand
 
 MODELS = """
 import pathlib
@@ -112,18 +111,8 @@ def test_a_limit_leaves_the_alarm_of_its_caller() -> None:
 @pytest.mark.process
 @pytest.mark.parametrize("options", [[], pytest.param(["--json"], marks=pytest.mark.slow)])
 def test_rows_come_one_by_one_and_stay_after_an_interrupt(models: Path, options: list[str]) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "stagepack",
-        "doctor",
-        f"{models}:net",
-        "--time-limit",
-        "60" if options else "2",
-        *options,
-    ]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
+    process = ForkedCommand("doctor", f"{models}:net", "--time-limit", "60" if options else "2", *options)
+    with process.stdout:
         if options:
             wait_until(models.with_suffix(".traced").exists, seconds=120)
             rows = []
@@ -131,8 +120,8 @@ def test_rows_come_one_by_one_and_stay_after_an_interrupt(models: Path, options:
             rows = [process.stdout.readline() for _ in range(4)]
             assert process.poll() is None
         process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=60)
-    assert process.returncode == 130
+        output = process.stdout.read()
+    assert process.wait(60) == 130
     if options:
         facts = json.loads(output)
         assert facts["interrupted"] is True

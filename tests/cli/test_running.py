@@ -13,6 +13,7 @@ import stagepack
 from stagepack.format.weights import TensorSpec, weight_file_header
 from stagepack_loaders.example import replay_example
 from tests.bundle_editor import BundleEditor, weight_file
+from tests.distributed.forked_processes import forked_launches
 from tests.hostile.attack import command_fails, run
 from tests.modules import module_of
 
@@ -215,7 +216,8 @@ def test_an_example_with_other_numbers_shows_the_difference(editor: BundleEditor
 @pytest.mark.process
 def test_another_answer_of_processes_is_refused(editor: BundleEditor) -> None:
     example(editor, output_1=torch.tensor([5.0]))
-    result = run("load", str(editor.path), "--processes", "2", "--json")
+    with forked_launches():
+        result = run("load", str(editor.path), "--processes", "2", "--json")
     assert result.exit_code == 1
     assert json.loads(result.stdout)["difference"] == 4.0
     assert "expected the recorded results of the example, found a difference of 4" in result.stderr

@@ -140,6 +140,7 @@ def test_an_object_is_exported_as_it_is_and_stays_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "dtype",
     [torch.bfloat16, *(pytest.param(other, marks=pytest.mark.slow) for other in (torch.float16, torch.float32))],
+    ids=str,
 )
 def test_embeddings_have_the_dtype_of_the_model_also_those_of_no_texts(dtype: torch.dtype, tmp_path: Path) -> None:
     model = sentence_model(tmp_path / "encoder", modules().Pooling(HIDDEN), modules().Dense(HIDDEN, 16))
