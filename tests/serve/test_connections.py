@@ -159,7 +159,7 @@ def test_a_connection_may_be_idle_between_requests(impatient: Server) -> None:
 
 
 def test_bodies_that_do_not_come(impatient: Server) -> None:
-    """Of requests that have a place at a model, and of others."""
+    """Requests that have a place at a model, and others."""
     with contextlib.ExitStack() as stack:
         paths = (INFER, "/v2/repository/index", "/v2/logging", "/v1/completions")
         connections = [stack.enter_context(begin_post(impatient, path, b"half", 1000)) for path in paths]
