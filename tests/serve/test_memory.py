@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import sys
+import threading
 import time
 import weakref
 from collections.abc import Iterator
@@ -124,6 +125,27 @@ def test_refused_version_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None
         asyncio.run(load())
     finally:
         gc.enable()
+
+
+def test_counting_objects_breaks_no_tuple_that_another_thread_makes() -> None:
+    is_over, interval = threading.Event(), sys.getswitchinterval()
+    objects: list[list[int]] = [[] for _ in range(100_000)]  # which take long enough to count for threads to take turns
+
+    def make_tuples() -> None:
+        while not is_over.is_set():
+            assert len(tuple(number for number in range(30))) == 30
+
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            making = pool.submit(make_tuples)
+            has_many = [free_memory._has_many_objects() for _ in range(100)]
+            is_over.set()
+        making.result()
+        assert all(has_many)
+    finally:
+        sys.setswitchinterval(interval)
+    assert len(objects) == 100_000
 
 
 @pytest.fixture(scope="module")
