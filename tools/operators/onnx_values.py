@@ -215,8 +215,9 @@ def _compared(calls: Sequence[ValueCall], pipe: Any, folder: Path) -> Iterator[V
             outputs = pipe(*(tensor.clone() for tensors in inputs for tensor in tensors))
         except Exception as error:  # noqa: BLE001 - runtimes raise any class
             if len(calls) > 1:
-                for call in calls:
-                    yield from sweep_calls([call], folder)
+                half = len(calls) // 2
+                yield from sweep_calls(calls[:half], folder)
+                yield from sweep_calls(calls[half:], folder)
                 return
             worst[0] = max(worst[0], _failure(calls[0], trial, error), key=_rank)
             continue
