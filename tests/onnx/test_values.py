@@ -155,6 +155,9 @@ REFUSED = {
     "histc.default of 16 bits": bound_call("aten.histc.default", ROWS.half(), 4),
     "special_erfcx.default": bound_call("aten.special_erfcx.default", ROWS),
     "log_softmax of float64": bound_call("aten.log_softmax.int", ROWS, 0, dtype=torch.float64),
+    "_upsample_bicubic2d_aa.default of integers": bound_call(
+        "aten._upsample_bicubic2d_aa.default", (100 * IMAGE).to(torch.uint8), [4, 9], False
+    ),
     "logcumsumexp.default": bound_call("aten.logcumsumexp.default", ROWS, 0),
     "prod.default, whose NaN": bound_call("aten.prod.default", ROWS),
     "layer_norm.default over one element": bound_call("aten.layer_norm.default", ROWS[:, :1], [1]),

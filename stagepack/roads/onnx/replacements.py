@@ -211,7 +211,13 @@ def _any(_: _Operator, arguments: _Arguments) -> Any:
     return torch.logical_not(torch.all(is_false, dim=arguments["dim"], keepdim=arguments["keepdim"]))
 
 
-def _bilinear(_: _Operator, arguments: _Arguments) -> Any:
+def _interpolation(target: _Operator, arguments: _Arguments) -> Any:
+    if not arguments["input" if "input" in arguments else "self"].is_floating_point():
+        raise NoOnnxFormError(f"{target} of integers, whose weights torch rounds to 16 bits")
+
+
+def _bilinear(target: _Operator, arguments: _Arguments) -> Any:
+    _interpolation(target, arguments)
     # The trace takes it apart into differences of neighbours, which are NaN beside infinity.
     if "output_size" not in arguments or "scale_factors" in arguments:
         return None
@@ -248,6 +254,8 @@ def _as_tensor(value: Any, dtype: torch.dtype) -> torch.Tensor:
 REPLACEMENTS: Final[Mapping[str, Callable[[Any, _Arguments], Any]]] = {
     "_adaptive_avg_pool2d": _adaptive_average,
     "_adaptive_avg_pool3d": _adaptive_average,
+    "_upsample_bicubic2d_aa": _interpolation,
+    "_upsample_bilinear2d_aa": _interpolation,
     "adaptive_avg_pool1d": _adaptive_average,
     "adaptive_avg_pool2d": _adaptive_average,
     "adaptive_avg_pool3d": _adaptive_average,
@@ -281,6 +289,7 @@ REPLACEMENTS: Final[Mapping[str, Callable[[Any, _Arguments], Any]]] = {
     "scatter_add": _scatter,
     "scatter_reduce": _scatter,
     "std": _spread,
+    "upsample_bicubic2d": _interpolation,
     "upsample_bilinear2d": _bilinear,
     "var": _spread,
     "view": _reshape,
