@@ -97,8 +97,6 @@ class ExportRequest:
         )
         if self.cuts and not may_be_several and self.generate is None:
             raise OptionError(_NO_ENTRY_POINTS)
-        if self.allow_ops and self.graph_from is None:
-            raise OptionError("allow_ops: they are for the stages of graph_from: leave them out")
         if self.tolerance != Tolerance() and not self.with_onnx:
             raise OptionError("rtol, atol: they are for ONNX files: add these by onnx")
 

@@ -83,7 +83,7 @@ def test_a_path_that_is_no_bundle_is_named(command: str, path: str, found: str, 
         ("recut BUNDLE --stages 2 -o nowhere/out", "expected the folder .*nowhere to exist"),
         (
             "plan BUNDLE --profile nowhere",
-            "profile: expected a device (.*) or a file that .stagepack profile. wrote, found nowhere$",
+            "profile: expected a device (.*) or a file that .stagepack profile. wrote, found 'nowhere'$",
         ),
         ("recut BUNDLE -o out --stages 2 --profile bad.json", "bad.json: expected a profile"),
         ("profile BUNDLE -o nowhere/times.json", "nowhere/times.json: cannot be written: .*nowhere is no folder"),
