@@ -198,13 +198,20 @@ class LocalExecutor(Executor):
         call_numbers: the numbers of the calls to come.
     """
 
-    def __init__(self, bundle: Bundle, stages: Sequence[LoadedStage], observe: StageObserver | None = None) -> None:
+    def __init__(
+        self, bundle: Bundle, stages: Sequence[LoadedStage | StageDriver], observe: StageObserver | None = None
+    ) -> None:
         entry_point = bundle.entry_point
-        self.stages = tuple(stage_driver(entry_point, stage_number, stage) for stage_number, stage in enumerate(stages))
+        self.stages = tuple(
+            stage if isinstance(stage, StageDriver) else stage_driver(entry_point, stage_number, stage)
+            for stage_number, stage in enumerate(stages)
+        )
         self.spans = SpanRecorder()
         self._runtimes = tuple(dict.fromkeys(stage.runtime for stage in self.stages))
         if len(stages) > 1:  # stages of other runtimes than torch check the inputs that they write
-            graphs = [graph for stage in stages if isinstance(graph := getattr(stage, "graph", None), Graph)]
+            graphs = [
+                graph for stage in self.stages if isinstance(graph := getattr(stage.loaded, "graph", None), Graph)
+            ]
             self.written_inputs = frozenset().union(*map(written_inputs, graphs))
         self._bundle = bundle
         results = set(value_names(entry_point.signature.result))
@@ -273,7 +280,7 @@ class LocalExecutor(Executor):
     def reset_state(self) -> None:
         """See `Executor`."""
         for stage in self.stages:
-            stage.loaded.reset_state()
+            stage.reset_state()
 
     def seed(self, seed: int) -> None:
         """See `Executor`."""
@@ -301,7 +308,7 @@ class LocalExecutor(Executor):
 
     def overlapping(self, observe: StageObserver) -> "LocalExecutor":
         """See `Executor`. A trace of either executor has the calls of both."""
-        executor = LocalExecutor(self._bundle, [stage.loaded for stage in self.stages], observe)
+        executor = LocalExecutor(self._bundle, self.stages, observe)
         executor.spans, executor.call_numbers = self.spans, self.call_numbers
         return executor
 

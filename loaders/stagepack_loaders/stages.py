@@ -1,8 +1,9 @@
 """A loaded stage that runs: what drives it in a call of a pipeline, and how it is called on its own, with the arrays of any runtime."""
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from stagepack.errors import InputError, StageFailedError
@@ -30,6 +31,7 @@ class StageDriver:
         inputs: its inputs.
         outputs: the names of its outputs.
         has_state: whether it has buffers that calls write.
+        state_lock: held while a call uses these buffers: all executors of a loaded stage share its driver.
     """
 
     number: int
@@ -38,6 +40,7 @@ class StageDriver:
     inputs: tuple[Edge, ...]
     outputs: tuple[str, ...]
     has_state: bool
+    state_lock: threading.Lock = field(default_factory=threading.Lock)
 
     def take_inputs(self, values: MutableMapping[str, Any]) -> list[Any]:
         """Return the inputs as the runtime takes them. Later stages get the same ones: they are to see what this one writes into them."""
@@ -57,20 +60,27 @@ class StageDriver:
         waits: whether to wait until the device of the stage has finished.
         """
         with typed_stage_errors(self.number):
-            outputs = self.loaded.run(inputs) if states is None else self._run_in_sequence(inputs, states)
+            if self.has_state:
+                with self.state_lock:
+                    outputs = self.loaded.run(inputs) if states is None else self._run_in_sequence(inputs, states)
+            else:
+                outputs = self.loaded.run(inputs)
             if waits:
                 self.runtime.wait(self.loaded.device)
         return outputs
 
     def _run_in_sequence(self, inputs: list[Any], states: MutableMapping[int, Any]) -> tuple[Any, ...]:
-        if not self.has_state:
-            return self.loaded.run(inputs)
         state = states[self.number] if self.number in states else self.loaded.fresh_state()
         previous_state = self.loaded.swap_state(state)
         try:
             return self.loaded.run(inputs)
         finally:
             states[self.number] = self.loaded.swap_state(previous_state)
+
+    def reset_state(self) -> None:
+        """Set the buffers that calls write to their content at loading."""
+        with self.state_lock:
+            self.loaded.reset_state()
 
 
 def stage_driver(entry_point: EntryPoint, stage_number: int, loaded: LoadedStage) -> StageDriver:

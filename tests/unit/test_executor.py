@@ -1,8 +1,10 @@
 """Stages of this process that work on several calls at the same time: a lane for each device, and what happens when its thread ends."""
 
 import gc
+import sys
 import threading
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +13,8 @@ import torch
 import stagepack
 from stagepack.errors import StageLostError
 from stagepack.format.reader import Bundle
-from stagepack_loaders.executor import CallOptions, LocalExecutor
+from stagepack.format.tree import value_names
+from stagepack_loaders.executor import CallOptions, Executor, LocalExecutor
 
 WAIT_SECONDS = 20
 
@@ -135,3 +138,42 @@ def test_a_trace_has_the_calls_of_a_server_too(bundle: Bundle, stages: list[Any]
     compute = [(span.request, span.stage) for span in run_trace.spans if span.kind == "compute"]
     assert compute == [(1, 0), (1, 1), (1, 2), (2, 0), (2, 1), (2, 2)]
     overlapping.close()
+
+
+class Counter(torch.nn.Module):
+    """Counts its calls by operators that are slow enough for threads to take turns."""
+
+    total: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(64, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.total.add_(x @ x.new_ones(64, 64) / 64)
+        return self.total.sum() / 4096
+
+
+def test_executors_of_one_stage_take_turns_with_its_state(tmp_path: Path) -> None:
+    pipeline = stagepack.load(stagepack.export(Counter(), (torch.ones(64, 64),), out=tmp_path / "counter.stagepack"))
+    served, served_by_another_name = (pipeline.executor.overlapping(lambda _, __: None) for _ in range(2))
+
+    [total_name] = value_names(pipeline.bundle.entry_point.signature.result)
+
+    def count(executor: Executor) -> list[float]:
+        sequence, counts = executor.begin_sequence(), []
+        for _ in range(200):
+            values = executor.submit({pipeline.inputs[0].name: torch.ones(64, 64)}, {}, sequence).result()
+            counts.append(float(values[total_name]))
+        return counts
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with torch.no_grad(), ThreadPoolExecutor(3) as pool:
+            counts = list(pool.map(count, [pipeline.executor, served, served_by_another_name]))
+    finally:
+        sys.setswitchinterval(interval)
+        served.close()
+        served_by_another_name.close()
+    assert counts == [[float(number) for number in range(1, 201)]] * 3
