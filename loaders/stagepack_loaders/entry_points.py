@@ -50,7 +50,7 @@ class EntryPointPipelines(Mapping[str, Pipeline]):
         found: Pipeline = pipelines[name]
         return found
 
-    def generate(self, inputs: Any, attention_mask: Any = None, **settings: Any) -> Any:
+    def generate(self, inputs: Any = None, attention_mask: Any = None, **settings: Any) -> Any:
         """Generate tokens with the decoder of the bundle, and with its encoder if it has one.
 
         Args:

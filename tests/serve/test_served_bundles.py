@@ -15,8 +15,15 @@ from torch._higher_order_ops import while_loop
 from torch.export import Dim
 
 import stagepack
+from stagepack_serving.server.errors import BadRequestError
+from stagepack_serving.server.generation.generator import Generator, generator_of
+from stagepack_serving.server.limits import ServerLimits
+from stagepack_serving.server.metrics import Metrics
+from stagepack_serving.server.model_loading import PipelineLoading
+from stagepack_serving.server.model_registry import ModelRegistry
 from tests.cli.entry_point_model import translator
 from tests.modules import module_of
+from tests.serve.generating_families import family_bundle
 from tests.serve.local_server import local_server, refusal
 from tests.serve.servers import Client, infer_json, post_json, refused, stagepack_server
 
@@ -38,6 +45,20 @@ def test_each_entry_point_is_served(tmp_path: Path) -> None:
         assert [entry["name"] for entry in divided.facts["models"]] == ["decoder"]
         [decoded] = client.ask("decoder", {"hidden": hidden.numpy()}).values()
         assert numpy.array_equal(decoded, logits.numpy())
+
+
+def test_the_entry_points_of_a_bundle_are_served_from_python_as_by_the_command(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    pipelines = stagepack.load_entry_points(family_bundle(tmp_path_factory, "t5"))
+    models = ModelRegistry(ServerLimits(), Metrics())
+    loaded = PipelineLoading({"t5": pipelines, "alone": pipelines.decode}, models)
+    whole, alone = (loaded(name, 1, "", unless_digest=None) for name in ("t5", "alone"))
+    assert {model.name: model.part(Generator) is not None for model in whole.models} == {"t5_encode": False, "t5": True}
+    with pytest.raises(BadRequestError, match="it is served without its encoder, and not as its whole bundle"):
+        generator_of(alone.models[0])
+    assert whole.close(1)
+    assert alone.close(1)
 
 
 class Recurrent(torch.nn.Module):

@@ -3,8 +3,10 @@
 import json
 import signal
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from html import unescape
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -65,13 +67,34 @@ def test_serve_answers_until_it_is_told_to_stop(bundle: stagepack.Bundle, tmp_pa
         process.send_signal(signal.SIGTERM)
         assert process.stdout.read() == "stopped\n"
     assert process.wait() == 0
-    for wrong, says in (
+
+
+def test_serve_refuses_wrong_arguments(bundle: stagepack.Bundle) -> None:
+    pipelines = {"tower": stagepack.load(bundle)}
+    wrong_pipelines: list[tuple[Any, str]] = [
         ({}, "at least one"),
+        ([pipelines["tower"]], "expected a dict of pipelines by name, found list"),
         ({"\udcff": bundle}, "expected a name of printable characters"),
+        ({1: pipelines["tower"]}, "expected a name of printable characters without '/', found 1"),
+        ({"a/b": pipelines["tower"]}, "expected a name of printable characters without '/', found 'a/b'"),
         ({"m": bundle}, "expected a pipeline that stagepack.load returns for 'm'"),
-    ):
+    ]
+    for wrong, says in wrong_pipelines:
         with pytest.raises(OptionError, match=says):
-            stagepack.serve(wrong)  # type: ignore[arg-type]
+            stagepack.serve(wrong)
+    wrong_arguments: list[tuple[dict[str, Any], str]] = [
+        ({"http_port": 70_000}, "http_port: expected a number from 0 to 65535, found 70000"),
+        ({"grpc_port": "8001"}, "grpc_port: expected a number from 0 to 65535, found '8001'"),
+        ({"operator_port": True}, "operator_port: expected a number"),
+        ({"host": None}, "host: expected an address"),
+        ({"limits": {"max_batch_size": 1}}, "limits: expected stagepack.ServerLimits, found dict"),
+        ({"check_token": 3}, "check_token: expected a function, found 3"),
+    ]
+    for arguments, says in wrong_arguments:
+        with pytest.raises(OptionError, match=says):
+            stagepack.serve(pipelines, **arguments)
+    with ThreadPoolExecutor(1) as pool, pytest.raises(OptionError, match="expected the main thread"):
+        pool.submit(stagepack.serve, pipelines).result()
 
 
 def test_more_stages_than_operators_are_refused(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from stagepack.format.reader import Bundle
 from stagepack.opening import TrustedSigners, open_bundle
 from stagepack_loaders.call_limits import Limits
 from stagepack_loaders.distributed.launch_environment import is_launched_group
-from stagepack_loaders.entry_points import load_entry_points
+from stagepack_loaders.entry_points import EntryPointPipelines, load_entry_points
 from stagepack_loaders.generation.decoders import generating_entry_point
 from stagepack_loaders.load import start_processes
 from stagepack_loaders.options import LoadOptions, ProcessOptions
@@ -61,17 +61,20 @@ class ServedBundleOptions:
 class PipelineLoading:
     """Serves pipelines that their caller has loaded, and closes. Implements `BundleLoader`."""
 
-    def __init__(self, pipelines: Mapping[str, CallablePipeline], models: ModelRegistry) -> None:
+    def __init__(self, pipelines: Mapping[str, CallablePipeline | EntryPointPipelines], models: ModelRegistry) -> None:
         self._pipelines = pipelines
         self._models = models
 
     def __call__(self, model_name: str, version: int, path: str, *, unless_digest: str | None) -> LoadedBundle:
         """See `BundleLoader`."""
-        pipeline = self._pipelines[model_name]
+        loaded = self._pipelines[model_name]
+        pipelines = (
+            {model_name: loaded} if isinstance(loaded, CallablePipeline) else _pipelines_by_model(model_name, loaded)
+        )
         with ExitStack() as closing:
-            models = _served_models({model_name: pipeline}, self._models, closing, check_example=False)
+            models = _served_models(pipelines, self._models, closing, check_example=False)
             closing.pop_all()
-        return LoadedBundle(version=version, digest=pipeline.bundle.digest, models=models, end_processes=lambda: None)
+        return LoadedBundle(version=version, digest=loaded.bundle.digest, models=models, end_processes=lambda: None)
 
 
 class BundleLoading:
@@ -141,7 +144,7 @@ class BundleLoading:
                 copy=load.copy,
                 limits=Limits(value_bytes=self._options.value_bytes),
             )
-            return {f"{model_name}_{entry_point}": pipeline for entry_point, pipeline in loaded.items()}
+            return _pipelines_by_model(model_name, loaded)
         pipelines = {}
         for name, selected_bundle in _entry_points_by_model(model_name, bundle).items():
             pipeline = self._load_pipeline(selected_bundle, closing)
@@ -200,3 +203,9 @@ def _entry_points_by_model(model_name: str, bundle: Bundle) -> dict[str, Bundle]
     if decoder_name is not None:
         names[decoder_name] = model_name
     return {names[entry_point.name]: bundle.select(entry_point.name) for entry_point in bundle.entry_points}
+
+
+def _pipelines_by_model(model_name: str, pipelines: EntryPointPipelines) -> dict[str, CallablePipeline]:
+    """The pipeline of each entry point, by the name of its model."""
+    selected = _entry_points_by_model(model_name, pipelines.bundle)
+    return {name: pipelines[bundle.entry_point.name] for name, bundle in selected.items()}

@@ -7,6 +7,7 @@ import math
 import os
 import resource
 import signal
+import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from grpc_reflection.v1alpha.reflection_pb2_grpc import add_ServerReflectionServ
 from tritonclient.grpc.service_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
 
 from stagepack.errors import OptionError, StageLostError
+from stagepack_loaders.entry_points import EntryPointPipelines
 from stagepack_loaders.pipeline import CallablePipeline
 from stagepack_loaders.python_process import kept_signal_handlers
 from stagepack_serving.server.errors import AddressError
@@ -52,6 +54,7 @@ _WATCH_SECONDS: Final = 0.2
 _LIVE_SECONDS: Final = 10.0
 # Files of the process, beside those of connections.
 _OTHER_FILES: Final = 1000
+_LARGEST_PORT: Final = 65_535
 
 
 def watch_stop_signals() -> asyncio.Future[signal.Signals]:
@@ -246,8 +249,22 @@ def check_addresses(addresses: ServerAddresses) -> None:
                 closing.enter_context(listen(addresses.host, port, protocol))
 
 
+def _check_pipelines(pipelines: Mapping[str, CallablePipeline | EntryPointPipelines]) -> None:
+    if not isinstance(pipelines, Mapping):
+        raise OptionError(f"pipelines: expected a dict of pipelines by name, found {type(pipelines).__name__}")
+    if not pipelines:
+        raise OptionError("pipelines: expected at least one, found none")
+    for name, pipeline in pipelines.items():
+        if not isinstance(name, str) or not name or not name.isprintable() or "/" in name:
+            raise OptionError(f"pipelines: expected a name of printable characters without '/', found {name!r}")
+        if not isinstance(pipeline, CallablePipeline | EntryPointPipelines):
+            raise OptionError(
+                f"pipelines: expected a pipeline that stagepack.load returns for {name!r}, found {type(pipeline).__name__}"
+            )
+
+
 def serve_pipelines(
-    pipelines: Mapping[str, CallablePipeline],
+    pipelines: Mapping[str, CallablePipeline | EntryPointPipelines],
     *,
     host: str = "127.0.0.1",
     http_port: int = 8000,
@@ -259,14 +276,15 @@ def serve_pipelines(
     tls_client_ca: str | os.PathLike[str] | None = None,
     token_file: str | os.PathLike[str] | None = None,
     check_token: Callable[[str], bool] | None = None,
-    on_listening: Callable[[ServerAddresses], None] = lambda _: None,
+    on_listening: Callable[[ServerAddresses], None] | None = None,
 ) -> None:
     """Serve loaded pipelines over the Open Inference Protocol, REST and gRPC, until SIGTERM, SIGHUP or SIGINT. Call it in the main thread.
 
     Load with ``copy=True``: then no change of the weight files costs a request time.
 
     Args:
-        pipelines: the pipelines by the names that clients call the models.
+        pipelines: the pipelines by the names that clients call the models; what `load_entry_points` returns is a model NAME_ENTRYPOINT for
+            each entry point, and NAME for the one that generates.
         host: the address to listen at; ``0.0.0.0`` is all interfaces.
         http_port: the port for REST; 0 chooses a free one.
         grpc_port: the port for gRPC; 0 chooses a free one.
@@ -282,7 +300,7 @@ def serve_pipelines(
         on_listening: called with the addresses, free ports filled in, when the server accepts requests.
 
     Raises:
-        OptionError: there is no pipeline, or something else than a pipeline; or arguments for TLS or tokens do not go together.
+        OptionError: an argument has another type or range, arguments for TLS or tokens do not go together, or this is not the main thread.
         CredentialError: a file for TLS or tokens cannot be used.
         StageLostError: a model has ended: its processes were lost, or one of its threads.
         AddressError: the server cannot listen at an address.
@@ -290,15 +308,24 @@ def serve_pipelines(
     Examples:
         >>> stagepack.serve({"minilm": stagepack.load("minilm.stagepack", copy=True)})
     """
-    if not pipelines:
-        raise OptionError("pipelines: expected at least one, found none")
-    for name, pipeline in pipelines.items():
-        if not name or not name.isprintable():
-            raise OptionError(f"pipelines: expected a name of printable characters, found {name!r}")
-        if not isinstance(pipeline, CallablePipeline):
-            raise OptionError(
-                f"pipelines: expected a pipeline that stagepack.load returns for {name!r}, found {type(pipeline).__name__}"
-            )
+    _check_pipelines(pipelines)
+    if threading.current_thread() is not threading.main_thread():
+        raise OptionError("serve: expected the main thread, which gets the signals, found another one")
+    if limits is not None and not isinstance(limits, ServerLimits):
+        raise OptionError(f"limits: expected stagepack.ServerLimits, found {type(limits).__name__}")
+    if not isinstance(host, str):
+        raise OptionError(f"host: expected an address such as '127.0.0.1', found {host!r}")
+    ports = {
+        "http_port": http_port,
+        "grpc_port": grpc_port,
+        "operator_port": 0 if operator_port is None else operator_port,
+    }
+    for option_name, port in ports.items():
+        if not isinstance(port, int) or isinstance(port, bool) or not 0 <= port <= _LARGEST_PORT:
+            raise OptionError(f"{option_name}: expected a number from 0 to {_LARGEST_PORT}, found {port!r}")
+    for option_name, function in (("check_token", check_token), ("on_listening", on_listening)):
+        if function is not None and not callable(function):
+            raise OptionError(f"{option_name}: expected a function, found {function!r}")
     security = read_security(
         tls_certificate=tls_certificate,
         tls_key=tls_key,
@@ -311,7 +338,7 @@ def serve_pipelines(
     addresses = ServerAddresses(host=host, http_port=http_port, grpc_port=grpc_port, operator_port=operator_port)
     try:
         control.load_at_start()
-        serve(control, addresses, on_listening, security)
+        serve(control, addresses, on_listening or (lambda _: None), security)
     except BaseException:
         # Without a wait, threads that have nothing left to do could outlive the error.
         control.close(models.limits.drain)

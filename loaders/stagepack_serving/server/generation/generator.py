@@ -285,7 +285,9 @@ def generator_of(model: ServedModel) -> Generator:
     """Return what generates texts with a model."""
     generator = model.part(Generator)
     if generator is None:
-        message = f"{model.name}: the model does not generate: its bundle has no decoder with the inputs of generation"
+        message = f"{model.name}: the model does not generate: it has no decoder with the inputs of generation"
+        if (facts := decoder_facts(model.bundle.entry_point)) is not None and facts.takes_encoder:
+            message = f"{model.name}: the model does not generate: it is served without its encoder, and not as its whole bundle"
         raise BadRequestError(message)
     return generator
 
