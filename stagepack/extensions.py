@@ -41,7 +41,7 @@ def installed_extensions() -> Mapping[str, Extension]:
         remedy = f"install {distribution} again, or remove it"
         try:
             extension = entry_point.load()
-        except (ImportError, AttributeError) as error:
+        except Exception as error:  # whatever a module raises when it is imported
             raise MissingPackageError(f"{problem}, found: {error}: {remedy}", name=entry_point.module) from error
         if not isinstance(extension, Extension):
             raise MissingPackageError(f"{problem}, found {type(extension).__name__}: {remedy}", name=entry_point.module)

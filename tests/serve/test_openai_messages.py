@@ -140,3 +140,10 @@ def test_results_without_an_id_and_calls_without_a_result_are_read() -> None:
         (("messages", 1, "tool_calls", 0, "function", "arguments"), {"a": [1]}),
     ):
         read(ChatFields, changed(CHAT, path, value))
+
+
+@pytest.mark.parametrize(("fields_type", "body"), [BODIES["messages"], BODIES["input"]], ids=["chat", "response"])
+def test_an_unknown_option_of_a_stream_is_refused(fields_type: Any, body: Any) -> None:
+    with pytest.raises(RequestError, match="unknown field `include_usge`") as refused:
+        read(fields_type, body | {"stream": True, "stream_options": {"include_usge": True}})
+    assert refused.value.field_name == "stream_options"

@@ -109,12 +109,14 @@ def test_a_name_whose_extension_is_not_installed_says_so(distribution: Distribut
         ("no_such_package:EXTENSION", "No module named 'no_such_package'"),
         ("stagepack_train:NOTHING", "module 'stagepack_train' has no attribute 'NOTHING'"),
         ("stagepack_train.start:train", "found function"),
+        ("broken_package:EXTENSION", "found: boom"),
         ("stagepack_train.extension", "No module named"),
     ],
 )
 def test_an_extension_that_cannot_be_loaded_is_named_with_its_distribution(
-    value: str, found: str, distribution: Distribution
+    value: str, found: str, distribution: Distribution, tmp_path: Path
 ) -> None:
+    (tmp_path / "broken_package.py").write_text("raise RuntimeError('boom')")
     distribution("broken", f"wrong = {value}")
     with pytest.raises(
         MissingPackageError, match=f"'wrong' .* at {value}, .*{found}.*: install broken again"

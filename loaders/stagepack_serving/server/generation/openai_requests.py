@@ -124,7 +124,7 @@ def convert_fields(fields: Any, fields_type: type[Any]) -> Any:
         raise refusal from None
 
 
-class StreamOptions(Struct, kw_only=True):
+class StreamOptions(Struct, kw_only=True, forbid_unknown_fields=True):
     """Options of an answer that is a stream."""
 
     include_usage: bool | None = None
