@@ -3,9 +3,7 @@
 from datetime import UTC, datetime
 from typing import Any
 
-import click
-
-from stagepack.cli.command import ByteSize, flag, option_object, subcommand
+from stagepack.cli.command import ByteSize, Number, flag, option_object, subcommand
 from stagepack.cli.output import count_of, print_json, print_line, print_table
 from stagepack.cli.shared_flags import JSON
 from stagepack.format.quantities import format_bytes
@@ -21,7 +19,7 @@ class _Options:
         "--older-than DAYS",
         "Remove the bundles that were not opened for so many days.",
         default_text="remove none",
-        type=click.FloatRange(0),
+        type=Number(0),
     )
     most_bytes: int | None = flag(
         "--trim-to SIZE",

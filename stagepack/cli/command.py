@@ -115,7 +115,18 @@ class Count(click.IntRange):
         return count
 
 
-class Amount(click.FloatRange):
+class Number(click.FloatRange):
+    """A number in a range, of which NaN is none: comparisons do not find it out of range."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the number."""
+        number = super().convert(value, param, ctx)
+        if math.isnan(number):
+            self.fail("nan is not a number.", param, ctx)
+        return number
+
+
+class Amount(Number):
     """A number in a unit of the command line, such as milliseconds, which becomes one in the unit of the field, such as seconds."""
 
     def __init__(self, minimum: float = 0, maximum: float = 86_400, unit: float = 1.0) -> None:
@@ -125,8 +136,6 @@ class Amount(click.FloatRange):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Return the number in the unit of the field; an integer if this unit is a whole number of that."""
         amount = super().convert(value, param, ctx)
-        if math.isnan(amount):  # comparisons do not find it out of range
-            self.fail("nan is not a number.", param, ctx)
         return round(amount * self.unit) if isinstance(self.unit, int) else amount * self.unit
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 import click
 from msgspec import structs
 
-from stagepack.cli.command import ByteSize, argument, flag, flag_of, flags_of, only_with, option_object
+from stagepack.cli.command import ByteSize, Number, argument, flag, flag_of, flags_of, only_with, option_object
 from stagepack.cli.failures import fail
 from stagepack.cli.run_options import (
     COMPILED,
@@ -83,7 +83,7 @@ class ServeOptions:
     poll_seconds: float = flag(
         "--poll-s SECONDS",
         "With --model-control poll: time between two looks at the bundles, in seconds.",
-        type=click.FloatRange(0.1, 86_400),
+        type=Number(0.1, 86_400),
         default=15,
     )
     version_policy: VersionPolicy = only_with(

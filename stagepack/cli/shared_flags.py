@@ -13,6 +13,7 @@ from stagepack.capture.imports import import_user_module
 from stagepack.capture.torch_messages import describe_error
 from stagepack.cli.command import (
     BundleType,
+    Number,
     OutputFolderType,
     PathType,
     argument,
@@ -79,13 +80,13 @@ RTOL = flag(
     "--rtol R",
     "Difference from the expected results that is allowed relative to each value.",
     default_text="by dtype",
-    type=click.FloatRange(min=0.0),
+    type=Number(min=0.0),
 )
 ATOL = flag(
     "--atol A",
     "Absolute difference that is allowed in addition.",
     default_text="by dtype",
-    type=click.FloatRange(min=0.0),
+    type=Number(min=0.0),
 )
 
 

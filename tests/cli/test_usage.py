@@ -91,6 +91,8 @@ def test_the_help_lists_the_commands(flag: str) -> None:
         ("verify x --rtol 0", "--rtol requires --run"),
         ("verify x --atol 0", "--atol requires --run"),
         ("verify x --allow-ops y", "--allow-ops requires --run"),
+        ("verify x --run --rtol nan", "Invalid value for '--rtol': nan is not a number"),
+        ("serve x --poll-s nan", "Invalid value for '--poll-s': nan is not a number"),
         ("verify x --import json", "--import requires --run"),
         ("serve x --overwrite", "--overwrite requires --trace"),
         ("serve x --max-restarts 0", "--max-restarts requires --processes"),
