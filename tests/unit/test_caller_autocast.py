@@ -33,7 +33,10 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"stream": True}, {"device_memory": "1GiB"}, {"compile": "regions"}, {"compile": "whole"}],
+    [
+        *({}, {"stream": True}, {"device_memory": "1GiB"}),
+        *(pytest.param({"compile": kind}, marks=pytest.mark.process) for kind in ("regions", "whole")),
+    ],
     ids=str,
 )
 def test_a_pipeline_answers_as_outside_of_autocast(mixed: Path, options: dict[str, Any]) -> None:
