@@ -229,8 +229,12 @@ class TextReader:
         return encoding
 
 
+# One for each pipeline, since it takes long to read a tokenizer.
+_READERS: Final[WeakKeyDictionary["TextPipeline", TextReader]] = WeakKeyDictionary()
+
+
 def _text_reader(pipeline: "TextPipeline") -> TextReader:
-    """What makes the inputs of a pipeline that embeds texts; it reads the tokenizer once."""
+    """What makes the inputs of a pipeline that embeds texts."""
     if (reader := _READERS.get(pipeline)) is None:
         facts = embedding_facts(pipeline.bundle.entry_point)
         if facts is None:
@@ -240,9 +244,6 @@ def _text_reader(pipeline: "TextPipeline") -> TextReader:
             )
         reader = _READERS[pipeline] = TextReader(pipeline.bundle, facts)
     return reader
-
-
-_READERS: Final[WeakKeyDictionary["TextPipeline", TextReader]] = WeakKeyDictionary()
 
 
 def encode(

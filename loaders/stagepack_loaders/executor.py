@@ -223,7 +223,6 @@ class LocalExecutor(Executor):
         self._lost: StageLostError | None = None
         self._observe = observe
         self._lanes = [list(self.stages)] if observe is None else device_lanes(self.stages)
-        self._sequence_locks = [threading.Lock() for _ in self._lanes]
         self.lane_count = len(self._lanes)
         # One in each lane, and one between two of them.
         self.most_calls = 2 * self.lane_count - 1
@@ -332,10 +331,7 @@ class LocalExecutor(Executor):
 
     def _advance(self, call: _Call, lane_number: int) -> None:
         """Run a call on a lane; then pass it to the next lane, or answer it."""
-        with (
-            nullcontext() if self._observe is None else self.inference(for_autograd=False),
-            nullcontext() if call.states is None else self._sequence_locks[lane_number],
-        ):
+        with nullcontext() if self._observe is None else self.inference(for_autograd=False):
             for stage in self._lanes[lane_number]:
                 call.options.check()
                 self._run_stage(stage, call.call_number, call.values, call.states)

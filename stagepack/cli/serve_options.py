@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING, Literal
 import click
 from msgspec import structs
 
-from stagepack.cli.command import ByteSize, Number, argument, flag, flag_of, flags_of, only_with, option_object
+from stagepack.cli.command import (
+    ByteSize,
+    Number,
+    argument,
+    flag,
+    flag_of,
+    flags_of,
+    is_given,
+    only_with,
+    option_object,
+)
 from stagepack.cli.failures import fail
 from stagepack.cli.run_options import (
     COMPILED,
@@ -280,13 +290,8 @@ def check_sources(bundle_paths: Mapping[str, str], options: ServeOptions) -> Non
             )
     if options.load_names and (options.repository is None or options.control_mode != "explicit"):
         raise click.UsageError("--load-model requires --model-repository and --model-control explicit")
-    if _is_given("poll_seconds") and options.control_mode != "poll":
+    if is_given("poll_seconds") and options.control_mode != "poll":
         raise click.UsageError("--poll-s requires --model-control poll")
-
-
-def _is_given(parameter: str) -> bool:
-    """Whether an option is on the command line."""
-    return click.get_current_context().get_parameter_source(parameter) is not click.core.ParameterSource.DEFAULT
 
 
 def _is_written_for_triton(folder: Path) -> bool:
@@ -316,7 +321,7 @@ def check_options(bundle_paths: dict[str, str], options: ServeOptions) -> None:
             raise click.UsageError(
                 "--compiled is the native code of one model: serve one bundle, or one entry point as BUNDLE#NAME"
             )
-    if options.exact and options.max_batch_size > 1 and _is_given("max_batch_size"):
+    if options.exact and options.max_batch_size > 1 and is_given("max_batch_size"):
         raise click.UsageError("--exact cannot be used with --max-batch above 1")
     if options.digest and only_path is None:
         raise click.UsageError("--digest is that of one bundle: serve that bundle alone")
@@ -337,7 +342,7 @@ def check_options(bundle_paths: dict[str, str], options: ServeOptions) -> None:
         check_output_file(options.trace_file, overwrite=options.overwrite)
     arriving = check_arriving(options.weights, in_processes=bool(options.processes) or is_launched_group())
     if arriving is not None:
-        if options.weights.copy and _is_given("copy"):
+        if options.weights.copy and is_given("copy"):
             raise click.UsageError(f"{arriving} cannot be used with --copy")
         if only_path is None or open_argument(only_path).selected is None:
             raise click.UsageError(
