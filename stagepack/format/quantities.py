@@ -9,6 +9,8 @@ _UNITS = {"": 1, "B": 1} | {
     for suffix, base in (("iB", 1024), ("B", 1000))
 }
 
+_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
+
 
 def parse_byte_size(size: int | str) -> int:
     """Parse a number of bytes below 2 ** 63: ``24GiB`` (1024 ** 3), ``24GB`` (1000 ** 3), ``500 MB``, or a plain number; rounded down."""
@@ -17,10 +19,18 @@ def parse_byte_size(size: int | str) -> int:
     if match is None or unit not in _UNITS:
         raise ValueError(f"expected a number of bytes such as 24GiB, 24GB or 25769803776, found {size!r}")
     scale = _UNITS[unit]
-    byte_count = int(float(match[1]) * scale) if "." in match[1] else int(match[1]) * scale
+    byte_count = float(match[1]) * scale if "." in match[1] else int(match[1]) * scale
     if byte_count >= 2**63:
         raise ValueError(f"expected fewer than 2 ** 63 bytes, found {size!r}")
-    return byte_count
+    return int(byte_count)
+
+
+def parse_seconds(text: str) -> float:
+    """Parse a time with its unit: ``0.1ms``, ``5 us``, ``2s``."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(s|ms|us|µs|ns)", text)
+    if match is None:
+        raise ValueError(f"expected a time such as 0.1ms, 5us or 2s, found {text!r}")
+    return float(match[1]) * _SECONDS[match[2]]
 
 
 def format_bytes(byte_count: int) -> str:

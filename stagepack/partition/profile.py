@@ -275,13 +275,14 @@ def measured_costs(graph: Graph, costs: GraphCosts, profile: Profile) -> Measure
         for node_number, estimate in enumerate(costs.node_times)
     )
     return MeasuredCosts(
-        costs=replace(costs, node_times=node_times, link=_link_costs(profile)),
+        costs=replace(costs, node_times=node_times, link=profile_link(profile)),
         measured_count=len(measured_times),
         scale=scale,
     )
 
 
-def _link_costs(profile: Profile) -> LinkCosts:
+def profile_link(profile: Profile) -> LinkCosts:
+    """Return the measured costs of sending values; those of the reference device if they were not measured."""
     if profile.link is None:
         return REFERENCE_LINK
     return LinkCosts(

@@ -1,0 +1,155 @@
+"""Devices that stages are placed on, and the time of each stage of a bundle on a device.
+
+No file but the manifest is read: times follow from the plan of the bundle, and from measured times by the numbers of the nodes.
+"""
+
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from stagepack.errors import CutError, OptionError
+from stagepack.format import limits
+from stagepack.format.manifest import EntryPoint
+from stagepack.format.plan import PlannedStage
+from stagepack.format.quantities import parse_byte_size
+from stagepack.partition.costs import LinkCosts, estimated_time, memory_time
+from stagepack.partition.profile import DEVICE_PROFILES, DeviceProfile, Profile, profile_link
+
+_PICOSECONDS = 10**12  # in a second
+# The device of the estimates in a plan (see `costs.py`).
+_REFERENCE = DeviceProfile(
+    name="reference", flops={"float32": 50e12}, memory_bandwidth=1e12, memory=2**62, link_bandwidth=25e9
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetDevice:
+    """A device that stages may be placed on.
+
+    Attributes:
+        name: its name on its host, such as ``cuda:0`` or ``cpu``.
+        memory: bytes of memory for stages, or a text such as ``24GB``; None for no limit, or the memory of a `DeviceProfile`.
+        speed: how many times as fast it is as the times that are known, those of `profile` or of the plan: 0.000001 to 1000000.
+        profile: measured times of the model on a device of its kind, or the data sheet of its kind; None for the times of the plan.
+        host: the name of its host. Values between devices of two hosts take another link than those between devices of one host.
+
+    Raises:
+        OptionError: the memory or the speed is no such number, or the name is empty.
+    """
+
+    name: str
+    memory: int | str | None = None
+    speed: float = 1.0
+    profile: Profile | DeviceProfile | None = None
+    host: str = ""
+
+    def __post_init__(self) -> None:
+        """Check the values, and make the memory a number of bytes."""
+        if not self.name:
+            raise OptionError("devices: expected a name such as cpu or cuda:0, found an empty one")
+        if isinstance(self.speed, bool) or not limits.SLOWEST_SPEED <= self.speed <= limits.FASTEST_SPEED:
+            raise OptionError(f"speeds: {self}: expected a number from 0.000001 to 1000000, found {self.speed!r}")
+        if self.memory is not None:
+            try:
+                object.__setattr__(self, "memory", parse_byte_size(self.memory))
+            except ValueError as error:
+                raise OptionError(f"memory: {self}: {error}") from None
+
+    def __str__(self) -> str:
+        """Return the name with its host, if the host has a name: ``a/cuda:0``."""
+        return f"{self.host}/{self.name}" if self.host else self.name
+
+    @property
+    def memory_limit(self) -> int | None:
+        """Bytes of memory for stages; None for no limit."""
+        if isinstance(self.memory, int):
+            return self.memory
+        return self.profile.memory if isinstance(self.profile, DeviceProfile) else None
+
+    @property
+    def link(self) -> LinkCosts | None:
+        """The link by which it receives from devices of its host, if its profile has one."""
+        if isinstance(self.profile, DeviceProfile):
+            return LinkCosts(per_byte=_PICOSECONDS / self.profile.link_bandwidth)
+        return None if self.profile is None or self.profile.link is None else profile_link(self.profile)
+
+
+def planned_stages(entry_point: EntryPoint) -> Sequence[PlannedStage]:
+    """Return the plan of the stages; for a bundle without one, estimates from the weights and operations of each stage."""
+    if entry_point.plan is not None:
+        return entry_point.plan.stages
+    return [
+        PlannedStage(
+            nodes=stage.places,
+            weight_bytes=stage.weight_bytes,
+            flops=stage.flops,
+            bytes=stage.weight_bytes,
+            picoseconds=estimated_time(-(-stage.flops // 50), memory_time(stage.weight_bytes)),
+            memory=stage.weight_bytes,
+        )
+        for stage in entry_point.stages
+    ]
+
+
+def stage_times(entry_point: EntryPoint, device: TargetDevice) -> list[float]:
+    """Return the time of each stage on a device, in picoseconds, without receiving."""
+    stages = planned_stages(entry_point)
+    if isinstance(device.profile, Profile):
+        times = _measured_times(stages, device.profile)
+    elif isinstance(device.profile, DeviceProfile):
+        dtypes = _stage_dtypes(entry_point)
+        times = [_data_sheet_time(stage, dtype, device.profile) for stage, dtype in zip(stages, dtypes, strict=True)]
+    else:
+        times = [float(stage.picoseconds) for stage in stages]
+    return [max(1.0, time) / device.speed for time in times]
+
+
+def _measured_times(stages: Sequence[PlannedStage], profile: Profile) -> list[float]:
+    """The sums of the measured times of the nodes; nodes without one have their share of the estimate, scaled as the others were."""
+    seconds_of_node = {node_time.node: node_time.seconds for node_time in profile.nodes}
+    node_count = sum(count for stage in stages for _, count in stage.nodes)
+    if not all(0 <= node_number < node_count for node_number in seconds_of_node):
+        raise CutError(
+            f"profile: expected times of the {node_count} nodes of this model, found one of node {max(seconds_of_node)}: "
+            "measure this model with 'stagepack profile'"
+        )
+    if not seconds_of_node and node_count:
+        raise CutError("profile: expected the time of at least one node, found none: run 'stagepack profile' again")
+    # Runs are not spelled out: a manifest may state 2**60 nodes.
+    runs = sorted((first, stage_number) for stage_number, stage in enumerate(stages) for first, _ in stage.nodes)
+    measured, found_counts = [0.0] * len(stages), [0] * len(stages)
+    for node_number, seconds in seconds_of_node.items():
+        stage_number = runs[bisect.bisect_right(runs, (node_number, len(stages))) - 1][1]
+        measured[stage_number] += seconds * _PICOSECONDS
+        found_counts[stage_number] += 1
+    missing = [
+        stage.picoseconds * (1 - found_count / max(1, sum(count for _, count in stage.nodes)))
+        for stage, found_count in zip(stages, found_counts, strict=True)
+    ]
+    estimate = sum(stage.picoseconds for stage in stages) - sum(missing)
+    scale = sum(measured) / estimate if estimate else 1.0
+    return [time + rest * scale for time, rest in zip(measured, missing, strict=True)]
+
+
+def _stage_dtypes(entry_point: EntryPoint) -> list[str]:
+    """The dtype that each stage mostly computes in, as far as its edges tell: the first floating-point one of what it returns or takes."""
+    dtype_of_edge = {edge.name: edge.dtype for edge in entry_point.edges}
+    known = DEVICE_PROFILES["h100"].flops
+    return [
+        next((dtype for name in (*stage.outputs, *stage.inputs) if (dtype := dtype_of_edge[name]) in known), "float32")
+        for stage in entry_point.stages
+    ]
+
+
+def _data_sheet_time(stage: PlannedStage, dtype: str, device: DeviceProfile) -> float:
+    """The time of the plan, scaled as the estimate for the whole stage changes from the reference device to another one."""
+    node_count = sum(count for _, count in stage.nodes)
+    ratio = _whole_time(stage, node_count, dtype, device) / _whole_time(stage, node_count, dtype, _REFERENCE)
+    return stage.picoseconds * ratio
+
+
+def _whole_time(stage: PlannedStage, node_count: int, dtype: str, device: DeviceProfile) -> float:
+    """The roofline time of a stage, with the launches of its nodes."""
+    flops_per_second = device.flops.get(dtype, device.flops["float32"])
+    busy_time = max(stage.flops / flops_per_second, stage.bytes / device.memory_bandwidth) * _PICOSECONDS
+    return max(1, node_count) * estimated_time(0, 1) + busy_time
