@@ -7,10 +7,10 @@ import platform
 import re
 import resource
 import sys
-from pathlib import Path
 from typing import Any, Final
 
 from stagepack.cli.output import print_json, print_line, print_table
+from stagepack.format.control_groups import cpu_quota, memory_left
 from stagepack.format.quantities import format_bytes
 from stagepack.remote.cache import default_cache_folder
 
@@ -107,14 +107,10 @@ def _limits() -> dict[str, str]:
         "address space": _limit(resource.RLIMIT_AS, format_bytes),
         "locked memory": _limit(resource.RLIMIT_MEMLOCK, format_bytes),
     }
-    for limit_name, path in (
-        ("memory of the control group", "memory.max"),
-        ("processors of the control group", "cpu.max"),
-    ):
-        try:
-            limits[limit_name] = Path("/sys/fs/cgroup", path).read_text().strip()
-        except OSError:
-            continue
+    if (memory := memory_left()) is not None:
+        limits["memory left in the control group"] = format_bytes(memory)
+    if (quota := cpu_quota()) is not None:
+        limits["processors of the control group"] = f"{quota:g}"
     with contextlib.suppress(OSError):
         shared_memory = os.statvfs(_SHARED_MEMORY)
         limits["free shared memory"] = format_bytes(shared_memory.f_bavail * shared_memory.f_frsize)

@@ -21,7 +21,8 @@ USED_NAMES = {
     "torch.accelerator.current_stream", "torch.accelerator.synchronize", "torch.cuda.Event", "torch.cuda.Stream",
     "torch.cuda.current_stream", "torch.cuda.device_count", "torch.cuda.get_device_capability",
     "torch.cuda.get_device_name", "torch.cuda.get_device_properties", "torch.cuda.get_rng_state_all",
-    "torch.cuda.is_available", "torch.cuda.is_initialized", "torch.cuda.set_rng_state_all", "torch.cuda.stream",
+    "torch.cuda.is_available", "torch.cuda.is_initialized", "torch.cuda.mem_get_info",
+    "torch.cuda.set_rng_state_all", "torch.cuda.stream",
 }  # fmt: skip
 
 

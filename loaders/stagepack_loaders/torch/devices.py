@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from stagepack.errors import DeviceError, first_line
+from stagepack.format.control_groups import memory_left
 from stagepack.format.graph import Weight
 from stagepack.format.quantities import format_bytes
 
@@ -85,9 +86,8 @@ def available_host_bytes() -> int:
     with suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/meminfo").read_text().splitlines()
         limits.append(int(next(line.split()[1] for line in lines if line.startswith("MemAvailable:"))) * 1024)
-    with suppress(OSError, ValueError):  # "max" without a limit
-        group = Path("/sys/fs/cgroup")
-        limits.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+    if (memory := memory_left()) is not None:
+        limits.append(memory)
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     return min(*limits, limit if limit != resource.RLIM_INFINITY else 2**63)
 
