@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _MICROBATCH_COUNTS = (1, 2, 4, 8, 16, 32)
 _ASSUMED_LINKS = "links of 25 GB/s, 5 µs for each value"
-_ASSUMED_DEVICES = f"devices of 50 TFLOP/s and 1 TB/s, 2 µs for each operator; {_ASSUMED_LINKS}"
+REFERENCE_DEVICE = "devices of 50 TFLOP/s and 1 TB/s, 2 µs for each operator"
 
 
 def cut_facts(
@@ -162,7 +162,7 @@ def _link_text(link: Mapping[str, float]) -> str:
 def assumption_lines(facts: Mapping[str, Any] | None) -> list[str]:
     """Return lines that say where the times of a cut come from."""
     if facts is None:
-        return [f"assumed: {_ASSUMED_DEVICES}"]
+        return [f"assumed: {REFERENCE_DEVICE}; {_ASSUMED_LINKS}"]
     if "device" in facts:
         return [_device_line(facts)]
     missing_count = facts["nodes"] - facts["measured_nodes"]

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from stagepack.capture.transformers.model_folders import check_source_path
-from stagepack.cli.command import argument, either, flag, only_with, option_object, subcommand
+from stagepack.cli.command import argument, either, flag, is_given, only_with, option_object, subcommand
 from stagepack.cli.cost_facts import assumption_lines, bundle_cut_facts, cost_facts, cut_facts, memory_text
 from stagepack.cli.failures import fail, shown_warnings
 from stagepack.cli.output import count_of, print_json, print_line, print_table, progress
+from stagepack.cli.placement_facts import PlacementFlags, place_bundle, print_placement
 from stagepack.cli.shared_flags import DIGEST, DTYPE, OVERWRITE, CutFlags, Dtype, ExampleFlags, open_argument
 from stagepack.cli.stage_diagram import graphviz_lines, mermaid_lines
 from stagepack.format.graph import Graph
@@ -33,6 +34,32 @@ if TYPE_CHECKING:
 class _ShownCutFlags(CutFlags):
     shows_times = True
 
+    memory_sizes: tuple[str, ...] = only_with(
+        flag(
+            "--memory SIZE",
+            "Memory of the device of each stage, or of each --device, in order, such as 24GiB, 24GB or a number of bytes. Repeatable.",
+            default_text="unlimited",
+        ),
+        "--stages",
+        "--device",
+    )
+    speeds: tuple[float, ...] = only_with(
+        flag(
+            "--speed FACTOR",
+            "Relative speed of the device of each stage, or of each --device, in order: 2 is twice as fast as 1. Repeatable.",
+            default_text="1",
+        ),
+        "--stages",
+        "--device",
+    )
+    profile_names: tuple[str, ...] = flag(
+        "--profile [D=]DEVICE|FILE",
+        "Device that the times are of: a10, a100, b200, h100, h200, l4, l40s, mi300x, t4 or v100, whose memory is also a limit unless "
+        "--memory is given; or a file of 'stagepack profile' with measured times of the model's operators. With --device, D says which of "
+        "them it is for, by its name or its kind, such as cuda:0 or cuda, and the option is repeatable.",
+        default_text="a device of 50 TFLOP/s",
+    )
+
 
 @option_object
 class _Options:
@@ -41,6 +68,7 @@ class _Options:
     example: ExampleFlags
     dtype: Dtype | None = DTYPE
     cut: _ShownCutFlags
+    placement: PlacementFlags
     out: Path | None = flag(
         "-o, --out FILE", "Write the plan as JSON, to edit and pass to --plan.", default_text="not written"
     )
@@ -60,6 +88,7 @@ class _Options:
         "stagepack plan net.stagepack --stages 4 -o plan.json",
         "stagepack plan net.stagepack --stages 4 --profile h100",
         "stagepack plan net.stagepack --stages 4 --profile times.json",
+        "stagepack plan net.stagepack --device cuda:0 --device cuda:1 --memory 24GB --memory 80GB",
         "stagepack plan net.stagepack --dot | dot -Tsvg > stages.svg",
     ],
 )
@@ -70,8 +99,14 @@ def command(options: _Options) -> None:
 
     For each stage, the table shows its weights, memory, compute, the bytes that it receives, and its time. Memory, received bytes and
     time are estimates for one call with inputs of the example's sizes. With --profile, the time is estimated for a device, or measured.
+
+    With --device, the stages of a BUNDLE stay as they are: the table shows which consecutive ones each device would run, so that the
+    slowest device is as fast as possible, and what a better device or link would give.
     """
     source, out = options.source, options.out
+    if options.placement.devices:
+        _show_placement(options)
+        return
     if out is not None:
         check_output_file(out, overwrite=options.overwrite)
     if is_bundle(source) and (options.example.is_used or options.dtype is not None):
@@ -96,12 +131,39 @@ def command(options: _Options) -> None:
                 print_line(line)
 
 
+def _show_placement(options: _Options) -> None:
+    """Show the placement of the stages of a bundle on devices."""
+    if not is_bundle(options.source):
+        raise click.UsageError(
+            f"--device places the stages of a bundle, found the model {options.source}: export it first"
+        )
+    others = {
+        "--stages, --split-at and --plan": options.cut.has_way,
+        "--shared": is_given("weight_sharing"),
+        "--out": options.out is not None,
+        "--dot and --mermaid": options.output_format not in (None, "json"),
+        ExampleFlags.NAMES: options.example.is_used,
+        "--dtype": options.dtype is not None,
+    }
+    for flags, is_used in others.items():
+        if is_used:
+            raise click.UsageError(f"--device cannot be used with {flags}: the stages stay as they are")
+    cut = options.cut
+    bundle = open_argument(options.source, *(["torch"] if options.placement.is_auto else []))
+    devices = options.placement.target_devices(cut.memory_sizes, cut.speeds, cut.profile_names)
+    facts = place_bundle(bundle, devices, options.placement)
+    if options.output_format == "json":
+        print_json(facts)
+    else:
+        print_placement(facts)
+
+
 def _plan_bundle(options: _Options) -> tuple[Plan, dict[str, Any]]:
     """Return the plan of a bundle, cut again if there is a cut option, and the facts of its cut."""
     bundle = open_argument(options.source)
     own_plan = bundle.entry_point.plan
     options.cut.check_recut()
-    if not options.cut.has_way and options.cut.profile_name is None:
+    if not options.cut.has_way and not options.cut.profile_names:
         if own_plan is None:
             fail(f"{bundle.location}: the bundle contains no plan: pass a cut option, such as --stages 4")
         graphs = [bundle.graph(stage_number) for stage_number in range(len(bundle.stages))]

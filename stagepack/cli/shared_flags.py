@@ -263,7 +263,7 @@ class CutFlags:
         ),
         "--stages",
     )
-    profile_name: str | None = PROFILE
+    profile_names: tuple[str, ...] = PROFILE
     weight_sharing: Literal["replicate", "transmit"] = flag(
         "--shared",
         "What happens to a weight that several stages use: replicate loads it in each of them, transmit loads it in the first "
@@ -277,7 +277,7 @@ class CutFlags:
             raise click.UsageError(f"{' and '.join(used_flags)} cannot be used together")
         if self.plan_file is not None and is_given("weight_sharing"):
             raise click.UsageError("--shared and --plan cannot be used together: the plan says how weights are shared")
-        if self.profile_name is not None and self.stage_count is None and not self.shows_times:
+        if self.profile_names and self.stage_count is None and not self.shows_times:
             raise click.UsageError("--profile requires --stages")
 
     def _used_ways(self) -> list[str]:
@@ -296,6 +296,8 @@ class CutFlags:
 
     def cut_options(self) -> "CutOptions":
         """Return what the options say. Imports numpy."""
+        if len(self.profile_names) > 1:
+            raise click.UsageError("--profile: expected one, found several")
         from stagepack.partition.cut_options import CutOptions, read_plan  # noqa: PLC0415 - numpy, after the checks
 
         return CutOptions(
@@ -304,6 +306,6 @@ class CutFlags:
             plan=None if self.plan_file is None else read_plan(self.plan_file),
             memory=self.memory_sizes,
             speeds=self.speeds,
-            profile=self.profile_name,
+            profile=self.profile_names[0] if self.profile_names else None,
             shared=self.weight_sharing,
         )

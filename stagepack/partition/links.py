@@ -12,6 +12,7 @@ from stagepack.partition.costs import REFERENCE_LINK, LinkCosts
 
 _PICOSECONDS = 10**12  # in a second
 _FASTEST, _LONGEST = 1e15, 1e3  # bytes in a second, seconds
+_UNITS: Final = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 _GRAMMAR: Final = "NAME=BANDWIDTH[,rtt=TIME] such as host=25GB/s,rtt=0.1ms; NAME is device or host"
 
 
@@ -85,5 +86,6 @@ def link_costs(links: Mapping[str, Link]) -> dict[str, LinkCosts]:
 
 def link_text(costs: LinkCosts) -> str:
     """Return a link as a user writes it, such as ``25GB/s,rtt=0.1ms``."""
-    bandwidth = math.inf if not costs.per_byte else _PICOSECONDS / costs.per_byte
-    return f"{bandwidth / 1e9:.4g}GB/s,rtt={2 * costs.per_value / 1e9:.4g}ms"
+    bandwidth = _PICOSECONDS / costs.per_byte if costs.per_byte else math.inf
+    scale, unit = next((entry for entry in _UNITS if bandwidth >= entry[0]), (1.0, "B"))
+    return f"{bandwidth / scale:.4g}{unit}/s,rtt={2 * costs.per_value / 1e9:.4g}ms"

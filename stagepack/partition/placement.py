@@ -179,29 +179,43 @@ def improvements(
     links: Mapping[str, Link] | None = None,
     pipelined: bool = True,
 ) -> list[Improvement]:
-    """Return what the next better device or link would give, each alone, with the stages placed anew; for the arguments of `place`."""
+    """Return what the next better device or link would give, each alone, with the stages placed anew; for the arguments of `place`.
+
+    Changes that make it less than 1 % faster are left out.
+    """
     stages, costs = _problem(entry_point, devices, files, links or {})
-    slowest = devices.index(placement.bottleneck.device)
-    cost = costs[slowest]
-    name = placement.bottleneck.device
+    found = []
+    before = placement.interval if pipelined else placement.call_time
+    for change, changed_costs in _better_devices(devices, costs, placement).items():
+        counts = group_stages(stages, changed_costs, pipelined=pipelined)
+        if counts is None:
+            continue
+        times = [round(time.total) for time in part_times(stages, changed_costs, counts)]
+        improvement = Improvement(
+            change=change or f"the placement {','.join(map(str, counts))}", call_time=sum(times), interval=max(times)
+        )
+        after = improvement.interval if pipelined else improvement.call_time
+        if after * 1.01 < before:
+            found.append(improvement)
+            before = before if change else after
+    return found
+
+
+def _better_devices(
+    devices: Sequence[TargetDevice], costs: Sequence[DeviceCosts], placement: Placement
+) -> dict[str, list[DeviceCosts]]:
+    """The costs of the devices after each change, by its description; of no change, as the caller may have chosen the placement."""
+    used = [number for number, count in enumerate(placement.stages_per_device) if count]
+    slowest = used[placement.parts.index(placement.bottleneck)]
+    name, cost = devices[slowest], costs[slowest]
     faster = replace(cost, times=tuple(time / 2 for time in cost.times))
-    changes = {
+    return {
+        "": [*costs],
         f"{name} twice as fast": [*costs[:slowest], faster, *costs[slowest + 1 :]],
         f"one more {name}": [*costs[: slowest + 1], cost, *costs[slowest + 1 :]],
+        "links twice as fast": [replace(cost, near=_halved(cost.near), far=_halved(cost.far)) for cost in costs],
+        "twice the memory on each device": [replace(cost, memory=2 * cost.memory) for cost in costs],
     }
-    if any(part.receiving for part in placement.parts):
-        changes["links twice as fast"] = [
-            replace(cost, near=_halved(cost.near), far=_halved(cost.far)) for cost in costs
-        ]
-    if any(cost.memory < math.inf for cost in costs):
-        changes["twice the memory on each device"] = [replace(cost, memory=2 * cost.memory) for cost in costs]
-    found = []
-    for change, changed_costs in changes.items():
-        counts = group_stages(stages, changed_costs, pipelined=pipelined)
-        if counts is not None:
-            times = [round(time.total) for time in part_times(stages, changed_costs, counts)]
-            found.append(Improvement(change=change, call_time=sum(times), interval=max(times)))
-    return found
 
 
 def _halved(link: LinkCosts) -> LinkCosts:
@@ -267,15 +281,15 @@ def _weights(entry_point: EntryPoint, files: Iterable[File]) -> Iterator[SharedC
 def _checked_counts(counts: Sequence[int], device_count: int, stage_count: int) -> list[int]:
     """The numbers of stages that a caller gives to the devices."""
     if isinstance(counts, str) or not all(type(count) is int and count >= 0 for count in counts):
-        raise OptionError(f"stages_per_device: expected numbers of stages from 0 up, found {counts!r}")
+        raise OptionError(f"stages_per_device (--placement): expected numbers of stages from 0 up, found {counts!r}")
     if len(counts) != device_count:
         raise OptionError(
-            f"stages_per_device: expected {device_count} numbers, one for each device, found {len(counts)}: {[*counts]}"
+            f"stages_per_device (--placement): expected {device_count} numbers, one for each device, found {len(counts)}: {[*counts]}"
         )
     if sum(counts) != stage_count:
         raise OptionError(
-            f"stages_per_device: expected numbers with the sum {stage_count}, the number of stages, found {[*counts]} with the sum "
-            f"{sum(counts)}"
+            f"stages_per_device (--placement): expected numbers with the sum {stage_count}, the number of stages, found {[*counts]} "
+            f"with the sum {sum(counts)}"
         )
     return [*counts]
 

@@ -253,14 +253,19 @@ class MeasuredCosts:
     scale: float
 
 
-def measured_costs(graph: Graph, costs: GraphCosts, profile: Profile) -> MeasuredCosts:
-    """Replace estimated times of nodes by measured times, and the time of sending values if the profile has it. Other costs stay."""
+def check_profile_model(profile: Profile, graph: Graph) -> None:
+    """Refuse the times of another model."""
     found_digest = model_digest(graph)
     if profile.model != found_digest:
         raise CutError(
             f"profile: expected times of this model ({found_digest[:12]}), found those of another one ({profile.model[:12]}): "
             "measure this model with 'stagepack profile'"
         )
+
+
+def measured_costs(graph: Graph, costs: GraphCosts, profile: Profile) -> MeasuredCosts:
+    """Replace estimated times of nodes by measured times, and the time of sending values if the profile has it. Other costs stay."""
+    check_profile_model(profile, graph)
     measured_times = {
         node_time.node: max(round(node_time.seconds * _PICOSECONDS), 1)
         for node_time in profile.nodes

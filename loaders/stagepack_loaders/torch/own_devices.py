@@ -28,7 +28,7 @@ def own_cpu(host: str = "") -> TargetDevice:
     """Return the CPU with the memory and the processors that this process may use."""
     memory, cores = available_host_bytes(), usable_cpu_count()
     profile = DeviceProfile(
-        name="cpu",
+        name=f"{cores} processors of {_CORE_FLOPS / 1e9:g} GFLOP/s and {_CORE_BANDWIDTH / 1e9:g} GB/s",
         flops={"float32": cores * _CORE_FLOPS, "float64": cores * _CORE_FLOPS / 2},
         memory_bandwidth=min(cores * _CORE_BANDWIDTH, _MOST_BANDWIDTH),
         memory=memory,

@@ -1,0 +1,274 @@
+"""The placement of a bundle's stages on devices that the command line names: as plain data and for people."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from stagepack.cli.command import flag, only_with, option_object
+from stagepack.cli.cost_facts import REFERENCE_DEVICE, device_facts, machine_text, profile_facts
+from stagepack.cli.failures import fail
+from stagepack.cli.output import count_of, print_line, print_table
+from stagepack.format.quantities import format_bytes, format_time
+from stagepack.format.reader import Bundle
+from stagepack.format.shapes import example_sizes
+
+if TYPE_CHECKING:
+    from stagepack.partition.links import Link
+    from stagepack.partition.placement import PlacedPart
+    from stagepack.partition.profile import DeviceProfile, Profile
+    from stagepack.partition.target_devices import TargetDevice
+
+_PICOSECONDS = 1e12  # in a second
+# The devices of this machine.
+_AUTO = "auto"
+
+
+@option_object
+class PlacementFlags:
+    """The options that say on which devices the stages of a bundle are placed."""
+
+    devices: tuple[str, ...] = flag(
+        "--device [HOST/]DEVICE",
+        "Show which consecutive stages of the bundle this device would run, beside the other devices, in order; such as cuda:0, cpu or "
+        "worker/cuda:0. auto: all devices of this machine with the memory that is free. Repeatable.",
+        default_text="the cut itself is shown",
+    )
+    links: tuple[str, ...] = only_with(
+        flag(
+            "--link NAME=BANDWIDTH[,rtt=TIME]",
+            "Link between the devices of one host (device) or between hosts (host), such as host=25GB/s,rtt=0.1ms. Repeatable.",
+            default_text="device=25GB/s,rtt=0.01ms and host=1.25GB/s,rtt=0.1ms, or what the profile of a device says",
+        ),
+        "--device",
+    )
+    placement: str | None = only_with(
+        flag(
+            "--placement N,N,...",
+            "Number of stages of each --device, in the place of the best choice; 0 leaves a device out.",
+            default_text="the best choice",
+        ),
+        "--device",
+    )
+    one_at_a_time: bool = only_with(
+        flag("--one-at-a-time", "Make one call as short as possible, where no other call is on its way meanwhile."),
+        "--device",
+    )
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether the devices are those of this machine, which torch knows."""
+        return _AUTO in self.devices
+
+    def stages_per_device(self) -> list[int] | None:
+        """Return the numbers of `--placement`."""
+        if self.placement is None:
+            return None
+        try:
+            return [int(number) for number in self.placement.split(",")]
+        except ValueError:
+            fail(f"--placement: expected numbers with commas between them, such as 4,3,1, found {self.placement!r}")
+
+    def link_of_name(self) -> "dict[str, Link]":
+        """Return the links of `--link`."""
+        from stagepack.partition.links import parse_link  # noqa: PLC0415 - numpy, after the checks
+
+        links: dict[str, Link] = {}
+        for text in self.links:
+            link_name, link = parse_link(text)
+            if link_name in links:
+                fail(f"--link: expected one link of the name {link_name}, found two")
+            links[link_name] = link
+        return links
+
+    def target_devices(
+        self, memory: Sequence[str], speeds: Sequence[float], profile_names: Sequence[str]
+    ) -> "list[TargetDevice]":
+        """Return the devices with their memory, their speeds and their profiles, which are those of other options."""
+        from stagepack.partition.target_devices import TargetDevice  # noqa: PLC0415 - as above
+
+        if self.is_auto:
+            if len(self.devices) > 1 or memory or speeds or profile_names:
+                raise click.UsageError(
+                    "--device auto cannot be used with another --device, --memory, --speed or --profile"
+                )
+            from stagepack_loaders.torch.own_devices import own_devices  # noqa: PLC0415 - torch, only for this
+
+            return own_devices()
+        for option, items in (("--memory", memory), ("--speed", speeds)):
+            if items and len(items) != len(self.devices):
+                fail(
+                    f"{option}: expected {count_of('value', len(self.devices))}, one for each --device, found {len(items)}"
+                )
+        names = [text.rpartition("/")[::2] for text in self.devices]
+        profiles = _profiles(profile_names, [name for _, name in names], self.devices)
+        return [
+            TargetDevice(
+                name=name,
+                host=host,
+                memory=memory[number] if memory else None,
+                speed=speeds[number] if speeds else 1.0,
+                profile=profiles[number],
+            )
+            for number, (host, name) in enumerate(names)
+        ]
+
+
+def _profiles(
+    profile_names: Sequence[str], names: Sequence[str], full_names: Sequence[str]
+) -> "list[Profile | DeviceProfile | None]":
+    """The profile of each device: of its own name, else of its kind such as cuda, else the one for all."""
+    from stagepack.partition.profile import find_profile  # noqa: PLC0415 - numpy, after the checks
+
+    keys_of_device = [
+        [full_name, name, name.partition(":")[0], ""] for full_name, name in zip(full_names, names, strict=True)
+    ]
+    known_keys = {key for keys in keys_of_device for key in keys} - {""}
+    profile_of_key: dict[str, Profile | DeviceProfile] = {}
+    for text in profile_names:
+        key, mark, profile_name = text.partition("=")
+        if not mark or key not in known_keys:
+            key, profile_name = "", text
+        if key in profile_of_key:
+            of_key = f"for {key}" if key else "for all devices"
+            fail(
+                f"--profile: expected one {of_key}, found two: write DEVICE=FILE, with DEVICE one of {', '.join(sorted(known_keys))}"
+            )
+        profile_of_key[key] = find_profile(profile_name)
+    return [next((profile_of_key[key] for key in keys if key in profile_of_key), None) for keys in keys_of_device]
+
+
+def place_bundle(bundle: Bundle, devices: "list[TargetDevice]", options: PlacementFlags) -> dict[str, Any]:
+    """Return the facts of the placement of the stages of a bundle. Measured times must be those of its model."""
+    from stagepack.partition.links import DEFAULT_LINKS, link_costs, link_text  # noqa: PLC0415 - numpy, after the checks
+    from stagepack.partition.placement import improvements, place  # noqa: PLC0415 - the same
+
+    _check_profiles(bundle, devices)
+    links, files, pipelined = options.link_of_name(), bundle.files.values(), not options.one_at_a_time
+    entry_point = bundle.entry_point
+    placement = place(
+        entry_point,
+        devices,
+        files=files,
+        links=links,
+        stages_per_device=options.stages_per_device(),
+        pipelined=pipelined,
+    )
+    better = improvements(entry_point, devices, placement, files=files, links=links, pipelined=pipelined)
+    return {
+        "sizes": example_sizes(entry_point.symbols),
+        "stages_per_device": placement.stages_per_device,
+        "parts": [_part_facts(part) for part in placement.parts],
+        "left_out": [{"device": str(device.device), "reason": device.reason} for device in placement.left_out],
+        "bottleneck": placement.parts.index(placement.bottleneck),
+        "call_picoseconds": placement.call_time,
+        "interval_picoseconds": placement.interval,
+        "improvements": [
+            {"change": change.change, "call_picoseconds": change.call_time, "interval_picoseconds": change.interval}
+            for change in better
+        ],
+        "links": {link_name: link_text(costs) for link_name, costs in (dict(DEFAULT_LINKS) | link_costs(links)).items()}
+        | {
+            f"device to {device}": link_text(device.link)
+            for device in devices
+            if device.link is not None and "device" not in links
+        },
+    }
+
+
+def _check_profiles(bundle: Bundle, devices: "Sequence[TargetDevice]") -> None:
+    """Refuse measured times of another model."""
+    from stagepack.partition.profile import Profile, check_profile_model  # noqa: PLC0415 - numpy, after the checks
+
+    measured = [device.profile for device in devices if isinstance(device.profile, Profile)]
+    is_known = len(bundle.entry_points) == 1  # each entry point has a profile of its own
+    others = [profile for profile in measured if not is_known or profile.bundle != bundle.digest]
+    if others:
+        from stagepack.roads.recut import whole_graph  # noqa: PLC0415 - reads the graphs, only for times of another cut
+
+        graph = whole_graph(bundle)
+        for profile in others:
+            check_profile_model(profile, graph)
+
+
+def _part_facts(part: "PlacedPart") -> dict[str, Any]:
+    from stagepack.partition.profile import Profile  # noqa: PLC0415 - imported by now
+
+    profile = part.device.profile
+    return {
+        "device": part.device.name,
+        "host": part.device.host,
+        "stages": list(part.stages),
+        "weight_bytes": part.weight_bytes,
+        "memory": part.memory,
+        "memory_limit": part.device.memory_limit,
+        "speed": part.device.speed,
+        "computing_picoseconds": part.computing,
+        "receiving_picoseconds": part.receiving,
+        "picoseconds": part.time,
+        "profile": None
+        if profile is None
+        else profile_facts(profile)
+        if isinstance(profile, Profile)
+        else device_facts(profile),
+    }
+
+
+def _device_name(part: Mapping[str, Any]) -> str:
+    return f"{part['host']}/{part['device']}" if part["host"] else str(part["device"])
+
+
+def print_placement(facts: Mapping[str, Any]) -> None:
+    """Print the facts of a placement."""
+    parts = facts["parts"]
+    rows = [
+        [
+            _device_name(part),
+            str(part["stages"][0]) + (f"-{part['stages'][-1]}" if len(part["stages"]) > 1 else ""),
+            format_bytes(part["weight_bytes"]),
+            format_bytes(part["memory"])
+            + ("" if part["memory_limit"] is None else f" of {format_bytes(part['memory_limit'])}"),
+            format_time(part["computing_picoseconds"]),
+            format_time(part["receiving_picoseconds"]),
+            format_time(part["picoseconds"]),
+        ]
+        for part in parts
+    ]
+    print_table("placement", ["device", "#stages", "#weights", "#memory", "#computing", "#receiving", "#time"], rows)
+    for device in facts["left_out"]:
+        print_line(f"not used: {device['device']}: {device['reason']}")
+    slowest = parts[facts["bottleneck"]]
+    print_line(f"bottleneck: {_device_name(slowest)}, {format_time(slowest['picoseconds'])} of each call")
+    print_line(f"expected: {_times_text(facts)}")
+    for change in facts["improvements"]:
+        print_line(f"with {change['change']}: {_times_text(change)}")
+    print_line("--placement " + ",".join(map(str, facts["stages_per_device"])))
+    if facts["sizes"]:
+        print_line("example sizes: " + ", ".join(f"{symbol} = {size}" for symbol, size in facts["sizes"].items()))
+    for source, names in _sources_of_times(parts).items():
+        print_line(f"{source} ({', '.join(names)})")
+    print_line("links: " + "; ".join(f"{link_name}={text}" for link_name, text in facts["links"].items()))
+
+
+def _times_text(times: Mapping[str, Any]) -> str:
+    """The time of one call, and how many calls come out of a filled pipeline."""
+    rate = _PICOSECONDS / times["interval_picoseconds"]
+    calls = f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
+    return f"{format_time(times['call_picoseconds'])} for one call, {calls} calls/s when all parts work at a time"
+
+
+def _sources_of_times(parts: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
+    """Where the times come from, with the devices for which they do."""
+    sources: dict[str, list[str]] = {}
+    for part in parts:
+        profile = part["profile"]
+        if profile is None:
+            source = f"assumed: {REFERENCE_DEVICE}"
+        elif "device" in profile:
+            source = f"assumed: the speed of {profile['device']}"
+        else:
+            source = f"measured: {machine_text(profile)}"
+        if part["speed"] != 1:
+            source += f", times of speed {part['speed']:g}"
+        sources.setdefault(source, []).append(_device_name(part))
+    return sources
