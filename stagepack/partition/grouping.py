@@ -188,10 +188,11 @@ class _NextUses:
             used &= (self._producers >= producers.start) & (self._producers < producers.stop)
         users = self._users[used] - first
         begins = np.maximum(self._behind[used] + 1 - first, 0)
-        amounts = np.stack([np.ones(len(users)), self._bytes[used]])
+        first_rows, last_rows = np.minimum(begins, row_count), np.minimum(users + 1, row_count)
         at_use = np.zeros((2, row_count + 1, row_count + width))
-        np.add.at(at_use, (slice(None), np.minimum(begins, row_count), users), amounts)
-        np.add.at(at_use, (slice(None), np.minimum(users + 1, row_count), users), -amounts)
+        for plane, amounts in zip(at_use, (np.ones(len(users)), self._bytes[used].astype(np.float64)), strict=True):
+            np.add.at(plane, (first_rows, users), amounts)
+            np.add.at(plane, (last_rows, users), -amounts)
         np.cumsum(at_use, axis=1, out=at_use)
         kind_step, row_step, column_step = at_use.strides
         # [kind, begin, number of stages before the use]
@@ -286,8 +287,8 @@ class _Search:
         counts, stage = [], 0
         for chosen in reversed(choices):
             entry = stage if stage in chosen else 0
-            for widths in chosen[entry]:
-                counts.append(int(widths[stage - entry]))
+            for device_widths in chosen[entry]:
+                counts.append(int(device_widths[stage - entry]))
                 stage += counts[-1]
         return counts
 
