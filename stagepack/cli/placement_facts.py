@@ -242,7 +242,7 @@ def print_placement(facts: Mapping[str, Any]) -> None:
     print_line(f"expected: {_times_text(facts)}")
     for change in facts["improvements"]:
         print_line(f"with {change['change']}: {_times_text(change)}")
-    print_line("--placement " + ",".join(map(str, facts["stages_per_device"])))
+    print_line("by hand: --placement " + ",".join(map(str, facts["stages_per_device"])))
     if facts["sizes"]:
         print_line("example sizes: " + ", ".join(f"{symbol} = {size}" for symbol, size in facts["sizes"].items()))
     for source, names in _sources_of_times(parts).items():
@@ -269,6 +269,6 @@ def _sources_of_times(parts: Sequence[Mapping[str, Any]]) -> dict[str, list[str]
         else:
             source = f"measured: {machine_text(profile)}"
         if part["speed"] != 1:
-            source += f", times of speed {part['speed']:g}"
+            source += f", at speed {part['speed']:g}"
         sources.setdefault(source, []).append(_device_name(part))
     return sources

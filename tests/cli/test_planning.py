@@ -93,6 +93,7 @@ def test_more_stages_than_operators_are_refused(arguments: list[str], sound: Pat
         ("plan {sound} --stages 2 --memory 10B --memory 10B", r"no cut fits: .* stage \d needs [\d.]+ k?B "),
         ("plan {sound} --stages 2 --memory much --memory 10B", "expected a number of bytes"),
         ("plan {sound} --stages 2 --memory 9999999999999999999 --memory 1", r"fewer than 2 \*\* 63 bytes"),
+        (f"plan {{sound}} --stages 2 --memory {'9' * 400}.5 --memory 1", r"fewer than 2 \*\* 63 bytes"),
         ("plan {sound} --stages 2 --speed 1e308 --speed 1", "expected numbers from 0.000001 to 1000000"),
         ("plan {sound} --stages 2 --speed nan --speed 1", "expected numbers from 0.000001 to 1000000"),
         ("plan {sound} --stages 2 --speed 1", "expected 2 numbers, one for each stage, found 1"),
