@@ -168,7 +168,7 @@ def flag(usage: str, meaning: str, *, default_text: str | None = None, **setting
     default_text: the default as the help shows it, where it is no value.
     settings: further ones of `click.option`.
     """
-    words = usage.replace(",", "").split()
+    words = usage.replace(", ", " ").split()
     settings["help"] = meaning
     settings["show_default"] = default_text or "default" in settings
     if not words[-1].startswith("-"):

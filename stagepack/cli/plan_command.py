@@ -88,7 +88,7 @@ class _Options:
         "stagepack plan net.stagepack --stages 4 -o plan.json",
         "stagepack plan net.stagepack --stages 4 --profile h100",
         "stagepack plan net.stagepack --stages 4 --profile times.json",
-        "stagepack plan net.stagepack --device cuda:0 --device cuda:1 --memory 24GB --memory 80GB",
+        "stagepack plan net.stagepack --device a/cuda:0 --device b/cuda:0",
         "stagepack plan net.stagepack --dot | dot -Tsvg > stages.svg",
     ],
 )
