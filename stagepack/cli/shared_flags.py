@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import click
 
@@ -34,7 +34,7 @@ from stagepack_loaders.options import LoadOptions, ProcessOptions
 
 if TYPE_CHECKING:
     from stagepack.capture.stated_inputs import Example
-    from stagepack.partition.cut_options import CutOptions
+    from stagepack.partition.cut_options import CutOptions, Stages
 
 Dtype = Literal["float64", "float32", "float16", "bfloat16"]
 
@@ -223,6 +223,18 @@ class ExampleFlags:
         return Example(function=self.function_name, texts=self.texts, dynamic=self.dynamic, training=training)
 
 
+class _StagesType(click.IntRange):
+    """A number of stages, or the word for a stage for each block."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the number, or the word."""
+        if value == "layers":
+            return value
+        if not str(value).strip().removeprefix("-").isdecimal():
+            self.fail(f"{value!r} is neither a number nor 'layers'.", param, ctx)
+        return super().convert(value, param, ctx)
+
+
 @option_object
 class CutFlags:
     """The options that say how to cut a model."""
@@ -230,10 +242,10 @@ class CutFlags:
     # Whether the subcommand shows the times of any cut. Elsewhere a profile only chooses among the cuts into a number of stages.
     shows_times: ClassVar[bool] = False
 
-    stage_count: int | None = flag(
-        "--stages N",
-        "Cut into N stages so that the slowest stage is as fast as possible.",
-        type=click.IntRange(1, limits.STAGES),
+    stages: "Stages | None" = flag(
+        "--stages N|layers",
+        "Cut into N stages so that the slowest stage is as fast as possible; or into a stage for each repeated block, such as a layer.",
+        type=_StagesType(1, limits.STAGES),
     )
     split_modules: tuple[str, ...] = flag(
         "--split-at MODULE",
@@ -277,11 +289,13 @@ class CutFlags:
             raise click.UsageError(f"{' and '.join(used_flags)} cannot be used together")
         if self.plan_file is not None and is_given("weight_sharing"):
             raise click.UsageError("--shared and --plan cannot be used together: the plan says how weights are shared")
-        if self.profile_names and self.stage_count is None and not self.shows_times:
+        if (self.memory_sizes or self.speeds) and self.stages is not None and not isinstance(self.stages, int):
+            raise click.UsageError("--memory and --speed require a number of --stages")
+        if self.profile_names and self.stages is None and not self.shows_times:
             raise click.UsageError("--profile requires --stages")
 
     def _used_ways(self) -> list[str]:
-        ways = {"--stages": self.stage_count is not None, "--split-at": self.split_modules, "--plan": self.plan_file}
+        ways = {"--stages": self.stages is not None, "--split-at": self.split_modules, "--plan": self.plan_file}
         return [way for way, is_used in ways.items() if is_used]
 
     def check_recut(self) -> None:
@@ -301,7 +315,7 @@ class CutFlags:
         from stagepack.partition.cut_options import CutOptions, read_plan  # noqa: PLC0415 - numpy, after the checks
 
         return CutOptions(
-            stages=self.stage_count,
+            stages=self.stages,
             split_at=self.split_modules,
             plan=None if self.plan_file is None else read_plan(self.plan_file),
             memory=self.memory_sizes,

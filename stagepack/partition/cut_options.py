@@ -15,6 +15,9 @@ from stagepack.partition.assignment import StageAssignment, node_dependencies, r
 from stagepack.partition.profile import DeviceProfile, Profile, find_profile, read_json, write_json
 
 WeightSharing = Literal["replicate", "transmit"]
+# A number of stages, or one for each repeated block of the model.
+Stages = int | Literal["layers"]
+LAYERS = "layers"
 # For each stage, the stages that it depends on, each with the name of a value that it receives from there.
 _Dependencies = Mapping[int, Mapping[int, str]]
 
@@ -121,19 +124,20 @@ class CutOptions:
     Without them, the model is cut at the split markers in its code; without split markers it is one stage.
 
     Attributes:
-        stages: the number of stages, which are chosen so that the slowest is as fast as possible.
+        stages: the number of stages, which are chosen so that the slowest is as fast as possible; or ``"layers"``, a stage for each
+            repeated block of the model.
         split_at: paths of modules; each starts a stage.
         policy: a function from `PolicyNode` to a stage number.
         plan: a plan saved earlier.
-        memory: with `stages`: memory of the device of each stage, in bytes or as ``"24GiB"``.
-        speeds: with `stages`: speed of the device of each stage, relative to the others, from 0.000001 to 1000000.
+        memory: with a number of `stages`: memory of the device of each stage, in bytes or as ``"24GiB"``.
+        speeds: with a number of `stages`: speed of the device of each stage, relative to the others, from 0.000001 to 1000000.
         profile: measured times of the nodes, or a device, in the place of estimates for the reference device; a name or a path becomes
             what `find_profile` returns for it. The memory of a device limits each stage where `memory` is not given.
         shared: how stages get a weight that several of them use: each holds it ("replicate"), or the first one holds it and
             sends it at each call ("transmit").
 
     Raises:
-        CutError: more than one way to cut, `memory` or `speeds` without `stages`, or a value of the wrong form.
+        CutError: more than one way to cut, `memory` or `speeds` without a number of stages, or a value of the wrong form.
 
     Examples:
         ::
@@ -141,7 +145,7 @@ class CutOptions:
             CutOptions(stages=4, memory=["24GiB"] * 4)
     """
 
-    stages: int | None = None
+    stages: Stages | None = None
     split_at: Sequence[str] = ()
     policy: Policy | None = None
     plan: Plan | None = None
@@ -154,8 +158,8 @@ class CutOptions:
         """Refuse options that contradict each other."""
         if isinstance(self.profile, str | os.PathLike):
             object.__setattr__(self, "profile", find_profile(self.profile))
-        if self.stages is not None and (not isinstance(self.stages, int) or isinstance(self.stages, bool)):
-            raise CutError(f"stages: expected a whole number, found {self.stages!r}")
+        if self.stages not in (None, LAYERS) and (not isinstance(self.stages, int) or isinstance(self.stages, bool)):
+            raise CutError(f"stages: expected a whole number or {LAYERS!r}, found {self.stages!r}")
         for option, items in (("split_at", self.split_at), ("memory", self.memory), ("speeds", self.speeds)):
             if isinstance(items, str | int | float):
                 raise CutError(f"{option}: expected a list, found {items!r}")
@@ -163,7 +167,7 @@ class CutOptions:
         chosen = [option for option, choice in ways.items() if choice]
         if len(chosen) > 1:
             raise CutError(f"expected one way to cut, found {' and '.join(chosen)}: choose one")
-        if (self.memory or self.speeds) and self.stages is None:
+        if (self.memory or self.speeds) and not isinstance(self.stages, int):
             raise CutError("memory and speeds select among the cuts into a number of stages: pass stages=N too")
         if self.shared not in ("replicate", "transmit"):
             raise CutError(f"shared: expected 'replicate' or 'transmit', found {self.shared!r}")
@@ -178,7 +182,7 @@ class CutOptions:
     @property
     def memory_bytes(self) -> list[int]:
         """Bytes of memory of the device of each stage; empty for no limits."""
-        if not self.memory and self.stages is not None and isinstance(self.profile, DeviceProfile):
+        if not self.memory and isinstance(self.stages, int) and isinstance(self.profile, DeviceProfile):
             return [self.profile.memory] * self.stages
         try:
             return [parse_byte_size(size) for size in self.memory]

@@ -19,7 +19,7 @@ from stagepack.errors import ExportWarning, OptionError, warn_caller
 from stagepack.format.plan import Plan
 from stagepack.format.reader import Bundle
 from stagepack.format.writer import check_output_path
-from stagepack.partition.cut_options import CutOptions, Policy, WeightSharing
+from stagepack.partition.cut_options import CutOptions, Policy, Stages, WeightSharing
 from stagepack.partition.profile import DeviceProfile, Profile
 from stagepack.roads.assets import exported_assets, read_assets
 from stagepack.roads.capture_writer import ExportOptions, export_captures
@@ -129,7 +129,7 @@ def export(
     weights: str | os.PathLike[str] | None = None,
     graph_from: str | os.PathLike[str] | Bundle | None = None,
     dtype: str | torch.dtype | None = None,
-    stages: int | Mapping[str, int] | None = None,
+    stages: Stages | Mapping[str, Stages] | None = None,
     split_at: Sequence[str] | Mapping[str, Sequence[str]] = (),
     policy: Policy | None = None,
     plan: Plan | None = None,
@@ -180,13 +180,13 @@ def export(
             the new checkpoint, or a Hugging Face folder or hub name.
         dtype: for a Hugging Face folder or hub name: the dtype that its weights are converted to, such as ``"bfloat16"``. By default, the
             weights keep the dtype of the checkpoint.
-        stages: the number of stages; with `entry_points`, of each, or a dict from the names of some to theirs. The cut makes the slowest
-            stage as fast as possible.
+        stages: the number of stages, of which the slowest is made as fast as possible; or ``"layers"``, a stage for each repeated block
+            of the model, such as a layer. With `entry_points`, of each of them, or a dict from the names of some to theirs.
         split_at: paths of modules, such as ``"layers.8"``; each starts a stage. With `entry_points`, a dict from names to such lists.
         policy: a function from `PolicyNode` to a stage number.
         plan: a plan of another bundle (``bundle.entry_point.plan``), or from `stagepack.read_plan`.
-        memory: with `stages`: the memory of the device of each stage, in bytes or as ``"24GiB"``.
-        speeds: with `stages`: the speed of the device of each stage, relative to the others.
+        memory: with a number of `stages`: the memory of the device of each stage, in bytes or as ``"24GiB"``.
+        speeds: with a number of `stages`: the speed of the device of each stage, relative to the others.
         profile: with `stages`: the device of the stages, such as ``"h100"``, whose memory is the limit of each stage unless `memory` says
             otherwise; or measured times of the model's operators, from `stagepack.read_profile`, or their file.
         shared: how several stages use one weight: each of them stores it (``"replicate"``), or the first one stores it and sends it at

@@ -8,7 +8,7 @@ from stagepack.errors import OptionError
 from stagepack.format.plan import Plan
 from stagepack.format.reader import Bundle
 from stagepack.opening import opened
-from stagepack.partition.cut_options import CutOptions, Policy, WeightSharing
+from stagepack.partition.cut_options import CutOptions, Policy, Stages, WeightSharing
 from stagepack.partition.profile import DeviceProfile, Profile
 from stagepack.remote.url import is_bundle
 from stagepack.roads.recut import plan_bundle
@@ -26,7 +26,7 @@ def plan_model(
     kwargs: Mapping[str, Any] | None = None,
     *,
     inputs: "StatedInputs | None" = None,
-    stages: int | None = None,
+    stages: Stages | None = None,
     split_at: Sequence[str] = (),
     policy: Policy | None = None,
     memory: Sequence[int | str] = (),

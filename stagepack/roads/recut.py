@@ -18,7 +18,7 @@ from stagepack.format.validate.graph_rules import check_graph
 from stagepack.graph.model_assembly import join_stages
 from stagepack.opening import BundleSource, errors_name_bundle, opened
 from stagepack.partition.costs import graph_costs
-from stagepack.partition.cut_options import CutOptions, Policy, WeightSharing
+from stagepack.partition.cut_options import CutOptions, Policy, Stages, WeightSharing
 from stagepack.partition.partitioner import Partition, partition_graph
 from stagepack.partition.profile import DeviceProfile, Profile
 from stagepack.roads.stored_bundle import StoredEntryPoint, begin_rewriting, read_entry_point, read_entry_points
@@ -29,7 +29,7 @@ def recut(
     bundle: BundleSource,
     *,
     out: str | os.PathLike[str],
-    stages: int | None = None,
+    stages: Stages | None = None,
     split_at: Sequence[str] = (),
     policy: Policy | None = None,
     plan: Plan | None = None,
@@ -49,12 +49,13 @@ def recut(
     Args:
         bundle: the folder of the bundle, its URL, or an opened bundle.
         out: the folder to write; it must not exist unless `overwrite` is true, and may then be the bundle itself.
-        stages: the number of stages. The cut makes the slowest stage as fast as possible.
+        stages: the number of stages, of which the slowest is made as fast as possible; or ``"layers"``, a stage for each repeated block
+            of the model, such as a layer.
         split_at: paths of modules, such as ``"layers.8"``; each starts a stage.
         policy: a function from `PolicyNode` to a stage number.
         plan: a plan of another bundle (``bundle.entry_point.plan``), or from `stagepack.read_plan`.
-        memory: with `stages`: the memory of the device of each stage, in bytes or as ``"24GiB"``.
-        speeds: with `stages`: the speed of the device of each stage, relative to the others.
+        memory: with a number of `stages`: the memory of the device of each stage, in bytes or as ``"24GiB"``.
+        speeds: with a number of `stages`: the speed of the device of each stage, relative to the others.
         profile: with `stages`: the device of the stages, such as ``"h100"``, whose memory is the limit of each stage unless `memory` says
             otherwise; or measured times of the model's operators, from `stagepack.read_profile`, or their file.
         shared: how several stages use one weight: each of them stores it (``"replicate"``), or the first one stores it and sends it at
