@@ -244,7 +244,7 @@ class CutFlags:
 
     stages: "Stages | None" = flag(
         "--stages N|layers",
-        "Cut into N stages so that the slowest stage is as fast as possible; or into a stage for each repeated block, such as a layer.",
+        "Cut into N stages so that the slowest stage is as fast as possible; or into a stage for each layer.",
         type=_StagesType(1, limits.STAGES),
     )
     split_modules: tuple[str, ...] = flag(

@@ -15,7 +15,7 @@ from stagepack.partition.assignment import StageAssignment, node_dependencies, r
 from stagepack.partition.profile import DeviceProfile, Profile, find_profile, read_json, write_json
 
 WeightSharing = Literal["replicate", "transmit"]
-# A number of stages, or one for each repeated block of the model.
+# A number of stages, or a stage for each layer of the model.
 Stages = int | Literal["layers"]
 LAYERS = "layers"
 # For each stage, the stages that it depends on, each with the name of a value that it receives from there.
@@ -125,7 +125,7 @@ class CutOptions:
 
     Attributes:
         stages: the number of stages, which are chosen so that the slowest is as fast as possible; or ``"layers"``, a stage for each
-            repeated block of the model.
+            layer of the model.
         split_at: paths of modules; each starts a stage.
         policy: a function from `PolicyNode` to a stage number.
         plan: a plan saved earlier.

@@ -30,7 +30,7 @@ from stagepack.partition.assignment import (
 )
 from stagepack.partition.costs import GraphCosts
 from stagepack.partition.cut_options import LAYERS, CutOptions, WeightSharing, assign_by_policy
-from stagepack.partition.layers import assign_by_layers
+from stagepack.partition.layer_cut import assign_by_layers
 from stagepack.partition.profile import DeviceProfile, MeasuredCosts, Profile, device_costs, measured_costs
 from stagepack.partition.recipes import CostedGraph, activation_bytes
 from stagepack.partition.rematerialize import StageNodes, ops_with_sym_size, rematerialize_values

@@ -180,8 +180,8 @@ def export(
             the new checkpoint, or a Hugging Face folder or hub name.
         dtype: for a Hugging Face folder or hub name: the dtype that its weights are converted to, such as ``"bfloat16"``. By default, the
             weights keep the dtype of the checkpoint.
-        stages: the number of stages, of which the slowest is made as fast as possible; or ``"layers"``, a stage for each repeated block
-            of the model, such as a layer. With `entry_points`, of each of them, or a dict from the names of some to theirs.
+        stages: the number of stages, of which the slowest is made as fast as possible; or ``"layers"``, a stage for each layer
+            of the model, which can be grouped onto any devices. With `entry_points`, of each of them, or a dict from the names of some.
         split_at: paths of modules, such as ``"layers.8"``; each starts a stage. With `entry_points`, a dict from names to such lists.
         policy: a function from `PolicyNode` to a stage number.
         plan: a plan of another bundle (``bundle.entry_point.plan``), or from `stagepack.read_plan`.

@@ -49,8 +49,8 @@ def recut(
     Args:
         bundle: the folder of the bundle, its URL, or an opened bundle.
         out: the folder to write; it must not exist unless `overwrite` is true, and may then be the bundle itself.
-        stages: the number of stages, of which the slowest is made as fast as possible; or ``"layers"``, a stage for each repeated block
-            of the model, such as a layer.
+        stages: the number of stages, of which the slowest is made as fast as possible; or ``"layers"``, a stage for each layer
+            of the model, which can be grouped onto any devices.
         split_at: paths of modules, such as ``"layers.8"``; each starts a stage.
         policy: a function from `PolicyNode` to a stage number.
         plan: a plan of another bundle (``bundle.entry_point.plan``), or from `stagepack.read_plan`.

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import stagepack
 from stagepack.partition.cut_options import CutOptions
@@ -75,6 +76,17 @@ def test_recut_gives_the_same_bytes_again(sound: Path, tmp_path: Path) -> None:
     assert json.loads(result.stdout)["digest"] == stagepack.open(sound).digest
 
 
+def test_a_stage_for_each_layer_is_shown_and_written(tmp_path: Path) -> None:
+    source, out = tmp_path / "one.stagepack", tmp_path / "layers.stagepack"
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(), torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+    stagepack.export(model.eval(), (torch.ones(1, 4),), out=source)
+    facts = json.loads(run("plan", str(source), "--stages", "layers", "--json").stdout)
+    assert [stage["starts_at"] for stage in facts["stages"]] == ["0", "2", "3"]
+    written = json.loads(run("recut", str(source), "--stages", "layers", "-o", str(out), "--json").stdout)
+    again = stagepack.recut(source, out=tmp_path / "again.stagepack", stages="layers")
+    assert written["digest"] == again.digest
+
+
 @pytest.mark.parametrize("arguments", [["plan"], ["recut", "-o", "{out}"]])
 def test_more_stages_than_operators_are_refused(arguments: list[str], sound: Path, tmp_path: Path) -> None:
     command, *options = (argument.format(out=tmp_path / "out.stagepack") for argument in arguments)
@@ -97,6 +109,7 @@ def test_more_stages_than_operators_are_refused(arguments: list[str], sound: Pat
         ("plan {sound} --stages 2 --speed 1e308 --speed 1", "expected numbers from 0.000001 to 1000000"),
         ("plan {sound} --stages 2 --speed nan --speed 1", "expected numbers from 0.000001 to 1000000"),
         ("plan {sound} --stages 2 --speed 1", "expected 2 numbers, one for each stage, found 1"),
+        ("plan {sound} --stages layers", "the model has no layers for 'layers'"),
         ("plan {sound} --split-at nowhere", "no operator comes from a module 'nowhere'"),
         ("recut {sound} --stages 2 -o {sound}", "exists"),
     ],

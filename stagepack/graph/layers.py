@@ -1,9 +1,9 @@
-"""The blocks of a model that follow one another, such as the layers of a transformer, and the places between them.
+"""The layers of a model that follow one another, such as the layers of a transformer, and the places between them.
 
-A block is a call of a module whose path ends with a number, a child of ``nn.ModuleList`` or ``nn.Sequential``, that uses what the call of
-the child before it gave; of modules without a list, such as ``block1`` and ``block2``, those that have modules inside. Modules that run side
-by side, such as experts, are no blocks, nor are those without a weight matrix, such as an activation. In a model without such modules, the
-calls of one module are blocks, else repeated runs of nodes.
+A layer is a call of a module whose path ends with a number, a child of ``nn.ModuleList`` or ``nn.Sequential``, that uses what the call of
+the child before it gave; of modules without a list, such as ``block1`` and ``block2``, those that have modules inside. Modules that run
+side by side, such as experts, are no layers, nor are those without a weight matrix, such as an activation. In a model without such
+modules, the calls of one module are layers, else repeated runs of nodes.
 """
 
 import bisect
@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from stagepack.format.rules import split_call_path
+from stagepack.format.traversal import sort_module_calls
 from stagepack.graph.analysis import GraphAnalysis
 from stagepack.graph.node_tokens import NodeTokens
 from stagepack.graph.repeats import all_starts, find_repeats
@@ -33,42 +34,43 @@ _Chain = list[_Run]
 
 
 class Border(NamedTuple):
-    """Where a cut between two consecutive blocks may be."""
+    """Where a cut between two consecutive layers may be."""
 
-    start: int  # the first node of the first block
-    end: int  # the node after the last one of the second block
-    node_numbers: Sequence[int]  # the nodes in front of which a cut divides neither block, the most natural one first
+    start: int  # the first node of the first layer
+    end: int  # the node after the last one of the second layer
+    node_numbers: Sequence[int]  # the nodes in front of which a cut divides neither layer, the most natural one first
 
 
-def block_borders(analysis: GraphAnalysis) -> list[Border] | None:
-    """Find the borders between the blocks of a model, in order; None for a model without blocks."""
-    modules = _ModuleBlocks(analysis)
-    blocks = modules.numbered_blocks() or modules.repeated_calls()
-    if blocks:
-        return [modules.border(before, after) for before, after in itertools.pairwise(blocks)]
+def layer_borders(analysis: GraphAnalysis) -> list[Border] | None:
+    """Find the borders between the layers of a model, in order; None for a model without layers."""
+    modules = _ModuleLayers(analysis)
+    layers = modules.numbered_layers() or modules.repeated_calls()
+    if layers:
+        return [modules.border(before, after) for before, after in itertools.pairwise(layers)]
     return _repeat_borders(analysis) or None
 
 
-class _ModuleBlocks:
+class _ModuleLayers:
     """The calls of the modules of a model."""
 
     def __init__(self, analysis: GraphAnalysis) -> None:
         self._analysis = analysis
         self._tokens: NodeTokens | None = None
-        calls = [
+        calls = (
             _Run(int(call.first), int(call.first) + call.nodes, split_call_path(call.path)[0], call.type)
-            for call in analysis.graph.calls
-        ]
-        self._calls = sorted(calls, key=lambda call: (call.first, -call.end))
+            for call in sort_module_calls(analysis.graph.calls)
+        )
+        # No rule of the format says that a call ends before the model does.
+        self._calls = [call for call in calls if call.end <= len(analysis.graph.nodes)]
         # The paths of modules with calls of modules inside.
         self._composites = {prefix for call in self._calls for prefix in _prefixes(call.path.rpartition(".")[0])}
         self._matrix_nodes = _nodes_with_matrices(analysis)
 
-    def numbered_blocks(self) -> _Chain:
-        """The calls of numbered modules that are blocks, in order; the outermost ones, but no groups of blocks."""
+    def numbered_layers(self) -> _Chain:
+        """The calls of numbered modules that are layers, in order; the outermost ones, but no groups of layers."""
         chains = self._numbered_chains()
         member_paths = {member.path for chain in chains for member in chain}
-        # By the path of the innermost block around them.
+        # By the path of the innermost layer around them.
         inner_chains: dict[str | None, list[_Chain]] = defaultdict(list)
         for chain in chains:
             prefixes = _prefixes(chain[0].path.rpartition(".")[0])
@@ -78,26 +80,25 @@ class _ModuleBlocks:
             type_counts = Counter(member.type for member in chain)
             is_repeat = self._has_equal_runs(chain)
             for member in chain:
-                inside = [inner for inner in inner_chains[member.path] if len(inner) > 1 and self._is_inside(inner, member)]
+                inside = [inner for inner in inner_chains[member.path] if self._is_inside(inner, member)]
                 is_unique = type_counts[member.type] == 1
                 if is_repeat or not self._is_group(member, inside, any_types=is_unique):
                     yield member
                 elif is_unique:
                     yield from itertools.chain.from_iterable(map(divided, _not_interleaved(inside)))
                 else:
-                    # A bottleneck of a stage of a ResNet is a block, though it has numbered convolutions inside.
+                    # A bottleneck of a stage of a ResNet is a layer, though it has numbered convolutions inside.
                     yield from itertools.chain.from_iterable(_not_interleaved(inside))
 
         return sorted(itertools.chain.from_iterable(map(divided, _not_interleaved(inner_chains[None]))))
 
     def _numbered_chains(self) -> list[_Chain]:
-        """The chains of modules with a number, but those of single operators in a module that is side by side with others."""
+        """The chains of modules with a number, but those of modules without others inside, in a module that is side by side with others."""
         children: dict[str, list[_Run]] = defaultdict(list)
         for call in self._calls:
-            container, _, name = call.path.rpartition(".")
-            if name.isdecimal():
-                children[container].append(call)
-            elif name[-1:].isdecimal() and call.path in self._composites:
+            name = call.path.rpartition(".")[2]
+            if name.isdecimal() or (name[-1:].isdecimal() and call.path in self._composites):
+                # `layers.` is no `layers`.
                 children[call.path.rstrip(_DIGITS)].append(call)
         chains: list[_Chain] = []
         side_paths: set[str] = set()
@@ -124,7 +125,7 @@ class _ModuleBlocks:
         return [*itertools.chain.from_iterable(outermost)]
 
     def border(self, before: _Run, after: _Run) -> Border:
-        """The border between two blocks, in which no module that stands between them is divided."""
+        """The border between two layers, in which no module that stands between them is divided."""
         start = bisect.bisect_left(self._calls, before.end, key=lambda call: call.first)
         stop = bisect.bisect_left(self._calls, after.first, key=lambda call: call.first)
         between = [call for call in self._calls[start:stop] if call.end <= after.first]
@@ -143,9 +144,9 @@ class _ModuleBlocks:
                 yield chain
 
     def _is_inside(self, chain: _Chain, member: _Run) -> bool:
-        """Whether a call has the calls of a chain inside, which are more than single operators, and children of a list."""
+        """Whether a call has the calls of a chain inside, which are children of a list, and have modules inside themselves."""
         is_enclosed = member.first <= chain[0].first and chain[-1].end <= member.end
-        return is_enclosed and _is_list(chain) and chain[0].path in self._composites
+        return is_enclosed and len(chain) > 1 and _is_list(chain) and chain[0].path in self._composites
 
     def _has_equal_runs(self, chain: _Chain) -> bool:
         """Whether two members of a chain have equal nodes."""
@@ -157,7 +158,7 @@ class _ModuleBlocks:
         return len(keys) < len(chain)
 
     def _is_group(self, member: _Run, inside: Sequence[_Chain], *, any_types: bool) -> bool:
-        """Whether a module is mainly a sequence of blocks, such as a stage of a ResNet, and no block."""
+        """Whether a module is mainly a sequence of layers, such as a stage of a ResNet, and no layer."""
         if not inside:
             return False
         has_one_type = all(len({inner.type for inner in chain}) == 1 for chain in inside)
