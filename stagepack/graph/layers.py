@@ -180,7 +180,7 @@ def _is_list(chain: _Chain) -> bool:
 
 def _nodes_with_matrices(analysis: GraphAnalysis) -> list[int]:
     """For each node, how many nodes in front of it use a weight of two dimensions or more."""
-    matrices = {weight.value for weight in analysis.graph.weights if sum(size > 1 for size in weight.shape) > 1}
+    matrices = {weight.value for weight in analysis.graph.weights if len(weight.shape) > 1}
     uses = (not matrices.isdisjoint(used_names) for used_names in analysis.node_inputs)
     return [0, *itertools.accumulate(map(int, uses))]
 

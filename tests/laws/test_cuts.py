@@ -11,11 +11,12 @@ from torch.utils import _pytree as pytree
 
 import stagepack
 from stagepack.capture.inputs import Inputs
-from stagepack.capture.programs import capture_module
+from stagepack.capture.programs import Capture, capture_module
+from stagepack.errors import CutError
 from stagepack.format.graph import value_bytes
 from stagepack.format.shapes import example_sizes
 from stagepack.partition.cut_options import CutOptions
-from stagepack.roads.capture_writer import export_capture
+from stagepack.roads.capture_writer import export_capture, plan_capture
 from tests.laws.picture_models import PICTURE_MODELS, FeaturePyramid
 from tests.modules import module_of
 from tests.zoo.case import Case, files, stages_at_most
@@ -126,6 +127,17 @@ def test_no_picture_model_sends_a_tensor_for_its_size(make: type[torch.nn.Module
     assert max(less) > 20_000 or make is FeaturePyramid, less
 
 
+def layer_cuts(capture: Capture) -> list[CutOptions]:
+    """A stage for each layer, if the model has layers."""
+    cut_options = CutOptions(stages="layers")
+    try:
+        plan_capture(capture, cut_options)
+    except CutError as error:
+        assert "no layers" in str(error) or "no cut between two" in str(error)  # noqa: PT017 - both ends are right
+        return []
+    return [cut_options]
+
+
 # Models of many nodes.
 LARGE = named(
     "containers-cache-of-any-length",
@@ -145,6 +157,7 @@ def test_every_cut_from_every_cut(case: Case, tmp_path: Path) -> None:
         CutOptions(stages=stages_at_most(2, capture)),
         CutOptions(stages=five, shared="transmit"),
         CutOptions(stages=three, speeds=[1, 3, 2][:three], memory=["1GiB", "24GB", "1GB"][:three]),
+        *layer_cuts(capture),
     ]
     direct = [tmp_path / f"{index}.stagepack" for index in range(len(cuts))]
     for cut_options, path in zip(cuts, direct, strict=True):
