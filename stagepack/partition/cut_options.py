@@ -4,7 +4,7 @@ import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 from stagepack.errors import CutError
 from stagepack.format import limits
@@ -17,7 +17,7 @@ from stagepack.partition.profile import DeviceProfile, Profile, find_profile, re
 WeightSharing = Literal["replicate", "transmit"]
 # A number of stages, or a stage for each layer of the model.
 Stages = int | Literal["layers"]
-LAYERS = "layers"
+LAYERS: Final = "layers"
 # For each stage, the stages that it depends on, each with the name of a value that it receives from there.
 _Dependencies = Mapping[int, Mapping[int, str]]
 

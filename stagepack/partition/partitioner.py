@@ -29,7 +29,7 @@ from stagepack.partition.assignment import (
     late_state_order,
 )
 from stagepack.partition.costs import GraphCosts
-from stagepack.partition.cut_options import LAYERS, CutOptions, WeightSharing, assign_by_policy
+from stagepack.partition.cut_options import CutOptions, WeightSharing, assign_by_policy
 from stagepack.partition.layer_cut import assign_by_layers
 from stagepack.partition.profile import DeviceProfile, MeasuredCosts, Profile, device_costs, measured_costs
 from stagepack.partition.recipes import CostedGraph, activation_bytes
@@ -279,7 +279,7 @@ def _assign(costed: CostedGraph, options: CutOptions, split_positions: Sequence[
         return assign_by_modules(analysis, order, options.split_at)
     if options.stages is None:
         return assign_by_positions(analysis, order, [order.position_in_front_of(node) for node in split_positions])
-    if options.stages == LAYERS:
+    if not isinstance(options.stages, int):
         return assign_by_layers(costed, order)
     starts = balance_stages(
         costed,
