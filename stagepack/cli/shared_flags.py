@@ -224,7 +224,7 @@ class ExampleFlags:
 
 
 class _StagesType(click.IntRange):
-    """A number of stages, or the word for a stage for each block."""
+    """A number of stages, or the word for a stage for each layer."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Return the number, or the word."""

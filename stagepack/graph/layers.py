@@ -78,17 +78,20 @@ class _ModuleLayers:
 
         def divided(chain: _Chain) -> Iterator[_Run]:
             type_counts = Counter(member.type for member in chain)
-            is_repeat = self._has_equal_runs(chain)
-            for member in chain:
+            groups: dict[_Run, list[_Chain]] = {}
+            for member in chain if not self._has_equal_runs(chain) else ():
                 inside = [inner for inner in inner_chains[member.path] if self._is_inside(inner, member)]
-                is_unique = type_counts[member.type] == 1
-                if is_repeat or not self._is_group(member, inside, any_types=is_unique):
-                    yield member
-                elif is_unique:
-                    yield from itertools.chain.from_iterable(map(divided, _not_interleaved(inside)))
+                if self._is_group(member, inside, any_types=type_counts[member.type] == 1):
+                    groups[member] = _not_interleaved(inside)
+            for member in chain:
+                if member not in groups:
+                    # Beside an encoder of several layers, an output layer is none.
+                    yield from [member] if not groups or member.path in self._composites else []
+                elif type_counts[member.type] == 1:
+                    yield from itertools.chain.from_iterable(map(divided, groups[member]))
                 else:
                     # A bottleneck of a stage of a ResNet is a layer, though it has numbered convolutions inside.
-                    yield from itertools.chain.from_iterable(_not_interleaved(inside))
+                    yield from itertools.chain.from_iterable(groups[member])
 
         return sorted(itertools.chain.from_iterable(map(divided, _not_interleaved(inner_chains[None]))))
 

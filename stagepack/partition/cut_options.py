@@ -158,7 +158,8 @@ class CutOptions:
         """Refuse options that contradict each other."""
         if isinstance(self.profile, str | os.PathLike):
             object.__setattr__(self, "profile", find_profile(self.profile))
-        if self.stages not in (None, LAYERS) and (not isinstance(self.stages, int) or isinstance(self.stages, bool)):
+        is_number = isinstance(self.stages, int) and not isinstance(self.stages, bool)
+        if not is_number and self.stages is not None and not (isinstance(self.stages, str) and self.stages == LAYERS):
             raise CutError(f"stages: expected a whole number or {LAYERS!r}, found {self.stages!r}")
         for option, items in (("split_at", self.split_at), ("memory", self.memory), ("speeds", self.speeds)):
             if isinstance(items, str | int | float):

@@ -169,6 +169,10 @@ MODELS: list[tuple[Case, list[str] | int]] = [
     (own("residual", residual_stages, 2, 3, 8, 8), [*numbered("layer0", 2), *numbered("layer1", 3), "layer2.0"]),
     (own("mlp", lambda: torch.nn.Sequential(*mlp(), torch.nn.ReLU(), linear())), ["0", "2", "4"]),
     (own("lists-inside", lambda: torch.nn.Sequential(linear(), *layers_of(Layer, 4), linear())), ["1", "2", "3", "4"]),
+    (
+        own("encoder-and-head", lambda: torch.nn.Sequential(torch.nn.Sequential(*layers_of(Layer, 3)), linear())),
+        numbered("0", 3),
+    ),
     (own("no-list", lambda: module_of(in_a_row, block1=Layer(), block2=Layer())), ["block1", "block2"]),
     (
         own(
