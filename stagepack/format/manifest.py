@@ -91,6 +91,11 @@ class Stage(Struct, frozen=True, kw_only=True, omit_defaults=True):
     onnx: Onnx | None = None
 
     @property
+    def graph_files(self) -> tuple[str, ...]:
+        """The names of the graph files that it is read from: one, unless it is several stages of the bundle, joined."""
+        return (self.graph,)
+
+    @property
     def onnx_files(self) -> tuple[str, ...]:
         """The names of the files that only its ONNX model needs: the ONNX file and its own weight files."""
         return () if self.onnx is None else (self.onnx.model, *self.onnx.weights)

@@ -4,6 +4,7 @@ Opening reads the manifest only. A graph is compared with its digest and checked
 header of a weight file.
 """
 
+# Long because the documentation of the public methods is.
 import copy
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -190,6 +191,19 @@ class Bundle(BundleFiles):
         In a remote bundle, `fetch` or `check_digests` downloads the file.
         """
         return None if self.entry_point.example is None else self.path / self.entry_point.example
+
+    @property
+    def stored(self) -> "Bundle":
+        """The bundle in the stages of its files: itself, unless it is one of `stagepack.partition.joined_bundle`."""
+        return self
+
+    def stored_stages(self, stage_number: int) -> range:
+        """Return the numbers of the stored stages that a stage consists of."""
+        return range(stage_number, stage_number + 1)
+
+    def node_numbers(self, stage_number: int) -> list[int]:
+        """Return the position of each node of a stage in the list of nodes of the whole model; -1 for a node that a cut added."""
+        return self.stage(stage_number).node_numbers
 
     def stage(self, stage_number: int) -> Stage:
         """Return the manifest entry of one stage.

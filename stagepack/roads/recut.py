@@ -117,7 +117,7 @@ def plan_bundle(bundle: Bundle, cut_options: CutOptions) -> Partition:
 
 def whole_graph(bundle: Bundle) -> Graph:
     """Return the graph of the whole model, as it was before the cut. Reads no weights."""
-    return _join_graphs(bundle, bundle.graphs())
+    return _join_graphs(bundle.stored, bundle.stored.graphs())
 
 
 def _join_graphs(bundle: Bundle, stage_graphs: Sequence[Graph]) -> Graph:

@@ -102,6 +102,7 @@ def read_entry_point(
 
     named_weights: the weights of the entry points that are read with this one; None for an entry point alone.
     """
+    bundle = bundle.stored
     graphs = bundle.graphs()
     locations: dict[str, tuple[Path, StoredTensor]] = {}
     named_weights = named_weights or NamedWeights()

@@ -20,6 +20,7 @@ from stagepack.graph.analysis import GraphAnalysis
 from stagepack.graph.rows.operator_rules import METADATA
 from stagepack.partition.costs import estimated_operators
 from stagepack.partition.cut_options import CutOptions, PolicyNode
+from stagepack.partition.joined_bundle import join_bundle
 from stagepack.partition.operator_costs import cost_source
 from stagepack.roads.capture_writer import export_capture
 from stagepack.roads.recut import whole_graph
@@ -68,6 +69,9 @@ def test_bit_exact(case: Case, tmp_path: Path) -> None:
         assert_equal(answers(pipe, calls), wanted)
         pipe.reset_state()
         assert_equal(answers(pipe, others), others_wanted)
+    for counts in joined_counts(len(direct.stages), case.name):
+        joined = stagepack.load(join_bundle(direct, counts), types=case.classes(), allow_ops=namespaces(bundle))
+        assert_equal(answers(joined, calls), wanted)
     cuts.append(stagepack.recut(bundle, out=tmp_path / "even.stagepack", policy=policy_of(even(graph, stages=3))))
     apart = load_apart(cuts[-1], types=case.classes(), allow_ops=namespaces(bundle), modules=True)
     assert_equal(answers(apart, calls), wanted)
@@ -93,6 +97,10 @@ def test_back_and_forth(case: Case, tmp_path: Path) -> None:
         if seed == 0:
             direct = export_capture(capture, out=tmp_path / "direct.stagepack", cut_options=CutOptions(policy=policy))
             assert files(direct.path) == files(bundle.path)
+        joined = stagepack.load(
+            join_bundle(bundle, [len(bundle.stages)]), types=case.classes(), allow_ops=namespaces(bundle)
+        )
+        assert_equal(answers(joined, calls), wanted)
         for load in (stagepack.load, load_apart):
             assert_equal(answers(load(bundle, types=case.classes(), allow_ops=namespaces(bundle)), calls), wanted)
 
@@ -120,6 +128,14 @@ def test_functional_programs_write_their_state_back(case: Case, tmp_path: Path) 
 def test_what_cannot_be_captured_is_refused_with_the_reason(case: Case) -> None:
     with pytest.raises(CaptureError, match=REASON):
         case.capture()
+
+
+def joined_counts(stage_count: int, seed: str) -> list[list[int]]:
+    """How many consecutive stages are joined: all, and some that are drawn."""
+    drawn, rng = list[int](), random.Random(seed)  # noqa: S311 - draws of a test
+    while sum(drawn) < stage_count:
+        drawn.append(min(rng.randint(1, 3), stage_count - sum(drawn)))
+    return [[stage_count], drawn]
 
 
 def namespaces(bundle: Bundle) -> set[str]:

@@ -234,7 +234,7 @@ class _MeasuredStage:
         seconds = statistics.median(whole_seconds)
         medians = [statistics.median(times) for times in zip(*node_seconds, strict=True)]
         scale = seconds / (sum(medians) or 1.0)
-        node_numbers = self._bundle.stages[self._stage_number].node_numbers
+        node_numbers = self._bundle.node_numbers(self._stage_number)
         self.measurement = StageMeasurement(
             stage=self._stage_number,
             device=str(self.device),

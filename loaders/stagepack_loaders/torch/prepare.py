@@ -85,7 +85,7 @@ def prepare_stages(
     Stages on one device will share the tensors that are one tensor in the model.
     """
     options = loading.options
-    bundle.fetch(bundle.stages[stage_number].graph for stage_number in placement)
+    bundle.fetch(file_name for stage_number in placement for file_name in bundle.stages[stage_number].graph_files)
     parts = {stage_number: read_parts(bundle, stage_number, loading) for stage_number in placement}
     codes = {
         stage_number: build_code(bundle, stage_number, parts[stage_number], device, loading)
@@ -161,20 +161,28 @@ class LoadedModels:
 
 def read_parts(bundle: Bundle, stage_number: int, loading: Loading) -> StageParts:
     """Read the graph of a stage, find its operators, and compare the values that it states with what these return."""
-    folded, graph = bundle.graph_file(stage_number, module_calls=loading.options.modules)
-    loading.shared.get(LoadedModels, LoadedModels).add(bundle, stage_number, graph)
-    graph_name = bundle.stages[stage_number].graph
-    operators = resolve_operators(graph.ops, loading.options.allow_ops, graph_name)
-    record = VerificationRecord(CHECKED_GRAPHS_VARIABLE, "checked")
-    identity = _identity(bundle.files[graph_name]) if bundle.compares_digests else None
-    if not record.has(identity):
-        check_graph_values(graph, operators, graph_name)
-        record.add(identity)
+    stored, module_calls = bundle.stored, loading.options.modules
+    folded, graph = bundle.graph_file(stage_number, module_calls=module_calls)
+    for number in bundle.stored_stages(stage_number):
+        stored_graph = graph if stored is bundle else stored.graph_file(number, module_calls=module_calls).graph
+        _check_stored_graph(stored, number, stored_graph, loading)
+    operators = resolve_operators(graph.ops, loading.options.allow_ops, bundle.stages[stage_number].graph)
     if loading.dense_inputs:
         operators = [_view_as_reshape(operator) for operator in operators]
     if loading.autocast:
         operators = [_assert_outside_autocast(operator) for operator in operators]
     return StageParts(folded_functions(folded, graph), graph, operators)
+
+
+def _check_stored_graph(bundle: Bundle, stage_number: int, graph: Graph, loading: Loading) -> None:
+    """Check the values of a graph, and, with the last one of a model, the agreement of all."""
+    loading.shared.get(LoadedModels, LoadedModels).add(bundle, stage_number, graph)
+    graph_name = bundle.stages[stage_number].graph
+    record = VerificationRecord(CHECKED_GRAPHS_VARIABLE, "checked")
+    identity = _identity(bundle.files[graph_name]) if bundle.compares_digests else None
+    if not record.has(identity):
+        check_graph_values(graph, resolve_operators(graph.ops, loading.options.allow_ops, graph_name), graph_name)
+        record.add(identity)
 
 
 def build_code(
@@ -188,7 +196,7 @@ def build_code(
         module_calls: Sequence[ModuleCallBody] = ()
         if loading.options.modules:
             builder = ModuleBuilder(graph, operators, device, loading.types)
-            graph_module, module_calls = builder.build(stage_entry.node_numbers)
+            graph_module, module_calls = builder.build(bundle.node_numbers(stage_number))
         else:
             graph_module = build_graph_module(folded, graph, operators, device)
         return StageCode(

@@ -50,7 +50,7 @@ class TorchRuntime(Runtime):
     def stage_files(self, bundle: Bundle, stage_number: int) -> tuple[str, ...]:
         """See `Runtime`."""
         stage = bundle.stages[stage_number]
-        return (stage.graph, *stage.weights)
+        return (*stage.graph_files, *stage.weights)
 
     def prepare(
         self, bundle: Bundle, placement: "Mapping[int, torch.device]", loading: Loading
