@@ -45,6 +45,11 @@ def splits_backward(schedule: str) -> bool:
     return schedule in _SPLIT_BACKWARD
 
 
+def runs_one_stage(schedule: str) -> bool:
+    """Whether a schedule runs one stage in each process."""
+    return schedule in _SINGLE_STAGE
+
+
 def place_stages_for(schedule: str, stage_count: int, process_count: int) -> tuple[int, ...]:
     """Return the process of each stage, as a schedule needs it."""
     if schedule in _SINGLE_STAGE and stage_count != process_count:

@@ -1,7 +1,7 @@
 """Load the stages of one process for training."""
 
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, get_args
 
 import torch
@@ -14,9 +14,11 @@ from stagepack.errors import EvaluationModeWarning, MicrobatchWarning, OptionErr
 from stagepack.format.reader import Bundle
 from stagepack.format.writer import check_output_path
 from stagepack.opening import errors_name_bundle
+from stagepack.partition.joined_bundle import join_bundle
 from stagepack_loaders.base import Loading
 from stagepack_loaders.distributed.routes import stages_of_rank
 from stagepack_loaders.options import LoadOptions, Verify
+from stagepack_loaders.placement import place_stages
 from stagepack_loaders.preparation import finish_prepared, open_for_loading, prepare_placed
 from stagepack_loaders.registry import TORCH_RUNTIME, find_runtime
 from stagepack_loaders.torch.stage import TorchStage
@@ -24,7 +26,7 @@ from stagepack_train.boundaries import evaluation_scopes
 from stagepack_train.microbatches import BatchDimensions, find_batch_dimensions
 from stagepack_train.process_watch import ProcessWatch
 from stagepack_train.replicas import TrainingGroups, groups_of_mesh
-from stagepack_train.schedules import SCHEDULES, check_microbatches, place_stages_for, splits_backward
+from stagepack_train.schedules import SCHEDULES, check_microbatches, place_stages_for, runs_one_stage, splits_backward
 from stagepack_train.torch_meeting import make_default_group, meet_processes
 from stagepack_train.training import Training
 from stagepack_train.training_options import Loss, Recompute, Reduction, TrainingOptions
@@ -51,6 +53,7 @@ def train(
     silence_seconds: float = 8.0,
     out: str | os.PathLike[str] | None = None,
     overwrite: bool = False,
+    stages_per_process: Sequence[int] = (),
 ) -> Training:
     """Load the stages of this process for training. Each process that ``torchrun`` has started calls this with the same arguments.
 
@@ -91,6 +94,9 @@ def train(
         silence_seconds: a process that shows no sign of life for so long is lost, in seconds. One that is killed is noticed at once.
         out: where `stagepack.save` will write the trained bundle: what would refuse it then, is refused now.
         overwrite: `stagepack.save` may replace a bundle that exists at `out`.
+        stages_per_process: the numbers of consecutive stages that are joined into one for each process, such as ``[4, 3, 1]``. Without
+            it, ``gpipe`` and ``1f1b`` join the stages of a bundle that has more than there are processes, so that the slowest process is
+            as fast as possible.
 
     Raises:
         OutputExistsError, WriteError: nothing can be written to `out`; see `stagepack.export`.
@@ -121,6 +127,7 @@ def train(
     groups = TrainingGroups(pipeline=group, whole=group) if mesh is None else groups_of_mesh(mesh)
     _check_backends(groups)
     process_count = torch.distributed.get_world_size(groups.pipeline)
+    opened_bundle = _join_stages(opened_bundle, schedule, process_count, stages_per_process)
     rank_of_stage = place_stages_for(schedule, len(opened_bundle.stages), process_count)
     check_microbatches(schedule, microbatches, len(opened_bundle.stages), process_count)
     own_stages = stages_of_rank(rank_of_stage, torch.distributed.get_rank(groups.pipeline))
@@ -168,6 +175,16 @@ def train(
             watch.close(error)
         raise
     return training
+
+
+def _join_stages(bundle: Bundle, schedule: str, process_count: int, stages_per_process: Sequence[int]) -> Bundle:
+    """Return a bundle with as many stages as a schedule runs, which are joined of those of the bundle."""
+    if stages_per_process:
+        return join_bundle(bundle, stages_per_process)
+    if not runs_one_stage(schedule) or not 1 < process_count < len(bundle.stages):
+        return bundle
+    processes = place_stages(bundle.entry_point, range(process_count))
+    return join_bundle(bundle, [processes.count(process) for process in range(process_count)])
 
 
 def _check_words(schedule: str, recompute: Recompute, loss_reduction: Reduction | None) -> None:

@@ -28,6 +28,7 @@ PROCESSES = (2, 4)
 QUICK_RUNS = (
     "tied:2:gpipe:1",
     "tied:2:1f1b:4",
+    "tied:4:1f1b:4",  # joined into a stage for each process
     "tied:4:looped-bfs:2",
     "tied:4:interleaved-zero-bubble:4",
     "tied:4:zbv-zero-bubble:8",
