@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from stagepack_loaders.call_limits import Limits as Limits
     from stagepack_loaders.entry_points import load_entry_points as load_entry_points
     from stagepack_loaders.load import load as load
-    from stagepack_loaders.load import load_stage as load_stage
+    from stagepack_loaders.load_stage import load_stage as load_stage
     from stagepack_loaders.torch.compilation import compile_ahead as compile
     from stagepack_serving.server.limits import ServerLimits as ServerLimits
     from stagepack_serving.server.server import serve_pipelines as serve
@@ -53,7 +53,7 @@ _HOMES = {
     "export": ("stagepack.roads.export", "export"),
     "load": ("stagepack_loaders.load", "load"),
     "load_entry_points": ("stagepack_loaders.entry_points", "load_entry_points"),
-    "load_stage": ("stagepack_loaders.load", "load_stage"),
+    "load_stage": ("stagepack_loaders.load_stage", "load_stage"),
     "open": ("stagepack.opening", "open_bundle"),
     "plan": ("stagepack.roads.plan", "plan_model"),
     "read_plan": ("stagepack.partition.cut_options", "read_plan"),

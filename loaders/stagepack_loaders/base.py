@@ -16,6 +16,7 @@ from stagepack.format.chunk_reads import ByteProgress
 from stagepack.format.graph import Value
 from stagepack.format.manifest import Edge
 from stagepack.format.reader import Bundle
+from stagepack.partition.target_devices import TargetDevice
 from stagepack_loaders.options import LoadOptions
 
 if TYPE_CHECKING:
@@ -216,6 +217,7 @@ class Runtime(ABC):
         compiles: it has `compile_stages`.
         streams: it takes ``stream=True`` and ``device_memory=``.
         moves: it has `move_stages`.
+        joins: it runs stages whose graphs are joined, see `stagepack.partition.joined_bundle`.
     """
 
     name: str
@@ -227,6 +229,7 @@ class Runtime(ABC):
     compiles: bool = False
     streams: bool = False
     moves: bool = False
+    joins: bool = False
 
     @property
     @abstractmethod
@@ -244,6 +247,10 @@ class Runtime(ABC):
         Raises:
             DeviceError: the runtime has no such device, or this machine does not.
         """
+
+    def own_devices(self) -> list[TargetDevice]:
+        """Return the devices of this machine, with what this process may use of each. Default: the CPU."""
+        return [TargetDevice(name="cpu")]
 
     @abstractmethod
     def stage_files(self, bundle: Bundle, stage_number: int) -> tuple[str, ...]:

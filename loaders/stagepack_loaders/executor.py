@@ -53,6 +53,7 @@ class Executor(ABC):
     """Runs the stages of a bundle on values that fit the boundary contract, and keeps the state of sequences.
 
     Attributes:
+        bundle: the bundle in the stages that run.
         written_inputs: the inputs of the model that a stage writes into.
         most_calls: how many calls at the same time keep all stages at work. With few, calls gather meanwhile, and become larger batches.
         lane_count: the number of devices or processes, each of which works on a call of its own.
@@ -61,6 +62,7 @@ class Executor(ABC):
         returns_state: whether a result may be a view of the state of its sequence, which the next call writes.
     """
 
+    bundle: Bundle
     written_inputs: frozenset[str] = frozenset()
     most_calls: int = 1
     lane_count: int = 1
@@ -201,7 +203,7 @@ class LocalExecutor(Executor):
     def __init__(
         self, bundle: Bundle, stages: Sequence[LoadedStage | StageDriver], observe: StageObserver | None = None
     ) -> None:
-        entry_point = bundle.entry_point
+        self.bundle, entry_point = bundle, bundle.entry_point
         self.stages = tuple(
             stage if isinstance(stage, StageDriver) else stage_driver(entry_point, stage_number, stage)
             for stage_number, stage in enumerate(stages)

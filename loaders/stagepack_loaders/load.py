@@ -1,8 +1,8 @@
-"""Load a bundle: all stages as a pipeline, or one stage. Imports the library of a runtime only if a stage runs in it."""
+"""Load a bundle: all stages as a pipeline. Imports the library of a runtime only if a stage runs in it."""
 
 import os
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
+from typing import TYPE_CHECKING, Literal, Unpack, overload
 
 from msgspec import structs
 
@@ -10,7 +10,6 @@ from stagepack.errors import OptionError
 from stagepack.extras import explain_missing_packages
 from stagepack.format.reader import Bundle
 from stagepack.opening import BundleSource, TrustedSigners, errors_name_bundle
-from stagepack_loaders.base import Loading
 from stagepack_loaders.call_limits import Limits, checked_limits, value_limit
 from stagepack_loaders.distributed.launch_environment import is_launched_group, launched_size
 from stagepack_loaders.options import (
@@ -20,6 +19,8 @@ from stagepack_loaders.options import (
     LoadKeywords,
     LoadOptions,
     LocalKeywords,
+    OnLoss,
+    PlacementOptions,
     ProcessOptions,
     Verify,
     device_list,
@@ -27,16 +28,14 @@ from stagepack_loaders.options import (
     refuse_process_options,
 )
 from stagepack_loaders.pipeline import Pipeline, load_pipeline
-from stagepack_loaders.placement import place_stages
-from stagepack_loaders.preparation import check_runtimes, compile_prepared, open_for_loading, prepare, reading_progress
-from stagepack_loaders.registry import choose_runtime, runtime_of_each_stage
+from stagepack_loaders.preparation import check_runtimes, open_for_loading
+from stagepack_loaders.registry import find_runtime, runtime_of_each_stage
 
 if TYPE_CHECKING:
     import torch
 
     from stagepack_loaders.distributed.pipeline import DistributedPipeline
     from stagepack_loaders.entry_points import Devices
-    from stagepack_loaders.torch.stage import TorchStage
 
 
 @overload
@@ -48,6 +47,10 @@ def load(  # type: ignore[overload-overlap] # False is an integer, too
     runtime: str | Sequence[str] = ...,
     limits: Limits | None = ...,
     processes: Literal[False] = ...,
+    memory: Sequence[int | str] = ...,
+    speeds: Sequence[float] = ...,
+    links: Sequence[str] = ...,
+    stages_per_device: Sequence[int] = ...,
     **options: Unpack[LocalKeywords],
 ) -> Pipeline: ...
 
@@ -63,8 +66,13 @@ def load(
     processes: Literal[True] | int,
     imports: Sequence[str] = ...,
     max_restarts: int = ...,
+    on_loss: OnLoss = ...,
     in_flight: int = ...,
     microbatch_size: int | None = ...,
+    memory: Sequence[int | str] = ...,
+    speeds: Sequence[float] = ...,
+    links: Sequence[str] = ...,
+    stages_per_device: Sequence[int] = ...,
     **options: Unpack[LoadKeywords],
 ) -> "DistributedPipeline": ...
 
@@ -89,8 +97,13 @@ def load(
     processes: bool | int = False,
     imports: Sequence[str] = (),
     max_restarts: int = 0,
+    on_loss: OnLoss = "restart",
     in_flight: int = DEFAULT_IN_FLIGHT,
     microbatch_size: int | None = None,
+    memory: Sequence[int | str] = (),
+    speeds: Sequence[float] = (),
+    links: Sequence[str] = (),
+    stages_per_device: Sequence[int] = (),
 ) -> "Pipeline | DistributedPipeline":
     """Load all stages of a bundle into this process, or each into a process of its own on this machine.
 
@@ -104,7 +117,10 @@ def load(
 
     Args:
         bundle: the folder of the bundle, its URL (see `stagepack.open`), or an opened bundle.
-        devices: the device of each stage, in order, or one device; with fewer devices, consecutive stages share one. By default the CPU.
+        devices: the device of each stage, in order, or one device; by default the CPU. With several devices, but fewer than stages,
+            consecutive stages are joined into one for each device, as a cut into fewer stages would have them: a bundle that is cut
+            finely loads on any set of devices. ``"auto"``: all devices of this machine that help. `bundle` of the result has the joined
+            stages, and `placement` says which they are.
         device: the device of all stages, in the place of `devices`.
         runtime: the name of the runtime that executes the stages, such as ``"torch"`` or ``"onnxruntime"``; or a list with a name for
             each stage. ONNX Runtime needs the ONNX files that ``stagepack onnx`` adds, and no torch. By default torch; where it is not
@@ -137,14 +153,21 @@ def load(
             from the next call on, and conversions such as ``double()`` are refused. Not with `stream`, `copy`, `compile`, `compiled` and
             `processes`; only in torch.
         limits: how large values may be, and, with `processes`, how long a call may take, see `Limits`. None for no limits.
-        processes: True for a process for each stage, or the number of processes; with fewer than stages, consecutive stages share one.
+        processes: True for a process for each stage, or the number of processes; with fewer than stages, consecutive stages are joined.
             Close the pipeline to end the processes, or use it in a ``with`` statement. For processes on several machines see
             `stagepack.distributed.connect`.
         imports: with `processes`, modules that each process imports first, such as those that register custom operators.
         max_restarts: with `processes`, how often within an hour all processes are started again after one was lost.
+        on_loss: with `max_restarts`: ``"restart"`` starts the same processes again; ``"regroup"`` places the stages on the processes that
+            are left, without the device of the lost one; where they do not fit there, the same processes start again.
         in_flight: with `processes`, the largest number of calls on their way through the stages.
         microbatch_size: with `processes`, the largest number of rows of a batch on its way: larger ones go in parts, on which the stages
             work at the same time. Their kernels may then round otherwise than for the whole batch. None to leave batches whole.
+        memory: the memory of each device, in bytes or as ``"24GB"``: it gets no more stages than fit with their weights, state,
+            activations and what arrives, at the sizes of the example.
+        speeds: the speed of each device, relative to the others.
+        links: how fast values are sent, such as ``"host=25GB/s,rtt=0.1ms"``; see the guide "Run one bundle anywhere".
+        stages_per_device: the number of stages of each device, such as ``[4, 3, 1]``, in the place of a choice by times and memory.
 
     Returns:
         The loaded stages as one callable; with `processes` a `DistributedPipeline`, whose ``submit`` does not wait for the result.
@@ -184,11 +207,13 @@ def load(
         compiled=folder_name(compiled),
         stream=stream,
         device_memory=device_memory,
+        placement=PlacementOptions(memory=memory, speeds=speeds, links=links, stages_per_device=stages_per_device),
     )
     if processes is False:
         refuse_process_options(
             imports=imports,
             max_restarts=max_restarts,
+            on_loss=on_loss != "restart",
             in_flight=in_flight != DEFAULT_IN_FLIGHT,
             stall_seconds=limits.stall_seconds,
             microbatch_size=microbatch_size,
@@ -197,7 +222,11 @@ def load(
     if not isinstance(processes, int):
         raise OptionError(f"processes: expected True or a number of processes, found {processes!r}")
     process_options = ProcessOptions(
-        imports=imports, max_restarts=max_restarts, in_flight=in_flight, microbatch_size=microbatch_size
+        imports=imports,
+        max_restarts=max_restarts,
+        on_loss=on_loss,
+        in_flight=in_flight,
+        microbatch_size=microbatch_size,
     )
     process_count = len(opened_bundle.stages) if processes is True else processes
     return load_in_processes(opened_bundle, process_count, options, process_options, types, limits)
@@ -227,7 +256,7 @@ def load_in_processes(
     with explain_missing_packages():
         from stagepack_loaders.distributed.membership import absolute_bundle, group_options  # noqa: PLC0415 - imports torch
         from stagepack_loaders.distributed.pipeline import DistributedPipeline  # noqa: PLC0415 - the same
-        from stagepack_loaders.distributed.process_launcher import LocalLauncher, over_processes  # noqa: PLC0415 - the same
+        from stagepack_loaders.distributed.process_launcher import LocalLauncher, ProcessGrouping  # noqa: PLC0415 - the same
 
     # The processes open the folder of the bundle, which must have all their files.
     opened_bundle.fetch(
@@ -235,15 +264,13 @@ def load_in_processes(
         for stage_number, stage_runtime in enumerate(runtimes)
         for file_name in stage_runtime.stage_files(opened_bundle, stage_number)
     )
-    named = structs.replace(options, runtime=[stage_runtime.name for stage_runtime in runtimes])
-    group = structs.replace(group_options(named, process_options, limits), is_local=True)
-    opened_bundle = absolute_bundle(opened_bundle)
-    for stage_runtime, device in zip(
-        runtimes, place_stages(opened_bundle.entry_point, group.load.devices), strict=True
-    ):
-        stage_runtime.parse_device(device)
-    launcher = LocalLauncher(opened_bundle, over_processes(opened_bundle, process_count, group))
-    return DistributedPipeline(opened_bundle, launcher, types, process_options, limit)
+    group = structs.replace(group_options(options, process_options, limits), is_local=True)
+    grouping = ProcessGrouping(absolute_bundle(opened_bundle), process_count, group)
+    placed = grouping.placed
+    for runtime_name, device in zip(placed.options.runtime, placed.options.devices, strict=True):
+        find_runtime(runtime_name).parse_device(device)
+    launcher = LocalLauncher(*grouping.placed_group(), grouping)
+    return DistributedPipeline(placed.bundle, launcher, types, process_options, limit).placed(placed.chosen)
 
 
 def start_processes(
@@ -262,102 +289,3 @@ def start_processes(
     from stagepack_loaders.distributed.connect import connect_launched  # noqa: PLC0415 - imports torch
 
     return connect_launched(bundle, options, process_options, (), limits)
-
-
-@overload
-def load_stage(
-    bundle: BundleSource,
-    stage: int,
-    device: "str | torch.device" = ...,
-    *,
-    modules: bool = ...,
-    **options: Unpack[LocalKeywords],
-) -> "TorchStage": ...
-
-
-@overload
-def load_stage(
-    bundle: BundleSource,
-    stage: int,
-    device: "str | torch.device" = ...,
-    *,
-    runtime: str,
-    modules: bool = ...,
-    **options: Unpack[LocalKeywords],
-) -> Any: ...
-
-
-@errors_name_bundle
-def load_stage(
-    bundle: BundleSource,
-    stage: int,
-    device: "str | torch.device" = "cpu",
-    *,
-    runtime: str = DEFAULT_RUNTIME,
-    modules: bool = False,
-    types: Collection[type] = (),
-    allow_ops: Collection[str] = (),
-    verify: Verify = "full",
-    require_signature: TrustedSigners | None = None,
-    copy: bool = False,
-    compile: Compile = False,
-    compiled: str | os.PathLike[str] | None = None,
-    stream: bool = False,
-    device_memory: int | str | None = None,
-) -> Any:
-    """Load one stage of a bundle. Only its own files and the shared files that it names are read.
-
-    With `modules`, the stage holds the modules of the original model under their names. Each module that is complete in the stage can
-    be called on its own, as the model called it, and replaced by another one that takes the same call. A module that the model calls
-    several times is one module; a call that runs another graph than the first is a module beside it, named ``layer@1``. Modules that do
-    nothing, or are called in branches and loops, cannot be called or replaced. Arguments that were constants in the model may be left
-    out of a call.
-
-    Args:
-        bundle: the folder of the bundle, its URL (see `stagepack.open`), or an opened bundle.
-        stage: the stage number, from 0.
-        device: the device that the stage runs on.
-        runtime: the name of the runtime that executes the stage, such as ``"torch"`` or ``"onnxruntime"``; by default as of `load`.
-        modules: run by calls of the model's modules; only in torch.
-        types: classes to build arguments and results of modules of, where the bundle names them; others are dicts of their fields.
-        allow_ops: see `load`.
-        verify: see `load`.
-        require_signature: see `load`.
-        copy: see `load`.
-        compile: see `load`.
-        compiled: see `load`.
-        stream: see `load`; not with `modules`.
-        device_memory: see `load`; not with `modules`.
-
-    Returns:
-        A callable that takes the inputs of the stage, by position or by edge name, and returns a tuple of its outputs: in torch a
-        `torch.nn.Module` (`stagepack_loaders.torch.stage.TorchStage`), in ONNX Runtime a
-        `stagepack_loaders.onnxruntime.stage.OnnxRuntimeStage`.
-
-    Raises:
-        IndexError: there is no stage of that number.
-        OptionError: a runtime is unknown, or an option does not go with the runtime or with another option.
-        NotABundleError, VersionError, DigestError, FormatError, SignatureError, RemoteError, WriteError, DeviceError, OperatorError,
-            CompiledError, MissingPackageError: see `load`.
-
-    Examples:
-        >>> stage = stagepack.load_stage("m.stagepack", 1, device="cuda:0")
-        >>> (hidden,) = stage(hidden)
-    """
-    opened_bundle = open_for_loading(bundle, verify, require_signature)
-    opened_bundle.stage(stage)
-    options = LoadOptions(
-        devices=[device],
-        runtime=choose_runtime(runtime, opened_bundle, [stage]).name,
-        allow_ops=allow_ops,
-        verify=verify,
-        copy=copy,
-        compile=compile,
-        compiled=folder_name(compiled),
-        stream=stream,
-        device_memory=device_memory,
-        modules=modules,
-    )
-    with reading_progress(opened_bundle, [stage], Loading(options=options, types=types)) as loading:
-        ready_stages = compile_prepared(opened_bundle, prepare(opened_bundle, loading, [stage]), options)
-        return ready_stages[stage].finish(verify=options.verifies_weights)

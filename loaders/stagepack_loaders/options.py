@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Collection, Sequence
-from typing import Annotated, Any, Final, Literal, TypedDict
+from typing import Annotated, Any, Final, Literal, TypedDict, get_args
 
 from msgspec import Struct, structs
 
@@ -16,6 +16,9 @@ Compile = bool | Literal["regions", "whole"]
 
 # How much `load(..., verify=)` compares with the digests of the manifest: every byte; all but the content of weight files; nothing.
 Verify = Literal["full", "manifest", "off"]
+
+# What follows when a process is lost and may be started again: the same processes, or those that are left.
+OnLoss = Literal["restart", "regroup"]
 
 # The first runtime of the registry that is installed and that the bundle has files for; see `registry.choose_runtime`.
 DEFAULT_RUNTIME: Final = "auto"
@@ -70,6 +73,53 @@ class WeightOptions(Struct, frozen=True, kw_only=True):
         return "device_memory" if self.device_memory is not None else "stream" if self.stream else None
 
 
+class PlacementOptions(Struct, frozen=True, kw_only=True):
+    """Which stages a device gets, where there are fewer devices than stages; see `stagepack.load`."""
+
+    memory: Annotated[
+        Sequence[int | str],
+        Option(
+            "--memory SIZE",
+            "Memory of each device, in order, such as 24GiB: it gets no more stages than fit. Repeatable.",
+            default_text="no limit",
+        ),
+    ] = ()
+    speeds: Annotated[
+        Sequence[float],
+        Option(
+            "--speed FACTOR",
+            "Speed of each device, in order, relative to the others. Repeatable.",
+            default_text="all are equal",
+        ),
+    ] = ()
+    links: Annotated[
+        Sequence[str],
+        Option(
+            "--link LINK",
+            "Speed at which values are sent, such as host=25GB/s,rtt=0.1ms between hosts, or device=64GB/s within one. Repeatable.",
+            default_text="25 GB/s",
+        ),
+    ] = ()
+    stages_per_device: Annotated[
+        Sequence[int],
+        Option(
+            "--placement COUNTS", "Number of stages of each device, in order, such as 4,3,1.", default_text="chosen"
+        ),
+    ] = ()
+
+    def __post_init__(self) -> None:
+        """Check that each option is a list."""
+        for option_name in self.__struct_fields__:
+            values = getattr(self, option_name)
+            if isinstance(values, str | bytes) or not isinstance(values, Sequence):
+                raise OptionError(f"{option_name}: expected a list, found {values!r}")
+
+    @property
+    def is_given(self) -> bool:
+        """Whether the caller says more than which devices there are."""
+        return bool(self.memory or self.speeds or self.links or self.stages_per_device)
+
+
 class LoadOptions(WeightOptions, frozen=True, kw_only=True):
     """How stages are loaded, in this process or in others; `modules` is for one stage alone. See `stagepack.load`."""
 
@@ -77,7 +127,8 @@ class LoadOptions(WeightOptions, frozen=True, kw_only=True):
         Sequence[Any],
         Option(
             "--device DEVICE",
-            "Device for each stage, in order; with fewer devices, consecutive stages share one. Such as cpu, cuda or cuda:1. Repeatable.",
+            "Device for each stage, in order; with fewer devices, consecutive stages share one. Such as cpu, cuda or cuda:1; auto: all "
+            "devices of this machine that help. Repeatable.",
         ),
     ] = ("cpu",)
     runtime: Annotated[
@@ -122,6 +173,7 @@ class LoadOptions(WeightOptions, frozen=True, kw_only=True):
             default_text="off",
         ),
     ] = None
+    placement: PlacementOptions = PlacementOptions()
     modules: bool = False
 
     def __post_init__(self) -> None:
@@ -151,6 +203,9 @@ class LoadOptions(WeightOptions, frozen=True, kw_only=True):
     def verifies_weights(self) -> bool:
         """Whether the bytes of weight files are compared with their digests."""
         return self.verify == "full"
+
+
+AUTO: Final = "auto"
 
 
 def device_list(devices: Any, device: Any = None) -> list[Any]:
@@ -188,6 +243,14 @@ class ProcessOptions(Struct, frozen=True, kw_only=True):
             "server ends.",
         ),
     ] = 0
+    on_loss: Annotated[
+        OnLoss,
+        Option(
+            "--on-loss",
+            "With --max-restarts: restart starts the same processes again after one was lost; regroup places the stages on those that are "
+            "left, and leaves the device of the lost one out.",
+        ),
+    ] = "restart"
     in_flight: int = DEFAULT_IN_FLIGHT
     microbatch_size: int | None = None
     start_seconds: float = 60.0
@@ -196,6 +259,8 @@ class ProcessOptions(Struct, frozen=True, kw_only=True):
         """Check what callers give, before a process is started."""
         if isinstance(self.imports, str):
             raise OptionError(f"imports: expected a sequence of modules, found {self.imports!r}")
+        if self.on_loss not in get_args(OnLoss):
+            raise OptionError(f"on_loss: expected 'restart' or 'regroup', found {self.on_loss!r}")
         for option_name, value, least in (
             ("in_flight", self.in_flight, 1),
             ("max_restarts", self.max_restarts, 0),

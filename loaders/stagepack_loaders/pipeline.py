@@ -14,6 +14,7 @@ from stagepack.format.contract import bind_call, check_values
 from stagepack.format.manifest import Edge, format_inputs, format_stage_count
 from stagepack.format.reader import Bundle
 from stagepack.format.tree import fill_tree, value_names
+from stagepack.partition.placement import Placement
 from stagepack_loaders.base import ArrayOps, LoadedStage, Loading, Runtime, SharedObjects
 from stagepack_loaders.call_limits import Limits, ValueLimit, value_limit
 from stagepack_loaders.elements import Array
@@ -22,7 +23,7 @@ from stagepack_loaders.executor import CallFuture, Executor, LocalExecutor
 from stagepack_loaders.module_habits import FIXED_DTYPES, module_hint
 from stagepack_loaders.options import LoadOptions, device_list
 from stagepack_loaders.pipeline_sequence import PipelineSequence
-from stagepack_loaders.placement import place_stages
+from stagepack_loaders.placement import current_placement, place_bundle, place_stages
 from stagepack_loaders.preparation import compile_prepared, finish_prepared, prepare, reading_progress
 from stagepack_loaders.registry import TORCH_RUNTIME
 from stagepack_loaders.run_trace import RunTrace
@@ -51,6 +52,7 @@ class CallablePipeline(ABC):
         self.executor = executor
         self.limit = limit
         self._types = tuple(types)
+        self._chosen_placement: Placement | None = None
         self._edges: dict[str, Edge] = {edge.name: edge for edge in entry_point.edges}
         self._inputs = entry_point.inputs
         self._results = tuple(dict.fromkeys(value_names(entry_point.signature.result)))
@@ -86,6 +88,19 @@ class CallablePipeline(ABC):
     def devices(self) -> tuple[str, ...]:
         """The device of each stage."""
         return self.executor.devices
+
+    def placed(self, placement: Placement | None) -> Self:
+        """Return the pipeline itself with the `placement` that was chosen for it, if one was."""
+        self._chosen_placement = placement
+        return self
+
+    @property
+    def placement(self) -> Placement:
+        """The stages of the bundle on each device, with estimates of their memory and times; as chosen, if the load has chosen it."""
+        bundle = self.executor.bundle  # that of processes which were started again may have other stages
+        if self._chosen_placement is not None and bundle is self.bundle:
+            return self._chosen_placement
+        return current_placement(bundle, self.devices)
 
     @contextmanager
     def without_limit(self) -> Iterator[None]:
@@ -374,9 +389,11 @@ def load_pipeline(
 
     shared: what the stages share that are loaded together, also stages of several entry points.
     """
+    placed = place_bundle(bundle, options)
+    bundle, options = placed.bundle, placed.options
     limit = value_limit(bundle, limits)
     loading = Loading(options=options, shared=shared or SharedObjects())
     with reading_progress(bundle, range(len(bundle.stages)), loading) as loading:
         ready_stages = compile_prepared(bundle, prepare(bundle, loading), options)
         stages = finish_prepared(bundle, ready_stages, verify=options.verifies_weights)
-    return Pipeline(bundle, list(stages.values()), types, limit)
+    return Pipeline(bundle, list(stages.values()), types, limit).placed(placed.chosen)

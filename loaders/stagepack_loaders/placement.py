@@ -1,17 +1,158 @@
-"""The placement of stages: the device of each."""
+"""The placement of stages: the device and the process of each. Consecutive stages that have both in common are joined into one."""
 
+import itertools
+import logging
 from bisect import bisect_right
 from collections.abc import Sequence
-from typing import TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
-from stagepack.errors import DeviceError
+from msgspec import structs
+
+from stagepack.errors import DeviceError, OptionError
 from stagepack.format.graph import value_bytes
 from stagepack.format.manifest import EntryPoint
+from stagepack.format.reader import Bundle
 from stagepack.format.shapes import example_sizes
 from stagepack.partition.costs import REFERENCE_LINK
+from stagepack.partition.joined_bundle import join_bundle
+from stagepack.partition.links import parse_link
+from stagepack.partition.placement import Placement, place
 from stagepack.partition.solver import CostSequence, SharedCost, split_sequence
+from stagepack.partition.target_devices import TargetDevice
+from stagepack_loaders.base import Runtime
+from stagepack_loaders.options import AUTO, LoadOptions, PlacementOptions
+from stagepack_loaders.registry import import_runtime, runtime_of_each_stage
 
 Device = TypeVar("Device")
+_LOGGER = logging.getLogger("stagepack")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacedBundle:
+    """A bundle with a device for each of its stages.
+
+    Attributes:
+        bundle: the bundle, of which consecutive stages are joined.
+        options: how it is loaded; `devices` and `runtime` have one for each stage.
+        processes: the number of the process that runs each stage, from 0.
+        chosen: the placement, if the caller has left it to be chosen.
+    """
+
+    bundle: Bundle
+    options: LoadOptions
+    processes: tuple[int, ...]
+    chosen: Placement | None = None
+
+
+def place_bundle(bundle: Bundle, options: LoadOptions, process_count: int | None = None) -> PlacedBundle:
+    """Choose the device and the process of each stage, and join those that have both in common.
+
+    In this process, stages are joined if the caller names several devices, but fewer than stages, or says how to place them.
+
+    process_count: the number of processes; None for this one.
+    """
+    stage_count = len(bundle.stages)
+    runtimes = runtime_of_each_stage(options.runtime, bundle)
+    is_auto = AUTO in options.devices
+    joins = is_auto or options.placement.is_given or process_count is not None or 1 < len(options.devices) < stage_count
+    chosen = None
+    if is_auto or options.placement.is_given:
+        chosen = _place(bundle, options, process_count)
+        _LOGGER.info("%s: %s", bundle.location, chosen)
+        devices: list[Any] = [part.device.name for part in chosen.parts]
+        parts = [number for number, part in enumerate(chosen.parts) for _ in part.stages]
+    else:
+        devices = list(options.devices)
+        parts = place_stages(bundle.entry_point, range(len(devices)))
+    processes = parts if chosen else place_stages(bundle.entry_point, range(process_count or 1))
+    if process_count is None:
+        processes = [0] * stage_count
+    # The number of a stage that is not joined is a key of its own.
+    keys = [
+        (process, part, runtime.name, -1 if joins and runtime.joins else number)
+        for number, (process, part, runtime) in enumerate(zip(processes, parts, runtimes, strict=True))
+    ]
+    counts = [sum(1 for _ in group) for _, group in itertools.groupby(keys)]
+    firsts = [0, *itertools.accumulate(counts[:-1])]
+    return PlacedBundle(
+        bundle=join_bundle(bundle, counts),
+        options=structs.replace(
+            options,
+            devices=[devices[parts[number]] for number in firsts],
+            runtime=[runtimes[number].name for number in firsts],
+            placement=PlacementOptions(),
+        ),
+        processes=tuple(processes[number] for number in firsts),
+        chosen=chosen,
+    )
+
+
+def without_process(options: LoadOptions, process_count: int, process: int) -> LoadOptions:
+    """Return options for one process less, without its device: what they say of each process has one item less."""
+
+    def shortened(values: Sequence[Any]) -> Sequence[Any]:
+        return [*values[:process], *values[process + 1 :]] if len(values) == process_count else values
+
+    given = options.placement
+    return structs.replace(
+        options,
+        devices=shortened(options.devices) if len(options.devices) > 1 else options.devices,
+        placement=structs.replace(
+            given, memory=shortened(given.memory), speeds=shortened(given.speeds), stages_per_device=()
+        ),
+    )
+
+
+def current_placement(bundle: Bundle, devices: Sequence[str]) -> Placement:
+    """Return the placement of the stages of a bundle, whose devices these are."""
+    targets = [TargetDevice(name=device) for device in devices]
+    counts = [len(bundle.stored_stages(number)) for number in range(len(bundle.stages))]
+    return place(bundle.stored.entry_point, targets, files=bundle.files.values(), stages_per_device=counts)
+
+
+def _place(bundle: Bundle, options: LoadOptions, process_count: int | None) -> Placement:
+    """Choose the stages of each device."""
+    given = options.placement
+    targets = _target_devices(
+        options, import_runtime(runtime_of_each_stage(options.runtime, bundle)[0].name), process_count
+    )
+    for option, values in (("memory", given.memory), ("speeds", given.speeds)):
+        if values and len(values) != len(targets):
+            raise OptionError(f"{option}: expected {len(targets)} values, one for each device, found {len(values)}")
+    if given.memory:
+        targets = [replace(target, memory=size) for target, size in zip(targets, given.memory, strict=True)]
+    if given.speeds:
+        targets = [replace(target, speed=speed) for target, speed in zip(targets, given.speeds, strict=True)]
+    links = dict(map(parse_link, given.links))
+    counts = given.stages_per_device or None
+    return place(
+        bundle.entry_point,
+        targets,
+        files=bundle.files.values(),
+        links=links,
+        stages_per_device=counts,
+        pipelined=process_count is not None,
+    )
+
+
+def _target_devices(options: LoadOptions, runtime: Runtime, process_count: int | None) -> list[TargetDevice]:
+    """The devices to choose from: one for each process, if there are several."""
+    if AUTO in options.devices:
+        if len(options.devices) > 1:
+            raise OptionError(f"devices: expected {AUTO!r} alone, or devices, found {options.devices}")
+        targets = runtime.own_devices()
+        if process_count is not None and len(targets) < process_count:  # further processes are on the CPU
+            targets += [targets[-1]] * (process_count - len(targets))
+        return targets[:process_count]
+    targets = [TargetDevice(name=str(device)) for device in options.devices]
+    if process_count is None or len(targets) == process_count:
+        return targets
+    if len(targets) > 1:
+        raise OptionError(
+            f"devices: expected one device, or one for each of {process_count} processes, found {len(targets)}"
+        )
+    return targets * process_count
 
 
 def place_stages(entry_point: EntryPoint, devices: Sequence[Device]) -> list[Device]:

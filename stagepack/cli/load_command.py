@@ -17,6 +17,7 @@ from stagepack.cli.run_options import (
     COMPILED,
     DEVICES,
     INPUTS_FILE,
+    PLACEMENT,
     PROCESSES,
     RUNTIMES,
     VERIFY,
@@ -43,7 +44,16 @@ from stagepack.format.reader import Bundle
 from stagepack_loaders.call_limits import Limits
 from stagepack_loaders.comparison import Difference, Tolerance, check_example_difference, format_difference
 from stagepack_loaders.distributed.launch_environment import is_launched_group
-from stagepack_loaders.options import DEFAULT_IN_FLIGHT, LoadOptions, ProcessOptions, Verify, WeightOptions
+from stagepack_loaders.options import (
+    AUTO,
+    DEFAULT_IN_FLIGHT,
+    LoadOptions,
+    PlacementOptions,
+    ProcessOptions,
+    Verify,
+    WeightOptions,
+)
+from stagepack_loaders.placement import place_bundle
 from stagepack_loaders.registry import find_runtime, import_runtime
 from stagepack_loaders.window_plan import Residency
 
@@ -55,6 +65,8 @@ if TYPE_CHECKING:
 
 _MOST_REQUESTS: Final = 10_000
 _DEFAULT_REQUESTS: Final = 8
+# The files of a stage that are named.
+_MOST_FILES: Final = 6
 
 
 @option_object
@@ -63,6 +75,7 @@ class _Options(BundleOptions):
         "--stage N", "Load only stage N, counted from 0, and run nothing.", default_text="all"
     )
     devices: tuple[str, ...] = DEVICES
+    placement: PlacementOptions = PLACEMENT
     inputs_file: Path | None = INPUTS_FILE
     outputs_file: Path | None = flag(
         "--outputs FILE",
@@ -111,6 +124,7 @@ class _Options(BundleOptions):
             verify=self.verify,
             compile=self.compile_mode or False,
             compiled=self.compiled_folder,
+            placement=self.placement,
             **structs.asdict(self.weights),
         )
 
@@ -147,10 +161,16 @@ def command(options: _Options) -> None:
         with progress(f"importing {runtime}"):
             import_runtime(runtime)
         timer.end(f"import {runtime}")
+    load_options = options.load_options(stage_runtimes)
+    facts: dict[str, Any] = {}
+    if options.stage_number is None:
+        placed = place_bundle(bundle, load_options)
+        bundle, load_options = placed.bundle, placed.options
+        facts = {} if placed.chosen is None else {"placement": str(placed.chosen)}
     with contextlib.ExitStack() as display:
         count_bytes = display.enter_context(counted_progress("loading stages"))
-        stage_facts, stages = _load_stages(bundle, options, stage_runtimes, timer, count_bytes)
-        facts: dict[str, Any] = {"bundle": options.bundle_path, "verify": options.verify, "stages": stage_facts}
+        stage_facts, stages = _load_stages(bundle, options, load_options, timer, count_bytes)
+        facts |= {"bundle": options.bundle_path, "verify": options.verify, "stages": stage_facts}
         if not options.weights.stream:
             display.close()
         if options.stage_number is None:
@@ -173,6 +193,10 @@ def _check_usage(options: _Options, bundle: Bundle) -> list[str]:
             "--inputs and --outputs run the whole pipeline: leave out --stage",
         ),
         (is_one_stage and len(options.devices) > 1, "--stage loads one stage: pass one --device"),
+        (
+            is_one_stage and options.placement.is_given,
+            "--stage loads one stage: leave out --memory, --speed, --link and --placement",
+        ),
         (is_one_stage and options.trace_file, "--trace runs the whole pipeline: leave out --stage"),
         (options.compile_mode and options.compiled_folder, "--compile and --compiled cannot be used together"),
         (is_one_stage and in_processes, "--stage cannot be used with --processes or torchrun"),
@@ -210,7 +234,7 @@ def _wait_for_weights(stages: "list[LoadedStage]", timer: PhaseTimer) -> float:
 
 
 def _load_stages(
-    bundle: Bundle, options: _Options, stage_runtimes: list[str], timer: PhaseTimer, count_bytes: "ByteProgress"
+    bundle: Bundle, options: _Options, load_options: LoadOptions, timer: PhaseTimer, count_bytes: "ByteProgress"
 ) -> tuple[list[dict[str, Any]], "list[LoadedStage]"]:
     """Load the stages one after another; return facts about each, and the stages."""
     from stagepack_loaders.base import Loading  # noqa: PLC0415 - after the arguments are checked
@@ -221,7 +245,6 @@ def _load_stages(
     unchanged_sizes: list[int] = []
     read_files: set[tuple[str, str]] = set()  # by runtime, each of which reads a file that several stages share once
     bundle = open_for_loading(bundle, options.verify)
-    load_options = options.load_options(stage_runtimes)
     loading = Loading(options=load_options, progress=count_bytes, unchanged=unchanged_sizes.append)
     prepared = prepare(bundle, loading, None if options.stage_number is None else [options.stage_number])
     timer.end("graphs")
@@ -267,6 +290,8 @@ def _load_in_processes(
             for facts in pipeline.stage_facts
         ]
         facts = {"bundle": bundle.location, "verify": options.verify, "stages": stage_facts}
+        if options.placement.is_given or AUTO in options.devices:
+            facts["placement"] = str(pipeline.placement)
         return facts | _run(bundle, pipeline, options, timer)
 
 
@@ -345,12 +370,14 @@ def _print_facts(facts: dict[str, Any], options: _Options) -> None:
             stage["device"],
             format_bytes(stage["bytes_read"]),
             f"{stage['seconds']:.3f} s",
-            " ".join(stage["files"]),
+            " ".join(stage["files"][:_MOST_FILES]) + (" ..." if len(stage["files"]) > _MOST_FILES else ""),
         ]
         for stage in facts["stages"]
     ]
     columns = ["#stage", *(["process"] if in_processes else []), "runtime", "device", "#read", "#time", "files"]
     print_table("loaded stages", columns, rows)
+    if "placement" in facts:
+        print_line(f"placed: {facts['placement']}")
     unchanged_bytes = sum(stage.get("bytes_unchanged", 0) for stage in facts["stages"])
     print_line(f"verified: {verified_text(facts['verify'], unchanged_bytes)}")
     for stage in facts["stages"]:

@@ -1,17 +1,18 @@
 """The options of the subcommands that run bundles, and what these subcommands do with them. Runtimes are imported when they are needed."""
 
+import re
 from collections.abc import Sequence
 from typing import Final
 
 import click
 
-from stagepack.cli.command import PathType, flag, flag_of
+from stagepack.cli.command import ByteSize, Number, PathType, Text, flag, flag_of, flags_of
 from stagepack.format.quantities import format_bytes
 from stagepack.format.reader import Bundle
 from stagepack.options import options_of
 from stagepack_loaders import registry
 from stagepack_loaders.distributed.launch_environment import is_launched_group
-from stagepack_loaders.options import DEFAULT_RUNTIME, LoadOptions, Verify, WeightOptions
+from stagepack_loaders.options import DEFAULT_RUNTIME, LoadOptions, PlacementOptions, Verify, WeightOptions
 from stagepack_loaders.registry import find_runtime, runtime_names
 
 _VERIFIED_PARTS: Final = {
@@ -46,7 +47,31 @@ class RuntimeName(click.ParamType):  # type: ignore[type-arg]
         return value
 
 
+class StageCounts(click.ParamType):  # type: ignore[type-arg]
+    """Numbers of stages, such as ``4,3,1``."""
+
+    name = "text"
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        """Return the numbers."""
+        if not re.fullmatch(r"\d{1,6}(,\d{1,6})*", value, re.ASCII):
+            self.fail(f"expected numbers of stages such as 4,3,1, found {value!r}.", param, ctx)
+        return tuple(map(int, value.split(",")))
+
+
 DEVICES = flag_of(LoadOptions, "devices", callback=_check_devices)
+PLACEMENT = flags_of(
+    PlacementOptions,
+    memory=flag_of(PlacementOptions, "memory", type=ByteSize(), multiple=True),
+    speeds=flag_of(PlacementOptions, "speeds", type=Number(min=0, min_open=True), multiple=True),
+    links=flag_of(PlacementOptions, "links", type=Text(), multiple=True),
+    stages_per_device=flag_of(
+        PlacementOptions,
+        "stages_per_device",
+        type=StageCounts(),
+        callback=lambda _context, _option, counts: counts or (),
+    ),
+)
 RUNTIMES = flag_of(
     LoadOptions,
     "runtime",

@@ -24,6 +24,7 @@ from stagepack.cli.failures import fail
 from stagepack.cli.run_options import (
     COMPILED,
     DEVICES,
+    PLACEMENT,
     PROCESSES,
     RUNTIMES,
     VERIFY,
@@ -42,7 +43,7 @@ from stagepack.cli.shared_flags import (
 )
 from stagepack.format.output_file import check_output_file
 from stagepack_loaders.distributed.launch_environment import is_launched_group
-from stagepack_loaders.options import LoadOptions, ProcessOptions, Verify, WeightOptions
+from stagepack_loaders.options import LoadOptions, OnLoss, PlacementOptions, ProcessOptions, Verify, WeightOptions
 from stagepack_serving.server.limits import ServerLimits, VersionPolicy
 
 if TYPE_CHECKING:
@@ -107,6 +108,7 @@ class ServeOptions:
     )
     digest: str | None = DIGEST
     devices: tuple[str, ...] = DEVICES
+    placement: PlacementOptions = PLACEMENT
     runtimes: tuple[str, ...] = RUNTIMES
     allow_ops: tuple[str, ...] = ALLOW_OPS
     imports: tuple[str, ...] = IMPORTS
@@ -127,6 +129,7 @@ class ServeOptions:
     max_restarts: int = only_with(
         flag_of(ProcessOptions, "max_restarts", type=click.IntRange(0), default=3), "--processes"
     )
+    on_loss: OnLoss = only_with(flag_of(ProcessOptions, "on_loss"), "--processes")
     host: str = flag("--host ADDRESS", "Address to listen on; 0.0.0.0 is all interfaces.", default="127.0.0.1")
     http_port: int = flag(
         "--http-port PORT", "Port for REST; 0 chooses a free port.", type=click.IntRange(0, 65535), default=8000
@@ -236,11 +239,12 @@ class ServeOptions:
             allow_ops=self.allow_ops,
             verify=self.verify,
             compiled=self.compiled_folder,
+            placement=self.placement,
             **structs.asdict(weights),
         )
         return ServedBundleOptions(
             load=load,
-            processes=ProcessOptions(imports=self.imports, max_restarts=self.max_restarts),
+            processes=ProcessOptions(imports=self.imports, max_restarts=self.max_restarts, on_loss=self.on_loss),
             process_count=self.processes,
             value_bytes=self.max_value_bytes,
             digest=self.digest,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from msgspec import structs
 
-from stagepack.errors import DeviceError, GroupError, OptionError, StageLostError, StagepackError, repeated_error
+from stagepack.errors import GroupError, OptionError, StageLostError, StagepackError, repeated_error
 from stagepack.format.reader import Bundle
 from stagepack.opening import BundleSource
 from stagepack_loaders.call_limits import Limits, checked_limits, value_limit
@@ -30,13 +30,14 @@ from stagepack_loaders.distributed.membership import (
     absolute_bundle,
     group_options,
     join_group,
+    place_group,
 )
 from stagepack_loaders.distributed.pipeline import DistributedPipeline
 from stagepack_loaders.distributed.routes import FRONT_RANK, ConnectionLostError
 from stagepack_loaders.distributed.stage_process import end_with_parent, run_stage_process
 from stagepack_loaders.distributed.status import attribute_error
 from stagepack_loaders.options import DEFAULT_IN_FLIGHT, Compile, LoadOptions, ProcessOptions, Verify, folder_name
-from stagepack_loaders.placement import place_stages
+from stagepack_loaders.placement import PlacedBundle
 from stagepack_loaders.preparation import open_for_loading
 
 _CONNECTIONS = itertools.count()
@@ -121,16 +122,17 @@ def connect_launched(
     failures: LaunchFailures | None = None
     try:
         opened_bundle = absolute_bundle(open_for_loading(bundle, options.verify))
-        group = _launched_group(opened_bundle, launched_size(), group_options(options, processes, limits))
+        group = group_options(options, processes, limits)
+        placed, group = _launched_group(opened_bundle, launched_size(), group)
+        opened_bundle = placed.bundle
         failures = open_failures(processes.start_seconds, connection)
         seat = launched_seat(processes.start_seconds, str(connection))
         if seat.rank == FRONT_RANK:
             limit = value_limit(opened_bundle, limits)
             launcher = _TorchrunLauncher(opened_bundle, seat, group, failures)
             # Only the launcher can start the processes again.
-            return DistributedPipeline(
-                opened_bundle, launcher, types, structs.replace(processes, max_restarts=0), limit
-            )
+            options_here = structs.replace(processes, max_restarts=0)
+            return DistributedPipeline(opened_bundle, launcher, types, options_here, limit).placed(placed.chosen)
         if is_torchrun():
             end_with_parent(os.getppid())
         run_stage_process(opened_bundle, seat, group, failures)
@@ -140,16 +142,15 @@ def connect_launched(
     return None
 
 
-def _launched_group(bundle: Bundle, size: int, group: GroupOptions) -> GroupOptions:
-    """Return the options with the process of each stage, and the address of this machine."""
-    try:
-        rank_of_stage = tuple(place_stages(bundle.entry_point, range(size)))
-    except DeviceError:
+def _launched_group(bundle: Bundle, size: int, group: GroupOptions) -> tuple[PlacedBundle, GroupOptions]:
+    """Return the bundle and the options with the process of each stage, and the address of this machine."""
+    if size > len(bundle.stages):
         raise GroupError(
             f"expected 1 to {len(bundle.stages)} processes for {len(bundle.stages)} stages, found {size}: start fewer, such as by "
             "--nnodes and --nproc-per-node of torchrun"
-        ) from None
-    return structs.replace(group, rank_of_stage=rank_of_stage, address=chosen_address(launched_address()))
+        )
+    placed, group = place_group(bundle, size, group, first_rank=FRONT_RANK)
+    return placed, structs.replace(group, address=chosen_address(launched_address()))
 
 
 def _tell(error: Exception, failures: LaunchFailures | None, connection: int) -> None:
@@ -188,6 +189,9 @@ class _TorchrunLauncher:
         except ConnectionLostError as error:
             raise StageLostError(f"a process of the pipeline is lost: {error}") from None
         return FrontProcess(self._bundle, membership, report_loss=report_and_tell)
+
+    def leave_out(self, lost: StageLostError) -> None:
+        """See `GroupLauncher`. The launcher of the processes decides how many it starts again."""
 
     def stop(self, *, wait: bool) -> None:
         """See `GroupLauncher`. The processes end by themselves."""

@@ -52,6 +52,7 @@ class FrontProcess:
     """The front of one group of processes. When one of these is lost, it answers nothing more; a new group needs a new front.
 
     Attributes:
+        bundle: the bundle in the stages that the processes run.
         trace: records what all processes do, while it is on.
     """
 
@@ -63,7 +64,7 @@ class FrontProcess:
         find_end: Callable[[int], ProcessEnd | None] | None = None,
         report_loss: Callable[[StageLostError], None] = lambda _: None,
     ) -> None:
-        self._bundle = bundle
+        self.bundle = bundle
         self._membership = membership
         self._group = membership.group
         self._report_loss = report_loss
@@ -345,7 +346,7 @@ class FrontProcess:
             answer.set_exception(error)
             return
         try:
-            for edge in self._bundle.edges:
+            for edge in self.bundle.edges:
                 if edge.producer is None and edge.name in received_values:
                     write_back_input(request.values[edge.name], received_values.pop(edge.name), edge)
         except Exception as write_error:  # noqa: BLE001 - an input that the model writes cannot be written

@@ -50,6 +50,7 @@ class Identity(Struct, frozen=True, kw_only=True):
     process_id: int
     size: int  # of the group that it was started in
     digest: str
+    placement: str  # how many stages of the bundle each joined stage has
     stagepack: str
     torch: str
     machine: str  # of `machine_id`
@@ -102,7 +103,8 @@ def own_identity(bundle: Bundle, size: int, listener_name: str, address: str | N
         host=host_name(),
         process_id=os.getpid(),
         size=size,
-        digest=bundle.identity,
+        digest=bundle.stored.identity,
+        placement=",".join(str(len(bundle.stored_stages(number))) for number in range(len(bundle.stages))),
         stagepack=version("stagepack"),
         torch=str(torch.__version__),
         machine=machine_id(),
@@ -122,6 +124,7 @@ def check_identities(identities: Mapping[int, Identity]) -> None:
             "bundle, by the digest of its manifest",
             "give all the same one, and load a bundle that was replaced anew",
         ),
+        ("placement", "placement of the stages", "give all the same devices, memory and speeds, or --placement"),
         ("stagepack", "version of stagepack", "install the same one on all nodes"),
         ("torch", "version of torch", "install the same one on all nodes"),
     ):

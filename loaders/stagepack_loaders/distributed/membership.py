@@ -35,6 +35,7 @@ from stagepack_loaders.distributed.process_group import LOOPBACK, ProcessGroup, 
 from stagepack_loaders.distributed.routes import FRONT_RANK, Route, find_routes, stages_of_rank
 from stagepack_loaders.distributed.status import ErrorReport, attribute_error, rebuild_error, report_error, stages_text
 from stagepack_loaders.options import LoadOptions, ProcessOptions
+from stagepack_loaders.placement import PlacedBundle, place_bundle
 from stagepack_loaders.preparation import compile_prepared, open_for_loading, prepare
 from stagepack_loaders.registry import find_runtime
 
@@ -52,7 +53,8 @@ class GroupOptions(Struct, frozen=True, kw_only=True):
     Attributes:
         load: how the stages are loaded.
         processes: how the processes run.
-        rank_of_stage: the process that runs each stage; empty before it is known, see `over_processes`.
+        rank_of_stage: the process that runs each stage; empty before it is known, see `place_group`.
+        stage_counts: for each stage, the number of stages of the bundle that it consists of; empty for one each.
         stall_seconds: after how long without an answer a process is taken for lost; None for never.
         is_local: all processes are on this machine, and listen on its loopback interface alone.
         address: where they are not, the address of the machine of this process, by which the others reach it; None for the address
@@ -62,6 +64,7 @@ class GroupOptions(Struct, frozen=True, kw_only=True):
     load: LoadOptions = LoadOptions()
     processes: ProcessOptions = ProcessOptions()
     rank_of_stage: tuple[int, ...] = ()
+    stage_counts: tuple[int, ...] = ()
     stall_seconds: float | None = None
     is_local: bool = False
     address: str | None = None
@@ -127,6 +130,22 @@ def group_options(load: LoadOptions, processes: ProcessOptions, limits: Limits) 
         return msgspec.convert(msgspec.to_builtins(options), GroupOptions)
     except (msgspec.ValidationError, TypeError) as error:
         raise OptionError(str(error)) from None
+
+
+def place_group(
+    bundle: Bundle, process_count: int, options: GroupOptions, first_rank: int
+) -> tuple[PlacedBundle, GroupOptions]:
+    """Choose the process and the device of each stage, and join those that have both in common.
+
+    first_rank: the first process that runs stages.
+    """
+    placed = place_bundle(bundle, options.load, process_count)
+    return placed, structs.replace(
+        options,
+        load=placed.options,
+        rank_of_stage=tuple(first_rank + process for process in placed.processes),
+        stage_counts=tuple(len(placed.bundle.stored_stages(number)) for number in range(len(placed.bundle.stages))),
+    )
 
 
 def join_group(

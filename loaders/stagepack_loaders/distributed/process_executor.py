@@ -50,6 +50,16 @@ class GroupLauncher(Protocol):
             StagepackError: the processes could not be started, or could not load their stages.
         """
 
+    def leave_out(self, lost: StageLostError) -> None:
+        """Place the stages on the processes that are left when one is lost, if the caller has asked for that.
+
+        Args:
+            lost: the error that names the stages of the process.
+
+        Raises:
+            StagepackError: the stages do not fit on the others.
+        """
+
     def stop(self, *, wait: bool) -> None:
         """End the processes of the last group.
 
@@ -74,7 +84,7 @@ class ProcessExecutor(Executor):
     def __init__(
         self, bundle: Bundle, launcher: GroupLauncher, max_restarts: int, run_example: Callable[[], None]
     ) -> None:
-        self._bundle = bundle
+        self.bundle = bundle
         self._launcher = launcher
         self._max_restarts = max_restarts
         self._restart_times: deque[float] = deque(maxlen=max_restarts)
@@ -178,7 +188,7 @@ class ProcessExecutor(Executor):
         self._check_ready()
         front = self.front
         front.refuse_waiting()
-        run_trace = RunTrace(bundle=self._bundle.identity, processes=front.process_names)
+        run_trace = RunTrace(bundle=self.bundle.identity, processes=front.process_names)
         front.trace.start()
         try:
             yield run_trace
@@ -259,6 +269,7 @@ class ProcessExecutor(Executor):
         self._starting_thread = threading.get_ident()
         try:
             self.front = self._launcher.start(self._restart, self._check_open)
+            self.bundle = self.front.bundle
             try:
                 self._check_open()
                 self._prepare()
@@ -278,7 +289,7 @@ class ProcessExecutor(Executor):
         self.returns_state = FRONT_RANK in ranks
         is_first_start = not self._has_started
         self._is_state_lost = False
-        if (run_example := self._run_example()) is not None and self._bundle.example is not None:
+        if (run_example := self._run_example()) is not None and self.bundle.example is not None:
             run_example()
             self.reset_state()
         # Each process has memory of its own for an input, also where two share theirs here.
@@ -317,12 +328,14 @@ class ProcessExecutor(Executor):
             self._failure = lost
             pause_seconds, start_time = 0.0, time.monotonic()
             while self._may_restart() and not self._is_closing.wait(pause_seconds):
-                _LOGGER.warning("%r: %s; all processes are started again", str(self._bundle.path), self._failure)
+                _LOGGER.warning("%r: %s; all processes are started again", str(self.bundle.path), self._failure)
                 self._restart_times.append(time.monotonic())
                 pause_seconds = min(max(2 * pause_seconds, _FIRST_PAUSE_SECONDS), _LONGEST_PAUSE_SECONDS)
                 self._launcher.stop(wait=False)
                 self.front.join_threads()
                 try:
+                    if isinstance(self._failure, StageLostError):
+                        self._launcher.leave_out(self._failure)
                     self._start()
                 except StagepackError as error:
                     self._failure = repeated_error(error)  # without its traceback, which has the pipeline
@@ -334,7 +347,7 @@ class ProcessExecutor(Executor):
                     self.restart_count += 1
                     self._failure = None
                     seconds = time.monotonic() - start_time
-                    _LOGGER.info("%r: all processes are ready again, after %.1f s", str(self._bundle.path), seconds)
+                    _LOGGER.info("%r: all processes are ready again, after %.1f s", str(self.bundle.path), seconds)
                     return
             self._launcher.stop(wait=False)
             self.front.join_threads()

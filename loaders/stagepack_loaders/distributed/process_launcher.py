@@ -1,6 +1,7 @@
 """Start the processes of a pipeline from the process that calls it: what its launchers have in common, and the launcher of this machine."""
 
 import contextlib
+import logging
 import os
 import subprocess
 import time
@@ -10,20 +11,21 @@ from typing import Any, Generic, TypeVar
 
 from msgspec import structs
 
-from stagepack.errors import GroupError, OptionError, StageLostError, StagepackError
+from stagepack.errors import DeviceError, GroupError, OptionError, StageLostError, StagepackError
 from stagepack.format.reader import Bundle
 from stagepack.format.threads import usable_cpu_count
 from stagepack_loaders.distributed import stage_process
 from stagepack_loaders.distributed.front import FrontProcess
 from stagepack_loaders.distributed.meeting import Seat, find_lost_connection, find_start_error
-from stagepack_loaders.distributed.membership import GroupOptions, join_group
+from stagepack_loaders.distributed.membership import GroupOptions, join_group, place_group
 from stagepack_loaders.distributed.process_group import host_name, open_store
 from stagepack_loaders.distributed.routes import FRONT_RANK, ConnectionLostError, stages_of_rank
 from stagepack_loaders.distributed.stage_process import ProcessDescription
 from stagepack_loaders.distributed.status import ProcessEnd, exit_text, lost_error, stages_text
-from stagepack_loaders.placement import place_stages
+from stagepack_loaders.placement import PlacedBundle, without_process
 from stagepack_loaders.python_process import module_command, module_environment
 
+_LOGGER = logging.getLogger("stagepack")
 # How long the first process that has ended gets to be found, when others have ended because of it.
 _EXIT_SECONDS = 1.0
 _CHECK_SECONDS = 0.05
@@ -36,12 +38,15 @@ class ProcessLauncher(ABC, Generic[Handle]):
     """Starts a group of processes of which this one is the front, and runs no stages. The `GroupLauncher` of `DistributedPipeline`."""
 
     def __init__(self, bundle: Bundle, options: GroupOptions) -> None:
-        self._bundle = bundle
-        self._options = options
-        self._size = max(options.rank_of_stage) + 1
+        self._use(bundle, options)
         self._processes: dict[int, Handle] = {}
         self._hosts: dict[int, str] = {}
         self._store: Any = None
+
+    def _use(self, bundle: Bundle, options: GroupOptions) -> None:
+        self._bundle = bundle
+        self._options = options
+        self._size = max(options.rank_of_stage) + 1
 
     def start(self, report_loss: Callable[[StageLostError], None], check: Callable[[], None]) -> FrontProcess:
         """See `GroupLauncher`."""
@@ -61,6 +66,9 @@ class ProcessLauncher(ABC, Generic[Handle]):
         return FrontProcess(
             self._bundle, membership, find_end=lambda rank: self._find_end(processes[rank]), report_loss=report_loss
         )
+
+    def leave_out(self, lost: StageLostError) -> None:
+        """See `GroupLauncher`. Default: nothing."""
 
     def stop(self, *, wait: bool) -> None:
         """See `GroupLauncher`."""
@@ -135,18 +143,60 @@ class ProcessLauncher(ABC, Generic[Handle]):
         )
 
 
-def over_processes(bundle: Bundle, process_count: int, options: GroupOptions) -> GroupOptions:
-    """Return the options for a bundle over processes that a front without stages starts."""
+def over_processes(bundle: Bundle, process_count: int, options: GroupOptions) -> tuple[PlacedBundle, GroupOptions]:
+    """Return a bundle, and its options, over processes that a front without stages starts."""
     if not 1 <= process_count <= len(bundle.stages):
         raise OptionError(
             f"expected 1 to {len(bundle.stages)} processes for {len(bundle.stages)} stages, found {process_count}"
         )
-    ranks = range(FRONT_RANK + 1, FRONT_RANK + 1 + process_count)
-    return structs.replace(options, rank_of_stage=tuple(place_stages(bundle.entry_point, ranks)))
+    return place_group(bundle, process_count, options, first_rank=FRONT_RANK + 1)
+
+
+class ProcessGrouping:
+    """What the caller asks of the placement of stages on processes, and which processes are left.
+
+    Attributes:
+        placed: the bundle with the device and the process of each stage.
+    """
+
+    def __init__(self, bundle: Bundle, process_count: int, asked: GroupOptions) -> None:
+        self._bundle, self._process_count, self._asked = bundle, process_count, asked
+        self.placed, self._placed_options = over_processes(bundle, process_count, asked)
+
+    def placed_group(self) -> tuple[Bundle, GroupOptions]:
+        """Return the bundle in the stages that the processes run, and its options."""
+        return self.placed.bundle, self._placed_options
+
+    def leave_out(self, running: GroupOptions, lost: StageLostError) -> bool:
+        """Place the stages on the processes that are left; False if nobody has asked for that, or they do not fit there."""
+        ranks = {running.rank_of_stage[stage] for stage in lost.stages}
+        if self._asked.processes.on_loss != "regroup" or self._process_count == 1 or len(ranks) != 1:
+            return False
+        process = ranks.pop() - FRONT_RANK - 1
+        if self.placed.chosen is not None:  # a device without stages has no process
+            process = [number for number, count in enumerate(self.placed.chosen.stages_per_device) if count][process]
+        load = without_process(self._asked.load, self._process_count, process)
+        asked, process_count = structs.replace(self._asked, load=load), self._process_count - 1
+        try:
+            self.placed, self._placed_options = over_processes(self._bundle, process_count, asked)
+        except DeviceError as error:
+            _LOGGER.warning("%s: the same processes start again: %s", self._bundle.location, error)
+            return False
+        self._asked, self._process_count = asked, process_count
+        return True
 
 
 class LocalLauncher(ProcessLauncher["subprocess.Popen[bytes]"]):
     """Starts a group of processes on this machine, of which this one is the front, and runs no stages."""
+
+    def __init__(self, bundle: Bundle, options: GroupOptions, grouping: "ProcessGrouping | None" = None) -> None:
+        super().__init__(bundle, options)
+        self._grouping = grouping
+
+    def leave_out(self, lost: StageLostError) -> None:
+        """See `GroupLauncher`."""
+        if self._grouping is not None and self._grouping.leave_out(self._options, lost):
+            self._use(*self._grouping.placed_group())
 
     def _end_processes(self, *, wait: bool) -> None:
         deadline = time.monotonic() + (_END_SECONDS if wait else 0.0)

@@ -255,7 +255,8 @@ def launch(
         )
     options = group_options(load_options, process_options, limits)
     process_count = len(opened_bundle.stages) if processes is None else processes
-    options = over_processes(opened_bundle, process_count, options)
+    placed, options = over_processes(opened_bundle, process_count, options)
+    opened_bundle = placed.bundle
     if ray_client.is_connected():
         raise OptionError(
             "expected a process in the Ray cluster, found a Ray client: run the script as a job of the cluster"

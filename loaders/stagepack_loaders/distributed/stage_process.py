@@ -22,6 +22,7 @@ from torch.distributed.distributed_c10d import Store
 from stagepack.errors import StageLostError, StagepackError
 from stagepack.format.reader import Bundle
 from stagepack.opening import open_bundle
+from stagepack.partition.joined_bundle import join_bundle
 from stagepack_loaders.distributed.group_trace import report_spans
 from stagepack_loaders.distributed.launch_failures import LaunchFailures
 from stagepack_loaders.distributed.meeting import Seat, tell_lost_connection, tell_start_error
@@ -96,6 +97,8 @@ def run_process(description: ProcessDescription) -> None:
         for module_name in description.options.processes.imports:
             importlib.import_module(module_name)
         bundle = open_bundle(description.bundle, digest=description.digest)
+        if stage_counts := description.options.stage_counts:
+            bundle = join_bundle(bundle, stage_counts)
     except Exception as error:  # noqa: BLE001 - an imported module raises anything
         tell_start_error(store, description.rank, error)
         sys.exit(LOST_STATUS)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from stagepack.extras import install_command
 from stagepack.format.reader import Bundle
+from stagepack.partition.target_devices import TargetDevice
 from stagepack_loaders.base import ArrayOps, Loading, Runtime
 from stagepack_loaders.options import LoadOptions
 
@@ -28,6 +29,7 @@ class TorchRuntime(Runtime):
     compiles = True
     streams = True
     moves = True
+    joins = True
 
     @property
     def arrays(self) -> ArrayOps:
@@ -46,6 +48,12 @@ class TorchRuntime(Runtime):
         from stagepack_loaders.torch.devices import parse_device
 
         return parse_device(device)
+
+    def own_devices(self) -> list[TargetDevice]:
+        """See `Runtime`."""
+        from stagepack_loaders.torch.own_devices import own_devices
+
+        return own_devices()
 
     def stage_files(self, bundle: Bundle, stage_number: int) -> tuple[str, ...]:
         """See `Runtime`."""

@@ -1,0 +1,169 @@
+"""A process that is lost leaves its stages to the others: each call is answered rightly or fails with one typed error."""
+
+import itertools
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+import torch
+
+import stagepack
+from stagepack.distributed import DistributedPipeline
+from stagepack.errors import OptionError, StageLostError
+from stagepack.format.reader import Bundle
+from tests.distributed.bundles import has_restarts
+from tests.distributed.forked_processes import forked_launches
+from tests.waiting import wait_until
+
+_LAYERS = 8
+_READY_SECONDS = 5.0
+_LONGEST_DELAY = 0.2  # seconds
+
+
+class Layers(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(16, 16) for _ in range(_LAYERS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    out = tmp_path_factory.mktemp("regrouping") / "m.stagepack"
+    shapes = {"x": {0: torch.export.Dim("rows", min=1, max=64)}}
+    return stagepack.export(Layers().eval(), (torch.ones(3, 16),), dynamic_shapes=shapes, out=out, stages="layers")
+
+
+@pytest.fixture(autouse=True)
+def forks() -> Iterator[None]:
+    with forked_launches():
+        yield
+
+
+def kill(pipeline: DistributedPipeline, number: int) -> None:
+    """Kill the process that runs a stage, and wait until the others are ready."""
+    restart_count, kill_time = pipeline.restart_count, time.monotonic()
+    os.kill(pipeline.stage_facts[number].process_id, signal.SIGKILL)
+    wait_until(lambda: has_restarts(pipeline, restart_count + 1))
+    assert time.monotonic() - kill_time < _READY_SECONDS
+
+
+def stages_of(pipeline: DistributedPipeline) -> list[range]:
+    return [part.stages for part in pipeline.placement.parts]
+
+
+def test_stages_of_a_lost_process_go_to_the_others(bundle: Bundle) -> None:
+    x = torch.randn(5, 16)
+    expected = stagepack.load(bundle)(x)
+    with stagepack.load(bundle, processes=3, max_restarts=3, on_loss="regroup") as pipeline:
+        assert len(stages_of(pipeline)) == 3
+        kill(pipeline, 1)
+        assert stages_of(pipeline) == [range(4), range(4, 8)]
+        assert torch.equal(pipeline(x), expected)
+        assert {span.process for span in traced(pipeline, x)} <= {0, 1, 2}
+        kill(pipeline, 0)
+        assert stages_of(pipeline) == [range(8)]
+        kill(pipeline, 0)  # the last one starts again
+        assert stages_of(pipeline) == [range(8)]
+        assert torch.equal(pipeline(x), expected)
+
+
+def traced(pipeline: DistributedPipeline, x: torch.Tensor) -> list[Any]:
+    with pipeline.trace() as trace:
+        pipeline(x)
+    return list(trace.spans)
+
+
+def test_what_is_said_of_the_lost_process_goes_with_it(bundle: Bundle) -> None:
+    options: dict[str, Any] = {"devices": ["cpu"] * 3, "memory": ["1GB", "6kB", "1GB"], "speeds": [1, 1, 4]}
+    with stagepack.load(bundle, processes=3, max_restarts=3, on_loss="regroup", **options) as pipeline:
+        before = stages_of(pipeline)
+        assert len(before[1]) < len(before[2])
+        kill(pipeline, 0)
+        after = stages_of(pipeline)
+        assert len(after) == 2
+        assert len(after[0]) < len(after[1])  # the one with little memory is left, and the fast one
+
+
+def test_without_the_option_the_same_processes_start_again(bundle: Bundle) -> None:
+    with stagepack.load(bundle, processes=2, max_restarts=1) as pipeline:
+        kill(pipeline, 1)
+        assert len(stages_of(pipeline)) == 2
+
+
+def test_the_same_processes_start_again_where_the_others_have_too_little_memory(
+    bundle: Bundle, caplog: pytest.LogCaptureFixture
+) -> None:
+    with stagepack.load(bundle, processes=2, max_restarts=2, on_loss="regroup", memory=["6kB", "6kB"]) as pipeline:
+        kill(pipeline, 0)
+        assert len(stages_of(pipeline)) == 2
+    assert "the same processes start again: memory: no placement fits" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"processes": 2, "on_loss": "ignore"}, "on_loss: expected 'restart' or 'regroup'"),
+        ({"on_loss": "regroup"}, "on_loss: only stages in processes"),
+    ],
+    ids=str,
+)
+def test_other_words_are_refused(bundle: Bundle, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        stagepack.load(bundle, **options)
+
+
+@pytest.mark.slow
+def test_under_load_each_call_is_answered_rightly_or_fails_with_one_typed_error(bundle: Bundle) -> None:
+    """25 pipelines of three processes, each of which loses two of them at drawn moments."""
+    draw = random.Random(59)  # noqa: S311 - the same moments in each run
+    one = stagepack.load(bundle)
+    calls = [torch.randn(1 + rows, 16) for rows in range(8)]
+    expected = [one(x) for x in calls]
+    answered = lost = 0
+    for _ in range(25):
+        with stagepack.load(bundle, processes=3, max_restarts=3, on_loss="regroup") as pipeline:
+            requests: list[tuple[int, Future[torch.Tensor]]] = []
+            is_over = threading.Event()
+
+            def send(
+                pipeline: DistributedPipeline,
+                requests: list[tuple[int, "Future[torch.Tensor]"]],
+                is_over: threading.Event,
+            ) -> None:
+                for number in itertools.count():
+                    if is_over.is_set():
+                        return
+                    try:
+                        requests.append((number % 8, pipeline.submit(calls[number % 8])))
+                    except StageLostError:
+                        time.sleep(0.01)
+
+            sender = threading.Thread(target=send, args=(pipeline, requests, is_over))
+            sender.start()
+            for _ in range(2):
+                time.sleep(draw.random() * _LONGEST_DELAY)
+                kill(pipeline, draw.randrange(len(pipeline.stage_facts)))
+            time.sleep(draw.random() * _LONGEST_DELAY)
+            is_over.set()
+            sender.join()
+            assert len(stages_of(pipeline)) == 1
+            for number, request in requests:
+                try:
+                    assert torch.equal(request.result(timeout=10), expected[number])
+                    answered += 1
+                except StageLostError:
+                    lost += 1
+    print(f"{answered} calls were answered, {lost} failed")  # noqa: T201 - shown by pytest -rP
+    assert answered > 10 * lost

@@ -1,0 +1,215 @@
+"""Consecutive stages that are joined when they are loaded: the graph that a cut into fewer stages has, of their own files alone."""
+
+import copy
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from msgspec import structs
+
+import stagepack
+from stagepack.errors import CompiledError, DeviceError, OptionError
+from stagepack.format.reader import Bundle
+from stagepack.partition.joined_bundle import join_bundle
+from stagepack_loaders.run_trace import RunTrace
+from stagepack_loaders.torch.stage import TorchStage
+
+WIDTH = 16
+
+
+class Layers(torch.nn.Module):
+    """Layers that share a weight, with a counter in one of them, and a value that skips over some."""
+
+    calls: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = torch.nn.Embedding(32, WIDTH)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH) for _ in range(6))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        first = hidden = self.embed(ids)
+        for number, layer in enumerate(self.layers):
+            hidden = layer(hidden).relu() + ids.shape[0]
+            if number == 3:
+                self.calls.add_(1)
+                hidden = hidden + self.calls
+        return (hidden + first) @ self.embed.weight.T
+
+
+IDS = torch.arange(12).reshape(3, 4)
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    """Seven stages: the first has the embedding alone."""
+    return stagepack.export(
+        Layers().eval(),
+        (IDS,),
+        dynamic_shapes={"ids": {0: torch.export.Dim("rows", min=1, max=64)}},
+        out=tmp_path_factory.mktemp("joined") / "fine.stagepack",
+        split_at=[f"layers.{number}" for number in range(6)],
+    )
+
+
+def answers(pipeline: Any) -> list[torch.Tensor]:
+    """The answers to three calls of other sizes."""
+    return [pipeline(IDS[:rows]) for rows in (3, 1, 2)]
+
+
+def assert_equal(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    assert len(found) == len(expected)
+    assert all(torch.equal(value, other) for value, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("counts", [[7], [1, 6], [3, 4], [2, 2, 3], [1, 1, 4, 1]])
+def test_a_joined_stage_has_the_graph_of_a_cut_into_fewer_stages(
+    bundle: Bundle, counts: list[int], tmp_path: Path
+) -> None:
+    starts = [sum(counts[:number]) for number in range(1, len(counts))]
+    coarse = stagepack.recut(
+        bundle, out=tmp_path / "coarse.stagepack", split_at=[f"layers.{start - 1}" for start in starts]
+    )
+    joined = join_bundle(bundle, counts)
+    for number in range(len(counts)):
+        graph, expected = joined.graph(number), coarse.graph(number)
+        # A size may be read off another tensor that has it.
+        added = joined.node_numbers(number).count(-1)
+        assert added == coarse.stages[number].added
+        assert graph.nodes[added:] == expected.nodes[added:]
+        assert structs.replace(graph, nodes=()) == structs.replace(expected, nodes=())
+        assert len(joined.graph_file(number).folded.regions) == len(coarse.graph_file(number).folded.regions)
+    for stage, other in zip(joined.stages, coarse.stages, strict=True):
+        assert (stage.inputs, stage.outputs, set(stage.state)) == (other.inputs, other.outputs, set(other.state))
+        assert stage.weight_bytes <= other.weight_bytes < stage.weight_bytes + 2000  # headers of shared files
+    assert joined.edges == coarse.edges
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"devices": ["cpu", "cpu"]},
+        {"devices": ["cpu"] * 3, "stages_per_device": [4, 0, 3]},
+        {"devices": "auto"},
+        {"stages_per_device": [7]},
+        {"devices": ["cpu", "cpu"], "speeds": [1, 4]},
+        {"devices": ["cpu", "cpu"], "stream": True},
+        {"devices": ["cpu", "cpu"], "device_memory": "5kB"},
+        {"devices": ["cpu", "cpu"], "copy": True, "verify": "manifest"},
+    ],
+    ids=str,
+)
+def test_answers_are_those_of_the_stages(bundle: Bundle, options: dict[str, Any]) -> None:
+    pipeline = stagepack.load(bundle, **options)
+    expected = answers(stagepack.load(bundle))
+    assert_equal(answers(pipeline), expected)
+    pipeline.reset_state()
+    assert_equal(answers(pipeline), expected)
+    assert len(pipeline.stages) == len(pipeline.placement.parts) < 7
+    assert sum(len(part.stages) for part in pipeline.placement.parts) == 7
+
+
+def test_devices_of_each_stage_and_one_device_join_nothing(bundle: Bundle) -> None:
+    assert len(stagepack.load(bundle).stages) == 7
+    assert len(stagepack.load(bundle, device="cpu").stages) == 7
+    assert len(stagepack.load(bundle, devices=["cpu"] * 7).stages) == 7
+
+
+def test_a_pipeline_of_joined_stages_is_copied_moved_and_traced(bundle: Bundle) -> None:
+    pipeline = stagepack.load(bundle, devices=["cpu", "cpu"])
+    expected = stagepack.load(bundle)
+    assert pipeline.state_dict().keys() == expected.state_dict().keys()
+    assert len(list(pipeline.parameters())) == len(list(expected.parameters()))
+    copied = copy.deepcopy(pipeline)
+    with pipeline.trace() as trace:
+        assert_equal(answers(pipeline), answers(expected))
+    assert isinstance(trace, RunTrace)
+    assert {span.stage for span in trace.spans if span.stage is not None} == {0, 1}
+    expected.reset_state()
+    assert_equal(answers(copied.to("cpu")), answers(expected))
+
+
+def test_only_the_files_of_the_joined_stages_are_read(bundle: Bundle, tmp_path: Path) -> None:
+    folder = tmp_path / "part.stagepack"
+    shutil.copytree(bundle.path, folder)
+    own_files = {name for stage in bundle.stages[2:5] for name in (*stage.graph_files, *stage.weights)}
+    for name in bundle.files.keys() - own_files:
+        (folder / name).unlink()
+    stage = stagepack.load_stage(folder, stages=range(2, 5))
+    assert isinstance(stage, TorchStage)
+    hidden = torch.randn(3, 4, WIDTH)
+    (result,) = stage(hidden)
+    for number in range(2, 5):
+        (hidden,) = stagepack.load_stage(bundle, number)(hidden)
+    assert torch.equal(result, hidden)
+
+
+def test_joined_stages_run_by_their_modules(bundle: Bundle) -> None:
+    stage = stagepack.load_stage(bundle, stages=range(1, 4), modules=True)
+    hidden = torch.randn(2, 4, WIDTH)
+    layer = stage.get_submodule("layers.1")
+    assert torch.equal(layer(hidden), Layers().layers[1](hidden))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({}, OptionError, "expected one of them"),
+        ({"stage": 1, "stages": range(1, 3)}, OptionError, "expected one of them"),
+        ({"stages": range(3, 3)}, OptionError, "expected consecutive numbers"),
+        ({"stages": range(0, 6, 2)}, OptionError, "expected consecutive numbers"),
+        ({"stages": [1, 2]}, OptionError, "expected consecutive numbers"),
+        ({"stages": range(5, 9)}, IndexError, "expected a stage from 0 to 6, found 8"),
+        ({"stages": range(-2, 2)}, IndexError, "expected a stage from 0 to 6, found -2"),
+        ({"stages": range(1, 3), "runtime": "onnxruntime"}, OptionError, "does not join stages"),
+    ],
+    ids=str,
+)
+def test_ranges_of_stages_that_do_not_fit_are_refused(
+    bundle: Bundle, arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        stagepack.load_stage(bundle, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"memory": ["1GB", "1GB"]}, OptionError, "memory: expected 1 values, one for each device, found 2"),
+        ({"memory": "1GB"}, OptionError, "memory: expected a list"),
+        ({"speeds": [0.0]}, OptionError, "speeds: cpu: expected a number"),
+        ({"links": ["network=1GB/s"]}, OptionError, "link: expected NAME=BANDWIDTH"),
+        ({"stages_per_device": [3, 3]}, OptionError, "expected 1 numbers, one for each device"),
+        ({"devices": ["cpu", "cpu"], "stages_per_device": [3, 3]}, OptionError, "with the sum 6"),
+        ({"devices": ["auto", "cpu"]}, OptionError, "expected 'auto' alone"),
+        ({"memory": ["1kB"]}, DeviceError, "no placement fits"),
+    ],
+    ids=str,
+)
+def test_placements_that_do_not_fit_are_refused(
+    bundle: Bundle, options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        stagepack.load(bundle, **options)
+
+
+@pytest.mark.process
+def test_native_code_of_the_stages_is_not_that_of_joined_ones(bundle: Bundle, tmp_path: Path) -> None:
+    stagepack.compile(bundle, out=tmp_path / "compiled")
+    with pytest.raises(CompiledError, match="was compiled from the bundle"):
+        stagepack.load(bundle, devices=["cpu", "cpu"], compiled=tmp_path / "compiled")
+
+
+@pytest.mark.process
+def test_processes_run_joined_stages_and_read_their_files_alone(bundle: Bundle) -> None:
+    expected = answers(stagepack.load(bundle))
+    with stagepack.load(bundle, processes=2, stages_per_device=[3, 4]) as pipeline:
+        assert_equal(answers(pipeline), expected)
+        facts = pipeline.stage_facts
+    assert [fact.rank for fact in facts] == [1, 2]
+    for fact, stages in zip(facts, (bundle.stages[:3], bundle.stages[3:]), strict=True):
+        assert set(fact.files) == {name for stage in stages for name in (stage.graph, *stage.weights)}
