@@ -12,6 +12,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided, sliding_window_view
@@ -37,18 +38,19 @@ def group_stages(stages: StageCosts, devices: Sequence[DeviceCosts], *, pipeline
     least. For calls that come one at a time, `pipelined` is false: the sum of the times is least.
     """
     if len(stages.working_bytes) > _MOST_UNITS:
-        return _group_units(stages, devices, pipelined=pipelined)
-
-    def rate(counts: Sequence[int]) -> float:
-        times = [time.total for time in part_times(stages, devices, counts)]
-        return max(times) if pipelined else sum(times)
-
+        unit_stages, unit_devices, unit_bounds = _units(stages, devices)
+        unit_counts = group_stages(unit_stages, unit_devices, pipelined=pipelined)
+        return None if unit_counts is None else _stage_counts(unit_counts, unit_bounds)
     sums = _PartSums(stages)
     combine = np.maximum if pipelined else np.add
+
+    def rate(counts: Sequence[int]) -> float:
+        return _rate(stages, devices, counts, combine)
+
     candidates = [
         counts
         for used in (range(len(devices)), *_hosts_that_stand_together(devices))
-        for counts in _fastest_groups(sums, devices, used, combine)
+        for counts in _fastest_groups(stages, sums, devices, used, combine)
     ]
     if not candidates:
         return None
@@ -68,23 +70,31 @@ def group_stages(stages: StageCosts, devices: Sequence[DeviceCosts], *, pipeline
 
 def group_with_least_excess(stages: StageCosts, devices: Sequence[DeviceCosts]) -> list[int]:
     """Find the grouping whose part that exceeds its memory most exceeds it by as few bytes as possible."""
+    if len(stages.working_bytes) > _MOST_UNITS:
+        unit_stages, unit_devices, unit_bounds = _units(stages, devices)
+        return _stage_counts(group_with_least_excess(unit_stages, unit_devices), unit_bounds)
     counts = _Search(_PartSums(stages), devices, hosts=[0] * len(devices), of_excess=True).best(np.maximum)
     assert counts is not None  # every grouping has a finite excess
     return counts
 
 
 def _fastest_groups(
-    sums: "_PartSums", devices: Sequence[DeviceCosts], used: Sequence[int], combine: "_Combine"
+    stages: StageCosts, sums: "_PartSums", devices: Sequence[DeviceCosts], used: Sequence[int], combine: "_Combine"
 ) -> Iterator[list[int]]:
     """Yield groupings for some of the devices, of which one is the fastest; none if no grouping fits."""
     used_devices = [devices[number] for number in used]
     # Any grouping that fits bounds how long a part of the best one can be.
     fitting = _Search(sums, used_devices, hosts=used).best(combine) if used else None
     if fitting is not None:
-        yield _spread(fitting, used, len(devices))
-        times = [time.total for time in part_times(sums.stages, used_devices, fitting)]
-        search = _Search(sums, used_devices, longest=max(times) if combine is np.maximum else sum(times))
-        yield _spread(search.best(combine) or fitting, used, len(devices))
+        bound = _rate(stages, used_devices, fitting, combine)
+        for counts in (fitting, _Search(sums, used_devices, longest=bound).best(combine) or fitting):
+            yield _spread(counts, used, len(devices))
+
+
+def _rate(stages: StageCosts, devices: Sequence[DeviceCosts], counts: Sequence[int], combine: "_Combine") -> float:
+    """The time of the slowest part, or the sum of the times."""
+    times = [time.total for time in part_times(stages, devices, counts)]
+    return max(times) if combine is np.maximum else sum(times)
 
 
 def _hosts_that_stand_together(devices: Sequence[DeviceCosts]) -> Iterator[list[int]]:
@@ -104,33 +114,33 @@ def _spread(counts: Sequence[int], used: Sequence[int], device_count: int) -> li
     return spread
 
 
-def _group_units(stages: StageCosts, devices: Sequence[DeviceCosts], *, pipelined: bool) -> list[int] | None:
-    """Group runs of stages of about equal number."""
+def _units(stages: StageCosts, devices: Sequence[DeviceCosts]) -> tuple[StageCosts, list[DeviceCosts], list[int]]:
+    """Join neighbours to units of about equal numbers of stages; return the costs of the units, and where they begin and end."""
     size = len(stages.working_bytes)
-    starts = [unit * size // _MOST_UNITS for unit in range(_MOST_UNITS)]
-    unit_of_stage = np.searchsorted(starts, np.arange(size), side="right") - 1
-    ends = [*starts[1:], size]
+    bounds = [unit * size // _MOST_UNITS for unit in range(_MOST_UNITS + 1)]
+    ranges = list(itertools.pairwise(bounds))
+    unit_of_stage = [unit for unit, (start, end) in enumerate(ranges) for _ in range(start, end)]
 
     def joined(cost: SharedCost) -> SharedCost:
-        users = sorted({int(unit_of_stage[user]) for user in cost.users})
-        return replace(cost, users=users, producer=int(unit_of_stage[cost.producer]) if cost.producer >= 0 else -1)
+        users = sorted({unit_of_stage[user] for user in cost.users})
+        return replace(cost, users=users, producer=unit_of_stage[cost.producer] if cost.producer >= 0 else -1)
 
     units = replace(
         stages,
         values=tuple(map(joined, stages.values)),
         weights=tuple(map(joined, stages.weights)),
-        working_bytes=tuple(max(stages.working_bytes[start:end]) for start, end in zip(starts, ends, strict=True)),
+        working_bytes=tuple(max(stages.working_bytes[start:end]) for start, end in ranges),
     )
     unit_devices = [
-        replace(device, times=tuple(sum(device.times[start:end]) for start, end in zip(starts, ends, strict=True)))
-        for device in devices
+        replace(device, times=tuple(sum(device.times[start:end]) for start, end in ranges)) for device in devices
     ]
-    counts = group_stages(units, unit_devices, pipelined=pipelined)
-    if counts is None:
-        return None
-    unit_bounds = [*starts, size]
-    bounds = [unit_bounds[bound] for bound in (0, *itertools.accumulate(counts))]
-    return [end - start for start, end in itertools.pairwise(bounds)]
+    return units, unit_devices, bounds
+
+
+def _stage_counts(unit_counts: Sequence[int], unit_bounds: Sequence[int]) -> list[int]:
+    """The numbers of stages in numbers of units."""
+    ends = [unit_bounds[end] for end in (0, *itertools.accumulate(unit_counts))]
+    return [end - start for start, end in itertools.pairwise(ends)]
 
 
 _Combine = Callable[[_Floats, _Floats], _Floats]
@@ -151,55 +161,72 @@ class _PartSums:
     """What parts receive and hold, whatever their device."""
 
     def __init__(self, stages: StageCosts) -> None:
-        self.stages = stages
+        self.caller_host = stages.caller_host
         self.size = len(stages.working_bytes)
-        self._values = _NextUses(stages.values)
-        self.received_counts, self.received_bytes = self._values.sums(0, self.size + 1, self.size + 1)
-        _, weight_bytes = _NextUses(stages.weights).sums(0, self.size + 1, self.size + 1)
+        self.uses = _uses(stages.values)
+        # The numbers and the bytes of all values, and of those that do not come from the caller.
+        self.received = _sums(self.uses, self.size)
+        self.received_from_stages = _sums([use for use in self.uses if use.producer >= 0], self.size)
+        _, weight_bytes = _sums(_uses(stages.weights), self.size)
         working_bytes = np.array([*stages.working_bytes, *[np.inf] * self.size], dtype=np.float64)
         peaks = np.maximum.accumulate(sliding_window_view(working_bytes, self.size), axis=1)
         # Infinite for parts that end behind the last stage.
-        self.memory = weight_bytes + self.received_bytes
+        self.memory = weight_bytes + self.received[1]
         self.memory[:, 1:] += peaks
 
-    def far(
-        self, first: int, row_count: int, width: int, *, before: int, without_caller: bool
-    ) -> tuple[_Floats, _Floats]:
-        """The numbers and bytes of the values from producers before a stage, for parts as of `_NextUses.sums`."""
-        return self._values.sums(first, row_count, width, range(0 if without_caller else -1, before))
+
+class _Use(NamedTuple):
+    """The use of a value or a weight by a stage: parts that begin behind the one before, up to this stage, have its cost here."""
+
+    producer: int
+    behind: int
+    user: int
+    byte_count: int
 
 
-class _NextUses:
-    """Shared costs, by the stage that uses them next."""
+def _uses(costs: Iterable[SharedCost]) -> list[_Use]:
+    return [
+        _Use(cost.producer, max(cost.producer, last_user), user, cost.cost)
+        for cost in costs
+        for last_user, user in itertools.pairwise((-1, *cost.users))
+    ]
 
-    def __init__(self, costs: Iterable[SharedCost]) -> None:
-        # For each use: the parts that begin behind the producer and the use before, up to this use, have the cost here.
-        uses = [
-            (max(cost.producer, last_user), user, cost.producer, cost.cost)
-            for cost in costs
-            for last_user, user in itertools.pairwise((-1, *cost.users))
-        ]
-        self._behind, self._users, self._producers, self._bytes = np.array(uses, dtype=np.int64).reshape(-1, 4).T
 
-    def sums(self, first: int, row_count: int, width: int, producers: range | None = None) -> tuple[_Floats, _Floats]:
-        """Return the numbers and the bytes of parts that begin at `first` and the stages behind it, with fewer than `width` stages."""
-        used = (self._users >= first) & (self._users < first + row_count + width - 2)
-        if producers is not None:
-            used &= (self._producers >= producers.start) & (self._producers < producers.stop)
-        users = self._users[used] - first
-        begins = np.maximum(self._behind[used] + 1 - first, 0)
-        first_rows, last_rows = np.minimum(begins, row_count), np.minimum(users + 1, row_count)
-        at_use = np.zeros((2, row_count + 1, row_count + width))
-        for plane, amounts in zip(at_use, (np.ones(len(users)), self._bytes[used].astype(np.float64)), strict=True):
-            np.add.at(plane, (first_rows, users), amounts)
-            np.add.at(plane, (last_rows, users), -amounts)
-        np.cumsum(at_use, axis=1, out=at_use)
-        kind_step, row_step, column_step = at_use.strides
-        # [kind, begin, number of stages before the use]
-        band = as_strided(at_use, (2, row_count, width - 1), (kind_step, row_step + column_step, column_step))
-        sums = np.zeros((2, row_count, width))
-        np.cumsum(band, axis=2, out=sums[:, :, 1:])
-        return sums[0], sums[1]
+def _sums(uses: Sequence[_Use], size: int) -> _Floats:
+    """The numbers and the bytes of what parts use: matrices ``[first stage, number of stages]``."""
+    at_use = np.zeros((2, size + 2, 2 * size + 2))
+    _, behind, users, byte_counts = np.array(uses, dtype=np.int64).reshape(-1, 4).T
+    for plane, amounts in zip(at_use, (np.ones(len(uses)), byte_counts.astype(np.float64)), strict=True):
+        np.add.at(plane, (behind + 1, users), amounts)
+        np.add.at(plane, (users + 1, users), -amounts)
+    np.cumsum(at_use, axis=1, out=at_use)
+    kind_step, row_step, column_step = at_use.strides
+    # [kind, first stage, number of stages before the use]
+    band = as_strided(at_use, (2, size + 1, size), (kind_step, row_step + column_step, column_step))
+    sums = np.zeros((2, size + 1, size + 1))
+    np.cumsum(band, axis=2, out=sums[:, :, 1:])
+    return sums
+
+
+class _FarSums:
+    """What parts receive from other hosts, where a host begins at a stage that moves on."""
+
+    def __init__(self, sums: _PartSums, *, without_caller: bool) -> None:
+        self._sums = np.zeros_like(sums.received)
+        self._uses = sorted(use for use in sums.uses if not without_caller or use.producer >= 0)
+        self._done = 0
+
+    def before(self, beginning: int) -> _Floats:
+        """Return the numbers and the bytes of the values from producers before a stage, which is no earlier one than last time."""
+        widths = np.arange(self._sums.shape[2])
+        while self._done < len(self._uses) and self._uses[self._done].producer < beginning:
+            use = self._uses[self._done]
+            rows = slice(use.behind + 1, use.user + 1)
+            has_use = widths > np.arange(use.user - use.behind)[::-1, None]
+            self._sums[0, rows] += has_use
+            self._sums[1, rows] += has_use * float(use.byte_count)
+            self._done += 1
+        return self._sums
 
 
 class _Search:
@@ -255,7 +282,7 @@ class _Search:
         before = np.concatenate([[0.0], np.cumsum(device.times), np.full(size, np.inf)])
         computing = sliding_window_view(before, size + 1) - before[: size + 1, None]
         width = max(2, int((computing <= longest * _ROUNDING).sum(axis=1).max()))
-        near = self._sums.received_counts * device.near.per_value + self._sums.received_bytes * device.near.per_byte
+        near = self._sums.received[0] * device.near.per_value + self._sums.received[1] * device.near.per_byte
         times = np.where(self._sums.memory <= device.memory, computing + near, np.inf)[:, :width]
         times[:, 0] = 0.0
         return times
@@ -268,19 +295,21 @@ class _Search:
         # For each run from the last one: the widths of the parts of its devices, by the stage where the run begins.
         choices: list[dict[int, list[_Widths]]] = []
         for run in reversed(self._runs):
-            is_first, is_plain = run[0] == 0, len(run) == 1 or not self._is_far(run)
-            if is_first or is_plain:
-                later, widths = self._through(
-                    run, later, 0, size + 1 if is_plain and not is_first else 0, combine, score
-                )
+            is_far = self._has_links and any(self._devices[number].far_excess != (0, 0) for number in run)
+            is_callers = self._devices[run[0]].host == self._sums.caller_host
+            if run[0] > 0 and (len(run) == 1 or not is_far):
+                far = self._sums.received_from_stages if is_callers else self._sums.received
+                later, widths = self._through(run, later, None, far if is_far else None, combine, score)
                 choices.append({0: widths})
                 continue
+            far_sums = _FarSums(self._sums, without_caller=is_callers)
             chosen: dict[int, list[_Widths]] = {}
-            beginnings = np.full(size + 1, np.inf)
+            least_scores = np.full(size + 1, np.inf)
             for entry in self._entries[run[0]]:
-                least, chosen[entry] = self._through(run, later, entry, entry, combine, score)
-                beginnings[entry] = least[0]
-            later = beginnings
+                far = far_sums.before(entry) if is_far else None
+                least, chosen[entry] = self._through(run, later, entry, far, combine, score)
+                least_scores[entry] = least[0]
+            later = least_scores
             choices.append(chosen)
         if math.isinf(later[0]):
             return None
@@ -292,39 +321,35 @@ class _Search:
                 stage += counts[-1]
         return counts
 
-    def _is_far(self, run: Sequence[int]) -> bool:
-        """Whether it matters to the devices of a run what comes from another host."""
-        return self._has_links and any(self._devices[number].far_excess != (0, 0) for number in run)
-
     def _through(
-        self, run: Sequence[int], later: _Floats, entry: int, far_before: int, combine: _Combine, score: _Score | None
+        self,
+        run: Sequence[int],
+        later: _Floats,
+        entry: int | None,
+        far: _Floats | None,
+        combine: _Combine,
+        score: _Score | None,
     ) -> tuple[_Floats, list[_Widths]]:
-        """The least scores from each stage on, from `entry` to the end, through the devices of a run; and the widths of their parts.
+        """The least scores from each stage on, from the beginning of a run, through its devices; and the widths of their parts.
 
-        Values from producers before the stage `far_before` come from another host.
+        entry: the stage where the run begins; None where it may begin at any stage. far: what parts receive from other hosts.
         """
-        widths_of_run = [self._costs[number].shape[1] for number in run]
-        row_counts = [len(later) - entry] * len(run)
-        if far_before == entry:
-            # Where a run begins at one stage, only parts that begin where the devices before can reach matter.
-            reached = (0, *itertools.accumulate(width - 1 for width in widths_of_run[:-1]))
-            ends = (self._entries[number].stop - entry for number in run)
+        first = entry or 0
+        row_counts = [len(later) - first] * len(run)
+        if entry is not None:
+            # Only parts that begin where the devices before can reach matter.
+            reached = (0, *itertools.accumulate(self._costs[number].shape[1] - 1 for number in run[:-1]))
+            ends = (self._entries[number].stop - first for number in run)
             row_counts = [min(1 + reach, end) for reach, end in zip(reached, ends, strict=True)]
-        far_sums = None
-        if self._is_far(run):
-            is_callers = self._devices[run[0]].host == self._sums.stages.caller_host
-            far_sums = self._sums.far(
-                entry, max(row_counts), max(widths_of_run), before=far_before, without_caller=is_callers
-            )
-        least = later[entry:]
+        least = later[first:]
         all_widths = []
         for number, row_count in reversed(list(zip(run, row_counts, strict=True))):
-            times = self._costs[number][entry : entry + row_count]
+            rows = slice(first, first + row_count)
+            times = self._costs[number][rows]
             width = times.shape[1]
-            if far_sums is not None:
+            if far is not None:
                 per_value, per_byte = self._devices[number].far_excess
-                far_counts, far_bytes = (sums[:row_count, :width] for sums in far_sums)
-                times = times + far_counts * per_value + far_bytes * per_byte
+                times = times + far[0, rows, :width] * per_value + far[1, rows, :width] * per_byte
             if score is not None:
                 times = score(times)
                 times[:, 0] = 0.0

@@ -32,6 +32,14 @@ class StageCosts:
         arriving_bytes = sum(value.cost for value in self.received(start, end))
         return self.weight_bytes(start, end) + arriving_bytes + max(self.working_bytes[start:end], default=0)
 
+    def least_memory(self) -> int:
+        """Return the memory of the stage that needs least."""
+        needed = list(self.working_bytes)
+        for cost in (*self.values, *self.weights):
+            for user in cost.users:
+                needed[user] += cost.cost
+        return min(needed)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceCosts:

@@ -318,7 +318,7 @@ def _parts(
 def _reason(stages: StageCosts, cost: DeviceCosts, placement: Placement, *, pipelined: bool) -> str:
     """Why a device has no stages."""
     stage_count = len(stages.working_bytes)
-    least_bytes = min(stages.memory_bytes(number, number + 1) for number in range(stage_count))
+    least_bytes = stages.least_memory()
     if least_bytes > cost.memory:
         return f"no stage fits: the smallest needs {format_bytes(least_bytes)}, it has {format_bytes(int(cost.memory))}"
     if len(placement.parts) == stage_count:

@@ -130,7 +130,7 @@ def test_devices_of_one_host_that_stand_apart_fit_whenever_a_grouping_does() -> 
 
 @pytest.mark.parametrize("hosts", ["a" * 16, "aaaabbbbccccdddd", "abcdefghijklmnop"])
 def test_three_hundred_stages_over_sixteen_unequal_devices_take_a_second_at_the_most(hosts: str) -> None:
-    """Measured: 0.10, 0.25 and 0.14 s of processor time."""
+    """Measured: 0.08, 0.14 and 0.13 s of processor time; 0.4 s where links take longer than stages."""
     draw = random.Random(1)  # noqa: S311 - not for secrets
     stages = draw_stages(draw, 300, 60)
     devices = draw_devices(draw, 300, hosts)
