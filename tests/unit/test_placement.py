@@ -15,10 +15,12 @@ from stagepack.errors import CutError, DeviceError, OptionError
 from stagepack.format.plan import run_members
 from stagepack.format.reader import Bundle
 from stagepack.partition.costs import LinkCosts
+from stagepack.partition.cut_options import CutOptions
 from stagepack.partition.links import Link, link_text, parse_link
 from stagepack.partition.placement import Placement, improvements, place
 from stagepack.partition.profile import DEVICE_PROFILES, LinkTime, NodeTime, Profile
 from stagepack.partition.target_devices import TargetDevice, stage_times
+from stagepack.roads.recut import plan_bundle
 
 WIDTH = 64
 MATRIX = WIDTH * WIDTH * 4
@@ -224,6 +226,13 @@ def test_a_data_sheet_gives_speed_and_memory(chain: Bundle) -> None:
     assert (h100.memory_limit, t4.memory_limit) == (80 * 10**9, 16 * 10**9)
     assert sum(stage_times(chain.entry_point, h100)) < sum(stage_times(chain.entry_point, t4))
     assert TargetDevice(name="a", memory="1GB", profile=DEVICE_PROFILES["t4"]).memory_limit == 10**9
+
+
+@pytest.mark.parametrize("name", ["t4", "h100", "a10"])
+def test_times_of_a_data_sheet_are_near_those_of_the_nodes(name: str, chain: Bundle) -> None:
+    by_nodes = plan_bundle(chain, CutOptions(plan=chain.entry_point.plan, profile=name)).profiled_plan
+    times = stage_times(chain.entry_point, TargetDevice(name=name, profile=DEVICE_PROFILES[name]))
+    assert times == pytest.approx([stage.picoseconds for stage in by_nodes.stages], rel=0.1)
 
 
 def test_a_bundle_without_a_plan_is_placed_by_its_weights_and_operations(chain: Bundle) -> None:
