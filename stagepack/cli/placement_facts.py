@@ -1,5 +1,7 @@
 """The placement of a bundle's stages on devices that the command line names: as plain data and for people."""
 
+import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -64,10 +66,9 @@ class PlacementFlags:
         """Return the numbers of `--placement`."""
         if self.placement is None:
             return None
-        try:
-            return [int(number) for number in self.placement.split(",")]
-        except ValueError:
+        if re.fullmatch(r"[0-9]{1,9}(,[0-9]{1,9})*", self.placement) is None:
             fail(f"--placement: expected numbers with commas between them, such as 4,3,1, found {self.placement!r}")
+        return [int(number) for number in self.placement.split(",")]
 
     def link_of_name(self) -> "dict[str, Link]":
         """Return the links of `--link`."""
@@ -88,13 +89,16 @@ class PlacementFlags:
         from stagepack.partition.target_devices import TargetDevice  # noqa: PLC0415 - as above
 
         if self.is_auto:
-            if len(self.devices) > 1 or memory or speeds or profile_names:
-                raise click.UsageError(
-                    "--device auto cannot be used with another --device, --memory, --speed or --profile"
-                )
+            if len(self.devices) > 1 or memory or speeds:
+                raise click.UsageError("--device auto cannot be used with another --device, --memory or --speed")
             from stagepack_loaders.torch.own_devices import own_devices  # noqa: PLC0415 - torch, only for this
 
-            return own_devices()
+            found = own_devices()
+            profiles = _profiles(profile_names, [device.name for device in found], [device.name for device in found])
+            return [
+                dataclasses.replace(device, profile=profile or device.profile)
+                for device, profile in zip(found, profiles, strict=True)
+            ]
         for option, items in (("--memory", memory), ("--speed", speeds)):
             if items and len(items) != len(self.devices):
                 fail(

@@ -298,8 +298,8 @@ class _Search:
             is_far = self._has_links and any(self._devices[number].far_excess != (0, 0) for number in run)
             is_callers = self._devices[run[0]].host == self._sums.caller_host
             if run[0] > 0 and (len(run) == 1 or not is_far):
-                far = self._sums.received_from_stages if is_callers else self._sums.received
-                later, widths = self._through(run, later, None, far if is_far else None, combine, score)
+                all_far = self._sums.received_from_stages if is_callers else self._sums.received
+                later, widths = self._through(run, later, None, all_far if is_far else None, combine, score)
                 choices.append({0: widths})
                 continue
             far_sums = _FarSums(self._sums, without_caller=is_callers)

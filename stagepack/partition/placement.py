@@ -190,7 +190,8 @@ def improvements(
         counts = group_stages(stages, changed_costs, pipelined=pipelined)
         if counts is None:
             continue
-        times = [round(time.total) for time in part_times(stages, changed_costs, counts)]
+        all_times = zip(part_times(stages, changed_costs, counts), counts, strict=True)
+        times = [max(1, round(time.total)) for time, count in all_times if count]
         improvement = Improvement(
             change=change or f"the placement {','.join(map(str, counts))}", call_time=sum(times), interval=max(times)
         )
@@ -310,7 +311,7 @@ def _parts(
                 stages=range(start, end),
                 weight_bytes=stages.weight_bytes(start, end),
                 memory=stages.memory_bytes(start, end),
-                computing=round(time.computing),
+                computing=max(1, round(time.computing)),
                 receiving=round(time.receiving),
             )
 

@@ -105,6 +105,18 @@ def test_the_devices_of_this_machine_are_found(sound: Path) -> None:
     assert "cpu" in names
 
 
+def test_the_cpu_of_this_machine_may_have_measured_times(sound: Path, tmp_path: Path) -> None:
+    file = tmp_path / "times.json"
+    write_profile(measured(stagepack.open(sound)), file)
+    facts = json.loads(run("plan", str(sound), "--device", "auto", "--profile", f"cpu={file}", "--json").stdout)
+    assert [part["profile"]["machine"] for part in facts["parts"] if part["device"] == "cpu"] in (["m"], [])
+
+
+def test_a_device_of_any_speed_has_a_rate(sound: Path) -> None:
+    result = run("plan", str(sound), "--device", "a", "--speed", "1e6", "--link", "device=1000TB/s,rtt=0s")
+    assert result.exit_code == 0, result.output
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -118,6 +130,9 @@ def test_the_devices_of_this_machine_are_found(sound: Path) -> None:
         ("--device a --placement 1,x", "expected numbers with commas"),
         ("--device a --placement 1,2", "expected 1 numbers, one for each device"),
         ("--device a --placement 2", "with the sum 3"),
+        ("--device a --placement 1_0", "expected numbers with commas"),
+        ("--device a --placement -3", "expected numbers with commas"),
+        ("--device a --placement 3,", "expected numbers with commas"),
         ("--device a --profile b=h100", "expected a device"),
         ("--device a --profile h100 --profile t4", "expected one for all devices, found two"),
         ("--device w/", "found an empty one"),
