@@ -230,7 +230,10 @@ class _FarSums:
 
 
 class _Search:
-    """The best grouping among those whose parts compute no longer than a bound."""
+    """The best grouping among those whose parts compute no longer than a bound.
+
+    `hosts` stands in the place of the hosts of the devices. `of_excess`: costs are bytes above the memory, not times.
+    """
 
     def __init__(
         self,
@@ -241,7 +244,6 @@ class _Search:
         hosts: Sequence[object] | None = None,
         of_excess: bool = False,
     ) -> None:
-        """Make the costs of parts. `hosts`: in the place of the hosts of the devices; `of_excess`: bytes above the memory, not times."""
         self._sums = sums
         self._devices = devices
         keys = [device.host for device in devices] if hosts is None else hosts

@@ -128,22 +128,14 @@ def place(
     The slowest part is as fast as possible, and no part needs more memory than its device has. A device that makes the slowest part less
     than 1 % faster gets no stages.
 
-    Args:
-        entry_point: the stages, with the plan of the bundle.
-        devices: the devices, in the order of the stages.
-        files: the files of the bundle: a weight file that several stages of a part share counts once. Without them, each stage counts it.
-        links: the links by name: ``"device"`` between devices of one host, ``"host"`` between hosts. Others have the costs that the
-            profile of the receiving device states, or `DEFAULT_LINKS`.
-        stages_per_device: the number of stages of each device, in the place of the choice; 0 leaves a device out.
-        pipelined: whether several calls are on their way at a time. If not, the time of one call is as short as possible.
+    devices: in the order of the stages.
+    files: those of the bundle: a weight file that several stages of a part share counts once. Without them, each stage counts it.
+    links: by name: ``"device"`` between devices of one host, ``"host"`` between hosts. Others have the costs that the profile of the
+    receiving device states, or `DEFAULT_LINKS`.
+    stages_per_device: the number of stages of each device, in the place of the choice; 0 leaves a device out.
+    pipelined: whether several calls are on their way at a time. If not, the time of one call is as short as possible.
 
-    Returns:
-        The placement.
-
-    Raises:
-        OptionError: there is no device, or there are more than 256; or `links` or `stages_per_device` does not fit.
-        DeviceError: the stages do not fit into the memory of the devices; the message says which part lacks how many bytes.
-        CutError: a profile is of another model.
+    Raises a `DeviceError` that says which part lacks how many bytes, if the stages do not fit into the memory of the devices.
     """
     stages, costs = _problem(entry_point, devices, files, links or {})
     if stages_per_device is not None:
