@@ -54,8 +54,8 @@ DEFAULT_LINKS: Final[Mapping[str, LinkCosts]] = {
 def parse_link(text: str) -> tuple[str, Link]:
     """Parse a link and its name: ``host=25GB/s,rtt=0.1ms``.
 
-    The text is ``NAME=BANDWIDTH[,rtt=TIME]``. NAME is ``device`` for links between devices of one host, or ``host`` for links between hosts;
-    BANDWIDTH is a number of bytes as for memory, and ``/s``; TIME is a number and ``s``, ``ms``, ``us``, ``µs`` or ``ns``. Without
+    The text is ``NAME=BANDWIDTH[,rtt=TIME]``. NAME is ``device`` for links between devices of one host, or ``host`` for those between
+    hosts; BANDWIDTH is a number of bytes as for memory, and ``/s``; TIME is a number and ``s``, ``ms``, ``us``, ``µs`` or ``ns``. Without
     ``rtt``, the round trip is that of `DEFAULT_LINKS`.
     """
     match = re.fullmatch(r"(\w+)=([^,]+)/s(?:,rtt=([^,]+))?", text)
