@@ -53,7 +53,6 @@ from stagepack_loaders.options import (
     Verify,
     WeightOptions,
 )
-from stagepack_loaders.placement import place_bundle
 from stagepack_loaders.registry import find_runtime, import_runtime
 from stagepack_loaders.window_plan import Residency
 
@@ -65,8 +64,7 @@ if TYPE_CHECKING:
 
 _MOST_REQUESTS: Final = 10_000
 _DEFAULT_REQUESTS: Final = 8
-# The files of a stage that are named.
-_MOST_FILES: Final = 6
+_MOST_FILES: Final = 6  # of a stage, named
 
 
 @option_object
@@ -164,6 +162,8 @@ def command(options: _Options) -> None:
     load_options = options.load_options(stage_runtimes)
     facts: dict[str, Any] = {}
     if options.stage_number is None:
+        from stagepack_loaders.placement import place_bundle  # noqa: PLC0415 - numpy, after the arguments are checked
+
         placed = place_bundle(bundle, load_options)
         bundle, load_options = placed.bundle, placed.options
         facts = {} if placed.chosen is None else {"placement": str(placed.chosen)}

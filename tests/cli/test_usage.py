@@ -191,7 +191,8 @@ def test_an_option_that_is_for_another_one_is_refused_without_it() -> None:
             help_text = str(getattr(option, "help", ""))
             if not help_text.startswith("With --") or help_text.startswith(f"With {option.opts[-1]},"):
                 continue
-            words = [option.opts[-1], *([] if getattr(option, "is_flag", False) else ["1"])]
+            value = option.type.choices[0] if isinstance(option.type, click.Choice) else "1"
+            words = [option.opts[-1], *([] if getattr(option, "is_flag", False) else [value])]
             result = CliRunner().invoke(main, [command, "x", *required, *words])
             assert result.exit_code == 2, words
             assert " require" in result.stderr, (command, words, result.stderr)

@@ -166,4 +166,4 @@ def test_under_load_each_call_is_answered_rightly_or_fails_with_one_typed_error(
                 except StageLostError:
                     lost += 1
     print(f"{answered} calls were answered, {lost} failed")  # noqa: T201 - shown by pytest -rP
-    assert answered > 10 * lost
+    assert answered > lost > 0
