@@ -21,8 +21,8 @@ from stagepack.format.reader import Bundle
 from stagepack.format.rules import JSON_ERRORS
 from stagepack.format.tree import DictTree, ValueLeaf
 from stagepack_loaders.base import ArrayOps
+from stagepack_loaders.decoders import largest_size
 from stagepack_loaders.elements import ELEMENT_DTYPES, Array
-from stagepack_loaders.generation.decoders import largest_size
 from stagepack_loaders.generation.prompts import TOKENIZER_FILE, read_tokenizer
 from stagepack_loaders.generation.token_texts import tokenizer_errors
 

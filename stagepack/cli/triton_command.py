@@ -18,7 +18,7 @@ from stagepack.cli.shared_flags import (
 )
 from stagepack.extras import explain_missing_packages
 from stagepack.format.reader import Bundle
-from stagepack_loaders.generation.decoders import decoder_facts
+from stagepack_loaders.decoders import decoder_facts
 from stagepack_loaders.registry import TORCH_RUNTIME
 from stagepack_serving.server.limits import ServerLimits
 

@@ -192,7 +192,7 @@ def export(
         shared: how several stages use one weight: each of them stores it (``"replicate"``), or the first one stores it and sends it at
             each call (``"transmit"``).
         dynamic_shapes: the dimensions that may change, as ``torch.export.export`` takes them; parameters may be left out.
-        generate: for a language or speech model of transformers (see `stagepack_loaders.generation.decoders`): the number of positions of
+        generate: for a language or speech model of transformers (see `stagepack_loaders.decoders`): the number of positions of
             its key-value cache. The cache becomes state of the stages, and the bundle generates. The export makes the example inputs.
         generate_batch: the number of texts that the cache holds, which a server generates at once. On a CPU, memory is taken where texts
             are written; on a GPU, for all of them.

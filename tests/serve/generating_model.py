@@ -10,7 +10,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import stagepack
-from stagepack_loaders.generation.decoders import DecoderFacts
+from stagepack_loaders.decoders import DecoderFacts
 from stagepack_loaders.generation.settings import GenerationSettings
 from stagepack_loaders.generation.token_loop import TokenLoop
 from stagepack_serving.server.generation.served_text import GeneratedPart, GenerationRequest, ServedText

@@ -14,7 +14,7 @@ import numpy
 import pytest
 import tritonclient.grpc
 
-from stagepack_loaders.generation.decoders import DecoderFacts
+from stagepack_loaders.decoders import DecoderFacts
 from stagepack_loaders.generation.settings import GenerationSettings
 from stagepack_serving.server.access_log import begin_record
 from stagepack_serving.server.admission import Admission

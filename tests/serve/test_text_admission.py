@@ -11,7 +11,7 @@ from typing import Any
 import numpy
 import pytest
 
-from stagepack_loaders.generation.decoders import DecoderFacts
+from stagepack_loaders.decoders import DecoderFacts
 from stagepack_loaders.generation.settings import GenerationSettings
 from stagepack_serving.server.access_log import begin_record
 from stagepack_serving.server.admission import Admission

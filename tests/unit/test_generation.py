@@ -34,7 +34,7 @@ from transformers import (
 import stagepack
 from stagepack.capture.transformers.generation import generating_model
 from stagepack.errors import InputError, OptionError, UnsupportedError
-from stagepack_loaders.generation.decoders import DecoderFacts, decoder_facts
+from stagepack_loaders.decoders import DecoderFacts, decoder_facts
 from stagepack_loaders.generation.settings import GenerationSettings, read_settings
 from stagepack_loaders.generation.token_loop import TokenLoop, row_inputs
 from stagepack_loaders.generation.token_texts import StopStringMatcher

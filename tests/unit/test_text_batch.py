@@ -11,8 +11,8 @@ import pytest
 
 import stagepack
 from stagepack.errors import StageFailedError
+from stagepack_loaders.decoders import DecoderFacts, decoder_facts, logits_as_floats
 from stagepack_loaders.generation import text_batch
-from stagepack_loaders.generation.decoders import DecoderFacts, decoder_facts, logits_as_floats
 from stagepack_loaders.generation.settings import GenerationSettings
 from stagepack_loaders.generation.text_batch import BatchCall, BatchedText, TextBatch
 from stagepack_loaders.generation.token_loop import TokenLoop

@@ -12,9 +12,9 @@ from stagepack.errors import InputError
 from stagepack.format.manifest import Edge
 from stagepack.format.reader import Bundle
 from stagepack_loaders.base import ArrayOps
+from stagepack_loaders.decoders import DecoderFacts, decoder_facts, logits_as_floats
 from stagepack_loaders.elements import Array
 from stagepack_loaders.exchange import array_ops_of, array_ops_of_call, to_elements
-from stagepack_loaders.generation.decoders import DecoderFacts, decoder_facts, logits_as_floats
 from stagepack_loaders.generation.prompts import (
     TOKENIZER_FILE,
     Prompts,

@@ -9,8 +9,8 @@ from typing import Final, Generic, Protocol, TypeVar
 
 import numpy
 
+from stagepack_loaders.decoders import DecoderFacts
 from stagepack_loaders.elements import Array
-from stagepack_loaders.generation.decoders import DecoderFacts
 from stagepack_loaders.generation.token_loop import TokenLoop, row_inputs
 
 # Tokens of prompts that a call reads while other texts wait for their next token, and while none does.

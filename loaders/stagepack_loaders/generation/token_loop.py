@@ -9,8 +9,8 @@ from typing import Final, Literal
 import numpy
 
 from stagepack.errors import InputError
+from stagepack_loaders.decoders import DecoderFacts
 from stagepack_loaders.elements import Array
-from stagepack_loaders.generation.decoders import DecoderFacts
 from stagepack_loaders.generation.sampling import TokenSampler
 from stagepack_loaders.generation.settings import GenerationSettings
 from stagepack_loaders.generation.token_texts import StopStringMatcher

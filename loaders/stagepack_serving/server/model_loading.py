@@ -12,9 +12,9 @@ from stagepack.errors import ValueSizeError, named_errors
 from stagepack.format.reader import Bundle
 from stagepack.opening import TrustedSigners, open_bundle
 from stagepack_loaders.call_limits import Limits
+from stagepack_loaders.decoders import generating_entry_point
 from stagepack_loaders.distributed.launch_environment import is_launched_group
 from stagepack_loaders.entry_points import EntryPointPipelines, load_entry_points
-from stagepack_loaders.generation.decoders import generating_entry_point
 from stagepack_loaders.load import start_processes
 from stagepack_loaders.options import LoadOptions, ProcessOptions
 from stagepack_loaders.pipeline import CallablePipeline, load_pipeline

@@ -13,9 +13,9 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig
 from stagepack.errors import InputError, StageLostError, StagepackError
 from stagepack_loaders.batching import BatchLimit, batch_limit
 from stagepack_loaders.comparison import check_example_difference
+from stagepack_loaders.decoders import check_token_slots, decoder_facts
 from stagepack_loaders.elements import Array
 from stagepack_loaders.example import compare_results, read_example, run_on_inputs
-from stagepack_loaders.generation.decoders import check_token_slots, decoder_facts
 from stagepack_loaders.pipeline import CallablePipeline
 from stagepack_serving.protocol.interface import Interface
 from stagepack_serving.server.admission import Admission

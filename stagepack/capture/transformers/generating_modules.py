@@ -1,6 +1,6 @@
 """Models of transformers as modules that generate: their caches are buffers of fixed size, which each call writes.
 
-`stagepack_loaders.generation.decoders` defines the inputs. Only models whose caches hold the keys and values of all tokens are supported.
+`stagepack_loaders.decoders` defines the inputs. Only models whose caches hold the keys and values of all tokens are supported.
 """
 
 import contextlib

@@ -11,9 +11,9 @@ import msgspec
 import numpy
 
 from stagepack.errors import InputError
+from stagepack_loaders.decoders import logits_as_floats
 from stagepack_loaders.elements import Array
 from stagepack_loaders.embeddings import IDS_INPUT, EmbeddedBatch, TextReader, embedding_facts, vocabulary_size
-from stagepack_loaders.generation.decoders import logits_as_floats
 from stagepack_serving.protocol.datatypes import NUMPY_DTYPES
 from stagepack_serving.server.errors import AssetError, BadRequestError, RequestError, RequestStatus, errors_of_field
 from stagepack_serving.server.generation.openai_requests import EmbeddingFields

@@ -10,13 +10,13 @@ import numpy
 from msgspec import Raw
 
 from stagepack.errors import InputError
-from stagepack_loaders.elements import Array
-from stagepack_loaders.generation.decoders import (
+from stagepack_loaders.decoders import (
     ENCODER_NAME,
     DecoderFacts,
     decoder_facts,
     largest_size,
 )
+from stagepack_loaders.elements import Array
 from stagepack_loaders.generation.prompts import Prompts, check_tokens
 from stagepack_loaders.generation.settings import GenerationSettings, read_settings
 from stagepack_loaders.generation.token_loop import TokenLoop

@@ -8,8 +8,8 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 
 from stagepack.errors import InputError, StageFailedError
+from stagepack_loaders.decoders import DecoderFacts, logits_as_floats
 from stagepack_loaders.elements import Array
-from stagepack_loaders.generation.decoders import DecoderFacts, logits_as_floats
 from stagepack_loaders.generation.text_batch import BatchCall, TextBatch, TextSequence
 from stagepack_serving.server.access_log import current_sender
 from stagepack_serving.server.errors import BadRequestError, RequestError, RequestStatus
