@@ -34,7 +34,7 @@ class ExportWarning(UserWarning):
 
 # What stands between the line of the caller and that which gives a warning.
 _OWN_PACKAGES: Final = frozenset(
-    {"stagepack", "stagepack_loaders", "stagepack_serving", "stagepack_train", "contextlib"}
+    {"stagepack", "stagepack_loaders", "stagepack_serving", "stagepack_text", "stagepack_train", "contextlib"}
 )
 
 

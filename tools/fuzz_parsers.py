@@ -24,7 +24,7 @@ from typing import Any
 from tests.fuzz.mutation import locations, mutate, mutate_alike
 from tests.fuzz.parsers import PARSER_MODULES, FuzzedParser, fuzzed_parser
 
-INSTRUMENTED = ["stagepack", "stagepack_loaders", "stagepack_serving"]
+INSTRUMENTED = ["stagepack", "stagepack_loaders", "stagepack_serving", "stagepack_text"]
 # Seconds of processor time.
 SECONDS = 20
 MEMORY_MIB = 2048

@@ -15,14 +15,6 @@ import stagepack
 from stagepack.errors import StagepackError
 from stagepack_serving.server import grpc_messages, rest_request
 from stagepack_serving.server.errors import RequestError, RequestStatus
-from stagepack_serving.server.generation.openai_requests import (
-    ChatFields,
-    CompletionFields,
-    EmbeddingFields,
-    GenerateParameters,
-    convert_fields,
-    decode_openai_request,
-)
 from stagepack_serving.server.grpc_service import GrpcService
 from stagepack_serving.server.limits import ServerLimits
 from stagepack_serving.server.metrics import Metrics
@@ -30,6 +22,14 @@ from stagepack_serving.server.model_control import ModelControl, fixed_bundles
 from stagepack_serving.server.model_registry import ModelRegistry
 from stagepack_serving.server.rest_service import rest_application
 from stagepack_serving.server.served_model import ServedModel
+from stagepack_text.openai.requests import (
+    ChatFields,
+    CompletionFields,
+    EmbeddingFields,
+    GenerateParameters,
+    convert_fields,
+    decode_openai_request,
+)
 from tests.conformance.vectors import SCHEMA
 from tests.fuzz.parsers import FuzzedParser
 from tests.protobuf_fields import message, message_fields

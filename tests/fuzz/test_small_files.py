@@ -14,7 +14,7 @@ from stagepack.partition.cut_options import read_plan
 from stagepack.partition.profile import read_profile
 from stagepack_loaders.generation.settings import read_settings
 from stagepack_loaders.run_trace import read_trace
-from stagepack_serving.server.generation.text_stream import read_text_format
+from stagepack_text.server.text_stream import read_text_format
 from tests.bundle_editor import BundleEditor
 from tests.conformance.vectors import TINY
 

@@ -10,13 +10,22 @@ import pytest
 
 import stagepack
 from stagepack.errors import InputError
-from stagepack_serving.server.generation.chat_template import ChatTemplate
 from stagepack_serving.triton.model_configs import RepositoryOptions
 from stagepack_serving.triton.repository import write_repository
+from stagepack_text.server.chat_template import ChatTemplate
 from tests.bundle_editor import BundleEditor
 
 STAGEPACK = Path(sys.executable).with_name("stagepack")
-MODULE_NAMES = ("torch", "msgspec", "jinja2", "stagepack", "stagepack_loaders", "stagepack_serving", "stagepack_train")
+MODULE_NAMES = (
+    "torch",
+    "msgspec",
+    "jinja2",
+    "stagepack",
+    "stagepack_loaders",
+    "stagepack_serving",
+    "stagepack_text",
+    "stagepack_train",
+)
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ import stagepack
 from stagepack_loaders.decoders import DecoderFacts
 from stagepack_loaders.generation.settings import GenerationSettings
 from stagepack_loaders.generation.token_loop import TokenLoop
-from stagepack_serving.server.generation.served_text import GeneratedPart, GenerationRequest, ServedText
-from stagepack_serving.server.generation.text_stream import TextFormat
+from stagepack_text.server.served_text import GeneratedPart, GenerationRequest, ServedText
+from stagepack_text.server.text_stream import TextFormat
 
 POSITIONS = 96
 VOCABULARY = 260

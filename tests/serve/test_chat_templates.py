@@ -12,9 +12,9 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from stagepack_serving.server.errors import BadRequestError
-from stagepack_serving.server.generation import template_process
-from stagepack_serving.server.generation.chat_template import ChatTemplate
-from stagepack_serving.server.generation.openai_requests import ChatFields, decode_openai_request
+from stagepack_text.openai.requests import ChatFields, decode_openai_request
+from stagepack_text.server import template_process
+from stagepack_text.server.chat_template import ChatTemplate
 
 SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 # In the manner of those that models have, written anew and shortened: each kind of construct that they use is in one.

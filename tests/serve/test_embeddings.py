@@ -11,7 +11,7 @@ import openai
 import pytest
 
 import stagepack
-from stagepack_serving.server.generation.openai_requests import (
+from stagepack_text.openai.requests import (
     ChatFields,
     CompletionFields,
     EmbeddingFields,

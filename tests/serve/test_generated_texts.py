@@ -12,8 +12,8 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from stagepack_serving.server.errors import RequestError
-from stagepack_serving.server.generation.chat_template import ChatTemplate
-from stagepack_serving.server.generation.text_stream import StopStrings, TextFormat
+from stagepack_text.server.chat_template import ChatTemplate
+from stagepack_text.server.text_stream import StopStrings, TextFormat
 from tests.serve.generating_model import tokenizer
 
 TEXT = "Hällo, 你好 😀!"

@@ -18,13 +18,13 @@ from openai.types import completion_create_params, embedding_create_params
 from openai.types.chat import completion_create_params as chat_params
 
 import stagepack
-from stagepack_serving.server.generation.openai_requests import (
+from stagepack_text.openai.requests import (
     ChatFields,
     CompletionFields,
     EmbeddingFields,
     use_of_field,
 )
-from stagepack_serving.server.generation.text_stream import TextFormat
+from stagepack_text.server.text_stream import TextFormat
 from tests.serve.generating_model import POSITIONS, VOCABULARY, Decoder, tokenizer
 from tests.serve.local_server import LocalServer, local_server
 from tests.serve.servers import begin_stream, openai_client, post

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from stagepack_loaders.generation.sampling import TokenLogprobs
-from stagepack_serving.server.generation.openai_answers import ScoredToken, TextAnswer, TextChoice
-from stagepack_serving.server.generation.openai_requests import ChatFields, CompletionFields, decode_openai_request
-from stagepack_serving.server.generation.text_route import AnswerChannel
-from stagepack_serving.server.generation.text_stream import TextFormat
+from stagepack_text.openai.answers import ScoredToken, TextAnswer, TextChoice
+from stagepack_text.openai.requests import ChatFields, CompletionFields, decode_openai_request
+from stagepack_text.server.text_route import AnswerChannel
+from stagepack_text.server.text_stream import TextFormat
 from tests.serve.generating_model import decoded_parts, tokenizer
 from tests.serve.test_generated_texts import TEXT, llama_tokenizer, t5_tokenizer
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import stagepack
-from stagepack_serving.server.generation.openai_requests import ChatFields, CompletionFields, EmbeddingFields
+from stagepack_text.openai.requests import ChatFields, CompletionFields, EmbeddingFields
 from tests.sentence_models import HIDDEN, sentence_model, sentence_transformers
 from tests.serve.generating_model import POSITIONS
 from tests.serve.local_server import LocalServer, local_server

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from stagepack_serving.server.errors import RequestError
-from stagepack_serving.server.generation.openai_requests import ChatFields, decode_openai_request
-from stagepack_serving.server.generation.openai_responses import ResponseFields, errors_of_response
+from stagepack_text.openai.requests import ChatFields, decode_openai_request
+from stagepack_text.openai.responses import ResponseFields, errors_of_response
 
 TOOL = {"name": "f", "description": "a", "parameters": {"type": "object"}, "strict": True}
 SCHEMA = {"name": "a", "description": "b", "schema": {"type": "object"}, "strict": True}

@@ -17,10 +17,10 @@ from openai.types.responses import (
 from pydantic import BaseModel, Field
 
 from stagepack_serving.server.errors import FieldError
-from stagepack_serving.server.generation.openai_requests import decode_openai_request, use_of_field
-from stagepack_serving.server.generation.openai_responses import ResponseAnswer, ResponseEvents, ResponseFields
-from stagepack_serving.server.generation.openai_routes import ResponsesRoute
 from stagepack_serving.server.model_registry import ModelRegistry
+from stagepack_text.openai.requests import decode_openai_request, use_of_field
+from stagepack_text.openai.responses import ResponseAnswer, ResponseEvents, ResponseFields
+from stagepack_text.openai.routes import ResponsesRoute
 from tests.serve.generating_model import export_decoder
 from tests.serve.local_server import LocalServer
 from tests.serve.servers import openai_client

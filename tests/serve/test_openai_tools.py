@@ -16,8 +16,8 @@ from pydantic import BaseModel, Field
 from tokenizers import Tokenizer
 
 import stagepack
-from stagepack_serving.server.generation.text_stream import TextFormat
-from stagepack_serving.server.generation.tool_calls import CallForm, CallReader, ToolCall, form_of_template
+from stagepack_text.server.text_stream import TextFormat
+from stagepack_text.server.tool_calls import CallForm, CallReader, ToolCall, form_of_template
 from tests.serve.generating_model import decoded_parts, tokenizer
 from tests.serve.local_server import LocalServer, local_server
 from tests.serve.servers import openai_client, post

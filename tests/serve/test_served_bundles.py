@@ -16,11 +16,11 @@ from torch.export import Dim
 
 import stagepack
 from stagepack_serving.server.errors import BadRequestError
-from stagepack_serving.server.generation.generator import Generator, generator_of
 from stagepack_serving.server.limits import ServerLimits
 from stagepack_serving.server.metrics import Metrics
 from stagepack_serving.server.model_loading import PipelineLoading
 from stagepack_serving.server.model_registry import ModelRegistry
+from stagepack_text.server.generator import Generator, generator_of
 from tests.cli.entry_point_model import translator
 from tests.modules import module_of
 from tests.serve.generating_families import family_bundle

@@ -16,11 +16,11 @@ from stagepack_loaders.generation.settings import GenerationSettings
 from stagepack_serving.server.access_log import begin_record
 from stagepack_serving.server.admission import Admission
 from stagepack_serving.server.errors import RequestError, RequestStatus
-from stagepack_serving.server.generation.served_text import ServedText
-from stagepack_serving.server.generation.text_admission import TextAdmission
-from stagepack_serving.server.generation.text_loop import TextLoop
 from stagepack_serving.server.limits import ServerLimits
 from stagepack_serving.server.metrics import Metrics
+from stagepack_text.server.served_text import ServedText
+from stagepack_text.server.text_admission import TextAdmission
+from stagepack_text.server.text_loop import TextLoop
 from tests.serve.generating_model import served_text
 
 ROWS, TOKENS, STEP_SECONDS = 6, 24, 0.05

@@ -4,6 +4,7 @@ Boxes bring their own fill; lines and words outside of boxes are of a grey that 
 """
 
 import argparse
+import re
 import sys
 from dataclasses import dataclass, field
 from html import escape
@@ -168,7 +169,7 @@ def package_drawing() -> Drawing:
     contracts = import_contracts()
     (bands,) = (contract["layers"] for contract in contracts if contract["name"].startswith("one arrow"))
     torch_free = {*contracts[1]["source_modules"], "stagepack_serving"}
-    rows_of_band = [_rows(band.split(" : ")) for band in bands]
+    rows_of_band = [_rows(re.split(" [:|] ", band)) for band in bands]
     drawing = Drawing(860, 60 + sum(54 + 46 * len(rows) for rows in rows_of_band), "The packages in five bands")
     top = 8
     for title, rows in zip(BAND_TITLES, rows_of_band, strict=True):

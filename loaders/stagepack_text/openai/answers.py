@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from stagepack_loaders.generation.sampling import TokenLogprobs
-from stagepack_serving.server.generation.openai_requests import ChatFields, OpenAIFields
-from stagepack_serving.server.generation.served_text import GeneratedPart
-from stagepack_serving.server.generation.text_stream import TextFormat
-from stagepack_serving.server.generation.token_starts import TokenStarts
-from stagepack_serving.server.generation.tool_calls import CallReader, ToolCall
+from stagepack_text.openai.requests import ChatFields, OpenAIFields
+from stagepack_text.openai.token_starts import TokenStarts
+from stagepack_text.server.served_text import GeneratedPart
+from stagepack_text.server.text_stream import TextFormat
+from stagepack_text.server.tool_calls import CallReader, ToolCall
 
 _LEAST_LOGPROB: Final = -9999.0
 

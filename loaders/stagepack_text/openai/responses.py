@@ -13,8 +13,9 @@ import msgspec
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from stagepack_serving.server.errors import FieldError, RequestError
-from stagepack_serving.server.generation.openai_messages import Name, check_answered_call
-from stagepack_serving.server.generation.openai_requests import (
+from stagepack_serving.server.rest_large_request import decode_field
+from stagepack_text.openai.messages import Name, check_answered_call
+from stagepack_text.openai.requests import (
     IGNORED_FIELDS,
     ChatFields,
     JsonSchema,
@@ -23,9 +24,8 @@ from stagepack_serving.server.generation.openai_requests import (
     StreamOptions,
     TokenCount,
 )
-from stagepack_serving.server.generation.text_route import EventChannel
-from stagepack_serving.server.generation.tool_calls import ChosenTool, FunctionName
-from stagepack_serving.server.rest_large_request import decode_field
+from stagepack_text.server.text_route import EventChannel
+from stagepack_text.server.tool_calls import ChosenTool, FunctionName
 
 # Fields of chats that errors name, and the fields of this API that they come from.
 _FIELD_NAMES: Final = {

@@ -13,15 +13,15 @@ from msgspec import Raw
 from starlette.requests import Request
 
 from stagepack_serving.server.errors import BadRequestError
-from stagepack_serving.server.generation.generator import Generator, generator_of, read_request
-from stagepack_serving.server.generation.openai_requests import TEXT_INPUT
-from stagepack_serving.server.generation.text_route import AnswerChannel, TextRoute
 from stagepack_serving.server.model_registry import ModelRegistry, RequestScope
 from stagepack_serving.server.openapi import INFERENCE_REFUSALS, MODEL_PATHS, Endpoint
 from stagepack_serving.server.parameters import check_request_id, shorten_deadline, timeout_parameter
 from stagepack_serving.server.rest_large_request import decode_field, decode_fields, split_fields
 from stagepack_serving.server.rest_request import decode_text_request, requested_model
 from stagepack_serving.server.served_model import ServedModel
+from stagepack_text.openai.requests import TEXT_INPUT
+from stagepack_text.server.generator import Generator, generator_of, read_request
+from stagepack_text.server.text_route import AnswerChannel, TextRoute
 
 # The inputs of models that hold prompts.
 _PROMPT_PREFIX: Final = "input_"

@@ -13,9 +13,9 @@ from stagepack_loaders.elements import Array
 from stagepack_loaders.generation.text_batch import BatchCall, TextBatch, TextSequence
 from stagepack_serving.server.access_log import current_sender
 from stagepack_serving.server.errors import BadRequestError, RequestError, RequestStatus
-from stagepack_serving.server.generation.served_text import GeneratedPart, ServedText
-from stagepack_serving.server.generation.text_admission import TextAdmission
 from stagepack_serving.server.served_model import ServedModel
+from stagepack_text.server.served_text import GeneratedPart, ServedText
+from stagepack_text.server.text_admission import TextAdmission
 
 # The calls of some texts, one after the other.
 _Lane = TextBatch[ServedText] | TextSequence[ServedText]

@@ -12,7 +12,7 @@ from stagepack.format.rules import JSON_ERRORS
 from stagepack_loaders.generation.prompts import read_tokenizer
 from stagepack_loaders.generation.token_texts import BYTE_OF_CHARACTER, BYTE_TOKEN, tokenizer_errors
 from stagepack_serving.server.errors import AssetError, BadRequestError
-from stagepack_serving.server.generation.chat_template import ChatTemplate
+from stagepack_text.server.chat_template import ChatTemplate
 
 # What other tokenizers write for the space before a word.
 _WORD_START: Final = "\u2581"

@@ -16,9 +16,9 @@ from msgspec import Meta, Raw, Struct
 from stagepack.format.limits import Int64
 from stagepack.format.rules import JSON_ERRORS
 from stagepack_serving.server.errors import BadRequestError, FieldError
-from stagepack_serving.server.generation.openai_messages import read_messages
-from stagepack_serving.server.generation.tool_calls import ChosenTool, Tool
 from stagepack_serving.server.rest_large_request import decode_field, decode_fields, split_fields
+from stagepack_text.openai.messages import read_messages
+from stagepack_text.server.tool_calls import ChosenTool, Tool
 
 _StopString = Annotated[str, Meta(min_length=1, max_length=1000)]
 _StopStrings = Annotated[list[_StopString], Meta(max_length=16)]

@@ -12,12 +12,12 @@ from typing import Any, Final
 from tritonclient.grpc import service_pb2 as pb
 
 from stagepack_serving.server.errors import BadRequestError
-from stagepack_serving.server.generation.generator import Generator, generator_of, read_request
-from stagepack_serving.server.generation.openai_requests import TEXT_INPUT
 from stagepack_serving.server.grpc_messages import ParsedInference, decode_input, decode_parameters, typed_bytes
 from stagepack_serving.server.parameters import InferenceTensor, shorten_deadline, timeout_parameter
 from stagepack_serving.server.rest_large_request import beside_loop
 from stagepack_serving.server.served_model import ServedModel
+from stagepack_text.openai.requests import TEXT_INPUT
+from stagepack_text.server.generator import Generator, generator_of, read_request
 
 # A call of the decoder has this input; a prompt has not.
 _CALL_INPUT: Final = "cache_position"

@@ -9,5 +9,5 @@ EXTENSION: Final = Extension(
         "encode": ("stagepack_loaders.embeddings", "encode"),
         "generate": ("stagepack_loaders.generation.generate", "generate"),
     },
-    server=("stagepack_serving.server.generation.text_extension", "SERVER"),
+    server=("stagepack_text.server_extension", "SERVER"),
 )

@@ -11,7 +11,7 @@ from stagepack_loaders.generation.sampling import TokenLogprobs, token_logprobs
 from stagepack_loaders.generation.text_batch import BatchedText
 from stagepack_loaders.generation.token_loop import FinishReason, TokenLoop
 from stagepack_serving.server.admission import Place
-from stagepack_serving.server.generation.text_stream import StopStrings, TextFormat
+from stagepack_text.server.text_stream import StopStrings, TextFormat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

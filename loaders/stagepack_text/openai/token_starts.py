@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from stagepack_loaders.generation.token_texts import BYTE_TOKEN
-from stagepack_serving.server.generation.text_stream import TextFormat
+from stagepack_text.server.text_stream import TextFormat
 
 
 class TokenStarts:

@@ -6,16 +6,16 @@ from typing import Any, Final
 
 from stagepack_serving.server.errors import RequestError, RequestStatus
 from stagepack_serving.server.extensions import GrpcAnswer
-from stagepack_serving.server.generation.embedder import add_embedders
-from stagepack_serving.server.generation.generate_route import generate_endpoints
-from stagepack_serving.server.generation.generator import add_generators
-from stagepack_serving.server.generation.grpc_generation import asks_for_generation, generate_responses
-from stagepack_serving.server.generation.openai_routes import openai_endpoints
 from stagepack_serving.server.grpc_messages import ParsedInference
 from stagepack_serving.server.limits import MAX_TEXT_BYTES
 from stagepack_serving.server.model_registry import ModelRegistry
 from stagepack_serving.server.openapi import Endpoint
 from stagepack_serving.server.served_model import ServedModel
+from stagepack_text.openai.embedder import add_embedders
+from stagepack_text.openai.routes import openai_endpoints
+from stagepack_text.server.generate_route import generate_endpoints
+from stagepack_text.server.generator import add_generators
+from stagepack_text.server.grpc_generation import asks_for_generation, generate_responses
 
 
 class TextExtension:

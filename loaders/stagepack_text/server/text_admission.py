@@ -8,8 +8,8 @@ from typing import Final
 
 from stagepack_serving.server.admission import DEADLINE_SHARE, PATIENCE_SHARE, Place
 from stagepack_serving.server.errors import RequestError, RequestStatus
-from stagepack_serving.server.generation.served_text import ServedText
 from stagepack_serving.server.served_model import ServedModel
+from stagepack_text.server.served_text import ServedText
 
 # Calls that the rate of tokens is measured with; fewer than the least number say nothing.
 _CALL_COUNT: Final = 256

@@ -16,11 +16,15 @@ from starlette.responses import JSONResponse, Response
 
 from stagepack_loaders.elements import Array
 from stagepack_serving.server.errors import BadRequestError, FieldError, RequestError, RequestStatus, errors_of_field
-from stagepack_serving.server.generation.embedder import Embedder, embedder_of, embedding_answer
-from stagepack_serving.server.generation.generator import IDS_INPUT, Generator, generator_of
-from stagepack_serving.server.generation.json_grammar import JsonGrammar
-from stagepack_serving.server.generation.openai_answers import ScoredToken, TextAnswer, TextChoice
-from stagepack_serving.server.generation.openai_requests import (
+from stagepack_serving.server.model_registry import ModelRegistry, RequestScope
+from stagepack_serving.server.openapi import Endpoint
+from stagepack_serving.server.parameters import shorten_deadline
+from stagepack_serving.server.rest_large_request import beside_loop
+from stagepack_serving.server.rest_request import decode_text_request
+from stagepack_serving.server.served_model import ServedModel
+from stagepack_text.openai.answers import ScoredToken, TextAnswer, TextChoice
+from stagepack_text.openai.embedder import Embedder, embedder_of, embedding_answer
+from stagepack_text.openai.requests import (
     ChatFields,
     CompletionFields,
     EmbeddingFields,
@@ -28,21 +32,17 @@ from stagepack_serving.server.generation.openai_requests import (
     RequestFields,
     decode_openai_request,
 )
-from stagepack_serving.server.generation.openai_responses import (
+from stagepack_text.openai.responses import (
     ResponseAnswer,
     ResponseEvents,
     ResponseFields,
     errors_of_response,
 )
-from stagepack_serving.server.generation.served_text import GenerationRequest
-from stagepack_serving.server.generation.text_route import AnswerChannel, EventChannel, TextRoute
-from stagepack_serving.server.generation.tool_calls import CallReader
-from stagepack_serving.server.model_registry import ModelRegistry, RequestScope
-from stagepack_serving.server.openapi import Endpoint
-from stagepack_serving.server.parameters import shorten_deadline
-from stagepack_serving.server.rest_large_request import beside_loop
-from stagepack_serving.server.rest_request import decode_text_request
-from stagepack_serving.server.served_model import ServedModel
+from stagepack_text.server.generator import IDS_INPUT, Generator, generator_of
+from stagepack_text.server.json_grammar import JsonGrammar
+from stagepack_text.server.served_text import GenerationRequest
+from stagepack_text.server.text_route import AnswerChannel, EventChannel, TextRoute
+from stagepack_text.server.tool_calls import CallReader
 
 # The last event of a stream.
 _DONE = "[DONE]"

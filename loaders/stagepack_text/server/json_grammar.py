@@ -14,7 +14,7 @@ from stagepack.errors import MissingPackageError, StageFailedError
 from stagepack.extras import explain_missing_packages
 from stagepack_loaders.elements import Array
 from stagepack_serving.server.errors import BadRequestError, RequestError
-from stagepack_serving.server.generation.text_stream import TextFormat
+from stagepack_text.server.text_stream import TextFormat
 
 # Between the parts of the JSON. Without a bound, a model may write whitespace until its text is full.
 _WHITESPACE: Final = r"[ \n\t]{0,32}"

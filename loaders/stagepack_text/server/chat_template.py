@@ -12,9 +12,9 @@ import msgspec
 
 from stagepack_loaders.python_process import module_command, module_environment
 from stagepack_serving.server.errors import BadRequestError
-from stagepack_serving.server.generation.tool_calls import form_of_template
+from stagepack_text.server.tool_calls import form_of_template
 
-_PROCESS_MODULE: Final = "stagepack_serving.server.generation.template_process"
+_PROCESS_MODULE: Final = "stagepack_text.server.template_process"
 _MAX_SECONDS: Final = 10.0
 
 
