@@ -26,10 +26,10 @@ from stagepack_text.openai.requests import (
     ChatFields,
     CompletionFields,
     EmbeddingFields,
-    GenerateParameters,
-    convert_fields,
     decode_openai_request,
 )
+from stagepack_text.server.generate_request import GenerateParameters
+from stagepack_text.server.sampling_fields import convert_fields
 from tests.conformance.vectors import SCHEMA
 from tests.fuzz.parsers import FuzzedParser
 from tests.protobuf_fields import message, message_fields

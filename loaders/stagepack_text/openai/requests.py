@@ -1,4 +1,4 @@
-"""The fields of requests for texts: of OpenAI's API, and of Triton's generate extension over HTTP and gRPC.
+"""The fields of requests for texts over OpenAI's API.
 
 Source: https://platform.openai.com/docs/api-reference. Fields that change nothing of the answer are ignored, which the log says; fields
 that would, and that this server does not support, are refused.
@@ -15,19 +15,15 @@ from msgspec import Meta, Raw, Struct
 
 from stagepack.format.limits import Int64
 from stagepack.format.rules import JSON_ERRORS
-from stagepack_serving.server.errors import BadRequestError, FieldError
+from stagepack_serving.server.errors import FieldError
 from stagepack_serving.server.rest_large_request import decode_field, decode_fields, split_fields
 from stagepack_text.openai.messages import read_messages
+from stagepack_text.server.sampling_fields import SamplingFields, TokenCount, convert_fields
 from stagepack_text.server.tool_calls import ChosenTool, Tool
 
-_StopString = Annotated[str, Meta(min_length=1, max_length=1000)]
-_StopStrings = Annotated[list[_StopString], Meta(max_length=16)]
-_Penalty = Annotated[float, Meta(ge=-2, le=2)]
 _Bias = Annotated[float, Meta(ge=-100, le=100)]
 _OpenStopStrings = Annotated[list[Annotated[str, Meta(max_length=1000)]], Meta(max_length=16)]
 _LogprobCount = Annotated[int, Meta(ge=0, le=20)]
-Probability = Annotated[float, Meta(ge=0, le=1)]
-TokenCount = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 # Fields that say nothing of the answer.
 IGNORED_FIELDS: Final = frozenset(
     {
@@ -59,69 +55,7 @@ _PROMPT_FIELDS: Final = frozenset({"input", "messages", "prompt"})
 # Texts of one request: the limit of OpenAI for embeddings.
 _MOST_TEXTS: Final = 2048
 _NESTED_LIST: Final = re.compile(rb"\s*\[\s*\[")
-# In messages of msgspec, and of `SamplingFields`.
-_FIELD_OF_ERROR: Final = re.compile(r".*`\$\.(\w+)|.*field `(\w+)`|(\w+): ")
 _LOG: Final = logging.getLogger("stagepack.serve")
-# The name of a prompt that is a text; others are named as the input of the model that they are.
-TEXT_INPUT: Final = "text_input"
-
-
-class SamplingFields(Struct, kw_only=True, forbid_unknown_fields=True):
-    """The fields that say how tokens are chosen. Those that are absent are as the bundle has them.
-
-    A temperature of 0 takes the likeliest token, and is refused beside `do_sample`. Without `do_sample`, tokens are drawn if a temperature,
-    `top_p`, `top_k` or `min_p` says so. Strings that end the text are not part of it.
-    """
-
-    max_tokens: TokenCount | None = None
-    temperature: Annotated[float, Meta(ge=0, le=1000)] | None = None
-    top_p: Probability | None = None
-    top_k: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
-    min_p: Probability | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=1000)] | None = None
-    presence_penalty: _Penalty | None = None
-    frequency_penalty: _Penalty | None = None
-    do_sample: bool | None = None
-    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
-    stop: _StopString | _StopStrings | None = None
-
-    def __post_init__(self) -> None:
-        if self.temperature == 0 and self.do_sample:
-            raise ValueError("temperature: expected more than 0 beside `do_sample`, found 0")
-
-    def settings(self) -> dict[str, Any]:
-        """Return the settings of a generation."""
-        own_names = [name for name in SamplingFields.__struct_fields__ if name not in ("max_tokens", "stop")]
-        settings = {name: getattr(self, name) for name in own_names} | {
-            "max_new_tokens": self.max_tokens,
-            "do_sample": self._draws(),
-            "temperature": self.temperature or None,
-            "num_beams": 1,  # whatever the bundle says
-        }
-        return {setting: value for setting, value in settings.items() if value is not None}
-
-    def stop_strings(self) -> list[str]:
-        """Return the strings that end the text."""
-        return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
-
-    def _draws(self) -> bool | None:
-        """Whether tokens are drawn; None if the request does not say it."""
-        if self.do_sample is not None:
-            return self.do_sample
-        if self.temperature is not None:
-            return self.temperature > 0
-        return None if (self.top_p, self.top_k, self.min_p) == (None, None, None) else True
-
-
-def convert_fields(fields: Any, fields_type: type[Any]) -> Any:
-    """Check the fields of a request."""
-    try:
-        return msgspec.convert(fields, fields_type, str_keys=True)
-    except msgspec.ValidationError as error:
-        refusal = BadRequestError(f"the request: {error}")
-        found_names = _FIELD_OF_ERROR.match(str(error))
-        refusal.field_name = found_names and found_names[found_names.lastindex or 0]
-        raise refusal from None
 
 
 class StreamOptions(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -141,7 +75,7 @@ class OpenAIFields(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     model: str
     stream: bool = False
     stream_options: StreamOptions | None = None
-    logit_bias: dict[int, _Bias] = {}
+    logit_bias: dict[int, _Bias] = {}  # noqa: RUF012 - msgspec copies it
     n: Annotated[int, Meta(ge=1, le=128)] = 1
     stop: str | _OpenStopStrings | None = None
 
@@ -244,7 +178,7 @@ class ChatFields(OpenAIFields, kw_only=True, forbid_unknown_fields=True):
     logprobs: bool = False
     top_logprobs: _LogprobCount = 0
     response_format: ResponseFormat | None = None
-    tools: list[dict[str, Any]] = []
+    tools: list[dict[str, Any]] = []  # noqa: RUF012 - msgspec copies it
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
     parallel_tool_calls: bool = True
 
@@ -364,21 +298,3 @@ def use_of_field(fields_type: type[RequestFields], field_name: str) -> str:
     if field_name in fields_type.__struct_fields__:
         return "served"
     return "ignored" if field_name in fields_type.ignored_fields else "refused"
-
-
-class GenerateParameters(SamplingFields, kw_only=True, forbid_unknown_fields=True):
-    """The parameters of a request of the generate extension.
-
-    Clients of Triton send `stream`, which is ignored, since the path and the protocol say whether the answer is a stream; and over gRPC
-    `triton_enable_empty_final_response`, to be told of the end by a response of its own.
-    """
-
-    max_new_tokens: TokenCount | None = None  # another name for `max_tokens`
-    stream: bool = False
-    timeout: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0  # in microseconds
-    triton_enable_empty_final_response: bool = False
-
-    def settings(self) -> dict[str, Any]:
-        """Return the settings of a generation."""
-        renamed = {} if self.max_new_tokens is None else {"max_new_tokens": self.max_new_tokens}
-        return super().settings() | renamed

@@ -15,15 +15,8 @@ from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 from stagepack_serving.server.errors import FieldError, RequestError
 from stagepack_serving.server.rest_large_request import decode_field
 from stagepack_text.openai.messages import Name, check_answered_call
-from stagepack_text.openai.requests import (
-    IGNORED_FIELDS,
-    ChatFields,
-    JsonSchema,
-    Probability,
-    ResponseFormat,
-    StreamOptions,
-    TokenCount,
-)
+from stagepack_text.openai.requests import IGNORED_FIELDS, ChatFields, JsonSchema, ResponseFormat, StreamOptions
+from stagepack_text.server.sampling_fields import Probability, TokenCount
 from stagepack_text.server.text_route import EventChannel
 from stagepack_text.server.tool_calls import ChosenTool, FunctionName
 

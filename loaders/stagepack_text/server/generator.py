@@ -26,7 +26,6 @@ from stagepack_serving.server.parameters import InferenceTensor
 from stagepack_serving.server.rest_large_request import beside_loop
 from stagepack_serving.server.served_model import ModelPart, ServedModel
 from stagepack_serving.server.tensor_decoding import array_from_json, nested_sizes, tensor_from_numbers
-from stagepack_text.openai.requests import TEXT_INPUT, GenerateParameters, convert_fields
 from stagepack_text.server.json_grammar import GrammarTokens, JsonGrammar, read_grammar_tokens
 from stagepack_text.server.served_text import GeneratedPart, GenerationRequest, ServedText
 from stagepack_text.server.text_loop import TextLoop
@@ -300,18 +299,3 @@ def add_generators(models: Sequence[ServedModel]) -> None:
         encoder = by_entry_point.get(ENCODER_NAME)
         if facts is not None and (encoder is not None or not facts.takes_encoder):
             model.parts[Generator] = Generator(facts, model, encoder if facts.takes_encoder else None)
-
-
-async def read_request(
-    generator: Generator, prompts: Mapping[str, str | Raw | InferenceTensor], parameters: Mapping[str, Any]
-) -> tuple[GenerationRequest, GenerateParameters]:
-    """Read a request of the generate extension, whose one prompt is a text or an input of the model."""
-    fields: GenerateParameters = convert_fields(parameters, GenerateParameters)
-    expected_names = [*([TEXT_INPUT] if generator.reads_text else ()), generator.prompt_name]
-    if len(prompts) != 1 or not prompts.keys() <= set(expected_names):
-        message = f"expected one prompt, {' or '.join(expected_names)}, found {', '.join(prompts) or 'none'}"
-        raise BadRequestError(message)
-    [prompt] = prompts.values()
-    array = await generator.read_prompt(prompt)
-    request = GenerationRequest(prompt=array, settings=fields.settings(), stop_strings=fields.stop_strings())
-    return request, fields

@@ -16,8 +16,8 @@ from stagepack_serving.server.grpc_messages import ParsedInference, decode_input
 from stagepack_serving.server.parameters import InferenceTensor, shorten_deadline, timeout_parameter
 from stagepack_serving.server.rest_large_request import beside_loop
 from stagepack_serving.server.served_model import ServedModel
-from stagepack_text.openai.requests import TEXT_INPUT
-from stagepack_text.server.generator import Generator, generator_of, read_request
+from stagepack_text.server.generate_request import TEXT_INPUT, read_request
+from stagepack_text.server.generator import Generator, generator_of
 
 # A call of the decoder has this input; a prompt has not.
 _CALL_INPUT: Final = "cache_position"
