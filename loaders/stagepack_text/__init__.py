@@ -6,7 +6,7 @@ from stagepack.extensions import Extension
 
 EXTENSION: Final = Extension(
     pipeline_methods={
-        "encode": ("stagepack_loaders.embeddings", "encode"),
+        "encode": ("stagepack_text.embeddings", "encode"),
         "generate": ("stagepack_loaders.generation.generate", "generate"),
     },
     server=("stagepack_text.server_extension", "SERVER"),

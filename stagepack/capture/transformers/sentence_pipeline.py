@@ -24,7 +24,7 @@ from stagepack.torch_internals import pooled_without_prompts
 
 SETTINGS_FILE: Final = "config_sentence_transformers.json"
 _KIND: Final = "SentenceTransformer"
-# The name of the result in sentence-transformers; `stagepack_loaders.embeddings` finds bundles by it.
+# The name of the result in sentence-transformers; `stagepack_text.embeddings` finds bundles by it.
 _RESULT: Final = "sentence_embedding"
 _PROMPT_LENGTHS: Final = "prompt_length"
 _LARGEST_BATCH: Final = 1024
