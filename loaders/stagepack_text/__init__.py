@@ -7,7 +7,7 @@ from stagepack.extensions import Extension
 EXTENSION: Final = Extension(
     pipeline_methods={
         "encode": ("stagepack_text.embeddings", "encode"),
-        "generate": ("stagepack_loaders.generation.generate", "generate"),
+        "generate": ("stagepack_text.generate", "generate"),
     },
     server=("stagepack_text.server_extension", "SERVER"),
 )

@@ -23,13 +23,13 @@ from stagepack.format.tree import DictTree, ValueLeaf
 from stagepack_loaders.base import ArrayOps
 from stagepack_loaders.decoders import largest_size
 from stagepack_loaders.elements import ELEMENT_DTYPES, Array
-from stagepack_loaders.generation.prompts import TOKENIZER_FILE, read_tokenizer
-from stagepack_loaders.generation.token_texts import tokenizer_errors
+from stagepack_text.prompts import TOKENIZER_FILE, read_tokenizer
+from stagepack_text.token_texts import tokenizer_errors
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-    from stagepack_loaders.generation.generate import TextPipeline
+    from stagepack_text.generate import TextPipeline
 
 _RESULT: Final = "sentence_embedding"
 IDS_INPUT: Final = "input_ids"

@@ -13,8 +13,8 @@ import stagepack
 from stagepack.capture.transformers.generation import generating_model
 from stagepack.errors import ExportWarning, InputError, OptionError
 from stagepack.roads.assets import exported_assets
-from stagepack_loaders.generation.prompts import Prompts, check_tokens, read_prompts, read_tokenizer
-from stagepack_loaders.generation.settings import GenerationSettings
+from stagepack_text.prompts import Prompts, check_tokens, read_prompts, read_tokenizer
+from stagepack_text.settings import GenerationSettings
 from tests.bundle_editor import BundleEditor
 from tests.serve.generating_families import POSITIONS, family_bundle, make_model
 from tests.serve.generating_model import tokenizer

@@ -12,9 +12,9 @@ from stagepack.capture.checkpoint import checkpoint_file_tensors
 from stagepack.errors import CaptureError, StagepackError
 from stagepack.partition.cut_options import read_plan
 from stagepack.partition.profile import read_profile
-from stagepack_loaders.generation.settings import read_settings
 from stagepack_loaders.run_trace import read_trace
 from stagepack_text.server.text_stream import read_text_format
+from stagepack_text.settings import read_settings
 from tests.bundle_editor import BundleEditor
 from tests.conformance.vectors import TINY
 

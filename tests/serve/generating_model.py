@@ -11,10 +11,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import stagepack
 from stagepack_loaders.decoders import DecoderFacts
-from stagepack_loaders.generation.settings import GenerationSettings
-from stagepack_loaders.generation.token_loop import TokenLoop
+from stagepack_text.loop.token_loop import TokenLoop
 from stagepack_text.server.served_text import GeneratedPart, GenerationRequest, ServedText
 from stagepack_text.server.text_stream import TextFormat
+from stagepack_text.settings import GenerationSettings
 
 POSITIONS = 96
 VOCABULARY = 260

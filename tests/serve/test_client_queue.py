@@ -15,12 +15,12 @@ import pytest
 import tritonclient.grpc
 
 from stagepack_loaders.decoders import DecoderFacts
-from stagepack_loaders.generation.settings import GenerationSettings
 from stagepack_serving.server.access_log import begin_record
 from stagepack_serving.server.admission import Admission
 from stagepack_serving.server.limits import ServerLimits
 from stagepack_serving.server.metrics import Metrics
 from stagepack_text.server.text_loop import ClientQueue, TextLoop
+from stagepack_text.settings import GenerationSettings
 from tests.serve.certificates import secret_file
 from tests.serve.generating_families import POSITIONS, VOCABULARY
 from tests.serve.generating_model import served_text

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from stagepack_loaders.generation.sampling import TokenLogprobs
 from stagepack_text.openai.answers import ScoredToken, TextAnswer, TextChoice
 from stagepack_text.openai.requests import ChatFields, CompletionFields, decode_openai_request
+from stagepack_text.sampling import TokenLogprobs
 from stagepack_text.server.text_route import AnswerChannel
 from stagepack_text.server.text_stream import TextFormat
 from tests.serve.generating_model import decoded_parts, tokenizer

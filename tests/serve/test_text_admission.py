@@ -12,7 +12,6 @@ import numpy
 import pytest
 
 from stagepack_loaders.decoders import DecoderFacts
-from stagepack_loaders.generation.settings import GenerationSettings
 from stagepack_serving.server.access_log import begin_record
 from stagepack_serving.server.admission import Admission
 from stagepack_serving.server.errors import RequestError, RequestStatus
@@ -21,6 +20,7 @@ from stagepack_serving.server.metrics import Metrics
 from stagepack_text.server.served_text import ServedText
 from stagepack_text.server.text_admission import TextAdmission
 from stagepack_text.server.text_loop import TextLoop
+from stagepack_text.settings import GenerationSettings
 from tests.serve.generating_model import served_text
 
 ROWS, TOKENS, STEP_SECONDS = 6, 24, 0.05

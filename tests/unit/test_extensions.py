@@ -41,7 +41,7 @@ def test_the_distribution_registers_each_extension_of_the_project() -> None:
 def test_a_pipeline_generates_by_the_function_that_an_extension_states(
     distribution: Distribution, tmp_path: Path
 ) -> None:
-    from stagepack_loaders.generation.generate import generate
+    from stagepack_text.generate import generate
 
     assert pipeline_method("generate") is generate
     distribution("stagepack", "")

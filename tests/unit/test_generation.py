@@ -35,9 +35,9 @@ import stagepack
 from stagepack.capture.transformers.generation import generating_model
 from stagepack.errors import InputError, OptionError, UnsupportedError
 from stagepack_loaders.decoders import DecoderFacts, decoder_facts
-from stagepack_loaders.generation.settings import GenerationSettings, read_settings
-from stagepack_loaders.generation.token_loop import TokenLoop, row_inputs
-from stagepack_loaders.generation.token_texts import StopStringMatcher
+from stagepack_text.loop.token_loop import TokenLoop, row_inputs
+from stagepack_text.settings import GenerationSettings, read_settings
+from stagepack_text.token_texts import StopStringMatcher
 from tests.serve.generating_families import make_model
 from tests.serve.generating_model import tokenizer as byte_tokenizer
 from tools import benchmark_models

@@ -15,8 +15,8 @@ from transformers import (
 )
 
 from stagepack.errors import InputError, StageFailedError
-from stagepack_loaders.generation.sampling import TokenSampler
-from stagepack_loaders.generation.settings import GenerationSettings
+from stagepack_text.sampling import TokenSampler
+from stagepack_text.settings import GenerationSettings
 
 LARGE_VOCABULARY = 152_000
 DRAWS = 20

@@ -21,7 +21,7 @@ PUBLIC = {
     "stagepack_loaders.distributed.pipeline.DistributedPipeline",
     "stagepack_loaders.distributed.ray_launcher.launch",
     "stagepack_loaders.entry_points.EntryPointPipelines",
-    "stagepack_loaders.generation.settings.GenerationSettings",
+    "stagepack_text.settings.GenerationSettings",
     "stagepack_loaders.pipeline.Pipeline",
     "stagepack_loaders.pipeline_sequence.PipelineSequence",
     "stagepack_loaders.registry.register_runtime",

@@ -12,10 +12,10 @@ import pytest
 import stagepack
 from stagepack.errors import StageFailedError
 from stagepack_loaders.decoders import DecoderFacts, decoder_facts, logits_as_floats
-from stagepack_loaders.generation import text_batch
-from stagepack_loaders.generation.settings import GenerationSettings
-from stagepack_loaders.generation.text_batch import BatchCall, BatchedText, TextBatch
-from stagepack_loaders.generation.token_loop import TokenLoop
+from stagepack_text.loop import text_batch
+from stagepack_text.loop.text_batch import BatchCall, BatchedText, TextBatch
+from stagepack_text.loop.token_loop import TokenLoop
+from stagepack_text.settings import GenerationSettings
 from tests.serve.generating_families import NOT_FINITE, POSITIONS, VOCABULARY, fragile_bundle, qwen_bundle
 
 ROWS = 4

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from stagepack_loaders.generation.sampling import TokenLogprobs
 from stagepack_text.openai.requests import ChatFields, OpenAIFields
 from stagepack_text.openai.token_starts import TokenStarts
+from stagepack_text.sampling import TokenLogprobs
 from stagepack_text.server.served_text import GeneratedPart
 from stagepack_text.server.text_stream import TextFormat
 from stagepack_text.server.tool_calls import CallReader, ToolCall

@@ -4,8 +4,8 @@ import codecs
 from collections.abc import Sequence
 from itertools import accumulate
 
-from stagepack_loaders.generation.token_texts import BYTE_TOKEN
 from stagepack_text.server.text_stream import TextFormat
+from stagepack_text.token_texts import BYTE_TOKEN
 
 
 class TokenStarts:

@@ -17,19 +17,19 @@ from stagepack_loaders.decoders import (
     largest_size,
 )
 from stagepack_loaders.elements import Array
-from stagepack_loaders.generation.prompts import Prompts, check_tokens
-from stagepack_loaders.generation.settings import GenerationSettings, read_settings
-from stagepack_loaders.generation.token_loop import TokenLoop
 from stagepack_serving.protocol.datatypes import NUMPY_DTYPES
 from stagepack_serving.server.errors import CONTEXT_CODE, BadRequestError, FieldError
 from stagepack_serving.server.parameters import InferenceTensor
 from stagepack_serving.server.rest_large_request import beside_loop
 from stagepack_serving.server.served_model import ModelPart, ServedModel
 from stagepack_serving.server.tensor_decoding import array_from_json, nested_sizes, tensor_from_numbers
+from stagepack_text.loop.token_loop import TokenLoop
+from stagepack_text.prompts import Prompts, check_tokens
 from stagepack_text.server.json_grammar import GrammarTokens, JsonGrammar, read_grammar_tokens
 from stagepack_text.server.served_text import GeneratedPart, GenerationRequest, ServedText
 from stagepack_text.server.text_loop import TextLoop
 from stagepack_text.server.text_stream import TextFormat, read_text_format
+from stagepack_text.settings import GenerationSettings, read_settings
 
 # The input of a model that holds tokens.
 IDS_INPUT: Final = "input_ids"

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from stagepack_loaders.elements import Array
-from stagepack_loaders.generation.sampling import TokenLogprobs, token_logprobs
-from stagepack_loaders.generation.text_batch import BatchedText
-from stagepack_loaders.generation.token_loop import FinishReason, TokenLoop
 from stagepack_serving.server.admission import Place
+from stagepack_text.loop.text_batch import BatchedText
+from stagepack_text.loop.token_loop import FinishReason, TokenLoop
+from stagepack_text.sampling import TokenLogprobs, token_logprobs
 from stagepack_text.server.text_stream import StopStrings, TextFormat
 
 

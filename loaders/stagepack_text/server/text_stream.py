@@ -9,10 +9,10 @@ from tokenizers import Tokenizer
 from stagepack.errors import InputError
 from stagepack.format.reader import Bundle
 from stagepack.format.rules import JSON_ERRORS
-from stagepack_loaders.generation.prompts import read_tokenizer
-from stagepack_loaders.generation.token_texts import BYTE_OF_CHARACTER, BYTE_TOKEN, tokenizer_errors
 from stagepack_serving.server.errors import AssetError, BadRequestError
+from stagepack_text.prompts import read_tokenizer
 from stagepack_text.server.chat_template import ChatTemplate
+from stagepack_text.token_texts import BYTE_OF_CHARACTER, BYTE_TOKEN, tokenizer_errors
 
 # What other tokenizers write for the space before a word.
 _WORD_START: Final = "\u2581"

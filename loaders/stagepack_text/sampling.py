@@ -14,7 +14,7 @@ import numpy
 
 from stagepack.errors import InputError, StageFailedError
 from stagepack_loaders.elements import Array
-from stagepack_loaders.generation.settings import GenerationSettings
+from stagepack_text.settings import GenerationSettings
 
 _LARGEST_FLOAT: Final = float(numpy.finfo(numpy.float32).max)
 _LEAST_FLOAT: Final = float(numpy.finfo(numpy.float32).tiny)

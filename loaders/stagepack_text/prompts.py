@@ -10,8 +10,8 @@ from stagepack.errors import InputError
 from stagepack.extras import explain_missing_packages
 from stagepack.format.reader import Bundle
 from stagepack_loaders.elements import Array
-from stagepack_loaders.generation.settings import GenerationSettings
-from stagepack_loaders.generation.token_texts import tokenizer_errors
+from stagepack_text.settings import GenerationSettings
+from stagepack_text.token_texts import tokenizer_errors
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -15,7 +15,10 @@ from stagepack_loaders.base import ArrayOps
 from stagepack_loaders.decoders import DecoderFacts, decoder_facts, logits_as_floats
 from stagepack_loaders.elements import Array
 from stagepack_loaders.exchange import array_ops_of, array_ops_of_call, to_elements
-from stagepack_loaders.generation.prompts import (
+from stagepack_loaders.pipeline_sequence import PipelineSequence
+from stagepack_text.loop.text_batch import BatchedText, TextSequence
+from stagepack_text.loop.token_loop import TokenLoop
+from stagepack_text.prompts import (
     TOKENIZER_FILE,
     Prompts,
     check_tokens,
@@ -23,12 +26,9 @@ from stagepack_loaders.generation.prompts import (
     read_prompts,
     read_tokenizer,
 )
-from stagepack_loaders.generation.sampling import token_logprobs
-from stagepack_loaders.generation.settings import GenerationSettings, read_settings
-from stagepack_loaders.generation.text_batch import BatchedText, TextSequence
-from stagepack_loaders.generation.token_loop import TokenLoop
-from stagepack_loaders.generation.token_texts import StopStringMatcher
-from stagepack_loaders.pipeline_sequence import PipelineSequence
+from stagepack_text.sampling import token_logprobs
+from stagepack_text.settings import GenerationSettings, read_settings
+from stagepack_text.token_texts import StopStringMatcher
 
 _IDS_INPUT = "input_ids"
 _MASK_INPUT = "attention_mask"

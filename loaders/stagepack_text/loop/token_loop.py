@@ -11,9 +11,9 @@ import numpy
 from stagepack.errors import InputError
 from stagepack_loaders.decoders import DecoderFacts
 from stagepack_loaders.elements import Array
-from stagepack_loaders.generation.sampling import TokenSampler
-from stagepack_loaders.generation.settings import GenerationSettings
-from stagepack_loaders.generation.token_texts import StopStringMatcher
+from stagepack_text.sampling import TokenSampler
+from stagepack_text.settings import GenerationSettings
+from stagepack_text.token_texts import StopStringMatcher
 
 # Why a text ends: a token or a string that ends it, or the largest number of tokens.
 FinishReason = Literal["stop", "length"]

@@ -11,7 +11,7 @@ import numpy
 
 from stagepack_loaders.decoders import DecoderFacts
 from stagepack_loaders.elements import Array
-from stagepack_loaders.generation.token_loop import TokenLoop, row_inputs
+from stagepack_text.loop.token_loop import TokenLoop, row_inputs
 
 # Tokens of prompts that a call reads while other texts wait for their next token, and while none does.
 _CHUNK_TOKENS: Final = 256

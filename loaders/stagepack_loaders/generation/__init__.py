@@ -1,1 +1,0 @@
-"""Generation: the calls of a decoder that continue a text or translate an input, token by token."""

@@ -1,0 +1,1 @@
+"""The calls of a decoder that continue texts, token by token."""
