@@ -115,16 +115,6 @@ def largest_size(dim: Dim, symbols: Iterable[Symbol]) -> int | None:
     return next((symbol.max for symbol in symbols if symbol.name == dim), None)
 
 
-def logits_as_floats(elements: Array, logits: Edge) -> Array:
-    """Return logits as numbers that numpy has.
-
-    elements: the elements of the logits (`stagepack_loaders.elements`), [batch, vocabulary].
-    """
-    if logits.dtype != "bfloat16":
-        return elements
-    return (elements.astype(numpy.uint32) << 16).view(numpy.float32)
-
-
 def _mask_size(mask: Edge) -> int | None:
     """The number of slots that a mask [batch, slots] has; None if it varies."""
     size = mask.shape[1] if len(mask.shape) == 2 else None

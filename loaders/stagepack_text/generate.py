@@ -12,7 +12,7 @@ from stagepack.errors import InputError
 from stagepack.format.manifest import Edge
 from stagepack.format.reader import Bundle
 from stagepack_loaders.base import ArrayOps
-from stagepack_loaders.decoders import DecoderFacts, decoder_facts, logits_as_floats
+from stagepack_loaders.decoders import DecoderFacts, decoder_facts
 from stagepack_loaders.elements import Array
 from stagepack_loaders.exchange import array_ops_of, array_ops_of_call, to_elements
 from stagepack_loaders.pipeline_sequence import PipelineSequence
@@ -26,7 +26,7 @@ from stagepack_text.prompts import (
     read_prompts,
     read_tokenizer,
 )
-from stagepack_text.sampling import token_logprobs
+from stagepack_text.sampling import logits_as_floats, token_logprobs
 from stagepack_text.settings import GenerationSettings, read_settings
 from stagepack_text.token_texts import StopStringMatcher
 

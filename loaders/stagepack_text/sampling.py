@@ -13,6 +13,7 @@ from typing import Any, Final
 import numpy
 
 from stagepack.errors import InputError, StageFailedError
+from stagepack.format.manifest import Edge
 from stagepack_loaders.elements import Array
 from stagepack_text.settings import GenerationSettings
 
@@ -240,3 +241,13 @@ def _softmax(scores: Array) -> Array:
     exponentials: Array = numpy.exp(scores - scores.max(1, keepdims=True))
     exponentials /= exponentials.sum(1, keepdims=True)
     return exponentials
+
+
+def logits_as_floats(elements: Array, logits: Edge) -> Array:
+    """Return logits as numbers that numpy has.
+
+    elements: the elements of the logits (`stagepack_loaders.elements`), [batch, vocabulary].
+    """
+    if logits.dtype != "bfloat16":
+        return elements
+    return (elements.astype(numpy.uint32) << 16).view(numpy.float32)

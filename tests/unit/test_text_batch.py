@@ -11,10 +11,11 @@ import pytest
 
 import stagepack
 from stagepack.errors import StageFailedError
-from stagepack_loaders.decoders import DecoderFacts, decoder_facts, logits_as_floats
+from stagepack_loaders.decoders import DecoderFacts, decoder_facts
 from stagepack_text.loop import text_batch
 from stagepack_text.loop.text_batch import BatchCall, BatchedText, TextBatch
 from stagepack_text.loop.token_loop import TokenLoop
+from stagepack_text.sampling import logits_as_floats
 from stagepack_text.settings import GenerationSettings
 from tests.serve.generating_families import NOT_FINITE, POSITIONS, VOCABULARY, fragile_bundle, qwen_bundle
 

@@ -11,7 +11,6 @@ import msgspec
 import numpy
 
 from stagepack.errors import InputError
-from stagepack_loaders.decoders import logits_as_floats
 from stagepack_loaders.elements import Array
 from stagepack_serving.protocol.datatypes import NUMPY_DTYPES
 from stagepack_serving.server.errors import AssetError, BadRequestError, RequestError, RequestStatus, errors_of_field
@@ -19,6 +18,7 @@ from stagepack_serving.server.parameters import InferenceRequest, InferenceTenso
 from stagepack_serving.server.served_model import ModelPart, ServedModel
 from stagepack_text.embeddings import IDS_INPUT, EmbeddedBatch, TextReader, embedding_facts, vocabulary_size
 from stagepack_text.openai.requests import EmbeddingFields
+from stagepack_text.sampling import logits_as_floats
 
 # Texts of a request that run together, as in `encode` of sentence-transformers.
 _BATCH_SIZE: Final = 32

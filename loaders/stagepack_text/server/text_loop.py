@@ -8,12 +8,13 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 
 from stagepack.errors import InputError, StageFailedError
-from stagepack_loaders.decoders import DecoderFacts, logits_as_floats
+from stagepack_loaders.decoders import DecoderFacts
 from stagepack_loaders.elements import Array
 from stagepack_serving.server.access_log import current_sender
 from stagepack_serving.server.errors import BadRequestError, RequestError, RequestStatus
 from stagepack_serving.server.served_model import ServedModel
 from stagepack_text.loop.text_batch import BatchCall, TextBatch, TextSequence
+from stagepack_text.sampling import logits_as_floats
 from stagepack_text.server.served_text import GeneratedPart, ServedText
 from stagepack_text.server.text_admission import TextAdmission
 
