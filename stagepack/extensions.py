@@ -2,10 +2,10 @@
 
 import functools
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from stagepack.errors import MissingPackageError
 
@@ -21,11 +21,13 @@ class Extension:
             first used, and its name there.
         pipeline_methods: the methods of `CallablePipeline`, such as `generate`, that the package defines as functions, each with its module
             and its name there.
+        source: the module of a `stagepack.capture.extensions.SourceExtension`, which the export imports, and its name there.
         server: the module of a `stagepack_serving.server.extensions.ServerExtension`, which a server imports, and its name there.
     """
 
     public_names: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     pipeline_methods: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    source: tuple[str, str] | None = None
     server: tuple[str, str] | None = None
 
 
@@ -66,6 +68,19 @@ def pipeline_method(name: str) -> Callable[..., Any]:
     )
     method: Callable[..., Any] = getattr(importlib.import_module(module_name), function_name)
     return method
+
+
+def stated_objects(field_name: Literal["source", "server"]) -> Sequence[Any]:
+    """Return the objects that extensions state in a field; none is refused, since the distribution of stagepack has one."""
+    homes = [getattr(extension, field_name) for extension in installed_extensions().values()]
+    found = [getattr(importlib.import_module(home[0]), home[1]) for home in homes if home is not None]
+    if not found:
+        raise MissingPackageError(
+            "expected the extensions of stagepack among the installed distributions, found none: install stagepack again (in a "
+            "checkout: pip install --editable .)",
+            name="stagepack",
+        )
+    return found
 
 
 def _only_home(title: str, homes: Mapping[str, tuple[str, str] | None]) -> tuple[str, str]:

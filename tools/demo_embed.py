@@ -6,7 +6,7 @@ import torch
 
 import stagepack
 from stagepack.capture.imports import import_transformers
-from stagepack.capture.transformers.sentence_pipeline import import_sentence_transformers
+from stagepack_text.export.sentence_source import import_sentence_transformers
 
 SENTENCES = [
     "A cat sits on the mat.",

@@ -9,5 +9,6 @@ EXTENSION: Final = Extension(
         "encode": ("stagepack_text.embeddings", "encode"),
         "generate": ("stagepack_text.generate", "generate"),
     },
+    source=("stagepack_text.export.sentence_source", "SOURCE"),
     server=("stagepack_text.server_extension", "SERVER"),
 )

@@ -12,6 +12,7 @@ from torch.export import ExportedProgram
 
 from stagepack.capture.checkpoint import DeferredTensors
 from stagepack.capture.entry_points import capture_entry_points, capture_modules, function_modules, pipeline_module
+from stagepack.capture.extensions import library_model
 from stagepack.capture.imports import call_user_function
 from stagepack.capture.inputs import Inputs
 from stagepack.capture.module_checkpoint import make_with_checkpoint
@@ -27,7 +28,6 @@ from stagepack.capture.transformers.hugging_face import (
 )
 from stagepack.capture.transformers.model_folders import diffusers_class, form_of_source
 from stagepack.capture.transformers.pretrained_model import is_transformers_model, load_pretrained
-from stagepack.capture.transformers.sentence_pipeline import is_sentence_transformer, sentence_pipeline
 from stagepack.errors import CaptureError, OptionError
 from stagepack.torch_internals import uncompiled_module
 
@@ -260,10 +260,9 @@ def capture_model(model: torch.nn.Module | ExportedProgram, inputs: Inputs) -> C
     """Capture a module, or take the program."""
     if isinstance(model, ExportedProgram):
         return capture_program(model, inputs)
-    if is_sentence_transformer(model) and not inputs.args:
-        pipeline = sentence_pipeline(model)
-        captured = capture_module(pipeline, inputs if inputs.kwargs else pipeline.example())
-        return replace(captured, method=f"{captured.method} of {pipeline.description}")
+    if not inputs.args and (module := library_model(model)) is not None:
+        captured = capture_module(module, inputs if inputs.kwargs else module.example())
+        return replace(captured, method=f"{captured.method} of {module.description}")
     capture = capture_transformers if is_transformers_model(model) else capture_around_transformers
     with advised_capture():
         return capture(model, inputs)

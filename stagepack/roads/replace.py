@@ -16,9 +16,8 @@ import msgspec
 from stagepack.capture.checkpoint import CheckpointTensor, DataNeededError, DeferredTensors, read_checkpoint
 from stagepack.capture.module_checkpoint import name_problems, shown, tensors_by_weight_name
 from stagepack.capture.source import FORWARD
-from stagepack.capture.transformers.model_folders import is_model_folder, read_adapter
+from stagepack.capture.transformers.model_folders import SETTINGS_FILE, is_model_folder, read_adapter
 from stagepack.capture.transformers.pretrained_model import load_pretrained, model_files
-from stagepack.capture.transformers.sentence_pipeline import SETTINGS_FILE
 from stagepack.errors import CaptureError
 from stagepack.format.graph import Graph, Weight
 from stagepack.format.reader import Bundle

@@ -2,12 +2,10 @@
 
 import asyncio
 import functools
-import importlib
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
-from stagepack.errors import MissingPackageError
-from stagepack.extensions import installed_extensions
+from stagepack.extensions import stated_objects
 from stagepack_serving.server.grpc_messages import ParsedInference
 from stagepack_serving.server.model_registry import ModelRegistry
 from stagepack_serving.server.openapi import Endpoint
@@ -45,13 +43,5 @@ class ServerExtension(Protocol):
 
 @functools.cache
 def server_extensions() -> Sequence[ServerExtension]:
-    """Return what the installed extensions add; none is refused, since the distribution of stagepack has one."""
-    homes = [extension.server for extension in installed_extensions().values() if extension.server is not None]
-    if not homes:
-        raise MissingPackageError(
-            "expected the extensions of stagepack among the installed distributions, found none: install stagepack again (in a "
-            "checkout: pip install --editable .)",
-            name="stagepack",
-        )
-    found: list[Any] = [getattr(importlib.import_module(module_name), name) for module_name, name in homes]
-    return found
+    """Return what the installed extensions add."""
+    return stated_objects("server")

@@ -9,6 +9,7 @@ import torch
 from torch.export import Dim
 
 from stagepack.capture.checkpoint import DataNeededError
+from stagepack.capture.extensions import LibraryModel
 from stagepack.capture.inputs import Inputs, on_device_of, required_parameters
 from stagepack.capture.model_runs import call_with_shapes
 from stagepack.capture.transformers.example_tensors import (
@@ -25,7 +26,6 @@ from stagepack.capture.transformers.example_tensors import (
 )
 from stagepack.capture.transformers.pretrained_model import load_pretrained
 from stagepack.capture.transformers.processed_examples import family_processor, folder_processor, processed_examples
-from stagepack.capture.transformers.sentence_pipeline import SentencePipeline
 from stagepack.errors import STARTING_FILE_MARK, CaptureError
 
 # The names of the dimensions that count tokens.
@@ -71,8 +71,8 @@ def example_inputs(model: Any, folder: str | None = None) -> Inputs:
 
 def model_examples(model: Any, folder: str | None = None) -> list[ModelExample]:
     """Make examples for a model of transformers, the best first."""
-    is_pipeline = isinstance(model, SentencePipeline)
-    made = [ModelExample(model.example())] if is_pipeline else _ExampleMaker(model, folder).examples()
+    has_example = isinstance(model, LibraryModel)
+    made = [ModelExample(model.example())] if has_example else _ExampleMaker(model, folder).examples()
     return [replace(example, inputs=on_device_of(model, example.inputs)) for example in made]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from stagepack.capture.checkpoint import DataNeededError, DeferredTensors
+from stagepack.capture.extensions import LibraryModel
 from stagepack.capture.inputs import Inputs
 from stagepack.capture.model_runs import are_identical, call_with_shapes, run_model
 from stagepack.capture.programs import PATCHED_EXPORT, Capture, capture_module, capture_patched
@@ -21,7 +22,6 @@ from stagepack.capture.transformers.example_inputs import (
     with_longer_sequences,
 )
 from stagepack.capture.transformers.pretrained_model import is_transformers_model, load_pretrained
-from stagepack.capture.transformers.sentence_pipeline import SentencePipeline
 from stagepack.errors import CaptureError, ExportWarning, warn_caller
 from stagepack.torch_internals import register_transformers_caches
 
@@ -52,7 +52,7 @@ def capture_pretrained(
             candidates = _candidates(model, inputs, source)
     except DataNeededError:
         return capture_pretrained(source, inputs, deferred=False, dtype=dtype)
-    of_modules = f" of {model.description}" if isinstance(model, SentencePipeline) else ""
+    of_modules = f" of {model.description}" if isinstance(model, LibraryModel) else ""
 
     def with_deferred(capture: Capture, candidate: _Candidate) -> Capture:
         return replace(

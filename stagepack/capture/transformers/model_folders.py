@@ -16,6 +16,8 @@ from stagepack.format.rules import MANIFEST_NAME, MODEL_CONFIG_NAME
 
 # What sentence-transformers runs one after the other.
 MODULES_FILE: Final = "modules.json"
+# How its pipelines read texts.
+SETTINGS_FILE: Final = "config_sentence_transformers.json"
 # What diffusers reads first.
 PIPELINE_FILE: Final = "model_index.json"
 # A hub name may have a dot in it, such as Qwen2.5-0.5B, but not these.

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from stagepack.capture.checkpoint import CheckpointTensor, DataNeededError, DeferredTensors, checkpoint_file_tensors
+from stagepack.capture.extensions import LibraryModel, SourceExtension, extension_that_reads
 from stagepack.capture.imports import import_transformers, quiet_libraries
 from stagepack.capture.torch_messages import format_torch_error
 from stagepack.capture.transformers.model_folders import (
@@ -22,12 +23,6 @@ from stagepack.capture.transformers.model_folders import (
     load_diffusers_model,
     merge_adapter,
     read_adapter,
-)
-from stagepack.capture.transformers.sentence_pipeline import (
-    SentencePipeline,
-    import_sentence_transformers,
-    is_sentence_pipeline,
-    load_sentence_transformer,
 )
 from stagepack.errors import CaptureError, OptionError
 from stagepack.format.rules import MODEL_CONFIG_NAME
@@ -67,10 +62,10 @@ def load_pretrained(
     deferred: where its weights are deferred; None to load them. Buffers that no checkpoint has are computed by transformers.
     """
     dtype_option = {} if dtype is None else {"dtype": parse_dtype(dtype)}
-    # An adapter in a pipeline belongs to its encoder, which sentence-transformers loads.
-    is_pipeline = is_sentence_pipeline(source)
-    adapter = None if is_pipeline else read_adapter(source)
-    class_name = None if is_pipeline or adapter is not None else diffusers_class(source)
+    extension = extension_that_reads(source)
+    # An adapter in a model of an extension belongs to a part of it.
+    adapter = None if extension is not None else read_adapter(source)
+    class_name = None if extension is not None or adapter is not None else diffusers_class(source)
     if class_name is not None:
         if deferred is not None:
             raise DataNeededError("diffusers reads the weights of its models")
@@ -79,7 +74,10 @@ def load_pretrained(
         _check_all_loaded(source, class_name, loading_info, ())
     elif adapter is None:
         check_model_path(source)
-        model = (_load_pipeline if is_pipeline else _load)(source, deferred, dtype_option)
+        if extension is None:
+            model = _load(source, deferred, dtype_option)
+        else:
+            model = _load_by_extension(extension, source, deferred, dtype_option)
     elif deferred is not None:
         raise DataNeededError("an adapter is merged into the weights")
     else:
@@ -92,15 +90,15 @@ def load_pretrained(
     return model
 
 
-def _load_pipeline(
-    source: str, deferred: DeferredTensors | None, dtype_option: Mapping[str, torch.dtype]
-) -> SentencePipeline:
-    """Load a pipeline by sentence-transformers."""
+def _load_by_extension(
+    extension: SourceExtension,
+    source: str,
+    deferred: DeferredTensors | None,
+    dtype_option: Mapping[str, torch.dtype],
+) -> LibraryModel:
+    loading = contextlib.nullcontext() if deferred is None else _deferred_weights(deferred)
     with _quiet_loading(source):
-        package = import_sentence_transformers(source)
-        with contextlib.nullcontext() if deferred is None else _deferred_weights(deferred):
-            model = load_sentence_transformer(package, source, dtype_option)
-        return SentencePipeline(model, dict(model.named_children()))
+        return extension.load(source, dtype_option, loading)
 
 
 def _load(
@@ -229,8 +227,8 @@ def _align_weights(model: torch.nn.Module) -> None:
 
 def model_files(model: Any) -> dict[str, bytes]:
     """Return the configuration files with which ``from_pretrained`` of transformers opens a bundle, and those that read texts."""
-    if isinstance(model, SentencePipeline):
-        return model.files
+    if isinstance(model, LibraryModel):
+        return dict(model.files)
     if not is_transformers_model(model):
         return {}
     config_fields = {

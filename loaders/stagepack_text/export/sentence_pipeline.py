@@ -1,29 +1,21 @@
 """Pipelines of sentence-transformers: an encoder with its pooling as one module that takes tokens, and the files that read texts for it."""
 
 import contextlib
-import copy
-import importlib
 import inspect
 import itertools
 import json
-import sys
-import warnings
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch.export import Dim
 
-from stagepack.capture.imports import torchao_on_demand
+from stagepack.capture.extensions import LibraryModel
 from stagepack.capture.inputs import Inputs
-from stagepack.capture.transformers.model_folders import MODULES_FILE, find_model_file
-from stagepack.errors import CaptureError, ExportWarning, MissingPackageError, warn_caller
-from stagepack.extras import explain_missing_packages
+from stagepack.capture.transformers.model_folders import SETTINGS_FILE
+from stagepack.errors import CaptureError, ExportWarning, warn_caller
 from stagepack.torch_internals import pooled_without_prompts
 
-SETTINGS_FILE: Final = "config_sentence_transformers.json"
-_KIND: Final = "SentenceTransformer"
 # The name of the result in sentence-transformers; `stagepack_text.embeddings` finds bundles by it.
 _RESULT: Final = "sentence_embedding"
 _PROMPT_LENGTHS: Final = "prompt_length"
@@ -41,13 +33,7 @@ _PROBES: Final = [
 ]
 
 
-def is_sentence_transformer(model: object) -> bool:
-    """Whether a module is a ``SentenceTransformer``. Imports nothing."""
-    package = sys.modules.get("sentence_transformers")
-    return package is not None and isinstance(model, package.SentenceTransformer)
-
-
-class SentencePipeline(torch.nn.Module):
+class SentencePipeline(LibraryModel):
     """The modules of a ``SentenceTransformer``, under their names there, called with the tensors that it makes of texts.
 
     The result is a dict with the embeddings alone, ``{"sentence_embedding": [batch, dimension]}``.
@@ -58,6 +44,7 @@ class SentencePipeline(torch.nn.Module):
         for path, module in modules.items():
             self.add_module(path, module)
         self.eval()
+        self.description = ", ".join(type(module).__name__ for module in self.children())
         self._example = _example_features(model)
         self._truncate_dim = model.truncate_dim
         # Plain data, since the model would be a child.
@@ -72,11 +59,6 @@ class SentencePipeline(torch.nn.Module):
             message = f"the model also reads {', '.join(others)}, which are left out: the bundle takes texts"
             warn_caller(ExportWarning(message))
         self.files = self._files(model)
-
-    @property
-    def description(self) -> str:
-        """The names of the modules' classes."""
-        return ", ".join(type(module).__name__ for module in self.children())
 
     @property
     def _excluding(self) -> list[torch.nn.Module]:
@@ -179,59 +161,6 @@ def _module_settings(module: Any) -> dict[str, Any]:
     encoded = json.dumps({"class": type(module).__name__, **settings, **encoder}, default=str, sort_keys=True)
     plain: dict[str, Any] = json.loads(encoded)
     return plain
-
-
-def sentence_pipeline(model: Any) -> SentencePipeline:
-    """Return the pipeline of a ``SentenceTransformer`` of the caller, which is unchanged: the modules are copies with its tensors."""
-    tensors = [*model.parameters(), *model.buffers()]
-    shared: dict[int, Any] = {id(tensor): tensor for tensor in tensors}
-    return SentencePipeline(model, {path: copy.deepcopy(module, shared) for path, module in model.named_children()})
-
-
-def is_sentence_pipeline(source: str) -> bool:
-    """Whether a folder or a hub name is a pipeline of sentence-transformers."""
-    if find_model_file(source, MODULES_FILE) is None:
-        return False
-    settings_path = find_model_file(source, SETTINGS_FILE)
-    try:
-        settings = {} if settings_path is None else json.loads(Path(settings_path).read_bytes())
-    except ValueError as error:
-        raise CaptureError(f"{source}: {SETTINGS_FILE}: expected JSON: {error}") from None
-    kind = settings.get("model_type", _KIND) if isinstance(settings, dict) else _KIND
-    if kind == "CrossEncoder":
-        message = f"{source}: is a CrossEncoder of sentence-transformers: the bundle has its logits, without what predict() makes of them"
-        warn_caller(ExportWarning(message))
-        return False
-    if kind != _KIND:
-        raise CaptureError(
-            f"{source}: expected a {_KIND} of sentence-transformers, found a {kind}: pass the module and its example inputs"
-        )
-    return True
-
-
-def import_sentence_transformers(source: str) -> Any:
-    """Import sentence-transformers, for a model in its layout."""
-    try:
-        with explain_missing_packages(), torchao_on_demand():
-            return importlib.import_module("sentence_transformers")
-    except MissingPackageError as error:
-        message = (
-            f"{source}: is a pipeline of sentence-transformers ({MODULES_FILE}), and {error}; for the encoder without its pooling, "
-            "pass the module that transformers loads"
-        )
-        raise MissingPackageError(message, name=error.name, path=error.path) from None
-
-
-def load_sentence_transformer(package: Any, source: str, dtype_option: Mapping[str, torch.dtype]) -> Any:
-    """Load a folder or a hub name as a ``SentenceTransformer``, on the CPU."""
-    options = {"model_kwargs": dict(dtype_option)} if dtype_option else {}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model = package.SentenceTransformer(source, device="cpu", **options)
-    if dtype_option:
-        for module in itertools.islice(model.children(), 1, None):
-            module.to(dtype_option["dtype"])
-    return model
 
 
 def _example_features(model: Any) -> dict[str, Any]:

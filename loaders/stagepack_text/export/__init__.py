@@ -1,0 +1,1 @@
+"""What the export makes of models that write or embed texts."""

@@ -1,0 +1,72 @@
+"""What extensions add to the export: models of libraries that neither torch nor transformers knows."""
+
+import functools
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+
+from stagepack.capture.inputs import Inputs
+from stagepack.extensions import stated_objects
+
+
+class LibraryModel(torch.nn.Module):
+    """A model of a library as a module, with all that its export needs.
+
+    Attributes:
+        description: what it consists of, for people.
+        files: the files of its bundle by their names.
+    """
+
+    description: str
+    files: Mapping[str, bytes]
+
+    def example(self) -> Inputs:
+        """Return its example inputs."""
+        raise NotImplementedError
+
+
+class SourceExtension(Protocol):
+    """The models of one library."""
+
+    def wrap(self, model: object) -> LibraryModel | None:
+        """Return a model in memory as the module that is captured; None if it is of another library. Imports nothing."""
+
+    def reads(self, source: str) -> bool:
+        """Return whether a folder or a hub name has such a model.
+
+        Raises:
+            CaptureError: its configuration is of no kind that can be exported.
+        """
+
+    def load(
+        self, source: str, dtype_option: Mapping[str, torch.dtype], loading: AbstractContextManager[object]
+    ) -> LibraryModel:
+        """Load the model of a folder or a hub name.
+
+        Args:
+            source: the folder or the hub name.
+            dtype_option: `dtype`, what its weights are converted to; nothing for the dtype of the checkpoint.
+            loading: the context that its weights are loaded in.
+
+        Raises:
+            MissingPackageError: the library is not installed.
+        """
+
+
+@functools.cache
+def source_extensions() -> Sequence[SourceExtension]:
+    """Return what the installed extensions add."""
+    return stated_objects("source")
+
+
+def library_model(model: Any) -> LibraryModel | None:
+    """Return a model of an extension as the module that is captured; None for another model."""
+    modules = (extension.wrap(model) for extension in source_extensions())
+    return next((module for module in modules if module is not None), None)
+
+
+def extension_that_reads(source: str) -> SourceExtension | None:
+    """Return the extension that loads a folder or a hub name; None if transformers or diffusers does."""
+    return next((extension for extension in source_extensions() if extension.reads(source)), None)
