@@ -21,12 +21,15 @@ class Extension:
             first used, and its name there.
         pipeline_methods: the methods of `CallablePipeline`, such as `generate`, that the package defines as functions, each with its module
             and its name there.
+        export_options: the options of `stagepack.export`, such as `generate`, whose work functions of the package do, each with its
+            module and its name there.
         source: the module of a `stagepack.capture.extensions.SourceExtension`, which the export imports, and its name there.
         server: the module of a `stagepack_serving.server.extensions.ServerExtension`, which a server imports, and its name there.
     """
 
     public_names: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     pipeline_methods: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    export_options: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     source: tuple[str, str] | None = None
     server: tuple[str, str] | None = None
 
@@ -62,12 +65,24 @@ def home_of(public_name: str) -> tuple[str, str]:
 @functools.cache
 def pipeline_method(name: str) -> Callable[..., Any]:
     """Return the function of an extension that is a method of pipelines."""
-    module_name, function_name = _only_home(
+    return _function(
         f"the method {name} of a pipeline",
         {value: extension.pipeline_methods.get(name) for value, extension in installed_extensions().items()},
     )
-    method: Callable[..., Any] = getattr(importlib.import_module(module_name), function_name)
-    return method
+
+
+def export_option(name: str) -> Callable[..., Any]:
+    """Return the function of an extension that does the work of an option of `stagepack.export`."""
+    return _function(
+        f"the option {name} of an export",
+        {value: extension.export_options.get(name) for value, extension in installed_extensions().items()},
+    )
+
+
+def _function(title: str, homes: Mapping[str, tuple[str, str] | None]) -> Callable[..., Any]:
+    module_name, function_name = _only_home(title, homes)
+    function: Callable[..., Any] = getattr(importlib.import_module(module_name), function_name)
+    return function
 
 
 def stated_objects(field_name: Literal["source", "server"]) -> Sequence[Any]:

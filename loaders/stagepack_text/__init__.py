@@ -1,4 +1,4 @@
-"""Generation and embeddings, of pipelines and behind the server: an extension of stagepack."""
+"""Texts from decoders and embeddings of texts, from the export to the server: an extension of stagepack."""
 
 from typing import Final
 
@@ -9,6 +9,7 @@ EXTENSION: Final = Extension(
         "encode": ("stagepack_text.embeddings", "encode"),
         "generate": ("stagepack_text.generate", "generate"),
     },
+    export_options={"generate": ("stagepack_text.export.generation", "generating_model")},
     source=("stagepack_text.export.sentence_source", "SOURCE"),
     server=("stagepack_text.server_extension", "SERVER"),
 )

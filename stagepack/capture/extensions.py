@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +26,22 @@ class LibraryModel(torch.nn.Module):
     def example(self) -> Inputs:
         """Return its example inputs."""
         raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeneratingModel:
+    """A module that generates, which an extension makes of a model for the option ``generate`` of `stagepack.export`.
+
+    Attributes:
+        inputs: example inputs of its ``forward``; None for a module with an encoder.
+        entry_points: example inputs of its functions by their names; empty for a module without an encoder.
+        files: the files of its bundle by their names.
+    """
+
+    module: torch.nn.Module
+    inputs: Inputs | None
+    entry_points: dict[str, Inputs]
+    files: dict[str, bytes]
 
 
 class SourceExtension(Protocol):

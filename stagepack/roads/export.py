@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.export import ExportedProgram
 
+from stagepack.capture.extensions import GeneratingModel
 from stagepack.capture.inputs import Inputs
 from stagepack.capture.programs import Capture, strict_captures
 from stagepack.capture.source import FORWARD, ModelSource
 from stagepack.capture.stated_inputs import Example, StatedInputs
-from stagepack.capture.transformers.generation import generating_model
 from stagepack.capture.transformers.model_folders import form_of_source
 from stagepack.capture.transformers.pretrained_model import model_files
 from stagepack.errors import ExportWarning, OptionError, warn_caller
+from stagepack.extensions import export_option
 from stagepack.format.plan import Plan
 from stagepack.format.reader import Bundle
 from stagepack.format.writer import check_output_path
@@ -324,7 +325,8 @@ def _written_capture(request: ExportRequest) -> ExportResult:
     folder, assets = source.folder, request.options.assets
     example = request.example
     if request.generate is not None:
-        made = generating_model(source.load()[0], request.generate, request.generate_batch)
+        make = export_option("generate")
+        made: GeneratingModel = make(source.load()[0], request.generate, request.generate_batch)
         assets = {**made.files, **assets}
         source = ModelSource.of(made.module)
         example = Example(stated=made.inputs, entry_points=made.entry_points or None)

@@ -10,9 +10,9 @@ import torch
 from tokenizers import Regex, pre_tokenizers
 
 import stagepack
-from stagepack.capture.transformers.generation import generating_model
 from stagepack.errors import ExportWarning, InputError, OptionError
 from stagepack.roads.assets import exported_assets
+from stagepack_text.export.generation import generating_model
 from stagepack_text.prompts import Prompts, check_tokens, read_prompts, read_tokenizer
 from stagepack_text.settings import GenerationSettings
 from tests.bundle_editor import BundleEditor

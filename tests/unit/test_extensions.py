@@ -6,11 +6,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 import stagepack
+import stagepack_text
 import stagepack_train
+from stagepack.capture.extensions import source_extensions
 from stagepack.errors import MissingPackageError
-from stagepack.extensions import home_of, installed_extensions, pipeline_method
+from stagepack.extensions import export_option, home_of, installed_extensions, pipeline_method
 from stagepack_serving.server.extensions import server_extensions
 
 Distribution = Callable[[str, str], None]
@@ -29,12 +32,13 @@ def distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Di
         installed_extensions.cache_clear()
 
     yield install
-    for lookup in (installed_extensions, pipeline_method, server_extensions):
+    for lookup in (installed_extensions, pipeline_method, server_extensions, source_extensions):
         lookup.cache_clear()
 
 
 def test_the_distribution_registers_each_extension_of_the_project() -> None:
-    assert installed_extensions()["stagepack_train:EXTENSION"] is stagepack_train.EXTENSION
+    for package in (stagepack_text, stagepack_train):
+        assert installed_extensions()[f"{package.__name__}:EXTENSION"] is package.EXTENSION
     assert [type(extension).__name__ for extension in server_extensions()] == ["TextExtension"]
 
 
@@ -50,6 +54,53 @@ def test_a_pipeline_generates_by_the_function_that_an_extension_states(
         MissingPackageError, match="the method generate of a pipeline: expected one installed extension"
     ):
         pipeline_method("generate")
+
+
+def test_the_option_generate_of_an_export_is_a_function_of_an_extension(distribution: Distribution) -> None:
+    from stagepack_text.export.generation import generating_model
+
+    assert export_option("generate") is generating_model
+    distribution("stagepack", "")
+    with pytest.raises(MissingPackageError, match="the option generate of an export: expected one installed extension"):
+        export_option("generate")
+
+
+def test_an_export_takes_the_models_of_a_library_that_an_extension_knows(
+    distribution: Distribution, tmp_path: Path
+) -> None:
+    (tmp_path / "library_package.py").write_text(
+        """
+import torch
+from stagepack.capture.extensions import LibraryModel
+from stagepack.capture.inputs import Inputs
+from stagepack.extensions import Extension
+
+class Plan(torch.nn.Module):
+    def draw(self, x): return x + 1
+
+class Drawn(LibraryModel):
+    description, files = "a plan", {"plan.json": b"{}"}
+    def __init__(self, plan):
+        super().__init__()
+        self.plan = plan
+    def example(self): return Inputs(args=(torch.zeros(2),))
+    def forward(self, x): return self.plan.draw(x)
+
+class Source:
+    def wrap(self, model): return Drawn(model) if isinstance(model, Plan) else None
+    def reads(self, source): return False
+
+SOURCE = Source()
+EXTENSION = Extension(source=("library_package", "SOURCE"))
+"""
+    )
+    distribution("library", "library = library_package:EXTENSION")
+    source_extensions.cache_clear()
+    from library_package import Plan  # type: ignore[import-not-found]
+
+    bundle = stagepack.export(Plan(), out=tmp_path / "plan.stagepack")
+    assert bundle.read("plan.json") == b"{}"
+    assert stagepack.load(bundle)(torch.ones(2)).tolist() == [2, 2]
 
 
 def test_a_server_whose_extensions_are_not_installed_does_not_start(distribution: Distribution) -> None:

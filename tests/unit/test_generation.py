@@ -32,9 +32,9 @@ from transformers import (
 )
 
 import stagepack
-from stagepack.capture.transformers.generation import generating_model
 from stagepack.errors import InputError, OptionError, UnsupportedError
 from stagepack_loaders.decoders import DecoderFacts, decoder_facts
+from stagepack_text.export.generation import generating_model
 from stagepack_text.loop.token_loop import TokenLoop, row_inputs
 from stagepack_text.settings import GenerationSettings, read_settings
 from stagepack_text.token_texts import StopStringMatcher

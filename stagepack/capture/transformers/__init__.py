@@ -1,1 +1,1 @@
-"""Models of transformers and diffusers: their folders, example inputs, and modules that generate."""
+"""Models of transformers and diffusers: their folders and example inputs."""

@@ -5,11 +5,11 @@ import copy
 import logging
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 
+from stagepack.capture.extensions import GeneratingModel
 from stagepack.capture.inputs import Inputs, on_device_of
 from stagepack.capture.transformers.pretrained_model import is_transformers_model, model_files
 from stagepack.errors import OptionError, StagepackError, UnsupportedError, first_line
@@ -30,18 +30,6 @@ _TRIAL_VOCABULARY: Final = 256
 _LOGGER = logging.getLogger("stagepack")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GeneratingModel:
-    """A module that generates."""
-
-    module: torch.nn.Module
-    # Example inputs of its ``forward``; None for a module with an encoder.
-    inputs: Inputs | None
-    # Example inputs of its methods ``encode`` and ``decode``; empty for a module without an encoder.
-    entry_points: dict[str, Inputs]
-    files: dict[str, bytes]
-
-
 def generating_model(model: Any, max_positions: int, max_batch: int) -> GeneratingModel:
     """Wrap a model so that it generates."""
     if not is_transformers_model(model) or not model.can_generate():
@@ -59,7 +47,7 @@ def generating_model(model: Any, max_positions: int, max_batch: int) -> Generati
             f"generate: expected at most the {position_limit} positions that the configuration of the model states, found {max_positions}"
         )
     with explain_missing_packages():
-        from stagepack.capture.transformers.generating_modules import GeneratingDecoder, GeneratingSeq2Seq  # noqa: PLC0415 - transformers
+        from stagepack_text.export.generating_modules import GeneratingDecoder, GeneratingSeq2Seq  # noqa: PLC0415 - transformers
 
     files = model_files(model)
     example = _Example(max_positions, max_batch)
@@ -131,7 +119,7 @@ def _check_window(model: Any, window: int, max_positions: int) -> None:
 
     It takes seconds, and weights that are not loaded are not needed.
     """
-    from stagepack.capture.transformers.generating_modules import GeneratingDecoder  # noqa: PLC0415 - transformers
+    from stagepack_text.export.generating_modules import GeneratingDecoder  # noqa: PLC0415 - transformers
 
     name, cure = type(model).__name__, f"choose at most {window} positions"
     if window > _LARGEST_WINDOW:

@@ -108,6 +108,9 @@ class BufferLayer(CacheLayerMixin):
 class GeneratingDecoder(torch.nn.Module):
     """A causal language model that generates. It has the parts of the model, and its caches."""
 
+    # Bundles hold the name of this class, and the same model gives the same bytes wherever the class lies.
+    __module__ = "stagepack.capture.transformers.generating_modules"
+
     def __init__(self, model: Any, max_positions: int, max_batch: int) -> None:
         super().__init__()
         windows = _windows(model, max_positions)
