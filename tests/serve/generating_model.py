@@ -11,7 +11,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import stagepack
 from stagepack_loaders.decoders import DecoderFacts
-from stagepack_text.loop.token_loop import TokenLoop
 from stagepack_text.server.served_text import GeneratedPart, GenerationRequest, ServedText
 from stagepack_text.server.text_stream import TextFormat
 from stagepack_text.settings import GenerationSettings
@@ -128,8 +127,8 @@ def continue_tokens(tokens: list[int], count: int) -> list[int]:
 def served_text(facts: DecoderFacts, settings: GenerationSettings, **request: Any) -> ServedText:
     """A text after two tokens, as the server holds it; `request` are other fields than its prompt, and its text format."""
     text_format, prompt = request.pop("text_format", None), request.pop("prompt", (1, 1))
-    loop = TokenLoop(facts, settings, numpy.array([prompt]))
-    return ServedText(loop, GenerationRequest(prompt=loop.tokens, settings={}, **request), text_format, asyncio.Queue())
+    asked = GenerationRequest(prompt=numpy.array([prompt]), settings={}, **request)
+    return ServedText(facts, settings, asked, text_format, asyncio.Queue())
 
 
 def decoded_parts(text_format: TextFormat, tokens: Sequence[int], **request: Any) -> list[GeneratedPart]:

@@ -138,6 +138,7 @@ def test_who_comes_when_a_row_becomes_free_does_not_overtake_who_waits() -> None
         max_batch=1,
         has_rows=True,
         moves_rows=False,
+        takes_encoder=False,
         encoder_positions=None,
         logits=LOGITS,
     )

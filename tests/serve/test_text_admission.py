@@ -178,6 +178,7 @@ class Clients:
             encoder_positions=None,
             zero_slot=97,
             logits=SimpleNamespace(dtype="float32"),
+            takes_encoder=False,
         )
         make_loop: Any = TextLoop  # of fakes
         self._text_loop = make_loop(self._decoder, self._facts)

@@ -5,7 +5,7 @@ A plan does no calls itself: a caller in one thread, an event loop and many lane
 
 from collections import deque
 from dataclasses import dataclass
-from typing import Final, Generic, Protocol, TypeVar
+from typing import ClassVar, Final, Generic, Protocol, TypeVar
 
 import numpy
 
@@ -247,6 +247,7 @@ class TextBatch(Generic[Text]):
         self._doubtful_rows.clear()
 
 
+@dataclass(slots=True, eq=False)
 class TextSequence(Generic[Text]):
     """Plans the calls of a text, or of texts in step, whose sequence of calls has a state of its own.
 
@@ -258,11 +259,10 @@ class TextSequence(Generic[Text]):
         held_tokens: 0: the tokens in the caches of batches are counted.
     """
 
-    most_texts: Final = 1
-    held_tokens: Final = 0
+    most_texts: ClassVar[int] = 1
+    held_tokens: ClassVar[int] = 0
 
-    def __init__(self, text: Text) -> None:
-        self.text: Text | None = text
+    text: Text | None
 
     def __len__(self) -> int:
         """The number of texts."""

@@ -23,7 +23,6 @@ from stagepack_serving.server.parameters import InferenceTensor
 from stagepack_serving.server.rest_large_request import beside_loop
 from stagepack_serving.server.served_model import ModelPart, ServedModel
 from stagepack_serving.server.tensor_decoding import array_from_json, nested_sizes, tensor_from_numbers
-from stagepack_text.loop.token_loop import TokenLoop
 from stagepack_text.prompts import Prompts, check_tokens
 from stagepack_text.server.json_grammar import GrammarTokens, JsonGrammar, read_grammar_tokens
 from stagepack_text.server.served_text import GeneratedPart, GenerationRequest, ServedText
@@ -191,7 +190,13 @@ class Generator(ModelPart):
     async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncGenerator[GeneratedPart, None]:
         """Generate texts at the same time: yield the parts of all as they come. All join the queue at once."""
         parts: asyncio.Queue[GeneratedPart | Exception] = asyncio.Queue()
-        texts = [self._start_text(request, parts, index) for index, request in enumerate(requests)]
+        try:
+            texts = [
+                ServedText(self._facts, self._settings, request, self.text_format, parts, index)
+                for index, request in enumerate(requests)
+            ]
+        except InputError as error:
+            raise BadRequestError(f"{self._decoder.name}: {error}") from None
         try:
             for text in texts:
                 self._text_loop.begin(text)
@@ -205,18 +210,6 @@ class Generator(ModelPart):
         finally:
             for text in texts:
                 self._text_loop.end(text)
-
-    def _start_text(
-        self, request: GenerationRequest, parts: asyncio.Queue[GeneratedPart | Exception], index: int
-    ) -> ServedText:
-        if request.stop_strings and self.text_format is None:
-            raise FieldError("stop", "the bundle has no tokenizer.json, so there is no text")
-        try:
-            settings = self._settings.override(request.settings)
-            tokens = request.prompt if self._encoder is None else settings.first_tokens(1)
-            return ServedText(TokenLoop(self._facts, settings, tokens), request, self.text_format, parts, index)
-        except InputError as error:
-            raise BadRequestError(f"{self._decoder.name}: {error}") from None
 
     async def _encode(self, encoder: ServedModel, text: ServedText) -> None:
         """Run the encoder on the prompt of a text."""

@@ -6,12 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from stagepack_loaders.decoders import DecoderFacts
 from stagepack_loaders.elements import Array
 from stagepack_serving.server.admission import Place
+from stagepack_serving.server.errors import FieldError
 from stagepack_text.loop.text_batch import BatchedText
 from stagepack_text.loop.token_loop import FinishReason, TokenLoop
 from stagepack_text.sampling import TokenLogprobs, token_logprobs
 from stagepack_text.server.text_stream import StopStrings, TextFormat
+from stagepack_text.settings import GenerationSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +54,8 @@ class GeneratedPart:
 class ServedText(BatchedText):
     """A text under way: its tokens, its place in a cache, what its tokens are decoded to, and its place in the queue.
 
+    defaults: the settings of the bundle, which those of the request override.
+
     Attributes:
         request: what is asked.
         parts: takes each part, or the error that ends the text.
@@ -62,13 +67,19 @@ class ServedText(BatchedText):
 
     def __init__(
         self,
-        loop: TokenLoop,
+        facts: DecoderFacts,
+        defaults: GenerationSettings,
         request: GenerationRequest,
         text_format: TextFormat | None,
         parts: asyncio.Queue[GeneratedPart | Exception],
         index: int = 0,
     ) -> None:
-        super().__init__(loop)
+        if request.stop_strings and text_format is None:
+            raise FieldError("stop", "the bundle has no tokenizer.json, so there is no text")
+        settings = defaults.override(request.settings)
+        super().__init__(
+            TokenLoop(facts, settings, settings.first_tokens(1) if facts.takes_encoder else request.prompt)
+        )
         self.request = request
         self.parts = parts
         self.place: Place | None = None

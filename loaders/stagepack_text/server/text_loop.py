@@ -154,19 +154,27 @@ class TextLoop:
             raise RequestError(RequestStatus.BUSY, f"{self._decoder.name}: {found}: try again later")
 
     async def _run(self, lane: _Lane) -> None:
-        """Make calls while there are texts."""
+        """Make calls while there are texts, and hand out what they add to these."""
         try:
             while len(lane) or self._waiting:
                 async with self._decoder.reserve_sequence() as sequence:
                     if self._encode is not None and isinstance(lane, TextSequence) and lane.text is not None:
                         await self._encode(lane.text)
-                    while (call := self._next_call(lane)) is not None:
+                    self._end_late_texts(lane)
+                    while (call := lane.next_call()) is not None:
                         take = functools.partial(self._take, call)
                         try:
-                            self._hand_out(lane, await self._decoder.call(call.inputs, sequence, take))
+                            results: list[_Result] = await self._decoder.call(call.inputs, sequence, take)
                         except RequestError as error:
                             self._begin_again(lane, error)
                             break
+                        self._count(results)
+                        for text, part in results:
+                            if isinstance(part, Exception) or part.finish_reason is not None:
+                                self._end(lane, text, part)
+                            else:
+                                text.parts.put_nowait(part)
+                        self._end_late_texts(lane)
         except Exception as error:  # noqa: BLE001 - the requests get any error
             while (text := lane.take_any()) is not None:
                 self._end(lane, text, error)
@@ -175,12 +183,12 @@ class TextLoop:
         finally:
             self._tasks.pop(lane, None)
 
-    def _next_call(self, lane: _Lane) -> BatchCall[ServedText] | None:
+    def _end_late_texts(self, lane: _Lane) -> None:
+        """End the waiting texts that would end too late if they began in the next call."""
         if self._waiting and len(lane) < lane.most_texts:
             for text, error in self._admission.late_texts(self._waiting).items():
                 self._waiting.remove(text)
                 self._end(lane, text, error)
-        return lane.next_call()
 
     def _begin_again(self, lane: _Lane, error: RequestError) -> None:
         """After a call that failed, find the text that it fails for. The texts are read again in a new sequence."""
@@ -208,20 +216,15 @@ class TextLoop:
                 results.append((text, error))
         return results
 
-    def _hand_out(self, lane: _Lane, results: Sequence[_Result]) -> None:
+    def _count(self, results: Sequence[_Result]) -> None:
+        """Count the tokens of a call."""
         now, metrics = time.monotonic(), self._decoder.metrics
-        self._admission.count_call(
-            {text: part.finish_reason is not None for text, part in results if not isinstance(part, Exception)}
-        )
-        for text, part in results:
-            if not isinstance(part, Exception):
-                seconds, is_first = now - text.last_time, not text.has_begun
-                metrics.count_token(self._decoder.name, self._decoder.version, seconds, is_first=is_first)
-                text.last_time, text.has_begun = now, True
-                if part.finish_reason is None:
-                    text.parts.put_nowait(part)
-                    continue
-            self._end(lane, text, part)
+        tokens = {text: part.finish_reason is not None for text, part in results if not isinstance(part, Exception)}
+        self._admission.count_call(tokens)
+        for text in tokens:
+            seconds, is_first = now - text.last_time, not text.has_begun
+            metrics.count_token(self._decoder.name, self._decoder.version, seconds, is_first=is_first)
+            text.last_time, text.has_begun = now, True
 
     def _end(self, lane: _Lane, text: ServedText, part: GeneratedPart | Exception) -> None:
         lane.remove(text)
