@@ -35,9 +35,8 @@ def answer(text_format: TextFormat, tokens: list[int], prompt: str = "", logprob
             prompt, [ScoredToken(token, None) for token in text_format.encode(prompt, adds_special_tokens=False)]
         )
     for part in decoded_parts(text_format, tokens):
-        for choice in choices:
-            choice.add(replace(part, logprobs=logprobs))
-        events += [*choices[1].events()] if choices[1].has_news else []
+        choices[0].add(replace(part, logprobs=logprobs))
+        events += choices[1].add(replace(part, logprobs=logprobs))
     return choices[0].whole(), [event["choices"][0] for event in events]
 
 

@@ -5,7 +5,7 @@ Source: https://platform.openai.com/docs/api-reference.
 
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -55,8 +55,8 @@ class TextChoice:
             self._starts.add(scored.token)
         self._starts.begin_text(len(self.text))
 
-    def add(self, part: GeneratedPart) -> None:
-        """Add what a token adds."""
+    def add(self, part: GeneratedPart) -> list[dict[str, Any]]:
+        """Add what a token adds; return the events that a stream has of it."""
         self.token_count += 1
         self.text += part.text
         self.finish_reason = part.finish_reason
@@ -66,6 +66,12 @@ class TextChoice:
             self._tokens.append(ScoredToken(part.token, part.logprobs))
             if not self._answer.is_chat:
                 self._starts.add(part.token)
+        return self._events()
+
+    def finish(self, reason: str) -> list[dict[str, Any]]:
+        """End the text without a token; return the events that a stream has of it."""
+        self.finish_reason = reason
+        return self._events()
 
     def whole(self) -> dict[str, Any]:
         """Return the fields of the choice in the whole answer."""
@@ -80,29 +86,29 @@ class TextChoice:
             }
         return self._fields({"message": message}, slice(None), calls_tools=bool(calls))
 
-    @property
-    def has_news(self) -> bool:
-        """Whether there is more to send since the last event."""
-        return bool(not self._has_role or self.finish_reason or len(self._content()[0]) > self._event_start[0])
-
-    def events(self) -> Iterator[dict[str, Any]]:
-        """Yield events with what was added since the last one. The first one of a chat has the role of the message."""
+    def _events(self) -> list[dict[str, Any]]:
+        """The events of what was added since the last one. The first one of a chat has the role of the message."""
+        if not self._answer.is_stream:
+            return []
         text_start, token_start = self._event_start
         text, calls = self._content()
+        if self._has_role and not self.finish_reason and len(text) <= text_start:
+            return []
         self._event_start = len(text), len(self._tokens)
         text, tokens = text[text_start:], slice(token_start, None)
         role = {} if self._has_role else {"role": "assistant"}
         self._has_role = True
         if not self._answer.is_chat:
-            yield self._answer.event([self._fields({"text": text}, tokens)])
-            return
+            return [self._answer.event([self._fields({"text": text}, tokens)])]
+        events = []
         if calls:
             # Alone, as OpenAI's client ends no call in the event that begins it.
             call_fields = [{"index": index} | call.fields() for index, call in enumerate(calls)]
             delta = role | {"content": text or None, "tool_calls": call_fields}
-            yield self._answer.event([self._fields({"delta": delta}, tokens) | {"finish_reason": None}])
+            events.append(self._answer.event([self._fields({"delta": delta}, tokens) | {"finish_reason": None}]))
             role, text, tokens = {}, "", slice(0)
-        yield self._answer.event([self._fields({"delta": role | {"content": text}}, tokens, calls_tools=bool(calls))])
+        last = self._fields({"delta": role | {"content": text}}, tokens, calls_tools=bool(calls))
+        return [*events, self._answer.event([last])]
 
     def _content(self) -> tuple[str, list[ToolCall]]:
         """The text without calls of tools, and the calls. While the text goes on, what may belong to a call is in neither."""
@@ -129,6 +135,7 @@ class TextAnswer:
 
     def __init__(self, fields: OpenAIFields, text_format: TextFormat | None, reader: CallReader | None) -> None:
         self.is_chat = isinstance(fields, ChatFields)
+        self.is_stream = fields.stream
         self.reader = reader
         self.has_logprobs = fields.logprob_count is not None
         self.text_format = text_format

@@ -5,6 +5,7 @@ Source: https://platform.openai.com/docs/api-reference.
 
 import asyncio
 import functools
+import itertools
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager
@@ -153,11 +154,15 @@ class CompletionRoute(OpenAIRoute):
             choices = [TextChoice(answer, index) for index in range(len(requests))]
             if isinstance(fields, CompletionFields) and fields.echo:
                 await _echo(generator, fields, prompts, choices)
-            await _generate_choices(generator, fields, requests, choices, channel)
-        token_counts = sum(prompt.array.size for prompt in prompts), sum(choice.token_count for choice in choices)
-        usage = dict(
-            zip(("prompt_tokens", "completion_tokens", "total_tokens"), (*token_counts, sum(token_counts)), strict=True)
-        )
+            if fields.max_tokens == 0:
+                for event in itertools.chain.from_iterable(choice.finish("length") for choice in choices):
+                    await channel.send_event(event)
+            else:
+                async with aclosing(generator.generate(requests)) as parts:
+                    async for part in parts:
+                        for event in choices[part.index].add(part):
+                            await channel.send_event(event)
+        usage = _usage(prompts, choices)
         if not fields.stream:
             return answer.whole(choices, usage)
         if fields.includes_usage:
@@ -167,26 +172,9 @@ class CompletionRoute(OpenAIRoute):
         return None
 
 
-async def _generate_choices(
-    generator: Generator,
-    fields: OpenAIFields,
-    requests: Sequence[GenerationRequest],
-    choices: Sequence[TextChoice],
-    channel: EventChannel,
-) -> None:
-    """Generate the texts of the choices, and send their events."""
-    if fields.max_tokens == 0:
-        for choice in choices:
-            choice.finish_reason = "length"
-            for event in choice.events() if fields.stream else ():
-                await channel.send_event(event)
-        return
-    async with aclosing(generator.generate(requests)) as parts:
-        async for part in parts:
-            choice = choices[part.index]
-            choice.add(part)
-            for event in choice.events() if fields.stream and choice.has_news else ():
-                await channel.send_event(event)
+def _usage(prompts: Sequence[_Prompt], choices: Sequence[TextChoice]) -> dict[str, int]:
+    read, written = sum(prompt.array.size for prompt in prompts), sum(choice.token_count for choice in choices)
+    return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
 
 
 def _generation_requests(
