@@ -104,7 +104,8 @@ def test_every_defence_of_the_server_has_a_test() -> None:
             if named_test.endswith(".py"):
                 found_file, test_name = named_test, ""
             file_name = found_file or file_name
-            assert f"def {test_name}" in (ROOT / "tests/serve" / file_name).read_text(), named_test
+            [path] = (path for folder in ("serve", "text") for path in (ROOT / "tests" / folder).glob(file_name))
+            assert f"def {test_name}" in path.read_text(), named_test
 
 
 def test_the_reference_has_every_command() -> None:

@@ -11,7 +11,7 @@ from transformers import BertConfig, BertModel
 import stagepack
 from stagepack.cli import main
 from stagepack.errors import FileNotListedError, OptionError, OutputExistsError
-from tests.serve.generating_model import tokenizer
+from tests.text.generating_model import tokenizer
 
 
 @pytest.fixture

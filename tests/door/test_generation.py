@@ -16,8 +16,8 @@ from stagepack_text.export.generation import generating_model
 from stagepack_text.prompts import Prompts, check_tokens, read_prompts, read_tokenizer
 from stagepack_text.settings import GenerationSettings
 from tests.bundle_editor import BundleEditor
-from tests.serve.generating_families import POSITIONS, family_bundle, make_model
-from tests.serve.generating_model import tokenizer
+from tests.text.generating_families import POSITIONS, family_bundle, make_model
+from tests.text.generating_model import tokenizer
 
 ROWS = [[5, 9, 31, 77, 12], [100, 3], [42, 42, 8]]
 TEXTS = ["one two", "a", "longer than the others"]

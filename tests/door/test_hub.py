@@ -17,7 +17,7 @@ from stagepack.errors import DigestError, MissingPackageError, NotABundleError, 
 from stagepack.remote.cache import Cache
 from tests.door.model import EXAMPLE
 from tests.door.test_folders import hub_cache
-from tests.serve.generating_model import tokenizer
+from tests.text.generating_model import tokenizer
 from tools.benchmark_models import llama
 
 

@@ -13,7 +13,7 @@ from stagepack.errors import CaptureError, CutError
 from stagepack.format.reader import Bundle
 from stagepack.format.rules import split_call_path
 from tests.modules import module_of
-from tests.serve.generating_families import POSITIONS, make_model
+from tests.text.generating_families import POSITIONS, make_model
 
 PROMPT = torch.tensor([[5, 9, 31, 42]])
 

@@ -10,7 +10,7 @@ import torch
 import stagepack
 from stagepack.format.reader import Bundle
 from tests.gpu.answers import assert_close
-from tests.serve.generating_model import export_decoder
+from tests.text.generating_model import export_decoder
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed", exc_type=ImportError)
 

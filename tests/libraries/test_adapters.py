@@ -19,7 +19,7 @@ from transformers import (
 import stagepack
 from stagepack.errors import CaptureError, OptionError
 from tests.door.test_hub import cached_snapshot
-from tests.serve.generating_model import tokenizer
+from tests.text.generating_model import tokenizer
 
 peft: Any = pytest.importorskip("peft", reason="make test-libraries installs it")
 pytestmark = pytest.mark.filterwarnings("default")  # PEFT calls what transformers has deprecated

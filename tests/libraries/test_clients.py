@@ -9,8 +9,8 @@ import pytest
 from pydantic import BaseModel, Field
 
 import stagepack
-from tests.serve.generating_model import export_decoder, tokenizer
 from tests.serve.servers import Server, stagepack_server
+from tests.text.generating_model import export_decoder, tokenizer
 
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # otherwise its import asks the network
 langchain: Any = pytest.importorskip("langchain_openai", reason="make test-libraries installs it")

@@ -9,11 +9,11 @@ import stagepack
 from stagepack.cli import main
 from tests.made_once import made_once
 from tests.serve.bundles import Bundles, Slow, export_all, export_slow
-from tests.serve.generating_families import qwen_bundle
-from tests.serve.generating_model import export_decoder
 from tests.serve.local_server import LocalServer, local_server
 from tests.serve.servers import Client, Server, stagepack_server, triton_server, why_no_triton
 from tests.serve.version_models import Repository, export_counter, export_scale, repository_server
+from tests.text.generating_families import qwen_bundle
+from tests.text.generating_model import export_decoder
 
 # Bundles that the servers of the compatibility suite serve.
 SERVED = ("minilm", "skips", "half", "kinds", "strided", "counting")

@@ -23,9 +23,9 @@ from stagepack_serving.server.model_registry import ModelRegistry
 from stagepack_text.server.generator import Generator, generator_of
 from tests.cli.entry_point_model import translator
 from tests.modules import module_of
-from tests.serve.generating_families import family_bundle
 from tests.serve.local_server import local_server, refusal
 from tests.serve.servers import Client, infer_json, post_json, refused, stagepack_server
+from tests.text.generating_families import family_bundle
 
 
 def test_each_entry_point_is_served(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What `generate` of a pipeline takes and gives; the tokens of each family are compared in `tests/serve/test_generation_families.py`."""
+"""What `generate` of a pipeline takes and gives; the tokens of each family are compared in `tests/text/test_generation_families.py`."""
 
 import shutil
 from collections.abc import Mapping
@@ -13,14 +13,14 @@ from transformers import PreTrainedTokenizerFast
 
 import stagepack
 from stagepack.errors import InputError
-from tests.serve.generating_families import (
+from tests.text.generating_families import (
     POSITIONS,
     family_bundle,
     generated_by_transformers,
     make_model,
     make_prompts,
 )
-from tests.serve.generating_model import tokenizer
+from tests.text.generating_model import tokenizer
 
 SETTINGS: tuple[dict[str, Any], ...] = ({}, {"do_sample": True, "top_p": 0.9, "temperature": 1.2})
 

@@ -38,8 +38,8 @@ from stagepack_text.export.generation import generating_model
 from stagepack_text.loop.token_loop import TokenLoop, row_inputs
 from stagepack_text.settings import GenerationSettings, read_settings
 from stagepack_text.token_texts import StopStringMatcher
-from tests.serve.generating_families import make_model
-from tests.serve.generating_model import tokenizer as byte_tokenizer
+from tests.text.generating_families import make_model
+from tests.text.generating_model import tokenizer as byte_tokenizer
 from tools import benchmark_models
 
 POSITIONS = 64

@@ -17,7 +17,7 @@ from stagepack_text.loop.text_batch import BatchCall, BatchedText, TextBatch
 from stagepack_text.loop.token_loop import TokenLoop
 from stagepack_text.sampling import logits_as_floats
 from stagepack_text.settings import GenerationSettings
-from tests.serve.generating_families import NOT_FINITE, POSITIONS, VOCABULARY, fragile_bundle, qwen_bundle
+from tests.text.generating_families import NOT_FINITE, POSITIONS, VOCABULARY, fragile_bundle, qwen_bundle
 
 ROWS = 4
 

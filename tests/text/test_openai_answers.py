@@ -15,8 +15,8 @@ from stagepack_text.openai.requests import ChatFields, CompletionFields, decode_
 from stagepack_text.sampling import TokenLogprobs
 from stagepack_text.server.text_route import AnswerChannel
 from stagepack_text.server.text_stream import TextFormat
-from tests.serve.generating_model import decoded_parts, tokenizer
-from tests.serve.test_generated_texts import TEXT, llama_tokenizer, t5_tokenizer
+from tests.text.generating_model import decoded_parts, tokenizer
+from tests.text.test_generated_texts import TEXT, llama_tokenizer, t5_tokenizer
 
 TOKENIZERS = [tokenizer, llama_tokenizer, t5_tokenizer]
 SURE = TokenLogprobs(0.0, ())

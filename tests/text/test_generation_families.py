@@ -16,7 +16,8 @@ import tritonclient.grpc
 from transformers import PreTrainedTokenizerFast
 
 import stagepack
-from tests.serve.generating_families import (
+from tests.serve.servers import Server, grpc_client, post, stagepack_server
+from tests.text.generating_families import (
     FAMILIES,
     SEQ2SEQ,
     family_bundle,
@@ -24,9 +25,8 @@ from tests.serve.generating_families import (
     make_model,
     make_prompts,
 )
-from tests.serve.generating_model import tokenizer
-from tests.serve.servers import Server, grpc_client, post, stagepack_server
-from tests.serve.test_generation import events, stream_responses, text_input
+from tests.text.generating_model import tokenizer
+from tests.text.test_generation import events, stream_responses, text_input
 
 pytestmark = pytest.mark.xdist_group("serve")
 COUNT = 24

@@ -26,10 +26,10 @@ import torch
 import stagepack
 from stagepack.errors import StageFailedError
 from tests.distributed.test_serving import stage_process_ids
-from tests.serve.generating_families import NOT_FINITE, VOCABULARY, fragile_bundle
-from tests.serve.generating_model import tokenizer
 from tests.serve.servers import Server, get, stagepack_server
-from tests.serve.test_text_loop import CLIENTS, MODES, ROWS, is_idle
+from tests.text.generating_families import NOT_FINITE, VOCABULARY, fragile_bundle
+from tests.text.generating_model import tokenizer
+from tests.text.test_text_loop import CLIENTS, MODES, ROWS, is_idle
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.xdist_group("serve")

@@ -22,7 +22,6 @@ from tritonclient.grpc import service_pb2 as pb
 from tritonclient.utils import InferenceServerException
 
 from stagepack.roads.replace import replace_weights
-from tests.serve.generating_model import POSITIONS, VOCABULARY, Decoder, continue_tokens, tokenizer
 from tests.serve.servers import (
     Server,
     begin_stream,
@@ -36,6 +35,7 @@ from tests.serve.servers import (
 )
 from tests.serve.test_large_json import ask_meanwhile
 from tests.serve.test_serve import metrics
+from tests.text.generating_model import POSITIONS, VOCABULARY, Decoder, continue_tokens, tokenizer
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.xdist_group("serve")

@@ -25,10 +25,10 @@ from stagepack_text.openai.requests import (
     use_of_field,
 )
 from stagepack_text.server.text_stream import TextFormat
-from tests.serve.generating_model import POSITIONS, VOCABULARY, Decoder, tokenizer
 from tests.serve.local_server import LocalServer, local_server
 from tests.serve.servers import begin_stream, openai_client, post
 from tests.serve.test_serve import metrics
+from tests.text.generating_model import POSITIONS, VOCABULARY, Decoder, tokenizer
 from tests.waiting import wait_until
 
 PROMPT = "Once upon"

@@ -18,9 +18,9 @@ from tokenizers import Tokenizer
 import stagepack
 from stagepack_text.server.text_stream import TextFormat
 from stagepack_text.server.tool_calls import CallForm, CallReader, ToolCall, form_of_template
-from tests.serve.generating_model import decoded_parts, tokenizer
 from tests.serve.local_server import LocalServer, local_server
 from tests.serve.servers import openai_client, post
+from tests.text.generating_model import decoded_parts, tokenizer
 
 # What makes them those of models that call tools, and messages as short as the cache.
 CALLING_TEMPLATES = {

@@ -14,7 +14,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from stagepack_serving.server.errors import RequestError
 from stagepack_text.server.chat_template import ChatTemplate
 from stagepack_text.server.text_stream import StopStrings, TextFormat
-from tests.serve.generating_model import tokenizer
+from tests.text.generating_model import tokenizer
 
 TEXT = "Hällo, 你好 😀!"
 

@@ -21,13 +21,13 @@ from stagepack_serving.server.model_registry import ModelRegistry
 from stagepack_text.openai.requests import decode_openai_request, use_of_field
 from stagepack_text.openai.responses import ResponseAnswer, ResponseEvents, ResponseFields
 from stagepack_text.openai.routes import ResponsesRoute
-from tests.serve.generating_model import export_decoder
 from tests.serve.local_server import LocalServer
 from tests.serve.servers import openai_client
-from tests.serve.test_openai import field_rows
-from tests.serve.test_openai_errors import refused_fields
-from tests.serve.test_openai_tools import TOOLS as CHAT_TOOLS
-from tests.serve.test_openai_tools import calling_server, space_bias
+from tests.text.generating_model import export_decoder
+from tests.text.test_openai import field_rows
+from tests.text.test_openai_errors import refused_fields
+from tests.text.test_openai_tools import TOOLS as CHAT_TOOLS
+from tests.text.test_openai_tools import calling_server, space_bias
 
 
 @pytest.fixture(scope="module")

@@ -19,8 +19,6 @@ import pytest
 import torch
 
 import stagepack
-from tests.serve.generating_families import POSITIONS, VOCABULARY, export_qwen
-from tests.serve.generating_model import tokenizer
 from tests.serve.local_server import local_server, serving
 from tests.serve.servers import (
     STAGEPACK,
@@ -32,6 +30,8 @@ from tests.serve.servers import (
     post_json,
 )
 from tests.serve.test_serve import metrics
+from tests.text.generating_families import POSITIONS, VOCABULARY, export_qwen
+from tests.text.generating_model import tokenizer
 from tests.waiting import wait_until
 
 ROWS, CLIENTS = 4, 12

@@ -10,9 +10,9 @@ import pytest
 import stagepack
 from stagepack_text.openai.requests import ChatFields, CompletionFields, EmbeddingFields
 from tests.sentence_models import HIDDEN, sentence_model, sentence_transformers
-from tests.serve.generating_model import POSITIONS
 from tests.serve.local_server import LocalServer, local_server
 from tests.serve.servers import get, post_json
+from tests.text.generating_model import POSITIONS
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from stagepack_text.server.served_text import ServedText
 from stagepack_text.server.text_admission import TextAdmission
 from stagepack_text.server.text_loop import TextLoop
 from stagepack_text.settings import GenerationSettings
-from tests.serve.generating_model import served_text
+from tests.text.generating_model import served_text
 
 ROWS, TOKENS, STEP_SECONDS = 6, 24, 0.05
 CHOICES, DEADLINE = 8, 6.0

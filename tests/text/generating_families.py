@@ -31,7 +31,7 @@ from transformers import (
 
 import stagepack
 from tests.made_once import made_once
-from tests.serve.generating_model import write_assets
+from tests.text.generating_model import write_assets
 
 POSITIONS = 64
 VOCABULARY = 258

@@ -22,11 +22,11 @@ from stagepack_serving.server.metrics import Metrics
 from stagepack_text.server.text_loop import ClientQueue, TextLoop
 from stagepack_text.settings import GenerationSettings
 from tests.serve.certificates import secret_file
-from tests.serve.generating_families import POSITIONS, VOCABULARY
-from tests.serve.generating_model import served_text
 from tests.serve.local_server import LocalServer, local_server
 from tests.serve.servers import grpc_client, post
 from tests.serve.test_serve import metrics
+from tests.text.generating_families import POSITIONS, VOCABULARY
+from tests.text.generating_model import served_text
 from tests.waiting import wait_until
 
 ROWS = 2
