@@ -176,8 +176,8 @@ class TextLoop:
                                 text.parts.put_nowait(part)
                         self._end_late_texts(lane)
         except Exception as error:  # noqa: BLE001 - the requests get any error
-            while (text := lane.take_any()) is not None:
-                self._end(lane, text, error)
+            while (ended := lane.take_any()) is not None:
+                self._end(lane, ended, error)
             while self._waiting:
                 self._end(lane, self._waiting.popleft(), error)
         finally:
