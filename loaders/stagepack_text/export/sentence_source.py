@@ -24,7 +24,7 @@ _KIND: Final = "SentenceTransformer"
 
 
 class SentenceSource:
-    """See `SourceExtension`."""
+    """Loads models of sentence-transformers, and takes those in memory. Implements `SourceExtension`."""
 
     def wrap(self, model: Any) -> SentencePipeline | None:
         """Return the pipeline of a ``SentenceTransformer``, which is unchanged: the modules are copies with its tensors."""
