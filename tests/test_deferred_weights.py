@@ -17,11 +17,12 @@ from stagepack.capture.checkpoint import DataNeededError, DeferredTensors, check
 from stagepack.capture.inputs import Inputs
 from stagepack.capture.module_checkpoint import tensors_by_weight_name
 from stagepack.capture.transformers.hugging_face import capture_pretrained
+from stagepack.capture.transformers.pretrained_model import model_files
 from stagepack.errors import CaptureError, OptionError
 from stagepack.format.file_writing import write_pieces
 from stagepack.format.reader import Bundle
 from stagepack.partition.cut_options import CutOptions
-from stagepack.roads.capture_writer import export_capture
+from stagepack.roads.capture_writer import ExportOptions, export_capture
 from stagepack.torch_internals import FakeTensor
 from tests.zoo.architectures.encoders import minilm_encoder_folder
 from tests.zoo.cases import named
@@ -68,7 +69,10 @@ def test_weights_are_converted_to_another_dtype(tmp_path: Path) -> None:
     for deferred in (True, False):
         capture = capture_pretrained(source, Inputs(), deferred=deferred, dtype="bfloat16")
         assert (capture.deferred is not None) == deferred
-        bundle = export_capture(capture, out=tmp_path / str(deferred), cut_options=CutOptions(stages=2))
+        options = ExportOptions(assets=model_files(capture.model))
+        bundle = export_capture(
+            capture, out=tmp_path / str(deferred), cut_options=CutOptions(stages=2), options=options
+        )
         digests.add(bundle.digest)
     assert len(digests) == 1
     graph = bundle.graph(0)

@@ -16,7 +16,7 @@ from stagepack.capture.transformers.hugging_face import capture_pretrained
 from stagepack.capture.transformers.pretrained_model import model_files
 from stagepack.errors import CaptureError
 from stagepack.partition.cut_options import CutOptions
-from stagepack.roads.capture_writer import export_capture
+from stagepack.roads.capture_writer import ExportOptions, export_capture
 from stagepack_loaders.example import replay_example
 from tests.zoo.architectures.encoders import minilm_encoder_folder
 from tests.zoo.case import Case
@@ -73,7 +73,8 @@ def test_a_folder_becomes_a_bundle_that_stock_transformers_opens(name: str, tmp_
     model = saved(CASES[name], tmp_path / "model")
     capture = capture_pretrained(str(tmp_path / "model"), Inputs())
     assert capture.method == "torch.export.export"
-    bundle = export_capture(capture, out=tmp_path / "m.stagepack", cut_options=CutOptions(stages=3))
+    options = ExportOptions(assets=model_files(capture.model))
+    bundle = export_capture(capture, out=tmp_path / "m.stagepack", cut_options=CutOptions(stages=3), options=options)
     assert replay_example(stagepack.load(bundle, allow_ops=["transformers"])).largest == 0.0
     assert {symbol.min for symbol in bundle.entry_point.symbols} == {1}
     opened, report = type(model).from_pretrained(tmp_path / "m.stagepack", output_loading_info=True)  # type: ignore[attr-defined]
@@ -86,11 +87,12 @@ def test_a_folder_becomes_a_bundle_that_stock_transformers_opens(name: str, tmp_
 
 def test_the_real_minilm_equals_the_eager_model_at_other_sizes(tmp_path: Path) -> None:
     capture = capture_pretrained(minilm_encoder_folder(), Inputs())
-    bundle = export_capture(capture, out=tmp_path / "m.stagepack", cut_options=CutOptions(stages=3))
-    assert [edge.shape for edge in bundle.edges if edge.producer is None] == [("batch", "sequence")] * 2
-    model = transformers.AutoModel.from_pretrained(tmp_path / "m.stagepack").eval()
     original = capture.model
     assert original is not None
+    options = ExportOptions(assets=model_files(original))
+    bundle = export_capture(capture, out=tmp_path / "m.stagepack", cut_options=CutOptions(stages=3), options=options)
+    assert [edge.shape for edge in bundle.edges if edge.producer is None] == [("batch", "sequence")] * 2
+    model = transformers.AutoModel.from_pretrained(tmp_path / "m.stagepack").eval()
     assert same_state(model, original)
     pipe = stagepack.load(bundle)
     for batch, length in ((1, 1), (1, 3), (5, 17)):

@@ -8,13 +8,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import stagepack
-from stagepack.capture.inputs import Inputs
-from stagepack.capture.transformers.hugging_face import capture_pretrained
 from stagepack.cli import main
 from stagepack.errors import CaptureError, OptionError
 from stagepack.format.reader import Bundle
-from stagepack.partition.cut_options import CutOptions
-from stagepack.roads.capture_writer import export_capture
 from tests.zoo.cases import named
 
 
@@ -26,7 +22,7 @@ def saved(folder: Path, seed: int) -> str:
 
 
 def exported(source: str, out: Path) -> Bundle:
-    return export_capture(capture_pretrained(source, Inputs()), out=out, cut_options=CutOptions(stages=2))
+    return stagepack.export(source, out=out, stages=2)
 
 
 def test_a_tuned_model_becomes_the_bundle_of_its_own_export(tmp_path: Path) -> None:

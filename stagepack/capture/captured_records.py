@@ -3,12 +3,9 @@
 Torch refuses dataclasses that are not registered. A registration lasts as long as the process and can be done once, by the user.
 """
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
-
-import torch
 
 from stagepack.format.tree import Record, type_name
 from stagepack.torch_internals import (
@@ -38,16 +35,6 @@ register_container(
     CapturedRecord.flatten,
     lambda fields, context: CapturedRecord(context[0], dict(zip(context[1], fields, strict=True))),
 )
-
-
-@contextlib.contextmanager
-def captured_results(model: torch.nn.Module) -> Iterator[None]:
-    """Let a model return records in the place of unregistered dataclasses, within the ``with`` block."""
-    hook = model.register_forward_hook(lambda _module, _args, result: with_records(result))
-    try:
-        yield
-    finally:
-        hook.remove()
 
 
 def with_records(result: Any) -> Any:

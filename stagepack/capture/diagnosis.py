@@ -14,7 +14,7 @@ from stagepack.capture.model_runs import preserve_module, run_model
 from stagepack.capture.programs import PATCHED_EXPORT, Capture, capture_module, capture_patched
 from stagepack.capture.time_limit import TimeLimitReached, time_limit
 from stagepack.capture.torch_messages import format_torch_error, suppress_stderr, with_location
-from stagepack.capture.transformers.pretrained_model import is_transformers_model
+from stagepack.capture.user_model import is_transformers_model
 from stagepack.errors import CaptureError, StagepackError
 from stagepack.torch_internals import draft_export_failures, suppress_log_records
 

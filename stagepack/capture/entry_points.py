@@ -11,11 +11,11 @@ import torch
 from torch.export import Dim
 
 from stagepack.capture.inputs import Inputs, inputs_by_parameter, with_tensors
-from stagepack.capture.model_runs import preserve_module, run_model, take_parts
+from stagepack.capture.model_runs import preserve_module, run_model
 from stagepack.capture.programs import Capture, capture_module
 from stagepack.capture.torch_messages import advised_capture
 from stagepack.capture.transformers.hugging_face import capture_transformers
-from stagepack.capture.transformers.pretrained_model import is_transformers_model
+from stagepack.capture.user_model import is_transformers_model, take_parts
 from stagepack.errors import CaptureError, OptionError
 from stagepack.format.rules import is_identifier
 from stagepack.torch_internals import tree_map, tree_map_tensors

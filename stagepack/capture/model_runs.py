@@ -7,7 +7,7 @@ model, so containers are read and written by the methods of the built-in class t
 import contextlib
 import copy
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -41,8 +41,6 @@ _DICT_CLASSES = (OrderedDict, dict)
 _ITEM_CLASSES = (list, deque, set)
 # A part of a module's state: its kind for the error message, and the function that restores it.
 _SavedState = tuple[str, Callable[[], None]]
-# No attribute of a model has this name: one of its modules may be called `model`.
-_ATTRIBUTE = "(model)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,21 +164,32 @@ def _is_nan(real_tensor: torch.Tensor) -> torch.Tensor:
     return real_tensor.to(torch.float32).isnan() if real_tensor.itemsize == 1 else real_tensor.isnan()
 
 
-@contextlib.contextmanager
-def preserve_module(model: torch.nn.Module, written: Iterable[torch.Tensor] = ()) -> Iterator[None]:
+def preserve_module(
+    model: torch.nn.Module, written: Iterable[torch.Tensor] = ()
+) -> contextlib.AbstractContextManager[None]:
     """Restore a module after the ``with`` block, whether the block succeeds or fails. Nothing is written that did not change.
 
     Covered are the attributes of the module, its submodules, and modules in other attributes; the containers that these hold, nested ones
     included; the attributes of the objects that they hold, if their classes come from the packages of the model's classes; the content of
     buffers, of tensors in all these places and of those `written`, but not of other parameters; and the state of torch's random numbers.
     """
-    refuse_unreadable_weights(model)
     attribute_tensors: list[torch.Tensor] = []
-    saved_states = [
-        *_save_containers(model, attribute_tensors),
-        *_save_storages((*model.buffers(), *written, *_outside_of_parameters(model, attribute_tensors))),
-        *_save_random_state(),
-    ]
+    try:
+        containers = list(_save_containers(model, attribute_tensors))
+        storages = _save_storages((*model.buffers(), *written, *_outside_of_parameters(model, attribute_tensors)))
+        return _restoring(type(model).__name__, [*containers, *storages, *_save_random_state()])
+    except Exception:
+        refuse_unreadable_weights(model)
+        raise
+
+
+def preserve_tensors(tensors: Iterable[torch.Tensor]) -> contextlib.AbstractContextManager[None]:
+    """Restore the content of tensors, and the state of torch's random numbers, after the ``with`` block."""
+    return _restoring("the program", [*_save_storages(tensors), *_save_random_state()])
+
+
+@contextlib.contextmanager
+def _restoring(owner: str, saved_states: Sequence[_SavedState]) -> Iterator[None]:
     failures: list[str] = []
     try:
         yield
@@ -190,7 +199,7 @@ def preserve_module(model: torch.nn.Module, written: Iterable[torch.Tensor] = ()
             for kind, restore in saved_states:
                 stack.callback(_try_restore, kind, restore, failures)
         if failures:
-            raise CaptureError(f"{type(model).__name__} is changed, it cannot be restored: {'; '.join(failures)}")
+            raise CaptureError(f"{owner} is changed, it cannot be restored: {'; '.join(failures)}")
 
 
 def _try_restore(kind: str, restore: Callable[[], None], failures: list[str]) -> None:
@@ -333,31 +342,3 @@ def _save_random_state() -> Iterator[_SavedState]:
     if torch.cuda.is_initialized():
         cuda_states = torch.cuda.get_rng_state_all()
         yield "the random state of CUDA devices", partial(torch.cuda.set_rng_state_all, cuda_states)
-
-
-def take_parts(
-    wrapper: torch.nn.Module, model: torch.nn.Module, further_modules: Mapping[str, torch.nn.Module] | None = None
-) -> None:
-    """Give a module that calls a model all parameters, buffers and modules of the model, by their names in the model.
-
-    One of the wrapper's `further_modules` whose name a part of the model has gets ``_`` at the end of it.
-    """
-    # The dicts themselves: torch.export replaces parameters in them while it runs the wrapper.
-    for attribute in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
-        wrapper.__dict__[attribute] = model.__dict__[attribute]
-    wrapper.__dict__["training"] = model.training
-    # The attributes that the model assigns are its own, which `preserve_module` finds here.
-    wrapper.__dict__[_ATTRIBUTE] = (model,)
-    if further_modules is not None:
-        wrapper.__dict__["_modules"] = dict(model.__dict__["_modules"])
-        for module_name, module in further_modules.items():
-            while hasattr(model, module_name):
-                module_name += "_"
-            wrapper.__dict__["_modules"][module_name] = module
-
-
-def wrapped_model(module: torch.nn.Module) -> torch.nn.Module:
-    """Return the model that a module calls if `take_parts` made it, else the module itself."""
-    while _ATTRIBUTE in vars(module):
-        (module,) = vars(module)[_ATTRIBUTE]
-    return module

@@ -1,6 +1,6 @@
 """Run a captured program node by node: for its answer, and to find the module where it parts from its model."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,23 +16,24 @@ from stagepack.torch_internals import tree_leaves
 
 # How far values of a model and of its program may be from each other before a module counts as the first that differs.
 _RTOL, _ATOL = 1e-3, 1e-4
-MakeInterpreter = Callable[[fx.GraphModule], fx.Interpreter]
 
 
 def run_program_nodes(
     program: ExportedProgram,
     values: Sequence[Any],
     weights: Mapping[str, torch.Tensor],
-    make_interpreter: MakeInterpreter = fx.Interpreter,
+    interpreter: fx.Interpreter,
 ) -> list[Any]:
     """Run the nodes of a captured program one by one, on the values of its inputs in order; return the leaves of its answer.
 
     ``program.module()`` of torch checks the sizes of inputs, and writes Python code, which is not valid where a module or an argument is
     named ``class``. Tensors that are not among the weights come from the program.
+
+    interpreter: runs the graph module of the program.
     """
     remaining = iter(values)
     arguments = [_argument(program, spec, remaining, weights) for spec in program.graph_signature.input_specs]
-    results = make_interpreter(program.graph_module).run(*arguments, enable_io_processing=False)
+    results = interpreter.run(*arguments, enable_io_processing=False)
     specs = program.graph_signature.output_specs
     return [result for result, spec in zip(results, specs, strict=True) if spec.kind == OutputKind.USER_OUTPUT]
 
@@ -55,16 +56,16 @@ class InterpretedProgram(torch.nn.Module):
         self,
         program: ExportedProgram,
         weights: Mapping[str, torch.Tensor] | None = None,
-        make_interpreter: MakeInterpreter = fx.Interpreter,
+        interpreter: fx.Interpreter | None = None,
     ) -> None:
         super().__init__()
         self._program = (program,)  # not as an attribute: it holds graph modules
         self._weights = dict(weights or {})
-        self._make_interpreter = make_interpreter
+        self._interpreter = interpreter or fx.Interpreter(program.graph_module)
 
     def forward(self, *values: Any) -> list[Any]:
         """Run the program."""
-        return run_program_nodes(*self._program, values, self._weights, self._make_interpreter)
+        return run_program_nodes(*self._program, values, self._weights, self._interpreter)
 
 
 class _ModuleCall(NamedTuple):
@@ -97,7 +98,7 @@ def diverging_module(model: torch.nn.Module, program: ExportedProgram, inputs: I
         **dict(model.named_parameters(remove_duplicate=False)),
         **dict(model.named_buffers(remove_duplicate=False)),
     }
-    run = InterpretedProgram(program, weights, Comparison)
+    run = InterpretedProgram(program, weights, Comparison(program.graph_module))
     run_model(run, Inputs(args=tuple(values)), written=weights.values())
     first = next(iter(differing.values()), None)
     return "" if first is None else f"{first.path or 'the model itself'} ({first.type})"

@@ -27,7 +27,8 @@ from stagepack.capture.transformers.hugging_face import (
     capture_transformers,
 )
 from stagepack.capture.transformers.model_folders import diffusers_class, form_of_source
-from stagepack.capture.transformers.pretrained_model import is_transformers_model, load_pretrained
+from stagepack.capture.transformers.pretrained_model import load_pretrained
+from stagepack.capture.user_model import is_transformers_model
 from stagepack.errors import CaptureError, OptionError
 from stagepack.torch_internals import uncompiled_module
 

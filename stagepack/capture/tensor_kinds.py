@@ -52,7 +52,7 @@ def refuse_unreadable_weights(model: torch.nn.Module) -> None:
 def refuse_untraceable(model: torch.nn.Module, inputs: Inputs) -> None:
     """Refuse a model with a parameter, a buffer or an input that ``torch.export`` does not take, or that cannot be copied."""
     for name, weight in _weights(model):
-        if (reason := _why_untraceable(weight)) is not None:
+        if (reason := why_unreadable(weight) or _why_untraceable(weight)) is not None:
             raise CaptureError(f"{type(model).__name__}: {name} {reason}")
     try:
         input_of_parameter = inputs_by_parameter(model.forward, inputs)

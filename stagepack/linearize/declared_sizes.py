@@ -1,12 +1,14 @@
 """What the caller said about dynamic dimensions: their names, and which sizes they may have."""
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.export import Dim
+from torch.export import Dim, ExportedProgram
 
 from stagepack.capture.dynamic_dims import declared_dims
+from stagepack.capture.inputs import Inputs
 from stagepack.capture.programs import Capture
 from stagepack.torch_internals import DimHint, symbolic_expression
 
@@ -37,31 +39,6 @@ class DeclaredDimension:
         return self.dim if symbolic_expression(self.size).is_Symbol else getattr(self.dim, "root", self.dim)
 
 
-def declared_dimensions(capture: Capture) -> list[DeclaredDimension]:
-    """Return the sizes in the dynamic shapes of a capture, in the order of its inputs."""
-    if not capture.inputs.dynamic_shapes or capture.model is None:
-        return []
-    leaf_dims = [dims for _, dims in declared_dims(capture.model.forward, capture.inputs)]
-    placeholders = [node for node in capture.program.graph.nodes if node.op == "placeholder"]
-    # The inputs follow the weights.
-    values = [placeholder.meta.get("val") for placeholder in placeholders[-len(leaf_dims) :]]
-    return [
-        DeclaredDimension(leaf, axis, dim, value if axis is None else value.shape[axis])
-        for leaf, (value, dims) in enumerate(zip(values, leaf_dims, strict=False))
-        for axis, dim in dims.items()
-        if axis is None or axis < value.ndim  # torch ignores a dimension that a tensor does not have
-    ]
-
-
-def dimension_names(capture: Capture) -> dict[str, str]:
-    """Return the names of the ``torch.export.Dim`` of a capture's dynamic shapes, by the name of torch's symbol."""
-    dim_names: dict[str, str] = {}
-    for declared in declared_dimensions(capture):
-        if declared.symbol_name is not None and declared.named_dim is not None:
-            dim_names.setdefault(declared.symbol_name, declared.named_dim.__name__)
-    return dim_names
-
-
 @dataclass(frozen=True, slots=True)
 class SizeRequest:
     """What a caller asked for of a symbol."""
@@ -76,23 +53,59 @@ class SizeRequest:
     dimension: DeclaredDimension | None = None
 
 
-def size_requests(capture: Capture) -> dict[str, SizeRequest]:
-    """Return what the caller asked for of the sizes of inputs, by the name of torch's symbol."""
+@dataclass(frozen=True, slots=True)
+class DeclaredSizes:
+    """What the caller said about the sizes of inputs."""
+
+    # In the order of the inputs.
+    dimensions: tuple[DeclaredDimension, ...]
+    # What was asked for, by the name of torch's symbol.
+    requests: Mapping[str, SizeRequest]
+
+    @property
+    def names(self) -> dict[str, str]:
+        """The names of each ``torch.export.Dim``, by the name of torch's symbol."""
+        dim_names: dict[str, str] = {}
+        for declared in self.dimensions:
+            if declared.symbol_name is not None and declared.named_dim is not None:
+                dim_names.setdefault(declared.symbol_name, declared.named_dim.__name__)
+        return dim_names
+
+
+def declared_sizes(capture: Capture) -> DeclaredSizes:
+    """Return what the dynamic shapes of a capture say."""
     if capture.model is None:
         # Where torch begins a range of which the caller has said nothing.
-        return {
-            str(symbol): SizeRequest(0, None, is_explicit=False)
-            for symbol, sizes in capture.program.range_constraints.items()
-            if sizes.lower == 2 and not str(sizes.upper).isdigit()
-        }
+        return DeclaredSizes(
+            (),
+            {
+                str(symbol): SizeRequest(0, None, is_explicit=False)
+                for symbol, sizes in capture.program.range_constraints.items()
+                if sizes.lower == 2 and not str(sizes.upper).isdigit()
+            },
+        )
+    dimensions = (
+        () if not capture.inputs.dynamic_shapes else tuple(_dimensions(capture.program, capture.model, capture.inputs))
+    )
     requests: dict[str, SizeRequest] = {}
-    for declared in declared_dimensions(capture):
+    for declared in dimensions:
         request, symbol_name = _request(declared), declared.symbol_name
         if request is not None and symbol_name is not None:
             known_request = requests.setdefault(symbol_name, request)
             if request.smallest > known_request.smallest:
                 requests[symbol_name] = request
-    return requests
+    return DeclaredSizes(dimensions, requests)
+
+
+def _dimensions(program: ExportedProgram, model: torch.nn.Module, inputs: Inputs) -> Iterator[DeclaredDimension]:
+    leaf_dims = [dims for _, dims in declared_dims(model.forward, inputs)]
+    placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]
+    # The inputs follow the weights.
+    values = [placeholder.meta.get("val") for placeholder in placeholders[-len(leaf_dims) :]]
+    for leaf, (value, dims) in enumerate(zip(values, leaf_dims, strict=False)):
+        for axis, dim in dims.items():
+            if axis is None or axis < value.ndim:  # torch ignores a dimension that a tensor does not have
+                yield DeclaredDimension(leaf, axis, dim, value if axis is None else value.shape[axis])
 
 
 def _request(declared: DeclaredDimension) -> SizeRequest | None:

@@ -53,9 +53,8 @@ class ObservedRun:
 
     def run(self, weights: Mapping[str, torch.Tensor], values: Sequence[Any]) -> list[Any]:
         """Run the program, without its guards on the sizes of inputs; return the leaves of its answer."""
-        return run_program_nodes(
-            self._program.exported, values, weights, lambda module: _ObservingInterpreter(module, self)
-        )
+        exported = self._program.exported
+        return run_program_nodes(exported, values, weights, _ObservingInterpreter(exported.graph_module, self))
 
     def observe(self, source: FxNode, result: Any) -> None:
         """Compare what a node returned with the shapes that the graph states; sizes that depend on data are left out."""

@@ -24,10 +24,8 @@ from torch.export.graph_signature import (
 from torch.fx import GraphModule
 from torch.fx import Node as FxNode
 
-from stagepack.capture.model_runs import wrapped_model
 from stagepack.capture.programs import Capture
 from stagepack.capture.traced_calls import CallBoundary, TracedCall, TracedCalls, call_boundaries
-from stagepack.capture.transformers.pretrained_model import is_transformers_model
 from stagepack.errors import UnsupportedError, first_line
 from stagepack.format.graph import Argument, Graph, ModuleCall, Scope, ValueArg
 from stagepack.format.rules import split_call_path
@@ -37,10 +35,10 @@ from stagepack.format.tree import UNUSED_VALUE, Signature
 from stagepack.graph.analysis import GraphAnalysis
 from stagepack.linearize.body import BodyBuilder, FxValue
 from stagepack.linearize.conditions import program_conditions
-from stagepack.linearize.declared_sizes import dimension_names, size_requests
+from stagepack.linearize.declared_sizes import DeclaredSizes, declared_sizes
 from stagepack.linearize.guards import program_guards
 from stagepack.linearize.op_tables import Tables, module_stack, with_node_location
-from stagepack.linearize.program_tensors import constant_argument, inner_constants, program_device, program_tensors
+from stagepack.linearize.program_tensors import constant_argument, program_tensors
 from stagepack.linearize.signature import SignatureLeaf, call_signature, program_signature
 from stagepack.linearize.symbols import SymbolTable, TracedSymbol
 from stagepack.linearize.weight_table import WeightTable, weight_table
@@ -130,6 +128,8 @@ class LinearizedProgram:
     sources: tuple[FxNode, ...]
     # What torch has for each symbol of the graph, by name.
     traced_symbols: Mapping[str, TracedSymbol]
+    # What the caller said about the sizes of its inputs.
+    declared: DeclaredSizes
 
     def with_constant_prefix(self, prefix: str) -> "LinearizedProgram":
         """Return the program with other names of its constants, which torch numbers in each program."""
@@ -147,35 +147,34 @@ class LinearizedProgram:
 
 def linearize_program(capture: Capture) -> LinearizedProgram:
     """Turn a captured program into data."""
-    conditions = program_conditions(capture.program)
     program = _without_vmap(capture.program)
-    tensors = program_tensors(program)
-    # from_pretrained of transformers expects every persistent buffer in the files.
-    store_zeros = capture.model is not None and is_transformers_model(wrapped_model(capture.model))
-    weights = weight_table(tensors, store_zeros=store_zeros, data_of=capture.data)
     _check_tensors(program)
-    smallest_sizes = {symbol_name: request.smallest for symbol_name, request in size_requests(capture).items()}
-    symbols = SymbolTable(program, dimension_names(capture), smallest_sizes)
-    tables = Tables(symbols, program_device(program, tensors), weights.values, inner_constants(program))
-    body = BodyBuilder(tables, program.graph_module)
-    input_leaves = _bind_inputs(program, body)
+    tensors = program_tensors(program)
+    weights = weight_table(tensors.tensors, store_zeros=capture.is_pretrained, deferred=capture.deferred)
+    declared = declared_sizes(capture)
+    symbols = SymbolTable(program, declared.names, {name: asked.smallest for name, asked in declared.requests.items()})
+    body, input_leaves = _bound_body(program, Tables(symbols, tensors.device, weights.values, tensors.inner_constants))
     try:
         body.build()
     except UnsupportedError as error:
-        raise UnsupportedError(with_node_location(str(error), tables.current_node)) from None
+        raise UnsupportedError(with_node_location(str(error), body.tables.current_node)) from None
     result_leaves = _result_leaves(program, body)
+    graph = _graph(body, weights, result_leaves, capture.calls)
+    signature = program_signature(program, input_leaves, result_leaves, capture.model)
+    conditions = [*program_conditions(capture.program)]
+    if program is not capture.program:
+        conditions += program_conditions(program)
     return LinearizedProgram(
-        graph=_graph(body, weights, result_leaves, capture.calls),
-        signature=program_signature(program, input_leaves, result_leaves, capture.model),
-        guards=program_guards(
-            (*conditions, *program_conditions(program)), asserted_conditions(program), symbols, body.inputs
-        ),
+        graph=graph,
+        signature=signature,
+        guards=program_guards(conditions, asserted_conditions(program), symbols, body.inputs),
         weights=weights,
-        split_positions=tuple(tables.split_positions),
-        device=tables.device,
+        split_positions=tuple(body.tables.split_positions),
+        device=tensors.device,
         exported=program,
         sources=tuple(body.sources),
         traced_symbols=symbols.traced_symbols,
+        declared=declared,
     )
 
 
@@ -234,10 +233,12 @@ def _check_tensors(program: ExportedProgram) -> None:
                 )
 
 
-def _bind_inputs(program: ExportedProgram, body: BodyBuilder) -> list[SignatureLeaf]:
-    """Bind the placeholders of a program to weights, constants and inputs; return the leaves of the model's arguments."""
+def _bound_body(program: ExportedProgram, tables: Tables) -> tuple[BodyBuilder, list[SignatureLeaf]]:
+    """The body of a program with its placeholders bound to weights, constants and inputs, and the leaves of the model's arguments."""
+    placeholders = _placeholders(program).values()
+    body = BodyBuilder(tables, program.graph_module)
     leaves: list[SignatureLeaf] = []
-    for node, spec in zip(_placeholders(program).values(), program.graph_signature.input_specs, strict=True):
+    for node, spec in zip(placeholders, program.graph_signature.input_specs, strict=True):
         if spec.kind in _WEIGHT_INPUTS:
             body.bind_weight(node, str(spec.target))
         elif spec.kind == InputKind.TOKEN:
@@ -249,7 +250,7 @@ def _bind_inputs(program: ExportedProgram, body: BodyBuilder) -> list[SignatureL
             leaves.append(spec.arg)
         else:
             leaves.append(body.add_input(node, node.name))
-    return leaves
+    return body, leaves
 
 
 def _result_leaves(program: ExportedProgram, body: BodyBuilder) -> list[SignatureLeaf]:

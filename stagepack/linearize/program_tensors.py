@@ -1,8 +1,8 @@
 """The parameters, buffers and constants of a captured program, the device that they are on, and constant arguments of its operators."""
 
 import itertools
-from collections.abc import Iterator
-from typing import Literal
+from collections.abc import Iterator, Mapping
+from typing import Literal, NamedTuple
 
 import torch
 from torch.export import ExportedProgram
@@ -39,13 +39,22 @@ def constant_argument(constant: object, location: str) -> Argument:
     raise UnsupportedError(f"{location} is {description}, which a bundle cannot hold")
 
 
-def program_tensors(program: ExportedProgram) -> dict[str, tuple[WeightKind, torch.Tensor]]:
-    """Return the parameters, buffers and constants of a program with their kind, in the order of the model.
+class ProgramTensors(NamedTuple):
+    """The tensors of a captured program."""
 
-    In the place of a tensor of a subclass that wraps others, such as a quantized weight, are the tensors that it wraps.
-    """
+    # The parameters, buffers and constants with their kind, in the order of the model.
+    tensors: Mapping[str, tuple[WeightKind, torch.Tensor]]
+    # The constants that graph modules inside the program hold.
+    inner_constants: Mapping[str, torch.Tensor]
+    # The type of the device of the capture: the device of the first tensor, else of the first input, else ``cpu``.
+    device: str
+
+
+def program_tensors(program: ExportedProgram) -> ProgramTensors:
+    """Return the tensors of a program. In the place of a tensor that wraps others, such as a quantized weight, are those that it wraps."""
     tensors: dict[str, tuple[WeightKind, torch.Tensor]] = {}
-    used_names = {node.name for node in program.graph.nodes if node.op == "placeholder" and node.users}
+    placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]
+    used_names = {node.name for node in placeholders if node.users}
     for spec in program.graph_signature.input_specs:
         kind = _weight_kind(spec)
         if kind is not None:
@@ -58,11 +67,15 @@ def program_tensors(program: ExportedProgram) -> dict[str, tuple[WeightKind, tor
             if kind == "non_persistent_buffer" and spec.arg.name not in used_names and tensor.layout != torch.strided:
                 continue  # for code outside of the forward, such as whisper's sparse `alignment_heads`
             tensors |= {plain_name: (kind, plain) for plain_name, plain in unwrapped_tensors(weight_name, tensor)}
-    return tensors | {name: ("constant", tensor) for name, tensor in inner_constants(program).items()}
+    inner = _inner_constants(program)
+    tensors |= {name: ("constant", tensor) for name, tensor in inner.items()}
+    candidates = (*(tensor for _, tensor in tensors.values()), *(node.meta.get("val") for node in placeholders))
+    device = next((tensor.device.type for tensor in candidates if isinstance(tensor, torch.Tensor)), "cpu")
+    return ProgramTensors(tensors, inner, device)
 
 
-def inner_constants(program: ExportedProgram) -> dict[str, torch.Tensor]:
-    """Return the tensors that graph modules inside a program hold, such as constants in the branches of ``torch.cond``.
+def _inner_constants(program: ExportedProgram) -> dict[str, torch.Tensor]:
+    """The tensors that graph modules inside a program hold, such as constants in the branches of ``torch.cond``.
 
     torch lifts the constants of the program itself, and names them ``lifted_tensor_0`` and so on. These get the next names.
     """
@@ -90,13 +103,6 @@ def module_attribute(module: torch.nn.Module, path: str) -> object:
     for name in path.split("."):
         attribute = getattr(attribute, name, None)
     return attribute
-
-
-def program_device(program: ExportedProgram, tensors: dict[str, tuple[WeightKind, torch.Tensor]]) -> str:
-    """Return the type of the device of the capture: the device of the first tensor, else of the first input, else ``cpu``."""
-    input_values = [node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"]
-    candidates = (*(tensor for _, tensor in tensors.values()), *input_values)
-    return next((tensor.device.type for tensor in candidates if isinstance(tensor, torch.Tensor)), "cpu")
 
 
 def unwrapped_tensors(weight_name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:

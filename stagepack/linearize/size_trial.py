@@ -16,7 +16,7 @@ from torch.export.graph_signature import ConstantArgument, InputKind
 from torch.func import functional_call
 
 from stagepack.capture.inputs import Inputs
-from stagepack.capture.model_runs import EXAMPLE_SEED, are_identical, preserve_module, run_model
+from stagepack.capture.model_runs import EXAMPLE_SEED, are_identical, preserve_tensors, run_model
 from stagepack.capture.programs import Capture
 from stagepack.capture.torch_messages import describe_error, suppress_warnings
 from stagepack.errors import CaptureError
@@ -140,16 +140,15 @@ class SizeTrial:
 
     def shapes_at(self, point: Point) -> Observed:
         """Run the program on tensors without data, as far as nodes need none; return the sizes that differ from the stated ones."""
-        run = ObservedRun(self._program, point, skips_failing=True)
         if self._leaves is None or self._refused_by(point):
-            return run.observed
+            return {}
         mode, weights = self._weights_without_data()
         # torch logs what its functions for tensors without data raise.
         with suppress_log_records(FakeTensor.__module__), suppress_warnings(), mode, torch.no_grad():
             leaves = zip(self._leaves, self._values, strict=True)
-            run.run(
-                weights, [_without_data(leaf, self._sizes(value, point)) for leaf, value in leaves if value is not None]
-            )
+            inputs = [_without_data(leaf, self._sizes(value, point)) for leaf, value in leaves if value is not None]
+            run = ObservedRun(self._program, point, skips_failing=True)
+            run.run(weights, inputs)
         return run.observed
 
     def _program_tensors(self) -> dict[str, Any]:
@@ -168,7 +167,7 @@ class SizeTrial:
             return False
         else:
             for weight_name, tensor in tensors.items():
-                data = self._capture.data(tensor) if isinstance(tensor, torch.Tensor) else tensor
+                data = self._capture.deferred.real(tensor) if isinstance(tensor, torch.Tensor) else tensor
                 # The data of files is mapped for reading only.
                 self._weights[weight_name] = data.clone() if weight_name in written_names else data
             self._written = [
@@ -210,11 +209,10 @@ class SizeTrial:
             ]
         except (ArithmeticError, RuntimeError) as error:
             return Outcome(Verdict.UNKNOWN, f"there is no input of these sizes: {describe_error(error)}")
-        run = ObservedRun(self._program, point)
-        results, program_error = [], None
+        results, observed, program_error = [], {}, None
         # The program runs first: its operators are checked before they run, the operators of the model are not.
         try:
-            results = self._run(leaves, run)
+            results, observed = self._run(leaves, point)
         except UnsafeArgumentsError as error:
             return Outcome(Verdict.BOTH_FAIL, f"the model might end the process: {describe_error(error)}")
         except Exception as error:  # noqa: BLE001 - operators raise errors of any kind
@@ -229,12 +227,12 @@ class SizeTrial:
         if failure:
             return Outcome(Verdict.MODEL_FAILS, failure)
         if self._capture.model is None or are_identical(answer, results):
-            return Outcome(Verdict.EQUAL, observed=run.observed)
+            return Outcome(Verdict.EQUAL, observed=observed)
         if point == self.example or self.at(self.example).verdict is Verdict.EQUAL:
             return Outcome(Verdict.DIFFERS, "its captured program answers otherwise")
         # The program rounds otherwise than the model at all sizes.
         verdict = Verdict.EQUAL if _are_close(tree_leaves(answer), results) else Verdict.UNKNOWN
-        return Outcome(verdict, "its captured program answers otherwise, as at the example", run.observed)
+        return Outcome(verdict, "its captured program answers otherwise, as at the example", observed)
 
     def _answer(self, leaves: list[Any]) -> tuple[str, Any]:
         """Why the model fails, empty if it does not; and its answer."""
@@ -247,13 +245,15 @@ class SizeTrial:
         except CaptureError as error:
             return f"the model fails: {describe_error(error.__cause__ or error)}", None
 
-    def _run(self, leaves: Sequence[Any], run: ObservedRun) -> list[Any]:
+    def _run(self, leaves: Sequence[Any], point: Point) -> tuple[list[Any], Observed]:
+        """The answer of the program, and the sizes that it found other than the stated ones."""
         inputs = [leaf for leaf, value in zip(leaves, self._values, strict=True) if value is not None]
         copies = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in inputs]
-        with preserve_module(torch.nn.Module(), self._written), torch.no_grad():
+        with preserve_tensors(self._written), torch.no_grad():
             torch.manual_seed(EXAMPLE_SEED)
+            run = ObservedRun(self._program, point)
             results = run.run(self._weights, copies)
-            return [result.clone() if isinstance(result, torch.Tensor) else result for result in results]
+            return [result.clone() if isinstance(result, torch.Tensor) else result for result in results], run.observed
 
     def _refused_by(self, point: Point) -> str:
         """The first guard that does not hold; empty if all do."""

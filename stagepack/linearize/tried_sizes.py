@@ -17,7 +17,7 @@ from stagepack.errors import ExportWarning, warn_caller
 from stagepack.format.graph import Graph
 from stagepack.format.shapes import Guard, Symbol, guard_holds, size_in_range
 from stagepack.graph.implied_guards import is_implied
-from stagepack.linearize.declared_sizes import DeclaredDimension, SizeRequest, declared_dimensions, size_requests
+from stagepack.linearize.declared_sizes import DeclaredDimension, SizeRequest
 from stagepack.linearize.observed_shapes import Observed, Point, with_observed_shapes
 from stagepack.linearize.program import LinearizedProgram
 from stagepack.linearize.size_trial import Outcome, SizeTrial, Verdict
@@ -46,8 +46,8 @@ def with_tried_sizes(capture: Capture, program: LinearizedProgram) -> Linearized
     A model with weights that are not in memory, or whose trials would be too much work, is not run.
     """
     trial = SizeTrial(capture, program)
-    _warn_of_fixed_sizes(trial, declared_dimensions(capture))
-    requests = size_requests(capture)
+    _warn_of_fixed_sizes(trial, program.declared.dimensions)
+    requests = program.declared.requests
     requests_by_name = {
         symbol_name: requests[traced.name]
         for symbol_name, traced in program.traced_symbols.items()

@@ -16,8 +16,7 @@ from typing import NamedTuple
 import msgspec
 import torch
 
-from stagepack.capture.checkpoint import map_tensor
-from stagepack.capture.programs import Capture
+from stagepack.capture.checkpoint import DeferredTensors, map_tensor
 from stagepack.errors import UnsupportedError
 from stagepack.format.dtypes import ITEM_SIZE
 from stagepack.format.graph import Weight
@@ -195,11 +194,12 @@ def weight_table(
     tensors: Mapping[str, tuple[WeightKind, torch.Tensor]],
     *,
     store_zeros: bool = False,
-    data_of: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
+    deferred: DeferredTensors | None = None,
 ) -> WeightTable:
     """Describe the tensors of a model.
 
     store_zeros: store persistent buffers of all zeros, too. Else, as of other buffers and constants, no file has bytes of them.
+    deferred: where the data of tensors is that have none in memory.
     """
     for tensor_name, (_, tensor) in tensors.items():
         _require_storable(tensor_name, tensor)
@@ -213,13 +213,13 @@ def weight_table(
     for weight_index, weight_names in enumerate(tied_names):
         kind, tensor = tensors[weight_names[0]]
         base = bases[weight_names[0]]
-        zeros = base is None and kind not in always_stored and _holds_zeros(data_of(tensor))
+        zeros = base is None and kind not in always_stored and _holds_zeros(_data(tensor, deferred))
         weight = _weight(f"w{weight_index}", weight_names, kind, tensor, base, zeros=zeros)
         weights.append(weight)
         values.update(dict.fromkeys(weight_names, weight.value))
         source = tensor if base is None else base.tensor
         spec = TensorSpec(name=weight.stored, dtype=dtype_name(source.dtype), shape=tuple(source.shape))
-        contiguous = partial(_contiguous, source, tensor if base is None else base.member, data_of)
+        contiguous = partial(_contiguous, source, tensor if base is None else base.member, deferred)
         stored.setdefault(weight.stored, StoredTensorSource(spec, contiguous))
     return WeightTable(weights=tuple(weights), values=values, stored=stored, tensors=tensor_of)
 
@@ -229,11 +229,13 @@ def _holds_zeros(data: torch.Tensor) -> bool:
     return not isinstance(data, FakeTensor) and is_all_zeros(data)
 
 
-def _contiguous(
-    source: torch.Tensor, member: torch.Tensor, data_of: Callable[[torch.Tensor], torch.Tensor]
-) -> torch.Tensor:
+def _data(tensor: torch.Tensor, deferred: DeferredTensors | None) -> torch.Tensor:
+    return tensor if deferred is None else deferred.real(tensor)
+
+
+def _contiguous(source: torch.Tensor, member: torch.Tensor, deferred: DeferredTensors | None) -> torch.Tensor:
     """The elements of a tensor, which may be a view of all that is in the storage of a `member` of the model."""
-    data = data_of(member).detach()
+    data = _data(member, deferred).detach()
     if source is not member:
         data = torch.empty(0, dtype=source.dtype, device=data.device).set_(
             data.untyped_storage(), source.storage_offset(), source.shape, source.stride()
@@ -312,14 +314,14 @@ def _not_plain(tensor: torch.Tensor) -> str | None:
     return "lazy conjugate or negative bit" if tensor.is_conj() or tensor.is_neg() else None
 
 
-def fill_modules(
-    modules: Iterable[torch.nn.Module],
-    capture: Capture,
+def fill_module(
+    model: torch.nn.Module,
+    deferred: DeferredTensors,
     weights: WeightTable,
     locations: TensorLocations,
     written_names: Collection[str],
 ) -> None:
-    """Give modules whose weights are deferred the data of their weights, mapped from files for reading only.
+    """Give a model whose weights are deferred the data of their weights, mapped from files for reading only.
 
     Their addresses are aligned as in every loaded bundle, so that kernels give the same bits.
     """
@@ -335,15 +337,14 @@ def fill_modules(
                 path, stored = locations[weight.stored]
                 data = map_tensor(path, stored.start, fake_tensor.dtype, tuple(fake_tensor.shape))
             else:
-                data = capture.data(fake_tensor).detach().clone()
+                data = deferred.real(fake_tensor).detach().clone()
             is_parameter = isinstance(fake_tensor, torch.nn.Parameter)
             known[id(fake_tensor)] = (
                 torch.nn.Parameter(data, requires_grad=fake_tensor.requires_grad) if is_parameter else data
             )
         return known[id(fake_tensor)]
 
-    for module in modules:
-        _replace_tensors(module, lambda tensor: filled(tensor) if _is_deferred(capture, tensor) else tensor)
+    _replace_tensors(model, lambda tensor: filled(tensor) if tensor in deferred else tensor)
 
 
 def _is_plain(weight: Weight) -> bool:
@@ -351,12 +352,8 @@ def _is_plain(weight: Weight) -> bool:
     return weight.base is None and weight.strides is None and not weight.zeros
 
 
-def _is_deferred(capture: Capture, tensor: torch.Tensor) -> bool:
-    return capture.deferred is not None and tensor in capture.deferred
-
-
-def _replace_tensors(module: torch.nn.Module, replacement: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    for submodule in module.modules():
+def _replace_tensors(model: torch.nn.Module, replacement: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    for submodule in model.modules():
         for of_parameters in (True, False):
             for tensor_name, tensor in list(weight_tensors(submodule, parameters=of_parameters).items()):
                 if tensor is not None and (new_tensor := replacement(tensor)) is not tensor:

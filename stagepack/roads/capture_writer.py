@@ -11,23 +11,23 @@ from stagepack.capture.model_runs import EXAMPLE_SEED, are_identical
 from stagepack.capture.programs import Capture
 from stagepack.capture.source import FORWARD
 from stagepack.capture.transformers.hugging_face import NotIdenticalError, only_parameters
-from stagepack.capture.transformers.pretrained_model import model_files
 from stagepack.errors import CaptureError
 from stagepack.format.file_writing import Piece
 from stagepack.format.manifest import EntryPoint, Producer
-from stagepack.format.reader import Bundle, bundle_permissions
+from stagepack.format.reader import Bundle
 from stagepack.format.shapes import Symbol
 from stagepack.format.writer import TensorSource, check_output_path
+from stagepack.graph.analysis import GraphAnalysis
 from stagepack.graph.model_assembly import canonical_graph
 from stagepack.linearize import LinearizedProgram, captured_example, linearize_program
 from stagepack.linearize.tried_sizes import with_tried_sizes
-from stagepack.linearize.weight_table import fill_modules, tensor_bytes
+from stagepack.linearize.weight_table import fill_module, tensor_bytes
 from stagepack.partition.costs import graph_costs
 from stagepack.partition.cut_options import CutOptions
 from stagepack.partition.partitioner import Partition, partition_graph
 from stagepack.roads import self_check
 from stagepack.roads.bundle_builder import BundleBuilder, EntryPointContent
-from stagepack.roads.export_warnings import warn_of_export, written_weights
+from stagepack.roads.export_warnings import warn_of_export
 from stagepack.roads.stored_bundle import read_entry_point
 
 
@@ -36,7 +36,7 @@ class ExportOptions:
     """How a captured model is written.
 
     Attributes:
-        assets: further files, see `stagepack.roads.assets.read_assets`.
+        assets: further files, such as ``config.json``.
         overwrite: replace a bundle that exists at the output.
         allow_difference: write a model whose captured program answers otherwise than the model does, with a warning.
         progress: called with the name of each step before it begins.
@@ -124,14 +124,13 @@ def _export(
         shown_devices = ", ".join(sorted(devices))
         raise CaptureError(f"expected all entry points on one device, found {shown_devices}: move the model to one")
     options.progress("write")
-    model = next(iter(captures.values())).model
     builder = BundleBuilder(
         out=out,
         producer=Producer(
             stagepack=importlib.metadata.version("stagepack"), torch=str(torch.__version__).split("+")[0]
         ),
         device=devices.pop(),
-        files={**model_files(model), **options.assets},
+        files=options.assets,
         overwrite=options.overwrite,
     )
     for content, weights in parts:
@@ -175,68 +174,70 @@ def _cut(program: LinearizedProgram, cut_options: CutOptions) -> Partition:
 
 
 def _weight_source(capture: Capture, program: LinearizedProgram) -> TensorSource:
-    stored = program.weights.stored
+    stored, tensors, deferred = program.weights.stored, program.weights.tensors, capture.deferred
 
     def read(stored_name: str) -> list[Piece]:
-        tensor = program.weights.tensors.get(stored_name)
-        location = None if tensor is None or not tensor.is_contiguous() else capture.location(tensor)
+        tensor = tensors.get(stored_name)
+        is_in_file = deferred is not None and tensor is not None and tensor.is_contiguous()
+        location = deferred.location(tensor) if is_in_file else None
         return [tensor_bytes(stored[stored_name].contiguous())] if location is None else [location]
 
     return TensorSource(specs={stored_name: spec for stored_name, (spec, _) in stored.items()}, read=read)
 
 
-@dataclass(frozen=True, slots=True)
 class _Example:
     """The example of an entry point: the answer of the model, and that of the bundle, which is compared with it and recorded."""
 
-    capture: Capture
-    program: LinearizedProgram
-    options: ExportOptions
+    def __init__(self, capture: Capture, program: LinearizedProgram, options: ExportOptions) -> None:
+        self._capture = capture
+        self._program = program
+        self._options = options
+        self._written_names = GraphAnalysis(program.graph).written_weight_names
 
     def recorder(self) -> Callable[[Bundle], TensorSource]:
         """What records the example. The model runs now, since it may fail; or, if its weights are deferred, when they are written."""
-        if self.capture.deferred is not None:
+        if self._capture.deferred is not None:
             return self._record_from_files
-        self.options.progress("run the example")
-        expected = self._model_answer(self._written_tensors())
-        return lambda draft: self._record(self._loaded(draft), expected)
-
-    def _loaded(self, draft: Bundle) -> self_check.LoadedDraft:
-        return self_check.LoadedDraft(draft, self.program.device, bundle_permissions(draft))
+        self._options.progress("run the example")
+        inputs, expected = self._run(self._written_tensors())
+        return lambda draft: self._record(self_check.LoadedDraft(draft, self._program.device), inputs, expected)
 
     def _written_tensors(self) -> list[torch.Tensor]:
-        return [self.program.weights.tensors[weight] for weight in written_weights(self.program)]
+        return [self._program.weights.tensors[weight] for weight in self._written_names]
 
-    def _model_answer(self, written: Sequence[torch.Tensor] = ()) -> dict[str, torch.Tensor]:
-        """The answer of the model to the example, which its second call gives too, unless it writes weights."""
+    def _run(self, written: Sequence[torch.Tensor] = ()) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """The inputs of the example, and the answer of the model, which its second call gives too, unless it writes weights."""
         changed: list[str] = []
-        answer = captured_example.run_example(self.capture, self.program, written, changed)
-        if changed and not written_weights(self.program):
-            self_check.check_second_call(self.capture, changed, is_allowed=self.options.allow_difference)
-        return answer
+        inputs = captured_example.recorded_inputs(self._capture, self._program)
+        answer = captured_example.run_example(self._capture, self._program, written, changed)
+        if changed and not self._written_names:
+            self_check.check_second_call(self._capture, changed, is_allowed=self._options.allow_difference)
+        return inputs, answer
 
     def _record_from_files(self, draft: Bundle) -> TensorSource:
         """Record the example of a model whose weights are deferred: it runs with those of the weight files that are just written."""
-        capture, program = self.capture, self.program
-        self.options.progress("run the example")
+        capture, program = self._capture, self._program
+        self._options.progress("run the example")
         assert capture.model is not None
+        assert capture.deferred is not None
         locations = read_entry_point(draft).locations
-        fill_modules([capture.model], capture, program.weights, locations, written_weights(program))
-        expected = self._model_answer()
-        stages = self._loaded(draft)
+        fill_module(capture.model, capture.deferred, program.weights, locations, self._written_names)
+        recorded, expected = self._run()
+        stages = self_check.LoadedDraft(draft, program.device)
         if capture.capture_loaded is not None:
             for inputs in (capture.inputs, *capture.further_inputs):
                 other = replace(capture, inputs=only_parameters(inputs, capture.inputs))
                 model_answer = expected if inputs is capture.inputs else captured_example.run_example(other, program)
                 if not are_identical(model_answer, stages.run(captured_example.recorded_inputs(other, program))):
                     raise NotIdenticalError
-        return self._record(stages, expected)
+        return self._record(stages, recorded, expected)
 
-    def _record(self, stages: self_check.LoadedDraft, expected: Mapping[str, torch.Tensor]) -> TensorSource:
+    def _record(
+        self, stages: self_check.LoadedDraft, inputs: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]
+    ) -> TensorSource:
         """The inputs of the example and the answer of the loaded stages, which is compared with that of the model."""
-        capture, program, options = self.capture, self.program, self.options
+        capture, program, options = self._capture, self._program, self._options
         options.progress("replay the example")
-        inputs = captured_example.recorded_inputs(capture, program)
         answer = stages.run(inputs)
         difference = stages.difference(answer, expected)
         options.compared(difference.largest)

@@ -10,7 +10,7 @@ from torch.export import ExportedProgram
 
 from stagepack.capture.extensions import GeneratingModel
 from stagepack.capture.inputs import Inputs
-from stagepack.capture.programs import Capture, strict_captures
+from stagepack.capture.programs import strict_captures
 from stagepack.capture.source import FORWARD, ModelSource
 from stagepack.capture.stated_inputs import Example, StatedInputs
 from stagepack.capture.transformers.model_folders import form_of_source
@@ -340,18 +340,19 @@ def _written_capture(request: ExportRequest) -> ExportResult:
         assets=exported_assets(folder, files, generates=request.generate is not None),
         compared=differences.append,
     )
-    bundle = export_captures(captures, out=request.out, cut_options=_cut_options(request, captures), options=options)
+    cut_options = _cut_options(request.cut, request.cuts, tuple(captures))
+    bundle = export_captures(captures, out=request.out, cut_options=cut_options, options=options)
     method = " and ".join(dict.fromkeys(capture.method for capture in captures.values()))
     return ExportResult(bundle=bundle, method=method, difference=max(differences, default=0.0))
 
 
-def _cut_options(request: ExportRequest, captures: Mapping[str, Capture]) -> dict[str, CutOptions]:
+def _cut_options(cut: CutOptions, cuts: Mapping[str, CutOptions], names: Collection[str]) -> dict[str, CutOptions]:
     """Where to cut each entry point."""
-    if FORWARD in captures and request.cuts:
+    if FORWARD in names and cuts:
         raise OptionError(_NO_ENTRY_POINTS)
-    for name in request.cuts:
-        if name not in captures:
-            raise OptionError(f"stages, split_at: expected names among {', '.join(captures)}, found {name!r}")
-    if FORWARD not in captures and (request.cut.policy is not None or request.cut.plan is not None):
+    for name in cuts:
+        if name not in names:
+            raise OptionError(f"stages, split_at: expected names among {', '.join(names)}, found {name!r}")
+    if FORWARD not in names and (cut.policy is not None or cut.plan is not None):
         raise OptionError("policy, plan: each entry point is cut by stages or split_at: leave them out")
-    return {name: request.cuts.get(name, request.cut) for name in captures}
+    return {name: cuts.get(name, cut) for name in names}

@@ -27,11 +27,6 @@ def warn_of_export(capture: Capture, program: LinearizedProgram) -> None:
     _warn_of_other_defaults(capture, program)
 
 
-def written_weights(program: LinearizedProgram) -> tuple[str, ...]:
-    """The weights that calls of a program write."""
-    return GraphAnalysis(program.graph).written_weight_names
-
-
 def _warn_of_training_mode(capture: Capture, program: LinearizedProgram) -> None:
     """Warn if a model in training mode drops values at random or updates statistics of batches, as dropout and batch norm do."""
     if capture.model is None or not capture.model.training:
@@ -43,7 +38,7 @@ def _warn_of_training_mode(capture: Capture, program: LinearizedProgram) -> None
         for node in graph.nodes
         if graph.ops[node.op].random and graph.ops[node.op].name.endswith("dropout.default") and True in node.args
     ]
-    statistics = [weight for weight in written_weights(program) if weight.endswith(_STATISTICS)]
+    statistics = [weight for weight in GraphAnalysis(graph).written_weight_names if weight.endswith(_STATISTICS)]
     reasons = []
     if dropouts:
         reasons.append(f"drops values at random ({_shown(dropouts)})")

@@ -19,7 +19,7 @@ from stagepack.capture.torch_messages import suppress_warnings
 from stagepack.format.dtypes import TORCH_DTYPES
 from stagepack.format.graph import Node
 from stagepack.format.operators import needed_permissions
-from stagepack.format.reader import Bundle
+from stagepack.format.reader import Bundle, bundle_permissions
 from stagepack.format.rules import format_names
 from stagepack.format.weights import StoredTensor
 from stagepack.linearize import LinearizedProgram
@@ -131,9 +131,8 @@ class _MappedForReading(WeightCache):
 class LoadedDraft:
     """The stages of a bundle before it has its name, prepared as for a caller who allows their operators."""
 
-    def __init__(self, draft: Bundle, device: str, allow_ops: Collection[str]) -> None:
+    def __init__(self, draft: Bundle, device: str) -> None:
         self._draft = draft
-        self._allow_ops = allow_ops
         with refused_by_loaders():
             try:
                 self._pipeline = self._load(device)
@@ -141,7 +140,7 @@ class LoadedDraft:
                 self._pipeline = self._load("cpu")
 
     def _load(self, device: str) -> Pipeline:
-        options = LoadOptions(devices=[device], runtime=TORCH_RUNTIME, allow_ops=self._allow_ops)
+        options = LoadOptions(devices=[device], runtime=TORCH_RUNTIME, allow_ops=bundle_permissions(self._draft))
         loading = Loading(options=options)
         loading.shared.get(WeightCache, _MappedForReading)
         prepared_stages = prepare(self._draft, loading)

@@ -259,6 +259,6 @@ def test_capture_names_dimensions_by_the_callers_names(tied_capture: Capture) ->
     assert tied_capture.inputs.dynamic_shapes
     batch = torch.export.Dim("rows", min=2, max=9)
     capture = capture_module(torch.nn.Linear(4, 4), Inputs(args=(torch.randn(3, 4),), dynamic_shapes=({0: batch},)))
-    from stagepack.linearize.declared_sizes import dimension_names
+    from stagepack.linearize.declared_sizes import declared_sizes
 
-    assert list(dimension_names(capture).values()) == ["rows"]
+    assert list(declared_sizes(capture).names.values()) == ["rows"]

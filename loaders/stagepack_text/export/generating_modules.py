@@ -20,7 +20,7 @@ from transformers.cache_utils import (
 )
 from transformers.modeling_outputs import BaseModelOutput
 
-from stagepack.capture.model_runs import take_parts
+from stagepack.capture.user_model import take_parts
 from stagepack.errors import UnsupportedError
 
 # How transformers names the attention that a model uses, and where its configuration says so.

@@ -11,7 +11,8 @@ import torch
 
 from stagepack.capture.extensions import GeneratingModel
 from stagepack.capture.inputs import Inputs, on_device_of
-from stagepack.capture.transformers.pretrained_model import is_transformers_model, model_files
+from stagepack.capture.transformers.pretrained_model import model_files
+from stagepack.capture.user_model import is_transformers_model
 from stagepack.errors import OptionError, StagepackError, UnsupportedError, first_line
 from stagepack.extras import explain_missing_packages
 

@@ -21,7 +21,8 @@ from stagepack.capture.transformers.example_inputs import (
     with_auto_dims,
     with_longer_sequences,
 )
-from stagepack.capture.transformers.pretrained_model import is_transformers_model, load_pretrained
+from stagepack.capture.transformers.pretrained_model import load_pretrained
+from stagepack.capture.user_model import is_transformers_model
 from stagepack.errors import CaptureError, ExportWarning, warn_caller
 from stagepack.torch_internals import register_transformers_caches
 

@@ -1,4 +1,4 @@
-"""Models of transformers: load one by its folder or hub name, recognize one, and write its configuration files."""
+"""Models of transformers: load one by its folder or hub name, and write its configuration files."""
 
 import contextlib
 import json
@@ -24,6 +24,7 @@ from stagepack.capture.transformers.model_folders import (
     merge_adapter,
     read_adapter,
 )
+from stagepack.capture.user_model import is_transformers_model
 from stagepack.errors import CaptureError, OptionError
 from stagepack.format.rules import MODEL_CONFIG_NAME
 from stagepack.format.weights import ALIGNMENT
@@ -36,13 +37,6 @@ DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ("float
 _CONNECTION_ERRORS = frozenset(
     ("ConnectError", "ConnectTimeout", "LocalEntryNotFoundError", "OfflineModeIsEnabled", "ProxyError")
 )
-
-
-def is_transformers_model(model: object) -> bool:
-    """Whether a module is a model of transformers. Imports nothing."""
-    # Not by an attribute of the package, which imports the module, and with it torchao where it is installed: 1.6 s.
-    modeling = sys.modules.get("transformers.modeling_utils")
-    return modeling is not None and isinstance(model, modeling.PreTrainedModel)
 
 
 def parse_dtype(dtype: str | torch.dtype) -> torch.dtype:

@@ -1,26 +1,35 @@
-"""Functions that ``torch.export`` traces wrongly, traced as they are meant."""
+"""Trace a module by ``torch.export`` as it is meant, and record the trace."""
 
 import builtins
 import contextlib
+import functools
+import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, Final
 from unittest import mock
 
 import torch
+from torch.export import Dim, ExportedProgram
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from stagepack.capture.asked_properties import AskedProperties
-from stagepack.capture.model_runs import model_packages
+from stagepack.capture.captured_records import with_records
+from stagepack.capture.dynamic_dims import declared_dims, is_range_violation, narrowed_dynamic_shapes
+from stagepack.capture.imports import register_model_outputs
+from stagepack.capture.inputs import Inputs
 from stagepack.capture.recurrent_layers import sequences_of_any_length
 from stagepack.capture.size_sequences import sequence_of_any_length
-from stagepack.torch_internals import (
-    FakeTensor,
-    example_size,
-)
+from stagepack.capture.torch_messages import suppress_stderr
+from stagepack.capture.traced_calls import TracedCalls
+from stagepack.capture.traced_modes import TracedModes
+from stagepack.torch_internals import FakeTensor, assert_in_trace, composites_of_libraries_decomposed, example_size
 
+# Whether this torch is 2.11, see `export_module`.
+_PROVES_FEW_GUARDS: Final = str(torch.__version__).startswith("2.11.")
 _READ_DATA: Final = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _CHUNK: Final = (torch.chunk, torch.Tensor.chunk)
 _MAX_POOL: Final = (torch.max_pool1d, torch.nn.functional.max_pool1d)
@@ -31,22 +40,114 @@ _DECIDING: Final = {"scaled_dot_product_attention": 3}
 
 
 @contextlib.contextmanager
-def traced_as_meant(model: torch.nn.Module) -> Iterator[AskedProperties]:
-    """Trace what `torch.export` would stop at, or fix to the sizes of the example, within the ``with`` block.
+def explicit_signature(model: torch.nn.Module, inputs: Inputs) -> Iterator[None]:
+    """Give a model, within the ``with`` block, a ``forward`` that names all inputs; one that names them already is left as it is."""
+    forward = model.forward
+    signature = inspect.signature(forward)
+    named = _named_parameters(signature, inputs)
+    if named is None:
+        yield
+        return
+
+    @functools.wraps(forward)
+    def call_forward(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    call_forward.__signature__ = signature.replace(parameters=named)  # type: ignore[attr-defined]
+    is_own = "forward" in vars(model)
+    model.forward = call_forward
+    try:
+        yield
+    finally:
+        del model.forward
+        if is_own:
+            model.forward = forward
+
+
+def _named_parameters(signature: inspect.Signature, inputs: Inputs) -> list[inspect.Parameter] | None:
+    """The parameters with a name for each input that ``**kwargs`` takes; None if it takes none."""
+    further_names = [name for name in inputs.kwargs if name not in signature.parameters]
+    parameters = list(signature.parameters.values())
+    if not further_names or not parameters or parameters[-1].kind != inspect.Parameter.VAR_KEYWORD:
+        return None
+    return [*parameters[:-1], *(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in further_names)]
+
+
+@contextlib.contextmanager
+def recorded_trace(model: torch.nn.Module, packages: Collection[str]) -> Iterator[dict[str, Any]]:
+    """Trace a model as it is meant, within the ``with`` block; what is recorded of it are fields of its `Capture`.
 
     Recurrent layers take sequences of any length; ``tensor.data`` is ``tensor.detach()``; ``tensor.chunk`` cuts any size into equal
     parts; ``max_pool1d``, ``linspace`` and window functions take any length; ``einsum`` contracts in the order that ``opt_einsum`` finds
     for the sizes of the example; ``tensor.contiguous()`` of an input is in the program though it does nothing in the example; in the
     packages of the model, ``len(tensor)`` is a size that may change.
     """
-    asked = AskedProperties()
+    register_model_outputs()
+    calls, modes, asked = TracedCalls(), TracedModes(), AskedProperties()
+    fields: dict[str, Any] = {}
     with (
+        suppress_stderr(),
+        calls.recorded(),
+        modes.recorded(),
+        model.register_forward_hook(lambda _module, _args, result: with_records(result)),
         sequences_of_any_length(),
         _contraction_of_example(),
         _TracedFunctions(model, asked),
-        _length_in_packages(model),
+        _length_in_packages(packages),
+        composites_of_libraries_decomposed(),
     ):
-        yield asked
+        yield fields
+    fields.update(calls=calls, functions=modes.functions, questions=asked.questions)
+
+
+def export_module(model: torch.nn.Module, inputs: Inputs, dynamic_shapes: Any) -> ExportedProgram:
+    """Export a module, with narrower ranges of sizes where its code demands it.
+
+    torch 2.11 cannot prove such guards as ``min(8*s, 16*s) == 8*s``, which grouped-query attention with a dynamic sequence needs, and
+    refuses the range of `s`: it gets assertions in the program. Later versions prove them.
+    """
+    export = functools.partial(torch.export.export, model, tuple(inputs.args), dict(inputs.kwargs))
+    try:
+        return export(dynamic_shapes=dynamic_shapes)
+    except RuntimeError as error:
+        violation = error
+    if is_range_violation(violation):
+        try:
+            return _export_in_ranges(export, model, dynamic_shapes)
+        except RuntimeError as error:
+            violation = error
+    if _PROVES_FEW_GUARDS:
+        return export(dynamic_shapes=dynamic_shapes, prefer_deferred_runtime_asserts_over_guards=True)
+    raise violation
+
+
+def _export_in_ranges(
+    export: Callable[..., ExportedProgram], model: torch.nn.Module, dynamic_shapes: Any
+) -> ExportedProgram:
+    """Export a module that does not allow the ranges of its sizes; those that torch suggests are used."""
+    with _comparing_equal_sizes(model, dynamic_shapes):
+        try:
+            return export(dynamic_shapes=dynamic_shapes)
+        except RuntimeError as error:
+            narrowed = narrowed_dynamic_shapes(error, dynamic_shapes)
+            if narrowed is None:
+                raise
+        return export(dynamic_shapes=narrowed)
+
+
+def _comparing_equal_sizes(model: torch.nn.Module, dynamic_shapes: Any) -> RemovableHandle:
+    """Compare, at each call of a model within a ``with`` block, the sizes of its inputs that share a ``Dim``."""
+
+    def compare(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        first_sizes: dict[str, Any] = {}
+        inputs = Inputs(args=args, kwargs=kwargs, dynamic_shapes=dynamic_shapes)
+        for leaf, dims in declared_dims(module.forward, inputs):
+            for axis, dim in dims.items():
+                if axis is not None and isinstance(dim, Dim) and not hasattr(dim, "root"):
+                    size = leaf.shape[axis]
+                    assert_in_trace(first_sizes.setdefault(dim.__name__, size) == size)
+
+    return model.register_forward_pre_hook(compare, with_kwargs=True)
 
 
 @contextlib.contextmanager
@@ -73,12 +174,11 @@ def _size_in_example(size: "int | torch.SymInt") -> int:
 
 
 @contextlib.contextmanager
-def _length_in_packages(model: torch.nn.Module) -> Iterator[None]:
-    """Define ``len`` in the modules of the packages that the classes of a model are from, but not in torch.
+def _length_in_packages(packages: Collection[str]) -> Iterator[None]:
+    """Define ``len`` in the modules of some packages.
 
     It is not replaced for all code: the compiler of torch knows the builtin function by its identity.
     """
-    packages = model_packages(model)
     # A module may have several names.
     namespaces = {
         id(module): _globals(module)
