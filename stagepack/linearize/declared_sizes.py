@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.export import Dim, ExportedProgram
+from torch.export import Dim
 
 from stagepack.capture.dynamic_dims import declared_dims
-from stagepack.capture.inputs import Inputs
 from stagepack.capture.programs import Capture
 from stagepack.torch_internals import DimHint, symbolic_expression
 
@@ -76,18 +75,13 @@ def declared_sizes(capture: Capture) -> DeclaredSizes:
     """Return what the dynamic shapes of a capture say."""
     if capture.model is None:
         # Where torch begins a range of which the caller has said nothing.
-        return DeclaredSizes(
-            (),
-            {
-                str(symbol): SizeRequest(0, None, is_explicit=False)
-                for symbol, sizes in capture.program.range_constraints.items()
-                if sizes.lower == 2 and not str(sizes.upper).isdigit()
-            },
-        )
-    dimensions = (
-        () if not capture.inputs.dynamic_shapes else tuple(_dimensions(capture.program, capture.model, capture.inputs))
-    )
-    requests: dict[str, SizeRequest] = {}
+        requests = {
+            str(symbol): SizeRequest(0, None, is_explicit=False)
+            for symbol, sizes in capture.program.range_constraints.items()
+            if sizes.lower == 2 and not str(sizes.upper).isdigit()
+        }
+        return DeclaredSizes((), requests)
+    dimensions, requests = tuple(_dimensions(capture)), {}
     for declared in dimensions:
         request, symbol_name = _request(declared), declared.symbol_name
         if request is not None and symbol_name is not None:
@@ -97,9 +91,11 @@ def declared_sizes(capture: Capture) -> DeclaredSizes:
     return DeclaredSizes(dimensions, requests)
 
 
-def _dimensions(program: ExportedProgram, model: torch.nn.Module, inputs: Inputs) -> Iterator[DeclaredDimension]:
-    leaf_dims = [dims for _, dims in declared_dims(model.forward, inputs)]
-    placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]
+def _dimensions(capture: Capture) -> Iterator[DeclaredDimension]:
+    if not capture.inputs.dynamic_shapes or capture.model is None:
+        return
+    leaf_dims = [dims for _, dims in declared_dims(capture.model.forward, capture.inputs)]
+    placeholders = [node for node in capture.program.graph.nodes if node.op == "placeholder"]
     # The inputs follow the weights.
     values = [placeholder.meta.get("val") for placeholder in placeholders[-len(leaf_dims) :]]
     for leaf, (value, dims) in enumerate(zip(values, leaf_dims, strict=False)):

@@ -209,7 +209,9 @@ class SizeTrial:
             ]
         except (ArithmeticError, RuntimeError) as error:
             return Outcome(Verdict.UNKNOWN, f"there is no input of these sizes: {describe_error(error)}")
-        results, observed, program_error = [], {}, None
+        results: list[Any] = []
+        observed: Observed = {}
+        program_error: Exception | None = None
         # The program runs first: its operators are checked before they run, the operators of the model are not.
         try:
             results, observed = self._run(leaves, point)

@@ -178,8 +178,9 @@ def _weight_source(capture: Capture, program: LinearizedProgram) -> TensorSource
 
     def read(stored_name: str) -> list[Piece]:
         tensor = tensors.get(stored_name)
-        is_in_file = deferred is not None and tensor is not None and tensor.is_contiguous()
-        location = deferred.location(tensor) if is_in_file else None
+        location = None
+        if deferred is not None and tensor is not None and tensor.is_contiguous():
+            location = deferred.location(tensor)
         return [tensor_bytes(stored[stored_name].contiguous())] if location is None else [location]
 
     return TensorSource(specs={stored_name: spec for stored_name, (spec, _) in stored.items()}, read=read)
