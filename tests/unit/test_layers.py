@@ -17,7 +17,7 @@ from stagepack.roads.capture_writer import export_capture
 from stagepack.roads.recut import whole_graph
 from tests.cli.entry_point_model import translator
 from tests.modules import module_of
-from tests.serve.generating_families import POSITIONS, make_model, make_prompts
+from tests.text.generating_families import POSITIONS, make_model, make_prompts
 from tests.zoo.architectures.build import SMALL, pixels, table, tokens
 from tests.zoo.architectures.decoders import llama
 from tests.zoo.case import Case, answers, assert_equal, captured_answers, files
