@@ -111,7 +111,7 @@ def load_entry_points(
 
     Args:
         bundle: the folder of the bundle, its URL (see `stagepack.open`), or an opened bundle.
-        devices: the device of each stage of an entry point; with fewer devices, consecutive stages share one. A dict has them for each
+        devices: the device of each stage of an entry point; see `stagepack.load`. A dict has them for each
             entry point by name; those that it leaves out are on the CPU.
         device: the device of all stages, in the place of `devices`.
         runtime: the name of the runtime that executes the stages.

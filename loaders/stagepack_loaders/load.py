@@ -119,8 +119,9 @@ def load(
         bundle: the folder of the bundle, its URL (see `stagepack.open`), or an opened bundle.
         devices: the device of each stage, in order, or one device; by default the CPU. With several devices, but fewer than stages,
             consecutive stages are joined into one for each device, as a cut into fewer stages would have them: a bundle that is cut
-            finely loads on any set of devices. ``"auto"``: all devices of this machine that help. `bundle` of the result has the joined
-            stages, and `placement` says which they are.
+            finely loads on any set of devices. The slowest device is as fast as possible. ``"auto"``: those devices of this machine
+            on which one call takes least, or, with `processes`, many calls. `bundle` of the result has the joined stages, and
+            `placement` says which they are.
         device: the device of all stages, in the place of `devices`.
         runtime: the name of the runtime that executes the stages, such as ``"torch"`` or ``"onnxruntime"``; or a list with a name for
             each stage. ONNX Runtime needs the ONNX files that ``stagepack onnx`` adds, and no torch. By default torch; where it is not

@@ -127,8 +127,8 @@ class LoadOptions(WeightOptions, frozen=True, kw_only=True):
         Sequence[Any],
         Option(
             "--device DEVICE",
-            "Device for each stage, in order; with fewer devices, consecutive stages share one. Such as cpu, cuda or cuda:1; auto: all "
-            "devices of this machine that help. Repeatable.",
+            "Device for each stage, in order; with fewer devices, consecutive stages are joined. Such as cpu, cuda or cuda:1; auto: those "
+            "of this machine that help. Repeatable.",
         ),
     ] = ("cpu",)
     runtime: Annotated[

@@ -132,7 +132,8 @@ def _place(bundle: Bundle, options: LoadOptions, process_count: int | None) -> P
         files=bundle.files.values(),
         links=links,
         stages_per_device=counts,
-        pipelined=process_count is not None,
+        # In this process, a caller of all devices waits for one call after another.
+        pipelined=process_count is not None or AUTO not in options.devices,
     )
 
 

@@ -68,7 +68,7 @@ def connect(
 
     Args:
         bundle: the folder of the bundle, or an opened bundle; the same bundle for each process, on a path of its own.
-        devices: the device of each stage, in order; with fewer devices, consecutive stages share one.
+        devices: the device of each stage, in order; with fewer processes than stages, consecutive stages are joined.
         runtime: as for `stagepack.load`.
         types: as for `stagepack.load`.
         allow_ops: as for `stagepack.load`.
