@@ -35,7 +35,7 @@ class PlacedBundle:
     Attributes:
         bundle: the bundle, of which consecutive stages are joined.
         options: how it is loaded; `devices` and `runtime` have one for each stage.
-        processes: the number of the process that runs each stage, from 0.
+        processes: the number of the process that runs each stage, among all of them, from 0; one without stages is not in it.
         chosen: the placement, if the caller has left it to be chosen.
     """
 
@@ -45,12 +45,18 @@ class PlacedBundle:
     chosen: Placement | None = None
 
 
-def place_bundle(bundle: Bundle, options: LoadOptions, process_count: int | None = None) -> PlacedBundle:
+def place_bundle(
+    bundle: Bundle,
+    options: LoadOptions,
+    process_count: int | None = None,
+    own_devices: Sequence[TargetDevice] | None = None,
+) -> PlacedBundle:
     """Choose the device and the process of each stage, and join those that have both in common.
 
     In this process, stages are joined if the caller names several devices, but fewer than stages, or says how to place them.
 
     process_count: the number of processes; None for this one.
+    own_devices: what ``"auto"`` chooses from, one for each process; None for the devices of this machine.
     """
     stage_count = len(bundle.stages)
     runtimes = runtime_of_each_stage(options.runtime, bundle)
@@ -58,14 +64,15 @@ def place_bundle(bundle: Bundle, options: LoadOptions, process_count: int | None
     joins = is_auto or options.placement.is_given or process_count is not None or 1 < len(options.devices) < stage_count
     chosen = None
     if is_auto or options.placement.is_given:
-        chosen = _place(bundle, options, process_count)
+        chosen = _place(bundle, options, process_count, own_devices)
         _LOGGER.info("%s: %s", bundle.location, chosen)
         devices: list[Any] = [part.device.name for part in chosen.parts]
         parts = [number for number, part in enumerate(chosen.parts) for _ in part.stages]
+        processes = [number for number, count in enumerate(chosen.stages_per_device) for _ in range(count)]
     else:
         devices = list(options.devices)
         parts = place_stages(bundle.entry_point, range(len(devices)))
-    processes = parts if chosen else place_stages(bundle.entry_point, range(process_count or 1))
+        processes = place_stages(bundle.entry_point, range(process_count or 1))
     if process_count is None:
         processes = [0] * stage_count
     # The number of a stage that is not joined is a key of its own.
@@ -111,12 +118,16 @@ def current_placement(bundle: Bundle, devices: Sequence[str]) -> Placement:
     return place(bundle.stored.entry_point, targets, files=bundle.files.values(), stages_per_device=counts)
 
 
-def _place(bundle: Bundle, options: LoadOptions, process_count: int | None) -> Placement:
+def _place(
+    bundle: Bundle, options: LoadOptions, process_count: int | None, own_devices: Sequence[TargetDevice] | None
+) -> Placement:
     """Choose the stages of each device."""
     given = options.placement
-    targets = _target_devices(
-        options, import_runtime(runtime_of_each_stage(options.runtime, bundle)[0].name), process_count
-    )
+    if own_devices is None:
+        runtime = import_runtime(runtime_of_each_stage(options.runtime, bundle)[0].name)
+        targets = _target_devices(options, runtime, process_count)
+    else:
+        targets = list(own_devices)
     for option, values in (("memory", given.memory), ("speeds", given.speeds)):
         if values and len(values) != len(targets):
             raise OptionError(f"{option}: expected {len(targets)} values, one for each device, found {len(values)}")

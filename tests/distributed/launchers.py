@@ -49,7 +49,8 @@ class Started:
 
     @property
     def output(self) -> str:
-        return self.log_path.read_text()
+        # The process makes it.
+        return self.log_path.read_text() if self.log_path.exists() else ""
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ import itertools
 import os
 import random
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -19,8 +20,10 @@ from stagepack.errors import OptionError, StageLostError
 from stagepack.format.reader import Bundle
 from tests.distributed.bundles import has_restarts
 from tests.distributed.forked_processes import forked_launches
+from tests.distributed.launchers import Node, launched, reasons
 from tests.waiting import wait_until
 
+HOST = socket.gethostname()
 _LAYERS = 8
 _READY_SECONDS = 5.0
 _LONGEST_DELAY = 0.2  # seconds
@@ -109,6 +112,31 @@ def test_the_same_processes_start_again_where_the_others_have_too_little_memory(
         kill(pipeline, 0)
         assert len(stages_of(pipeline)) == 2
     assert "the same processes start again: memory: no placement fits" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("flags", "placed"),
+    [
+        (["--device", "auto"], "stages 0 to 3 on {host}/cpu, stages 4 to 7 on {host}/cpu;"),
+        (["--placement", "3,5"], "stages 0 to 2 on cpu, stages 3 to 7 on cpu;"),
+        (["--placement", "0,8"], "stages 0 to 7 on cpu;"),
+        (["--memory", "1GB", "--memory", "6kB"], "stages 0 to"),
+    ],
+    ids=str,
+)
+def test_processes_of_a_launcher_run_what_is_placed_on_them(bundle: Bundle, flags: list[str], placed: str) -> None:
+    with launched([Node(arguments=["load", bundle.path, *flags])] * 2) as processes:
+        assert [started.process.wait(timeout=60) for started in processes] == [0, 0], processes[0].output
+        output = processes[0].output
+    assert f"placed: {placed.format(host=HOST)}" in output
+    assert "largest difference 0\n" in output
+
+
+def test_processes_of_a_launcher_that_place_otherwise_are_refused(bundle: Bundle) -> None:
+    nodes = [Node(arguments=["load", bundle.path, "--placement", counts]) for counts in ("3,5", "5,3")]
+    with launched(nodes) as processes:
+        for line in reasons(processes):
+            assert f"expected one placement of the stages in all processes: rank 0 on {HOST} has 3,5" in line
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,17 @@ import contextlib
 import itertools
 import os
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from typing import Any
 
-from msgspec import structs
+import msgspec
+from msgspec import Struct, structs
 
 from stagepack.errors import GroupError, OptionError, StageLostError, StagepackError, repeated_error
 from stagepack.format.reader import Bundle
 from stagepack.opening import BundleSource
+from stagepack.partition.profile import DeviceProfile
+from stagepack.partition.target_devices import TargetDevice
 from stagepack_loaders.call_limits import Limits, checked_limits, value_limit
 from stagepack_loaders.distributed.front import FrontProcess
 from stagepack_loaders.distributed.launch_environment import (
@@ -17,6 +22,7 @@ from stagepack_loaders.distributed.launch_environment import (
     is_torchrun,
     launched_address,
     launched_size,
+    local_place,
 )
 from stagepack_loaders.distributed.launch_failures import (
     INFORM_SECONDS,
@@ -33,12 +39,13 @@ from stagepack_loaders.distributed.membership import (
     place_group,
 )
 from stagepack_loaders.distributed.pipeline import DistributedPipeline
+from stagepack_loaders.distributed.process_group import host_name
 from stagepack_loaders.distributed.routes import FRONT_RANK, ConnectionLostError
 from stagepack_loaders.distributed.stage_process import end_with_parent, run_stage_process
 from stagepack_loaders.distributed.status import attribute_error
-from stagepack_loaders.options import DEFAULT_IN_FLIGHT, Compile, LoadOptions, ProcessOptions, Verify, folder_name
-from stagepack_loaders.placement import PlacedBundle
+from stagepack_loaders.options import AUTO, DEFAULT_IN_FLIGHT, Compile, LoadOptions, ProcessOptions, Verify, folder_name
 from stagepack_loaders.preparation import open_for_loading
+from stagepack_loaders.registry import import_runtime, runtime_of_each_stage
 
 _CONNECTIONS = itertools.count()
 
@@ -123,10 +130,13 @@ def connect_launched(
     try:
         opened_bundle = absolute_bundle(open_for_loading(bundle, options.verify))
         group = group_options(options, processes, limits)
-        placed, group = _launched_group(opened_bundle, launched_size(), group)
-        opened_bundle = placed.bundle
+        _check_size(opened_bundle, launched_size())
         failures = open_failures(processes.start_seconds, connection)
         seat = launched_seat(processes.start_seconds, str(connection))
+        own_devices = _devices_of_processes(opened_bundle, seat, group) if AUTO in options.devices else None
+        placed, group = place_group(opened_bundle, seat.size, group, own_devices)
+        group = structs.replace(group, address=chosen_address(launched_address()))
+        opened_bundle = placed.bundle
         if seat.rank == FRONT_RANK:
             limit = value_limit(opened_bundle, limits)
             launcher = _TorchrunLauncher(opened_bundle, seat, group, failures)
@@ -142,15 +152,38 @@ def connect_launched(
     return None
 
 
-def _launched_group(bundle: Bundle, size: int, group: GroupOptions) -> tuple[PlacedBundle, GroupOptions]:
-    """Return the bundle and the options with the process of each stage, and the address of this machine."""
+def _check_size(bundle: Bundle, size: int) -> None:
     if size > len(bundle.stages):
         raise GroupError(
             f"expected 1 to {len(bundle.stages)} processes for {len(bundle.stages)} stages, found {size}: start fewer, such as by "
             "--nnodes and --nproc-per-node of torchrun"
         )
-    placed, group = place_group(bundle, size, group, first_rank=FRONT_RANK)
-    return placed, structs.replace(group, address=chosen_address(launched_address()))
+
+
+class _DeviceReport(Struct, frozen=True, kw_only=True):
+    """The device that a process may use, as the fields of a `TargetDevice`."""
+
+    device: dict[str, Any]
+    profile: dict[str, Any] | None
+
+
+def _devices_of_processes(bundle: Bundle, seat: Seat, group: GroupOptions) -> list[TargetDevice]:
+    """The device of each process, which they tell each other: the GPU of its number on its host, else a share of the CPU."""
+    runtime = import_runtime(runtime_of_each_stage(group.load.runtime, bundle)[0].name)
+    *gpus, cpu = runtime.own_devices()
+    local_rank, local_size = local_place()
+    device = gpus[local_rank] if local_rank < len(gpus) else replace(cpu, speed=1 / local_size)
+    if device.name == "cpu" and isinstance(device.memory, int):
+        device = replace(device, memory=device.memory // local_size)
+    device, profile = replace(device, host=host_name(), profile=None), device.profile
+    report = _DeviceReport(
+        device=msgspec.to_builtins(device), profile=None if profile is None else msgspec.to_builtins(profile)
+    )
+    reports = seat.exchange_reports("device", report, seconds=group.processes.start_seconds)
+    return [
+        TargetDevice(**report.device | {"profile": report.profile and msgspec.convert(report.profile, DeviceProfile)})
+        for report in reports
+    ]
 
 
 def _tell(error: Exception, failures: LaunchFailures | None, connection: int) -> None:

@@ -31,6 +31,12 @@ def launched_size() -> int:
     return _integer("WORLD_SIZE", 1, 2**31 - 1)
 
 
+def local_place() -> tuple[int, int]:
+    """The number of this process among those of its machine, and how many these are; alone where the launcher does not say."""
+    size = _integer("LOCAL_WORLD_SIZE", 1, 2**31 - 1, "1")
+    return _integer("LOCAL_RANK", 0, size - 1, "0"), size
+
+
 def launched_address() -> str:
     """The name or address of the machine of process 0."""
     return os.environ["MASTER_ADDR"]

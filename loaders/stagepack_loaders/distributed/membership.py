@@ -18,6 +18,7 @@ from stagepack.errors import OptionError, StagepackError, named_errors
 from stagepack.format.aliasing import written_inputs
 from stagepack.format.chunk_reads import ByteProgress
 from stagepack.format.reader import Bundle
+from stagepack.partition.target_devices import TargetDevice
 from stagepack.terminal import byte_progress
 from stagepack_loaders.base import LoadedStage, Loading
 from stagepack_loaders.call_limits import Limits
@@ -133,17 +134,17 @@ def group_options(load: LoadOptions, processes: ProcessOptions, limits: Limits) 
 
 
 def place_group(
-    bundle: Bundle, process_count: int, options: GroupOptions, first_rank: int
+    bundle: Bundle, process_count: int, options: GroupOptions, own_devices: Sequence[TargetDevice] | None = None
 ) -> tuple[PlacedBundle, GroupOptions]:
-    """Choose the process and the device of each stage, and join those that have both in common.
+    """Choose the process and the device of each stage, and join those that have both in common; the first process has the rank 0.
 
-    first_rank: the first process that runs stages.
+    own_devices: what ``"auto"`` chooses from, one for each process; None for the devices of this machine.
     """
-    placed = place_bundle(bundle, options.load, process_count)
+    placed = place_bundle(bundle, options.load, process_count, own_devices)
     return placed, structs.replace(
         options,
         load=placed.options,
-        rank_of_stage=tuple(first_rank + process for process in placed.processes),
+        rank_of_stage=placed.processes,
         stage_counts=tuple(len(placed.bundle.stored_stages(number)) for number in range(len(placed.bundle.stages))),
     )
 

@@ -149,7 +149,10 @@ def over_processes(bundle: Bundle, process_count: int, options: GroupOptions) ->
         raise OptionError(
             f"expected 1 to {len(bundle.stages)} processes for {len(bundle.stages)} stages, found {process_count}"
         )
-    return place_group(bundle, process_count, options, first_rank=FRONT_RANK + 1)
+    placed, options = place_group(bundle, process_count, options)
+    # A process without stages is not started.
+    ranks = {process: rank for rank, process in enumerate(dict.fromkeys(placed.processes), start=FRONT_RANK + 1)}
+    return placed, structs.replace(options, rank_of_stage=tuple(ranks[process] for process in placed.processes))
 
 
 class ProcessGrouping:
@@ -172,9 +175,7 @@ class ProcessGrouping:
         ranks = {running.rank_of_stage[stage] for stage in lost.stages}
         if self._asked.processes.on_loss != "regroup" or self._process_count == 1 or len(ranks) != 1:
             return False
-        process = ranks.pop() - FRONT_RANK - 1
-        if self.placed.chosen is not None:  # a device without stages has no process
-            process = [number for number, count in enumerate(self.placed.chosen.stages_per_device) if count][process]
+        process = self.placed.processes[lost.stages[0]]
         load = without_process(self._asked.load, self._process_count, process)
         asked, process_count = structs.replace(self._asked, load=load), self._process_count - 1
         try:

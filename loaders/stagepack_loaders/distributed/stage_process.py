@@ -231,8 +231,10 @@ class _StageProcess:
 
     def _next_message(self) -> ControlMessage:
         message = self._receivers.next_message()
-        if message is None:
-            raise ConnectionLostError("no route ends at this process")
+        if message is None:  # no route ends at a process without stages
+            for thread in self._threads:
+                thread.join()
+            return ControlMessage(kind=ControlKind.CLOSE, number=0)
         if message.kind in REQUEST_KINDS:
             self._worker.spans.end("wait", message.number, self._first_stage)
         return message
