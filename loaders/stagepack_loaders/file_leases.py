@@ -21,6 +21,7 @@ not be those of the file any more.
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import mmap
 import os
@@ -46,7 +47,7 @@ _FILE_SYSTEMS: Final = frozenset({"ext2", "ext3", "ext4", "xfs", "f2fs", "tmpfs"
 _MOUNTS_PATH: Final = Path("/proc/self/mountinfo")
 # Constants of <fcntl.h> and <sys/mman.h> that the modules fcntl and mmap lack.
 _F_SETOWN_EX, _F_OWNER_TID = 15, 0
-_MAP_FIXED, _MREMAP_MAYMOVE, _MREMAP_FIXED = 0x10, 1, 2
+_MAP_FIXED, _MREMAP_MAYMOVE, _MREMAP_FIXED, _MADV_POPULATE_READ = 0x10, 1, 2, 22
 _PROTECTION: Final = mmap.PROT_READ | mmap.PROT_WRITE
 _FAILED: Final = ctypes.c_void_p(-1).value
 _PAGEMAP_PATH: Final = "/proc/self/pagemap"
@@ -308,6 +309,25 @@ def map_file(descriptor: int) -> mmap.mmap:
     return memory
 
 
+def populate(memory: mmap.mmap, descriptor: int, start: int, end: int) -> None:
+    """Bring a range of a mapped file, from a page on, into memory and into the page tables of this process.
+
+    Raises:
+        OSError: the file was cut short or cannot be read; an access to the memory would end the process.
+    """
+    # Page faults read a cold file in small parts: at a third of the speed.
+    os.posix_fadvise(descriptor, start, end - start, os.POSIX_FADV_WILLNEED)
+    if _function("madvise")(_address(memory) + start, end - start, _MADV_POPULATE_READ):
+        number = ctypes.get_errno()
+        raise OSError(number, "it was cut short, or its disk fails" if number == errno.EFAULT else os.strerror(number))
+
+
+@cache
+def can_populate() -> bool:
+    """Whether the kernel has what `populate` needs: Linux 5.14."""
+    return not _function("madvise")(_address(memory := new_memory(1)), len(memory), _MADV_POPULATE_READ)
+
+
 def replace_by_copy(memory: mmap.mmap, descriptor: int) -> None:
     """Put memory of this process in the place of a mapped file: the bytes of the file, and the pages that were written as they are.
 
@@ -364,6 +384,7 @@ def _function(function_name: str) -> Any:
         "mmap": [pointer, size, integer, integer, integer, ctypes.c_long],
         "mremap": [pointer, size, size, integer, pointer],
         "munmap": [pointer, size],
+        "madvise": [pointer, size, integer],
     }
     function = getattr(ctypes.CDLL(None, use_errno=True), function_name)
     function.argtypes, function.restype = argument_types[function_name], pointer

