@@ -6,27 +6,27 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy
 import torch
 from blake3 import blake3
 
 from stagepack.errors import DigestError, StagepackError, repeated_error
-from stagepack.format.chunk_reads import ByteProgress
+from stagepack.format.chunk_reads import ByteProgress, Fill, fill_in_pieces
 from stagepack.format.chunks import File, FileChunk, file_chunks
 from stagepack.format.reader import Bundle
 from stagepack.format.rules import rule_error
 from stagepack.format.threads import usable_cpu_count
 from stagepack_loaders.weight_files import DIRECT_ALIGNMENT, ReadInto
 
-# A piece is read into memory, hashed, and copied to the device. Smaller ones cost more of the interpreter lock: 16 MiB chunks of 8 GB
-# in pieces of 1 MiB are 8,000 reads. Larger ones need more page-locked memory, which takes 0.3 s per GB to allocate.
-_PIECE_BYTES: Final = 4 * 2**20
-_STAGED_PIECES: Final = 2
-# On the CPU a piece is in the cache while it is hashed and copied.
+# Smaller blocks cost more of the interpreter lock. Larger ones need more page-locked memory, which takes 0.3 s per GB to allocate.
+_BLOCK_BYTES: Final = 4 * 2**20
+# On the CPU a block is in the cache while it is hashed and copied.
 _CACHED_BYTES: Final = 2**20
 _MOST_THREADS: Final = 16
+# So many blocks more than threads: the device copies these while all threads read.
+_COPIED_BLOCKS: Final = 2
 
 # Called when a range was read: with the event of the device after which the bytes are there, None if they are there now, and the error.
 Arrived = Callable[[Any, StagepackError | None], None]
@@ -40,13 +40,108 @@ class ByteRange(NamedTuple):
     end: int
 
 
+class BlockCopies(Protocol):
+    """How the bytes of blocks of host memory come into the memory of a device. Several threads use it.
+
+    Attributes:
+        block_bytes: the size of a block.
+    """
+
+    block_bytes: int
+
+    def new_block(self) -> torch.Tensor:
+        """Return new host memory of `block_bytes`."""
+
+    def copy(self, block: torch.Tensor, memory: torch.Tensor, after: Any) -> Any:
+        """Begin to copy the first bytes of a block, as many as the memory has.
+
+        Args:
+            block: from `new_block`.
+            memory: bytes of the device.
+            after: an event of the device, before which the memory is still in use; None if it is free.
+
+        Returns:
+            The event after which this copy and all earlier ones are made; None if they are made now.
+        """
+
+
+class CachedCopies:
+    """Blocks for the CPU, which fit the cache of a core. Bytes are hashed in them: the user sees the weights, and may write them."""
+
+    block_bytes = _CACHED_BYTES
+
+    def new_block(self) -> torch.Tensor:
+        """See `BlockCopies`."""
+        return empty_bytes(self.block_bytes, torch.device("cpu"))
+
+    def copy(self, block: torch.Tensor, memory: torch.Tensor, after: Any) -> None:
+        """See `BlockCopies`."""
+        # torch would share the copy among threads of its own.
+        numpy.copyto(memory.numpy(), block[: len(memory)].numpy())
+
+
+class StreamCopies:
+    """Page-locked blocks, which a GPU copies on a stream of its own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.block_bytes = _BLOCK_BYTES
+        self._stream: Any = torch.cuda.Stream(device)
+
+    def new_block(self) -> torch.Tensor:
+        """See `BlockCopies`."""
+        return torch.empty(self.block_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def copy(self, block: torch.Tensor, memory: torch.Tensor, after: Any) -> Any:
+        """See `BlockCopies`."""
+        # If the memory is freed before the copy is made, the allocator keeps it until it is.
+        memory.record_stream(self._stream)
+        if after is not None:
+            self._stream.wait_event(after)
+        with torch.cuda.stream(self._stream):
+            memory.copy_(block[: len(memory)], non_blocking=True)
+        return _recorded(self._stream)
+
+
+class BlockRing:
+    """Blocks of host memory, at most `most_blocks`, which threads fill and a device copies. A thread has one at a time."""
+
+    def __init__(self, copies: BlockCopies, most_blocks: int) -> None:
+        self._copies = copies
+        # Blocks that no thread has, None for one to be made, and the event after which it is copied. The first one is free first.
+        self._blocks: queue.SimpleQueue[tuple[torch.Tensor | None, Any]] = queue.SimpleQueue()
+        for _ in range(most_blocks):
+            self._blocks.put((None, None))
+
+    def write(self, fill: Fill, start: int, memory: torch.Tensor, after: Any, hasher: Any) -> Any:
+        """Bring the bytes of a file from `start` on into memory of the device; see `BlockCopies.copy`. The hasher is given them too."""
+        event = None
+        for offset in range(0, len(memory), self._copies.block_bytes):
+            part = memory[offset : offset + self._copies.block_bytes]
+            block, event = self._blocks.get()
+            try:
+                if block is None:
+                    block = self._copies.new_block()
+                if event is not None:
+                    event.synchronize()
+                    event = None
+                for piece in fill_in_pieces(fill, start + offset, _writeable_view(block[: len(part)])):
+                    if hasher is not None:
+                        hasher.update(piece)
+                event = self._copies.copy(block, part, after)
+            finally:
+                self._blocks.put((block, event))
+        return event
+
+
 class Transfers:
     """Threads that read ranges of files into memory of a device, in the order of `submit`. They end with the object."""
 
     def __init__(self, device: torch.device, read_into: ReadInto) -> None:
-        self._device = device
         self._read_into = read_into
         self._thread_count = min(usable_cpu_count(), _MOST_THREADS)
+        self._is_host = device.type == "cpu"
+        copies = CachedCopies() if self._is_host else StreamCopies(device)
+        self._ring = BlockRing(copies, self._thread_count + _COPIED_BLOCKS)
         self._tasks: _Tasks = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
@@ -62,18 +157,22 @@ class Transfers:
         """
         with self._lock:
             if len(self._threads) < self._thread_count:
-                arguments = (self._tasks, self._is_closed, self._device)
+                arguments = (self._tasks, self._is_closed)
                 thread = threading.Thread(target=_run_tasks, args=arguments, name="stagepack-weights", daemon=True)
                 self._threads.append(thread)
                 thread.start()
+        fill = partial(self._read_into, source.file_name)
+        if self._is_host and hasher is None:
+            write = partial(fill, source.start, _writeable_view(memory))
+        else:
+            write = partial(self._ring.write, fill, source.start, memory, after, hasher)
         # A task must not refer to this object, which would not end before its threads.
-        self._tasks.put(partial(_transfer, self._read_into, source, memory, after, arrived, hasher))
+        self._tasks.put(partial(_transfer, source.file_name, write, arrived))
 
 
-def _run_tasks(tasks: "_Tasks", is_closed: threading.Event, device: torch.device) -> None:
-    staging = _Staging(device)
+def _run_tasks(tasks: "_Tasks", is_closed: threading.Event) -> None:
     while (task := tasks.get()) is not None and not is_closed.is_set():
-        task(staging)
+        task()
         del task  # what it refers to is freed before the next one comes
 
 
@@ -87,91 +186,19 @@ def _close(is_closed: threading.Event, tasks: "_Tasks", threads: list[threading.
             thread.join(timeout=1)
 
 
-def _transfer(
-    read_into: ReadInto,
-    source: ByteRange,
-    memory: torch.Tensor,
-    after: Any,
-    arrived: Arrived,
-    hasher: Any,
-    staging: "_Staging",
-) -> None:
+def _transfer(file_name: str, write: Callable[[], Any], arrived: Arrived) -> None:
     event: Any = None
     error: StagepackError | None = None
     try:
-        event = staging.write(read_into, source, memory, after, hasher)
+        event = write()
     except StagepackError as read_error:
         error = read_error
     except Exception as unexpected_error:  # noqa: BLE001 - the thread would end, and a call would wait for ever
-        message = f"the file cannot be loaded: {unexpected_error}"
-        error = rule_error("D1", source.file_name, message)
+        error = rule_error("D1", file_name, f"the file cannot be loaded: {unexpected_error}")
     arrived(event, error)
 
 
-class _Staging:
-    """Pieces of host memory of one thread, from which the device copies while the next piece is read. The CPU has no stream."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream: Any = None
-        self._pieces: list[torch.Tensor] = []
-        self._copied: list[Any] = []
-        self._index = 0
-
-    def write(
-        self, read_into: ReadInto, source: ByteRange, memory: torch.Tensor, after: Any, hasher: Any = None
-    ) -> Any:
-        """Read a range into memory of the device; return the event after which the bytes are there."""
-        if self._device.type == "cpu" and hasher is None:
-            read_into(source.file_name, source.start, _writeable_view(memory))
-            return None
-        # Bytes are hashed in a piece also on the CPU: weights are visible to the user, who may write them.
-        if not self._pieces:
-            self._allocate()
-        if self._stream is not None:
-            # If the memory is freed before the copies are made, the allocator keeps it until they are.
-            memory.record_stream(self._stream)
-            if after is not None:
-                self._stream.wait_event(after)
-        piece_bytes = len(self._pieces[0])
-        for offset in range(0, len(memory), piece_bytes):
-            device_piece = memory[offset : offset + piece_bytes]
-            piece = self._next_piece()[: len(device_piece)]
-            view = _writeable_view(piece)
-            read_into(source.file_name, source.start + offset, view)
-            if hasher is not None:
-                hasher.update(view)
-            self._copy(piece, device_piece)
-        return None if self._stream is None else _recorded(self._stream)
-
-    def _allocate(self) -> None:
-        if self._device.type == "cpu":
-            self._pieces = [empty_bytes(_CACHED_BYTES, self._device)]
-        else:
-            self._stream = torch.cuda.Stream(self._device)
-            memory = torch.empty(_PIECE_BYTES * _STAGED_PIECES, dtype=torch.uint8, pin_memory=True)
-            self._pieces = list(memory.split(_PIECE_BYTES))
-        self._copied = [None] * len(self._pieces)
-
-    def _next_piece(self) -> torch.Tensor:
-        """Return host memory whose last copy is finished."""
-        self._index = (self._index + 1) % len(self._pieces)
-        if self._copied[self._index] is not None:
-            self._copied[self._index].synchronize()
-        return self._pieces[self._index]
-
-    def _copy(self, piece: torch.Tensor, device_piece: torch.Tensor) -> None:
-        """Begin to copy the memory that `_next_piece` returned."""
-        if self._stream is None:
-            # torch would share the copy among threads of its own.
-            numpy.copyto(device_piece.numpy(), piece.numpy())
-            return
-        with torch.cuda.stream(self._stream):
-            device_piece.copy_(piece, non_blocking=True)
-        self._copied[self._index] = _recorded(self._stream)
-
-
-_Tasks = queue.SimpleQueue[Callable[[_Staging], None] | None]
+_Tasks = queue.SimpleQueue[Callable[[], None] | None]
 
 
 class ArrivingFile:
