@@ -1,11 +1,13 @@
 """Load one stage into the memory of a GPU: stagepack with full verification against the limit of pinned copies and other loaders.
 
 One stage of bf16 weights, 8 GB by default, its file in the page cache. Each loader runs in turns in a process of its own, which imports and
-makes the context of the device first; the fastest of the rounds counts. `pinned copy` copies page-locked memory that is filled already. A
-loader that is not installed, or fails here, has no figure; the reason is printed. Without a GPU it measures the same on the CPU, where
-only some loaders run: `--device cpu --gigabytes 0.5`.
+makes the context of the device first; the fastest of the rounds counts. `pinned copy` copies page-locked memory that is filled already; the
+limits of reading and hashing are those of the host. stagepack in blocks of other sizes, and without reading weights, tells where its time
+goes. A loader that is not installed, or fails here, has no figure; the reason is printed. Without a GPU it measures the same on the CPU,
+where only some loaders run: `--device cpu --gigabytes 0.5`.
 """
 
+import importlib.util
 import subprocess
 import sys
 import tempfile
@@ -16,10 +18,12 @@ import torch
 
 import stagepack
 from stagepack.format.reader import Bundle
+from stagepack_loaders.torch.prepare import CHECKED_GRAPHS_VARIABLE
 from stagepack_loaders.weight_files import VERIFIED_FILES_VARIABLE
+from tools.bench_load import read_limits
 from tools.benchmark_models import Layers, without_values
 from tools.benchmark_results import benchmark_parser, benchmark_results
-from tools.measuring import run_python
+from tools.measuring import run_python, seconds_in_turns
 from tools.page_cache import warm_up
 
 HIDDEN = 4096
@@ -62,9 +66,22 @@ _STAGEPACK = """
 import blake3, stagepack, stagepack_loaders.load, stagepack_loaders.torch.prepare
 timed(lambda: stagepack.load_stage(bundle, 0, device=device, verify="{verify}"))
 """
+_BLOCKS = """
+from stagepack_loaders.torch import weight_transfer
+weight_transfer._BLOCK_BYTES = {mebibytes} * 2**20
+"""
 LOADERS = {
     "stagepack": _STAGEPACK.format(verify="full"),
     "stagepack, weights not verified": _STAGEPACK.format(verify="manifest"),
+    "stagepack, blocks of 1 MiB": _BLOCKS.format(mebibytes=1) + _STAGEPACK.format(verify="full"),
+    "stagepack, blocks of 16 MiB": _BLOCKS.format(mebibytes=16) + _STAGEPACK.format(verify="full"),
+    "stagepack, no weights": """
+import blake3, stagepack, stagepack_loaders.torch.prepare
+from stagepack_loaders.base import Loading
+from stagepack_loaders.options import LoadOptions
+from stagepack_loaders.preparation import prepare
+timed(lambda: prepare(stagepack.open(bundle), Loading(options=LoadOptions(devices=[str(device)], runtime="torch"))))
+""",
     # What a GPU is loaded with by default; on the CPU, the same code without page-locked memory.
     "stagepack, stream": """
 import blake3, stagepack, stagepack_loaders.load, stagepack_loaders.torch.prepare
@@ -118,6 +135,11 @@ def load():
 timed(load)
 """,
 }
+PACKAGES = {
+    "run:ai streamer": "runai_model_streamer",
+    "fastsafetensors": "fastsafetensors",
+    "InstantTensor, buffered": "instanttensor",
+}
 
 
 def main() -> None:
@@ -141,11 +163,12 @@ def main() -> None:
         )
         programs = {"pinned copy": COPY_LIMIT} | {name: LOADERS[name] for name in options.only}
         seconds = measure(programs, bundle.path, options.device, options.rounds)
+        limits = seconds_in_turns(read_limits(bundle.path / "stage-0.safetensors"), options.rounds)
+        seconds |= {limit_name: min(limit_seconds) for limit_name, limit_seconds in limits.items()}
         limit = seconds.get("pinned copy", float("nan"))
-        for loader_name in programs:
-            if loader_name in seconds:
-                rate = bundle.stages[0].weight_bytes / 1e9 / seconds[loader_name]
-                table.add(loader_name, seconds[loader_name], rate, limit / seconds[loader_name])
+        for loader_name, loader_seconds in seconds.items():
+            rate = bundle.stages[0].weight_bytes / 1e9 / loader_seconds
+            table.add(loader_name, loader_seconds, rate, limit / loader_seconds)
 
 
 def make_bundle(path: Path, gigabytes: float) -> Bundle:
@@ -163,7 +186,10 @@ def make_bundle(path: Path, gigabytes: float) -> Bundle:
 def measure(programs: dict[str, str], bundle_path: Path, device: str, rounds: int) -> dict[str, float]:
     """Return the seconds of the fastest run of each program; those that fail are missing."""
     seconds: dict[str, float] = {}
-    failed: set[str] = set()
+    failed = {name for name, package in PACKAGES.items() if importlib.util.find_spec(package) is None}
+    print(f"not installed: {', '.join(sorted(failed)) or 'none'}", file=sys.stderr)
+    # Without the record of verified files, full verification hashes every byte. Graphs are checked in the first round.
+    variables = {VERIFIED_FILES_VARIABLE: "", CHECKED_GRAPHS_VARIABLE: str(bundle_path.parent / "records")}
     for _ in range(rounds):
         for loader_name, program in programs.items():
             if loader_name in failed:
@@ -173,8 +199,7 @@ def measure(programs: dict[str, str], bundle_path: Path, device: str, rounds: in
             started = time.monotonic()
             arguments = ("-c", PRELUDE + program, str(bundle_path), device)
             try:
-                # Without the record of verified files, full verification hashes every byte.
-                run_seconds = float(run_python(*arguments, timeout=TIME_LIMIT, **{VERIFIED_FILES_VARIABLE: ""}))
+                run_seconds = float(run_python(*arguments, timeout=TIME_LIMIT, **variables))
             except (subprocess.SubprocessError, ValueError) as error:
                 failed.add(loader_name)
                 reason = getattr(error, "stderr", None) or str(error)

@@ -1,9 +1,9 @@
 """A stage on the CPU until its first answer: stagepack against other loaders of the same bytes, from the page cache, the disk and tmpfs.
 
 Each run is a process of its own. stagepack finds the weight file in its record of verified files, which an earlier run wrote, but where it
-is the `first load`, which finds no record. The loaders take turns; the median of their runs counts. `cold` is after eviction from the page
-cache, which is checked. The limits are those of storage and processor in the same state: threads that read the file into memory and do
-nothing else, and threads that also hash it.
+is the `first load`, which finds no record; on a `new machine`, it finds no record of checked graphs either. The loaders take turns; the
+median of their runs counts. `cold` is after eviction from the page cache, which is checked. The limits are those of storage and processor
+in the same state: threads that read the file into memory and do nothing else, and threads that also hash it.
 """
 
 import os
@@ -77,7 +77,7 @@ def measure_digests(results: BenchmarkResults, folder: Path) -> None:
 
     def compare(thread_count: int) -> None:
         os.sched_setaffinity(0, sorted(processors)[:thread_count])
-        assert not _problems(folder, hashed=True)
+        assert not _problems(folder / WEIGHTS, hashed=True)
 
     warm_up(folder / WEIGHTS)
     seconds = seconds_in_turns({str(count): partial(compare, count) for count in thread_counts}, 5)
@@ -106,14 +106,12 @@ def measure_state(results: BenchmarkResults, state: str, folder: Path, program_n
         "loader",
         "loaded, s",
         "first answer, s",
+        "processor, s",
         "GB/s",
         f"over {BASELINE}",
         "private memory, MB",
     )
-    limits: dict[str, Callable[[], object]] = {
-        "limit: read by threads": lambda: _problems(folder, hashed=False),
-        "limit: read and hashed by threads": lambda: _problems(folder, hashed=True),
-    }
+    limits = read_limits(folder / WEIGHTS)
     runs: dict[str, list[dict[str, float]]] = {side_name: [] for side_name in (*program_names, *limits)}
     for round_number in range(rounds):
         # Another order in each round, so that none always comes after the same one.
@@ -122,7 +120,7 @@ def measure_state(results: BenchmarkResults, state: str, folder: Path, program_n
             if side_name in limits:
                 _bring_into_state(folder / WEIGHTS, state)
                 seconds = seconds_of(limits[side_name])
-                runs[side_name].append({"load": seconds, "answer": seconds, "memory": 0})
+                runs[side_name].append({"load": seconds, "answer": seconds, "processor": float("nan"), "memory": 0})
             else:
                 _bring_into_state(folder / PROGRAMS[side_name][1], state)
                 runs[side_name].append(_run(side_name, folder))
@@ -130,8 +128,10 @@ def measure_state(results: BenchmarkResults, state: str, folder: Path, program_n
     assert len(checks) == 1, f"expected one answer of all loaders, found {checks}"
     baseline = statistics.median(run["answer"] for run in runs[BASELINE]) if BASELINE in runs else float("nan")
     for side_name, measured in runs.items():
-        load, answer, memory = (statistics.median(run[key] for run in measured) for key in ("load", "answer", "memory"))
-        table.add(side_name, load, answer, size / answer / 1e9, answer / baseline, memory / 1e6)
+        load, answer, processor, memory = (
+            statistics.median(run[key] for run in measured) for key in ("load", "answer", "processor", "memory")
+        )
+        table.add(side_name, load, answer, processor, size / answer / 1e9, answer / baseline, memory / 1e6)
 
 
 def _bring_into_state(path: Path, state: str) -> None:
@@ -152,10 +152,17 @@ def _run(program_name: str, folder: Path) -> dict[str, float]:
     return measured
 
 
-def _problems(folder: Path, *, hashed: bool) -> list[Problem]:
-    """Read the weight file by a thread for each processor."""
-    entry = stagepack.open(folder / BUNDLE).files[Path(WEIGHTS).name]
-    with (folder / WEIGHTS).open("rb") as file:
+def read_limits(weights: Path) -> dict[str, Callable[[], object]]:
+    """What storage and processor allow: to read a weight file of a bundle by a thread for each processor, and to hash it too."""
+    return {
+        "limit: read by threads": partial(_problems, weights, hashed=False),
+        "limit: read and hashed by threads": partial(_problems, weights, hashed=True),
+    }
+
+
+def _problems(weights: Path, *, hashed: bool) -> list[Problem]:
+    entry = stagepack.open(weights.parent).files[weights.name]
+    with weights.open("rb") as file:
         return read_chunks([FileRead(entry, file.fileno())], compare=hashed)
 
 

@@ -86,7 +86,6 @@ def steps_of(device: str, size: str, folder: Path) -> list[Step]:
     options = ("-q", "-W", "default", "-p", "no:cacheprovider", "-n", str(workers), "--dist", "loadgroup")
     outcomes = ("--gpu-device", device, f"--outcomes={folder / 'tests.jsonl'}")
     load_sizes = ("--gigabytes", "0.05", "--rounds", "1") if is_tiny else ("--gigabytes", "4", "--rounds", "2")
-    loaders = ("--only", "stagepack", "stagepack, stream", "safetensors load_file")
 
     def benchmark(name: str, seconds: int, *arguments: str) -> Step:
         return Step(name=name, arguments=("-m", *arguments, "--json", str(folder / f"{name}.json")), seconds=seconds)
@@ -97,7 +96,7 @@ def steps_of(device: str, size: str, folder: Path) -> list[Step]:
     return [
         Step(name="tests", arguments=("-m", "pytest", "-m", "gpu", "tests/gpu", *options, *outcomes), seconds=160),
         stages("stages", 150, "memory", "cut", "streams"),
-        benchmark("load", 80, "tools.bench_gpu_load", "--device", device, *load_sizes, *loaders),
+        benchmark("load", 150, "tools.bench_gpu_load", "--device", device, *load_sizes),
         stages("text", 90, "text"),
         stages("serving", 50, "serving"),
     ]
