@@ -10,7 +10,9 @@ import stagepack
 from stagepack.capture.inputs import Inputs
 from stagepack.errors import DigestError
 from stagepack.format.reader import Bundle
+from stagepack_loaders.torch import weight_transfer
 from stagepack_loaders.torch.stage import TorchStage
+from stagepack_loaders.torch.weight_transfer import CachedCopies, StreamCopies
 from tests.gpu.answers import assert_close, inputs_on
 from tests.zoo.case import Case, answers, assert_equal
 from tests.zoo.cases import named
@@ -86,6 +88,32 @@ def test_a_changed_byte_is_found_on_the_way_to_the_device(
     path.write_bytes(content)
     with pytest.raises(DigestError, match=r"stage-0\.safetensors"):
         stagepack.load(bundle.path, [str(device)])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_all_weights_arrive_by_few_blocks(
+    tower: tuple[Bundle, torch.Tensor], device: torch.device, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+    for copies in (CachedCopies, StreamCopies):
+        monkeypatch.setattr(copies, "new_block", _counted(copies.new_block, made))
+    monkeypatch.setattr(weight_transfer, "usable_cpu_count", lambda: 2)
+    pipeline: Any = stagepack.load(tower[0], [str(device)], stream=stream)
+    expected = stagepack.load(tower[0]).state_dict()
+    for weight_name, weight in pipeline.state_dict().items():
+        assert torch.equal(weight.cpu(), expected[weight_name])
+    # The CPU maps files that are not streamed.
+    assert len(made) <= 4
+    assert made or (device.type == "cpu" and not stream)
+
+
+def _counted(new_block: Any, made: list[int]) -> Any:
+    def make(copies: Any) -> torch.Tensor:
+        block: torch.Tensor = new_block(copies)
+        made.append(len(block))
+        return block
+
+    return make
 
 
 @torch.no_grad()
