@@ -309,15 +309,13 @@ def map_file(descriptor: int) -> mmap.mmap:
     return memory
 
 
-def populate(memory: mmap.mmap, descriptor: int, start: int, end: int) -> None:
-    """Bring a range of a mapped file, from a page on, into memory and into the page tables of this process.
+def populate(memory: mmap.mmap, start: int, byte_count: int) -> None:
+    """Bring a part of a mapped file, from a page on, into the page tables of this process.
 
     Raises:
         OSError: the file was cut short or cannot be read; an access to the memory would end the process.
     """
-    # Page faults read a cold file in small parts: at a third of the speed.
-    os.posix_fadvise(descriptor, start, end - start, os.POSIX_FADV_WILLNEED)
-    if _function("madvise")(_address(memory) + start, end - start, _MADV_POPULATE_READ):
+    if _function("madvise")(_address(memory) + start, byte_count, _MADV_POPULATE_READ):
         number = ctypes.get_errno()
         raise OSError(number, "it was cut short, or its disk fails" if number == errno.EFAULT else os.strerror(number))
 

@@ -28,14 +28,14 @@ class FileRead:
         entry: its entry in the manifest.
         descriptor: the open file.
         destination: memory as long as the file; None to compare it only.
-        populate: if the destination is a mapping of the file, brings a range of it into memory, so that an error of the disk is an
-            `OSError`, and not the end of the process.
+        populate: if the destination is a mapping of the file, brings parts of it into memory, so that an error of the disk is an `OSError`,
+            and not the end of the process.
     """
 
     entry: File
     descriptor: int
     destination: memoryview | None = None
-    populate: Callable[[int, int], None] | None = None
+    populate: Fill | None = None
 
     def fill(self, start: int, memory: memoryview) -> None:
         """Fill memory with the bytes of the file from `start` on; see `Fill`."""
@@ -93,11 +93,9 @@ class _Pieces(threading.local):
 
     def of(self, read: FileRead, chunk: FileChunk) -> Iterator[memoryview]:
         """Yield the bytes of a chunk, in order."""
-        if read.destination is not None and read.populate is not None:
-            read.populate(chunk.start, chunk.end)
-            yield read.destination[chunk.start : chunk.end]
-        elif read.destination is not None:
-            yield from fill_in_pieces(read.fill, chunk.start, read.destination[chunk.start : chunk.end])
+        if read.destination is not None:
+            memory = read.destination[chunk.start : chunk.end]
+            yield from fill_in_pieces(read.populate or read.fill, chunk.start, memory)
         else:
             self._buffer = self._buffer or memoryview(bytearray(_PIECE_BYTES))
             for start in range(chunk.start, chunk.end, _PIECE_BYTES):

@@ -238,7 +238,7 @@ def test_a_file_system_that_asks_for_a_larger_alignment(tmp_path: Path, monkeypa
         return read(descriptor, buffers, start, *flags)
 
     monkeypatch.setattr(os, "preadv", read_aligned)
-    monkeypatch.setattr("stagepack_loaders.weight_files._OpenFile._is_cached", lambda *_: False)
+    monkeypatch.setattr("stagepack_loaders.weight_files.is_cached", lambda *_: False)
     reader = FolderReader(tmp_path)
     for start in (0, 4096, 8192):
         memory: Any = empty_bytes(65536, torch.device("cpu")).numpy()

@@ -118,9 +118,9 @@ def test_bytes_that_are_mapped_are_compared_on_any_kernel(
 def test_the_bytes_of_the_mapping_are_the_ones_that_are_compared(
     mapped: Bundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def populate_and_write(content: mmap.mmap, descriptor: int, start: int, end: int) -> None:
-        populate(content, descriptor, start, end)
-        content[end - 1] ^= 1
+    def populate_and_write(content: mmap.mmap, start: int, byte_count: int) -> None:
+        populate(content, start, byte_count)
+        content[start + byte_count - 1] ^= 1
 
     monkeypatch.setattr(weight_files, "populate", populate_and_write)
     with pytest.raises(DigestError, match=r"stage-0\.safetensors: the content was changed"):
@@ -132,9 +132,9 @@ def test_a_file_that_is_cut_short_without_a_word_to_its_lease_is_an_error(
 ) -> None:
     """An access to the memory would end the process."""
 
-    def cut_and_populate(content: mmap.mmap, descriptor: int, start: int, end: int) -> None:
+    def cut_and_populate(content: mmap.mmap, start: int, byte_count: int) -> None:
         os.close(os.open(mapped.path / NAME, os.O_RDONLY | os.O_TRUNC))
-        populate(content, descriptor, start, end)
+        populate(content, start, byte_count)
 
     monkeypatch.setattr(weight_files, "populate", cut_and_populate)
     with pytest.raises(DigestError, match=r"stage-0\.safetensors: the file cannot be read: it was cut short"):
