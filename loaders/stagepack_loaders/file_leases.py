@@ -50,6 +50,7 @@ _F_SETOWN_EX, _F_OWNER_TID = 15, 0
 _MAP_FIXED, _MREMAP_MAYMOVE, _MREMAP_FIXED, _MADV_POPULATE_READ = 0x10, 1, 2, 22
 _PROTECTION: Final = mmap.PROT_READ | mmap.PROT_WRITE
 _FAILED: Final = ctypes.c_void_p(-1).value
+_LARGE_PAGE_BYTES: Final = 2**21
 _PAGEMAP_PATH: Final = "/proc/self/pagemap"
 _ENTRY_BYTES: Final = 8
 # Bits of an entry: the page is in memory, in swap; it belongs to a file.
@@ -304,7 +305,9 @@ def new_memory(byte_count: int) -> mmap.mmap:
 def map_file(descriptor: int) -> mmap.mmap:
     """Map a file copy-on-write. The object has no descriptor of the file."""
     byte_count = os.fstat(descriptor).st_size
-    memory = new_memory(byte_count)
+    # Linux 6.7 aligns memory of whole large pages. There, half as many page faults map 2 GB.
+    memory = new_memory(-(-byte_count // _LARGE_PAGE_BYTES) * _LARGE_PAGE_BYTES)
+    memory.resize(byte_count)
     _call("mmap", _address(memory), byte_count, _PROTECTION, mmap.MAP_PRIVATE | _MAP_FIXED, descriptor, 0)
     return memory
 

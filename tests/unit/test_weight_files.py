@@ -17,7 +17,7 @@ from stagepack.errors import DigestError
 from stagepack.format.reader import Bundle
 from stagepack_loaders import weight_files
 from stagepack_loaders.base import Loading
-from stagepack_loaders.file_leases import populate
+from stagepack_loaders.file_leases import map_file, populate
 from stagepack_loaders.options import LoadOptions
 from stagepack_loaders.weight_files import map_weight_file, open_weight_files
 from tests.bundle_editor import BundleEditor
@@ -98,6 +98,16 @@ def _page_faults_of(content: mmap.mmap) -> int:
     faults_before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
     elements[:: mmap.PAGESIZE].max()
     return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - faults_before
+
+
+@pytest.mark.parametrize("size", [1, 4095, 4096, 2**21 - 1, 2**21, 2**21 + 1, 5 * 2**21 + 7])
+def test_a_mapping_has_the_bytes_of_its_file_and_no_others(size: int, tmp_path: Path) -> None:
+    content = os.urandom(size)
+    (tmp_path / "file").write_bytes(content)
+    with (tmp_path / "file").open("rb") as file:
+        memory = map_file(file.fileno())
+    assert len(memory) == size
+    assert memory[:] == content
 
 
 @pytest.mark.parametrize("is_old", [False, True])
