@@ -29,6 +29,8 @@ PACKAGES: Final = {
     ),
     "tests": ("execnet", "pytest-xdist", "torchao"),
 }  # fmt: skip
+# Loaders that `tools.bench_gpu_load` compares with, and what they need at import. Nothing else of the project needs them.
+PEERS: Final = ("fastsafetensors==0.5.0", "humanize==4.17.0", "instanttensor==0.2.2", "runai-model-streamer==0.17.1")
 
 
 def main() -> None:
@@ -40,7 +42,7 @@ def main() -> None:
     for wheel in folder.glob("*.whl"):
         wheel.unlink()
     platforms = [f"--platform={platform}" for platform in PLATFORMS]
-    requirements = pinned(name for names in PACKAGES.values() for name in names)
+    requirements = [*pinned(name for names in PACKAGES.values() for name in names), *PEERS]
     command = ["pip", "download", "--quiet", "--no-deps", "--only-binary=:all:", f"--python-version={PYTHON_VERSION}"]
     subprocess.run([sys.executable, "-m", *command, *platforms, f"--dest={folder}", *requirements], check=True)
     build = ["build", "--wheel", "--no-isolation", f"--outdir={folder}", str(ROOT)]
