@@ -153,10 +153,16 @@ def tower(tmp_path_factory: pytest.TempPathFactory) -> tuple[Bundle, torch.Tenso
 @torch.no_grad()
 @pytest.mark.parametrize("options", [{}, {"stream": True}, {"verify": "manifest"}, {"device_memory": "12MB"}])
 def test_weights_arrive_by_page_locked_pieces(
-    tower: tuple[Bundle, torch.Tensor, list[torch.Tensor]], simulated: SimulatedCuda, options: dict[str, Any]
+    tower: tuple[Bundle, torch.Tensor, list[torch.Tensor]],
+    simulated: SimulatedCuda,
+    options: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(weight_transfer, "usable_cpu_count", lambda: 2)
     bundle, x, expected = tower
     pipeline: Any = stagepack.load(bundle, [str(DEVICE)], **options)
+    # A block for each thread, two for the device, and what else is sent.
+    assert simulated.page_locked_bytes <= 4 * 2**22 + 2**20
     assert [bool(torch.equal(pipeline(x), answer)) for answer in expected] == [True] * 3
     pipeline.reset_state()
     assert torch.equal(pipeline(x), expected[0])

@@ -5,8 +5,9 @@ import os
 import resource
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
@@ -14,6 +15,7 @@ import torch
 
 import stagepack
 from stagepack.errors import DigestError
+from stagepack.format.chunk_reads import FileRead, read_chunks
 from stagepack.format.reader import Bundle
 from stagepack_loaders import weight_files
 from stagepack_loaders.base import Loading
@@ -168,3 +170,26 @@ def test_progress_counts_the_bytes_that_are_read(linear: Path) -> None:
     assert sum(counts) == bundle.files[NAME].size
     bundle.verify(counts.append)
     assert sum(counts) > 2 * bundle.files[NAME].size
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"runtime": "onnxruntime"}, {"stream": True}, {"device_memory": "5MB"}], ids=str
+)
+def test_the_files_of_all_stages_are_brought_at_a_time(
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files of one chunk are hashed by one thread each."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(SIZE, SIZE) for _ in range(3)))
+    x = torch.ones(1, SIZE)
+    bundle = stagepack.export(model, (x,), out=tmp_path / "m", stages=3, onnx=True)
+    together: list[int] = []
+
+    def counted(reads: Sequence[FileRead], **more: Any) -> Any:
+        together.append(len(reads))
+        return read_chunks(reads, **more)
+
+    monkeypatch.setattr(weight_files, "read_chunks", counted)
+    monkeypatch.setenv(weight_files.VERIFIED_FILES_VARIABLE, "")
+    with torch.no_grad():
+        assert torch.allclose(stagepack.load(bundle, **options)(x), model(x), atol=1e-5)
+    assert [count for count in together if count] == ([] if "stream" in options else [3])

@@ -125,6 +125,16 @@ def prepare_stages(
     return prepared_stages
 
 
+@typed_memory_errors()
+def finish_stages(stages: Mapping[int, PreparedTorchStage], *, verify: bool) -> dict[int, TorchStage]:
+    """Read the weights of stages that were prepared together; see `stagepack_loaders.base.Runtime.finish_stages`."""
+    # All at once: a file of one chunk is hashed by one thread.
+    for device in dict.fromkeys(stage.weights.device for stage in stages.values()):
+        on_device = [stage for stage in stages.values() if stage.weights.device == device]
+        on_device[0].store.open([stage.weights for stage in on_device], verify=verify)
+    return {stage_number: stage.finish(verify=verify) for stage_number, stage in stages.items()}
+
+
 def _choose_store(device: torch.device, stages: Mapping[int, StageWeights], loading: Loading) -> WeightStore:
     """The store of the stages on a device. The CPU maps weight files; threads copy them into the memory of a GPU and hash them."""
     bundle = next(iter(stages.values())).bundle

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from stagepack_loaders.torch.prepare import PreparedTorchStage
+    from stagepack_loaders.torch.stage import TorchStage
 
 
 class TorchRuntime(Runtime):
@@ -67,6 +68,12 @@ class TorchRuntime(Runtime):
         from stagepack_loaders.torch.prepare import prepare_stages
 
         return prepare_stages(bundle, placement, loading)
+
+    def finish_stages(self, bundle: Bundle, stages: Mapping[int, Any], *, verify: bool) -> "dict[int, TorchStage]":
+        """See `Runtime`. Threads bring the weights of all stages at a time."""
+        from stagepack_loaders.torch.prepare import finish_stages
+
+        return finish_stages(stages, verify=verify)
 
     def compile_stages(
         self, bundle: Bundle, stages: Mapping[int, Any], options: LoadOptions

@@ -77,6 +77,9 @@ class WeightStore(Protocol):
     def has_gate(self, stage: StageWeights) -> bool:
         """Whether `load` returns a gate, which the module of the stage has to ask for its weights."""
 
+    def open(self, stages: Sequence[StageWeights], *, verify: bool) -> None:
+        """Bring the weight files of stages at a time, before `load` brings the weights of each; as long as a GPU reads, return before."""
+
     def load(self, stage: StageWeights, *, verify: bool) -> LoadedWeights:
         """Bring the weights of a stage; `verify` compares its files with their digests."""
 
@@ -94,9 +97,14 @@ class WeightCache:
         """See `WeightStore`."""
         return False
 
+    def open(self, stages: Sequence[StageWeights], *, verify: bool) -> None:
+        """See `WeightStore`."""
+        file_names = dict.fromkeys(file_name for stage in stages for file_name in stage.file_names)
+        self.open_files(stages[0].bundle, file_names, stages[0].loading, verify=verify)
+
     def load(self, stage: StageWeights, *, verify: bool) -> LoadedWeights:
         """See `WeightStore`."""
-        self.open_files(stage.bundle, stage.file_names, stage.loading, verify=verify)
+        self.open([stage], verify=verify)
         return LoadedWeights(
             {weight.value: self.read_of(stage, weight, stage.device) for weight in stage.graph.weights}
         )
@@ -209,6 +217,11 @@ class ArrivingStore:
     def has_gate(self, stage: StageWeights) -> bool:
         """See `WeightStore`."""
         return stage.loading.options.stream
+
+    def open(self, stages: Sequence[StageWeights], *, verify: bool) -> None:
+        """See `WeightStore`."""
+        for stage in stages:
+            self._arriving_files(stage, verify=verify).add(stage.file_names)
 
     def load(self, stage: StageWeights, *, verify: bool) -> LoadedWeights:
         """See `WeightStore`. A stage that asks for its weights is ready when the buffers that calls write have arrived."""

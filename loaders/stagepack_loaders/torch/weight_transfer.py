@@ -25,7 +25,7 @@ _BLOCK_BYTES: Final = 4 * 2**20
 # On the CPU a block is in the cache while it is hashed and copied.
 _CACHED_BYTES: Final = 2**20
 _MOST_THREADS: Final = 16
-# So many blocks more than threads: the device copies these while all threads read.
+# The blocks beyond one a thread: the device copies these while all threads read.
 _COPIED_BLOCKS: Final = 2
 
 # Called when a range was read: with the event of the device after which the bytes are there, None if they are there now, and the error.

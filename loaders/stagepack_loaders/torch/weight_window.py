@@ -76,15 +76,20 @@ class WindowStore:
         planned = self._stages[stage_number]
         return self._plan.positions[planned.first_index : planned.end_index]
 
-    def load(self, stage: StageWeights, *, verify: bool) -> LoadedWeights:
-        """See `WeightStore`. Weights that pass through are registered in the stage as tensors on their mapped file."""
+    def open(self, stages: Sequence[StageWeights], *, verify: bool) -> None:
+        """See `WeightStore`."""
         # What passes through must come from the files that are mapped and verified.
-        self._folder_reader.hold(stage.file_names)
-        self._cache.open_files(stage.bundle, stage.file_names, stage.loading, verify=verify)
-        replaced = self._folder_reader.hold(stage.file_names)
-        if replaced and stage.bundle.source is None:
+        file_names = [file_name for stage in stages for file_name in stage.file_names]
+        self._folder_reader.hold(file_names)
+        self._cache.open(stages, verify=verify)
+        replaced = self._folder_reader.hold(file_names)
+        if replaced and stages[0].bundle.source is None:
             message = "the file was replaced while it was loaded: load the bundle again"
             raise_problems(Problem(rule="D1", where=file_name, message=message) for file_name in replaced)
+
+    def load(self, stage: StageWeights, *, verify: bool) -> LoadedWeights:
+        """See `WeightStore`. Weights that pass through are registered in the stage as tensors on their mapped file."""
+        self.open([stage], verify=verify)
         planned, positions = self._stages[stage.stage_number], self._positions(stage.stage_number)
         residency = self._plan.residency(planned.uses, planned.first_index)
         _LOGGER.info("stage %d on %s: %s", stage.stage_number, stage.device, residency)
