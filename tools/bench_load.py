@@ -120,7 +120,7 @@ def measure_state(results: BenchmarkResults, state: str, folder: Path, program_n
             if side_name in limits:
                 _bring_into_state(folder / WEIGHTS, state)
                 seconds = seconds_of(limits[side_name])
-                runs[side_name].append({"load": seconds, "answer": seconds, "processor": float("nan"), "memory": 0})
+                runs[side_name].append({"load": seconds, "answer": seconds, "processor": 0, "memory": 0})
             else:
                 _bring_into_state(folder / PROGRAMS[side_name][1], state)
                 runs[side_name].append(_run(side_name, folder))

@@ -306,7 +306,8 @@ def map_file(descriptor: int) -> mmap.mmap:
     """Map a file copy-on-write. The object has no descriptor of the file."""
     byte_count = os.fstat(descriptor).st_size
     # Linux 6.7 aligns memory of whole large pages. There, half as many page faults map 2 GB.
-    memory = new_memory(-(-byte_count // _LARGE_PAGE_BYTES) * _LARGE_PAGE_BYTES)
+    spare_bytes = -byte_count % _LARGE_PAGE_BYTES if byte_count > _LARGE_PAGE_BYTES else 0
+    memory = new_memory(byte_count + spare_bytes)
     memory.resize(byte_count)
     _call("mmap", _address(memory), byte_count, _PROTECTION, mmap.MAP_PRIVATE | _MAP_FIXED, descriptor, 0)
     return memory

@@ -78,7 +78,7 @@ class WeightStore(Protocol):
         """Whether `load` returns a gate, which the module of the stage has to ask for its weights."""
 
     def open(self, stages: Sequence[StageWeights], *, verify: bool) -> None:
-        """Bring the weight files of stages at a time, before `load` brings the weights of each; as long as a GPU reads, return before."""
+        """Bring the weight files of several stages at a time, before `load`. Threads may still read them when it returns."""
 
     def load(self, stage: StageWeights, *, verify: bool) -> LoadedWeights:
         """Bring the weights of a stage; `verify` compares its files with their digests."""
