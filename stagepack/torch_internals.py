@@ -405,6 +405,11 @@ def call_of_leaves(program: ExportedProgram, leaves: list[Any]) -> tuple[tuple[A
     return args, kwargs
 
 
+def input_spec_text(program: ExportedProgram) -> str:
+    """Return the containers of the inputs of a program as text, as transformers' exporters write it into their manifest."""
+    return _pytree.treespec_dumps(program.call_spec.in_spec)
+
+
 def tree_map_tensors(function: Callable[[torch.Tensor], Any], tree: Any) -> Any:
     """Return the same containers with the results of a function in the place of the tensors."""
     return _pytree.tree_map_only(torch.Tensor, function, tree)
@@ -479,6 +484,12 @@ def register_transformers_caches(model: torch.nn.Module) -> None:
     """
     with contextlib.suppress(ImportError):
         transformers_exporter().register_cache_pytrees_for_model(model)
+
+
+def register_transformers_class(container_type: type) -> None:
+    """Register a class of transformers as a container, so that torch reads programs that take or return its objects."""
+    if not is_registered(container_type):
+        transformers_exporter().register_pytree_node(container_type)
 
 
 @contextlib.contextmanager

@@ -35,6 +35,7 @@ from stagepack.errors import CaptureError, OptionError
 from stagepack.torch_internals import (
     composites_of_libraries_decomposed,
     export_by_transformers,
+    suppress_log_records,
 )
 
 # Whether modules are captured by the compiler's front end, which traces the code of a model instead of running it.
@@ -190,7 +191,8 @@ def load_program(path: str | os.PathLike[str]) -> ExportedProgram:
         raise CaptureError(f"{path}: expected a .pt2 file that torch.export.save wrote")
     log_records: list[logging.LogRecord] = []
     try:
-        with hold_log_records("torch.export") as log_records:
+        # torch warns of pickle, which it reads containers of transformers with, by a message that does not fit its arguments.
+        with hold_log_records("torch.export") as log_records, suppress_log_records("torch._export.serde.serialize"):
             return torch.export.load(os.fspath(path))
     except Exception as error:
         # From torch 2.15 on, the error only refers to the log, which has the cause.

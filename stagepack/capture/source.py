@@ -21,12 +21,13 @@ from stagepack.capture.stated_inputs import Example, ExampleInputs, to_inputs
 from stagepack.capture.tensor_kinds import SCRIPTED
 from stagepack.capture.torch_messages import advised_capture, describe_error
 from stagepack.capture.transformers.example_inputs import example_inputs
+from stagepack.capture.transformers.exported_folders import read_exported_folder
 from stagepack.capture.transformers.hugging_face import (
     capture_around_transformers,
     capture_pretrained,
     capture_transformers,
 )
-from stagepack.capture.transformers.model_folders import diffusers_class, form_of_source
+from stagepack.capture.transformers.model_folders import diffusers_class, export_folder, form_of_source
 from stagepack.capture.transformers.pretrained_model import load_pretrained
 from stagepack.capture.user_model import is_transformers_model
 from stagepack.errors import CaptureError, OptionError
@@ -34,11 +35,13 @@ from stagepack.torch_internals import uncompiled_module
 
 # The name of the only entry point of a model.
 FORWARD = "forward"
+# The name of the component that transformers' exporters give a model that they export as a whole.
+_ONLY_COMPONENT = "model"
 _NO_EXAMPLE = Example()
 
 
 class ModelSource(ABC):
-    """A model in any form: a module, a program, a ``.pt2`` file, a Hugging Face folder or hub name, or a function that makes a module.
+    """A model in any form: a module, a program or programs, their files, a Hugging Face folder or hub name, or a function.
 
     Attributes:
         name: how messages name it.
@@ -165,6 +168,54 @@ class _ProgramFile(ModelSource):
         return load_program(self.name), None
 
 
+class _Programs(ModelSource):
+    """The folder of an exporter of transformers: each program is an entry point, one that is alone and called ``model`` the only one."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.folder = export_folder(name)
+
+    def load(self, training: bool | None = None) -> tuple[Any, ExampleInputs | None]:
+        _set_mode(None, training, self.name)
+        names = ", ".join(self._read())
+        raise CaptureError(f"{self.name}: expected a module, found exported programs ({names}), which are exported as they are")
+
+    def captures(self, example: Example = _NO_EXAMPLE, modules: Sequence[str] = ()) -> dict[str, Capture]:
+        if modules:
+            raise OptionError(f"modules: {self.name} holds exported programs: each becomes an entry point, leave out modules (--part)")
+        return {name: self._capture(name, *function) for name, function in self.functions(example).items()}
+
+    def functions(self, example: Example) -> dict[str, tuple[Any, Inputs]]:
+        _set_mode(None, example.training, self.name)
+        stated, programs = example.inputs(), self._read()
+        if stated is not None and not isinstance(stated, dict):
+            if len(programs) > 1:
+                raise OptionError(
+                    f"inputs: {self.name} has the entry points {', '.join(programs)}: pass a dict of stagepack.Inputs by their names"
+                )
+            stated = dict.fromkeys(programs, stated)
+        inputs = stated or {}
+        if unknown := [name for name in inputs if name not in programs]:
+            raise OptionError(f"entry_points: expected names among {', '.join(programs)}, found {unknown[0]!r}")
+        functions = {}
+        for name, program in programs.items():
+            completed = example.completed(program, inputs.get(name, Inputs()))
+            if not isinstance(completed, Inputs):
+                raise OptionError(f"entry_points: expected stagepack.Inputs for {name!r}, found {type(completed).__name__}")
+            functions[name] = (program, completed)
+        return functions
+
+    def _read(self) -> dict[str, ExportedProgram]:
+        programs = read_exported_folder(self.name)
+        return {FORWARD: programs[_ONLY_COMPONENT]} if [*programs] == [_ONLY_COMPONENT] else programs
+
+    def _capture(self, name: str, program: ExportedProgram, inputs: Inputs) -> Capture:
+        try:
+            return capture_program(program, inputs)
+        except CaptureError as error:
+            raise CaptureError(f"{self.name}: {name}: {error}") from error
+
+
 class _Pretrained(ModelSource):
     """A Hugging Face folder or hub name."""
 
@@ -247,6 +298,8 @@ def _named_source(name: str, weights: str | os.PathLike[str] | None, dtype: str 
     match form_of_source(name):
         case "program":
             return _ProgramFile(name)
+        case "programs":
+            return _Programs(name)
         case "function":
             return _Factory(name, lambda: call_user_function(name), weights)
         case "file":

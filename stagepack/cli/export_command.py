@@ -132,7 +132,7 @@ def command(options: _Options) -> None:
     if options.graph_from is None:
         check_source_path(options.source)
     asset_contents = read_assets(options.assets)
-    is_pretrained = form_of_source(options.source) == "pretrained"
+    is_pretrained = form_of_source(options.source) in ("pretrained", "programs")
     onnx_extras = ["onnx", "onnxruntime"] if options.with_onnx else []
     require_extras("torch", *(["hf"] if is_pretrained else []), *onnx_extras)
     start_time = time.perf_counter()

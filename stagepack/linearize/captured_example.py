@@ -57,8 +57,11 @@ def run_example(
     result_tree = program.signature.result
     if capture.model is None:
         inputs = Inputs(args=tuple(example_values(capture, program).values()))
-        leaves = run_model(InterpretedProgram(capture.program), inputs, written=written)
-        return _answer_tensors(zip(leaves_of_tree(result_tree), leaves, strict=True))
+        results = run_model(InterpretedProgram(capture.program), inputs, written=written)
+        named = zip(program.result_leaves, results, strict=True)
+        value_of = {leaf: result for leaf, result in named if isinstance(leaf, str)}
+        leaves = leaves_of_tree(result_tree)
+        return _answer_tensors((leaf, value_of[leaf.name] if isinstance(leaf, ValueLeaf) else None) for leaf in leaves)
     answer = run_model(capture.model, capture.inputs, written=written, changed=changed)
     try:
         results = [(leaf, value) for _, leaf, value in flatten_tree(result_tree, answer, "the answer")]

@@ -116,6 +116,8 @@ class LinearizedProgram:
 
     graph: Graph
     signature: Signature
+    # What the program returns, in order. The tree of the signature may have more leaves: constants in objects that it returns.
+    result_leaves: tuple[SignatureLeaf, ...]
     # The conditions on its dynamic sizes.
     guards: tuple[Guard, ...]
     weights: WeightTable
@@ -167,6 +169,7 @@ def linearize_program(capture: Capture) -> LinearizedProgram:
     return LinearizedProgram(
         graph=graph,
         signature=signature,
+        result_leaves=tuple(result_leaves),
         guards=program_guards(conditions, asserted_conditions(program), symbols, body.inputs),
         weights=weights,
         split_positions=tuple(body.tables.split_positions),

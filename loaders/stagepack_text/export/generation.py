@@ -63,12 +63,11 @@ def generating_model(model: Any, max_positions: int, max_batch: int) -> Generati
             module=decoder, inputs=on_device_of(model, example.decoder()), entry_points={}, files=files
         )
     takes_tokens = model.main_input_name == "input_ids"
-    encoder_rows = max_positions if takes_tokens else model.config.max_source_positions
     with _run_errors(model):
+        encoder_rows = max_positions if takes_tokens else model.config.max_source_positions
         pair = GeneratingSeq2Seq(model, max_positions, encoder_rows, max_batch)
-    encoder_inputs = on_device_of(
-        model, example.token_encoder() if takes_tokens else example.speech_encoder(model.config, model.dtype)
-    )
+        encoder_example = example.token_encoder() if takes_tokens else example.speech_encoder(model.config, model.dtype)
+    encoder_inputs = on_device_of(model, encoder_example)
     with torch.no_grad(), _run_errors(model):
         _check_logits_of_pair(model, pair, encoder_inputs.kwargs, max_positions, encoder_rows)
         rows = pair.encode(**encoder_inputs.kwargs)

@@ -20,6 +20,8 @@ MODULES_FILE: Final = "modules.json"
 SETTINGS_FILE: Final = "config_sentence_transformers.json"
 # What diffusers reads first.
 PIPELINE_FILE: Final = "model_index.json"
+# What transformers' exporters write beside the programs of a model.
+EXPORT_MANIFEST: Final = "export.json"
 # A hub name may have a dot in it, such as Qwen2.5-0.5B, but not these.
 _FILE_SUFFIXES = frozenset(
     (".bin", ".ckpt", ".gguf", ".h5", ".json", ".onnx", ".pt", ".pt2", ".pth", ".py", ".safetensors", ".stagepack")
@@ -34,13 +36,31 @@ _CLASS_OF_TASK: Final = {
 }
 
 
-def form_of_source(source: str) -> Literal["program", "function", "file", "pretrained"]:
-    """Return what a text names: a ``.pt2`` file, ``FILE.py:FUNCTION``, another file, or a Hugging Face folder or hub name."""
-    if source.endswith(".pt2"):
+def form_of_source(source: str) -> Literal["program", "programs", "function", "file", "pretrained"]:
+    """Return what a text names.
+
+    It is a ``.pt2`` file, the folder that an exporter of transformers wrote, ``FILE.py:FUNCTION``, another file, or a Hugging Face folder
+    or hub name.
+    """
+    if source.endswith(".pt2") and not os.path.isdir(source):
         return "program"
+    if export_folder(source) is not None:
+        return "programs"
     if ":" in source and not os.path.exists(source):
         return "function"
     return "file" if os.path.isfile(source) and not source.endswith(".py") else "pretrained"
+
+
+def export_folder(source: str) -> str | None:
+    """Return the folder of programs that an exporter of transformers wrote, of its path or that of its manifest; None for another source.
+
+    A folder that has weights of a model too is that model: only the path of the manifest names its programs.
+    """
+    if os.path.basename(source) == EXPORT_MANIFEST and os.path.isfile(source):
+        return os.path.dirname(source) or "."
+    if not os.path.isfile(os.path.join(source, EXPORT_MANIFEST)):
+        return None
+    return None if any(name.endswith((".bin", ".safetensors")) for name in os.listdir(source)) else source
 
 
 def is_model_folder(folder: str | os.PathLike[str]) -> bool:
