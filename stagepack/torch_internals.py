@@ -80,6 +80,16 @@ def dispatched_operators() -> dict[str, OperatorOverload]:
     return operators
 
 
+def has_kernel(operator: OperatorOverload, device_type: str) -> bool:
+    """Return whether an operator runs on a type of device: it has a kernel for it, or consists of other operators.
+
+    What a build of torch without CUDA knows of CUDA says nothing, and other devices are not asked.
+    """
+    keys = {"cpu": "CPU"} | ({"cuda": "CUDA"} if torch.backends.cuda.is_built() else {})
+    key = keys.get(device_type)
+    return key is None or torch._C._dispatch_has_computed_kernel_for_dispatch_key(operator.name(), key)
+
+
 def has_flop_formula(operator: object) -> bool:
     """Return whether torch's FLOP counter has a formula for an operator, its own or one that a user registered.
 

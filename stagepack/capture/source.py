@@ -178,11 +178,15 @@ class _Programs(ModelSource):
     def load(self, training: bool | None = None) -> tuple[Any, ExampleInputs | None]:
         _set_mode(None, training, self.name)
         names = ", ".join(self._read())
-        raise CaptureError(f"{self.name}: expected a module, found exported programs ({names}), which are exported as they are")
+        raise CaptureError(
+            f"{self.name}: expected a module, found exported programs ({names}), which are exported as they are"
+        )
 
     def captures(self, example: Example = _NO_EXAMPLE, modules: Sequence[str] = ()) -> dict[str, Capture]:
         if modules:
-            raise OptionError(f"modules: {self.name} holds exported programs: each becomes an entry point, leave out modules (--part)")
+            raise OptionError(
+                f"modules: {self.name} holds exported programs: each becomes an entry point, leave out modules (--part)"
+            )
         return {name: self._capture(name, *function) for name, function in self.functions(example).items()}
 
     def functions(self, example: Example) -> dict[str, tuple[Any, Inputs]]:
@@ -201,7 +205,9 @@ class _Programs(ModelSource):
         for name, program in programs.items():
             completed = example.completed(program, inputs.get(name, Inputs()))
             if not isinstance(completed, Inputs):
-                raise OptionError(f"entry_points: expected stagepack.Inputs for {name!r}, found {type(completed).__name__}")
+                raise OptionError(
+                    f"entry_points: expected stagepack.Inputs for {name!r}, found {type(completed).__name__}"
+                )
             functions[name] = (program, completed)
         return functions
 

@@ -187,13 +187,19 @@ def _copy_of_prefill(manifest: dict[str, Any], name: str, file: str) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda m: m.update(schema_version=2), r"export.json: expected schema_version 1, found 2: export the model again"),
+        (
+            lambda m: m.update(schema_version=2),
+            r"export.json: expected schema_version 1, found 2: export the model again",
+        ),
         (lambda m: m.update(schema_version="1"), r"expected the manifest of an export .* `\$.schema_version`"),
         (lambda m: m.update(export_format="onnx"), r"expected export_format 'dynamo', found 'onnx': .* DynamoExporter"),
         (lambda m: m.pop("export_format"), r"expected the manifest .* missing required field `export_format`"),
         (lambda m: m.update(components={}), r"expected at least one component, found none"),
         (lambda m: m.update(components=[]), r"expected the manifest .* `object`, got `array` - at `\$.components`"),
-        (lambda m: _copy_of_prefill(m, "pre.fill", "a.pt2"), r"expected names of components that are .* found 'pre.fill'"),
+        (
+            lambda m: _copy_of_prefill(m, "pre.fill", "a.pt2"),
+            r"expected names of components that are .* found 'pre.fill'",
+        ),
         (lambda m: _copy_of_prefill(m, "", "a.pt2"), r"expected names of components that are .* found ''"),
         (lambda m: _copy_of_prefill(m, "class", "a.pt2"), r"expected names of components that are .* found 'class'"),
         (lambda m: _copy_of_prefill(m, "Prefill", "a.pt2"), r"'prefill' and 'Prefill' have one name, where case"),
@@ -205,7 +211,9 @@ def _copy_of_prefill(manifest: dict[str, Any], name: str, file: str) -> None:
         (lambda m: _copy_of_prefill(m, "more", "a.onnx"), r"more: expected the name of a .pt2 file in this folder"),
         (lambda m: m["components"]["decode"].pop("file"), r"missing required field `file` - at `\$.components\[...\]`"),
         (
-            lambda m: m["components"]["decode"]["metadata"].update(in_spec='"type": "transformers.cache_utils:NoCache"'),
+            lambda m: m["components"]["decode"]["metadata"].update(
+                in_spec='"type": "transformers.cache_utils:NoCache"'
+            ),
             r"export.json: this transformers has no transformers.cache_utils.NoCache: install the version",
         ),
         (
@@ -344,7 +352,9 @@ def test_examples_are_given_by_the_names_of_the_components(tmp_path: Path) -> No
     bundle = stagepack.export(folder, out=tmp_path / "m.stagepack", entry_points=given)
     assert bundle.verify() is None
     out = tmp_path / "n.stagepack"
-    with pytest.raises(OptionError, match=r"inputs: .*x has the entry points one, two: pass a dict of stagepack.Inputs"):
+    with pytest.raises(
+        OptionError, match=r"inputs: .*x has the entry points one, two: pass a dict of stagepack.Inputs"
+    ):
         stagepack.export(folder, (torch.ones(2, 4),), out=out)
     with pytest.raises(OptionError, match=r"entry_points: expected names among one, two, found 'three'"):
         stagepack.export(folder, out=out, entry_points={"three": stagepack.Inputs()})

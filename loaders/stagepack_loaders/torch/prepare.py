@@ -29,7 +29,7 @@ from stagepack_loaders.options import LoadOptions
 from stagepack_loaders.torch.build import StageParts, build_graph_module
 from stagepack_loaders.torch.devices import ZeroMemory, typed_memory_errors
 from stagepack_loaders.torch.module_builder import ModuleBuilder, ModuleCallBody
-from stagepack_loaders.torch.resolved_operators import resolve_operators
+from stagepack_loaders.torch.resolved_operators import require_kernels, resolve_operators
 from stagepack_loaders.torch.stage import StageCode, TorchStage
 from stagepack_loaders.torch.stage_memory import tensor_mover
 from stagepack_loaders.torch.value_check import check_graph_values
@@ -203,6 +203,7 @@ def build_code(
     folded, graph, operators = parts
     loading.shared.get(ZeroMemory, ZeroMemory).reserve(graph.weights, device)
     try:
+        require_kernels(graph, operators, device.type, bundle.manifest.device)
         module_calls: Sequence[ModuleCallBody] = ()
         if loading.options.modules:
             builder = ModuleBuilder(graph, operators, device, loading.types)

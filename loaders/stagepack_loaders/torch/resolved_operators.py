@@ -19,7 +19,7 @@ import torch
 
 from stagepack.argument_guards import guarded_operator
 from stagepack.errors import OperatorError
-from stagepack.format.graph import Op
+from stagepack.format.graph import DeviceArg, Graph, Op
 from stagepack.format.operator_schema import is_backward_compatible, parse_schema
 from stagepack.format.operators import (
     ALLOWED_NAMESPACES,
@@ -30,7 +30,8 @@ from stagepack.format.operators import (
     operator_namespace,
     operator_verdict,
 )
-from stagepack.torch_internals import HigherOrderOperator, OperatorOverload, operator_schema
+from stagepack.format.traversal import node_arguments
+from stagepack.torch_internals import HigherOrderOperator, OperatorOverload, has_kernel, operator_schema
 
 _LARGEST: Final = 2**63
 _PYTHON_NAMESPACES = {"operator": operator, "math": math, "torch": torch, "higher_order": torch.ops.higher_order}
@@ -49,6 +50,27 @@ def resolve_operators(op_table: Iterable[Op], allow_ops: Collection[str], graph_
     if problems:
         raise OperatorError(f"{graph_name}: {'; '.join(problems)}")
     return operators
+
+
+def require_kernels(graph: Graph, operators: Iterable[Callable[..., Any]], device_type: str, captured_on: str) -> None:
+    """Refuse operators that do not run on the device of a stage, such as products with weights that are packed for another one.
+
+    Where the model itself names a device, its operators may run there, and are not judged.
+    """
+    overloads = map(inspect.unwrap, operators)
+    missing = [
+        op.name
+        for op, overload in zip(graph.ops, overloads, strict=True)
+        if isinstance(overload, OperatorOverload) and not has_kernel(overload, device_type)
+    ]
+    nodes = (*graph.nodes, *(node for subgraph in graph.subgraphs for node in subgraph.nodes))
+    if missing and not any(
+        isinstance(leaf, DeviceArg) and leaf.name is not None for node in nodes for leaf in node_arguments(node)
+    ):
+        raise OperatorError(
+            f"the operator {missing[0]} has no kernel for {device_type} in torch {torch.__version__}: load the bundle on a device that has "
+            f"one (it was captured on {captured_on}), or export the model anew, with weights that are quantized for {device_type}"
+        )
 
 
 def check_call(

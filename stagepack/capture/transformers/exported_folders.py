@@ -65,8 +65,8 @@ def _read_manifest(path: Path) -> dict[str, _Component]:
         version = fields.get("schema_version", 1) if isinstance(fields, dict) else None
         if isinstance(version, int) and version > _NEWEST_SCHEMA:
             raise CaptureError(
-                f"{path}: expected schema_version {_NEWEST_SCHEMA}, found {version}: export the model again with a transformers that writes "
-                "it, or update stagepack"
+                f"{path}: expected schema_version {_NEWEST_SCHEMA}, found {version}: export the model again with a transformers that "
+                "writes it, or update stagepack"
             )
         manifest = msgspec.convert(fields, _Manifest)
     except (OSError, ValueError, RecursionError) as error:

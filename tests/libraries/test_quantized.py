@@ -1,0 +1,79 @@
+"""Quantized weights of torchao are right or refused by name, as `docs/coverage.md` says of each configuration."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import stagepack
+from stagepack.errors import OperatorError
+from tests.libraries.quantized import CASES, ELSEWHERE, HEADING, PAGE, Quantized, refusal, row
+
+# torchao warns of its CUDA libraries, and of configurations that it calls prototypes.
+pytestmark = pytest.mark.filterwarnings("ignore")
+_QUICK = ("int8", "int4-packed")
+
+
+@pytest.fixture(scope="module")
+def stated() -> str:
+    """What the page says."""
+    return PAGE.read_text().partition(HEADING)[2].partition("\n## ")[0]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=case.name, marks=() if case.name in _QUICK else pytest.mark.slow) for case in CASES],
+)
+def test_a_configuration_does_what_the_page_says(case: Quantized, stated: str, tmp_path: Path) -> None:
+    pytest.importorskip("torchao.quantization", reason="torchao is not installed")
+    found = row(case, tmp_path, processes=False)
+    assert found in re.sub(r"\| right (\| [^|]* \|\n)", r"|  \1", stated)
+
+
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_configuration_does_what_the_page_says_in_processes(case: Quantized, stated: str, tmp_path: Path) -> None:
+    pytest.importorskip("torchao.quantization", reason="torchao is not installed")
+    assert row(case, tmp_path) in stated
+
+
+@pytest.mark.parametrize("case", ELSEWHERE, ids=lambda case: case.name)
+def test_what_torchao_makes_elsewhere_is_refused(case: Quantized, stated: str, tmp_path: Path) -> None:
+    pytest.importorskip("torchao.quantization", reason="torchao is not installed")
+    assert refusal(case, tmp_path) in stated
+
+
+def test_packed_parts_have_the_names_of_the_weights(tmp_path: Path) -> None:
+    pytest.importorskip("torchao.quantization", reason="torchao is not installed")
+    [case] = [case for case in CASES if case.name == "int4-packed"]
+    model = case.model()
+    bundle = stagepack.export(model, (torch.randn(4, 256),), out=tmp_path / "m.stagepack", stages=3)
+    names = [name for weight in bundle.graph(0).weights for name in weight.names if name.startswith("layers.0.0.")]
+    assert names == ["layers.0.0.weight.qdata", "layers.0.0.weight.scale_and_zero", "layers.0.0.bias"]
+    stored = stagepack.load_stage(bundle, 0).state_dict()["layers.0.0.weight.qdata"]
+    assert torch.equal(stored, model.get_submodule("layers.0.0").weight.qdata)  # type: ignore[union-attr]
+
+
+class Tiles(torch.nn.Module):
+    """A product with weights in the tiles of four bits that only a GPU multiplies, as `tile_packed_to_4d` of torchao has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("qdata", torch.ones(16, 2, 32, 4, dtype=torch.int32))
+        self.register_buffer("scale_and_zero", torch.ones(2, 128, 2, dtype=torch.bfloat16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.aten._weight_int4pack_mm(x, self.qdata, 128, self.scale_and_zero)
+
+
+def test_a_layout_of_another_device_is_refused_when_it_is_loaded(tmp_path: Path) -> None:
+    operator = "aten._weight_int4pack_mm"
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        # In the place of the GPU that the bundle is made on.
+        library.impl("_weight_int4pack_mm", lambda x, *_: x.new_ones(x.shape[0], 128), "CPU")
+        bundle = stagepack.export(Tiles(), (torch.ones(4, 256, dtype=torch.bfloat16),), out=tmp_path / "m.stagepack")
+    says = rf"stage-0.msgpack: the operator {operator}.default has no kernel for cpu in torch .*: load the bundle on a"
+    with pytest.raises(OperatorError, match=says):
+        stagepack.load(bundle, allow_ops=[operator])
