@@ -158,8 +158,9 @@ def export(
     `split_at`, `policy` and `plan` says where to cut. Without them, the model is cut at `stagepack.split_here` in its code, or not cut.
 
     Args:
-        model: a module, an exported program, a ``.pt2`` file, a Hugging Face folder or hub name, or ``"FILE.py:FUNCTION"``. The folder of
-            an adapter of PEFT is merged into its base model. Of a module that ``torch.compile`` returned, the original module is exported.
+        model: a module, an exported program, a ``.pt2`` file, a Hugging Face folder or hub name, or ``"FILE.py:FUNCTION"``; or the folder
+            that ``ExportedModel.save_pretrained`` of transformers wrote, of which each program becomes an entry point. The folder of an
+            adapter of PEFT is merged into its base model. Of a module that ``torch.compile`` returned, the original module is exported.
             Do not pass a ``.pt2`` file that you do not trust: torch reads a part of it with pickle. With `weights`, a function without
             arguments that makes the module, such as its class.
         args: example inputs by position. An exported program and a Hugging Face model may do without example inputs.
