@@ -112,8 +112,9 @@ def command(options: _Options) -> None:
     """Write a model as a bundle.
 
     SOURCE is FILE.py:FUNCTION, package.module:FUNCTION, a .pt2 file, a folder that transformers' exporters wrote (each of its programs
-    becomes an entry point), or a Hugging Face folder or hub name. FUNCTION takes no arguments and returns a torch.nn.Module, or a module and its example inputs. A dict of stagepack.Inputs, by paths of methods and modules such as
-    encode and vae.decode, makes a bundle with an entry point for each.
+    becomes an entry point), or a Hugging Face folder or hub name. FUNCTION takes no arguments and returns a torch.nn.Module, or a module
+    and its example inputs. A dict of stagepack.Inputs, by paths of methods and modules such as encode and vae.decode, makes a bundle with
+    an entry point for each.
 
     Without a cut option, the model is cut where its code calls stagepack.split_here(); without these calls it becomes one stage. The
     bundle is loaded from a temporary name, and its answer to the example is compared with the answer of the model. A bundle that a loader

@@ -9,6 +9,7 @@ import torch
 import stagepack
 from stagepack.errors import OperatorError
 from tests.libraries.quantized import CASES, ELSEWHERE, HEADING, PAGE, Quantized, refusal, row
+from tools.benchmark_models import llama
 
 # torchao warns of its CUDA libraries, and of configurations that it calls prototypes.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -77,3 +78,29 @@ def test_a_layout_of_another_device_is_refused_when_it_is_loaded(tmp_path: Path)
     says = rf"stage-0.msgpack: the operator {operator}.default has no kernel for cpu in torch .*: load the bundle on a"
     with pytest.raises(OperatorError, match=says):
         stagepack.load(bundle, allow_ops=[operator])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig"])
+def test_a_quantized_folder_of_transformers_is_a_source(config: str, tmp_path: Path) -> None:
+    quantization = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
+    transformers = pytest.importorskip("transformers")
+    llama(layers=2, hidden=64, intermediate=128, heads=4, kv_heads=2, vocab_size=100).save_pretrained(
+        tmp_path / "plain"
+    )
+    wanted = transformers.TorchAoConfig(getattr(quantization, config)())
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    model = load(tmp_path / "plain", quantization_config=wanted, dtype=torch.float32).eval()
+    model.save_pretrained(tmp_path / "quantized")
+    bundle = stagepack.export(tmp_path / "quantized", out=tmp_path / "m.stagepack", stages=2)
+    tokens = torch.randint(3, 90, (2, 7))
+    expected = model(tokens, use_cache=False).logits
+    assert torch.equal(
+        stagepack.load(bundle)(input_ids=tokens, attention_mask=torch.ones_like(tokens))["logits"], expected
+    )
+    generating = stagepack.export(model, out=tmp_path / "g.stagepack", stages=2, generate=32)
+    generated = stagepack.load(generating).generate(tokens, max_new_tokens=6)
+    assert torch.equal(generated, model.generate(tokens, max_new_tokens=6, do_sample=False, eos_token_id=None))
+    # The parts of the weights are no checkpoint that transformers reads.
+    with pytest.raises((OSError, ValueError)):
+        load(bundle.path)

@@ -531,3 +531,19 @@ def test_checkpoint_tensors_of_transformers_can_be_replaced(tmp_path: Path) -> N
             found = transformers.LlamaModel.from_pretrained(tmp_path)
         assert bool(found.embed_tokens.weight.eq(1).all())
         assert not bool(found.rotary_emb.inv_freq.eq(1).all())
+
+
+def test_operators_know_their_devices() -> None:
+    with canary("a stage with an operator of another device fails at its first call"):
+        assert torch_internals.has_kernel(torch.ops.aten.add.Tensor, "cpu")
+        assert torch_internals.has_kernel(torch.ops.aten.linear.default, "cpu")
+        assert not torch_internals.has_kernel(torch.ops.aten._weight_int4pack_mm.default, "cpu")
+        assert torch_internals.has_kernel(torch.ops.aten._weight_int4pack_mm.default, "meta")
+
+
+def test_programs_of_transformers_say_their_containers() -> None:
+    with canary("folders of transformers' exporters are refused"):
+        torch_internals.register_transformers_class(transformers.DynamicCache)
+        assert torch_internals.is_registered(transformers.DynamicCache)
+        program = torch.export.export(torch.nn.Linear(2, 2), (torch.ones(1, 2),))
+        assert '"type": "builtins.tuple"' in torch_internals.input_spec_text(program)

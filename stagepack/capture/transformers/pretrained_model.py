@@ -28,7 +28,7 @@ from stagepack.capture.user_model import is_transformers_model
 from stagepack.errors import CaptureError, OptionError
 from stagepack.format.rules import MODEL_CONFIG_NAME
 from stagepack.format.weights import ALIGNMENT
-from stagepack.torch_internals import replaced_checkpoint_tensors
+from stagepack.torch_internals import replaced_checkpoint_tensors, wrapped_attributes
 
 _SHOWN_PROBLEMS = 5
 # The dtypes that a model is loaded in, by name.
@@ -231,7 +231,9 @@ def model_files(model: Any) -> dict[str, bytes]:
         "model_type": model.config.model_type,
         "dtype": str(model.dtype).removeprefix("torch."),
     }
-    files = {MODEL_CONFIG_NAME: _encode_json(config_fields)}
+    # Of quantized weights, a bundle has the parts: from_pretrained would make random weights in their place, with a log of missing keys.
+    is_quantized = any(wrapped_attributes(parameter) for parameter in model.parameters())
+    files = {} if is_quantized else {MODEL_CONFIG_NAME: _encode_json(config_fields)}
     if model.can_generate():
         files["generation_config.json"] = _encode_json(model.generation_config.to_diff_dict())
     return files
