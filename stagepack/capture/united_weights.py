@@ -53,7 +53,7 @@ def _is_weight(kind: InputKind) -> bool:
 
 def _tensors_of(program: ExportedProgram, target: str) -> dict[str, torch.Tensor]:
     """The table of a program that has a weight: buffers that are not persistent are among the constants."""
-    tables: tuple[dict[str, torch.Tensor], ...] = (program.state_dict, program.constants)  # type: ignore[assignment]
+    tables: tuple[dict[str, torch.Tensor], ...] = (program.state_dict, program.constants)
     for table in tables:
         if target in table:
             return table

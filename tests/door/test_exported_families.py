@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers.exporters import DynamoConfig, DynamoExporter
+from transformers.exporters.configs import DynamoConfig
+from transformers.exporters.exporter_dynamo import DynamoExporter
 from transformers.exporters.utils import decompose_for_generation
 
 import stagepack

@@ -91,14 +91,14 @@ def _int4(quantization: Any) -> dict[str, Any]:
     return {"weight_dtype": torch.int4, "granularity": quantization.PerGroup(32)}  # type: ignore[attr-defined]
 
 
-_HALF: Final[Mapping[str, Any]] = {"dtype": torch.bfloat16}
-_PACKED: Final[Mapping[str, Any]] = {
+_HALF: Final[dict[str, Any]] = {"dtype": torch.bfloat16}
+_PACKED: Final[dict[str, Any]] = {
     "config": "PrototypeInt4WeightOnlyConfig",
     "module": "torchao.prototype.quantization.int4.inference_workflow",
     "options": lambda _: {"group_size": 32},
 }
-_INT8: Final[Mapping[str, Any]] = {"config": "Int8WeightOnlyConfig"}
-_DYNAMIC: Final[Mapping[str, Any]] = {"config": "Int8DynamicActivationInt8WeightConfig"}
+_INT8: Final[dict[str, Any]] = {"config": "Int8WeightOnlyConfig"}
+_DYNAMIC: Final[dict[str, Any]] = {"config": "Int8DynamicActivationInt8WeightConfig"}
 _MIXED_TITLE: Final = "`FqnToConfig`: int8, float8 and plain layers"
 CASES: Final = [
     Quantized(name=name, title=title, **fields)
