@@ -15,6 +15,7 @@ from transformers.exporters.exporter_dynamo import DynamoExporter
 
 import stagepack
 from stagepack.errors import CaptureError, OptionError
+from tests.door.test_folders import hub_cache
 from tests.hostile.attack import run
 from tests.made_once import made_once
 
@@ -347,6 +348,12 @@ def test_state_is_shared_by_the_programs_that_write_it(tmp_path: Path) -> None:
     x = torch.ones(2, 4)
     first, second = pipes["one"](x), pipes["two"](x)
     torch.testing.assert_close(second, first + 1)
+
+
+def test_a_folder_of_links_is_read_as_caches_and_mounts_have_it(tmp_path: Path) -> None:
+    folder = hub_cache(_save(tmp_path / "x", {"model": _program(Twice())}), tmp_path / "cache")
+    bundle = stagepack.export(folder, out=tmp_path / "m.stagepack")
+    assert bundle.entry_point.name == "forward"
 
 
 def test_examples_are_given_by_the_names_of_the_components(tmp_path: Path) -> None:
