@@ -23,22 +23,26 @@ class _Known:
     tensor: torch.Tensor
 
 
-def unite_weights(programs: Mapping[str, ExportedProgram]) -> None:
-    """Let programs of one model have the same names and the same tensors of its weights; the programs are changed.
+class UnitedWeights:
+    """The weights of programs of one model, by their names in it.
 
-    A program of a part of the model, such as its encoder, names its weights as this part does. Where another program has the same bits
-    under the name of the part and these names, the weights and modules get these longer names.
+    A program of a part of the model, such as its encoder, names its weights as this part does. Where a program that was added before has
+    the same bits under the name of the part and these names, the weights and modules get these longer names.
     """
-    known: dict[str, _Known] = {}
-    for name, program in sorted(programs.items(), key=lambda item: -len(_weights(item[1]))):
+
+    def __init__(self) -> None:
+        self._known: dict[str, _Known] = {}
+
+    def add(self, name: str, program: ExportedProgram) -> None:
+        """Let a program have the names and the tensors of those that were added before; the program is changed."""
         weights = _weights(program)
-        prefix = _prefix(name, weights, known)
+        prefix = _prefix(name, weights, self._known)
         if prefix:
             _move_modules(program, prefix)
-        _rename(program, {weight_name: prefix + weight_name for weight_name in weights}, known)
-        _add_ties(program, known)
+        _rename(program, {weight_name: prefix + weight_name for weight_name in weights}, self._known)
+        _add_ties(program, self._known)
         for weight_name, tensor in _weights(program).items():
-            known.setdefault(weight_name, _Known(name, tensor))
+            self._known.setdefault(weight_name, _Known(name, tensor))
 
 
 def _weights(program: ExportedProgram) -> dict[str, torch.Tensor]:

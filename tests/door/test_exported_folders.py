@@ -281,7 +281,7 @@ def _other_program(folder: Path) -> None:
         (_make_folder, r"decode.pt2: no such file: it has the component decode"),
         (lambda folder: (folder / "decode.pt2").write_bytes(b"no zip"), r"decode.pt2: expected a .pt2 file that"),
         (_truncate, r"decode.pt2: expected a .pt2 file that torch.export.save wrote"),
-        (_exchange, r"prefill.pt2: its inputs are other than those that export.json states for the component prefill"),
+        (_exchange, r"decode.pt2: its inputs are other than those that export.json states for the component decode"),
         (_other_program, r"decode.pt2: its inputs are other than those that export.json states"),
     ],
 )

@@ -63,10 +63,11 @@ def require_kernels(graph: Graph, operators: Iterable[Callable[..., Any]], devic
         for op, overload in zip(graph.ops, overloads, strict=True)
         if isinstance(overload, OperatorOverload) and not has_kernel(overload, device_type)
     ]
+    if not missing:
+        return
     nodes = (*graph.nodes, *(node for subgraph in graph.subgraphs for node in subgraph.nodes))
-    if missing and not any(
-        isinstance(leaf, DeviceArg) and leaf.name is not None for node in nodes for leaf in node_arguments(node)
-    ):
+    leaves = (leaf for node in nodes for leaf in node_arguments(node))
+    if not any(isinstance(leaf, DeviceArg) and leaf.name is not None for leaf in leaves):
         raise OperatorError(
             f"the operator {missing[0]} has no kernel for {device_type} in torch {torch.__version__}: load the bundle on a device that has "
             f"one (it was captured on {captured_on}), or export the model anew, with weights that are quantized for {device_type}"

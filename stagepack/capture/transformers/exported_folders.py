@@ -14,7 +14,7 @@ from torch.export import ExportedProgram
 from stagepack.capture.imports import import_transformers
 from stagepack.capture.programs import load_program
 from stagepack.capture.transformers.model_folders import EXPORT_MANIFEST, export_folder
-from stagepack.capture.united_weights import unite_weights
+from stagepack.capture.united_weights import UnitedWeights
 from stagepack.errors import CaptureError
 from stagepack.format.rules import is_identifier
 from stagepack.torch_internals import input_spec_text, register_transformers_class
@@ -50,12 +50,21 @@ def read_exported_folder(source: str) -> dict[str, ExportedProgram]:
     """
     folder = Path(export_folder(source) or source)
     components = _read_manifest(folder / EXPORT_MANIFEST)
-    programs = {name: _read_component(folder, name, component) for name, component in components.items()}
-    try:
-        unite_weights(programs)
-    except CaptureError as error:
-        raise CaptureError(f"{folder}: {error}") from error
-    return programs
+    for name, component in components.items():
+        if not (folder / component.file).is_file():
+            raise CaptureError(
+                f"{folder / component.file}: no such file: it has the component {name} of {EXPORT_MANIFEST}"
+            )
+    # The largest first, which has the weights of the whole model: those of each further one are freed before the next is read.
+    names = sorted(components, key=lambda name: -(folder / components[name].file).stat().st_size)
+    programs, weights = {}, UnitedWeights()
+    for name in names:
+        programs[name] = _read_component(folder, name, components[name])
+        try:
+            weights.add(name, programs[name])
+        except CaptureError as error:
+            raise CaptureError(f"{folder}: {error}") from error
+    return {name: programs[name] for name in components}
 
 
 def _read_manifest(path: Path) -> dict[str, _Component]:
@@ -117,8 +126,6 @@ def _read_component(folder: Path, name: str, component: _Component) -> ExportedP
     for module_name, class_name in _classes(*specs):
         _register(folder, module_name, class_name)
     path = folder / component.file
-    if not path.is_file():
-        raise CaptureError(f"{path}: no such file: it has the component {name} of {EXPORT_MANIFEST}")
     program = load_program(path)
     if specs[0] is not None and input_spec_text(program) != specs[0]:
         raise CaptureError(
