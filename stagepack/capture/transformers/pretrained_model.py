@@ -231,7 +231,7 @@ def model_files(model: Any) -> dict[str, bytes]:
         "model_type": model.config.model_type,
         "dtype": str(model.dtype).removeprefix("torch."),
     }
-    # Of quantized weights, a bundle has the parts: from_pretrained would make random weights in their place, with a log of missing keys.
+    # Parts of quantized weights are no checkpoint: from_pretrained would make random weights, with a log of missing keys.
     is_quantized = any(wrapped_attributes(parameter) for parameter in model.parameters())
     files = {} if is_quantized else {MODEL_CONFIG_NAME: _encode_json(config_fields)}
     if model.can_generate():
