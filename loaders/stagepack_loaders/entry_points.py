@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
 
-from stagepack.errors import EntryPointError, InputError, OptionError
+from stagepack.errors import EntryPointError, InputError, OptionError, named_errors
 from stagepack.format.reader import Bundle
 from stagepack.format.rules import format_names
 from stagepack.opening import BundleSource, TrustedSigners, errors_name_bundle
@@ -150,8 +150,19 @@ def load_entry_points(
     options = LoadOptions(
         runtime=runtime, allow_ops=allow_ops, verify=verify, copy=copy, compile=compile, stream=stream
     )
-    pipelines, shared = {}, SharedObjects()
-    for name in names:
-        placed = structs.replace(options, devices=device_list(devices_of_name.get(name), device))
-        pipelines[name] = load_pipeline(opened_bundle.select(name), placed, types, limits, shared)
-    return EntryPointPipelines(opened_bundle, pipelines)
+    options_of_name = {
+        name: structs.replace(options, devices=device_list(devices_of_name.get(name), device)) for name in names
+    }
+    return load_each_entry_point(opened_bundle, options_of_name, types, limits)
+
+
+def load_each_entry_point(
+    bundle: Bundle, options: Mapping[str, LoadOptions], types: Collection[type], limits: Limits
+) -> EntryPointPipelines:
+    """Load entry points together, each with its options, by name."""
+    shared, pipelines = SharedObjects(), {}
+    for name, options_of_name in options.items():
+        selected = bundle.select(name)
+        with named_errors(selected.location):
+            pipelines[name] = load_pipeline(selected, options_of_name, types, limits, shared)
+    return EntryPointPipelines(bundle, pipelines)

@@ -18,6 +18,7 @@ from stagepack.format.aliasing import written_inputs
 from stagepack.format.graph import Graph
 from stagepack.format.reader import Bundle
 from stagepack.format.tree import value_names
+from stagepack.partition.placement import Placement
 from stagepack_loaders.base import ArrayOps, LoadedStage
 from stagepack_loaders.run_trace import RunTrace
 from stagepack_loaders.spans import SpanRecorder
@@ -54,6 +55,7 @@ class Executor(ABC):
 
     Attributes:
         bundle: the bundle in the stages that run.
+        chosen: their placement, if it was chosen.
         written_inputs: the inputs of the model that a stage writes into.
         most_calls: how many calls at the same time keep all stages at work. With few, calls gather meanwhile, and become larger batches.
         lane_count: the number of devices or processes, each of which works on a call of its own.
@@ -63,6 +65,7 @@ class Executor(ABC):
     """
 
     bundle: Bundle
+    chosen: Placement | None = None
     written_inputs: frozenset[str] = frozenset()
     most_calls: int = 1
     lane_count: int = 1

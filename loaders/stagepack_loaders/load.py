@@ -271,7 +271,7 @@ def load_in_processes(
     for runtime_name, device in zip(placed.options.runtime, placed.options.devices, strict=True):
         find_runtime(runtime_name).parse_device(device)
     launcher = LocalLauncher(*grouping.placed_group(), grouping)
-    return DistributedPipeline(placed.bundle, launcher, types, process_options, limit).placed(placed.chosen)
+    return DistributedPipeline(placed.bundle, launcher, types, process_options, limit)
 
 
 def start_processes(

@@ -74,7 +74,7 @@ class WeightOptions(Struct, frozen=True, kw_only=True):
 
 
 class PlacementOptions(Struct, frozen=True, kw_only=True):
-    """Which stages a device gets, where there are fewer devices than stages; see `stagepack.load`."""
+    """What decides which consecutive stages a device gets, besides the devices themselves; see `stagepack.load`."""
 
     memory: Annotated[
         Sequence[int | str],
@@ -108,11 +108,16 @@ class PlacementOptions(Struct, frozen=True, kw_only=True):
     ] = ()
 
     def __post_init__(self) -> None:
-        """Check that each option is a list."""
-        for option_name in self.__struct_fields__:
+        """Check that each option is a list of what it is to have."""
+        types = {"memory": int | str, "speeds": int | float, "links": str, "stages_per_device": int}
+        for option_name, item_type in types.items():
             values = getattr(self, option_name)
             if isinstance(values, str | bytes) or not isinstance(values, Sequence):
                 raise OptionError(f"{option_name}: expected a list, found {values!r}")
+            for value in values:
+                if not isinstance(value, item_type) or isinstance(value, bool):
+                    expected = getattr(item_type, "__name__", str(item_type))
+                    raise OptionError(f"{option_name}: expected items of {expected}, found {value!r}")
 
     @property
     def is_given(self) -> bool:
@@ -261,6 +266,8 @@ class ProcessOptions(Struct, frozen=True, kw_only=True):
             raise OptionError(f"imports: expected a sequence of modules, found {self.imports!r}")
         if self.on_loss not in get_args(OnLoss):
             raise OptionError(f"on_loss: expected 'restart' or 'regroup', found {self.on_loss!r}")
+        if self.on_loss == "regroup" and self.max_restarts == 0:
+            raise OptionError("on_loss: 'regroup' starts processes again: expected max_restarts of at least 1, found 0")
         for option_name, value, least in (
             ("in_flight", self.in_flight, 1),
             ("max_restarts", self.max_restarts, 0),

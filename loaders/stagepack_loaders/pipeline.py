@@ -36,7 +36,6 @@ class CallablePipeline(ABC):
     A caller gets arrays of the kind of the first array that it gives, or of `arrays` if it gives none.
 
     Attributes:
-        bundle: the bundle, at the entry point that runs.
         entry_point: the entry point.
         limit: the largest size of values; None for no limit.
         executor: what runs the stages.
@@ -47,12 +46,10 @@ class CallablePipeline(ABC):
     def __init__(
         self, bundle: Bundle, executor: Executor, types: Collection[type] = (), limit: ValueLimit | None = None
     ) -> None:
-        self.bundle = bundle
         self.entry_point = entry_point = bundle.entry_point
         self.executor = executor
         self.limit = limit
         self._types = tuple(types)
-        self._chosen_placement: Placement | None = None
         self._edges: dict[str, Edge] = {edge.name: edge for edge in entry_point.edges}
         self._inputs = entry_point.inputs
         self._results = tuple(dict.fromkeys(value_names(entry_point.signature.result)))
@@ -75,6 +72,11 @@ class CallablePipeline(ABC):
         return self
 
     @property
+    def bundle(self) -> Bundle:
+        """The bundle, at the entry point that runs, in the stages that run: those of processes which are left may be others."""
+        return self.executor.bundle
+
+    @property
     def inputs(self) -> tuple[Edge, ...]:
         """The inputs of the model: their names, dtypes and shapes."""
         return self._inputs
@@ -89,18 +91,10 @@ class CallablePipeline(ABC):
         """The device of each stage."""
         return self.executor.devices
 
-    def placed(self, placement: Placement | None) -> Self:
-        """Return the pipeline itself with the `placement` that was chosen for it, if one was."""
-        self._chosen_placement = placement
-        return self
-
     @property
     def placement(self) -> Placement:
         """The stages of the bundle on each device, with estimates of their memory and times; as chosen, if the load has chosen it."""
-        bundle = self.executor.bundle  # that of processes which were started again may have other stages
-        if self._chosen_placement is not None and bundle is self.bundle:
-            return self._chosen_placement
-        return current_placement(bundle, self.devices)
+        return self.executor.chosen or current_placement(self.bundle, self.devices)
 
     @contextmanager
     def without_limit(self) -> Iterator[None]:
@@ -325,7 +319,9 @@ class Pipeline(CallablePipeline):
         if any(runtime.name != TORCH_RUNTIME for runtime in self.runtimes):
             return super().__deepcopy__(memo)
         stages = [copy.deepcopy(stage, memo) for stage in self.stages]
-        return Pipeline(self.bundle, stages, self._types, self.limit)
+        copied = Pipeline(self.bundle, stages, self._types, self.limit)
+        copied.executor.chosen = self.executor.chosen
+        return copied
 
     def to(self, devices: Any = None, *, device: Any = None, dtype: Any = None) -> Self:
         """Move the stages to other devices, with their weights as they are now. Not while a call runs.
@@ -396,4 +392,6 @@ def load_pipeline(
     with reading_progress(bundle, range(len(bundle.stages)), loading) as loading:
         ready_stages = compile_prepared(bundle, prepare(bundle, loading), options)
         stages = finish_prepared(bundle, ready_stages, verify=options.verifies_weights)
-    return Pipeline(bundle, list(stages.values()), types, limit).placed(placed.chosen)
+    pipeline = Pipeline(bundle, list(stages.values()), types, limit)
+    pipeline.executor.chosen = placed.chosen
+    return pipeline

@@ -16,7 +16,7 @@ from stagepack.format.reader import Bundle
 from stagepack.format.shapes import example_sizes
 from stagepack.partition.costs import REFERENCE_LINK
 from stagepack.partition.joined_bundle import join_bundle
-from stagepack.partition.links import parse_link
+from stagepack.partition.links import Link, parse_link
 from stagepack.partition.placement import Placement, place
 from stagepack.partition.solver import CostSequence, SharedCost, split_sequence
 from stagepack.partition.target_devices import TargetDevice
@@ -35,7 +35,7 @@ class PlacedBundle:
     Attributes:
         bundle: the bundle, of which consecutive stages are joined.
         options: how it is loaded; `devices` and `runtime` have one for each stage.
-        processes: the number of the process that runs each stage, among all of them, from 0; one without stages is not in it.
+        processes: the number of the process that runs each stage; those without stages are counted, too.
         chosen: the placement, if the caller has left it to be chosen.
     """
 
@@ -135,7 +135,10 @@ def _place(
         targets = [replace(target, memory=size) for target, size in zip(targets, given.memory, strict=True)]
     if given.speeds:
         targets = [replace(target, speed=speed) for target, speed in zip(targets, given.speeds, strict=True)]
-    links = dict(map(parse_link, given.links))
+    links: dict[str, Link] = {}
+    for link_name, link in map(parse_link, given.links):
+        if links.setdefault(link_name, link) is not link:
+            raise OptionError(f"links: expected one link of the name {link_name}, found two")
     counts = given.stages_per_device or None
     return place(
         bundle.entry_point,
@@ -157,6 +160,9 @@ def _target_devices(options: LoadOptions, runtime: Runtime, process_count: int |
         if process_count is not None and len(targets) < process_count:  # further processes are on the CPU
             targets += [targets[-1]] * (process_count - len(targets))
         return targets[:process_count]
+    if process_count is None:
+        for device in options.devices:  # one that gets no stages is looked for, too
+            runtime.parse_device(device)
     targets = [TargetDevice(name=str(device)) for device in options.devices]
     if process_count is None or len(targets) == process_count:
         return targets

@@ -180,6 +180,8 @@ def train(
 def _join_stages(bundle: Bundle, schedule: str, process_count: int, stages_per_process: Sequence[int]) -> Bundle:
     """Return a bundle with as many stages as a schedule runs, which are joined of those of the bundle."""
     if stages_per_process:
+        if isinstance(stages_per_process, str) or not all(type(count) is int for count in stages_per_process):
+            raise OptionError(f"stages_per_process: expected numbers of stages, found {stages_per_process!r}")
         return join_bundle(bundle, stages_per_process)
     if not runs_one_stage(schedule) or not 1 < process_count < len(bundle.stages):
         return bundle

@@ -162,11 +162,13 @@ def command(options: _Options) -> None:
     load_options = options.load_options(stage_runtimes)
     facts: dict[str, Any] = {}
     if options.stage_number is None:
-        from stagepack_loaders.placement import place_bundle  # noqa: PLC0415 - numpy, after the arguments are checked
+        from stagepack_loaders.pipeline import Pipeline  # noqa: PLC0415 - after the arguments are checked
+        from stagepack_loaders.placement import current_placement, place_bundle  # noqa: PLC0415 - the same
 
-        placed = place_bundle(bundle, load_options)
+        stored_bundle, placed = bundle, place_bundle(bundle, load_options)
         bundle, load_options = placed.bundle, placed.options
-        facts = {} if placed.chosen is None else {"placement": str(placed.chosen)}
+        if placed.chosen is not None or bundle is not stored_bundle:
+            facts["placement"] = str(placed.chosen or current_placement(bundle, load_options.devices))
     with contextlib.ExitStack() as display:
         count_bytes = display.enter_context(counted_progress("loading stages"))
         stage_facts, stages = _load_stages(bundle, options, load_options, timer, count_bytes)
@@ -174,8 +176,6 @@ def command(options: _Options) -> None:
         if not options.weights.stream:
             display.close()
         if options.stage_number is None:
-            from stagepack_loaders.pipeline import Pipeline  # noqa: PLC0415 - after the arguments are checked
-
             facts |= _run(bundle, Pipeline(bundle, stages), options, timer)
         if options.weights.stream:
             facts["all_weights"] = _wait_for_weights(stages, timer)

@@ -38,7 +38,14 @@ def join_bundle(bundle: Bundle, stage_counts: Sequence[int]) -> Bundle:
             f"expected numbers of stages from 1 up with the sum {len(bundle.stages)}, the number of stages of the bundle, found "
             f"{', '.join(map(str, stage_counts))}"
         )
-    return bundle if all(count == 1 for count in stage_counts) else _JoinedBundle(bundle, stage_counts)
+    if all(count == 1 for count in stage_counts):
+        return bundle
+    starts = [0, *itertools.accumulate(stage_counts)]
+    stored_counts = [
+        sum(len(bundle.stored_stages(number)) for number in range(start, end))
+        for start, end in itertools.pairwise(starts)
+    ]
+    return _JoinedBundle(bundle.stored, stored_counts)
 
 
 class _JoinedStage(Stage, frozen=True, kw_only=True, omit_defaults=True):

@@ -95,7 +95,9 @@ def test_what_is_said_of_the_lost_process_goes_with_it(bundle: Bundle) -> None:
         assert len(before[1]) < len(before[2])
         kill(pipeline, 0)
         after = stages_of(pipeline)
-        assert len(after) == 2
+        assert len(after) == len(pipeline.bundle.stages) == 2
+        assert pipeline.placement.parts[1].device.speed == 4
+        assert "2 stages, ready" in repr(pipeline)
         assert len(after[0]) < len(after[1])  # the one with little memory is left, and the fast one
 
 
@@ -144,6 +146,7 @@ def test_processes_of_a_launcher_that_place_otherwise_are_refused(bundle: Bundle
     [
         ({"processes": 2, "on_loss": "ignore"}, "on_loss: expected 'restart' or 'regroup'"),
         ({"on_loss": "regroup"}, "on_loss: only stages in processes"),
+        ({"processes": 2, "on_loss": "regroup"}, "expected max_restarts of at least 1, found 0"),
     ],
     ids=str,
 )

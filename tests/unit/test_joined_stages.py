@@ -1,15 +1,18 @@
 """Consecutive stages that are joined when they are loaded: the graph that a cut into fewer stages has, of their own files alone."""
 
 import copy
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from msgspec import structs
 
 import stagepack
+from stagepack.cli import main
 from stagepack.errors import CompiledError, DeviceError, OptionError
 from stagepack.format.reader import Bundle
 from stagepack.partition.joined_bundle import join_bundle
@@ -155,6 +158,30 @@ def test_joined_stages_run_by_their_modules(bundle: Bundle) -> None:
     assert torch.equal(layer(hidden), Layers().layers[1](hidden))
 
 
+def test_joined_stages_are_joined_again(bundle: Bundle) -> None:
+    joined = stagepack.load(bundle, devices=["cpu"] * 3).bundle
+    expected = answers(stagepack.load(bundle))
+    again = stagepack.load(joined, devices=["cpu", "cpu"])
+    assert_equal(answers(again), expected)
+    assert sum(len(part.stages) for part in again.placement.parts) == 7
+    assert len(stagepack.load(joined).stages) == 3
+    assert [*stagepack.load_stage(joined, stages=range(2)).state_dict()]
+
+
+def test_bundles_are_made_of_the_stored_stages(bundle: Bundle, tmp_path: Path) -> None:
+    joined = stagepack.load(bundle, devices=["cpu"] * 3).bundle
+    assert len(stagepack.recut(joined, out=tmp_path / "two.stagepack", stages=2).stages) == 2
+    shutil.copytree(bundle.path, tmp_path / "copied.stagepack")
+    copied = stagepack.load(tmp_path / "copied.stagepack", devices=["cpu"] * 3).bundle
+    assert len(stagepack.add_onnx(copied).bundle.stages) == 7
+    copied.verify()
+
+
+def test_a_copy_keeps_the_placement(bundle: Bundle) -> None:
+    pipeline = stagepack.load(bundle, devices=["cpu", "cpu"], speeds=[1, 4])
+    assert copy.deepcopy(pipeline).placement == pipeline.placement
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
@@ -183,6 +210,12 @@ def test_ranges_of_stages_that_do_not_fit_are_refused(
         ({"memory": "1GB"}, OptionError, "memory: expected a list"),
         ({"speeds": [0.0]}, OptionError, "speeds: cpu: expected a number"),
         ({"links": ["network=1GB/s"]}, OptionError, "link: expected NAME=BANDWIDTH"),
+        ({"links": ["host=1GB/s", "host=2GB/s"]}, OptionError, "links: expected one link of the name host"),
+        ({"links": [3]}, OptionError, "links: expected items of str, found 3"),
+        ({"speeds": ["a"]}, OptionError, "speeds: expected items of int | float, found 'a'"),
+        ({"memory": [None]}, OptionError, "memory: expected items of int | str, found None"),
+        ({"stages_per_device": [True]}, OptionError, "stages_per_device: expected items of int, found True"),
+        ({"devices": ["nonsense", "cpu"], "speeds": [1, 1e5]}, DeviceError, "nonsense"),
         ({"stages_per_device": [3, 3]}, OptionError, "expected 1 numbers, one for each device"),
         ({"devices": ["cpu", "cpu"], "stages_per_device": [3, 3]}, OptionError, "with the sum 6"),
         ({"devices": ["auto", "cpu"]}, OptionError, "expected 'auto' alone"),
@@ -193,7 +226,7 @@ def test_ranges_of_stages_that_do_not_fit_are_refused(
 def test_placements_that_do_not_fit_are_refused(
     bundle: Bundle, options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=re.escape(message)):
         stagepack.load(bundle, **options)
 
 
@@ -213,3 +246,24 @@ def test_processes_run_joined_stages_and_read_their_files_alone(bundle: Bundle) 
     assert [fact.rank for fact in facts] == [1, 2]
     for fact, stages in zip(facts, (bundle.stages[:3], bundle.stages[3:]), strict=True):
         assert set(fact.files) == {name for stage in stages for name in (stage.graph, *stage.weights)}
+
+
+class Halves(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, WIDTH)
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x).relu())
+
+    def decode(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(self.second(x).relu())
+
+
+def test_a_server_places_each_entry_point_as_asked(tmp_path: Path) -> None:
+    inputs = stagepack.Inputs(args=(torch.ones(1, WIDTH),))
+    path = tmp_path / "m.stagepack"
+    stagepack.export(Halves(), entry_points={"encode": inputs, "decode": inputs}, out=path, stages=2)
+    result = CliRunner().invoke(main, ["serve", str(path), "--memory", "1kB", "--http-port", "0", "--grpc-port", "0"])
+    assert result.exit_code == 1
+    assert "m.stagepack#encode: memory: no placement fits" in result.stderr

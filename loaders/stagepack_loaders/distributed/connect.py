@@ -43,7 +43,18 @@ from stagepack_loaders.distributed.process_group import host_name
 from stagepack_loaders.distributed.routes import FRONT_RANK, ConnectionLostError
 from stagepack_loaders.distributed.stage_process import end_with_parent, run_stage_process
 from stagepack_loaders.distributed.status import attribute_error
-from stagepack_loaders.options import AUTO, DEFAULT_IN_FLIGHT, Compile, LoadOptions, ProcessOptions, Verify, folder_name
+from stagepack_loaders.options import (
+    AUTO,
+    DEFAULT_IN_FLIGHT,
+    Compile,
+    LoadOptions,
+    PlacementOptions,
+    ProcessOptions,
+    Verify,
+    device_list,
+    folder_name,
+)
+from stagepack_loaders.placement import PlacedBundle
 from stagepack_loaders.preparation import open_for_loading
 from stagepack_loaders.registry import import_runtime, runtime_of_each_stage
 
@@ -52,7 +63,7 @@ _CONNECTIONS = itertools.count()
 
 def connect(
     bundle: "str | os.PathLike[str] | Bundle",
-    devices: Sequence[str] = ("cpu",),
+    devices: str | Sequence[str] = ("cpu",),
     *,
     runtime: str | Sequence[str] = "torch",
     types: Collection[type] = (),
@@ -65,6 +76,10 @@ def connect(
     limits: Limits | None = None,
     microbatch_size: int | None = None,
     start_seconds: float = 60.0,
+    memory: Sequence[int | str] = (),
+    speeds: Sequence[float] = (),
+    links: Sequence[str] = (),
+    stages_per_device: Sequence[int] = (),
 ) -> DistributedPipeline | None:
     """Run a bundle in the processes that ``torchrun`` has started. Each of them calls this function with the same arguments.
 
@@ -75,7 +90,8 @@ def connect(
 
     Args:
         bundle: the folder of the bundle, or an opened bundle; the same bundle for each process, on a path of its own.
-        devices: the device of each stage, in order; with fewer processes than stages, consecutive stages are joined.
+        devices: the device of each stage, in order, or of each process; with fewer processes than stages, consecutive stages are joined.
+            ``"auto"``: for each process the GPU of its number on its machine, or its share of the CPU.
         runtime: as for `stagepack.load`.
         types: as for `stagepack.load`.
         allow_ops: as for `stagepack.load`.
@@ -87,6 +103,10 @@ def connect(
         limits: as for `stagepack.load`.
         microbatch_size: as for `stagepack.load`.
         start_seconds: how long to wait for the other processes to come, in seconds.
+        memory: as for `stagepack.load`; a device is that of one process.
+        speeds: as for `stagepack.load`.
+        links: as for `stagepack.load`.
+        stages_per_device: as for `stagepack.load`.
 
     Returns:
         The pipeline in process 0; None in the others, when it is closed.
@@ -105,13 +125,14 @@ def connect(
         ...         logits = pipeline(input_ids)
     """
     options = LoadOptions(
-        devices=devices,
+        devices=device_list(devices),
         runtime=runtime,
         allow_ops=allow_ops,
         verify=verify,
         copy=copy,
         compile=compile,
         compiled=folder_name(compiled),
+        placement=PlacementOptions(memory=memory, speeds=speeds, links=links, stages_per_device=stages_per_device),
     )
     processes = ProcessOptions(in_flight=in_flight, microbatch_size=microbatch_size, start_seconds=start_seconds)
     return connect_launched(bundle, options, processes, types, checked_limits(limits))
@@ -139,10 +160,10 @@ def connect_launched(
         opened_bundle = placed.bundle
         if seat.rank == FRONT_RANK:
             limit = value_limit(opened_bundle, limits)
-            launcher = _TorchrunLauncher(opened_bundle, seat, group, failures)
+            launcher = _TorchrunLauncher(placed, seat, group, failures)
             # Only the launcher can start the processes again.
             options_here = structs.replace(processes, max_restarts=0)
-            return DistributedPipeline(opened_bundle, launcher, types, options_here, limit).placed(placed.chosen)
+            return DistributedPipeline(opened_bundle, launcher, types, options_here, limit)
         if is_torchrun():
             end_with_parent(os.getppid())
         run_stage_process(opened_bundle, seat, group, failures)
@@ -199,8 +220,8 @@ def _tell(error: Exception, failures: LaunchFailures | None, connection: int) ->
 class _TorchrunLauncher:
     """The launcher of processes that torchrun, or another one with its variables, has started: only that one can start them again."""
 
-    def __init__(self, bundle: Bundle, seat: Seat, options: GroupOptions, failures: LaunchFailures) -> None:
-        self._bundle = bundle
+    def __init__(self, placed: PlacedBundle, seat: Seat, options: GroupOptions, failures: LaunchFailures) -> None:
+        self._bundle, self.chosen = placed.bundle, placed.chosen
         self._seat = seat
         self._options = options
         self._failures = failures

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from stagepack.errors import OptionError, StageLostError, StagepackError, repeated_error
 from stagepack.format.reader import Bundle
+from stagepack.partition.placement import Placement
 from stagepack_loaders.base import ArrayOps
 from stagepack_loaders.distributed.front import FrontProcess
 from stagepack_loaders.distributed.meeting import StageFacts
@@ -38,6 +39,10 @@ SubmitValues = Callable[[Mapping[str, Any], Mapping[str, int]], "Future[dict[str
 
 class GroupLauncher(Protocol):
     """What starts the processes of a pipeline, and starts them again."""
+
+    @property
+    def chosen(self) -> Placement | None:
+        """The placement of the stages, if it was chosen."""
 
     def start(self, report_loss: Callable[[StageLostError], None], check: Callable[[], None]) -> FrontProcess:
         """Return the front of a new group, when all processes have loaded their stages.
@@ -269,7 +274,7 @@ class ProcessExecutor(Executor):
         self._starting_thread = threading.get_ident()
         try:
             self.front = self._launcher.start(self._restart, self._check_open)
-            self.bundle = self.front.bundle
+            self.bundle, self.chosen = self.front.bundle, self._launcher.chosen
             try:
                 self._check_open()
                 self._prepare()

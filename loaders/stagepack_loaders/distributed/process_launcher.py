@@ -14,6 +14,7 @@ from msgspec import structs
 from stagepack.errors import DeviceError, GroupError, OptionError, StageLostError, StagepackError
 from stagepack.format.reader import Bundle
 from stagepack.format.threads import usable_cpu_count
+from stagepack.partition.placement import Placement
 from stagepack_loaders.distributed import stage_process
 from stagepack_loaders.distributed.front import FrontProcess
 from stagepack_loaders.distributed.meeting import Seat, find_lost_connection, find_start_error
@@ -22,7 +23,7 @@ from stagepack_loaders.distributed.process_group import host_name, open_store
 from stagepack_loaders.distributed.routes import FRONT_RANK, ConnectionLostError, stages_of_rank
 from stagepack_loaders.distributed.stage_process import ProcessDescription
 from stagepack_loaders.distributed.status import ProcessEnd, exit_text, lost_error, stages_text
-from stagepack_loaders.placement import PlacedBundle, without_process
+from stagepack_loaders.placement import PlacedBundle, current_placement, without_process
 from stagepack_loaders.python_process import module_command, module_environment
 
 _LOGGER = logging.getLogger("stagepack")
@@ -36,6 +37,8 @@ _END_SECONDS = 5.0
 
 class ProcessLauncher(ABC, Generic[Handle]):
     """Starts a group of processes of which this one is the front, and runs no stages. The `GroupLauncher` of `DistributedPipeline`."""
+
+    chosen: Placement | None = None
 
     def __init__(self, bundle: Bundle, options: GroupOptions) -> None:
         self._use(bundle, options)
@@ -193,11 +196,15 @@ class LocalLauncher(ProcessLauncher["subprocess.Popen[bytes]"]):
     def __init__(self, bundle: Bundle, options: GroupOptions, grouping: "ProcessGrouping | None" = None) -> None:
         super().__init__(bundle, options)
         self._grouping = grouping
+        self.chosen = None if grouping is None else grouping.placed.chosen
 
     def leave_out(self, lost: StageLostError) -> None:
         """See `GroupLauncher`."""
         if self._grouping is not None and self._grouping.leave_out(self._options, lost):
             self._use(*self._grouping.placed_group())
+            self.chosen = self._grouping.placed.chosen
+            placement = self.chosen or current_placement(self._bundle, self._options.load.devices)
+            _LOGGER.warning("%s: the processes that are left run %s", self._bundle.location, placement)
 
     def _end_processes(self, *, wait: bool) -> None:
         deadline = time.monotonic() + (_END_SECONDS if wait else 0.0)

@@ -14,7 +14,7 @@ from stagepack.opening import TrustedSigners, open_bundle
 from stagepack_loaders.call_limits import Limits
 from stagepack_loaders.decoders import generating_entry_point
 from stagepack_loaders.distributed.launch_environment import is_launched_group
-from stagepack_loaders.entry_points import EntryPointPipelines, load_entry_points
+from stagepack_loaders.entry_points import EntryPointPipelines, load_each_entry_point
 from stagepack_loaders.load import start_processes
 from stagepack_loaders.options import LoadOptions, ProcessOptions
 from stagepack_loaders.pipeline import CallablePipeline, load_pipeline
@@ -135,15 +135,10 @@ class BundleLoading:
         has_state = any(stage.state for entry_point in bundle.entry_points for stage in entry_point.stages)
         is_divided = self._options.uses_processes or not isinstance(load.runtime, str)
         if bundle.selected is None and not has_state and not is_divided:
-            loaded = load_entry_points(
-                bundle,
-                list(load.devices),
-                runtime=str(load.runtime),
-                allow_ops=load.allow_ops,
-                verify=load.verify,
-                copy=load.copy,
-                limits=Limits(value_bytes=self._options.value_bytes),
-            )
+            names = [entry_point.name for entry_point in bundle.entry_points]
+            limits = Limits(value_bytes=self._options.value_bytes)
+            opened_bundle = open_for_loading(bundle, load.verify)
+            loaded = load_each_entry_point(opened_bundle, dict.fromkeys(names, load), (), limits)
             return _pipelines_by_model(model_name, loaded)
         pipelines = {}
         for name, selected_bundle in _entry_points_by_model(model_name, bundle).items():

@@ -72,7 +72,7 @@ def add_onnx_within(
         raise OptionError(
             f"rtol, atol: expected numbers that are not negative, found {tolerance.rtol} and {tolerance.atol}"
         )
-    opened = opened_folder(bundle, "ONNX models")
+    opened = opened_folder(bundle, "ONNX models").stored
     check_output_path(_resolved_path(opened), overwrite=True)
     versions = opened.check_digests(opened.files)
     conversions = {}
