@@ -316,8 +316,7 @@ def map_file(descriptor: int) -> mmap.mmap:
 def populate(memory: mmap.mmap, start: int, byte_count: int) -> None:
     """Bring a part of a mapped file, from a page on, into the page tables of this process.
 
-    Raises:
-        OSError: the file was cut short or cannot be read; an access to the memory would end the process.
+    Raises OSError if the file was cut short or cannot be read: an access to the memory would end the process.
     """
     if _function("madvise")(_address(memory) + start, byte_count, _MADV_POPULATE_READ):
         number = ctypes.get_errno()

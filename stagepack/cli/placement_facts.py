@@ -142,7 +142,7 @@ def _profiles(
     return [next((profile_of_key[key] for key in keys if key in profile_of_key), None) for keys in keys_of_device]
 
 
-def place_bundle(bundle: Bundle, devices: "list[TargetDevice]", options: PlacementFlags) -> dict[str, Any]:
+def plan_placement(bundle: Bundle, devices: "list[TargetDevice]", options: PlacementFlags) -> dict[str, Any]:
     """Return the facts of the placement of the stages of a bundle. Measured times must be those of its model."""
     from stagepack.partition.links import DEFAULT_LINKS, link_costs, link_text  # noqa: PLC0415 - numpy, after the checks
     from stagepack.partition.placement import improvements, place  # noqa: PLC0415 - the same

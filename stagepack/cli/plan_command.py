@@ -14,7 +14,7 @@ from stagepack.cli.command import argument, either, flag, is_given, only_with, o
 from stagepack.cli.cost_facts import assumption_lines, bundle_cut_facts, cost_facts, cut_facts, memory_text
 from stagepack.cli.failures import fail, shown_warnings
 from stagepack.cli.output import count_of, print_json, print_line, print_table, progress
-from stagepack.cli.placement_facts import PlacementFlags, place_bundle, print_placement
+from stagepack.cli.placement_facts import PlacementFlags, plan_placement, print_placement
 from stagepack.cli.shared_flags import DIGEST, DTYPE, OVERWRITE, CutFlags, Dtype, ExampleFlags, open_argument
 from stagepack.cli.stage_diagram import graphviz_lines, mermaid_lines
 from stagepack.format.graph import Graph
@@ -151,7 +151,7 @@ def _show_placement(options: _Options) -> None:
     cut = options.cut
     bundle = open_argument(options.source, *(["torch"] if options.placement.is_auto else []))
     devices = options.placement.target_devices(cut.memory_sizes, cut.speeds, cut.profile_names)
-    facts = place_bundle(bundle, devices, options.placement)
+    facts = plan_placement(bundle, devices, options.placement)
     if options.output_format == "json":
         print_json(facts)
     else:

@@ -47,7 +47,7 @@ class RuntimeName(click.ParamType):  # type: ignore[type-arg]
         return value
 
 
-class StageCounts(click.ParamType):  # type: ignore[type-arg]
+class PlacementCounts(click.ParamType):  # type: ignore[type-arg]
     """Numbers of stages, such as ``4,3,1``."""
 
     name = "text"
@@ -68,7 +68,7 @@ PLACEMENT = flags_of(
     stages_per_device=flag_of(
         PlacementOptions,
         "stages_per_device",
-        type=StageCounts(),
+        type=PlacementCounts(),
         callback=lambda _context, _option, counts: counts or (),
     ),
 )

@@ -29,9 +29,6 @@ def join_bundle(bundle: Bundle, stage_counts: Sequence[int]) -> Bundle:
     """Return a bundle in fewer stages: each is as many consecutive stages of `bundle` as `stage_counts` says.
 
     Only the graph files of its own stored stages are read for a stage. The ONNX models of stages that are joined are left out.
-
-    Raises:
-        OptionError: the counts are not those of all stages.
     """
     if any(count < 1 for count in stage_counts) or sum(stage_counts) != len(bundle.stages):
         raise OptionError(

@@ -177,5 +177,5 @@ def test_inspect_shows_results_by_the_names_of_callers(exported: tuple[Path, obj
 
 def test_a_number_of_stages_is_a_number(tmp_path: Path) -> None:
     for stages in ("2", 2.0, True):
-        with pytest.raises(CutError, match=f"stages: expected a whole number, found {stages!r}"):
+        with pytest.raises(CutError, match=f"stages: expected a whole number or 'layers', found {stages!r}"):
             stagepack.export(Scale(), (EXAMPLE,), out=tmp_path / "m.stagepack", stages=stages)  # type: ignore[arg-type]

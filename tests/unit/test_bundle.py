@@ -112,7 +112,7 @@ def plain_call(call: ModuleCall) -> dict[str, Any]:
 def test_weights_of_several_stages_are_stored_once_and_shared(tied_llama: Path, tied_capture: Capture) -> None:
     bundle = stagepack.open(tied_llama)
     assert [stage.weights for stage in bundle.stages] == [
-        ("stage-0.safetensors", "shared-0.safetensors", "shared-1.safetensors", "stage-0-constants.safetensors"),
+        ("stage-0.safetensors", "shared-0.safetensors", "shared-1.safetensors"),
         ("stage-1.safetensors", "shared-1.safetensors"),  # of the rotary tables, which every stage computes
         ("stage-2.safetensors", "shared-0.safetensors", "shared-1.safetensors"),
     ]

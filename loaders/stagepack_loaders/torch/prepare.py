@@ -126,8 +126,8 @@ def prepare_stages(
 
 
 @typed_memory_errors()
-def finish_stages(stages: Mapping[int, PreparedTorchStage], *, verify: bool) -> dict[int, TorchStage]:
-    """Read the weights of stages that were prepared together; see `stagepack_loaders.base.Runtime.finish_stages`."""
+def finish_prepared_stages(stages: Mapping[int, PreparedTorchStage], *, verify: bool) -> dict[int, TorchStage]:
+    """Read the weights of stages that were prepared together; see `stagepack_loaders.base.Runtime.finish_prepared_stages`."""
     # All at once: a file of one chunk is hashed by one thread.
     for device in dict.fromkeys(stage.weights.device for stage in stages.values()):
         on_device = [stage for stage in stages.values() if stage.weights.device == device]

@@ -71,9 +71,9 @@ class TorchRuntime(Runtime):
 
     def finish_stages(self, bundle: Bundle, stages: Mapping[int, Any], *, verify: bool) -> "dict[int, TorchStage]":
         """See `Runtime`. Threads bring the weights of all stages at a time."""
-        from stagepack_loaders.torch.prepare import finish_stages
+        from stagepack_loaders.torch.prepare import finish_prepared_stages
 
-        return finish_stages(stages, verify=verify)
+        return finish_prepared_stages(stages, verify=verify)
 
     def compile_stages(
         self, bundle: Bundle, stages: Mapping[int, Any], options: LoadOptions
