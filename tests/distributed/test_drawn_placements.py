@@ -128,7 +128,7 @@ def _draw_memory(bundle: Bundle, count: int, draw: random.Random) -> list[int]:
     """Drawn limits into which the stages fit."""
     while True:
         whole, *_ = place(bundle.entry_point, [TargetDevice(name="cpu")], files=bundle.files.values()).parts
-        memory = [round(whole.memory * draw.uniform(0.1, 1.2) * 2 / count) for _ in range(count)]
+        memory = [round(whole.memory * draw.uniform(0.1, 1.1)) for _ in range(count)]
         devices = [TargetDevice(name="cpu", memory=size) for size in memory]
         with contextlib.suppress(DeviceError):
             place(bundle.entry_point, devices, files=bundle.files.values())
