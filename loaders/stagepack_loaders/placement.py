@@ -16,7 +16,7 @@ from stagepack.format.reader import Bundle
 from stagepack.format.shapes import example_sizes
 from stagepack.partition.costs import REFERENCE_LINK
 from stagepack.partition.joined_bundle import join_bundle
-from stagepack.partition.links import Link, parse_link
+from stagepack.partition.links import parse_links
 from stagepack.partition.placement import Placement, place
 from stagepack.partition.solver import CostSequence, SharedCost, split_sequence
 from stagepack.partition.target_devices import TargetDevice
@@ -135,16 +135,12 @@ def _place(
         targets = [replace(target, memory=size) for target, size in zip(targets, given.memory, strict=True)]
     if given.speeds:
         targets = [replace(target, speed=speed) for target, speed in zip(targets, given.speeds, strict=True)]
-    links: dict[str, Link] = {}
-    for link_name, link in map(parse_link, given.links):
-        if links.setdefault(link_name, link) is not link:
-            raise OptionError(f"links: expected one link of the name {link_name}, found two")
     counts = given.stages_per_device or None
     return place(
         bundle.entry_point,
         targets,
         files=bundle.files.values(),
-        links=links,
+        links=parse_links(given.links),
         stages_per_device=counts,
         # In this process, a caller of all devices waits for one call after another.
         pipelined=process_count is not None or AUTO not in options.devices,

@@ -1,6 +1,7 @@
 """What extensions add to the export: models of libraries that neither torch nor transformers knows."""
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from stagepack.capture.inputs import Inputs
 from stagepack.extensions import stated_objects
 
 
-class LibraryModel(torch.nn.Module):
+class LibraryModel(torch.nn.Module, ABC):
     """A model of a library as a module, with all that its export needs.
 
     Attributes:
@@ -23,9 +24,9 @@ class LibraryModel(torch.nn.Module):
     description: str
     files: Mapping[str, bytes]
 
+    @abstractmethod
     def example(self) -> Inputs:
         """Return its example inputs."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,7 @@ import dataclasses
 import inspect
 import math
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import NoneType
@@ -99,6 +100,18 @@ class ByteSize(click.ParamType[int]):
             return parse_byte_size(value)
         except ValueError as error:
             self.fail(f"{error}.", param, ctx)
+
+
+class PlacementCounts(click.ParamType):  # type: ignore[type-arg]
+    """Numbers of stages, such as ``4,3,1``."""
+
+    name = "text"
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        """Return the numbers."""
+        if not re.fullmatch(r"\d{1,6}(,\d{1,6})*", value, re.ASCII):
+            self.fail(f"expected numbers of stages such as 4,3,1, found {value!r}.", param, ctx)
+        return tuple(map(int, value.split(",")))
 
 
 class Count(click.IntRange):

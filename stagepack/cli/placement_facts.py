@@ -1,13 +1,12 @@
 """The placement of a bundle's stages on devices that the command line names: as plain data and for people."""
 
 import dataclasses
-import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from stagepack.cli.command import flag, only_with, option_object
+from stagepack.cli.command import PlacementCounts, flag, only_with, option_object
 from stagepack.cli.cost_facts import REFERENCE_DEVICE, device_facts, machine_text, profile_facts
 from stagepack.cli.failures import fail
 from stagepack.cli.output import count_of, print_line, print_table
@@ -44,11 +43,13 @@ class PlacementFlags:
         ),
         "--device",
     )
-    placement: str | None = only_with(
+    stages_per_device: tuple[int, ...] | None = only_with(
         flag(
-            "--placement N,N,...",
+            "--placement COUNTS",
             "Number of stages of each --device, in the place of the best choice; 0 leaves a device out.",
             default_text="the best choice",
+            type=PlacementCounts(),
+            multiple=False,
         ),
         "--device",
     )
@@ -62,25 +63,11 @@ class PlacementFlags:
         """Whether the devices are those of this machine, which torch knows."""
         return _AUTO in self.devices
 
-    def stages_per_device(self) -> list[int] | None:
-        """Return the numbers of `--placement`."""
-        if self.placement is None:
-            return None
-        if re.fullmatch(r"[0-9]{1,9}(,[0-9]{1,9})*", self.placement) is None:
-            fail(f"--placement: expected numbers with commas between them, such as 4,3,1, found {self.placement!r}")
-        return [int(number) for number in self.placement.split(",")]
-
     def link_of_name(self) -> "dict[str, Link]":
         """Return the links of `--link`."""
-        from stagepack.partition.links import parse_link  # noqa: PLC0415 - numpy, after the checks
+        from stagepack.partition.links import parse_links  # noqa: PLC0415 - numpy, after the checks
 
-        links: dict[str, Link] = {}
-        for text in self.links:
-            link_name, link = parse_link(text)
-            if link_name in links:
-                fail(f"--link: expected one link of the name {link_name}, found two")
-            links[link_name] = link
-        return links
+        return parse_links(self.links)
 
     def target_devices(
         self, memory: Sequence[str], speeds: Sequence[float], profile_names: Sequence[str]
@@ -155,7 +142,7 @@ def plan_placement(bundle: Bundle, devices: "list[TargetDevice]", options: Place
         devices,
         files=files,
         links=links,
-        stages_per_device=options.stages_per_device(),
+        stages_per_device=options.stages_per_device,
         pipelined=pipelined,
     )
     better = improvements(entry_point, devices, placement, files=files, links=links, pipelined=pipelined)

@@ -1,12 +1,11 @@
 """The options of the subcommands that run bundles, and what these subcommands do with them. Runtimes are imported when they are needed."""
 
-import re
 from collections.abc import Sequence
 from typing import Final
 
 import click
 
-from stagepack.cli.command import ByteSize, Number, PathType, Text, flag, flag_of, flags_of
+from stagepack.cli.command import ByteSize, Number, PathType, PlacementCounts, Text, flag, flag_of, flags_of
 from stagepack.format.quantities import format_bytes
 from stagepack.format.reader import Bundle
 from stagepack.options import options_of
@@ -45,18 +44,6 @@ class RuntimeName(click.ParamType):  # type: ignore[type-arg]
         if value not in (names := (DEFAULT_RUNTIME, *runtime_names())):
             self.fail(f"{value!r} is not one of {', '.join(map(repr, names))}.", param, ctx)
         return value
-
-
-class PlacementCounts(click.ParamType):  # type: ignore[type-arg]
-    """Numbers of stages, such as ``4,3,1``."""
-
-    name = "text"
-
-    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        """Return the numbers."""
-        if not re.fullmatch(r"\d{1,6}(,\d{1,6})*", value, re.ASCII):
-            self.fail(f"expected numbers of stages such as 4,3,1, found {value!r}.", param, ctx)
-        return tuple(map(int, value.split(",")))
 
 
 DEVICES = flag_of(LoadOptions, "devices", callback=_check_devices)

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -67,6 +67,15 @@ def parse_link(text: str) -> tuple[str, Link]:
     except ValueError as error:
         raise OptionError(f"link {text!r}: {error}: expected {_GRAMMAR}") from None
     return match[1], Link(bandwidth=bandwidth, rtt=rtt)
+
+
+def parse_links(texts: Iterable[str]) -> dict[str, Link]:
+    """Parse links, each by its name; see `parse_link`."""
+    links: dict[str, Link] = {}
+    for name, link in map(parse_link, texts):
+        if links.setdefault(name, link) is not link:
+            raise OptionError(f"link: expected one of the name {name}, found two")
+    return links
 
 
 def link_costs(links: Mapping[str, Link]) -> dict[str, LinkCosts]:

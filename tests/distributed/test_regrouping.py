@@ -4,7 +4,6 @@ import itertools
 import os
 import random
 import signal
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -20,10 +19,9 @@ from stagepack.errors import OptionError, StageLostError
 from stagepack.format.reader import Bundle
 from tests.distributed.bundles import has_restarts
 from tests.distributed.forked_processes import forked_launches
-from tests.distributed.launchers import Node, launched, reasons
+from tests.distributed.launchers import HOST, Node, launched, reasons
 from tests.waiting import wait_until
 
-HOST = socket.gethostname()
 _LAYERS = 8
 _READY_SECONDS = 5.0
 _LONGEST_DELAY = 0.2  # seconds

@@ -102,7 +102,7 @@ def test_doctor_and_plan_take_the_mode(folder: Path) -> None:
 
 
 def test_a_hugging_face_folder_has_a_mode(folder: Path) -> None:
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     config = transformers.BertConfig(
         vocab_size=32, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16
     )

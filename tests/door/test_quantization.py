@@ -95,7 +95,9 @@ def test_weights_of_torchao_are_exported(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_programs_of_pt2e_are_exported(tmp_path: Path) -> None:
     pt2e = pytest.importorskip("torchao.quantization.pt2e.quantize_pt2e", reason="torchao is not installed")
-    x86: Any = pytest.importorskip("torchao.quantization.pt2e.quantizer.x86_inductor_quantizer")
+    x86: Any = pytest.importorskip(
+        "torchao.quantization.pt2e.quantizer.x86_inductor_quantizer", reason="torchao is not installed"
+    )
     quantizer = x86.X86InductorQuantizer()
     quantizer.set_global(x86.get_default_x86_inductor_quantization_config())
     prepared = pt2e.prepare_pt2e(torch.export.export(net(), (X,)).module(), quantizer)

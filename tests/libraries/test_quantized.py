@@ -86,7 +86,7 @@ def test_a_layout_of_another_device_is_refused_when_it_is_loaded(tmp_path: Path)
 @pytest.mark.parametrize("config", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig"])
 def test_a_quantized_folder_of_transformers_is_a_source(config: str, tmp_path: Path) -> None:
     quantization = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     llama(layers=2, hidden=64, intermediate=128, heads=4, kv_heads=2, vocab_size=100).save_pretrained(
         tmp_path / "plain"
     )

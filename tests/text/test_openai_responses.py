@@ -135,7 +135,7 @@ def test_a_conversation_is_an_input(client: openai.OpenAI) -> None:
 @pytest.mark.parametrize("model", ["hermes", "special", "mistral", "llama3"])
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "g"}])
 def test_tools_are_called_whole_and_in_a_stream(client: openai.OpenAI, model: str, choice: Any) -> None:
-    pytest.importorskip("llguidance")
+    pytest.importorskip("llguidance", reason="llguidance is not installed")
     request: Any = {"model": model, "tools": TOOLS, "tool_choice": choice}
     whole = respond(client, **request)
     [call] = whole.output
@@ -169,7 +169,7 @@ class State(BaseModel):
 
 
 def test_an_answer_is_json_of_a_schema(client: openai.OpenAI) -> None:
-    pytest.importorskip("llguidance")
+    pytest.importorskip("llguidance", reason="llguidance is not installed")
     parsed = client.responses.parse(model="ending", input="Hi", temperature=0, text_format=State, max_output_tokens=60)
     assert isinstance(parsed.output_parsed, State)
 

@@ -88,7 +88,7 @@ def converse(client: openai.OpenAI, **fields: Any) -> Any:
 
 @pytest.mark.parametrize("temperature", [0, 1, 5])
 def test_an_answer_satisfies_a_json_schema(client: openai.OpenAI, temperature: float) -> None:
-    pytest.importorskip("llguidance")
+    pytest.importorskip("llguidance", reason="llguidance is not installed")
     response_format = {"type": "json_schema", "json_schema": {"name": "state", "schema": SCHEMA, "strict": True}}
     # Without a preference for no whitespace, random weights write little else.
     options = {"temperature": temperature, "logit_bias": space_bias(), "response_format": response_format}
@@ -102,7 +102,7 @@ def space_bias() -> dict[str, float]:
 
 
 def test_an_answer_is_a_json_object(client: openai.OpenAI) -> None:
-    pytest.importorskip("llguidance")
+    pytest.importorskip("llguidance", reason="llguidance is not installed")
     options: Any = {"response_format": {"type": "json_object"}, "temperature": 0, "logit_bias": space_bias()}
     [end] = tokenizer().encode("}").ids
     options["logit_bias"] = options["logit_bias"] | {str(end): 50}
@@ -127,7 +127,7 @@ def test_an_answer_is_a_json_object(client: openai.OpenAI) -> None:
 def test_a_format_that_cannot_be_followed_is_refused(
     client: openai.OpenAI, response_format: Any, model: str, says: str
 ) -> None:
-    pytest.importorskip("llguidance")
+    pytest.importorskip("llguidance", reason="llguidance is not installed")
     formats = ("json_schema", "xml", "json_object")
     if isinstance(response_format, dict) and response_format.get("type") not in formats:
         response_format = {"type": "json_schema", "json_schema": {"name": "a", "schema": response_format}}
@@ -143,7 +143,7 @@ class State(BaseModel):
 
 
 def test_the_client_reads_answers_and_calls_as_objects(client: openai.OpenAI) -> None:
-    pytest.importorskip("llguidance")
+    pytest.importorskip("llguidance", reason="llguidance is not installed")
     messages: Any = [{"role": "user", "content": "Hi"}]
     request: Any = {"model": "hermes", "messages": messages, "logit_bias": space_bias(), "seed": 1}
     parsed = client.chat.completions.parse(**request, response_format=State).choices[0].message.parsed
@@ -174,7 +174,7 @@ HOSTILE_SCHEMAS = {
 
 @pytest.mark.parametrize("name", HOSTILE_SCHEMAS)
 def test_schemas_of_strangers_are_bounded(server: LocalServer, name: str) -> None:
-    pytest.importorskip("llguidance")
+    pytest.importorskip("llguidance", reason="llguidance is not installed")
     schema = '{"type":"json_schema","json_schema":{"name":"a","schema":' + HOSTILE_SCHEMAS[name] + "}}"
     body = (
         '{"model":"ending","messages":[{"role":"user","content":"a"}],"max_tokens":3,"response_format":' + schema + "}"
@@ -208,7 +208,7 @@ CHOSEN: Any = {"type": "function", "function": {"name": "g"}}
 @pytest.mark.parametrize("model", ["hermes", "mistral", "llama3", "special"])
 @pytest.mark.parametrize("choice", ["required", CHOSEN])
 def test_a_tool_that_must_be_called_is_called(client: openai.OpenAI, model: str, choice: Any) -> None:
-    pytest.importorskip("llguidance")
+    pytest.importorskip("llguidance", reason="llguidance is not installed")
     request: Any = {"model": model, "tools": TOOLS, "tool_choice": choice, "seed": 3, "logit_bias": space_bias()}
     whole = converse(client, **request, n=2)
     for answer in whole.choices:

@@ -210,7 +210,7 @@ def test_ranges_of_stages_that_do_not_fit_are_refused(
         ({"memory": "1GB"}, OptionError, "memory: expected a list"),
         ({"speeds": [0.0]}, OptionError, "speeds: cpu: expected a number"),
         ({"links": ["network=1GB/s"]}, OptionError, "link: expected NAME=BANDWIDTH"),
-        ({"links": ["host=1GB/s", "host=2GB/s"]}, OptionError, "links: expected one link of the name host"),
+        ({"links": ["host=1GB/s", "host=2GB/s"]}, OptionError, "link: expected one of the name host, found two"),
         ({"links": [3]}, OptionError, "links: expected items of str, found 3"),
         ({"speeds": ["a"]}, OptionError, "speeds: expected items of int | float, found 'a'"),
         ({"memory": [None]}, OptionError, "memory: expected items of int | str, found None"),
