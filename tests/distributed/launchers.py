@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import tempfile
@@ -18,6 +19,7 @@ from tools.fork_server import ForkedProcess, command_with_log
 
 HOST = socket.gethostname()
 TORCHRUN = Path(torch.distributed.run.__file__)
+_LOG_PREFIX = re.compile(r"^[\d-]+ [\d:,]+ ERROR ")
 
 
 def free_port() -> int:
@@ -98,10 +100,11 @@ def _started(
 
 
 def reasons(processes: Sequence[Started], seconds: float = 60.0) -> list[str]:
-    """The last line of each node, when all have failed: of torchrun, the reason in its report."""
+    """The reason in the last line of each node, when all have failed: in the report of torchrun, from the command or in the log."""
     lines = []
     for started in processes:
         assert started.process.wait(timeout=seconds) != 0, started.output
         *_, line = (line for line in started.output.splitlines() if line.strip("= "))
-        lines.append(line.removeprefix("  traceback : ").removeprefix("stagepack: "))
+        # A process that was connected before another one failed learns it by the loss of the connection, and logs the reason.
+        lines.append(_LOG_PREFIX.sub("", line.removeprefix("  traceback : ").removeprefix("stagepack: ")))
     return lines
