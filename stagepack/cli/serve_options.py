@@ -272,7 +272,9 @@ def bundle_paths_by_name(bundle_arguments: Iterable[str]) -> dict[str, str]:
         model_name, equals, path = named_path.partition("=")
         if not equals or "/" in model_name or Path(named_path).exists():
             model_name, path = default_model_name(named_path), named_path
-        if not model_name or model_name in paths:
+        if not model_name:
+            fail(f"{named_path}: expected NAME=BUNDLE, found an empty name")
+        if model_name in paths:
             fail(f"{named_path}: expected a distinct name for each model, found {model_name!r}: pass NAME=BUNDLE")
         if not model_name.isprintable():  # protocols have names in UTF-8, and logs have them as they are
             fail(f"{named_path}: expected a name of printable characters, found {model_name!r}: pass NAME=BUNDLE")
@@ -316,6 +318,14 @@ def check_security_options(options: ServeOptions) -> None:
         raise click.UsageError("--tls-client-ca requires --tls-certificate")
 
 
+def _check_batching(options: ServeOptions) -> None:
+    if options.exact and options.max_batch_size > 1 and is_given("max_batch_size"):
+        raise click.UsageError("--exact cannot be used with --max-batch above 1")
+    if (options.exact or options.max_batch_size == 1) and options.batching_delay > 0 and is_given("batching_delay"):
+        reason = "--exact" if options.exact else "--max-batch 1"
+        raise click.UsageError(f"--max-delay-ms has no effect with {reason}, which batches no requests: leave it out")
+
+
 def check_options(bundle_paths: dict[str, str], options: ServeOptions) -> None:
     """Refuse options of one bundle for several, and options that do not go together."""
     only_path = next(iter(bundle_paths.values())) if len(bundle_paths) == 1 else None
@@ -325,8 +335,7 @@ def check_options(bundle_paths: dict[str, str], options: ServeOptions) -> None:
             raise click.UsageError(
                 "--compiled is the native code of one model: serve one bundle, or one entry point as BUNDLE#NAME"
             )
-    if options.exact and options.max_batch_size > 1 and is_given("max_batch_size"):
-        raise click.UsageError("--exact cannot be used with --max-batch above 1")
+    _check_batching(options)
     if options.digest and only_path is None:
         raise click.UsageError("--digest is that of one bundle: serve that bundle alone")
     if is_launched_group():

@@ -61,6 +61,14 @@ def test_the_help_lists_the_commands(flag: str) -> None:
         ("serve --model-repository y --load-model z", "--load-model requires"),
         ("serve x --poll-s 5", "--poll-s requires --model-control poll"),
         ("serve x --exact --max-batch 8", "--exact cannot be used with --max-batch above 1"),
+        (
+            "serve x --exact --max-delay-ms 5",
+            "--max-delay-ms has no effect with --exact, which batches no requests: leave it out",
+        ),
+        (
+            "serve x --max-batch 1 --max-delay-ms 5",
+            "--max-delay-ms has no effect with --max-batch 1, which batches no requests",
+        ),
         ("serve --model-repository y --version-policy newest", "expected latest, latest:N, specific:N,N or all"),
         ("serve x --tls-key y", "--tls-certificate and --tls-key require each other"),
         ("serve x --tls-client-ca y", "--tls-client-ca requires --tls-certificate"),
