@@ -12,6 +12,7 @@ import huggingface_hub.constants
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers.utils import is_peft_available
 
 import stagepack
 from stagepack.errors import CaptureError, MissingPackageError
@@ -62,7 +63,8 @@ def test_tensors_that_fit_no_base_model_are_counted(
     )
     adapted.load_adapter = lambda *_: SimpleNamespace(unexpected_keys=names, missing_keys=[])
     adapted.merge_and_unload = lambda: adapted
-    # transformers asks for the specification of a module, and whether its package is installed, which it is not.
+    is_peft_available()  # transformers keeps its first answer, also for the tests after this one
+    # Others ask for the specification of a module, and whether its package is installed, which it is not.
     peft = SimpleNamespace(
         PeftModel=SimpleNamespace(from_pretrained=lambda *_: adapted), __spec__=ModuleSpec("peft", None)
     )
