@@ -82,6 +82,13 @@ def text_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def text_bundle(text_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> stagepack.Bundle:
+    """The programs of `text_folder`, of which each is cut otherwise."""
+    out = tmp_path_factory.mktemp("bundles") / "m.stagepack"
+    return stagepack.export(text_folder, out=out, stages={"prefill": 2, "decode": 3})
+
+
+@pytest.fixture(scope="module")
 def parts_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made_once(tmp_path_factory, "exported-llava", _write(llava, pictures=True)) / "x"
 
@@ -102,10 +109,9 @@ def stored_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.glob("*.safetensors") if "example" not in path.name)
 
 
-def test_text_is_generated_as_by_the_model(text_folder: Path, tmp_path: Path) -> None:
-    bundle = stagepack.export(text_folder, out=tmp_path / "m.stagepack", stages=2)
-    assert [entry_point.name for entry_point in bundle.entry_points] == ["prefill", "decode"]
-    pipes = stagepack.load_entry_points(bundle, types=[transformers.DynamicCache])
+def test_text_is_generated_as_by_the_model(text_bundle: stagepack.Bundle) -> None:
+    assert [entry_point.name for entry_point in text_bundle.entry_points] == ["prefill", "decode"]
+    pipes = stagepack.load_entry_points(text_bundle, types=[transformers.DynamicCache])
     model = llama()
     # Another batch and another length than those of the export.
     tokens = torch.randint(3, 90, (3, 5))
@@ -123,12 +129,11 @@ def test_text_is_generated_as_by_the_model(text_folder: Path, tmp_path: Path) ->
     assert torch.equal(tokens, expected)
 
 
-def test_each_weight_is_stored_once_under_its_name(text_folder: Path, tmp_path: Path) -> None:
-    bundle = stagepack.export(text_folder, out=tmp_path / "m.stagepack", stages={"prefill": 2, "decode": 3})
+def test_each_weight_is_stored_once_under_its_name(text_bundle: stagepack.Bundle) -> None:
     parameters = dict(llama().named_parameters())
-    assert weight_names(bundle) == {*parameters}
+    assert weight_names(text_bundle) == {*parameters}
     elements = sum(parameter.numel() for parameter in parameters.values())
-    assert stored_bytes(tmp_path / "m.stagepack") < 4 * elements + 8_000
+    assert stored_bytes(Path(text_bundle.path)) < 4 * elements + 8_000
 
 
 def test_parts_have_the_names_of_the_model_and_share_tied_weights(parts_folder: Path, tmp_path: Path) -> None:
@@ -156,27 +161,6 @@ def test_a_model_that_is_exported_as_a_whole_is_the_only_entry_point(tmp_path: P
     tokens = torch.randint(3, 90, (3, 4))
     expected = exported(input_ids=tokens).logits
     assert torch.equal(stagepack.load(bundle)(input_ids=tokens)["logits"], expected)
-
-
-def test_the_command_exports_and_examines_a_folder(
-    text_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    done = run("export", str(text_folder / "export.json"), "-o", "m.stagepack", "--stages", "2")
-    assert done.exit_code == 0
-    assert "entry point prefill" in done.stdout
-    assert run("verify", "m.stagepack", "--run").exit_code == 0
-    done = run("doctor", str(text_folder))
-    assert done.exit_code == 0
-    assert "entry point decode" in done.stdout
-
-
-def test_a_folder_with_a_model_and_programs_is_the_model(own_folder: Path, tmp_path: Path) -> None:
-    llama().save_pretrained(own_folder)
-    model = stagepack.export(own_folder, out=tmp_path / "model.stagepack")
-    programs = stagepack.export(own_folder / "export.json", out=tmp_path / "programs.stagepack")
-    assert [entry_point.name for entry_point in model.entry_points] == ["forward"]
-    assert [entry_point.name for entry_point in programs.entry_points] == ["prefill", "decode"]
 
 
 Change = Callable[[dict[str, Any]], object]
@@ -320,6 +304,32 @@ class Twice(torch.nn.Module):
 
 def _program(model: torch.nn.Module) -> torch.export.ExportedProgram:
     return torch.export.export(model, (torch.ones(2, 4),))
+
+
+def test_the_command_exports_and_examines_a_folder(
+    text_bundle: stagepack.Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    program = _program(Twice())
+    folder = _save(tmp_path / "x", {"one": program, "two": program})
+    done = run("export", str(folder / "export.json"), "-o", "m.stagepack", "--stages", "2")
+    assert done.exit_code == 0
+    assert "entry point one" in done.stdout
+    for bundle in ("m.stagepack", text_bundle.path):
+        assert run("verify", str(bundle), "--run").exit_code == 0
+    done = run("doctor", str(folder))
+    assert done.exit_code == 0
+    assert "entry point two" in done.stdout
+
+
+def test_a_folder_with_a_model_and_programs_is_the_model(tmp_path: Path) -> None:
+    program = _program(Twice())
+    folder = _save(tmp_path / "x", {"one": program, "two": program})
+    llama().save_pretrained(folder)
+    model = stagepack.export(folder, out=tmp_path / "model.stagepack")
+    programs = stagepack.export(folder / "export.json", out=tmp_path / "programs.stagepack")
+    assert [entry_point.name for entry_point in model.entry_points] == ["forward"]
+    assert [entry_point.name for entry_point in programs.entry_points] == ["one", "two"]
 
 
 def test_weights_of_one_name_that_differ_are_refused(tmp_path: Path) -> None:
