@@ -146,6 +146,11 @@ def test_code_of_something_else_is_refused(stack: tuple[Stack, Bundle], compiled
         compile_ahead(bundle, compiled)
 
 
+def test_code_of_the_stages_is_not_that_of_joined_ones(stack: tuple[Stack, Bundle], compiled: Path) -> None:
+    with pytest.raises(CompiledError, match="was compiled from the bundle"):
+        stagepack.load(stack[1], devices=["cpu"], stages_per_device=[2], compiled=compiled)
+
+
 @pytest.mark.parametrize(
     ("field", "value"), [("device", "cuda"), ("arch", "linux sparc"), ("torch_version", "1.0.0+cpu")]
 )

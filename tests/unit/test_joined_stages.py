@@ -13,7 +13,7 @@ from msgspec import structs
 
 import stagepack
 from stagepack.cli import main
-from stagepack.errors import CompiledError, DeviceError, OptionError
+from stagepack.errors import DeviceError, OptionError
 from stagepack.format.reader import Bundle
 from stagepack.partition.joined_bundle import join_bundle
 from stagepack_loaders.run_trace import RunTrace
@@ -228,13 +228,6 @@ def test_placements_that_do_not_fit_are_refused(
 ) -> None:
     with pytest.raises(error, match=re.escape(message)):
         stagepack.load(bundle, **options)
-
-
-@pytest.mark.process
-def test_native_code_of_the_stages_is_not_that_of_joined_ones(bundle: Bundle, tmp_path: Path) -> None:
-    stagepack.compile(bundle, out=tmp_path / "compiled")
-    with pytest.raises(CompiledError, match="was compiled from the bundle"):
-        stagepack.load(bundle, devices=["cpu", "cpu"], compiled=tmp_path / "compiled")
 
 
 @pytest.mark.process
