@@ -1,6 +1,7 @@
 """Small models of transformers that generate, with weights whose logits differ as those of trained models do."""
 
 import functools
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,16 @@ def fragile_bundle(factory: pytest.TempPathFactory, family: str) -> Path:
     """The bundle of `export_family` that is fragile, made once. Do not write into it."""
     make = functools.partial(export_family, family, is_fragile=True)
     return made_once(factory, f"fragile-{family}", make) / f"{family}.stagepack"
+
+
+def fragile_onnx_bundle(factory: pytest.TempPathFactory) -> Path:
+    """The bundle of `fragile_bundle` of qwen3, with ONNX models. Do not write into it."""
+
+    def make(folder: Path) -> None:
+        path = shutil.copytree(fragile_bundle(factory, "qwen3"), folder / "qwen3.stagepack")
+        assert stagepack.add_onnx(path).torch_only == {}
+
+    return made_once(factory, "fragile-onnx", make) / "qwen3.stagepack"
 
 
 def qwen_bundle(factory: pytest.TempPathFactory) -> Path:

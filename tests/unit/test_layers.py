@@ -189,7 +189,7 @@ MODELS: list[tuple[Case, list[str] | int]] = [
     (own("shared", lambda: module_of(three_times, up=linear(), norm=torch.nn.LayerNorm(WIDTH))), 3),
     (own("functions", lambda: module_of(of_functions, **weights(5))), 5),
 ]
-QUICK = {"encoders-minilm", "encoder-decoders-t5", "layers-resnet"}
+QUICK = {"encoder-decoders-t5", "layers-resnet"}
 
 
 def models() -> list[Any]:

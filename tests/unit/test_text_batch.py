@@ -17,18 +17,25 @@ from stagepack_text.loop.text_batch import BatchCall, BatchedText, TextBatch
 from stagepack_text.loop.token_loop import TokenLoop
 from stagepack_text.sampling import logits_as_floats
 from stagepack_text.settings import GenerationSettings
-from tests.text.generating_families import NOT_FINITE, POSITIONS, VOCABULARY, fragile_bundle, qwen_bundle
+from tests.text.generating_families import (
+    NOT_FINITE,
+    POSITIONS,
+    VOCABULARY,
+    fragile_bundle,
+    fragile_onnx_bundle,
+    qwen_bundle,
+)
 
 ROWS = 4
 
 
-@pytest.fixture(scope="module", params=["torch", "onnxruntime"])
+@pytest.fixture(scope="module")
 def pipeline(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    path = qwen_bundle(tmp_path_factory)
-    if request.param == "onnxruntime":
+    path, runtime = qwen_bundle(tmp_path_factory), getattr(request, "param", "torch")
+    if runtime == "onnxruntime":
         path = shutil.copytree(path, tmp_path_factory.mktemp("batch") / "m.stagepack")
         stagepack.add_onnx(path)
-    return stagepack.load(path, runtime=request.param)
+    return stagepack.load(path, runtime=runtime)
 
 
 @pytest.fixture
@@ -71,7 +78,15 @@ class Texts:
         return True
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))])
+@pytest.mark.parametrize(
+    ("pipeline", "seed"),
+    [
+        pytest.param(runtime, seed, marks=() if (runtime, seed) == ("torch", 0) else pytest.mark.slow)
+        for runtime in ("torch", "onnxruntime")
+        for seed in range(4)
+    ],
+    indirect=["pipeline"],
+)
 def test_drawn_texts_are_those_of_each_alone(
     pipeline: Any, facts: DecoderFacts, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,11 +114,9 @@ def test_drawn_texts_are_those_of_each_alone(
 
 @pytest.fixture(scope="module")
 def fragile_pipeline(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    path = fragile_bundle(tmp_path_factory, "qwen3")
     if request.param == "onnxruntime":
-        path = shutil.copytree(path, tmp_path_factory.mktemp("fragile") / "m.stagepack")
-        stagepack.add_onnx(path)
-    return stagepack.load(path, runtime=request.param)
+        return stagepack.load(fragile_onnx_bundle(tmp_path_factory), runtime="onnxruntime")
+    return stagepack.load(fragile_bundle(tmp_path_factory, "qwen3"))
 
 
 @pytest.mark.parametrize(
