@@ -160,16 +160,22 @@ def _compare_mapped(reads: Sequence[FileRead], loading: Loading) -> list[Problem
             new_reads.append(read)
         elif loading.unchanged is not None:
             loading.unchanged(read.entry.size)
-    for read in new_reads:
-        with contextlib.suppress(OSError):
-            os.fsync(read.descriptor)  # Later writes through mappings change the ctime.
-    identities = [_identity(read) for read in new_reads]
+    identities = [_lasting_identity(read, record) for read in new_reads]
     problems = read_chunks(new_reads, compare=True, progress=loading.progress)
     damaged_files = {problem.where for problem in problems}
     for read, identity in zip(new_reads, identities, strict=True):
         if read.entry.name not in damaged_files and _identity(read) == identity:
             record.add(identity)
     return problems
+
+
+def _lasting_identity(read: FileRead, record: "VerificationRecord") -> str | None:
+    """The name of the entry of a file that any later write changes; None if the record takes none."""
+    if not record.takes(_identity(read)):
+        return None  # Synchronizing takes up to seconds just after a file was written.
+    with contextlib.suppress(OSError):
+        os.fsync(read.descriptor)  # Later writes through mappings change the ctime.
+    return _identity(read)
 
 
 def _identity(read: FileRead) -> str | None:
@@ -201,6 +207,10 @@ class VerificationRecord:
 
     def __init__(self, variable: str, folder_name: str) -> None:
         self._folder = _record_folder(variable, folder_name)
+
+    def takes(self, identity: str | None) -> bool:
+        """Whether something of this identity can be recorded."""
+        return self._folder is not None and identity is not None
 
     def has(self, identity: str | None) -> bool:
         """Whether something of this identity was verified."""

@@ -110,6 +110,17 @@ def test_a_map_that_was_written_before_the_comparison_cannot_be_used_after_it_un
             compared_bytes(bundle)
 
 
+def test_a_file_waits_for_the_disk_only_where_it_can_be_recorded(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synchronized: list[int] = []
+    monkeypatch.setattr(os, "fsync", synchronized.append)
+    with monkeypatch.context() as patch:
+        patch.setattr(weight_files, "_SETTLED_SECONDS", 60.0)
+        compared_bytes(bundle)
+        assert not synchronized
+    compared_bytes(bundle)
+    assert len(synchronized) == 1
+
+
 def test_nothing_is_recorded_that_others_could_change(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     size = (bundle / NAME).stat().st_size
     (bundle / NAME).chmod(0o664)
