@@ -79,7 +79,8 @@ class GraphAssembler:
     def _used_symbols(self, nodes: Sequence[Node], inputs: Sequence[Value]) -> set[str]:
         node_values = (value for node in nodes for value in node.outputs if value is not None)
         values = (*inputs, *node_values, *(value for subgraph in self._subgraphs for value in body_values(subgraph)))
-        dims = (dim for value in values for dim in (*value.shape, *(() if value.expr is None else (value.expr,))))
+        types = {(value.shape, value.expr) for value in values}  # few, each many times
+        dims = (dim for shape, expr in types for dim in (*shape, *(() if expr is None else (expr,))))
         return {symbol_name for dim in dims for symbol_name in symbol_names(dim)}
 
     def _copy_context(self, source: Graph, context_index: int) -> int:

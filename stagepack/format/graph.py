@@ -21,7 +21,11 @@ _SCALAR_BYTES = 8
 _MAX_BYTES = 2**53
 
 
-class Value(Struct, frozen=True, kw_only=True, omit_defaults=True):
+# `gc=False`: a graph has no cycles, and has so many objects that the collector would walk through all objects of torch, for 0.1 s, while
+# a graph is read.
+
+
+class Value(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """A tensor or a symbolic scalar.
 
     Attributes:
@@ -48,7 +52,7 @@ def value_bytes(value: Value, sizes: Mapping[str, int]) -> int:
     return min(max(0, element_count) * ITEM_SIZE.get(value.dtype, 8), _MAX_BYTES)
 
 
-class Weight(Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Weight(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """A parameter, buffer or constant of the model, and the location of its bytes.
 
     Attributes:
@@ -97,25 +101,25 @@ class ValueArg(Struct, frozen=True, array_like=True, tag="value"):
     name: str
 
 
-class ListArg(Struct, frozen=True, array_like=True, tag="list"):
+class ListArg(Struct, frozen=True, array_like=True, tag="list", gc=False):
     """A list of arguments."""
 
     items: tuple["Argument", ...]
 
 
-class TupleArg(Struct, frozen=True, array_like=True, tag="tuple"):
+class TupleArg(Struct, frozen=True, array_like=True, tag="tuple", gc=False):
     """A tuple of arguments."""
 
     items: tuple["Argument", ...]
 
 
-class DictArg(Struct, frozen=True, array_like=True, tag="dict"):
+class DictArg(Struct, frozen=True, array_like=True, tag="dict", gc=False):
     """A dict with string keys; the order of its items is kept."""
 
     items: tuple[tuple[str, "Argument"], ...]
 
 
-class SliceArg(Struct, frozen=True, array_like=True, tag="slice"):
+class SliceArg(Struct, frozen=True, array_like=True, tag="slice", gc=False):
     """A Python slice."""
 
     start: "Argument"
@@ -255,7 +259,7 @@ class Cost(Struct, frozen=True, kw_only=True, omit_defaults=True):
     bytes: Int64 = 0
 
 
-class Node(Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Node(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """One call of an operator.
 
     Attributes:
@@ -295,7 +299,7 @@ class Subgraph(Struct, frozen=True, kw_only=True, omit_defaults=True):
     result: Argument
 
 
-class ModuleCall(Struct, frozen=True, kw_only=True, omit_defaults=True):
+class ModuleCall(Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """A call of a module of the original model: a run of consecutive nodes of the whole model. A stage may have only some of them.
 
     Attributes:

@@ -43,7 +43,7 @@ class Guard(Struct, frozen=True, kw_only=True):
     right: "Dim"
 
 
-class Expr(Struct, frozen=True, kw_only=True):
+class Expr(Struct, frozen=True, kw_only=True, gc=False):
     """Arithmetic on dimensions.
 
     Attributes:

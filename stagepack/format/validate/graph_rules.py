@@ -1,7 +1,7 @@
 """The rules on a graph (SPEC section 7, all but G9 and G14)."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from stagepack.errors import Problem
 from stagepack.format import limits
@@ -38,6 +38,9 @@ from stagepack.format.traversal import child_arguments, sort_module_calls, subgr
 from stagepack.format.validate.graph_weight_rules import check_graph_weights
 from stagepack.format.validate.types import check_depth, check_signature, check_symbols, check_type
 
+# Arguments without a rule.
+_PLAIN = frozenset({int, float, bool, str, type(None)})
+
 
 def check_graph(graph: Graph, file_name: str) -> Iterator[Problem]:
     """Yield the problems of a graph by itself: the rules G, S and T."""
@@ -47,7 +50,7 @@ def check_graph(graph: Graph, file_name: str) -> Iterator[Problem]:
 
 def _check(graph: Graph) -> Iterator[BrokenRule]:
     yield from check_symbols(graph.symbols)
-    symbols = {symbol.name for symbol in graph.symbols}
+    types = _Types({symbol.name for symbol in graph.symbols})
     yield from _check_ops(graph.ops)
     yield from _check_contexts(graph.contexts)
     for scope_index, scope in enumerate(graph.scopes):
@@ -55,12 +58,12 @@ def _check(graph: Graph) -> Iterator[BrokenRule]:
             yield "L1", f"scope {scope_index}", "the name is too long"
     defined: set[str] = set()
     for value in graph.inputs:
-        yield from _check_definition(value, symbols, defined, "input")
+        yield from _check_definition(value, types, defined, "input")
     yield from check_graph_weights(graph.weights, defined)
     for subgraph_index, subgraph in enumerate(graph.subgraphs):
-        yield from _check_body(graph, subgraph, symbols, set(), subgraph_index, f"subgraph {subgraph_index} ")
+        yield from _check_body(graph, subgraph, types, set(), subgraph_index, f"subgraph {subgraph_index} ")
     yield from _check_subgraph_calls(graph)
-    yield from _check_body(graph, graph, symbols, defined, len(graph.subgraphs), "")
+    yield from _check_body(graph, graph, types, defined, len(graph.subgraphs), "")
     for output_name in graph.outputs:
         if output_name not in defined:
             yield "G3", "outputs", f"{output_name[:80]!r} is not defined"
@@ -126,6 +129,8 @@ def _check_contexts(contexts: tuple[Context, ...]) -> Iterator[BrokenRule]:
 
 def _check_subgraph_calls(graph: Graph) -> Iterator[BrokenRule]:
     """Yield the problems of calls of subgraphs: how deep they are, and how many nodes they come to. G6 reports wrong indices."""
+    if not graph.subgraphs:
+        return
     depths: list[int] = []
     node_counts: list[int] = []
     bodies: list[Graph | Subgraph] = [*graph.subgraphs, graph]
@@ -188,29 +193,46 @@ def _check_schema_facts(op: Op, location: str) -> Iterator[BrokenRule]:
         yield "G12", location, f"{op.name[:80]}: {message}"[:400]
 
 
-def _check_definition(value: Value, symbols: set[str], defined: set[str], location: str) -> Iterator[BrokenRule]:
+class _Types:
+    """The types of values. A graph has few, each many times: a type in which no problem was found is not checked again."""
+
+    def __init__(self, symbols: set[str]) -> None:
+        self._symbols = symbols
+        self._sound: set[object] = set()
+
+    def check(self, value: Value) -> Sequence[BrokenRule]:
+        key = value.dtype, value.shape, value.expr
+        if key in self._sound:
+            return ()
+        problems = list(check_type(value, self._symbols, "G7", f"value {value.name[:80]}"))
+        if not problems:
+            self._sound.add(key)
+        return problems
+
+
+def _check_definition(value: Value, types: _Types, defined: set[str], location: str) -> Iterator[BrokenRule]:
     """Yield the problems of a value that an input or a node defines, and add its name to `defined`."""
     if not is_identifier(value.name):
         yield "G1", location, f"{value.name[:80]!r} is not an identifier"
     if value.name in defined:
         yield "G2", location, f"{value.name[:80]!r} is defined twice"
     defined.add(value.name)
-    yield from check_type(value, symbols, "G7", f"value {value.name[:80]}")
+    yield from types.check(value)
 
 
 def _check_body(
-    graph: Graph, body: Graph | Subgraph, symbols: set[str], defined: set[str], callable_below: int, prefix: str
+    graph: Graph, body: Graph | Subgraph, types: _Types, defined: set[str], callable_below: int, prefix: str
 ) -> Iterator[BrokenRule]:
     """Yield the problems of the nodes of a graph or a subgraph."""
     if isinstance(body, Subgraph):
         for value in body.inputs:
-            yield from _check_definition(value, symbols, defined, f"{prefix}input")
+            yield from _check_definition(value, types, defined, f"{prefix}input")
     for node_index, node in enumerate(body.nodes):
         location = f"{prefix}node {node_index}"
         yield from _check_indices(graph, node, location)
         for argument in (*node.args, *(argument for _, argument in node.kwargs)):
-            # Graphs are large and most arguments are defined values: this saves a generator for each of them.
-            if type(argument) is not ValueArg or argument.name not in defined:
+            # Graphs are large and most arguments are defined values or numbers: this saves a generator for each of them.
+            if argument.name not in defined if type(argument) is ValueArg else type(argument) not in _PLAIN:
                 yield from _check_argument(argument, defined, callable_below, location)
         for keyword, _ in node.kwargs:
             if not is_identifier(keyword):
@@ -218,7 +240,7 @@ def _check_body(
         yield from _check_node(node, location)
         for output in node.outputs:
             if output is not None:
-                yield from _check_definition(output, symbols, defined, location)
+                yield from _check_definition(output, types, defined, location)
     if isinstance(body, Subgraph):
         yield from _check_argument(body.result, defined, callable_below, f"{prefix}result")
 

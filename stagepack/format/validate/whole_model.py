@@ -123,11 +123,14 @@ def _check_tables(graphs: Sequence[Graph]) -> Iterator[_BrokenStageRule]:
 def _check_copies(model: _WholeModel) -> Iterator[_BrokenStageRule]:
     """Yield the nodes of one position that are not the same node."""
     contents = [NodeContents(graph) for graph in model.graphs]
+    first_contents: dict[int, bytes] = {}
     for node_copy in model.node_copies:
         first = model.nodes[node_copy.position]
-        if first is not node_copy and contents[first.stage_number].content(first.node) != contents[
-            node_copy.stage_number
-        ].content(node_copy.node):
+        if first is node_copy:
+            continue
+        if node_copy.position not in first_contents:
+            first_contents[node_copy.position] = contents[first.stage_number].content(first.node)
+        if contents[node_copy.stage_number].content(node_copy.node) != first_contents[node_copy.position]:
             message = f"the node at position {node_copy.position} of the whole model differs from that of another stage"
             yield "G19", node_copy.stage_number, message
 
@@ -144,7 +147,7 @@ def _check_definitions(model: _WholeModel) -> Iterator[_BrokenStageRule]:
                 if value.name in values or value.name in outside:
                     yield "G19", stage_number, f"the value {value.name[:80]} is another one in another stage"
                 values[value.name], positions[value.name] = value, position
-    for position, stage_number, node in model.node_copies:
+    for position, stage_number, node in model.nodes:  # copies are compared with these
         for value_name in input_names(node):
             if value_name not in outside and positions.get(value_name, position) >= position:
                 message = f"uses {value_name[:80]}, which no earlier node of the whole model defines"
