@@ -8,9 +8,10 @@ from msgspec.structs import replace
 
 from stagepack.format.folded_graph import rename_value
 from stagepack.format.graph import Argument, Graph, Node, Value, ValueArg
-from stagepack.format.traversal import body_values, map_node_arguments
+from stagepack.format.traversal import body_values, map_arguments
 
 _encode = msgspec.msgpack.Encoder().encode
+_NAMELESS = ValueArg("")
 
 
 class NodeTokens:
@@ -47,10 +48,14 @@ class NodeTokens:
 
     def _value_types(self) -> Iterator[tuple[str, tuple[int, list[str]]]]:
         """Yield each value and weight with the token of its type, and the names of the symbols in it."""
+        known: dict[object, tuple[int, list[str]]] = {}
         for value in body_values(self._graph):
-            value_names: list[str] = []
-            token = self._token(_encode(_without_names(value, value_names)))
-            yield value.name, (token, value_names[1:])
+            key = value.dtype, value.shape, value.expr
+            if key not in known:
+                value_names: list[str] = []
+                token = self._token(_encode(_without_names(value, value_names)))
+                known[key] = token, value_names[1:]
+            yield value.name, known[key]
         for weight in self._graph.weights:
             base = None if weight.base is None else ""
             nameless = replace(weight, value="", names=("",) * len(weight.names), base=base)
@@ -58,20 +63,29 @@ class NodeTokens:
 
     def _encode_node(self, node: Node, node_names: list[str]) -> bytes:
         """Encode a node without its names, which are appended to `node_names`: of values used, with the symbols of their types, first."""
-        used_types: list[int] = []
+        types: list[int | None] = []
+
+        def take(value_name: str) -> None:
+            type_token, symbols = self._types[value_name]
+            types.append(type_token)
+            node_names.append(value_name)
+            node_names.extend(symbols)
 
         def without_name(leaf: Argument) -> Argument:
-            if not isinstance(leaf, ValueArg):
+            if type(leaf) is not ValueArg:
                 return leaf
-            type_token, symbols = self._types[leaf.name]
-            used_types.append(type_token)
-            node_names.extend((leaf.name, *symbols))
-            return ValueArg("")
+            take(leaf.name)
+            return _NAMELESS
 
-        nameless = map_node_arguments(node, without_name)
-        outputs = tuple([None if value is None else _without_names(value, node_names) for value in node.outputs])
-        nameless = replace(nameless, outputs=outputs, scope=0)
-        return _encode((nameless, used_types, self._graph.scopes[node.scope].type))
+        args = tuple([map_arguments(argument, without_name) for argument in node.args])
+        kwargs = [(key, map_arguments(argument, without_name)) for key, argument in node.kwargs]
+        for value in node.outputs:
+            if value is None:
+                types.append(None)
+            else:
+                take(value.name)
+        rest = node.op, node.unpack, node.context, node.cost, self._graph.scopes[node.scope].type
+        return _encode((args, kwargs, types, rest))
 
 
 def _without_names(value: Value, removed_names: list[str]) -> Value:

@@ -20,7 +20,7 @@ from stagepack.format.tree import value_names
 from stagepack.format.validate.files import NamedWeights
 from stagepack.format.validate.graph_rules import check_graph
 from stagepack.format.weights import StoredTensor
-from stagepack.graph.folding import fold_graph
+from stagepack.graph.folding import outline_graph
 from stagepack.graph.model_assembly import join_consecutive
 from stagepack.partition.costs import REFERENCE_LINK
 
@@ -56,7 +56,7 @@ class _JoinedStage(Stage, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class _JoinedBundle(Bundle):
-    """A bundle whose consecutive stages are joined; see `join_bundle`.
+    """A bundle whose consecutive stages are joined; see `join_bundle`. No file stores their graphs, which are outlined, not folded.
 
     Attributes:
         stage_counts: for each stage, the number of stored stages that it consists of.
@@ -128,7 +128,7 @@ class _JoinedBundle(Bundle):
             entry_point = self._stored.entry_point
             graph, node_numbers = join_consecutive(entry_point, numbers, graphs, inputs, stage.outputs)
             raise_problems(check_graph(graph, stage.graph))
-            self._graph_files[key] = GraphFile(fold_graph(graph, node_numbers), graph), node_numbers
+            self._graph_files[key] = GraphFile(outline_graph(graph), graph), node_numbers
         return self._graph_files[key]
 
 

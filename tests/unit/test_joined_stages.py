@@ -15,6 +15,7 @@ import stagepack
 from stagepack.cli import main
 from stagepack.errors import DeviceError, OptionError
 from stagepack.format.reader import Bundle
+from stagepack.graph.region_functions import RegionCallSite, folded_functions, region_functions
 from stagepack.partition.joined_bundle import join_bundle
 from stagepack_loaders.run_trace import RunTrace
 from stagepack_loaders.torch.stage import TorchStage
@@ -59,6 +60,15 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     )
 
 
+def functions_of(bundle: Bundle, number: int) -> list[tuple[object, ...]]:
+    """The regions of a stage as functions: where each is called, its length, its inputs and its outputs."""
+    folded, graph = bundle.graph_file(number)
+    items, functions = region_functions(folded_functions(folded, graph), graph)
+    calls = [(item.start, item.region) for item in items if isinstance(item, RegionCallSite)]
+    facts = [(function.call_count, function.length, function.inputs, function.outputs) for function in functions]
+    return [*calls, *facts]
+
+
 def answers(pipeline: Any) -> list[torch.Tensor]:
     """The answers to three calls of other sizes."""
     return [pipeline(IDS[:rows]) for rows in (3, 1, 2)]
@@ -85,7 +95,7 @@ def test_a_joined_stage_has_the_graph_of_a_cut_into_fewer_stages(
         assert added == coarse.stages[number].added
         assert graph.nodes[added:] == expected.nodes[added:]
         assert structs.replace(graph, nodes=()) == structs.replace(expected, nodes=())
-        assert len(joined.graph_file(number).folded.regions) == len(coarse.graph_file(number).folded.regions)
+        assert functions_of(joined, number) == functions_of(coarse, number)
     for stage, other in zip(joined.stages, coarse.stages, strict=True):
         assert (stage.inputs, stage.outputs, set(stage.state)) == (other.inputs, other.outputs, set(other.state))
         assert stage.weight_bytes <= other.weight_bytes < stage.weight_bytes + 2000  # headers of shared files
