@@ -48,6 +48,21 @@ def test_a_graph_is_checked_once(tiny: Path, checked: list[str], tmp_path: Path)
     assert checked == GRAPHS
 
 
+def test_graphs_whose_calls_are_known_need_no_search_for_what_hides_from_the_compiler(
+    tiny: Path, checked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(value_check, "_RESULTS", {})
+    searches: list[int] = []
+    around_calls = value_check.operators_without_compiler
+    monkeypatch.setattr(value_check, "operators_without_compiler", lambda: searches.append(1) or around_calls())
+    stagepack.load(tiny)
+    first_count = len(searches)
+    assert first_count >= 1
+    shutil.rmtree(tiny.parent / "record")
+    stagepack.load(tiny)
+    assert (checked, len(searches)) == (GRAPHS * 2, first_count)
+
+
 @pytest.mark.parametrize(
     ("owner", "name", "value"),
     [

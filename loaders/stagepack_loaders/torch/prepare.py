@@ -151,6 +151,13 @@ def _choose_store(device: torch.device, stages: Mapping[int, StageWeights], load
     return loading.shared.get(ArrivingStore, lambda: ArrivingStore(folder_reader))
 
 
+class _CheckedGraphs(VerificationRecord):
+    """The record of checked graphs."""
+
+    def __init__(self) -> None:
+        super().__init__(CHECKED_GRAPHS_VARIABLE, "checked")
+
+
 class LoadedModels:
     """The graphs of the stages that are loaded together. The graphs of all stages of an entry point must be the parts of one model."""
 
@@ -188,7 +195,7 @@ def _check_stored_graph(bundle: Bundle, stage_number: int, graph: Graph, loading
     """Check the values of a graph, and, with the last one of a model, the agreement of all."""
     loading.shared.get(LoadedModels, LoadedModels).add(bundle, stage_number, graph)
     graph_name = bundle.stages[stage_number].graph
-    record = VerificationRecord(CHECKED_GRAPHS_VARIABLE, "checked")
+    record = loading.shared.get(_CheckedGraphs, _CheckedGraphs)
     identity = _identity(bundle.files[graph_name]) if bundle.compares_digests else None
     if not record.has(identity):
         check_graph_values(graph, resolve_operators(graph.ops, loading.options.allow_ops, graph_name), graph_name)
