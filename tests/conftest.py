@@ -1,14 +1,16 @@
 """How the processes of the tests run: several at once, on few cores; and the options of the tests."""
 
 import atexit
+import contextlib
 import gc
 import json
+import logging
 import os
 import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -86,6 +88,54 @@ def _refuse_processes(event: str, args: tuple[object, ...]) -> None:
     # A socket in the file system, or without a name, is no port.
     if event in _PROCESS_EVENTS or (event == "socket.bind" and isinstance(args[1], tuple)):
         raise AssertionError(f"{event} {args}: mark the test with pytest.mark.process")
+
+
+# Of libraries, which set them when they are imported.
+_LIBRARY_VARIABLES = ("KMP_", "PYTEST_", "TORCHINDUCTOR_", "_TORCHINDUCTOR_")
+
+
+@contextlib.contextmanager
+def _forgetting_users_modules() -> Iterator[None]:
+    """Forget what a command imports from folders of its user, which it searches until its process ends."""
+    path = [*sys.path]
+    yield
+    if folders := tuple(f"{folder}{os.sep}" for folder in {*sys.path} - {*path}):
+        sys.path[:] = path
+        for module_name, module in [*sys.modules.items()]:
+            if str(getattr(module, "__file__", "")).startswith(folders):
+                del sys.modules[module_name]
+
+
+@pytest.fixture(autouse=True)
+def _forgets_users_modules() -> Iterator[None]:
+    with _forgetting_users_modules():
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _is_left_as_found() -> Iterator[None]:
+    """Fail the last test of a module that changes what the modules after it read: in another order, they would pass."""
+    before = _process_state()
+    with _forgetting_users_modules():
+        yield
+    after = _process_state()
+    left = {name: (before.get(name), after.get(name)) for name in before | after if before.get(name) != after.get(name)}
+    assert not left, f"the module leaves behind (before, after): {left}"
+
+
+def _process_state() -> dict[str, object]:
+    state: dict[str, object] = {
+        name: value for name, value in os.environ.items() if not name.startswith(_LIBRARY_VARIABLES)
+    }
+    for logger in (logging.root, logging.getLogger("stagepack"), logging.getLogger("py.warnings")):
+        state[f"logger {logger.name}"] = logger.propagate, [*logger.handlers]
+    state["signals"] = [*map(signal.getsignal, (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1))]
+    state["paths"] = os.getcwd(), [*sys.path]
+    state["collector"] = gc.isenabled(), gc.get_threshold()
+    if "torch" in sys.modules:
+        torch = sys.modules["torch"]
+        state["torch"] = torch.get_default_dtype(), torch.get_num_threads(), torch.is_grad_enabled()
+    return state
 
 
 class _Outcomes:

@@ -9,6 +9,7 @@ from click.testing import CliRunner
 from stagepack.cli import main
 from stagepack.format import limits
 from stagepack_loaders.registry import runtime_names
+from tests.hostile.attack import run
 
 COMMANDS = main.list_commands(click.Context(main))
 RUNTIMES = ", ".join(map(repr, ("auto", *runtime_names())))
@@ -172,7 +173,7 @@ def test_a_repository_for_triton_is_not_served(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models" / "tower").mkdir(parents=True)
     (tmp_path / "models" / "tower" / "config.pbtxt").write_text("# Written by stagepack.\n")
-    result = CliRunner().invoke(main, ["serve", *arguments])
+    result = run("serve", *arguments)
     assert result.exit_code == 2
     says = f"{arguments[-1]}: expected bundles, found a model repository for Triton: start 'tritonserver"
     assert says in result.stderr

@@ -16,6 +16,7 @@ import stagepack
 from stagepack.cli import main
 from stagepack.errors import CutError, InputError, NotABundleError, OptionError, StagepackError
 from tests.door.model import EXAMPLE, Scale
+from tests.hostile.attack import run
 from tests.modules import module_of
 
 
@@ -116,7 +117,7 @@ def test_errors_begin_with_the_name_of_the_bundle(exported: tuple[Path, object],
         ["serve", path],
         ["asset", "remove", path, "nothing"],
     ):
-        result = CliRunner().invoke(main, list(map(str, arguments)))
+        result = run(*map(str, arguments))
         assert result.exit_code == 1, result.output
         assert result.stderr.startswith(f"stagepack: {path}"), (arguments, result.stderr)
 
@@ -132,7 +133,7 @@ def test_a_source_of_a_close_name_is_named_before_anything_is_imported(tmp_path:
 
 
 def test_a_file_of_import_is_named_as_a_module() -> None:
-    result = CliRunner().invoke(main, ["load", "m.stagepack", "--import", "ops/cppop.py"])
+    result = run("load", "m.stagepack", "--import", "ops/cppop.py")
     assert result.stderr == (
         "stagepack: --import ops/cppop.py: expected the name of a module, found a file: write it without .py: --import ops.cppop\n"
     )
@@ -143,7 +144,7 @@ def test_a_taken_port_is_refused_before_models_are_loaded(exported: tuple[Path, 
         port = taken.getsockname()[1]
         for flag, protocol in (("--http-port", "HTTP"), ("--grpc-port", "gRPC")):
             ports = {"--http-port": "0", "--grpc-port": "0", flag: str(port)}
-            result = CliRunner().invoke(main, ["serve", str(exported[0]), *itertools.chain(*ports.items())])
+            result = run("serve", str(exported[0]), *itertools.chain(*ports.items()))
             assert (
                 result.stderr
                 == f"stagepack: 127.0.0.1 port {port}: cannot listen for {protocol}: Address already in use\n"

@@ -1,11 +1,13 @@
 """What every attack on a bundle must meet: one typed error that says what, where and what to do, before a weight is read."""
 
+import contextlib
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -99,8 +101,12 @@ def check(attack: Attack, editor: BundleEditor) -> None:
 
 
 def run(*arguments: str) -> Result:
-    """Run the command in this process."""
-    return CliRunner().invoke(main, list(arguments))
+    """Run the command in this process, whose logs, variables and garbage collector `serve` sets up for a server."""
+    with contextlib.ExitStack() as patches:
+        if arguments[0] == "serve":
+            patches.enter_context(mock.patch("stagepack.cli.serve_command._set_up_process"))
+            patches.enter_context(mock.patch("stagepack_serving.server.model_loading.BundleLoading._freeze_libraries"))
+        return CliRunner().invoke(main, list(arguments))
 
 
 def command_fails(*arguments: str, says: str = "") -> str:

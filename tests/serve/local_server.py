@@ -14,10 +14,9 @@ from typing import Any
 from unittest import mock
 
 import httpx2
-from click.testing import CliRunner
 from starlette.types import ASGIApp
 
-from stagepack.cli import main, serve_command
+from stagepack.cli import serve_command
 from stagepack_serving.server import free_memory
 from stagepack_serving.server import server as server_module
 from stagepack_serving.server.grpc_calls import CheckedMethods
@@ -26,6 +25,7 @@ from stagepack_serving.server.model_control import ModelControl
 from stagepack_serving.server.model_loading import BundleLoading
 from stagepack_serving.server.rest_service import rest_application
 from stagepack_serving.server.security import ServerSecurity
+from tests.hostile.attack import run
 from tests.process_facts import memory_bytes
 from tests.serve.asgi import AsgiTransport, run_in_server_loop
 from tests.serve.servers import AnyServer, stagepack_server
@@ -90,11 +90,10 @@ def serving(bundles: Sequence[str | Path], *options: str) -> contextlib.Abstract
 
 def refusal(*arguments: object) -> str:
     """Why `stagepack serve` does not begin to serve."""
-    with mock.patch.object(serve_command, "_set_up_process"), mock.patch.object(server_module, "check_addresses"):
-        result = CliRunner().invoke(main, ["serve", *map(str, arguments)])
+    with mock.patch.object(server_module, "check_addresses"):
+        result = run("serve", *map(str, arguments))
     assert result.exit_code == 1, result.output
-    # Beside it are the lines of the log, if an earlier test has left a handler.
-    [line] = [line for line in result.stderr.splitlines() if line.startswith("stagepack: ")]
+    [line] = result.stderr.splitlines()
     return line
 
 

@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from msgspec import structs
 
 import stagepack
-from stagepack.cli import main
 from stagepack.errors import DeviceError, OptionError
 from stagepack.format.reader import Bundle
 from stagepack.graph.region_functions import RegionCallSite, folded_functions, region_functions
 from stagepack.partition.joined_bundle import join_bundle
 from stagepack_loaders.run_trace import RunTrace
 from stagepack_loaders.torch.stage import TorchStage
+from tests.distributed.forked_processes import forked_launches
+from tests.serve.local_server import refusal
 
 WIDTH = 16
 
@@ -243,7 +243,7 @@ def test_placements_that_do_not_fit_are_refused(
 @pytest.mark.process
 def test_processes_run_joined_stages_and_read_their_files_alone(bundle: Bundle) -> None:
     expected = answers(stagepack.load(bundle))
-    with stagepack.load(bundle, processes=2, stages_per_device=[3, 4]) as pipeline:
+    with forked_launches(), stagepack.load(bundle, processes=2, stages_per_device=[3, 4]) as pipeline:
         assert_equal(answers(pipeline), expected)
         facts = pipeline.stage_facts
     assert [fact.rank for fact in facts] == [1, 2]
@@ -267,6 +267,4 @@ def test_a_server_places_each_entry_point_as_asked(tmp_path: Path) -> None:
     inputs = stagepack.Inputs(args=(torch.ones(1, WIDTH),))
     path = tmp_path / "m.stagepack"
     stagepack.export(Halves(), entry_points={"encode": inputs, "decode": inputs}, out=path, stages=2)
-    result = CliRunner().invoke(main, ["serve", str(path), "--memory", "1kB", "--http-port", "0", "--grpc-port", "0"])
-    assert result.exit_code == 1
-    assert "m.stagepack#encode: memory: no placement fits" in result.stderr
+    assert "m.stagepack#encode: memory: no placement fits" in refusal(path, "--memory", "1kB")
