@@ -25,13 +25,15 @@ def texts(folder: Path) -> Iterator[str]:
                 yield node.value
 
 
-TEXTS = [text for folder in ("stagepack", "loaders") for text in texts(ROOT / folder)]
+@pytest.fixture(scope="module")
+def all_texts() -> list[str]:
+    return [text for folder in ("stagepack", "loaders") for text in texts(ROOT / folder)]
 
 
 @pytest.mark.parametrize("message", MESSAGES)
-def test_the_message_exists(message: str) -> None:
+def test_the_message_exists(message: str, all_texts: list[str]) -> None:
     pattern = ".*".join(map(re.escape, message.split("…")))
-    assert any(re.search(pattern, text, re.DOTALL) for text in TEXTS)
+    assert any(re.search(pattern, text, re.DOTALL) for text in all_texts)
 
 
 def test_the_page_of_commands_has_each_command() -> None:

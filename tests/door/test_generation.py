@@ -16,7 +16,7 @@ from stagepack_text.export.generation import generating_model
 from stagepack_text.prompts import Prompts, check_tokens, read_prompts, read_tokenizer
 from stagepack_text.settings import GenerationSettings
 from tests.bundle_editor import BundleEditor
-from tests.text.generating_families import POSITIONS, family_bundle, make_model
+from tests.text.generating_families import family_bundle, make_model
 from tests.text.generating_model import tokenizer
 
 ROWS = [[5, 9, 31, 77, 12], [100, 3], [42, 42, 8]]
@@ -129,15 +129,12 @@ def test_tokens_without_logits_are_those_of_the_tokenizer(pipeline: Any, tmp_pat
         check_tokens(bundle, Prompts(tokens=prompts.tokens, mask=None), 258)
 
 
-def test_texts_beyond_the_rows_of_a_cache_take_turns(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_text(tokenizer().to_str())
-    assets = [tmp_path / "tokenizer.json"]
+def test_texts_beyond_the_rows_of_a_cache_take_turns(tmp_path_factory: pytest.TempPathFactory) -> None:
+    texts = ["one", "two", *TEXTS, "six"]  # of caches with four rows
     for family in ("llama", "t5"):
-        path = tmp_path / f"{family}.stagepack"
-        stagepack.export(make_model(family), out=path, generate=POSITIONS, generate_batch=1, assets=assets)
-        pipelines = stagepack.load_entry_points(path)
-        alone = [pipelines.generate([text], max_new_tokens=5)[0] for text in ("one", "two")]
-        assert list(pipelines.generate(["one", "two"], max_new_tokens=5)) == alone
+        pipelines = stagepack.load_entry_points(family_bundle(tmp_path_factory, family))
+        alone = [pipelines.generate([text], max_new_tokens=5)[0] for text in texts]
+        assert list(pipelines.generate(texts, max_new_tokens=5)) == alone
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def bundle_with_modules(editor: BundleEditor, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("options", [[], ["--processes", "1"]])
+@pytest.mark.parametrize("options", [pytest.param([], marks=pytest.mark.slow), ["--processes", "1"]])
 def test_the_processes_of_stages_import_nothing_from_the_current_folder(
     options: list[str], bundle_with_modules: Path
 ) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import grpc
@@ -250,15 +250,19 @@ def large_request(input_name: str, datatype: str, *input_fields: bytes, model: b
     )
 
 
-PROMPT = large_request("input_ids", "INT64")
-TOO_LONG = {
-    "tokens": PROMPT,
-    "text": large_request("text_input", "BYTES"),
-    "version": field(MODEL_VERSION, b"1") + PROMPT,
+def large_prompt() -> bytes:
+    return large_request("input_ids", "INT64")
+
+
+# Made by the tests alone: each has 48 MB.
+TOO_LONG: dict[str, Callable[[], bytes]] = {
+    "tokens": large_prompt,
+    "text": lambda: large_request("text_input", "BYTES"),
+    "version": lambda: field(MODEL_VERSION, b"1") + large_prompt(),
     # The parser takes the last text of a field, and leaves out a number in the place of a text.
-    "two models": field(MODEL_NAME, b"other") + PROMPT,
-    "a number as the model": PROMPT + bytes([MODEL_NAME * 8, 5]),
-    "two names": large_request("cache_position", "INT64", field(INPUT_NAME, b"input_ids")),
+    "two models": lambda: field(MODEL_NAME, b"other") + large_prompt(),
+    "a number as the model": lambda: large_prompt() + bytes([MODEL_NAME * 8, 5]),
+    "two names": lambda: large_request("cache_position", "INT64", field(INPUT_NAME, b"input_ids")),
 }
 
 
@@ -266,7 +270,7 @@ TOO_LONG = {
 @pytest.mark.parametrize("name", TOO_LONG)
 def test_a_large_request_for_a_text_is_refused(server: Server, name: str, method: str) -> None:
     """Also in a stream, which it ends."""
-    content, bytes_before = TOO_LONG[name], peak_bytes(server)
+    content, bytes_before = TOO_LONG[name](), peak_bytes(server)
     status, details = refusal(server, method, content)
     expected = f"expected a request for a text of at most {MAX_TEXT_BYTES} bytes, found {len(content)}"
     assert (status, details) == (grpc.StatusCode.RESOURCE_EXHAUSTED, expected)
@@ -286,17 +290,21 @@ def refusal(server: Server, method: str, content: bytes) -> tuple[grpc.StatusCod
 
 @pytest.mark.parametrize("method", [INFER, STREAM])
 @pytest.mark.parametrize(
-    ("content", "status", "says"),
+    ("make_content", "status", "says"),
     [
-        (EMPTY_INPUTS, grpc.StatusCode.RESOURCE_EXHAUSTED, f"at most {MAX_PARSED_BYTES} bytes beside the raw contents"),
-        (EMPTY_INPUTS[:MAX_PARSED_BYTES], grpc.StatusCode.INVALID_ARGUMENT, f"at most {MAX_FIELDS} fields"),
         (
-            large_request("cache_position", "INT64"),
+            lambda: EMPTY_INPUTS,
+            grpc.StatusCode.RESOURCE_EXHAUSTED,
+            f"at most {MAX_PARSED_BYTES} bytes beside the raw contents",
+        ),
+        (lambda: EMPTY_INPUTS[:MAX_PARSED_BYTES], grpc.StatusCode.INVALID_ARGUMENT, f"at most {MAX_FIELDS} fields"),
+        (
+            lambda: large_request("cache_position", "INT64"),
             grpc.StatusCode.INVALID_ARGUMENT,
             "the input 'input_ids' is missing",
         ),
         (
-            large_request("input_ids", "INT64", model=field(MODEL_NAME, b"unknown")),
+            lambda: large_request("input_ids", "INT64", model=field(MODEL_NAME, b"unknown")),
             grpc.StatusCode.NOT_FOUND,
             "unknown model 'unknown'",
         ),
@@ -304,9 +312,9 @@ def refusal(server: Server, method: str, content: bytes) -> tuple[grpc.StatusCod
     ids=["many inputs", "many inputs in few bytes", "call of the decoder", "unknown model"],
 )
 def test_a_large_request_is_refused_and_takes_little_memory(
-    server: Server, method: str, content: bytes, status: grpc.StatusCode, says: str
+    server: Server, method: str, make_content: Callable[[], bytes], status: grpc.StatusCode, says: str
 ) -> None:
-    bytes_before = peak_bytes(server)
+    content, bytes_before = make_content(), peak_bytes(server)
     found_status, details = refusal(server, method, content)
     # A stream tells in an answer why a request that was parsed is refused.
     assert found_status == status or (method == STREAM and found_status is None)

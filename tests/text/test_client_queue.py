@@ -30,7 +30,7 @@ from tests.text.generating_model import served_text
 from tests.waiting import wait_until
 
 ROWS = 2
-FLOOD = 40
+FLOOD = 24
 LOGITS: Any = SimpleNamespace(dtype="float32")
 TOKENS = {"busy": "a" * 32, "other": "b" * 32}
 

@@ -33,7 +33,7 @@ from tests.text.test_text_loop import CLIENTS, MODES, ROWS, is_idle
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.xdist_group("serve")
-REQUESTS, QUICK_REQUESTS = int(os.environ.get("STAGEPACK_DRAWN_REQUESTS", "2000")), 200
+REQUESTS, QUICK_REQUESTS = int(os.environ.get("STAGEPACK_DRAWN_REQUESTS", "2000")), 100
 TIMES = 4  # that each drawn request is asked, in different ways
 # Ways to ask, and their weights.
 WAYS = {"whole": 8.0, "stream": 5.0, "leave": 3.0, "deadline": 2.0, "wrong": 1.0, "kill": 0.2}
