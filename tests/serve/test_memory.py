@@ -140,7 +140,8 @@ def test_counting_objects_breaks_no_tuple_that_another_thread_makes(monkeypatch:
     try:
         with ThreadPoolExecutor(1) as pool:
             making = pool.submit(make_tuples)
-            has_many = [free_memory._has_many_objects() for _ in range(100)]
+            # With `len(gc.get_objects())`, a quarter of the counts break a tuple.
+            has_many = [free_memory._has_many_objects() for _ in range(30)]
             is_over.set()
         making.result()
         assert all(has_many)
