@@ -12,7 +12,8 @@ from tools.operators.onnx_values import DIFFERS, ENDS, FAILS, IN_TORCH, converte
 from tools.operators.value_grid import bound_call
 
 F32, NAN = torch.float32, float("nan")
-IMAGE, ROWS = torch.rand(1, 2, 6, 6), torch.rand(4, 5)
+# Calls of one bundle share no memory but whole tensors: an export of views refuses them all.
+IMAGE, ROWS, FEWER_ROWS = torch.rand(1, 2, 6, 6), torch.rand(4, 5), torch.rand(3, 5)
 OF_ONE_TENSOR = [
     "log1p", "expm1", "special_expm1", "log_sigmoid", "elu", "celu", "selu", "angle", "hardswish", "sigmoid",
     "sign", "signbit", "logit",
@@ -67,15 +68,15 @@ REPLACED = [
     bound_call("aten._prelu_kernel.default", torch.rand(3, 2), torch.rand(1, 2)),
     bound_call("aten.sort.default", ROWS, -1, True),
     bound_call("aten.topk.default", ROWS, 3),
-    bound_call("aten.max_pool1d.default", ROWS[None], [2]),
+    bound_call("aten.max_pool1d.default", torch.rand(1, 4, 5), [2]),
     bound_call("aten.max_pool2d.default", IMAGE, [3, 3], [2, 2], [1, 1]),
     bound_call("aten.max_pool2d_with_indices.default", IMAGE, [2, 2]),
-    bound_call("aten.max_pool3d.default", IMAGE[None], [2, 2, 2]),
-    bound_call("aten.max_pool3d_with_indices.default", IMAGE[None], [2, 2, 2]),
+    bound_call("aten.max_pool3d.default", torch.rand(1, 1, 2, 6, 6), [2, 2, 2]),
+    bound_call("aten.max_pool3d_with_indices.default", torch.rand(1, 1, 2, 6, 6), [2, 2, 2]),
     bound_call(
-        "aten.scatter_reduce.two", ROWS, 0, torch.tensor([[0, 0, 1, 2, 3]] * 3), ROWS[:3], "mean", include_self=False
+        "aten.scatter_reduce.two", ROWS, 0, torch.tensor([[0, 0, 1, 2, 3]] * 3), FEWER_ROWS, "mean", include_self=False
     ),
-    bound_call("aten.scatter_reduce.two", ROWS, 0, torch.tensor([[0, 0, 1, 2, 3]] * 3), ROWS[:3], "mean"),
+    bound_call("aten.scatter_reduce.two", ROWS, 0, torch.tensor([[0, 0, 1, 2, 3]] * 3), FEWER_ROWS, "mean"),
 ]
 STATES, GATES = torch.rand(1, 2, 4), [torch.rand(12, 5), torch.rand(12, 4)]
 HEADS, ATTENTION = torch.rand(1, 2, 5, 4), "aten.scaled_dot_product_attention.default"
@@ -107,11 +108,11 @@ REPLACED += [
     bound_call("aten.linalg_vector_norm.default", ROWS, -math.inf, None, True),
     bound_call("aten.std_mean.correction", ROWS, [1], correction=1),
     bound_call("aten.var_mean.correction", ROWS, correction=0),
-    bound_call("aten.adaptive_max_pool3d.default", IMAGE[None], [1, 1, 1]),
+    bound_call("aten.adaptive_max_pool3d.default", torch.rand(1, 1, 2, 6, 6), [1, 1, 1]),
     bound_call("aten.max_pool1d_with_indices.default", ROWS[None], [2]),
     bound_call("aten.fake_quantize_per_tensor_affine.tensor_qparams", ROWS, ROWS[0, :1], ROWS[0, :1].int(), 0, 255),
     *(
-        bound_call("aten.scatter_reduce.two", ROWS, 0, torch.tensor([[0, 0, 1, 2, 3]] * 3), ROWS[:3], kind)
+        bound_call("aten.scatter_reduce.two", ROWS, 0, torch.tensor([[0, 0, 1, 2, 3]] * 3), FEWER_ROWS, kind)
         for kind in ("amax", "amin")
     ),
     bound_call(ATTENTION, HEADS, HEADS, HEADS, ROWS[:1, :] > 0.5),
@@ -167,9 +168,15 @@ REFUSED = {
 }
 
 
+# Calls that end with an error at some values: beside others, they would be tried again in halves.
+ALONE = {"aten.conv1d.default", "aten.fft_irfft.default", "aten.gru.input", "aten.upsample_bilinear2d.default"}
+
+
 def test_replaced_operators_answer_as_torch_over_the_grid(tmp_path: Path) -> None:
     size = 12  # calls of one bundle: a third of the time of all in one, of which a failure would run each call alone
-    batches = [REPLACED[start : start + size] for start in range(0, len(REPLACED), size)]
+    calls = [call for call in REPLACED if call.operator_name not in ALONE]
+    batches = [calls[start : start + size] for start in range(0, len(calls), size)]
+    batches += [[call] for call in REPLACED if call.operator_name in ALONE]
     with onnx_functions_read_once():
         verdicts = [verdict for batch in batches for verdict in sweep_calls(batch, tmp_path)]
     assert len(verdicts) == len(REPLACED)
