@@ -18,9 +18,14 @@ Result = TypeVar("Result")
 
 def usable_cpu_count() -> int:
     """Return the number of processors that this process may run on, at least 1: a quota of 1.5 counts as 2."""
+    return max(1, math.ceil(usable_cpus()))
+
+
+def usable_cpus() -> float:
+    """Return how many processors this process may use at a time, such as 1.5."""
     # Not os.cpu_count: a container or taskset may allow fewer.
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(count, math.ceil(_own_quota())))
+    return min(count, _own_quota())
 
 
 @functools.cache

@@ -11,7 +11,7 @@ import torch
 
 from stagepack.format import threads
 from stagepack.format.control_groups import cpu_quota, memory_left
-from stagepack.partition.profile import DEVICE_PROFILES
+from stagepack.partition.profile import DEVICE_PROFILES, DeviceProfile
 from stagepack_loaders.torch import devices
 from stagepack_loaders.torch.own_devices import own_cpu, own_devices
 
@@ -127,6 +127,23 @@ def test_a_process_on_one_processor_counts_one() -> None:
         "from stagepack.format.threads import usable_cpu_count; print(usable_cpu_count())"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "1\n"
+
+
+def test_parts_of_processors_count_as_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    profiles = []
+    for quota in (0.5, 1.5, None):
+        monkeypatch.setattr(threads, "cpu_quota", lambda quota=quota: quota)
+        threads._own_quota.cache_clear()
+        profiles.append(own_cpu().profile)
+    threads._own_quota.cache_clear()
+    half, larger, whole = profiles
+    assert isinstance(half, DeviceProfile)
+    assert isinstance(larger, DeviceProfile)
+    assert isinstance(whole, DeviceProfile)
+    assert larger.flops["float32"] == 3 * half.flops["float32"] == whole.flops["float32"] * 3 / 16
+    assert larger.memory_bandwidth == 3 * half.memory_bandwidth
+    assert half.name.startswith("0.5 processors")
 
 
 def test_the_cpu_has_the_memory_that_its_groups_leave(monkeypatch: pytest.MonkeyPatch) -> None:

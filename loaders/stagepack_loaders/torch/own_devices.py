@@ -2,7 +2,7 @@
 
 import torch
 
-from stagepack.format.threads import usable_cpu_count
+from stagepack.format.threads import usable_cpus
 from stagepack.partition.profile import DEVICE_PROFILES, DeviceProfile
 from stagepack.partition.target_devices import TargetDevice
 from stagepack_loaders.torch.devices import available_host_bytes
@@ -26,9 +26,9 @@ def own_devices(host: str = "") -> list[TargetDevice]:
 
 def own_cpu(host: str = "") -> TargetDevice:
     """Return the CPU with the memory and the processors that this process may use."""
-    memory, cores = available_host_bytes(), usable_cpu_count()
+    memory, cores = available_host_bytes(), usable_cpus()
     profile = DeviceProfile(
-        name=f"{cores} processors of {_CORE_FLOPS / 1e9:g} GFLOP/s and {_CORE_BANDWIDTH / 1e9:g} GB/s",
+        name=f"{cores:g} processors of {_CORE_FLOPS / 1e9:g} GFLOP/s and {_CORE_BANDWIDTH / 1e9:g} GB/s",
         flops={"float32": cores * _CORE_FLOPS, "float64": cores * _CORE_FLOPS / 2},
         memory_bandwidth=min(cores * _CORE_BANDWIDTH, _MOST_BANDWIDTH),
         memory=memory,
