@@ -29,6 +29,7 @@ from stagepack.partition.partitioner import Cut, cut_graph, plan_for_assignment
 from stagepack.partition.recipes import CostedGraph
 from stagepack.partition.solver import balance_stages
 from stagepack.roads.capture_writer import export_capture
+from tests.modules import module_of
 from tests.zoo.architectures.decoders import llama
 from tests.zoo.cases import named
 from tests.zoo.rows.build import Lambda
@@ -176,8 +177,19 @@ def test_between_the_layers_of_a_llama_the_hidden_state_crosses_alone(
 
 
 def test_what_is_computed_in_place_is_computed_again(tmp_path: Path) -> None:
-    capture = named("encoder-decoders-t5")[0].capture()  # the buckets of its position bias are summed up in place
-    bundle = export_capture(capture, out=tmp_path / "m.stagepack", cut_options=CutOptions(split_at=["encoder.block.1"]))
+    def biased(self: Any, x: torch.Tensor) -> torch.Tensor:
+        positions = torch.arange(x.shape[1])
+        buckets = torch.zeros_like(positions)
+        buckets += (positions[None] - positions[:, None]).abs().clamp(max=3)[0]
+        bias = self.embed(buckets)  # as the position bias of T5
+        return self.second(self.first(x) + bias) + bias
+
+    first, second = torch.nn.Linear(32, 32), torch.nn.Linear(32, 32)
+    model = module_of(biased, embed=torch.nn.Embedding(4, 32), first=first, second=second)
+    dims = {"x": {0: torch.export.Dim("batch", max=8), 1: torch.export.Dim("sequence", min=2, max=64)}}
+    bundle = stagepack.export(
+        model, (torch.randn(2, 9, 32),), out=tmp_path / "m.stagepack", dynamic_shapes=dims, split_at=["second"]
+    )
     crossing = [edge.shape for edge in bundle.edges if edge.producer == 0 and edge.consumers]
     assert crossing == [("batch", "sequence", 32)]
     again = [[graph.ops[node.op].name for node in graph.nodes] for graph in (bundle.graph(0), bundle.graph(1))]

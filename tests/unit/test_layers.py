@@ -189,14 +189,11 @@ MODELS: list[tuple[Case, list[str] | int]] = [
     (own("shared", lambda: module_of(three_times, up=linear(), norm=torch.nn.LayerNorm(WIDTH))), 3),
     (own("functions", lambda: module_of(of_functions, **weights(5))), 5),
 ]
-QUICK = {"encoder-decoders-t5", "layers-resnet"}
 
 
 def models() -> list[Any]:
     return [
-        pytest.param(
-            case, layers, id=case.name, marks=[] if case.row == "layers" or case.name in QUICK else pytest.mark.slow
-        )
+        pytest.param(case, layers, id=case.name, marks=[] if case.row == "layers" else pytest.mark.slow)
         for case, layers in MODELS
     ]
 
