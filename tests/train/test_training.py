@@ -58,10 +58,15 @@ def is_possible(schedule: str, microbatches: int, process_count: int) -> bool:
 
 
 def export_bundles(folder: Path, *names: str) -> None:
-    """Export models, each called ``MODEL-STAGES``."""
+    """Export models, each called ``MODEL-STAGES``. A bundle that there is of a model is cut again."""
+    bundles: dict[str, stagepack.Bundle] = {}
     for name in names:
         model_name, stage_count = name.split("-")
-        MODELS[model_name].export(folder / f"{name}.stagepack", stages=int(stage_count))
+        out, stages = folder / f"{name}.stagepack", int(stage_count)
+        if model_name in bundles:
+            stagepack.recut(bundles[model_name], out=out, stages=stages)
+        else:
+            bundles[model_name] = MODELS[model_name].export(out, stages=stages)
 
 
 def check_run(folder: Path, run: str, process_count: int, replicas: int = 1) -> None:
@@ -151,10 +156,11 @@ def test_numbers_of_microbatches_that_torch_cannot_do() -> None:
 
 def test_parameters_without_a_gradient_and_a_batch_that_does_not_go_first(tmp_path: Path) -> None:
     """In each schedule, as in one process."""
-    BRANCHES.export(tmp_path / "branches-2.stagepack", split_at=["upper"])
-    BRANCHES.export(tmp_path / "branches-4.stagepack", split_at=["early", "middle", "upper"])
-    SEQUENCES.export(tmp_path / "sequences-2.stagepack", split_at=["layers.2"])
-    SEQUENCES.export(tmp_path / "sequences-4.stagepack", split_at=["layers.1", "layers.2", "layers.3"])
+    branches = BRANCHES.export(tmp_path / "branches-2.stagepack", split_at=["upper"])
+    stagepack.recut(branches, out=tmp_path / "branches-4.stagepack", split_at=["early", "middle", "upper"])
+    sequences = SEQUENCES.export(tmp_path / "sequences-2.stagepack", split_at=["layers.2"])
+    layers = ["layers.1", "layers.2", "layers.3"]
+    stagepack.recut(sequences, out=tmp_path / "sequences-4.stagepack", split_at=layers)
     run_workers(2, "branches", tmp_path, *BRANCH_RUNS)
 
 
