@@ -83,6 +83,7 @@ def _meet_processes(bundle: Bundle, stages: Sequence[int], group: TorchGroup | N
     stage_facts = tuple(
         StageFacts(
             stage=stage_number,
+            stored_stages=(stage_number,),
             rank=member_rank,
             host=member.identity.host,
             process_id=member.identity.process_id,

@@ -73,7 +73,9 @@ def test_stages_of_a_lost_process_go_to_the_others(bundle: Bundle) -> None:
         assert stages_of(pipeline) == [range(4), range(4, 8)]
         assert torch.equal(pipeline(x), expected)
         assert {span.process for span in traced(pipeline, x)} <= {0, 1, 2}
+        front = pipeline.executor.front
         kill(pipeline, 0)
+        assert "which runs stages 0, 1, 2, 3, is lost" in str(front.lost)  # those of the bundle
         assert stages_of(pipeline) == [range(8)]
         kill(pipeline, 0)  # the last one starts again
         assert stages_of(pipeline) == [range(8)]

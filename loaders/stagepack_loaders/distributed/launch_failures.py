@@ -202,7 +202,7 @@ class LaunchFailures:
 
     def _lost_error(self, rank: int, end_text: str) -> StageLostError:
         host = self.hosts.get(rank, launched_address() if rank == FRONT_RANK else "")
-        error = lost_error(rank, end_text, host=host, stages=())
+        error = lost_error(rank, end_text, host=host)
         error.origin = f"process {rank} on {host}"
         return error
 

@@ -62,6 +62,7 @@ class StageFacts(Struct, frozen=True, kw_only=True):
     """A loaded stage.
 
     Attributes:
+        stored_stages: the stages of the bundle that it consists of.
         rank: the number of its process in the group.
         host: the name of the machine of its process.
         process_id: the number of its process there.
@@ -76,6 +77,7 @@ class StageFacts(Struct, frozen=True, kw_only=True):
     process_id: int
     runtime: str
     device: str
+    stored_stages: tuple[int, ...]
     files: tuple[str, ...] = ()
     bytes_read: int = 0
     seconds: float = 0.0
@@ -93,8 +95,18 @@ class Members:
 
     def lost_error(self, rank: int, end_text: str, exit_status: int | None = None) -> StageLostError:
         """Return the error that names a process which is gone."""
-        stages = tuple(facts.stage for facts in self.stage_facts if facts.rank == rank)
-        return lost_error(rank, end_text, host=self.identities[rank].host, stages=stages, exit_status=exit_status)
+        return lost_error(
+            rank,
+            end_text,
+            host=self.identities[rank].host,
+            stages=tuple(facts.stage for facts in self.stage_facts if facts.rank == rank),
+            stored_stages=self.stored_stages(rank),
+            exit_status=exit_status,
+        )
+
+    def stored_stages(self, rank: int) -> list[int]:
+        """Return the stages of the bundle that a process runs, joined or not."""
+        return [number for facts in self.stage_facts if facts.rank == rank for number in facts.stored_stages]
 
 
 def own_identity(bundle: Bundle, size: int, listener_name: str, address: str | None) -> Identity:

@@ -93,7 +93,7 @@ class Membership(Members):
         """The rank, host and stages of each process for people, by rank."""
         names = {}
         for rank, identity in enumerate(self.identities):
-            stages = stages_of_rank(self.options.rank_of_stage, rank)
+            stages = self.stored_stages(rank)
             names[rank] = f"process {rank} on {identity.host}, {stages_text(stages) if stages else 'the caller'}"
         return names
 
@@ -247,6 +247,7 @@ def _load_stages(
         facts.append(
             StageFacts(
                 stage=number,
+                stored_stages=tuple(bundle.stored_stages(number)),
                 rank=rank,
                 host=host_name(),
                 process_id=os.getpid(),

@@ -100,6 +100,9 @@ class ProcessLauncher(ABC, Generic[Handle]):
     def _stages_of(self, rank: int) -> tuple[int, ...]:
         return stages_of_rank(self._options.rank_of_stage, rank)
 
+    def _stored_stages_of(self, rank: int) -> list[int]:
+        return [stored for number in self._stages_of(rank) for stored in self._bundle.stored_stages(number)]
+
     def _describe(self, rank: int, store: Any) -> ProcessDescription:
         return ProcessDescription(
             bundle=f"{self._bundle.path}{self._bundle.fragment}",
@@ -133,7 +136,7 @@ class ProcessLauncher(ABC, Generic[Handle]):
         if error is None or isinstance(error, StagepackError):
             return error
         return GroupError(
-            f"process {rank}, which runs {stages_text(self._stages_of(rank))}, cannot begin: {type(error).__name__}: {error}"
+            f"process {rank}, which runs {stages_text(self._stored_stages_of(rank))}, cannot begin: {type(error).__name__}: {error}"
         )
 
     def _early_end(self, rank: int, reason: str, exit_status: int | None) -> StageLostError:
@@ -142,6 +145,7 @@ class ProcessLauncher(ABC, Generic[Handle]):
             f"was lost before it was ready: {reason}",
             host=self._hosts.get(rank, ""),
             stages=self._stages_of(rank),
+            stored_stages=self._stored_stages_of(rank),
             exit_status=exit_status,
         )
 

@@ -130,7 +130,7 @@ def run_stage_process(
             with failures.watching():
                 membership = join_group(bundle, seat, options, failures.check, raises_at_once=True)
             failures.hosts.update({member: identity.host for member, identity in enumerate(membership.identities)})
-            _LOGGER.info("%s runs %s", failures.origin, stages_text(tuple(membership.stages)))
+            _LOGGER.info("%s runs %s", failures.origin, stages_text(membership.stored_stages(seat.rank)))
         with _ignored_stop_signals():
             _StageProcess(bundle, membership, failures).serve()
     except ConnectionLostError as error:

@@ -27,6 +27,7 @@ _STATUS_TAG = 2**20  # above all tags of routes
 _LENGTH_BYTES = 8
 _LARGEST_STATUS = 2**20  # bytes
 _LONGEST_MESSAGE = 10_000  # characters
+_MOST_LISTED = 4  # stages in a message
 
 
 class ReportedProblem(Struct, frozen=True):
@@ -98,16 +99,24 @@ def exit_text(exit_status: int) -> str:
 
 
 def stages_text(stages: Sequence[int]) -> str:
-    """Return the numbers of some stages for messages, such as ``"stage 1"`` or ``"stages 2, 3"``."""
+    """Return the numbers of consecutive stages for messages, such as ``"stage 1"``, ``"stages 2, 3"`` or ``"stages 0 to 11"``."""
+    if len(stages) > _MOST_LISTED:
+        return f"stages {stages[0]} to {stages[-1]}"
     return f"stage {stages[0]}" if len(stages) == 1 else f"stages {', '.join(map(str, stages))}"
 
 
 def lost_error(
-    rank: int, end_text: str, *, host: str, stages: tuple[int, ...], exit_status: int | None = None
+    rank: int,
+    end_text: str,
+    *,
+    host: str,
+    stages: tuple[int, ...] = (),
+    stored_stages: Sequence[int] = (),
+    exit_status: int | None = None,
 ) -> StageLostError:
-    """Return the error that names a process which is gone. The host and the stages may be unknown, and empty."""
+    """Return the error that names a process which is gone, with what it ran of the bundle. The host and the stages may be unknown."""
     on_host = f" on {host}" if host else ""
-    runs = f", which runs {stages_text(stages)}," if stages else ""
+    runs = f", which runs {stages_text(stored_stages)}," if stored_stages else ""
     message = f"process {rank}{on_host}{runs} {end_text}"
     return StageLostError(message, stages=stages, host=host, exit_status=exit_status)
 
