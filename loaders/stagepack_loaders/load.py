@@ -49,6 +49,7 @@ def load(  # type: ignore[overload-overlap] # False is an integer, too
     processes: Literal[False] = ...,
     memory: Sequence[int | str] = ...,
     speeds: Sequence[float] = ...,
+    profiles: Sequence[str] = ...,
     links: Sequence[str] = ...,
     stages_per_device: Sequence[int] = ...,
     **options: Unpack[LocalKeywords],
@@ -71,6 +72,7 @@ def load(
     microbatch_size: int | None = ...,
     memory: Sequence[int | str] = ...,
     speeds: Sequence[float] = ...,
+    profiles: Sequence[str] = ...,
     links: Sequence[str] = ...,
     stages_per_device: Sequence[int] = ...,
     **options: Unpack[LoadKeywords],
@@ -102,6 +104,7 @@ def load(
     microbatch_size: int | None = None,
     memory: Sequence[int | str] = (),
     speeds: Sequence[float] = (),
+    profiles: Sequence[str] = (),
     links: Sequence[str] = (),
     stages_per_device: Sequence[int] = (),
 ) -> "Pipeline | DistributedPipeline":
@@ -167,6 +170,8 @@ def load(
         memory: the memory of each device, in bytes or as ``"24GB"``: it gets no more stages than fit with their weights, state,
             activations and what arrives, at the sizes of the example.
         speeds: the speed of each device, relative to the others.
+        profiles: times of devices, in the place of those that the plan of the bundle estimates: a file that ``stagepack profile`` wrote,
+            or the name of a kind of device such as ``"h100"``; ``"cuda=times.json"`` for some devices, by their name or kind.
         links: how fast values are sent, such as ``"host=25GB/s,rtt=0.1ms"``; see the guide "Run one bundle anywhere".
         stages_per_device: the number of stages of each device, such as ``[4, 3, 1]``, in the place of a choice by times and memory.
 
@@ -208,7 +213,9 @@ def load(
         compiled=folder_name(compiled),
         stream=stream,
         device_memory=device_memory,
-        placement=PlacementOptions(memory=memory, speeds=speeds, links=links, stages_per_device=stages_per_device),
+        placement=PlacementOptions(
+            memory=memory, speeds=speeds, profiles=profiles, links=links, stages_per_device=stages_per_device
+        ),
     )
     if processes is False:
         refuse_process_options(

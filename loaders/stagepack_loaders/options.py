@@ -92,6 +92,15 @@ class PlacementOptions(Struct, frozen=True, kw_only=True):
             default_text="all are equal",
         ),
     ] = ()
+    profiles: Annotated[
+        Sequence[str],
+        Option(
+            "--profile [D=]DEVICE|FILE",
+            "Times of the device D, of a kind of devices such as cuda, or of all: a file of 'stagepack profile', or a device that "
+            "'stagepack plan' knows, such as h100. Repeatable.",
+            default_text="those of the bundle's plan",
+        ),
+    ] = ()
     links: Annotated[
         Sequence[str],
         Option(
@@ -109,7 +118,7 @@ class PlacementOptions(Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         """Check that each option is a list of what it is to have."""
-        types = {"memory": int | str, "speeds": int | float, "links": str, "stages_per_device": int}
+        types = {"memory": int | str, "speeds": int | float, "profiles": str, "links": str, "stages_per_device": int}
         for option_name, item_type in types.items():
             values = getattr(self, option_name)
             if isinstance(values, str | bytes) or not isinstance(values, Sequence):
@@ -122,7 +131,7 @@ class PlacementOptions(Struct, frozen=True, kw_only=True):
     @property
     def is_given(self) -> bool:
         """Whether the caller says more than which devices there are."""
-        return bool(self.memory or self.speeds or self.links or self.stages_per_device)
+        return any(structs.astuple(self))
 
 
 class LoadOptions(WeightOptions, frozen=True, kw_only=True):

@@ -4,7 +4,7 @@ import itertools
 import logging
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from msgspec import structs
@@ -19,7 +19,7 @@ from stagepack.partition.joined_bundle import join_bundle
 from stagepack.partition.links import parse_links
 from stagepack.partition.placement import Placement, place
 from stagepack.partition.solver import CostSequence, SharedCost, split_sequence
-from stagepack.partition.target_devices import TargetDevice
+from stagepack.partition.target_devices import TargetDevice, described_devices
 from stagepack_loaders.base import Runtime
 from stagepack_loaders.options import AUTO, LoadOptions, PlacementOptions
 from stagepack_loaders.registry import import_runtime, runtime_of_each_stage
@@ -128,13 +128,7 @@ def _place(
         targets = _target_devices(options, runtime, process_count)
     else:
         targets = list(own_devices)
-    for option, values in (("memory", given.memory), ("speeds", given.speeds)):
-        if values and len(values) != len(targets):
-            raise OptionError(f"{option}: expected {len(targets)} values, one for each device, found {len(values)}")
-    if given.memory:
-        targets = [replace(target, memory=size) for target, size in zip(targets, given.memory, strict=True)]
-    if given.speeds:
-        targets = [replace(target, speed=speed) for target, speed in zip(targets, given.speeds, strict=True)]
+    targets = described_devices(bundle, targets, memory=given.memory, speeds=given.speeds, profiles=given.profiles)
     counts = given.stages_per_device or None
     return place(
         bundle.entry_point,

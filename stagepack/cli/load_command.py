@@ -195,7 +195,7 @@ def _check_usage(options: _Options, bundle: Bundle) -> list[str]:
         (is_one_stage and len(options.devices) > 1, "--stage loads one stage: pass one --device"),
         (
             is_one_stage and options.placement.is_given,
-            "--stage loads one stage: leave out --memory, --speed, --link and --placement",
+            "--stage loads one stage: leave out --memory, --speed, --profile, --link and --placement",
         ),
         (is_one_stage and options.trace_file, "--trace runs the whole pipeline: leave out --stage"),
         (options.compile_mode and options.compiled_folder, "--compile and --compiled cannot be used together"),

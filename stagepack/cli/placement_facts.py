@@ -1,6 +1,5 @@
 """The placement of a bundle's stages on devices that the command line names: as plain data and for people."""
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -8,8 +7,7 @@ import click
 
 from stagepack.cli.command import PlacementCounts, flag, only_with, option_object
 from stagepack.cli.cost_facts import REFERENCE_DEVICE, device_facts, machine_text, profile_facts
-from stagepack.cli.failures import fail
-from stagepack.cli.output import count_of, print_line, print_table
+from stagepack.cli.output import print_line, print_table
 from stagepack.format.quantities import format_bytes, format_time
 from stagepack.format.reader import Bundle
 from stagepack.format.shapes import example_sizes
@@ -17,7 +15,6 @@ from stagepack.format.shapes import example_sizes
 if TYPE_CHECKING:
     from stagepack.partition.links import Link
     from stagepack.partition.placement import PlacedPart
-    from stagepack.partition.profile import DeviceProfile, Profile
     from stagepack.partition.target_devices import TargetDevice
 
 _PICOSECONDS = 1e12  # in a second
@@ -70,71 +67,28 @@ class PlacementFlags:
         return parse_links(self.links)
 
     def target_devices(
-        self, memory: Sequence[str], speeds: Sequence[float], profile_names: Sequence[str]
+        self, bundle: Bundle, memory: Sequence[str], speeds: Sequence[float], profiles: Sequence[str]
     ) -> "list[TargetDevice]":
         """Return the devices with their memory, their speeds and their profiles, which are those of other options."""
-        from stagepack.partition.target_devices import TargetDevice  # noqa: PLC0415 - as above
+        from stagepack.partition.target_devices import TargetDevice, described_devices  # noqa: PLC0415 - as above
 
         if self.is_auto:
-            if len(self.devices) > 1 or memory or speeds:
-                raise click.UsageError("--device auto cannot be used with another --device, --memory or --speed")
+            if len(self.devices) > 1:
+                raise click.UsageError("--device auto cannot be used with another --device")
             from stagepack_loaders.torch.own_devices import own_devices  # noqa: PLC0415 - torch, only for this
 
-            found = own_devices()
-            profiles = _profiles(profile_names, [device.name for device in found], [device.name for device in found])
-            return [
-                dataclasses.replace(device, profile=profile or device.profile)
-                for device, profile in zip(found, profiles, strict=True)
-            ]
-        for option, items in (("--memory", memory), ("--speed", speeds)):
-            if items and len(items) != len(self.devices):
-                fail(
-                    f"{option}: expected {count_of('value', len(self.devices))}, one for each --device, found {len(items)}"
-                )
-        names = [text.rpartition("/")[::2] for text in self.devices]
-        profiles = _profiles(profile_names, [name for _, name in names], self.devices)
-        return [
-            TargetDevice(
-                name=name,
-                host=host,
-                memory=memory[number] if memory else None,
-                speed=speeds[number] if speeds else 1.0,
-                profile=profiles[number],
-            )
-            for number, (host, name) in enumerate(names)
-        ]
-
-
-def _profiles(
-    profile_names: Sequence[str], names: Sequence[str], full_names: Sequence[str]
-) -> "list[Profile | DeviceProfile | None]":
-    """The profile of each device: of its own name, else of its kind such as cuda, else the one for all."""
-    from stagepack.partition.profile import find_profile  # noqa: PLC0415 - numpy, after the checks
-
-    keys_of_device = [
-        [full_name, name, name.partition(":")[0], ""] for full_name, name in zip(full_names, names, strict=True)
-    ]
-    known_keys = {key for keys in keys_of_device for key in keys} - {""}
-    profile_of_key: dict[str, Profile | DeviceProfile] = {}
-    for text in profile_names:
-        key, mark, profile_name = text.partition("=")
-        if not mark or key not in known_keys:
-            key, profile_name = "", text
-        if key in profile_of_key:
-            of_key = f"for {key}" if key else "for all devices"
-            fail(
-                f"--profile: expected one {of_key}, found two: write DEVICE=FILE, with DEVICE one of {', '.join(sorted(known_keys))}"
-            )
-        profile_of_key[key] = find_profile(profile_name)
-    return [next((profile_of_key[key] for key in keys if key in profile_of_key), None) for keys in keys_of_device]
+            devices = own_devices()
+        else:
+            names = (text.rpartition("/")[::2] for text in self.devices)
+            devices = [TargetDevice(name=name, host=host) for host, name in names]
+        return described_devices(bundle, devices, memory=memory, speeds=speeds, profiles=profiles)
 
 
 def plan_placement(bundle: Bundle, devices: "list[TargetDevice]", options: PlacementFlags) -> dict[str, Any]:
-    """Return the facts of the placement of the stages of a bundle. Measured times must be those of its model."""
+    """Return the facts of the placement of the stages of a bundle."""
     from stagepack.partition.links import DEFAULT_LINKS, link_costs, link_text  # noqa: PLC0415 - numpy, after the checks
     from stagepack.partition.placement import improvements, place  # noqa: PLC0415 - the same
 
-    _check_profiles(bundle, devices)
     links, files, pipelined = options.link_of_name(), bundle.files.values(), not options.one_at_a_time
     entry_point = bundle.entry_point
     placement = place(
@@ -165,21 +119,6 @@ def plan_placement(bundle: Bundle, devices: "list[TargetDevice]", options: Place
             if device.link is not None and "device" not in links
         },
     }
-
-
-def _check_profiles(bundle: Bundle, devices: "Sequence[TargetDevice]") -> None:
-    """Refuse measured times of another model."""
-    from stagepack.partition.profile import Profile, check_profile_model  # noqa: PLC0415 - numpy, after the checks
-
-    measured = [device.profile for device in devices if isinstance(device.profile, Profile)]
-    is_known = len(bundle.entry_points) == 1  # each entry point has a profile of its own
-    others = [profile for profile in measured if not is_known or profile.bundle != bundle.digest]
-    if others:
-        from stagepack.roads.recut import whole_graph  # noqa: PLC0415 - reads the graphs, only for times of another cut
-
-        graph = whole_graph(bundle)
-        for profile in others:
-            check_profile_model(profile, graph)
 
 
 def _part_facts(part: "PlacedPart") -> dict[str, Any]:

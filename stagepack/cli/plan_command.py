@@ -150,7 +150,7 @@ def _show_placement(options: _Options) -> None:
             raise click.UsageError(f"--device cannot be used with {flags}: the stages stay as they are")
     cut = options.cut
     bundle = open_argument(options.source, *(["torch"] if options.placement.is_auto else []))
-    devices = options.placement.target_devices(cut.memory_sizes, cut.speeds, cut.profile_names)
+    devices = options.placement.target_devices(bundle, cut.memory_sizes, cut.speeds, cut.profile_names)
     facts = plan_placement(bundle, devices, options.placement)
     if options.output_format == "json":
         print_json(facts)

@@ -51,6 +51,7 @@ PLACEMENT = flags_of(
     PlacementOptions,
     memory=flag_of(PlacementOptions, "memory", type=ByteSize(), multiple=True),
     speeds=flag_of(PlacementOptions, "speeds", type=Number(min=0, min_open=True), multiple=True),
+    profiles=flag_of(PlacementOptions, "profiles", type=Text(), multiple=True),
     links=flag_of(PlacementOptions, "links", type=Text(), multiple=True),
     stages_per_device=flag_of(
         PlacementOptions,

@@ -1,19 +1,29 @@
 """Devices that stages are placed on, and the time of each stage of a bundle on a device.
 
-No file but the manifest is read: times follow from the plan of the bundle, and from measured times by the numbers of the nodes.
+Of the bundle, the manifest is read alone: times follow from its plan, and from measured times by the numbers of the nodes. Measured times
+of another cut are compared with the graphs.
 """
 
 import bisect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from stagepack.errors import CutError, OptionError
 from stagepack.format import limits
 from stagepack.format.manifest import EntryPoint
 from stagepack.format.plan import PlannedStage
 from stagepack.format.quantities import parse_byte_size
+from stagepack.format.reader import Bundle
+from stagepack.graph.model_assembly import join_stages
 from stagepack.partition.costs import LinkCosts, estimated_time, memory_time
-from stagepack.partition.profile import DEVICE_PROFILES, DeviceProfile, Profile, profile_link
+from stagepack.partition.profile import (
+    DEVICE_PROFILES,
+    DeviceProfile,
+    Profile,
+    check_profile_model,
+    find_profile,
+    profile_link,
+)
 
 _PICOSECONDS = 10**12  # in a second
 # The device of the estimates in a plan (see `costs.py`).
@@ -72,6 +82,67 @@ class TargetDevice:
         if isinstance(self.profile, DeviceProfile):
             return LinkCosts(per_byte=_PICOSECONDS / self.profile.link_bandwidth)
         return None if self.profile is None or self.profile.link is None else profile_link(self.profile)
+
+
+def described_devices(
+    bundle: Bundle,
+    devices: Sequence[TargetDevice],
+    *,
+    memory: Sequence[int | str] = (),
+    speeds: Sequence[float] = (),
+    profiles: Sequence[str] = (),
+) -> list[TargetDevice]:
+    """Return devices with what a caller says of them; without that, they stay as they are.
+
+    memory: of each device, in order.
+    speeds: of each device, in order.
+    profiles: ``[DEVICE=]PROFILE`` for `find_profile`. DEVICE is the name of a device or its kind, such as ``cuda``; without it, the
+    profile is that of all devices which have no other.
+
+    Raises an `OptionError` if there are more or fewer values than devices, and a `CutError` if measured times are of another model.
+    """
+    for option, values in (("memory", memory), ("speeds", speeds)):
+        if values and len(values) != len(devices):
+            raise OptionError(f"{option}: expected {len(devices)} values, one for each device, found {len(values)}")
+    if memory:
+        devices = [replace(device, memory=size) for device, size in zip(devices, memory, strict=True)]
+    if speeds:
+        devices = [replace(device, speed=speed) for device, speed in zip(devices, speeds, strict=True)]
+    chosen = _profiles(profiles, devices)
+    _check_models(bundle, [profile for profile in chosen if isinstance(profile, Profile)])
+    return [
+        device if profile is None else replace(device, profile=profile)
+        for device, profile in zip(devices, chosen, strict=True)
+    ]
+
+
+def _profiles(texts: Sequence[str], devices: Sequence[TargetDevice]) -> list[Profile | DeviceProfile | None]:
+    """The profile of each device: of its own name, else of its kind such as cuda, else the one for all."""
+    keys_of_device = [[str(device), device.name, device.name.partition(":")[0], ""] for device in devices]
+    known_keys = {key for keys in keys_of_device for key in keys} - {""}
+    profile_of_key: dict[str, Profile | DeviceProfile] = {}
+    for text in texts:
+        key, mark, profile_name = text.partition("=")
+        if not mark or key not in known_keys:
+            key, profile_name = "", text
+        if key in profile_of_key:
+            raise OptionError(
+                f"profiles (--profile): expected one for {key or 'all devices'}, found two: write DEVICE=FILE, with DEVICE one of "
+                f"{', '.join(sorted(known_keys))}"
+            )
+        profile_of_key[key] = find_profile(profile_name)
+    return [next((profile_of_key[key] for key in keys if key in profile_of_key), None) for keys in keys_of_device]
+
+
+def _check_models(bundle: Bundle, profiles: Sequence[Profile]) -> None:
+    """Refuse measured times of another model."""
+    is_known = len(bundle.entry_points) == 1  # each entry point has a profile of its own
+    others = [profile for profile in profiles if not is_known or profile.bundle != bundle.digest]
+    if others:
+        stored = bundle.stored
+        graph = join_stages(stored.entry_point, stored.graphs())
+        for profile in others:
+            check_profile_model(profile, graph)
 
 
 def planned_stages(entry_point: EntryPoint) -> Sequence[PlannedStage]:

@@ -105,6 +105,16 @@ def test_the_devices_of_this_machine_are_found(sound: Path) -> None:
     assert "cpu" in names
 
 
+def test_memory_and_speeds_are_said_of_the_devices_of_this_machine_too(sound: Path) -> None:
+    found = json.loads(run("plan", str(sound), "--device", "auto", "--json").stdout)
+    count = len(found["stages_per_device"])
+    limits = [argument for _ in range(count) for argument in ("--memory", "1GB", "--speed", "2")]
+    facts = json.loads(run("plan", str(sound), "--device", "auto", *limits, "--json").stdout)
+    assert {(part["memory_limit"], part["speed"]) for part in facts["parts"]} == {(10**9, 2.0)}
+    says = f"memory: expected {count} values, one for each device, found {count + 1}"
+    command_fails("plan", str(sound), "--device", "auto", *["--memory", "1GB"] * (count + 1), says=says)
+
+
 def test_the_cpu_of_this_machine_may_have_measured_times(sound: Path, tmp_path: Path) -> None:
     file = tmp_path / "times.json"
     write_profile(measured(stagepack.open(sound)), file)
@@ -122,8 +132,11 @@ def test_a_device_of_any_speed_has_a_rate(sound: Path) -> None:
     [
         ("--device a --memory 10B", r"no placement fits: .* too little"),
         ("--device a --memory much", "expected a number of bytes"),
-        ("--device a --memory 1GB --memory 1GB", "--memory: expected 1 value, one for each --device, found 2"),
-        ("--device a --speed 1 --speed 1", "--speed: expected 1 value, one for each --device, found 2"),
+        (
+            "--device a --memory 1GB --memory 1GB",
+            "memory: expected 1 values, one for each device, found 2",
+        ),
+        ("--device a --speed 1 --speed 1", "speeds: expected 1 values, one for each device, found 2"),
         ("--device a --speed 0", "expected a number from 0.000001 to 1000000"),
         ("--device a --link host=25GB", "expected NAME=BANDWIDTH"),
         ("--device a --link host=1GB/s --link host=1GB/s", "expected one of the name host, found two"),

@@ -8,13 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from msgspec import structs
 
 import stagepack
-from stagepack.errors import DeviceError, OptionError
+from stagepack.cli import main
+from stagepack.errors import CutError, DeviceError, OptionError
 from stagepack.format.reader import Bundle
 from stagepack.graph.region_functions import RegionCallSite, folded_functions, region_functions
 from stagepack.partition.joined_bundle import join_bundle
+from stagepack.partition.profile import NodeTime, Profile, model_digest, read_profile, write_profile
+from stagepack.roads.recut import whole_graph
 from stagepack_loaders.run_trace import RunTrace
 from stagepack_loaders.torch.stage import TorchStage
 from tests.distributed.forked_processes import forked_launches
@@ -223,6 +227,9 @@ def test_ranges_of_stages_that_do_not_fit_are_refused(
         ({"links": ["host=1GB/s", "host=2GB/s"]}, OptionError, "link: expected one of the name host, found two"),
         ({"links": [3]}, OptionError, "links: expected items of str, found 3"),
         ({"speeds": ["a"]}, OptionError, "speeds: expected items of int | float, found 'a'"),
+        ({"profiles": ["h100", "t4"]}, OptionError, "expected one for all devices, found two"),
+        ({"profiles": ["nowhere.json"]}, CutError, "profile: expected a device"),
+        ({"profiles": "h100"}, OptionError, "profiles: expected a list"),
         ({"memory": [None]}, OptionError, "memory: expected items of int | str, found None"),
         ({"stages_per_device": [True]}, OptionError, "stages_per_device: expected items of int, found True"),
         ({"devices": ["nonsense", "cpu"], "speeds": [1, 1e5]}, DeviceError, "nonsense"),
@@ -238,6 +245,55 @@ def test_placements_that_do_not_fit_are_refused(
 ) -> None:
     with pytest.raises(error, match=re.escape(message)):
         stagepack.load(bundle, **options)
+
+
+@pytest.fixture
+def slow_end(bundle: Bundle, tmp_path: Path) -> Path:
+    """Times of the model, in which each stage takes ten times as long as the one before."""
+    times = [
+        NodeTime(node=node, op="", module="", seconds=10.0**number)
+        for number in range(len(bundle.stages))
+        for node in bundle.node_numbers(number)
+        if node >= 0
+    ]
+    profile = Profile(
+        model=model_digest(whole_graph(bundle)),
+        bundle=bundle.digest,
+        machine="m",
+        torch="2",
+        threads=1,
+        runs=1,
+        sizes={},
+        stages=(),
+        nodes=tuple({time.node: time for time in times}.values()),
+    )
+    write_profile(profile, tmp_path / "times.json")
+    return tmp_path / "times.json"
+
+
+def counts_of(pipeline: Any) -> list[int]:
+    return [len(part.stages) for part in pipeline.placement.parts]
+
+
+def test_measured_times_decide_what_a_device_gets(bundle: Bundle, slow_end: Path) -> None:
+    even = counts_of(stagepack.load(bundle, devices=["cpu", "cpu"], speeds=[1, 1]))
+    assert counts_of(stagepack.load(bundle, devices=["cpu", "cpu"], profiles=[str(slow_end)])) == [6, 1] != even
+    assert counts_of(stagepack.load(bundle, devices=["cpu", "cpu"], profiles=[f"cpu={slow_end}"])) == [6, 1]
+    arguments = ["load", str(bundle.path), *["--device", "cpu"] * 2, "--profile", str(slow_end)]
+    result = CliRunner().invoke(main, arguments)
+    assert "placed: stages 0 to 5 on cpu, stage 6 on cpu;" in result.stdout, result.output
+
+
+@pytest.mark.process
+def test_measured_times_decide_what_a_process_gets(bundle: Bundle, slow_end: Path) -> None:
+    with stagepack.load(bundle, processes=2, profiles=[str(slow_end)]) as pipeline:
+        assert counts_of(pipeline) == [6, 1]
+
+
+def test_measured_times_of_another_model_are_refused(bundle: Bundle, slow_end: Path) -> None:
+    write_profile(structs.replace(read_profile(slow_end), bundle="", model="another"), slow_end)
+    with pytest.raises(CutError, match="expected times of this model"):
+        stagepack.load(bundle, devices=["cpu", "cpu"], profiles=[str(slow_end)])
 
 
 @pytest.mark.process

@@ -78,6 +78,7 @@ def connect(
     start_seconds: float = 60.0,
     memory: Sequence[int | str] = (),
     speeds: Sequence[float] = (),
+    profiles: Sequence[str] = (),
     links: Sequence[str] = (),
     stages_per_device: Sequence[int] = (),
 ) -> DistributedPipeline | None:
@@ -105,6 +106,7 @@ def connect(
         start_seconds: how long to wait for the other processes to come, in seconds.
         memory: as for `stagepack.load`; a device is that of one process.
         speeds: as for `stagepack.load`.
+        profiles: as for `stagepack.load`; each machine has the files on the same paths.
         links: as for `stagepack.load`.
         stages_per_device: as for `stagepack.load`.
 
@@ -132,7 +134,9 @@ def connect(
         copy=copy,
         compile=compile,
         compiled=folder_name(compiled),
-        placement=PlacementOptions(memory=memory, speeds=speeds, links=links, stages_per_device=stages_per_device),
+        placement=PlacementOptions(
+            memory=memory, speeds=speeds, profiles=profiles, links=links, stages_per_device=stages_per_device
+        ),
     )
     processes = ProcessOptions(in_flight=in_flight, microbatch_size=microbatch_size, start_seconds=start_seconds)
     return connect_launched(bundle, options, processes, types, checked_limits(limits))

@@ -185,6 +185,12 @@ class CompiledFolder:
             raise CompiledError(
                 f"{self._path / LIST_NAME}: expected the file that stagepack compile wrote, found another one: compile the bundle again"
             ) from None
+        if digest == bundle.stored.identity != bundle.identity:
+            raise CompiledError(
+                f"{self._path} has the native code of each stage of the bundle, and consecutive stages are joined here: give each stage a "
+                "device or process of its own, name one device for all (devices=['cpu'], --device cpu), or compile these programs at the "
+                "first call (compile=True, --compile)"
+            )
         if digest != bundle.identity:
             raise CompiledError(
                 f"{self._path} was compiled from the bundle {digest}, and this bundle is {bundle.identity}: compile this one"
