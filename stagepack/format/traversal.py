@@ -90,9 +90,6 @@ def _add_names(argument: Argument, used_names: list[str]) -> None:
     argument_type = type(argument)
     if argument_type is ValueArg:
         used_names.append(argument.name)  # type: ignore[union-attr, arg-type]
-    elif argument_type is ListArg:
-        for item in argument.items:  # type: ignore[union-attr]
-            _add_names(item, used_names)
     elif argument_type in _CONTAINER_TYPES:
         for child in child_arguments(argument):
             _add_names(child, used_names)
