@@ -25,8 +25,14 @@ def exported(source: str, out: Path) -> Bundle:
     return stagepack.export(source, out=out, stages=2)
 
 
-def test_a_tuned_model_becomes_the_bundle_of_its_own_export(tmp_path: Path) -> None:
-    old = exported(saved(tmp_path / "old", 0), tmp_path / "old.stagepack")
+@pytest.fixture(scope="module")
+def old(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    """A bundle whose model is in the folder beside it."""
+    folder = tmp_path_factory.mktemp("old")
+    return exported(saved(folder / "model", 0), folder / "old.stagepack")
+
+
+def test_a_tuned_model_becomes_the_bundle_of_its_own_export(old: Bundle, tmp_path: Path) -> None:
     source = saved(tmp_path / "tuned", 1)
     expected = exported(source, tmp_path / "expected.stagepack")
     found = stagepack.export(source, graph_from=old, out=tmp_path / "found.stagepack")
@@ -34,8 +40,7 @@ def test_a_tuned_model_becomes_the_bundle_of_its_own_export(tmp_path: Path) -> N
     assert sorted(path.name for path in tmp_path.glob(".*")) == []
 
 
-def test_a_model_that_computes_otherwise_is_refused(tmp_path: Path) -> None:
-    old = exported(saved(tmp_path / "old", 0), tmp_path / "old.stagepack")
+def test_a_model_that_computes_otherwise_is_refused(old: Bundle, tmp_path: Path) -> None:
     source = saved(tmp_path / "tuned", 1)
     path = tmp_path / "tuned" / "config.json"
     config = json.loads(path.read_text())
@@ -103,10 +108,8 @@ def test_a_checkpoint_of_another_model_is_refused_with_what_differs(tmp_path: Pa
         stagepack.export(net(), graph_from=old, out=tmp_path / "m.stagepack")
 
 
-def test_tied_weights_that_are_no_longer_equal_are_refused(tmp_path: Path) -> None:
-    source = saved(tmp_path / "old", 0)
-    old = exported(source, tmp_path / "old.stagepack")
-    state = load_file(tmp_path / "old" / "model.safetensors")
+def test_tied_weights_that_are_no_longer_equal_are_refused(old: Bundle, tmp_path: Path) -> None:
+    state = load_file(old.path.with_name("model") / "model.safetensors")
     state["lm_head.weight"] = state["model.embed_tokens.weight"].clone()
     save_file(state, tmp_path / "same.safetensors")
     found = stagepack.export(tmp_path / "same.safetensors", graph_from=old, out=tmp_path / "same.stagepack")
