@@ -164,6 +164,10 @@ class NotABundleError(StagepackError):
     """The path is not a bundle: it does not exist, or has no manifest that this user can read. Correct the path, or its permissions."""
 
 
+class UpdateError(StagepackError):
+    """A running pipeline cannot take the weights of a bundle: its graphs are others, or weights cannot be replaced. Nothing has changed."""
+
+
 class RemoteError(StagepackError):
     """A server fails: it does not answer, refuses access, or lacks a file of a remote bundle.
 

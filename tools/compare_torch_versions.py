@@ -17,7 +17,7 @@ from stagepack.errors import StagepackError
 from stagepack.partition.cut_options import CutOptions
 from stagepack.roads.capture_writer import ExportOptions, export_capture
 from stagepack_loaders.example import compare_results, read_example, run_on_inputs
-from stagepack_loaders.pipeline import Pipeline
+from stagepack_loaders.local_pipeline import Pipeline
 from tests.zoo.case import Case
 from tests.zoo.cases import ARCHITECTURES, EXAMPLES, ROWS
 from tests.zoo.test_zoo import namespaces

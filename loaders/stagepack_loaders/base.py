@@ -18,6 +18,8 @@ from stagepack.format.manifest import Edge
 from stagepack.format.reader import Bundle
 from stagepack.partition.target_devices import TargetDevice
 from stagepack_loaders.options import LoadOptions
+from stagepack_loaders.update_report import UpdateReport
+from stagepack_loaders.weight_changes import WeightChanges
 
 if TYPE_CHECKING:
     from stagepack_loaders.elements import Array
@@ -324,6 +326,45 @@ class Runtime(ABC):
             DeviceError: a stage cannot be moved. Default: always.
         """
         raise DeviceError(f"{self.title} does not move stages: load the bundle again with devices=")
+
+    def check_update(self, stages: Mapping[int, Any]) -> None:  # noqa: B027 - a default
+        """Check that loaded stages can be replaced by the same stages with other weights. Default: they can.
+
+        Args:
+            stages: the loaded stages, by stage number.
+
+        Raises:
+            UpdateError: the caller has changed the weights of a stage, or they cannot be in memory twice.
+        """
+
+    def stage_version(
+        self,
+        bundle: Bundle,
+        running: Mapping[int, Any],
+        changes: WeightChanges,
+        loading: Loading,
+        report: UpdateReport,
+    ) -> Mapping[int, LoadedStage]:
+        """Load the stages of another version beside those that run. Default: as any stages.
+
+        Args:
+            bundle: the bundle of the version. Its graphs are those of the stages that run.
+            running: the stages that run, by stage number.
+            changes: which weights are others.
+            loading: what the caller asks for.
+            report: gets the times of the parts.
+
+        Returns:
+            The new stages, by stage number.
+
+        Raises:
+            DigestError, FormatError, OperatorError: see `prepare` and `PreparedStage.finish`.
+        """
+        with report.part("fetch"):
+            bundle.fetch(file_name for number in running for file_name in self.stage_files(bundle, number))
+        with report.part("stage"):
+            prepared = self.prepare(bundle, {number: stage.device for number, stage in running.items()}, loading)
+            return self.finish_stages(bundle, prepared, verify=loading.options.verifies_weights)
 
     def compile_seconds(self) -> float:
         """Return how long its compiler has worked in this process, in seconds. Default: 0."""

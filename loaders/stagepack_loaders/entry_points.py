@@ -12,8 +12,8 @@ from stagepack.opening import BundleSource, TrustedSigners, errors_name_bundle
 from stagepack_loaders.base import SharedObjects
 from stagepack_loaders.call_limits import Limits, checked_limits
 from stagepack_loaders.decoders import ENCODER_NAME, generating_entry_point
+from stagepack_loaders.local_pipeline import Pipeline, load_pipeline
 from stagepack_loaders.options import DEFAULT_RUNTIME, Compile, LoadOptions, Verify, device_list
-from stagepack_loaders.pipeline import Pipeline, load_pipeline
 from stagepack_loaders.preparation import open_for_loading
 
 if TYPE_CHECKING:

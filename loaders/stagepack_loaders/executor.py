@@ -20,9 +20,14 @@ from stagepack.format.reader import Bundle
 from stagepack.format.tree import value_names
 from stagepack.partition.placement import Placement
 from stagepack_loaders.base import ArrayOps, LoadedStage
+from stagepack_loaders.lanes import Tasks, device_lanes, end_threads, run_tasks, thread_end_text
+from stagepack_loaders.local_versions import LocalVersions
+from stagepack_loaders.options import LoadOptions
 from stagepack_loaders.run_trace import RunTrace
 from stagepack_loaders.spans import SpanRecorder
-from stagepack_loaders.stages import StageDriver, stage_driver
+from stagepack_loaders.stages import StageDriver
+from stagepack_loaders.update_report import UpdateReport
+from stagepack_loaders.versions import CallSequence, StageVersion, UpdateSource
 
 # Called with the number of a stage that has run, and for how many seconds.
 StageObserver = Callable[[int, float], None]
@@ -36,10 +41,12 @@ class CallOptions:
         copies_results: False for a caller who soon drops the results, and does not fork: large ones may be in memory that is shared with
             other processes, of which there is little.
         cancellation: done when nobody waits for the results any more. The call then ends before its next stage, with `CancelledError`.
+        version: the version that a call without a sequence runs on; None for the newest.
     """
 
     copies_results: bool = True
     cancellation: "Future[None] | None" = None
+    version: StageVersion | None = None
 
     def check(self) -> None:
         """Raise `CancelledError` if nobody waits for the results."""
@@ -54,7 +61,7 @@ class Executor(ABC):
     """Runs the stages of a bundle on values that fit the boundary contract, and keeps the state of sequences.
 
     Attributes:
-        bundle: the bundle in the stages that run.
+        version: the newest version of the stages, which calls and sequences to come run on.
         chosen: their placement, if it was chosen.
         written_inputs: the inputs of the model that a stage writes into.
         most_calls: how many calls at the same time keep all stages at work. With few, calls gather meanwhile, and become larger batches.
@@ -64,7 +71,7 @@ class Executor(ABC):
         returns_state: whether a result may be a view of the state of its sequence, which the next call writes.
     """
 
-    bundle: Bundle
+    version: StageVersion
     chosen: Placement | None = None
     written_inputs: frozenset[str] = frozenset()
     most_calls: int = 1
@@ -72,6 +79,11 @@ class Executor(ABC):
     has_ended: bool = False
     restart_count: int = 0
     returns_state: bool = True
+
+    @property
+    def bundle(self) -> Bundle:
+        """The bundle of the newest version, in the stages that run."""
+        return self.version.bundle
 
     @property
     @abstractmethod
@@ -93,7 +105,7 @@ class Executor(ABC):
         self,
         values: dict[str, Any],
         sizes: Mapping[str, int],
-        sequence: Any = None,
+        sequence: CallSequence | None = None,
         options: CallOptions = DEFAULT_CALL,
     ) -> "Future[dict[str, Any]]":
         """Run all stages.
@@ -113,17 +125,32 @@ class Executor(ABC):
         self.refuse_waiting()
         return self.submit(values, sizes).result()
 
-    @abstractmethod
-    def begin_sequence(self) -> Any:
-        """Return state of its own for a sequence of calls."""
+    def begin_sequence(self, version: StageVersion | None = None) -> CallSequence:
+        """Return state of its own for a sequence of calls, on the newest version or another one."""
+        return CallSequence(version=version or self.version)
 
     @abstractmethod
-    def end_sequence(self, sequence: Any) -> None:
+    def end_sequence(self, sequence: CallSequence) -> None:
         """Free the state of a sequence, of which no call is submitted any more."""
 
-    def forget_sequence(self, sequence: Any) -> None:
+    def forget_sequence(self, sequence: CallSequence) -> None:
         """Free the state of a sequence that was collected. Called in any thread, which may hold any lock."""
         self.end_sequence(sequence)
+
+    @abstractmethod
+    def update(self, source: UpdateSource, report: UpdateReport) -> StageVersion:
+        """Load a version beside the one that runs, and let calls and sequences to come run on it.
+
+        Args:
+            source: where its weights come from.
+            report: gets the times of the parts.
+
+        Returns:
+            The version before.
+
+        Raises:
+            StagepackError: the version cannot be loaded; the one that runs is left as it is.
+        """
 
     @abstractmethod
     def reset_state(self) -> None:
@@ -159,33 +186,13 @@ class Executor(ABC):
         """Answer the calls in flight, and end the processes or threads. Default: there are none."""
 
 
-class CallFuture(Future[Any]):
-    """The result of a call that was submitted. It cannot be cancelled: the stages work on it already."""
-
-    def __init__(self, executor: Executor) -> None:
-        super().__init__()
-        self._executor = executor
-        self.set_running_or_notify_cancel()
-
-    def result(self, timeout: float | None = None) -> Any:
-        """Return the result of the call; see `concurrent.futures.Future`."""
-        if not self.done():
-            self._executor.refuse_waiting()
-        return super().result(timeout)
-
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Return the error of the call; see `concurrent.futures.Future`."""
-        if not self.done():
-            self._executor.refuse_waiting()
-        return super().exception(timeout)
-
-
 @dataclass(slots=True, eq=False)
 class _Call:
     """A call on its way through the lanes."""
 
     call_number: int
     values: dict[str, Any]
+    version: StageVersion
     states: dict[int, Any] | None
     options: CallOptions
     answer: "Future[dict[str, Any]]" = field(default_factory=Future)
@@ -198,27 +205,28 @@ class LocalExecutor(Executor):
     lane runs a call, the first one runs the next.
 
     Attributes:
-        stages: the stages, in order.
-        spans: records what they do.
+        versions: the versions of the stages, which all their executors share.
+        spans: records what the stages do.
         call_numbers: the numbers of the calls to come.
     """
 
     def __init__(
-        self, bundle: Bundle, stages: Sequence[LoadedStage | StageDriver], observe: StageObserver | None = None
+        self,
+        bundle: Bundle,
+        stages: Sequence[LoadedStage],
+        observe: StageObserver | None = None,
+        versions: LocalVersions | None = None,
+        options: LoadOptions = LoadOptions(),  # noqa: B008 - frozen
     ) -> None:
-        self.bundle, entry_point = bundle, bundle.entry_point
-        self.stages = tuple(
-            stage if isinstance(stage, StageDriver) else stage_driver(entry_point, stage_number, stage)
-            for stage_number, stage in enumerate(stages)
-        )
+        entry_point = bundle.entry_point
+        self.versions = versions or LocalVersions(bundle, dict(enumerate(stages)), options)
         self.spans = SpanRecorder()
         self._runtimes = tuple(dict.fromkeys(stage.runtime for stage in self.stages))
-        if len(stages) > 1:  # stages of other runtimes than torch check the inputs that they write
+        if len(self.stages) > 1:  # stages of other runtimes than torch check the inputs that they write
             graphs = [
                 graph for stage in self.stages if isinstance(graph := getattr(stage.loaded, "graph", None), Graph)
             ]
             self.written_inputs = frozenset().union(*map(written_inputs, graphs))
-        self._bundle = bundle
         results = set(value_names(entry_point.signature.result))
         self._last_uses: list[list[str]] = [[] for _ in entry_point.stages]
         for edge in entry_point.edges:
@@ -227,17 +235,27 @@ class LocalExecutor(Executor):
         self.call_numbers = itertools.count(1)
         self._lost: StageLostError | None = None
         self._observe = observe
-        self._lanes = [list(self.stages)] if observe is None else device_lanes(self.stages)
+        self._lanes = [list(range(len(self.stages)))] if observe is None else device_lanes(self.devices)
         self.lane_count = len(self._lanes)
         # One in each lane, and one between two of them.
         self.most_calls = 2 * self.lane_count - 1
-        self._queues: list[_Tasks] = [SimpleQueue() for _ in self._lanes[1:]]
+        self._queues: list[Tasks] = [SimpleQueue() for _ in self._lanes[1:]]
         self._ended_lanes: dict[int, StageLostError] = {}
         for lane_number, queue in enumerate(self._queues, 1):
             arguments = (queue, self._queues[lane_number : lane_number + 1])
-            threading.Thread(target=_run_tasks, args=arguments, name=f"lane-{lane_number}", daemon=True).start()
+            threading.Thread(target=run_tasks, args=arguments, name=f"lane-{lane_number}", daemon=True).start()
         # Only tasks refer to the executor: when nobody closes it, its threads end with it, after the calls in flight.
-        self._end = weakref.finalize(self, _end_threads, self._queues[:1])
+        self._end = weakref.finalize(self, end_threads, self._queues[:1])
+
+    @property
+    def version(self) -> StageVersion:  # type: ignore[override] # all executors of the stages have the same one
+        """See `Executor`."""
+        return self.versions.newest
+
+    @property
+    def stages(self) -> tuple[StageDriver, ...]:
+        """The stages of the newest version, in order."""
+        return tuple(self.version.stages.values())
 
     @property
     def arrays(self) -> ArrayOps:
@@ -258,28 +276,31 @@ class LocalExecutor(Executor):
         self,
         values: dict[str, Any],
         sizes: Mapping[str, int],
-        sequence: Any = None,
+        sequence: CallSequence | None = None,
         options: CallOptions = DEFAULT_CALL,
     ) -> "Future[dict[str, Any]]":
         """See `Executor`. Sequences of several threads take turns."""
-        call = _Call(next(self.call_numbers), values, sequence, options)
+        if sequence is None:
+            call = _Call(next(self.call_numbers), values, options.version or self.version, None, options)
+        else:
+            call = _Call(next(self.call_numbers), values, sequence.version, sequence.states, options)
         self._advance(call, 0)
         return call.answer
 
     def run(self, values: dict[str, Any], sizes: Mapping[str, int]) -> dict[str, Any]:
         """See `Executor`. Without a future, which takes as long as the smallest stage."""
         call_number = next(self.call_numbers)
-        for stage in self.stages:
+        for stage in self.version.stages.values():
             self._run_stage(stage, call_number, values, None)
         return values
 
-    def begin_sequence(self) -> dict[int, Any]:
-        """See `Executor`. It is the state by stage number."""
-        return {}
-
-    def end_sequence(self, sequence: dict[int, Any]) -> None:
+    def end_sequence(self, sequence: CallSequence) -> None:
         """See `Executor`."""
-        sequence.clear()
+        sequence.states.clear()
+
+    def update(self, source: UpdateSource, report: UpdateReport) -> StageVersion:
+        """See `Executor`."""
+        return self.versions.update(source, report)
 
     def reset_state(self) -> None:
         """See `Executor`."""
@@ -302,7 +323,7 @@ class LocalExecutor(Executor):
     @contextmanager
     def trace(self) -> Iterator[RunTrace]:
         """See `Executor`. Moving values to the device of a stage counts as compute, converting them as transfer."""
-        run_trace = RunTrace(bundle=self._bundle.identity, processes={0: "process 0"})
+        run_trace = RunTrace(bundle=self.bundle.identity, processes={0: "process 0"})
         self.spans.start()
         try:
             yield run_trace
@@ -312,7 +333,7 @@ class LocalExecutor(Executor):
 
     def overlapping(self, observe: StageObserver) -> "LocalExecutor":
         """See `Executor`. A trace of either executor has the calls of both."""
-        executor = LocalExecutor(self._bundle, self.stages, observe)
+        executor = LocalExecutor(self.bundle, (), observe, self.versions)
         executor.spans, executor.call_numbers = self.spans, self.call_numbers
         return executor
 
@@ -337,8 +358,9 @@ class LocalExecutor(Executor):
     def _advance(self, call: _Call, lane_number: int) -> None:
         """Run a call on a lane; then pass it to the next lane, or answer it."""
         with nullcontext() if self._observe is None else self.inference(for_autograd=False):
-            for stage in self._lanes[lane_number]:
+            for stage_number in self._lanes[lane_number]:
                 call.options.check()
+                stage = call.version.stages[stage_number]
                 self._run_stage(stage, call.call_number, call.values, call.states)
         if lane_number < len(self._queues):
             self._queues[lane_number].put(partial(self._run_in_lane, call, lane_number + 1))
@@ -366,29 +388,3 @@ class LocalExecutor(Executor):
 
     def _lose(self, error: StageLostError) -> None:
         self._lost, self.has_ended = repeated_error(error), True  # its traceback has the values of the call
-
-
-_Tasks = SimpleQueue[Callable[[], None] | None]
-
-
-def _run_tasks(tasks: _Tasks, next_tasks: Sequence[_Tasks]) -> None:
-    """Run the tasks of a lane until its end, and tell the next lane."""
-    while (task := tasks.get()) is not None:
-        task()
-        del task  # the values of the call and the executor are not kept until the next one comes
-    _end_threads(next_tasks)
-
-
-def _end_threads(first_tasks: Sequence[_Tasks]) -> None:
-    for tasks in first_tasks:
-        tasks.put(None)
-
-
-def device_lanes(stages: Sequence[StageDriver]) -> list[list[StageDriver]]:
-    """Group consecutive stages on one device."""
-    return [list(lane) for _, lane in itertools.groupby(stages, lambda stage: str(stage.loaded.device))]
-
-
-def thread_end_text(lane_number: int, error: BaseException) -> str:
-    """Say that the thread of a lane has ended."""
-    return f"the thread of lane {lane_number} has ended: {type(error).__name__}: {error}".removesuffix(": ")

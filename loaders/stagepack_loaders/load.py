@@ -12,6 +12,7 @@ from stagepack.format.reader import Bundle
 from stagepack.opening import BundleSource, TrustedSigners, errors_name_bundle
 from stagepack_loaders.call_limits import Limits, checked_limits, value_limit
 from stagepack_loaders.distributed.launch_environment import is_launched_group, launched_size
+from stagepack_loaders.local_pipeline import Pipeline, load_pipeline
 from stagepack_loaders.options import (
     DEFAULT_IN_FLIGHT,
     DEFAULT_RUNTIME,
@@ -27,7 +28,6 @@ from stagepack_loaders.options import (
     folder_name,
     refuse_process_options,
 )
-from stagepack_loaders.pipeline import Pipeline, load_pipeline
 from stagepack_loaders.preparation import check_runtimes, open_for_loading
 from stagepack_loaders.registry import find_runtime, runtime_of_each_stage
 

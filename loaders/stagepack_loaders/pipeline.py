@@ -1,33 +1,33 @@
 """A loaded bundle as one callable: it matches a call with the signature, checks it, has an executor run it, and builds the result."""
 
-import copy
 from abc import ABC
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, Self
 
-from stagepack.errors import OptionError
+from stagepack.errors import OptionError, named_errors
 from stagepack.extensions import pipeline_method
 from stagepack.format.contract import bind_call, check_values
 from stagepack.format.manifest import Edge, format_inputs, format_stage_count
 from stagepack.format.reader import Bundle
 from stagepack.format.tree import fill_tree, value_names
+from stagepack.opening import BundleSource, TrustedSigners, opened
 from stagepack.partition.placement import Placement
-from stagepack_loaders.base import ArrayOps, LoadedStage, Loading, Runtime, SharedObjects
-from stagepack_loaders.call_limits import Limits, ValueLimit, value_limit
+from stagepack_loaders.base import ArrayOps
+from stagepack_loaders.call_future import CallFuture
+from stagepack_loaders.call_limits import ValueLimit
 from stagepack_loaders.elements import Array
 from stagepack_loaders.exchange import array_ops_of_call, check_shared_memory, to_array
-from stagepack_loaders.executor import CallFuture, Executor, LocalExecutor
-from stagepack_loaders.module_habits import FIXED_DTYPES, module_hint
-from stagepack_loaders.options import LoadOptions, device_list
+from stagepack_loaders.executor import Executor
+from stagepack_loaders.module_habits import module_hint
 from stagepack_loaders.pipeline_sequence import PipelineSequence
-from stagepack_loaders.placement import current_placement, place_bundle, place_stages
-from stagepack_loaders.preparation import compile_prepared, finish_prepared, prepare, reading_progress
-from stagepack_loaders.registry import TORCH_RUNTIME
+from stagepack_loaders.placement import current_placement
 from stagepack_loaders.run_trace import RunTrace
 from stagepack_loaders.stages import CallableStage as CallableStage
+from stagepack_loaders.update_report import UpdateReport
+from stagepack_loaders.versions import StageVersion, UpdateSource, check_version_name
 
 
 class CallablePipeline(ABC):
@@ -39,9 +39,11 @@ class CallablePipeline(ABC):
         entry_point: the entry point.
         limit: the largest size of values; None for no limit.
         executor: what runs the stages.
+        trusted_signers: who must have signed the bundles that it is updated from; None for no check.
     """
 
     executor: Executor
+    trusted_signers: TrustedSigners | None = None
 
     def __init__(
         self, bundle: Bundle, executor: Executor, types: Collection[type] = (), limit: ValueLimit | None = None
@@ -150,12 +152,68 @@ class CallablePipeline(ABC):
 
         In this process, sequences of several threads take turns; in others, they run at the same time, in different stages.
         """
-        state = self.executor.begin_sequence()
+        return self._sequence(self.executor.version)
+
+    def sequences(self, count: int) -> list[PipelineSequence]:
+        """Return several sequences on one version of the weights, even if the pipeline is updated at the moment; see `sequence`."""
+        version = self.executor.version
+        return [self._sequence(version) for _ in range(count)]
+
+    def _sequence(self, version: StageVersion) -> PipelineSequence:
+        state = self.executor.begin_sequence(version)
         return PipelineSequence(
             partial(self._submit, state),
             partial(self.executor.end_sequence, state),
             partial(self.executor.forget_sequence, state),
+            version.name,
         )
+
+    @property
+    def version(self) -> str:
+        """The name of the version of the weights that calls and sequences to come run on: the digest of the bundle, or as `update` says."""
+        return self.executor.version.name
+
+    def update(
+        self,
+        source: BundleSource,
+        *,
+        version: str | None = None,
+        keep_previous: bool = False,
+        require_signature: TrustedSigners | None = None,
+    ) -> UpdateReport:
+        """Take the weights of another bundle, while calls go on.
+
+        The new weights are read and verified beside those that run; then calls and sequences to come run on them. Calls and sequences
+        under way finish on the version that they began with, whose weights are freed with the last of them: meanwhile, what has changed
+        is in memory twice. No call waits. Buffers that calls without a sequence write keep their content; `reset_state` sets them to
+        that of the new bundle. Calls of several stages never mix versions. An update waits for another one.
+
+        Args:
+            source: the folder of the bundle, its URL, or an opened bundle; with the graphs of the bundle that runs.
+            version: a name for the version; by default the digest of its bundle.
+            keep_previous: keep the version before in memory until the next update, which is then instant if it goes back to it.
+            require_signature: see `stagepack.load`; by default as at loading.
+
+        Returns:
+            The names of the versions, and how long each part took.
+
+        Raises:
+            UpdateError: the graphs or the contract are others; or weights of a stage were replaced or trained, or pass through
+                `device_memory`. The version that runs goes on, as with any other error.
+            StagepackError: the bundle cannot be read or verified; see `stagepack.load`.
+
+        Examples:
+            >>> pipeline.update("step-2.stagepack", version="step 2").version
+            'step 2'
+        """
+        check_version_name(version)
+        report = UpdateReport(version="", previous="")
+        bundle = opened(source, require_signature or self.trusted_signers)
+        update = UpdateSource(bundle=bundle, name=version, keeps_previous=keep_previous)
+        with named_errors(bundle.location):
+            report.previous = self.executor.update(update, report).name
+        report.version = self.executor.version.name
+        return report
 
     def generate(
         self,
@@ -280,118 +338,3 @@ class CallablePipeline(ABC):
             edge_name: to_array(values[edge_name], self._edges[edge_name], arrays) for edge_name in self._results
         }
         return fill_tree(self.entry_point.signature.result, result_values, self._types)
-
-
-class Pipeline(CallablePipeline):
-    """A loaded bundle, all stages in this process.
-
-    Stages may be of several runtimes; where these differ, values are converted on their way.
-
-    Attributes:
-        bundle: the bundle, at the entry point that runs.
-        entry_point: the entry point.
-        stages: the loaded stages, in order.
-
-    Examples:
-        >>> pipeline = stagepack.load("m.stagepack")
-        >>> result = pipeline(*args, **kwargs)
-        >>> pipeline.reset_state()
-    """
-
-    executor: LocalExecutor
-
-    def __init__(
-        self,
-        bundle: Bundle,
-        stages: Sequence[LoadedStage],
-        types: Collection[type] = (),
-        limit: ValueLimit | None = None,
-    ) -> None:
-        super().__init__(bundle, LocalExecutor(bundle, stages), types, limit)
-        self.stages = tuple(stages)
-
-    @property
-    def runtimes(self) -> tuple[Runtime, ...]:
-        """The runtime of each stage."""
-        return tuple(stage.runtime for stage in self.executor.stages)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Pipeline":
-        if any(runtime.name != TORCH_RUNTIME for runtime in self.runtimes):
-            return super().__deepcopy__(memo)
-        stages = [copy.deepcopy(stage, memo) for stage in self.stages]
-        copied = Pipeline(self.bundle, stages, self._types, self.limit)
-        copied.executor.chosen = self.executor.chosen
-        return copied
-
-    def to(self, devices: Any = None, *, device: Any = None, dtype: Any = None) -> Self:
-        """Move the stages to other devices, with their weights as they are now. Not while a call runs.
-
-        Parameters become other objects: make an optimizer afterwards.
-
-        Args:
-            devices: a device, such as ``"cuda:0"``, or a device for each stage, in order; with fewer devices, consecutive stages share
-                one.
-            device: the device of all stages, in the place of `devices`.
-            dtype: refused: a bundle computes in the types of the export.
-
-        Returns:
-            The pipeline itself.
-
-        Raises:
-            OptionError: a dtype is given, or both `device` and `devices`.
-            DeviceError: a device does not exist here, there are more devices than stages, or a stage cannot be moved: stages of ONNX
-                Runtime, compiled ones, and those with ``device_memory``.
-
-        Examples:
-            >>> pipeline = stagepack.load("m.stagepack")
-            >>> pipeline.to(["cuda:0", "cuda:1"]).devices
-            ('cuda:0', 'cuda:1')
-        """
-        if dtype is not None or type(devices).__name__ == "dtype":
-            raise OptionError(f"dtype: {FIXED_DTYPES}")
-        named = device_list(devices, device)
-        placement = {
-            stage_number: self.runtimes[stage_number].parse_device(device)
-            for stage_number, device in enumerate(place_stages(self.entry_point, named))
-        }
-        moved = {number for number, device in placement.items() if str(device) != str(self.stages[number].device)}
-        for stage_number in moved:
-            if not self.runtimes[stage_number].moves:
-                self.runtimes[stage_number].move_stages(self.bundle, {}, {})
-        for runtime in dict.fromkeys(self.runtimes[stage_number] for stage_number in moved):
-            numbers = [number for number in sorted(moved) if self.runtimes[number] is runtime]
-            stages = {number: self.stages[number] for number in numbers}
-            runtime.move_stages(self.bundle, stages, {number: placement[number] for number in numbers})
-        return self
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the parameters and persistent buffers of all stages, by their names in the model."""
-        return {weight_name: array for stage in self.stages for weight_name, array in stage.state_dict().items()}
-
-    def parameters(self) -> Iterator[Any]:
-        """Yield the parameters of all stages, each once."""
-        seen: set[int] = set()
-        for stage in self.stages:
-            for parameter in stage.parameters():
-                if id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    yield parameter
-
-
-def load_pipeline(
-    bundle: Bundle, options: LoadOptions, types: Collection[type], limits: Limits, shared: SharedObjects | None = None
-) -> Pipeline:
-    """Load all stages of a bundle into this process.
-
-    shared: what the stages share that are loaded together, also stages of several entry points.
-    """
-    placed = place_bundle(bundle, options)
-    bundle, options = placed.bundle, placed.options
-    limit = value_limit(bundle, limits)
-    loading = Loading(options=options, shared=shared or SharedObjects())
-    with reading_progress(bundle, range(len(bundle.stages)), loading) as loading:
-        ready_stages = compile_prepared(bundle, prepare(bundle, loading), options)
-        stages = finish_prepared(bundle, ready_stages, verify=options.verifies_weights)
-    pipeline = Pipeline(bundle, list(stages.values()), types, limit)
-    pipeline.executor.chosen = placed.chosen
-    return pipeline

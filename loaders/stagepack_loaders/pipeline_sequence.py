@@ -14,6 +14,9 @@ from stagepack.errors import OptionError
 class PipelineSequence(AbstractContextManager["PipelineSequence"]):
     """A pipeline with state of its own. Made by `CallablePipeline.sequence`.
 
+    Attributes:
+        version: the name of the version of the weights that all its calls run on.
+
     Examples:
         >>> with pipeline.sequence() as chat:
         ...     logits = chat(prompt, position)
@@ -24,7 +27,9 @@ class PipelineSequence(AbstractContextManager["PipelineSequence"]):
         submit: "Callable[[tuple[Any, ...], Mapping[str, Any]], Future[Any]]",
         end: Callable[[], None],
         forget: Callable[[], None],
+        version: str = "",
     ) -> None:
+        self.version = version
         self._submit = submit
         self._end = end
         self._lock = threading.Lock()
@@ -49,14 +54,19 @@ class PipelineSequence(AbstractContextManager["PipelineSequence"]):
                 self._submit_count -= 1
                 ends_now = not self._submit_count and not self._finalizer.alive
             if ends_now:
-                self._end()
+                self._finish()
 
     def close(self) -> None:
         """Free the state; after the calls that other threads submit at the moment, which would create it again."""
         with self._lock:
             ends_now = self._finalizer.detach() is not None and not self._submit_count
         if ends_now:
-            self._end()
+            self._finish()
+
+    def _finish(self) -> None:
+        """Free the state, and let go of the weights of the version."""
+        self._end()
+        del self._submit, self._end
 
     def __exit__(
         self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

@@ -1,9 +1,10 @@
 """A loaded stage that runs: what drives it in a call of a pipeline, and how it is called on its own, with the arrays of any runtime."""
 
+import contextlib
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from stagepack.errors import InputError, StageFailedError
@@ -20,6 +21,39 @@ from stagepack_loaders.registry import find_runtime
 from stagepack_loaders.stage_errors import typed_stage_errors
 
 
+class OwnState:
+    """The buffers that calls of a stage write which have no sequence. They pass on from one version of the stage to the next.
+
+    Attributes:
+        lock: held while a call uses the buffers of a version, its own or those of a sequence.
+    """
+
+    def __init__(self, holder: LoadedStage) -> None:
+        self.lock = threading.Lock()
+        # The stage of the newest version.
+        self._holder = holder
+
+    @contextlib.contextmanager
+    def lent_to(self, stage: LoadedStage) -> Iterator[None]:
+        """Return a context in which a stage has the buffers; the lock is held. A call may still run on a version before the newest."""
+        holder = self._holder
+        if stage is holder:
+            yield
+            return
+        placeholder = holder.fresh_state()
+        spare = stage.swap_state(holder.swap_state(placeholder))
+        try:
+            yield
+        finally:
+            holder.swap_state(stage.swap_state(spare))
+
+    def pass_on(self, stage: LoadedStage) -> None:
+        """Let the stage of a new version have the buffers from now on."""
+        with self.lock:
+            previous, self._holder = self._holder, stage
+            stage.swap_state(previous.swap_state(stage.fresh_state()))
+
+
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class StageDriver:
     """Runs a loaded stage on values by edge name.
@@ -31,7 +65,7 @@ class StageDriver:
         inputs: its inputs.
         outputs: the names of its outputs.
         has_state: whether it has buffers that calls write.
-        state_lock: held while a call uses these buffers: all executors of a loaded stage share its driver.
+        own: these buffers, for calls without a sequence: all executors and versions of a stage share them.
     """
 
     number: int
@@ -40,7 +74,7 @@ class StageDriver:
     inputs: tuple[Edge, ...]
     outputs: tuple[str, ...]
     has_state: bool
-    state_lock: threading.Lock = field(default_factory=threading.Lock)
+    own: OwnState
 
     def take_inputs(self, values: MutableMapping[str, Any]) -> list[Any]:
         """Return the inputs as the runtime takes them. Later stages get the same ones: they are to see what this one writes into them."""
@@ -61,13 +95,17 @@ class StageDriver:
         """
         with typed_stage_errors(self.number):
             if self.has_state:
-                with self.state_lock:
-                    outputs = self.loaded.run(inputs) if states is None else self._run_in_sequence(inputs, states)
+                with self.own.lock:
+                    outputs = self._run_alone(inputs) if states is None else self._run_in_sequence(inputs, states)
             else:
                 outputs = self.loaded.run(inputs)
             if waits:
                 self.runtime.wait(self.loaded.device)
         return outputs
+
+    def _run_alone(self, inputs: list[Any]) -> tuple[Any, ...]:
+        with self.own.lent_to(self.loaded):
+            return self.loaded.run(inputs)
 
     def _run_in_sequence(self, inputs: list[Any], states: MutableMapping[int, Any]) -> tuple[Any, ...]:
         state = states[self.number] if self.number in states else self.loaded.fresh_state()
@@ -79,8 +117,17 @@ class StageDriver:
 
     def reset_state(self) -> None:
         """Set the buffers that calls write to their content at loading."""
-        with self.state_lock:
+        with self.own.lock:
             self.loaded.reset_state()
+
+    def of_version(self, loaded: LoadedStage) -> "StageDriver":
+        """Return what runs the same stage with the weights of another version, which does not have its buffers yet."""
+        return replace(self, loaded=loaded)
+
+    def take_over(self) -> None:
+        """Let calls without a sequence find the buffers of the version before in this one, which is the newest."""
+        if self.has_state:
+            self.own.pass_on(self.loaded)
 
 
 def stage_driver(entry_point: EntryPoint, stage_number: int, loaded: LoadedStage) -> StageDriver:
@@ -94,6 +141,7 @@ def stage_driver(entry_point: EntryPoint, stage_number: int, loaded: LoadedStage
         inputs=tuple(edges[edge_name] for edge_name in stage.inputs),
         outputs=tuple(stage.outputs),
         has_state=bool(stage.state),
+        own=OwnState(loaded),
     )
 
 

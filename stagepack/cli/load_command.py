@@ -162,7 +162,7 @@ def command(options: _Options) -> None:
     load_options = options.load_options(stage_runtimes)
     facts: dict[str, Any] = {}
     if options.stage_number is None:
-        from stagepack_loaders.pipeline import Pipeline  # noqa: PLC0415 - after the arguments are checked
+        from stagepack_loaders.local_pipeline import Pipeline  # noqa: PLC0415 - after the arguments are checked
         from stagepack_loaders.placement import current_placement, place_bundle  # noqa: PLC0415 - the same
 
         stored_bundle, placed = bundle, place_bundle(bundle, load_options)

@@ -18,7 +18,8 @@ from stagepack.format.output_file import TemporaryFolder
 from stagepack.format.reader import Bundle, bundle_permissions
 from stagepack.format.writer import check_output_path
 from stagepack.roads.replace import replace_weights
-from stagepack_loaders.pipeline import CallablePipeline, Pipeline
+from stagepack_loaders.local_pipeline import Pipeline
+from stagepack_loaders.pipeline import CallablePipeline
 from stagepack_loaders.registry import TORCH_RUNTIME
 
 

@@ -29,8 +29,8 @@ from stagepack.unwritten_memory import ALLOCATING_OPERATORS
 from stagepack_loaders.base import Loading
 from stagepack_loaders.comparison import Difference, format_difference
 from stagepack_loaders.example import compare_results, run_on_inputs
+from stagepack_loaders.local_pipeline import Pipeline
 from stagepack_loaders.options import LoadOptions
-from stagepack_loaders.pipeline import Pipeline
 from stagepack_loaders.preparation import finish_prepared, prepare
 from stagepack_loaders.registry import TORCH_RUNTIME
 from stagepack_loaders.torch.resolved_operators import resolve_operators

@@ -17,7 +17,7 @@ from stagepack.format.graph_codec import encode_graph
 from stagepack.format.traversal import output_names
 from stagepack.partition.cut_options import CutOptions
 from stagepack.roads.capture_writer import export_capture
-from stagepack_loaders.pipeline import Pipeline
+from stagepack_loaders.local_pipeline import Pipeline
 from tests.bundle_editor import BundleEditor
 from tests.zoo.case import Case, answers, assert_equal
 from tests.zoo.cases import named

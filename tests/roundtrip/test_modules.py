@@ -13,7 +13,7 @@ from stagepack.errors import InputError
 from stagepack.format.reader import Bundle
 from stagepack.partition.cut_options import CutOptions
 from stagepack.roads.capture_writer import export_capture
-from stagepack_loaders.pipeline import Pipeline
+from stagepack_loaders.local_pipeline import Pipeline
 from tests.zoo.called import calls_of, is_equal
 from tests.zoo.case import Case, answers, assert_equal, captured_answers
 from tests.zoo.cases import named

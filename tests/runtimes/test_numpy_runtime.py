@@ -16,7 +16,7 @@ import stagepack
 from stagepack.cli import main
 from stagepack.errors import DeviceError, InputError, OperatorError, OptionError
 from stagepack_loaders import example, registry
-from stagepack_loaders.pipeline import Pipeline
+from stagepack_loaders.local_pipeline import Pipeline
 from stagepack_loaders.registry import find_runtime, register_runtime, runtime_names
 from stagepack_serving.protocol.interface import Interface
 from stagepack_serving.server.scheduler import QueuedCall, Scheduler

@@ -17,8 +17,8 @@ from stagepack.errors import DigestError, OptionError
 from stagepack.format.reader import Bundle
 from stagepack_loaders import file_leases
 from stagepack_loaders.base import Loading
+from stagepack_loaders.local_pipeline import Pipeline
 from stagepack_loaders.options import LoadOptions
-from stagepack_loaders.pipeline import Pipeline
 from stagepack_loaders.preparation import prepare
 from stagepack_loaders.weight_files import FolderReader
 from stagepack_loaders.window_plan import PLACE_ALIGNMENT, WeightUse, least_bytes, plan_window

@@ -22,7 +22,7 @@ PUBLIC = {
     "stagepack_loaders.distributed.ray_launcher.launch",
     "stagepack_loaders.entry_points.EntryPointPipelines",
     "stagepack_text.settings.GenerationSettings",
-    "stagepack_loaders.pipeline.Pipeline",
+    "stagepack_loaders.local_pipeline.Pipeline",
     "stagepack_loaders.pipeline_sequence.PipelineSequence",
     "stagepack_loaders.registry.register_runtime",
     "stagepack_loaders.torch.stage.TorchStage",

@@ -21,8 +21,8 @@ from stagepack.errors import DigestError, OptionError
 from stagepack.format.chunks import CHUNK_BYTES
 from stagepack.format.reader import Bundle
 from stagepack_loaders.base import Loading
+from stagepack_loaders.local_pipeline import Pipeline
 from stagepack_loaders.options import LoadOptions
-from stagepack_loaders.pipeline import Pipeline
 from stagepack_loaders.preparation import prepare
 from stagepack_loaders.torch.prepare import PreparedTorchStage, prepare_stages
 from stagepack_loaders.torch.weight_store import ArrivingStore

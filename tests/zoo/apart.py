@@ -8,7 +8,7 @@ import torch
 
 from stagepack.format.reader import Bundle
 from stagepack_loaders.load_stage import load_stage
-from stagepack_loaders.pipeline import Pipeline
+from stagepack_loaders.local_pipeline import Pipeline
 from stagepack_loaders.torch.stage import TorchStage
 
 

@@ -36,6 +36,7 @@ from stagepack_loaders.distributed.membership import (
     absolute_bundle,
     group_options,
     join_group,
+    location_of_version,
     place_group,
 )
 from stagepack_loaders.distributed.pipeline import DistributedPipeline
@@ -247,6 +248,13 @@ class _TorchrunLauncher:
         except ConnectionLostError as error:
             raise StageLostError(f"a process of the pipeline is lost: {error}") from None
         return FrontProcess(self._bundle, membership, report_loss=report_and_tell)
+
+    def find_version(self, bundle: Bundle) -> str:
+        """See `GroupLauncher`."""
+        return location_of_version(bundle, self._options)
+
+    def use_version(self, bundle: Bundle) -> None:
+        """See `GroupLauncher`. The launcher of the processes starts them with the bundle of their command."""
 
     def leave_out(self, lost: StageLostError) -> None:
         """See `GroupLauncher`. The launcher of the processes decides how many it starts again."""

@@ -30,11 +30,14 @@ from stagepack_loaders.distributed.routes import (
     write_control,
 )
 from stagepack_loaders.distributed.stage_worker import StageRequest, StageWorker
+from stagepack_loaders.distributed.staging import GroupStaging
 from stagepack_loaders.distributed.status import (
     ProcessEnd,
     ProcessStatus,
+    RecordedStatus,
     RequestFailure,
     RequestsInFlight,
+    VersionStaged,
     rebuild_error,
 )
 from stagepack_loaders.distributed.transfers import QueuedSenders, RouteReceivers, RouteSenders
@@ -54,7 +57,11 @@ class FrontProcess:
     Attributes:
         bundle: the bundle in the stages that the processes run.
         trace: records what all processes do, while it is on.
+        staging: has all processes load a version.
+        after_answer: called in the thread that answers, after each answer.
     """
+
+    after_answer: Callable[[], None] = staticmethod(lambda: None)
 
     def __init__(
         self,
@@ -91,7 +98,12 @@ class FrontProcess:
         self._senders = QueuedSenders(RouteSenders(self._group, membership.links, self._input_routes))
         self._receivers = RouteReceivers(self._group, membership.links, membership.routes, self._symbols)
         self.trace = GroupTrace(range(self._group.size), self.command)
-        self._worker = StageWorker(bundle.entry_point, membership, self._record_failure, self.trace.spans)
+        self._worker = StageWorker(bundle, membership, self._record_failure, self.trace.spans)
+        self.staging = GroupStaging(
+            membership,
+            lambda version: self._tell_others(ControlKind.STAGE_VERSION, self._last_number, version),
+            self._worker.stage_version if membership.stages else None,
+        )
         self._threads = [
             *([threading.Thread(target=self._run_stages, name="stages", daemon=True)] if membership.stages else []),
             threading.Thread(target=self._send_queued, name="sends", daemon=True),
@@ -153,15 +165,14 @@ class FrontProcess:
         answer: Future[dict[str, Any]] = Future()
         answer.add_done_callback(lambda _: self._places.release())
         with self._sending():
-            message = self._next_message(ControlKind.RUN, sequence=sequence, size_words=size_words)
+            version = 0 if options.version is None else options.version.number
+            message = self._next_message(ControlKind.RUN, sequence=sequence, version=version, size_words=size_words)
             self._requests.add(message.number, answer)
             if (lost := self.lost) is not None:  # those that are added later are not failed with the others
                 if self._requests.remove(message.number) is not None:
                     answer.set_exception(repeated_error(lost))
                 return answer
-            request = StageRequest(
-                message=message, layout=layout, values=dict(values), copies_results=options.copies_results
-            )
+            request = StageRequest(message=message, layout=layout, values=dict(values), options=options)
             self._send(request, packed_inputs)
         if options.cancellation is not None:
             options.cancellation.add_done_callback(lambda _: self._cancel(message.number))
@@ -171,12 +182,12 @@ class FrontProcess:
         self.trace.spans.add("transfer", message.number, admitted, byte_count=byte_count)
         return answer
 
-    def command(self, kind: ControlKind, *, sequence: int = 0, seed: int = 0) -> int:
-        """Have all processes execute a command after the requests before it."""
+    def command(self, kind: ControlKind, **fields: int) -> int:
+        """Have all processes execute a command after the requests before it; `fields` are those of its message."""
         with self._sending():
             if (lost := self.lost) is not None:
                 raise repeated_error(lost)
-            message = self._next_message(kind, sequence=sequence, seed=seed)
+            message = self._next_message(kind, **fields)
             self._send_command(message)
         return message.number
 
@@ -199,6 +210,7 @@ class FrontProcess:
                 return False
             with self._cancel_lock:
                 self._is_closed = True
+            self.staging.fail(StageLostError("the pipeline is closed"))
             if self._watch.lost is None:
                 self._watch.expect_close()
                 self._send_command(self._next_message(ControlKind.CLOSE))
@@ -250,19 +262,11 @@ class FrontProcess:
         except ConnectionLostError as error:
             self._watch.lose_unknown(error)
 
-    def _next_message(
-        self, kind: ControlKind, *, sequence: int = 0, seed: int = 0, size_words: bytes = b""
-    ) -> ControlMessage:
+    def _next_message(self, kind: ControlKind, **fields: Any) -> ControlMessage:
         self._last_number += 1
         trace = current_trace.get()
-        return ControlMessage(
-            kind=kind,
-            number=self._last_number,
-            sequence=sequence,
-            seed=seed,
-            size_words=size_words,
-            trace_words=b"" if trace is None else trace.words(),
-        )
+        trace_words = b"" if trace is None else trace.words()
+        return ControlMessage(kind=kind, number=self._last_number, trace_words=trace_words, **fields)
 
     def _send_command(self, message: ControlMessage) -> None:
         self._send(message, [pack_command(self._symbols) for _ in self._input_routes])
@@ -292,10 +296,14 @@ class FrontProcess:
         self._requests.add_error(number, CancelledError())
         if self._membership.stages:
             self._worker.cancel(number)
+        self._tell_others(ControlKind.CANCEL, number)
+
+    def _tell_others(self, kind: ControlKind, number: int, version: int = 0) -> None:
+        """Tell the other processes something beside the routes."""
         with suppress(ConnectionLostError), self._cancel_lock:  # the watch finds out
             if not self._is_closed:
-                cancellation = ControlMessage(kind=ControlKind.CANCEL, number=number)
-                self._announce(cancellation, range(self._group.size), CANCEL_TAG)
+                message = ControlMessage(kind=kind, number=number, version=version)
+                self._announce(message, range(self._group.size), CANCEL_TAG)
 
     def _send_queued(self) -> None:
         with self._watch.reported_loss():
@@ -330,11 +338,12 @@ class FrontProcess:
                 elif work.kind == ControlKind.CLOSE:
                     return
                 del work
+                self.after_answer()
 
     def _answer(self, request: StageRequest, message: ControlMessage | None) -> None:
         number = request.message.number
         start = trace_clock()
-        received_values = self._receivers.values(request.layout, copies=request.copies_results)
+        received_values = self._receivers.values(request.layout, copies=request.options.copies_results)
         self._sent_messages.finish(number)
         self.trace.spans.add("transfer", number, start)
         has_failed = ControlKind.FAIL in (request.message.kind, message.kind if message else None)
@@ -359,11 +368,13 @@ class FrontProcess:
         error.add_note(f"stage {stage_number} runs in process {facts.rank} on {facts.host}")
         self._requests.add_error(number, error)
 
-    def _record_status(self, rank: int, status: ProcessStatus | RequestFailure | SpanReport) -> None:
+    def _record_status(self, rank: int, status: RecordedStatus) -> None:
         if isinstance(status, RequestFailure):
             self._record_failure(status.request, status.stage, rebuild_error(status.error))
         elif isinstance(status, SpanReport):
             self.trace.add(rank, status)
+        elif isinstance(status, VersionStaged):
+            self.staging.add(rank, status)
         else:
             self._statuses[rank] = structs.replace(status, pending_requests=self._last_number - status.last_number)
 
@@ -377,6 +388,7 @@ class FrontProcess:
         self._senders.end()
         self._requests.fail(lost)
         self.trace.fail(repeated_error(lost))
+        self.staging.fail(lost)
         for queue in (self._work, self._finished_here):  # whose threads wait for work, not for another process
             queue.put(ControlMessage(kind=ControlKind.CLOSE, number=0))
         self._report_loss(lost)

@@ -38,7 +38,7 @@ from stagepack_loaders.distributed.status import ErrorReport, attribute_error, r
 from stagepack_loaders.options import LoadOptions, ProcessOptions
 from stagepack_loaders.placement import PlacedBundle, place_bundle
 from stagepack_loaders.preparation import compile_prepared, open_for_loading, prepare
-from stagepack_loaders.registry import find_runtime
+from stagepack_loaders.registry import find_runtime, runtime_of_each_stage
 
 # Weights may take long to read; a process that ends meanwhile is found by the launcher.
 _LOAD_SECONDS = 24 * 3600.0
@@ -116,6 +116,23 @@ def absolute_bundle(bundle: Bundle) -> Bundle:
     absolute = copy.copy(bundle)
     absolute.path = bundle.path.absolute()
     return absolute
+
+
+def location_of_version(bundle: Bundle, options: GroupOptions) -> str:
+    """Return where the processes of a group find another version of its bundle: a folder, or the URL of a remote one.
+
+    Processes on this machine open the folder of a remote bundle too, which must have all their files.
+    """
+    if options.is_local:
+        runtimes = runtime_of_each_stage(options.load.runtime, bundle)
+        bundle.fetch(
+            file_name
+            for stage_number, stage_runtime in enumerate(runtimes)
+            for file_name in stage_runtime.stage_files(bundle, stage_number)
+        )
+    bundle = absolute_bundle(bundle)
+    url = None if options.is_local or bundle.source is None else bundle.source.url
+    return f"{bundle.path if url is None else url}{bundle.fragment}"
 
 
 def group_options(load: LoadOptions, processes: ProcessOptions, limits: Limits) -> GroupOptions:

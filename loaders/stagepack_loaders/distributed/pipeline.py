@@ -11,9 +11,10 @@ from stagepack.format.manifest import format_stage_count
 from stagepack.format.reader import Bundle
 from stagepack_loaders import example
 from stagepack_loaders.call_limits import ValueLimit
+from stagepack_loaders.distributed.group_launcher import GroupLauncher
 from stagepack_loaders.distributed.meeting import StageFacts
 from stagepack_loaders.distributed.microbatches import Microbatches
-from stagepack_loaders.distributed.process_executor import GroupLauncher, ProcessExecutor
+from stagepack_loaders.distributed.process_executor import ProcessExecutor
 from stagepack_loaders.distributed.status import ProcessStatus
 from stagepack_loaders.options import ProcessOptions
 from stagepack_loaders.pipeline import CallablePipeline

@@ -10,20 +10,24 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from stagepack.errors import OptionError, StageLostError, StagepackError, repeated_error
 from stagepack.format.reader import Bundle
-from stagepack.partition.placement import Placement
 from stagepack_loaders.base import ArrayOps
 from stagepack_loaders.distributed.front import FrontProcess
+from stagepack_loaders.distributed.group_launcher import GroupLauncher
+from stagepack_loaders.distributed.group_versions import GroupVersions
 from stagepack_loaders.distributed.meeting import StageFacts
 from stagepack_loaders.distributed.routes import FRONT_RANK, ControlKind
 from stagepack_loaders.distributed.status import ProcessStatus
 from stagepack_loaders.executor import DEFAULT_CALL, CallOptions, Executor, StageObserver
 from stagepack_loaders.run_trace import RunTrace
 from stagepack_loaders.torch.arrays import TORCH_ARRAYS
+from stagepack_loaders.update_report import UpdateReport
+from stagepack_loaders.versions import CallSequence, StageVersion, UpdateSource, same_model
 
 _LOGGER = logging.getLogger("stagepack")
 # How long calls in flight have when the pipeline was not closed before this process ends, or before it is collected.
@@ -35,42 +39,6 @@ _LONGEST_PAUSE_SECONDS = 10.0
 _RESTART_WINDOW_SECONDS = 3600.0
 # Sends values with the sizes of their symbols on their way.
 SubmitValues = Callable[[Mapping[str, Any], Mapping[str, int]], "Future[dict[str, Any]]"]
-
-
-class GroupLauncher(Protocol):
-    """What starts the processes of a pipeline, and starts them again."""
-
-    @property
-    def chosen(self) -> Placement | None:
-        """The placement of the stages, if it was chosen."""
-
-    def start(self, report_loss: Callable[[StageLostError], None], check: Callable[[], None]) -> FrontProcess:
-        """Return the front of a new group, when all processes have loaded their stages.
-
-        Args:
-            report_loss: called when a process of the group is lost.
-            check: called while this process waits for the others; raises when there is no use in waiting.
-
-        Raises:
-            StagepackError: the processes could not be started, or could not load their stages.
-        """
-
-    def leave_out(self, lost: StageLostError) -> None:
-        """Place the stages on the processes that are left when one is lost, if the caller has asked for that.
-
-        Args:
-            lost: the error that names the stages of the process.
-
-        Raises:
-            StagepackError: the stages do not fit on the others.
-        """
-
-    def stop(self, *, wait: bool) -> None:
-        """End the processes of the last group.
-
-        Args:
-            wait: they are about to end by themselves.
-        """
 
 
 class ProcessExecutor(Executor):
@@ -89,7 +57,8 @@ class ProcessExecutor(Executor):
     def __init__(
         self, bundle: Bundle, launcher: GroupLauncher, max_restarts: int, run_example: Callable[[], None]
     ) -> None:
-        self.bundle = bundle
+        self._versions = GroupVersions(bundle)
+        self._update_lock = threading.Lock()
         self._launcher = launcher
         self._max_restarts = max_restarts
         self._restart_times: deque[float] = deque(maxlen=max_restarts)
@@ -99,7 +68,6 @@ class ProcessExecutor(Executor):
         self._has_started = False
         self._is_state_lost = False
         self._sequence_numbers = itertools.count(1)
-        self._restart_count_of_sequence: dict[int, int] = {}
         self._forgotten_sequences: deque[int] = deque()
         # The last reference to the pipeline may go in the thread that has the lock, which then calls `end`.
         self._lock = threading.RLock()
@@ -108,6 +76,11 @@ class ProcessExecutor(Executor):
         self._failure: StagepackError | None = None
         self._starting_thread: int | None = None
         self._process_id = os.getpid()
+
+    @property
+    def version(self) -> StageVersion:  # type: ignore[override] # the processes may be started again
+        """See `Executor`."""
+        return self._versions.newest
 
     @property
     def arrays(self) -> ArrayOps:
@@ -133,10 +106,13 @@ class ProcessExecutor(Executor):
         self,
         values: dict[str, Any],
         sizes: Mapping[str, int],
-        sequence: Any = None,
+        sequence: CallSequence | None = None,
         options: CallOptions = DEFAULT_CALL,
     ) -> "Future[dict[str, Any]]":
         """See `Executor` and `FrontProcess.submit`. Waits while as many calls as allowed are in flight."""
+        # For all parts of a batch.
+        version = sequence.version if sequence is not None else options.version or self.version
+        options = replace(options, version=version)
         if self.divide is not None and sequence is None:
             return self.divide(values, sizes, partial(self._submit_whole, options=options))
         return self._submit_whole(values, sizes, sequence, options)
@@ -145,34 +121,65 @@ class ProcessExecutor(Executor):
         self,
         values: Mapping[str, Any],
         sizes: Mapping[str, int],
-        sequence: int | None = None,
+        sequence: CallSequence | None = None,
         options: CallOptions = DEFAULT_CALL,
     ) -> "Future[dict[str, Any]]":
         with suppress(IndexError):
             while True:
-                self.end_sequence(self._forgotten_sequences.popleft())
+                self._end_sequence(self._forgotten_sequences.popleft())
         # Before the restarts are counted: if it is replaced meanwhile, it answers nothing.
         front = self.front
         self._check_ready()
         if sequence is None and self._is_state_lost:
             raise StageLostError("the state of the pipeline was lost with a process: call reset_state() to begin anew")
-        if sequence and self._restart_count_of_sequence.setdefault(sequence, self.restart_count) != self.restart_count:
-            raise StageLostError("the state of the sequence was lost with a process: begin another one")
-        return front.submit(values, sizes, sequence or 0, options)
+        if options.version is not None and options.version.group != self.version.group:
+            lost = "version of the call" if sequence is None else "state of the sequence"
+            raise StageLostError(f"the {lost} was lost with a process: begin another one")
+        return front.submit(values, sizes, 0 if sequence is None else sequence.number, options)
 
-    def begin_sequence(self) -> int:
-        """See `Executor`. It is a number that the processes know."""
-        return next(self._sequence_numbers)
+    def begin_sequence(self, version: StageVersion | None = None) -> CallSequence:
+        """See `Executor`. It has a number that the processes know."""
+        return CallSequence(version=version or self.version, number=next(self._sequence_numbers))
 
-    def end_sequence(self, sequence: int) -> None:
+    def end_sequence(self, sequence: CallSequence) -> None:
         """See `Executor`. The state of a lost process is free."""
-        self._restart_count_of_sequence.pop(sequence, None)
-        with suppress(StagepackError):
-            self._command(ControlKind.END_SEQUENCE, sequence=sequence)
+        self._end_sequence(sequence.number)
 
-    def forget_sequence(self, sequence: int) -> None:
+    def forget_sequence(self, sequence: CallSequence) -> None:
         """See `Executor`."""
-        self._forgotten_sequences.append(sequence)
+        self._forgotten_sequences.append(sequence.number)
+
+    def _end_sequence(self, number: int) -> None:
+        with suppress(StagepackError):
+            self._command(ControlKind.END_SEQUENCE, sequence=number)
+
+    def update(self, source: UpdateSource, report: UpdateReport) -> StageVersion:
+        """See `Executor`. When a process is lost meanwhile, all of them have the version before, also those that are started again."""
+        with self._update_lock:
+            self._check_ready()
+            front, previous = self.front, self.version
+            front.refuse_waiting()
+            bundle = same_model(previous.bundle, source.bundle)
+            with report.part("fetch"):
+                location = self._launcher.find_version(bundle)
+            try:
+                staged = self._versions.stage(front, source, bundle, location, report)
+            finally:
+                self._end_versions()
+            with report.part("switch"), self._lock:
+                self._check_ready()
+                front.command(ControlKind.SWITCH_VERSION, version=staged.number)
+                if self.front is not front or front.lost is not None:
+                    raise repeated_error(front.lost or StageLostError("the processes were started again"))
+                self._launcher.use_version(bundle)
+                self._versions.newest = staged
+            self._versions.kept = previous if source.keeps_previous else None
+            return previous
+
+    def _end_versions(self) -> None:
+        """Have the processes free the versions that nothing refers to."""
+        with suppress(StagepackError):
+            self._versions.end_unused(lambda number: self._command(ControlKind.END_VERSION, version=number))
 
     def reset_state(self) -> None:
         """See `Executor`."""
@@ -274,7 +281,9 @@ class ProcessExecutor(Executor):
         self._starting_thread = threading.get_ident()
         try:
             self.front = self._launcher.start(self._restart, self._check_open)
-            self.bundle, self.chosen = self.front.bundle, self._launcher.chosen
+            self.chosen = self._launcher.chosen
+            self._versions.begin_group(self.front.bundle)
+            self.front.after_answer = self._end_versions
             try:
                 self._check_open()
                 self._prepare()
@@ -302,9 +311,9 @@ class ProcessExecutor(Executor):
         self._is_state_lost = self._has_state and not is_first_start
         self._has_started = True
 
-    def _command(self, kind: ControlKind, *, sequence: int = 0, seed: int = 0) -> None:
+    def _command(self, kind: ControlKind, **fields: int) -> None:
         self._check_ready()
-        self.front.command(kind, sequence=sequence, seed=seed)
+        self.front.command(kind, **fields)
 
     def _give_up_start(self) -> None:
         self._is_closing.set()

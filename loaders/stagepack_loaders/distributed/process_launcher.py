@@ -18,7 +18,13 @@ from stagepack.partition.placement import Placement
 from stagepack_loaders.distributed import stage_process
 from stagepack_loaders.distributed.front import FrontProcess
 from stagepack_loaders.distributed.meeting import Seat, find_lost_connection, find_start_error
-from stagepack_loaders.distributed.membership import GroupOptions, join_group, place_group
+from stagepack_loaders.distributed.membership import (
+    GroupOptions,
+    absolute_bundle,
+    join_group,
+    location_of_version,
+    place_group,
+)
 from stagepack_loaders.distributed.process_group import host_name, open_store
 from stagepack_loaders.distributed.routes import FRONT_RANK, ConnectionLostError, stages_of_rank
 from stagepack_loaders.distributed.stage_process import ProcessDescription
@@ -69,6 +75,14 @@ class ProcessLauncher(ABC, Generic[Handle]):
         return FrontProcess(
             self._bundle, membership, find_end=lambda rank: self._find_end(processes[rank]), report_loss=report_loss
         )
+
+    def find_version(self, bundle: Bundle) -> str:
+        """See `GroupLauncher`."""
+        return location_of_version(bundle, self._options)
+
+    def use_version(self, bundle: Bundle) -> None:
+        """See `GroupLauncher`."""
+        self._bundle = absolute_bundle(bundle)
 
     def leave_out(self, lost: StageLostError) -> None:
         """See `GroupLauncher`. Default: nothing."""
@@ -177,6 +191,10 @@ class ProcessGrouping:
         """Return the bundle in the stages that the processes run, and its options."""
         return self.placed.bundle, self._placed_options
 
+    def use_version(self, bundle: Bundle) -> None:
+        """Place another version from now on."""
+        self._bundle = bundle.stored
+
     def leave_out(self, running: GroupOptions, lost: StageLostError) -> bool:
         """Place the stages on the processes that are left; False if nobody has asked for that, or they do not fit there."""
         ranks = {running.rank_of_stage[stage] for stage in lost.stages}
@@ -209,6 +227,12 @@ class LocalLauncher(ProcessLauncher["subprocess.Popen[bytes]"]):
             self.chosen = self._grouping.placed.chosen
             placement = self.chosen or current_placement(self._bundle, self._options.load.devices)
             _LOGGER.warning("%s: the processes that are left run %s", self._bundle.location, placement)
+
+    def use_version(self, bundle: Bundle) -> None:
+        """See `GroupLauncher`."""
+        super().use_version(bundle)
+        if self._grouping is not None:
+            self._grouping.use_version(self._bundle)
 
     def _end_processes(self, *, wait: bool) -> None:
         deadline = time.monotonic() + (_END_SECONDS if wait else 0.0)

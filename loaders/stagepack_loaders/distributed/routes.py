@@ -30,7 +30,7 @@ WORD_BYTES = 8
 ANNOUNCEMENT_TAG = 0
 # The tag of messages by which the front cancels requests, and that it closes; above all tags of routes.
 CANCEL_TAG = 2**20 + 1
-_FIXED_WORDS = struct.Struct("<4q32s")
+_FIXED_WORDS = struct.Struct("<5q32s")
 _ALIGNMENT = 64
 _KEPT_LAYOUTS = 4096
 _INLINE_BYTES = 64 * 1024  # of one route; copying them costs less than bodies
@@ -137,6 +137,9 @@ class ControlKind(IntEnum):
     START_TRACE = 7
     STOP_TRACE = 8
     CANCEL = 9  # nobody waits for the answer to the request of this number; sent beside the routes
+    STAGE_VERSION = 10  # load a version, which the store of the group describes; sent beside the routes
+    SWITCH_VERSION = 11  # a version is the newest from now on
+    END_VERSION = 12  # no call runs on a version any more
 
 
 # Kinds of messages with the values of a request; the others are commands.
@@ -148,6 +151,7 @@ class ControlMessage(Struct, frozen=True, kw_only=True):
     """One request or command. All processes get the messages in the order of their numbers, without a gap.
 
     sequence: whose state is used or ended; 0 for the state of the stage itself.
+    version: what the request runs on, or the command is about.
     size_words: the sizes of the symbols that the inputs determine, by `encode_sizes`; empty for commands.
     trace_words: the identity of the request, by `RequestTrace.words`; empty for none.
     """
@@ -156,6 +160,7 @@ class ControlMessage(Struct, frozen=True, kw_only=True):
     number: int
     sequence: int = 0
     seed: int = 0
+    version: int = 0
     size_words: bytes = b""
     trace_words: bytes = b""
 
@@ -171,14 +176,15 @@ def control_bytes(symbols: Sequence[Symbol]) -> int:
 
 def write_control(memory: memoryview, message: ControlMessage) -> None:
     """Write the words of a message at the beginning of some memory."""
-    _FIXED_WORDS.pack_into(memory, 0, message.kind, message.number, message.sequence, message.seed, message.trace_words)
+    words = (message.kind, message.number, message.sequence, message.seed, message.version)
+    _FIXED_WORDS.pack_into(memory, 0, *words, message.trace_words)
     if message.size_words:
         memory[_FIXED_WORDS.size : _FIXED_WORDS.size + len(message.size_words)] = message.size_words
 
 
 def read_control(memory: memoryview, symbol_count: int) -> ControlMessage:
     """Return the message at the beginning of some memory."""
-    kind, number, sequence, seed, trace_words = _FIXED_WORDS.unpack_from(memory)
+    kind, number, sequence, seed, version, trace_words = _FIXED_WORDS.unpack_from(memory)
     if kind not in _KINDS:
         raise ConnectionLostError(f"expected a control message, found the kind {kind}")
     size_words = b""
@@ -189,6 +195,7 @@ def read_control(memory: memoryview, symbol_count: int) -> ControlMessage:
         number=number,
         sequence=sequence,
         seed=seed,
+        version=version,
         size_words=size_words,
         trace_words=trace_words if any(trace_words) else b"",
     )

@@ -41,6 +41,7 @@ from stagepack_loaders.distributed.routes import (
     read_control,
 )
 from stagepack_loaders.distributed.stage_worker import StageRequest, StageWorker
+from stagepack_loaders.distributed.staging import read_description
 from stagepack_loaders.distributed.status import ProcessStatus, RequestFailure, StatusSender, report_error, stages_text
 from stagepack_loaders.distributed.transfers import RouteReceivers
 from stagepack_loaders.distributed.watch import HEARTBEAT_SECONDS, LOST_STATUS, FrontWatch
@@ -195,7 +196,7 @@ class _StageProcess:
         self._posting_places = threading.Semaphore(_REQUESTS_POSTED_AHEAD)
         self._spans = SpanRecorder(membership.group.rank)
         self._first_stage = min(membership.stages, default=None)
-        self._worker = StageWorker(bundle.entry_point, membership, self._report_failure, self._spans)
+        self._worker = StageWorker(bundle, membership, self._report_failure, self._spans)
         self._threads = [
             threading.Thread(target=self._post_bodies, name="receives", daemon=True),
             threading.Thread(target=self._receive_cancellations, name="cancellations", daemon=True),
@@ -280,9 +281,19 @@ class _StageProcess:
     def _receive_cancellations(self) -> None:
         try:
             for message in self._control_messages(CANCEL_TAG):
-                self._worker.cancel(message.number)
+                if message.kind == ControlKind.STAGE_VERSION:
+                    threading.Thread(
+                        target=self._stage_version, args=(message.version,), name="version", daemon=True
+                    ).start()
+                else:
+                    self._worker.cancel(message.number)
         except ConnectionLostError as error:
             self._end_after_loss(error)
+
+    def _stage_version(self, number: int) -> None:
+        """Load a version, while the stages run, and tell the front."""
+        with contextlib.suppress(ConnectionLostError, DistError):  # another thread finds that the front has gone
+            self._statuses.send(self._worker.stage_version(read_description(self._store, number)))
 
     def _control_messages(self, tag: int) -> Iterator[ControlMessage]:
         """The messages that the front sends beside the routes, until it closes."""

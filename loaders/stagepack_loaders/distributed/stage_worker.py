@@ -7,16 +7,20 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-from stagepack.format.manifest import EntryPoint
+from stagepack.format.reader import Bundle
 from stagepack_loaders.base import Runtime
 from stagepack_loaders.distributed.membership import Membership
 from stagepack_loaders.distributed.packing import PackedValues, pack_command, pack_failure, pack_values
 from stagepack_loaders.distributed.process_group import MessageHead, SentMessages
 from stagepack_loaders.distributed.routes import ControlKind, ControlMessage, RequestLayout, Route, RouteLayout
-from stagepack_loaders.distributed.status import StageCounts
+from stagepack_loaders.distributed.staging import VersionDescription
+from stagepack_loaders.distributed.status import StageCounts, VersionStaged, report_error
 from stagepack_loaders.distributed.transfers import RouteSenders
+from stagepack_loaders.executor import DEFAULT_CALL, CallOptions
+from stagepack_loaders.local_versions import LocalVersions
 from stagepack_loaders.spans import ConsecutiveSpans, SpanRecorder
-from stagepack_loaders.stages import StageDriver, stage_driver
+from stagepack_loaders.update_report import UpdateReport
+from stagepack_loaders.versions import UpdateSource
 
 # A slow process holds up those before it: what gloo sent for the request so many before has arrived before another one is run, and of each
 # link all messages with bodies but so many are taken. Messages without bodies are limited by the memory of the socket of a link.
@@ -30,7 +34,7 @@ class StageRequest:
     message: ControlMessage  # its kind is `FAIL` when a stage has failed on the request
     layout: RequestLayout
     values: dict[str, Any] = field(default_factory=dict)
-    copies_results: bool = True  # at the front: out of memory that is shared with other processes
+    options: CallOptions = DEFAULT_CALL  # at the front: its version lives as long as the request
 
     @property
     def has_failed(self) -> bool:
@@ -59,7 +63,7 @@ class _OutgoingRoute:
 class _ProcessStage:
     """A stage of the process, the routes that bring its outputs to other processes, and how often and how long it has run."""
 
-    driver: StageDriver
+    number: int
     outgoing: tuple[_OutgoingRoute, ...]
     runs: int = 0
     busy_seconds: float = 0.0
@@ -70,7 +74,7 @@ class StageWorker:
 
     def __init__(
         self,
-        entry_point: EntryPoint,
+        bundle: Bundle,
         membership: Membership,
         report_failure: Callable[[int, int, Exception], None],
         spans: SpanRecorder,
@@ -84,20 +88,22 @@ class StageWorker:
             for stage_number in membership.stages
         }
         self._senders = RouteSenders(membership.group, membership.links, chain.from_iterable(routes_of_stage.values()))
-        self._symbols = entry_point.symbols
+        self._symbols = bundle.entry_point.symbols
         self._sent_messages = SentMessages()
         self._report_failure = report_failure
         self._sequence_states: dict[int, dict[int, Any]] = {}
         self._cancelled_numbers: set[int] = set()
-        drivers = [stage_driver(entry_point, number, stage) for number, stage in membership.stages.items()]
+        self._local = LocalVersions(bundle, membership.stages, membership.options.load)
+        # By number, those that calls run on, and those that are loaded.
+        self._versions = {0: self._local.newest}
         self._stages = [
             _ProcessStage(
-                driver=driver,
+                number=number,
                 outgoing=tuple(
-                    self._outgoing_route(route, has_state=driver.has_state) for route in routes_of_stage[driver.number]
+                    self._outgoing_route(route, has_state=driver.has_state) for route in routes_of_stage[number]
                 ),
             )
-            for driver in drivers
+            for number, driver in self._local.newest.stages.items()
         ]
         self._last_stage = max(membership.stages, default=None)
 
@@ -105,8 +111,7 @@ class StageWorker:
     def stage_counts(self) -> tuple[StageCounts, ...]:
         """What the stages have done."""
         return tuple(
-            StageCounts(stage=stage.driver.number, runs=stage.runs, busy_seconds=stage.busy_seconds)
-            for stage in self._stages
+            StageCounts(stage=stage.number, runs=stage.runs, busy_seconds=stage.busy_seconds) for stage in self._stages
         )
 
     @property
@@ -145,6 +150,17 @@ class StageWorker:
         """Run no further stage on a request. May be called from any thread."""
         self._cancelled_numbers.add(number)
 
+    def stage_version(self, description: VersionDescription) -> VersionStaged:
+        """Load a version beside those that run, in the thread that calls; return what the front is told."""
+        report = UpdateReport(version="", previous="")
+        try:
+            source = UpdateSource(bundle=description.open(), name=description.name)
+            running = self._versions[description.base]
+            self._versions[description.number] = self._local.stage(source, report, running=running)
+        except Exception as error:  # noqa: BLE001 - the front gets any error
+            return VersionStaged(version=description.number, error=report_error(error))
+        return VersionStaged(version=description.number, fetch=report.fetch, verify=report.verify, stage=report.stage)
+
     def execute(self, command: ControlMessage) -> None:
         """Send on a command, and do what it says."""
         for stage in self._stages:
@@ -154,10 +170,14 @@ class StageWorker:
             self._sequence_states.pop(command.sequence, None)
         elif command.kind == ControlKind.RESET_STATE:
             for stage in self._stages:
-                stage.driver.loaded.reset_state()
+                self._local.newest.stages[stage.number].reset_state()
         elif command.kind == ControlKind.SEED:
             for runtime in self._runtimes():
                 runtime.seed(command.seed)
+        elif command.kind == ControlKind.SWITCH_VERSION:
+            self._local.switch(self._versions[command.version])
+        elif command.kind == ControlKind.END_VERSION:
+            self._versions.pop(command.version, None)
         elif command.kind == ControlKind.CLOSE:
             self._sent_messages.finish()
             self._senders.finish()
@@ -168,10 +188,10 @@ class StageWorker:
         return _OutgoingRoute(route, copies_at_once, copies_values=has_state and not copies_at_once)
 
     def _runtimes(self) -> list[Runtime]:
-        return list(dict.fromkeys(stage.driver.runtime for stage in self._stages))
+        return list(dict.fromkeys(driver.runtime for driver in self._local.newest.stages.values()))
 
     def _run_stage(self, stage: _ProcessStage, request: StageRequest) -> None:
-        driver, number = stage.driver, request.message.number
+        driver, number = self._versions[request.message.version].stages[stage.number], request.message.number
         inputs = driver.take_inputs(request.values)
         self.spans.end("transfer", number, driver.number)
         sequence = request.message.sequence
@@ -199,7 +219,7 @@ class StageWorker:
         if packed_values is None:
             packed_values = pack_failure(layout)
         self._send(outgoing.route, request.message, packed_values)
-        self.spans.end("transfer", request.message.number, stage.driver.number, packed_values.byte_count)
+        self.spans.end("transfer", request.message.number, stage.number, packed_values.byte_count)
 
     def _send(self, route: Route, message: ControlMessage, packed_values: PackedValues) -> None:
         self._sent_messages.add(message.number, self._senders.send(route, message, packed_values))
@@ -207,4 +227,4 @@ class StageWorker:
     def _fail(self, stage: _ProcessStage, request: StageRequest, error: Exception) -> None:
         """Report the error of a stage. The request has failed, and the others go on."""
         request.message = request.message.failed()
-        self._report_failure(request.message.number, stage.driver.number, error)
+        self._report_failure(request.message.number, stage.number, error)

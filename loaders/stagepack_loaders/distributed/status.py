@@ -147,6 +147,16 @@ class RequestFailure(Struct, frozen=True, kw_only=True, tag="error"):
     error: ErrorReport
 
 
+class VersionStaged(Struct, frozen=True, kw_only=True, tag="staged"):
+    """A process has loaded its stages of a version, in so many seconds, or could not."""
+
+    version: int
+    fetch: float = 0.0
+    verify: float = 0.0
+    stage: float = 0.0
+    error: ErrorReport | None = None
+
+
 class ProcessClosed(Struct, frozen=True, kw_only=True, tag="closed"):
     """The last status of a process, which has run all requests and ends; with the error that ends it, if it is one."""
 
@@ -171,7 +181,9 @@ class ProcessLost(Struct, frozen=True, kw_only=True, tag="lost"):
         return StageLostError(self.message, stages=self.stages, host=self.host)
 
 
-Status = ProcessStatus | RequestFailure | SpanReport | ProcessClosed | ProcessLost
+# Those that the front keeps; the others are about the end of a process.
+RecordedStatus = ProcessStatus | RequestFailure | SpanReport | VersionStaged
+Status = RecordedStatus | ProcessClosed | ProcessLost
 
 _DECODER = msgspec.json.Decoder(Status)
 

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from stagepack.errors import StageLostError
-from stagepack_loaders.distributed.group_trace import SpanReport
 from stagepack_loaders.distributed.meeting import Members, find_lost_connection
 from stagepack_loaders.distributed.routes import FRONT_RANK, ConnectionLostError
 from stagepack_loaders.distributed.status import (
@@ -18,7 +17,7 @@ from stagepack_loaders.distributed.status import (
     ProcessEnd,
     ProcessLost,
     ProcessStatus,
-    RequestFailure,
+    RecordedStatus,
     StatusSender,
     receive_status,
 )
@@ -82,7 +81,7 @@ class WatchEvents:
 
     report_loss: Callable[[StageLostError], None]
     report_close: Callable[[int], None] = lambda _: None
-    record_status: Callable[[int, ProcessStatus | RequestFailure | SpanReport], None] = lambda _, __: None
+    record_status: Callable[[int, RecordedStatus], None] = lambda _, __: None
     find_end: Callable[[int], ProcessEnd | None] | None = None
     find_stalled: Callable[[], tuple[int, float] | None] = lambda: None
 

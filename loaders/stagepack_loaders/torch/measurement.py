@@ -17,8 +17,8 @@ from stagepack.format.folded_graph import trivially_folded
 from stagepack.format.reader import Bundle
 from stagepack_loaders import example
 from stagepack_loaders.base import Loading
+from stagepack_loaders.local_pipeline import Pipeline
 from stagepack_loaders.options import LoadOptions
-from stagepack_loaders.pipeline import Pipeline
 from stagepack_loaders.placement import place_stages
 from stagepack_loaders.registry import find_runtime
 from stagepack_loaders.torch.build import GRAPH_NODE, build_graph_module

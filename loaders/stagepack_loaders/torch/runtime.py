@@ -10,6 +10,8 @@ from stagepack.format.reader import Bundle
 from stagepack.partition.target_devices import TargetDevice
 from stagepack_loaders.base import ArrayOps, Loading, Runtime
 from stagepack_loaders.options import LoadOptions
+from stagepack_loaders.update_report import UpdateReport
+from stagepack_loaders.weight_changes import WeightChanges
 
 if TYPE_CHECKING:
     import torch
@@ -88,6 +90,25 @@ class TorchRuntime(Runtime):
         from stagepack_loaders.torch.prepare import move_stages
 
         move_stages(bundle, stages, placement)
+
+    def check_update(self, stages: Mapping[int, Any]) -> None:
+        """See `Runtime`."""
+        from stagepack_loaders.torch.staged_weights import check_update
+
+        check_update(stages)
+
+    def stage_version(
+        self,
+        bundle: Bundle,
+        running: Mapping[int, Any],
+        changes: WeightChanges,
+        loading: Loading,
+        report: UpdateReport,
+    ) -> "dict[int, TorchStage]":
+        """See `Runtime`. Stages of all versions run the same code, and share the weights that are the same."""
+        from stagepack_loaders.torch.staged_weights import stage_version
+
+        return stage_version(bundle, running, changes, loading, report)
 
     def compile_seconds(self) -> float:
         """See `Runtime`."""

@@ -4,7 +4,7 @@ import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch.fx import GraphModule
@@ -105,6 +105,24 @@ class StageCode:
     follows_autocast: bool = False
 
 
+class _Mark(NamedTuple):
+    """What tells a weight as it was loaded from one that was replaced or written since.
+
+    Attributes:
+        tensor: the identity of the tensor.
+        address: where its memory begins.
+        write_count: how often operators have written the memory.
+    """
+
+    tensor: int
+    address: int
+    write_count: int | None
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "_Mark":
+        return cls(id(tensor), tensor.data_ptr(), write_count(tensor))
+
+
 @dataclass(slots=True, kw_only=True)
 class _StageParts:
     """What a stage keeps for itself."""
@@ -116,6 +134,7 @@ class _StageParts:
     inputs: StageInputs
     output_contract: OutputContract
     state: StageState
+    marks: Sequence["_Mark | None"]
 
 
 def output_contract(graph: Graph) -> OutputContract:
@@ -170,6 +189,10 @@ class TorchStage(Container):
             inputs=StageInputs(code.graph),
             output_contract=output_contract(code.graph),
             state=StageState(weights, slots, state_names),
+            marks=[
+                _Mark.of(slot.get()) if set(state_names).isdisjoint(weight.names) else None
+                for weight, slot in zip(weights, slots, strict=True)
+            ],
         )
         slot_of_value = {weight.value: slot for weight, slot in zip(weights, slots, strict=True)}
         connect_calls(self, code.module_calls, slot_of_value)
@@ -181,6 +204,11 @@ class TorchStage(Container):
     def _parts(self) -> _StageParts:
         parts: _StageParts = self.__dict__[_PARTS]
         return parts
+
+    @property
+    def code(self) -> StageCode:
+        """What the stage runs, without its weights."""
+        return self._parts.code
 
     @property
     def graph(self) -> Graph:
@@ -272,16 +300,47 @@ class TorchStage(Container):
             return "it is compiled for its device"
         return "it was loaded with modules=True" if self._parts.code.module_calls else ""
 
+    def reason_to_keep(self) -> str:
+        """Return why the stage cannot be replaced by one with other weights; empty if it can."""
+        if self.residency is not None:
+            return "it has device_memory, and its weights pass through the memory of its device: load the bundle again"
+        if self._parts.code.module_calls:
+            return "it was loaded with modules=True: load the stage again"
+        for slot, is_changed in zip(self._parts.slots, self._changed_weights(), strict=True):
+            if is_changed:
+                return f"{slot.names[0]} was replaced, written or trained, which would be lost: save the pipeline, or load the bundle again"
+        return ""
+
+    def _changed_weights(self) -> list[bool]:
+        """For each weight, whether it was replaced, written or trained since it was loaded, but by calls."""
+        return [
+            mark is not None and (_Mark.of(weight) != mark or weight.grad is not None)
+            for weight, mark in zip(self.weights(), self._parts.marks, strict=True)
+        ]
+
+    def _mark_again(self, changed: Sequence[bool]) -> None:
+        """Mark the weights that were not changed as they are now; others stay changed ones."""
+        self._parts.marks = [
+            mark if mark is None or is_changed else _Mark.of(weight)
+            for weight, mark, is_changed in zip(self.weights(), self._parts.marks, changed, strict=True)
+        ]
+
+    def weights_by_value(self) -> dict[str, torch.Tensor]:
+        """Return the weights as they are now, by the names of their values in the graph."""
+        return {weight.value: slot.get() for weight, slot in zip(self.graph.weights, self._parts.slots, strict=True)}
+
     def state(self) -> list[torch.Tensor]:
         """Return the buffers that calls write."""
         return self._parts.state.tensors()
 
     def move(self, code: StageCode, device: torch.device, move_tensor: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Run on another device from now on, with the tensors that `move_tensor` returns in the place of the weights."""
+        changed = self._changed_weights()
         for slot in self._parts.slots:
             slot.put(move_tensor(slot.get()))
         self._parts.state.move(device)
         self._parts.code, self._parts.device = code, device
+        self._mark_again(changed)
 
     def reset_state(self) -> None:
         """Set the buffers that calls write to their content at loading.
@@ -304,6 +363,7 @@ class TorchStage(Container):
         duplicate = type(self).__new__(type(self))
         memo[id(self)] = duplicate
         duplicate.__dict__.update(copy.deepcopy(self.__getstate__(), memo))
+        duplicate._mark_again(self._changed_weights())  # noqa: SLF001 - of the same class
         return duplicate
 
     def __reduce_ex__(self, _: Any) -> NoReturn:

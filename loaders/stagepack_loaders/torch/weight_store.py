@@ -285,7 +285,8 @@ class ArrivingWeight:
         file.wait(stored.start, stored.end)
         with self._lock:
             if not self._is_copied:
-                self.tensor.copy_(_typed(self._weight, file.tensor_bytes(stored.start, stored.end)))
+                # Not counted as a write of the caller's.
+                self.tensor.data.copy_(_typed(self._weight, file.tensor_bytes(stored.start, stored.end)))
                 self._is_copied = True
 
 

@@ -16,8 +16,9 @@ from stagepack_loaders.decoders import generating_entry_point
 from stagepack_loaders.distributed.launch_environment import is_launched_group
 from stagepack_loaders.entry_points import EntryPointPipelines, load_each_entry_point
 from stagepack_loaders.load import start_processes
+from stagepack_loaders.local_pipeline import load_pipeline
 from stagepack_loaders.options import LoadOptions, ProcessOptions
-from stagepack_loaders.pipeline import CallablePipeline, load_pipeline
+from stagepack_loaders.pipeline import CallablePipeline
 from stagepack_loaders.preparation import open_for_loading
 from stagepack_loaders.registry import import_runtime, runtime_of_each_stage
 from stagepack_serving.server.extensions import server_extensions

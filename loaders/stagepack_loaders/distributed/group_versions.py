@@ -1,0 +1,88 @@
+"""The versions of a pipeline over processes, as the process knows them that is called.
+
+All processes load a version before one request runs on it. The message of each request has the number of its version, so that all stages
+switch between the same two requests. The processes keep a version until nothing here refers to it: no request, no sequence, no caller.
+"""
+
+import itertools
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping
+
+from stagepack.errors import StagepackError
+from stagepack.format.reader import Bundle
+from stagepack_loaders.distributed.front import FrontProcess
+from stagepack_loaders.distributed.staging import VersionDescription
+from stagepack_loaders.distributed.status import VersionStaged, attribute_error, rebuild_error
+from stagepack_loaders.update_report import UpdateReport
+from stagepack_loaders.versions import StageVersion, UpdateSource
+
+
+class GroupVersions:
+    """The versions in the processes of a group, and in those that are started in its place.
+
+    Attributes:
+        newest: the version that calls and sequences to come run on.
+        kept: the version before, if the processes keep it.
+    """
+
+    def __init__(self, bundle: Bundle) -> None:
+        self.newest = StageVersion(name=bundle.digest, bundle=bundle)
+        self.kept: StageVersion | None = None
+        self._groups = itertools.count(1)
+        self._numbers = itertools.count(1)
+        # Groups and numbers of versions that nothing refers to any more.
+        self._ended: deque[tuple[int, int]] = deque()
+
+    def begin_group(self, bundle: Bundle) -> None:
+        """Begin with processes that have loaded the newest version, in the stages that they run, and no other one."""
+        self.kept, self._numbers = None, itertools.count(1)
+        self.newest = StageVersion(name=self.newest.name, bundle=bundle, group=next(self._groups))
+
+    def stage(
+        self, front: FrontProcess, source: UpdateSource, bundle: Bundle, location: str, report: UpdateReport
+    ) -> StageVersion:
+        """Have all processes load a version beside the newest.
+
+        bundle: that of `source`, in the stages that run.
+        location: where the processes find it.
+        """
+        running, name = self.newest, source.name or bundle.digest
+        if self.kept is not None and (self.kept.bundle.digest, self.kept.name) == (bundle.digest, name):
+            return self.kept
+        version = StageVersion(name=name, bundle=bundle, number=next(self._numbers), group=running.group)
+        # From here on, what the processes have loaded is freed with it, also if one of them fails.
+        end = weakref.finalize(version, self._ended.append, (version.group, version.number))
+        end.atexit = False
+        description = VersionDescription(
+            number=version.number, base=running.number, name=name, location=location, digest=bundle.digest
+        )
+        try:
+            reports = front.staging.stage(description)
+            _raise_error(front, reports)
+        except BaseException:
+            end()
+            raise
+        for part in ("fetch", "verify", "stage"):
+            setattr(report, part, max(getattr(staged, part) for staged in reports.values()))
+        return version
+
+    def end_unused(self, end: Callable[[int], object]) -> None:
+        """Call a function with the number of each version of the running processes that nothing refers to any more."""
+        while self._ended:
+            try:
+                group, number = self._ended.popleft()
+            except IndexError:  # another thread was faster
+                return
+            if group == self.newest.group:
+                end(number)
+
+
+def _raise_error(front: FrontProcess, reports: Mapping[int, VersionStaged]) -> None:
+    """Raise the error of the first process that could not load its stages, with the name of the process."""
+    for rank, report in sorted(reports.items()):
+        if report.error is not None:
+            error = rebuild_error(report.error)
+            if isinstance(error, StagepackError):
+                attribute_error(error, front.process_names[rank])
+            raise error

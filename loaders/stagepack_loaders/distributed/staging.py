@@ -1,0 +1,103 @@
+"""How the processes of a group load a version beside the one that runs: what each is told, and what the front waits for."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import msgspec
+from msgspec import Struct
+from torch.distributed import DistError
+from torch.distributed.distributed_c10d import Store
+
+from stagepack.errors import StageLostError, repeated_error
+from stagepack.format.reader import Bundle
+from stagepack.opening import open_bundle
+from stagepack_loaders.distributed.meeting import Members
+from stagepack_loaders.distributed.routes import FRONT_RANK
+from stagepack_loaders.distributed.status import VersionStaged
+
+
+class VersionDescription(Struct, frozen=True, kw_only=True):
+    """What a process needs to know of a version.
+
+    Attributes:
+        number: its number in the group.
+        base: the number of the version that it takes the place of.
+        name: its name.
+        location: the folder of its bundle, or its URL.
+        digest: the digest of the bundle.
+    """
+
+    number: int
+    base: int
+    name: str
+    location: str
+    digest: str
+
+    def open(self) -> Bundle:
+        """Open the bundle."""
+        return open_bundle(self.location, digest=self.digest)
+
+
+def read_description(store: Store, number: int) -> VersionDescription:
+    """Return the description of a version that the front has published."""
+    return msgspec.json.decode(store.get(_key(number)), type=VersionDescription)
+
+
+def _key(number: int) -> str:
+    return f"version {number}"
+
+
+class GroupStaging:
+    """Has all processes of a group load a version, and waits for what they report. Its methods may be called from any thread.
+
+    members: the group, whose store is closed with it.
+    announce: tells them to load a version by its number.
+    stage_own: loads the stages of the front; None if it has none.
+    """
+
+    def __init__(
+        self,
+        members: Members,
+        announce: Callable[[int], None],
+        stage_own: Callable[[VersionDescription], VersionStaged] | None,
+    ) -> None:
+        self._members = members
+        self._announce = announce
+        self._stage_own = stage_own
+        self._lock = threading.Lock()
+        self._reports: dict[tuple[int, int], Future[VersionStaged]] = {}
+        self._lost: StageLostError | None = None
+
+    def stage(self, description: VersionDescription) -> dict[int, VersionStaged]:
+        """Have all processes load a version beside those that run; return what each reports, by rank, when all have."""
+        try:
+            self._members.store.set(_key(description.number), msgspec.json.encode(description).decode())
+        except DistError as error:
+            raise StageLostError(f"the processes are gone: {error}") from None
+        reports = {
+            (rank, description.number): Future[VersionStaged]()
+            for rank in range(1 + FRONT_RANK, self._members.group.size)
+        }
+        with self._lock:
+            if self._lost is not None:
+                raise repeated_error(self._lost)
+            self._reports.update(reports)
+        self._announce(description.number)
+        own = {} if self._stage_own is None else {FRONT_RANK: self._stage_own(description)}
+        return own | {rank: report.result() for (rank, _), report in reports.items()}
+
+    def add(self, rank: int, report: VersionStaged) -> None:
+        """Add the report of a process."""
+        with self._lock:
+            waiting = self._reports.pop((rank, report.version), None)
+        if waiting is not None:
+            waiting.set_result(report)
+
+    def fail(self, lost: StageLostError) -> None:
+        """Fail all reports, since a process is lost."""
+        with self._lock:
+            self._lost, reports = lost, list(self._reports.values())
+            self._reports.clear()
+        for report in reports:
+            report.set_exception(repeated_error(lost))

@@ -1,0 +1,84 @@
+"""The versions of stages in this process: the newest, and those before that calls and sequences still run on."""
+
+import threading
+from collections.abc import Mapping
+from dataclasses import replace
+
+from stagepack.errors import UpdateError
+from stagepack.format.reader import Bundle
+from stagepack_loaders.base import LoadedStage, Loading, Runtime
+from stagepack_loaders.options import LoadOptions
+from stagepack_loaders.preparation import open_for_loading
+from stagepack_loaders.stages import stage_driver
+from stagepack_loaders.update_report import UpdateReport
+from stagepack_loaders.versions import StageVersion, UpdateSource, same_model
+from stagepack_loaders.weight_changes import WeightChanges
+
+
+class LocalVersions:
+    """The versions of the stages of a pipeline, or of a process of one.
+
+    Attributes:
+        newest: the version that calls and sequences to come run on.
+        kept: the version before, if it is kept in memory.
+        loading: how stages are loaded.
+        refusal: why no version can take the place of the newest; empty if one can.
+    """
+
+    def __init__(
+        self, bundle: Bundle, stages: Mapping[int, LoadedStage], options: LoadOptions, name: str | None = None
+    ) -> None:
+        drivers = {number: stage_driver(bundle.entry_point, number, stage) for number, stage in stages.items()}
+        self.newest = StageVersion(name=name or bundle.digest, bundle=bundle, stages=drivers)
+        self.kept: StageVersion | None = None
+        self.loading = Loading(options=options)
+        self.refusal = ""
+        self._lock = threading.Lock()
+
+    def update(self, source: UpdateSource, report: UpdateReport) -> StageVersion:
+        """Stage a version, and switch to it; see `Executor.update`."""
+        with self._lock:
+            staged = self.stage(source, report)
+            with report.part("switch"):
+                previous = self.switch(staged)
+            self.kept = previous if source.keeps_previous else None
+            return previous
+
+    def stage(self, source: UpdateSource, report: UpdateReport, running: StageVersion | None = None) -> StageVersion:
+        """Load the stages of a version beside those of another one, the newest if `running` is None, which it will take the place of.
+
+        What keeps it from that is found before a weight is read.
+        """
+        running = running or self.newest
+        if self.refusal:
+            raise UpdateError(f"{running.bundle.location}: {self.refusal}")
+        bundle = same_model(running.bundle, source.bundle)
+        name = source.name or bundle.digest
+        if self.kept is not None and (self.kept.bundle.digest, self.kept.name) == (bundle.digest, name):
+            return self.kept
+        bundle = open_for_loading(bundle, self.loading.options.verify)
+        stages_of: dict[Runtime, dict[int, LoadedStage]] = {}
+        for number, driver in running.stages.items():
+            stages_of.setdefault(driver.runtime, {})[number] = driver.loaded
+        # As `prepare` does: stages of other runtimes may get other strides.
+        loading = replace(self.loading, dense_inputs=not all(runtime.keeps_strides for runtime in stages_of))
+        for runtime, stages in stages_of.items():
+            runtime.check_update(stages)
+        changes, loaded = WeightChanges(running.bundle, bundle), dict[int, LoadedStage]()
+        for runtime, stages in stages_of.items():
+            loaded.update(runtime.stage_version(bundle, stages, changes, loading, report))
+        drivers = {number: driver.of_version(loaded[number]) for number, driver in running.stages.items()}
+        return StageVersion(name=name, bundle=bundle, stages=drivers)
+
+    def switch(self, staged: StageVersion) -> StageVersion:
+        """Let calls and sequences to come run on a version. The result is the version before."""
+        previous = self.newest
+        try:
+            for driver in staged.stages.values():
+                driver.take_over()
+        except BaseException:
+            for driver in previous.stages.values():
+                driver.take_over()
+            raise
+        self.newest = staged
+        return previous

@@ -1,0 +1,113 @@
+"""The versions of a pipeline: stages with the weights of one bundle. Each call, and each sequence of calls, runs on one of them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from msgspec import structs
+
+from stagepack.errors import OptionError, UpdateError
+from stagepack.format.manifest import EntryPoint, Stage
+from stagepack.format.reader import Bundle
+from stagepack.partition.joined_bundle import join_bundle
+from stagepack_loaders.stages import StageDriver
+
+# The longest name of a version, in characters.
+NAME_LENGTH: Final = 256
+
+
+@dataclass(slots=True, eq=False, kw_only=True, weakref_slot=True)
+class StageVersion:
+    """One version of a pipeline. What runs on it refers to it; its weights are freed with the last reference.
+
+    Attributes:
+        name: its name: what the trainer calls it, or the digest of its bundle.
+        bundle: its bundle, in the stages that run.
+        stages: those of its stages that are in this process, by number, in order.
+        number: its number in the processes of the stages.
+        group: the number of the start of these processes; they know no version of others.
+    """
+
+    name: str
+    bundle: Bundle
+    stages: Mapping[int, StageDriver] = field(default_factory=dict)
+    number: int = 0
+    group: int = 0
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class CallSequence:
+    """A sequence of calls, all on one version.
+
+    Attributes:
+        version: the version.
+        states: its state by stage number, if the stages are in this process.
+        number: its number in the processes of the stages.
+    """
+
+    version: StageVersion
+    states: dict[int, Any] = field(default_factory=dict)
+    number: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateSource:
+    """Where a new version comes from.
+
+    Attributes:
+        bundle: its bundle, at the entry point that runs.
+        name: its name; None for the digest of the bundle.
+        keeps_previous: keep the version before in memory, until the next update.
+    """
+
+    bundle: Bundle
+    name: str | None = None
+    keeps_previous: bool = False
+
+
+def check_version_name(name: str | None) -> None:
+    """Check the name that a caller gives a version."""
+    if name is not None and (not isinstance(name, str) or not 0 < len(name) <= NAME_LENGTH or not name.isprintable()):
+        raise OptionError(f"version: expected a printable text of 1 to {NAME_LENGTH} characters, found {name!r:.300}")
+
+
+def same_model(running: Bundle, bundle: Bundle) -> Bundle:
+    """Return a bundle in the stages that run; refuse one with other graphs, or that takes and returns other values."""
+    name = running.entry_point.name
+    if name not in {entry_point.name for entry_point in bundle.entry_points}:
+        raise _other_model(running, bundle, f"it has no entry point {name!r}")
+    stored, new = running.stored, bundle.select(name)
+    if difference := _difference(stored, new):
+        raise _other_model(running, bundle, difference)
+    return join_bundle(new, [len(running.stored_stages(number)) for number in range(len(running.stages))])
+
+
+def _difference(running: Bundle, new: Bundle) -> str:
+    """What keeps the stages of a bundle from taking the weights of another one; empty if nothing does."""
+    if len(running.stages) != len(new.stages):
+        return f"expected {len(running.stages)} stages, found {len(new.stages)}"
+    if _contract(running.entry_point) != _contract(new.entry_point):
+        return "its inputs, results or edges are others"
+    for number, (stage, new_stage) in enumerate(zip(running.stages, new.stages, strict=True)):
+        if running.files[stage.graph].blake3 != new.files[new_stage.graph].blake3:
+            return f"the graph of stage {number} is another one"
+        if _facts(stage) != _facts(new_stage):
+            return f"the manifest entry of stage {number} is another one"
+    return ""
+
+
+def _contract(entry_point: EntryPoint) -> EntryPoint:
+    """What callers and stages see of an entry point."""
+    return structs.replace(entry_point, stages=(), plan=None, example=None, seed=0)
+
+
+def _facts(stage: Stage) -> Stage:
+    """What a stage is, without the files that hold it."""
+    return structs.replace(stage, graph="", weights=(), onnx=None, flops=0)
+
+
+def _other_model(running: Bundle, bundle: Bundle, reason: str) -> UpdateError:
+    return UpdateError(
+        f"{bundle.location}: expected a bundle with the graphs of {running.location}, whose weights alone are others: {reason}: load it "
+        "as a pipeline of its own"
+    )
