@@ -29,6 +29,11 @@ class UpdateReport:
     stage: float = 0.0
     switch: float = 0.0
 
+    @property
+    def seconds(self) -> dict[str, float]:
+        """The time of each part."""
+        return {"fetch": self.fetch, "verify": self.verify, "stage": self.stage, "switch": self.switch}
+
     @contextlib.contextmanager
     def part(self, name: UpdatePart) -> Iterator[None]:
         """Return a context whose time is added to that of a part."""

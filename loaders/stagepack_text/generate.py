@@ -56,8 +56,8 @@ class TextPipeline(Protocol):
     def inference(self, *, for_autograd: bool = True) -> AbstractContextManager[None]:
         """Return a context for calls that need no gradients."""
 
-    def sequence(self) -> PipelineSequence:
-        """Return the pipeline with state of its own."""
+    def sequences(self, count: int) -> list[PipelineSequence]:
+        """Return the pipeline so many times with state of its own, on one version of its weights."""
 
     def __call__(self, **inputs: Any) -> Any:
         """Call the pipeline."""
@@ -133,7 +133,7 @@ def _logits_of_calls(decoder: TextPipeline, loop: TokenLoop, facts: DecoderFacts
     edges = {edge.name: edge for edge in decoder.inputs}
     groups, plan = _groups(len(loop.tokens), facts.max_batch), TextSequence(BatchedText(loop))
     with contextlib.ExitStack() as contexts:
-        sequences = [contexts.enter_context(decoder.sequence()) for _ in groups]
+        sequences = [contexts.enter_context(sequence) for sequence in decoder.sequences(len(groups))]
         while (call := plan.next_call()) is not None:
             logits = []
             for group, sequence in zip(groups, sequences, strict=True):

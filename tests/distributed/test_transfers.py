@@ -101,10 +101,10 @@ TRACE_WORDS = (0, 0, 0, 0)
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        ((99, 1, 0, 0, *TRACE_WORDS, 1, 5, 0, 0), "expected a control message, found the kind 99"),
-        ((1, 2, 0, 0, *TRACE_WORDS, 1, 5, 0, 0), "expected message 1, found"),
-        ((1, 1, 0, 0, *TRACE_WORDS, 1, 2**40, 0, 0), "for 'rows', found 1099511627776"),
-        ((1, 1, 0, 0, *TRACE_WORDS, 1, -1, 0, 0), "for 'rows', found -1"),
+        ((99, 1, 0, 0, 0, *TRACE_WORDS, 1, 5, 0, 0), "expected a control message, found the kind 99"),
+        ((1, 2, 0, 0, 0, *TRACE_WORDS, 1, 5, 0, 0), "expected message 1, found"),
+        ((1, 1, 0, 0, 0, *TRACE_WORDS, 1, 2**40, 0, 0), "for 'rows', found 1099511627776"),
+        ((1, 1, 0, 0, 0, *TRACE_WORDS, 1, -1, 0, 0), "for 'rows', found -1"),
     ],
 )
 def test_words_of_another_program_are_refused(connect: Connect, words: tuple[int, ...], error: str) -> None:

@@ -6,11 +6,12 @@ import time
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Final
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from stagepack_loaders.logs import RequestTrace, begin_trace, current_trace
+from stagepack_loaders.versions import StageVersion
 from stagepack_serving.server.errors import is_openai_path
 from stagepack_serving.server.metrics import Timeline
 
@@ -19,6 +20,9 @@ ACCESS_LOGGER: Final = logging.getLogger("stagepack.access")
 # Orchestrators ask for them every few seconds.
 _HEALTH_PATHS: Final = "/v2/health/"
 _HTTP_OK: Final = 200
+# The header of answers that names the version of the weights. What is no plain character is written as in URLs.
+VERSION_HEADER: Final = b"x-model-version"
+_PLAIN: Final = " !\"#$&'()*+,/:;<=>?@[\\]^`{|}"
 # A client may name the server in the target of a request: RFC 9112, section 3.2.2.
 _ORIGIN: Final = re.compile("^https?://[^/]*", re.IGNORECASE)
 
@@ -38,6 +42,7 @@ class RequestRecord:
         code: the status of HTTP; None over gRPC, and if nothing was sent.
         start: when it came, in seconds of `time.monotonic`.
         timeline: how long its parts and its runs take; None if it asks for no model.
+        weights: the version of the weights that its calls run on; None before its first call.
     """
 
     trace: RequestTrace
@@ -53,6 +58,7 @@ class RequestRecord:
     answer_bytes: int = 0
     start: float = field(default_factory=time.monotonic)
     timeline: Timeline | None = None
+    weights: StageVersion | None = None
 
     def write(self, status: str) -> None:
         """Write the record, if anybody reads it; with this status if the metrics do not count the request."""
@@ -67,6 +73,7 @@ class RequestRecord:
             "protocol": self.protocol,
             "model": self.model,
             "version": self.version,
+            "weight_version": None if self.weights is None else self.weights.name,
             "status": self.status or status,
             "seconds": round(seconds, 6),
             "queue_seconds": queue_seconds,
@@ -88,6 +95,12 @@ class RequestRecord:
 
 # That of the request that a task works on.
 current_record: ContextVar[RequestRecord | None] = ContextVar("current_record", default=None)
+
+
+def weight_fields() -> dict[str, str]:
+    """Return the field of an answer that names the version of the weights of the request that a task works on; none for no call."""
+    record = current_record.get()
+    return {} if record is None or record.weights is None else {"weight_version": record.weights.name}
 
 
 def current_sender() -> str:
@@ -130,6 +143,8 @@ class RecordedRequests:
             if message["type"] == "http.response.start":
                 record.code = message["status"]
                 message["headers"] = [*message["headers"], (b"traceparent", record.trace.traceparent.encode())]
+                if record.weights is not None:
+                    message["headers"].append((VERSION_HEADER, quote(record.weights.name, _PLAIN).encode()))
             else:
                 record.answer_bytes += len(message.get("body", b""))
             await send(message)

@@ -11,6 +11,7 @@ from google.protobuf.message import DecodeError
 from tritonclient.grpc import service_pb2 as pb
 
 from stagepack_loaders.elements import Array
+from stagepack_serving.server.access_log import weight_fields
 from stagepack_serving.server.errors import BadRequestError, RequestError, RequestStatus
 from stagepack_serving.server.parameters import (
     InferenceRequest,
@@ -214,12 +215,19 @@ def decode_grpc_request(request: ParsedInference) -> InferenceRequest:
 def encode_grpc_response(model_name: str, version: str, request_id: str, outputs: Sequence[InferenceTensor]) -> bytes:
     """Encode an answer. Its tensors are copied once; protobuf would copy them five times."""
     response = pb.ModelInferResponse(model_name=model_name, model_version=version, id=request_id)
+    add_weight_parameter(response)
     contents: list[Any] = []  # bytes and arrays, which are buffers
     for tensor in outputs:
         response.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.array.shape)
         elements = numpy.ascontiguousarray(tensor.array).reshape(-1).view(numpy.uint8)
         contents += [_field_start(_RAW_OUTPUTS, elements.nbytes), elements]
     return b"".join([response.SerializeToString(), *contents])
+
+
+def add_weight_parameter(response: Any) -> None:
+    """Name the version of the weights of the request that a task works on."""
+    for parameter_name, value in weight_fields().items():
+        response.parameters[parameter_name].string_param = value
 
 
 def encode_stream_response(response: bytes) -> bytes:

@@ -8,7 +8,7 @@ import itertools
 import time
 from collections import Counter as Counts
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -147,6 +147,12 @@ class Metrics:
             BY_VERSION,
             registry=self.registry,
         )
+        self.update_seconds = Gauge(
+            "stagepack_update_seconds",
+            "Time of each part of the last update of the weights of a version.",
+            (*BY_VERSION, "part"),
+            registry=self.registry,
+        )
         self.first_token_seconds = self._seconds(
             "first_token", "Time from the prompt of a text to its first token.", BY_VERSION
         )
@@ -174,6 +180,11 @@ class Metrics:
         for part, seconds in timeline.seconds.items():
             if seconds:
                 self.part_seconds.labels(model_name, version, part).inc(seconds)
+
+    def record_update(self, model_name: str, version: str, seconds: Mapping[str, float]) -> None:
+        """Record the time of each part of an update of weights."""
+        for part, part_seconds in seconds.items():
+            self.update_seconds.labels(model_name, version, part).set(part_seconds)
 
     def remove_version(self, model_name: str, version: str) -> None:
         """Remove what was measured of a version that is closed, so that a server that loads many versions does not grow."""

@@ -58,6 +58,7 @@ class InferenceAnswer(Answer):
     model_version: str
     outputs: list[OutputTensor]
     id: str = ""
+    parameters: dict[str, Any] = {}
 
 
 class IndexEntry(Answer):

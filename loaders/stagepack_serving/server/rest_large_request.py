@@ -1,6 +1,7 @@
 """Large requests: numbers are cut out of their JSON, so that what is left is small, and they are worked on in threads."""
 
 import asyncio
+import contextvars
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -145,7 +146,8 @@ async def beside_loop(
     """Call a function, in a thread if it reads or writes many bytes."""
     if byte_count <= _SMALL_BYTES:
         return function(*args, **kwargs)
-    return await asyncio.get_running_loop().run_in_executor(_THREADS, lambda: function(*args, **kwargs))
+    context = contextvars.copy_context()
+    return await asyncio.get_running_loop().run_in_executor(_THREADS, lambda: context.run(function, *args, **kwargs))
 
 
 def with_pauses(items: Iterable[Item]) -> Iterator[Item]:

@@ -18,6 +18,7 @@ from starlette.types import Receive
 
 from stagepack.format.rules import JSON_ERRORS
 from stagepack_serving.protocol.interface import Interface
+from stagepack_serving.server.access_log import weight_fields
 from stagepack_serving.server.errors import RequestError, RequestStatus, json_refusal
 from stagepack_serving.server.limits import MAX_TEXT_BYTES
 from stagepack_serving.server.parameters import (
@@ -265,6 +266,8 @@ def encode_rest_response(
     head: dict[str, Any] = {"model_name": model_name, "model_version": version}
     if header.id:
         head["id"] = header.id
+    if weights := weight_fields():
+        head["parameters"] = weights
     parts = [msgspec.json.encode(head)[:-1], b',"outputs":[']
     binary_parts = []
     for position, tensor in enumerate(outputs):

@@ -15,8 +15,10 @@ import numpy
 from stagepack.errors import StageLostError
 from stagepack_loaders.elements import Array
 from stagepack_loaders.exchange import to_elements
-from stagepack_loaders.executor import CallOptions, Executor, thread_end_text
+from stagepack_loaders.executor import CallOptions, Executor
+from stagepack_loaders.lanes import thread_end_text
 from stagepack_loaders.logs import current_trace
+from stagepack_loaders.versions import CallSequence, StageVersion
 from stagepack_serving.protocol.interface import Interface
 from stagepack_serving.server.access_log import RequestRecord, current_record
 from stagepack_serving.server.metrics import RunTimes, Timeline
@@ -35,6 +37,7 @@ class QueuedCall:
         sizes: the sizes of the symbols that they determine.
         batch_key: calls with equal keys may be joined to one batch; None runs alone.
         batch_size: the size of the first dimension of the inputs, where the call may be joined.
+        version: the version of the weights that it runs on, unless it has a sequence, which has one.
         sequence: the sequence whose state the call uses; None for a model without state.
         ends_sequence: whether this is no call, but the end of its sequence.
         expiry: when nobody waits for the answer any more, in seconds of `time.monotonic`.
@@ -50,6 +53,7 @@ class QueuedCall:
     sizes: Mapping[str, int] = field(default_factory=dict)
     batch_key: Hashable = None
     batch_size: int = 1
+    version: StageVersion | None = None
     sequence: RequestSequence | None = None
     ends_sequence: bool = False
     expiry: float = math.inf
@@ -201,7 +205,8 @@ class Scheduler:
             calls, batch_size = [first_call], first_call.batch_size
             while first_call.batch_key is not None:
                 for call in list(self._waiting):
-                    if call.batch_key == first_call.batch_key and batch_size + call.batch_size <= self._max_batch_size:
+                    is_alike = call.batch_key == first_call.batch_key and call.version is first_call.version
+                    if is_alike and batch_size + call.batch_size <= self._max_batch_size:
                         self._waiting.remove(call)
                         if self._is_wanted(call):
                             calls.append(call)
@@ -255,8 +260,13 @@ class Scheduler:
             # Logs name the first one of several requests.
             current_trace.set(None if calls[0].record is None else calls[0].record.trace)
             # Encoding an answer copies what other processes have sent.
-            options = CallOptions(copies_results=False, cancellation=batch.cancellation)
-            answer = self._executor.submit(values, self._sizes(calls), self._state(calls[0]), options)
+            state = self._state(calls[0])
+            version = self._version(calls[0]) if state is None else state.version
+            for call in calls:
+                if call.record is not None:
+                    call.record.weights = version
+            options = CallOptions(copies_results=False, cancellation=batch.cancellation, version=version)
+            answer = self._executor.submit(values, self._sizes(calls), state, options)
         except Exception as error:  # noqa: BLE001 - the caller gets any error that the model raises
             self._fail(batch, error)
             return
@@ -276,11 +286,16 @@ class Scheduler:
             return calls[0].sizes
         return {**calls[0].sizes, self._batch_symbol: sum(call.batch_size for call in calls)}
 
-    def _state(self, call: QueuedCall) -> Any:
+    def _version(self, call: QueuedCall) -> StageVersion:
+        """The version that a call runs on. Processes that were started again have the newest one under another number."""
+        newest = self._executor.version
+        return newest if call.version is None or call.version.name == newest.name else call.version
+
+    def _state(self, call: QueuedCall) -> CallSequence | None:
         if call.sequence is None:
             return None
         if call.sequence.state is None:
-            call.sequence.state = self._executor.begin_sequence()
+            call.sequence.state = self._executor.begin_sequence(call.sequence.version)
         return call.sequence.state
 
     def _answer(self, batch: CallBatch, answer: "Future[dict[str, Any]]") -> None:

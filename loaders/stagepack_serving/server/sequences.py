@@ -9,8 +9,9 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Final
 
+from stagepack_loaders.versions import CallSequence, StageVersion
 from stagepack_serving.server.errors import BadRequestError, RequestError, RequestStatus
 
 # How often a request that waits for a place looks for sequences that have become idle for too long.
@@ -22,13 +23,15 @@ class RequestSequence:
     """A sequence and its state.
 
     Attributes:
+        version: the version of the model that all its requests run on; None for the newest at its first run.
         state: what `Executor.begin_sequence` returned; None before its first run.
         turn: held by the request that runs, so that the next one starts from the state that it leaves.
         pending_requests: the number of requests that are not answered yet.
         last_use: when the last request arrived or was answered, in seconds of `time.monotonic`.
     """
 
-    state: Any = None
+    version: StageVersion | None = None
+    state: CallSequence | None = None
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     pending_requests: int = 0
     last_use: float = field(default_factory=time.monotonic)
@@ -88,9 +91,9 @@ class SequenceTable:
                 self.remove(sequence_id)
 
     @contextlib.asynccontextmanager
-    async def reserve(self) -> AsyncIterator[RequestSequence]:
+    async def reserve(self, version: StageVersion | None = None) -> AsyncIterator[RequestSequence]:
         """Wait for a place for a sequence that one request calls the model with. First come, first served."""
-        sequence = RequestSequence(pending_requests=1)
+        sequence = RequestSequence(version=version, pending_requests=1)
         async with self._place_turn:
             while not self._has_place():
                 self._removed.clear()

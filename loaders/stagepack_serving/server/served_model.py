@@ -11,12 +11,15 @@ from typing import Any, TypeVar
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from stagepack.errors import InputError, StageLostError, StagepackError
+from stagepack.format.reader import Bundle
 from stagepack_loaders.batching import BatchLimit, batch_limit
 from stagepack_loaders.comparison import check_example_difference
 from stagepack_loaders.decoders import check_token_slots, decoder_facts
 from stagepack_loaders.elements import Array
 from stagepack_loaders.example import compare_results, read_example, run_on_inputs
 from stagepack_loaders.pipeline import CallablePipeline
+from stagepack_loaders.update_report import UpdateReport
+from stagepack_loaders.versions import StageVersion
 from stagepack_serving.protocol.interface import Interface
 from stagepack_serving.server.admission import Admission
 from stagepack_serving.server.errors import BadRequestError, RequestError, RequestStatus
@@ -62,6 +65,9 @@ class ModelPart:
         """The number of tokens that a cache holds."""
         return 0
 
+    def follow_weights(self) -> None:
+        """Begin what is new with the newest weights of the model, which were updated."""
+
     def close(self) -> None:
         """End what the part has begun, before the model is closed."""
 
@@ -75,7 +81,6 @@ class ServedModel:
     Attributes:
         name: the name that clients use.
         version: the number of the version, as clients write it.
-        bundle: the bundle.
         interface: its inputs and outputs.
         devices: the devices of its stages, each once.
         max_batch_size: the largest batch that requests are joined to; 1 if each request runs alone.
@@ -102,7 +107,7 @@ class ServedModel:
     ) -> None:
         self.name = name
         self.version = version
-        self.bundle = bundle = pipeline.bundle
+        bundle = pipeline.bundle
         self.interface = Interface(bundle.entry_point)
         self._decoder = decoder_facts(bundle.entry_point)
         self.parts: dict[type[ModelPart], ModelPart] = {}
@@ -112,12 +117,12 @@ class ServedModel:
         self.limits = limits
         self._limit = pipeline.limit
         self.metrics = metrics
+        self._pipeline = pipeline  # its processes end with it
         self.max_batch_size, self.unbatched_reason = self._try_out(pipeline, check_example=check_example)
         self.statistics = VersionStatistics(self.max_batch_size)
         stage_seconds = [
             metrics.stage_seconds.labels(name, version, str(number)) for number in range(len(bundle.stages))
         ]
-        self._pipeline = pipeline  # its processes end with it
         self._executor = pipeline.executor.overlapping(lambda number, seconds: stage_seconds[number].observe(seconds))
         self.lane_count = self._executor.lane_count
         self.admission = Admission(name, limits.max_pending_requests, self._executor.most_calls + 1)
@@ -154,6 +159,22 @@ class ServedModel:
         """Return the part of a class; None if the model has none."""
         found = self.parts.get(kind)
         return found if isinstance(found, kind) else None
+
+    @property
+    def bundle(self) -> Bundle:
+        """The bundle of the newest weights."""
+        return self._pipeline.bundle
+
+    @property
+    def weights(self) -> StageVersion:
+        """The newest version of the weights."""
+        return self._executor.version
+
+    def update(self, source: Bundle, version: str | None, *, keep_previous: bool) -> UpdateReport:
+        """Take other weights, while requests go on; see `CallablePipeline.update`. It takes its time: call it in a thread."""
+        report = self._pipeline.update(source, version=version, keep_previous=keep_previous)
+        self.metrics.record_update(self.name, self.version, report.seconds)
+        return report
 
     @property
     def sequence_count(self) -> int:
@@ -225,8 +246,8 @@ class ServedModel:
         return self._executor.process_statuses()
 
     @contextlib.asynccontextmanager
-    async def reserve_sequence(self) -> AsyncIterator[RequestSequence | None]:
-        """Wait for a place for a sequence of calls, of a request that makes all of them.
+    async def reserve_sequence(self, weights: StageVersion | None = None) -> AsyncIterator[RequestSequence | None]:
+        """Wait for a place for a sequence of calls, of a request that makes all of them, on the newest weights or on others.
 
         It yields the sequence; None for a model without state.
         """
@@ -234,7 +255,7 @@ class ServedModel:
         if self._sequences is None:
             yield None
         else:
-            async with self._sequences.reserve() as sequence:
+            async with self._sequences.reserve(weights) as sequence:
                 yield sequence
 
     async def call(
@@ -346,6 +367,8 @@ class ServedModel:
         return sizes
 
     async def _run(self, call: QueuedCall) -> Any:
+        # All calls of a request have the weights of the first one.
+        call.version = self.weights if call.record is None else call.record.weights or self.weights
         self._scheduler.submit(call)
         try:
             return await asyncio.wrap_future(call.answer)

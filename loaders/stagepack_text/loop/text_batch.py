@@ -126,6 +126,10 @@ class TextBatch(Generic[Text]):
                 texts.remove(batched_text)
                 self._doubt(batched_text)
 
+    def retire(self) -> None:
+        """Take no waiting texts any more."""
+        self._waiting = deque()
+
     def take_any(self) -> Text | None:
         """Take out a text that has a row, or gets one in the next call; None if there is none."""
         texts = self._texts or self._beginning

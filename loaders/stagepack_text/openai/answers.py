@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from stagepack_serving.server.access_log import weight_fields
 from stagepack_text.openai.requests import ChatFields, OpenAIFields
 from stagepack_text.openai.token_starts import TokenStarts
 from stagepack_text.sampling import TokenLogprobs
@@ -148,6 +149,7 @@ class TextAnswer:
         object_name = "chat.completion" if self.is_chat else "text_completion"
         return {
             **self._heading,
+            **weight_fields(),
             "object": object_name,
             "choices": [choice.whole() for choice in choices],
             "usage": usage,
@@ -157,7 +159,7 @@ class TextAnswer:
         """Return an event; the one after the last part of the texts has no choices, but the usage."""
         object_name = "chat.completion.chunk" if self.is_chat else "text_completion"
         usage_fields = {"usage": usage} if self._includes_usage else {}
-        return {**self._heading, "object": object_name, "choices": choices, **usage_fields}
+        return {**self._heading, **weight_fields(), "object": object_name, "choices": choices, **usage_fields}
 
 
 def _token_content(text_format: TextFormat | None, token: int) -> bytes:

@@ -13,6 +13,7 @@ import numpy
 from stagepack.errors import InputError
 from stagepack_loaders.elements import Array
 from stagepack_serving.protocol.datatypes import NUMPY_DTYPES
+from stagepack_serving.server.access_log import weight_fields
 from stagepack_serving.server.errors import AssetError, BadRequestError, RequestError, RequestStatus, errors_of_field
 from stagepack_serving.server.parameters import InferenceRequest, InferenceTensor
 from stagepack_serving.server.served_model import ModelPart, ServedModel
@@ -144,7 +145,8 @@ def embedding_answer(fields: EmbeddingFields, embeddings: Embeddings) -> bytes:
         encoded = embeddings.vectors.tolist()
     usage = {"prompt_tokens": embeddings.token_count, "total_tokens": embeddings.token_count}
     data = [{"object": "embedding", "index": index, "embedding": row} for index, row in enumerate(encoded)]
-    return msgspec.json.encode({"object": "list", "data": data, "model": fields.model, "usage": usage})
+    heading = {"object": "list", "data": data, "model": fields.model}
+    return msgspec.json.encode(heading | {"usage": usage} | weight_fields())
 
 
 def embedder_of(model: ServedModel) -> Embedder:

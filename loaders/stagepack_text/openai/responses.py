@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 import msgspec
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
+from stagepack_serving.server.access_log import weight_fields
 from stagepack_serving.server.errors import FieldError, RequestError
 from stagepack_serving.server.rest_large_request import decode_field
 from stagepack_text.openai.messages import Name, check_answered_call
@@ -263,6 +264,7 @@ class ResponseAnswer:
             "top_p": fields.top_p,
             "truncation": "disabled",
             "usage": None if usage is None else _usage(usage),
+            **weight_fields(),
         }
 
 

@@ -12,6 +12,7 @@ from typing import Any, Final
 from msgspec import Raw
 from starlette.requests import Request
 
+from stagepack_serving.server.access_log import weight_fields
 from stagepack_serving.server.errors import BadRequestError
 from stagepack_serving.server.model_registry import ModelRegistry, RequestScope
 from stagepack_serving.server.openapi import INFERENCE_REFUSALS, MODEL_PATHS, Endpoint
@@ -69,9 +70,11 @@ class GenerateRoute(TextRoute):
                 tokens.append(part.token)
                 finish_reason = part.finish_reason
                 if self._streams:
-                    await channel.send_event(heading | _outputs(generator, text, tokens, finish_reason))
+                    await channel.send_event(
+                        heading | weight_fields() | _outputs(generator, text, tokens, finish_reason)
+                    )
         if not self._streams:
-            return heading | _outputs(generator, text, tokens, finish_reason)
+            return heading | weight_fields() | _outputs(generator, text, tokens, finish_reason)
         await channel.end_events()
         return None
 

@@ -18,6 +18,7 @@ from stagepack_loaders.decoders import (
 )
 from stagepack_loaders.elements import Array
 from stagepack_serving.protocol.datatypes import NUMPY_DTYPES
+from stagepack_serving.server.access_log import current_record
 from stagepack_serving.server.errors import CONTEXT_CODE, BadRequestError, FieldError
 from stagepack_serving.server.parameters import InferenceTensor
 from stagepack_serving.server.rest_large_request import beside_loop
@@ -182,6 +183,10 @@ class Generator(ModelPart):
         }
         return GenerationRequest(prompt=prompt[:, :1], settings=settings, logprob_count=logprob_count)
 
+    def follow_weights(self) -> None:
+        """See `ModelPart`."""
+        self._text_loop.follow_weights()
+
     def close(self) -> None:
         """End the process that fills in the chat template."""
         if self.text_format is not None and self.text_format.chat_template is not None:
@@ -200,11 +205,13 @@ class Generator(ModelPart):
         try:
             for text in texts:
                 self._text_loop.begin(text)
-            running = len(texts)
+            running, record = len(texts), current_record.get()
             while running:
                 part = await parts.get()
                 if isinstance(part, Exception):
                     raise part
+                if record is not None:
+                    record.weights = part.weights
                 yield part
                 running -= part.finish_reason is not None
         finally:

@@ -12,7 +12,13 @@ from typing import Any, Final
 from tritonclient.grpc import service_pb2 as pb
 
 from stagepack_serving.server.errors import BadRequestError
-from stagepack_serving.server.grpc_messages import ParsedInference, decode_input, decode_parameters, typed_bytes
+from stagepack_serving.server.grpc_messages import (
+    ParsedInference,
+    add_weight_parameter,
+    decode_input,
+    decode_parameters,
+    typed_bytes,
+)
 from stagepack_serving.server.parameters import InferenceTensor, shorten_deadline, timeout_parameter
 from stagepack_serving.server.rest_large_request import beside_loop
 from stagepack_serving.server.served_model import ServedModel
@@ -55,6 +61,7 @@ async def generate_responses(
             if not streams and part.finish_reason is None:
                 continue
             response = _encode_part(model, message.id, text if has_text else None, tokens)
+            add_weight_parameter(response)
             if part.finish_reason is not None:
                 response.parameters["finish_reason"].string_param = part.finish_reason
             if streams:
@@ -64,6 +71,7 @@ async def generate_responses(
             text, tokens = "", []
     if ends_empty:
         response = pb.ModelInferResponse(model_name=model.name, model_version=model.version, id=message.id)
+        add_weight_parameter(response)
         response.parameters[_FINAL_RESPONSE].bool_param = True
         await send(response.SerializeToString())
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from stagepack_loaders.decoders import DecoderFacts
 from stagepack_loaders.elements import Array
+from stagepack_loaders.versions import StageVersion
 from stagepack_serving.server.admission import Place
 from stagepack_serving.server.errors import FieldError
 from stagepack_text.loop.text_batch import BatchedText
@@ -42,6 +43,7 @@ class GeneratedPart:
         text: the text that is complete with it; often empty, since a character or a stop string may take several tokens.
         finish_reason: why the text ends with it; None if it goes on.
         logprobs: how likely it was, if the request asks for it.
+        weights: the version of the weights that the text is generated with.
     """
 
     token: int
@@ -49,6 +51,7 @@ class GeneratedPart:
     index: int = 0
     finish_reason: FinishReason | None = None
     logprobs: TokenLogprobs | None = None
+    weights: StageVersion | None = None
 
 
 class ServedText(BatchedText):
@@ -62,6 +65,7 @@ class ServedText(BatchedText):
         place: that of its request, and `tokens_left` the tokens that are left of it: both as `TextAdmission` counts them.
         last_time: when the text was asked for, or has got its last token.
         has_begun: whether it has a token.
+        weights: the version of the weights that it is generated with; None before its first call.
         has_ended: whether nobody waits for another part.
     """
 
@@ -86,6 +90,7 @@ class ServedText(BatchedText):
         self.tokens_left = 0
         self.last_time = time.monotonic()
         self.has_begun = self.has_ended = False
+        self.weights: StageVersion | None = None
         self._index = index
         self._stream = None if text_format is None else text_format.start_text(request.shown_tokens)
         self._stop_strings = StopStrings(request.stop_strings)
@@ -103,5 +108,10 @@ class ServedText(BatchedText):
                 content += self._stop_strings.finish()
         logprobs = None if count is None else token_logprobs(logits[0], token, count)
         return GeneratedPart(
-            token=token, text=content, index=self._index, finish_reason=finish_reason, logprobs=logprobs
+            token=token,
+            text=content,
+            index=self._index,
+            finish_reason=finish_reason,
+            logprobs=logprobs,
+            weights=self.weights,
         )

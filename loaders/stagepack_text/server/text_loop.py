@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from stagepack.errors import InputError, StageFailedError
 from stagepack_loaders.decoders import DecoderFacts
 from stagepack_loaders.elements import Array
+from stagepack_loaders.versions import StageVersion
 from stagepack_serving.server.access_log import current_sender
 from stagepack_serving.server.errors import BadRequestError, RequestError, RequestStatus
 from stagepack_serving.server.served_model import ServedModel
@@ -91,13 +92,13 @@ class TextLoop:
         self._facts = facts
         self._encode = encode
         self._waiting = ClientQueue()
-        self._batches = [
-            TextBatch(facts, rows, self._waiting, is_alone=lane_count == 1)
-            for _ in range(lane_count if facts.has_rows else 0)
-        ]
+        self._new_batch = functools.partial(TextBatch[ServedText], facts, rows, self._waiting, is_alone=lane_count == 1)
+        # Those that texts begin in; others only finish theirs, with the weights before an update.
+        self._batches = [self._new_batch() for _ in range(lane_count if facts.has_rows else 0)]
         self._sequences: dict[ServedText, TextSequence[ServedText]] = {}
         # Lanes that have texts, each with the task that makes its calls.
         self._tasks: dict[_Lane, asyncio.Task[None]] = {}
+        self._weights: dict[_Lane, StageVersion] = {}
         self.row_count = rows * lane_count
         self._admission = TextAdmission(decoder, self.row_count)
         [self._logits_output] = decoder.interface.outputs
@@ -119,6 +120,7 @@ class TextLoop:
         they come before those of later requests of its client.
         """
         lane: _Lane
+        self.follow_weights()
         if self._facts.has_rows:
             lane = min(self._batches, key=len)
             is_first = self._admission.add(text)
@@ -129,7 +131,22 @@ class TextLoop:
                 self._waiting.append(text)
         else:
             lane = self._sequences[text] = TextSequence(text)
+        self._start(lane)
+
+    def follow_weights(self) -> None:
+        """Let texts that have not begun begin in batches with the newest weights. Those that have begun finish with theirs."""
+        for index, batch in enumerate(self._batches):
+            if self._weights.get(batch, self._decoder.weights) is not self._decoder.weights:
+                batch.retire()
+                self._batches[index] = self._new_batch()
+        if self._waiting:
+            for batch in self._batches:
+                self._start(batch)
+
+    def _start(self, lane: _Lane) -> None:
+        """Make the calls of a lane in a task, unless one does."""
         if lane not in self._tasks:
+            self._weights[lane] = self._decoder.weights
             # The calls of a batch are for all its texts, and not for the request that makes it start.
             context = contextvars.Context() if self._facts.has_rows else None
             self._tasks[lane] = asyncio.create_task(self._run(lane), context=context)
@@ -139,8 +156,9 @@ class TextLoop:
         text.has_ended = True
         self._admission.remove(text)
         self._waiting.remove(text)
-        for batch in self._batches:
-            batch.remove(text)
+        for lane in (*self._batches, *self._tasks):
+            if isinstance(lane, TextBatch):
+                lane.remove(text)
         sequence = self._sequences.pop(text, None)
         if sequence is not None and (task := self._tasks.pop(sequence, None)) is not None:
             task.cancel()
@@ -156,12 +174,16 @@ class TextLoop:
     async def _run(self, lane: _Lane) -> None:
         """Make calls while there are texts, and hand out what they add to these."""
         try:
-            while len(lane) or self._waiting:
-                async with self._decoder.reserve_sequence() as sequence:
+            while len(lane) or (self._waiting and lane in self._batches):
+                if not len(lane):
+                    self._weights[lane] = self._decoder.weights
+                async with self._decoder.reserve_sequence(self._weights[lane]) as sequence:
                     if self._encode is not None and isinstance(lane, TextSequence) and lane.text is not None:
                         await self._encode(lane.text)
                     self._end_late_texts(lane)
                     while (call := lane.next_call()) is not None:
+                        for text in call.texts.values():
+                            text.weights = self._weights[lane]
                         take = functools.partial(self._take, call)
                         try:
                             results: list[_Result] = await self._decoder.call(call.inputs, sequence, take)
@@ -182,6 +204,7 @@ class TextLoop:
                 self._end(lane, self._waiting.popleft(), error)
         finally:
             self._tasks.pop(lane, None)
+            self._weights.pop(lane, None)
 
     def _end_late_texts(self, lane: _Lane) -> None:
         """End the waiting texts that would end too late if they began in the next call."""
