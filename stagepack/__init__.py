@@ -17,14 +17,18 @@ if TYPE_CHECKING:
     from stagepack.capture.inputs import Inputs as Inputs
     from stagepack.capture.split_marker import split_here as split_here
     from stagepack.cli.report_page import write_report as report
+    from stagepack.deltas.delta import Delta as Delta
+    from stagepack.deltas.delta import open_delta as open_delta
     from stagepack.format.reader import Bundle as Bundle
     from stagepack.opening import open_bundle as open
     from stagepack.opening import verify_bundle as verify
     from stagepack.partition.cut_options import PolicyNode as PolicyNode
     from stagepack.partition.cut_options import read_plan as read_plan
     from stagepack.partition.profile import read_profile as read_profile
+    from stagepack.roads.apply_deltas import apply_deltas as apply_deltas
     from stagepack.roads.assets import add_assets as add_assets
     from stagepack.roads.assets import remove_assets as remove_assets
+    from stagepack.roads.delta import write_delta as delta
     from stagepack.roads.export import export as export
     from stagepack.roads.onnx import add_onnx as add_onnx
     from stagepack.roads.plan import plan_model as plan
@@ -43,17 +47,21 @@ if TYPE_CHECKING:
 # Public name -> the module that defines it, and its name there. Extensions define the other names of `__all__`.
 _HOMES = {
     "Bundle": ("stagepack.format.reader", "Bundle"),
+    "Delta": ("stagepack.deltas.delta", "Delta"),
     "Inputs": ("stagepack.capture.inputs", "Inputs"),
     "Limits": ("stagepack_loaders.call_limits", "Limits"),
     "PolicyNode": ("stagepack.partition.cut_options", "PolicyNode"),
     "ServerLimits": ("stagepack_serving.server.limits", "ServerLimits"),
     "add_assets": ("stagepack.roads.assets", "add_assets"),
     "add_onnx": ("stagepack.roads.onnx", "add_onnx"),
+    "apply_deltas": ("stagepack.roads.apply_deltas", "apply_deltas"),
     "compile": ("stagepack_loaders.torch.compilation", "compile_ahead"),
+    "delta": ("stagepack.roads.delta", "write_delta"),
     "export": ("stagepack.roads.export", "export"),
     "load": ("stagepack_loaders.load", "load"),
     "load_entry_points": ("stagepack_loaders.entry_points", "load_entry_points"),
     "load_stage": ("stagepack_loaders.load_stage", "load_stage"),
+    "open_delta": ("stagepack.deltas.delta", "open_delta"),
     "open": ("stagepack.opening", "open_bundle"),
     "plan": ("stagepack.roads.plan", "plan_model"),
     "read_plan": ("stagepack.partition.cut_options", "read_plan"),
@@ -73,6 +81,7 @@ _MODULES = ("distributed", "ray")
 
 __all__ = [
     "Bundle",
+    "Delta",
     "Inputs",
     "Limits",
     "PolicyNode",
@@ -80,7 +89,9 @@ __all__ = [
     "__version__",
     "add_assets",
     "add_onnx",
+    "apply_deltas",
     "compile",
+    "delta",
     "distributed",
     "errors",
     "export",
@@ -88,6 +99,7 @@ __all__ = [
     "load_entry_points",
     "load_stage",
     "open",
+    "open_delta",
     "plan",
     "read_plan",
     "read_profile",

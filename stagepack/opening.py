@@ -5,17 +5,22 @@ import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar
 
 from stagepack.errors import NotABundleError, OptionError, named_errors
 from stagepack.extras import explain_missing_packages
 from stagepack.format.chunk_reads import ByteProgress
+from stagepack.format.listed_files import ListedFiles
 from stagepack.format.reader import Bundle
 from stagepack.format.rules import DIGEST_PATTERN, MANIFEST_NAME, rule_error
 from stagepack.remote.url import BundleUrl, is_url, split_entry_point
 
 if TYPE_CHECKING:
+    from stagepack.deltas.delta import Delta
     from stagepack.signing.verification import VerifiedSignature
+
+# The folder of a delta, or an opened one.
+DeltaSource: TypeAlias = "str | os.PathLike[str] | Delta"
 
 # The folder of a bundle, its URL, or an opened bundle.
 BundleSource = str | os.PathLike[str] | Bundle
@@ -60,6 +65,7 @@ def open_bundle(
     digest: str | None = None,
     storage_options: Mapping[str, Any] | None = None,
     require_signature: TrustedSigners | None = None,
+    deltas: Sequence[DeltaSource] = (),
 ) -> Bundle:
     """Open a bundle in a folder or at a URL. Only its manifest is read; needs no torch.
 
@@ -77,7 +83,9 @@ def open_bundle(
         storage_options: of a URL, arguments of the file system of fsspec, such as credentials.
         require_signature: refuse a bundle that no trusted signer has signed: a PEM file with the public key of a signer, or with
             certificates of authorities; or several files, one of which must verify the signature. See `sign`. The signature is over the
-            manifest, whose digests the files are compared with when they are read.
+            manifest, whose digests the files are compared with when they are read. Each delta must be signed too.
+        deltas: open the bundle that these deltas make of it, each on the result of the one before; see `stagepack.delta`. Its files are
+            composed in memory when they are read, and nothing is written.
 
     Returns:
         The opened bundle.
@@ -105,7 +113,24 @@ def open_bundle(
     bundle = _open_location(location, digest, storage_options)
     if require_signature is not None:
         _verify_signature(bundle, require_signature)
-    return bundle if name is None else bundle.select(name)
+    return with_deltas(bundle if name is None else bundle.select(name), deltas, require_signature)
+
+
+def with_deltas(
+    bundle: Bundle, deltas: Sequence[DeltaSource], require_signature: TrustedSigners | None = None
+) -> Bundle:
+    """Return the bundle that deltas make of another one; each of them must have the signature that is required."""
+    if not deltas:
+        return bundle
+    from stagepack.deltas.delta import open_delta  # noqa: PLC0415 - numpy and zstandard, which opening a bundle does not need
+    from stagepack.deltas.patches import check_is_sequence, patched_bundle  # noqa: PLC0415 - the same
+
+    check_is_sequence(deltas)
+    opened_deltas = [open_delta(delta) for delta in deltas]
+    if require_signature is not None:
+        for delta in opened_deltas:
+            _verify_signature(delta, require_signature)
+    return patched_bundle(bundle, opened_deltas)
 
 
 def _open_location(
@@ -140,13 +165,15 @@ def _open_location(
     return bundle
 
 
-def opened(bundle: BundleSource, require_signature: TrustedSigners | None = None) -> Bundle:
-    """Return a bundle that may be opened already."""
+def opened(
+    bundle: BundleSource, require_signature: TrustedSigners | None = None, deltas: Sequence[DeltaSource] = ()
+) -> Bundle:
+    """Return a bundle that may be opened already, or the one that deltas make of it."""
     if not isinstance(bundle, Bundle):
-        return open_bundle(bundle, require_signature=require_signature)
+        return open_bundle(bundle, require_signature=require_signature, deltas=deltas)
     if require_signature is not None:
         _verify_signature(bundle, require_signature)
-    return bundle
+    return with_deltas(bundle, deltas, require_signature)
 
 
 def opened_folder(bundle: BundleSource, content: str) -> Bundle:
@@ -193,7 +220,7 @@ def verify_bundle(
     return signature
 
 
-def _verify_signature(bundle: Bundle, require_signature: TrustedSigners) -> "VerifiedSignature":
+def _verify_signature(bundle: ListedFiles, require_signature: TrustedSigners) -> "VerifiedSignature":
     with explain_missing_packages("sign"):
         from stagepack.signing.verification import verify_signature  # noqa: PLC0415 - model_signing is optional
 

@@ -22,7 +22,7 @@ PLATFORMS: Final = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux
 PRESENT: Final = frozenset({"jinja2", "numpy", "safetensors", "sympy", "tokenizers", "torch"})
 # By what needs them: each with all that it requires, without what is present.
 PACKAGES: Final = {
-    "stagepack": ("blake3", "click", "msgspec", "rich", "markdown-it-py", "mdurl", "Pygments"),
+    "stagepack": ("blake3", "click", "msgspec", "rich", "markdown-it-py", "mdurl", "Pygments", "zstandard"),
     "the server": (
         "anyio", "grpcio", "grpcio-health-checking", "grpcio-reflection", "h11", "idna", "prometheus_client", "protobuf",
         "python-rapidjson", "starlette", "tritonclient", "typing_extensions", "urllib3", "uvicorn", "uvloop",

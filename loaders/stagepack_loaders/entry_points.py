@@ -8,7 +8,7 @@ from msgspec import structs
 from stagepack.errors import EntryPointError, InputError, OptionError, named_errors
 from stagepack.format.reader import Bundle
 from stagepack.format.rules import format_names
-from stagepack.opening import BundleSource, TrustedSigners, errors_name_bundle
+from stagepack.opening import BundleSource, DeltaSource, TrustedSigners, errors_name_bundle
 from stagepack_loaders.base import SharedObjects
 from stagepack_loaders.call_limits import Limits, checked_limits
 from stagepack_loaders.decoders import ENCODER_NAME, generating_entry_point
@@ -99,6 +99,7 @@ def load_entry_points(
     allow_ops: Collection[str] = (),
     verify: Verify = "full",
     require_signature: TrustedSigners | None = None,
+    deltas: Sequence[DeltaSource] = (),
     copy: bool = False,
     compile: Compile = False,
     stream: bool = False,
@@ -119,6 +120,7 @@ def load_entry_points(
         allow_ops: see `stagepack.load`.
         verify: see `stagepack.load`.
         require_signature: see `stagepack.load`.
+        deltas: see `stagepack.load`.
         copy: see `stagepack.load`.
         compile: see `stagepack.load`.
         stream: see `stagepack.load`.
@@ -141,7 +143,7 @@ def load_entry_points(
         raise OptionError(
             "stall_seconds: only stages in processes of their own have it: load one entry point with processes=True"
         )
-    opened_bundle = open_for_loading(bundle, verify, require_signature)
+    opened_bundle = open_for_loading(bundle, verify, require_signature, deltas)
     names = [entry_point.name for entry_point in opened_bundle.entry_points]
     devices_of_name = devices if isinstance(devices, Mapping) else dict.fromkeys(names, devices)
     if unknown := devices_of_name.keys() - set(names):

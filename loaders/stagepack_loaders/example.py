@@ -1,7 +1,9 @@
 """Replay the recorded example of a bundle, and run a pipeline on the tensors of a file."""
 
+import contextlib
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +12,13 @@ from safetensors import SafetensorError
 from stagepack.errors import InputError, WriteError
 from stagepack.format.contract import BoundArgument, check_values
 from stagepack.format.dtypes import SCALAR_DTYPES, STORED_AS_BYTES
+from stagepack.format.file_writing import write_at
 from stagepack.format.manifest import Edge, EntryPoint
 from stagepack.format.output_file import output_file
 from stagepack.format.reader import Bundle
 from stagepack.format.rules import PADDING_PREFIX
 from stagepack.format.tree import ValueLeaf, fill_tree, flatten_tree
 from stagepack.format.validate.files import INPUT_PREFIX, OUTPUT_PREFIX, example_edges
-from stagepack.format.weights import read_weight_header
 from stagepack_loaders.base import ArrayOps
 from stagepack_loaders.comparison import Difference, Tolerance, combine_differences, compare_arrays
 from stagepack_loaders.elements import ELEMENT_DTYPES
@@ -54,8 +56,9 @@ def _read_example_arrays(bundle: Bundle, array_ops: ArrayOps) -> tuple[dict[str,
     if bundle.example is None:
         raise InputError(f"{bundle.location}: the bundle has no example to run: pass inputs")
     bundle.check_digests([bundle.example.name])
-    read_weight_header(bundle.example)
-    arrays = array_ops.load(bundle.example)
+    bundle.read_headers([bundle.example.name])
+    with _path_of(bundle, bundle.example) as path:
+        arrays = array_ops.load(path)
     inputs = {
         array_name.removeprefix(INPUT_PREFIX): array_ops.copy(array)
         for array_name, array in arrays.items()
@@ -66,6 +69,24 @@ def _read_example_arrays(bundle: Bundle, array_ops: ArrayOps) -> tuple[dict[str,
         _restore_dtypes(array_ops, inputs, _input_edges(bundle.entry_point)),
         _restore_dtypes(array_ops, results, example_edges(bundle.entry_point)),
     )
+
+
+@contextlib.contextmanager
+def _path_of(bundle: Bundle, path: Path) -> Iterator[Path]:
+    """A path that a file of a bundle is read by: of memory if deltas make the file."""
+    if bundle.patches is None or bundle.patches.patch_of(path.name) is None:
+        yield path
+        return
+    descriptor = os.memfd_create(path.name)
+    try:
+        with contextlib.ExitStack() as open_files:
+            read = bundle.open_read(open_files, path.name)
+            content = memoryview(bytearray(read.entry.size))
+            read.fill(0, content)
+        write_at(descriptor, content, 0)
+        yield Path(f"/proc/self/fd/{descriptor}")
+    finally:
+        os.close(descriptor)
 
 
 def compare_results(

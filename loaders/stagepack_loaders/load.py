@@ -9,7 +9,7 @@ from msgspec import structs
 from stagepack.errors import OptionError
 from stagepack.extras import explain_missing_packages
 from stagepack.format.reader import Bundle
-from stagepack.opening import BundleSource, TrustedSigners, errors_name_bundle
+from stagepack.opening import BundleSource, DeltaSource, TrustedSigners, errors_name_bundle
 from stagepack_loaders.call_limits import Limits, checked_limits, value_limit
 from stagepack_loaders.distributed.launch_environment import is_launched_group, launched_size
 from stagepack_loaders.local_pipeline import Pipeline, load_pipeline
@@ -90,6 +90,7 @@ def load(
     allow_ops: Collection[str] = (),
     verify: Verify = "full",
     require_signature: TrustedSigners | None = None,
+    deltas: Sequence[DeltaSource] = (),
     copy: bool = False,
     compile: Compile = False,
     compiled: str | os.PathLike[str] | None = None,
@@ -139,6 +140,8 @@ def load(
             the format are checked in any case.
         require_signature: a PEM file with the public key of a signer, or with certificates of authorities, or several: a bundle without a
             signature of one of them is refused; see `stagepack.sign`. Only with ``verify="full"``: the signature is over the digests.
+        deltas: load the bundle that these deltas make of it, each on the result of the one before; see `stagepack.delta`. Weights are
+            changed in memory: on the CPU those pages of mapped files that have changes become memory of this process. Nothing is written.
         copy: read the weights into memory of this process. By default the CPU uses weight files where they are, mapped: they are ready
             in milliseconds, take no memory of the process, and are shared between processes. Before one of them is changed, the process
             copies it, so that calls answer as before; files for which the kernel does not promise that are copied at once. Devices other
@@ -202,7 +205,7 @@ def load(
         ...     logits = pipeline(input_ids)
     """
     limits = checked_limits(limits)
-    opened_bundle = open_for_loading(bundle, verify, require_signature)
+    opened_bundle = open_for_loading(bundle, verify, require_signature, deltas)
     options = LoadOptions(
         devices=device_list(devices, device),
         runtime=runtime,

@@ -1,12 +1,12 @@
 """Load one stage of a bundle, or several as one."""
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, Unpack, overload
 
 from stagepack.errors import OptionError
 from stagepack.format.reader import Bundle
-from stagepack.opening import BundleSource, TrustedSigners, errors_name_bundle
+from stagepack.opening import BundleSource, DeltaSource, TrustedSigners, errors_name_bundle
 from stagepack.partition.joined_bundle import join_bundle
 from stagepack_loaders.base import Loading
 from stagepack_loaders.options import DEFAULT_RUNTIME, Compile, LoadOptions, LocalKeywords, Verify, folder_name
@@ -57,6 +57,7 @@ def load_stage(
     allow_ops: Collection[str] = (),
     verify: Verify = "full",
     require_signature: TrustedSigners | None = None,
+    deltas: Sequence[DeltaSource] = (),
     copy: bool = False,
     compile: Compile = False,
     compiled: str | os.PathLike[str] | None = None,
@@ -82,6 +83,7 @@ def load_stage(
         allow_ops: see `load`.
         verify: see `load`.
         require_signature: see `load`.
+        deltas: see `load`.
         copy: see `load`.
         compile: see `load`.
         compiled: see `load`.
@@ -105,7 +107,7 @@ def load_stage(
         >>> (hidden,) = stage(hidden)
         >>> layers = stagepack.load_stage("m.stagepack", stages=range(4, 9), device="cuda:1")
     """
-    opened_bundle = open_for_loading(bundle, verify, require_signature)
+    opened_bundle = open_for_loading(bundle, verify, require_signature, deltas)
     if (stage is None) == (stages is None):
         raise OptionError(
             "stage, stages: expected one of them: the number of a stage, or the numbers of consecutive stages as a range"

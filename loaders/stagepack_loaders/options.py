@@ -8,7 +8,7 @@ from msgspec import Struct, structs
 
 from stagepack.errors import OptionError
 from stagepack.format.quantities import parse_byte_size
-from stagepack.opening import TrustedSigners
+from stagepack.opening import DeltaSource, TrustedSigners
 from stagepack.options import Option
 
 # How `load(..., compile=)` compiles. False: not at all. True or "regions": each distinct region once. "whole": each stage as a whole.
@@ -33,6 +33,7 @@ class LoadKeywords(TypedDict, total=False):
     allow_ops: Collection[str]
     verify: Verify
     require_signature: TrustedSigners | None
+    deltas: Sequence[DeltaSource]
     copy: bool
     compile: Compile
     compiled: str | os.PathLike[str] | None

@@ -1,13 +1,13 @@
 """Prepare the stages of a bundle in their runtimes: everything but the weights is read and checked before a weight is."""
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
 from stagepack.errors import OptionError
 from stagepack.format.reader import Bundle
-from stagepack.opening import BundleSource, TrustedSigners, opened
+from stagepack.opening import BundleSource, DeltaSource, TrustedSigners, opened
 from stagepack.terminal import byte_progress
 from stagepack_loaders.base import LoadedStage, Loading, PreparedStage, Runtime
 from stagepack_loaders.options import LoadOptions, Verify
@@ -15,7 +15,12 @@ from stagepack_loaders.placement import place_stages
 from stagepack_loaders.registry import find_runtime, import_runtime, runtime_of_each_stage, runtimes
 
 
-def open_for_loading(bundle: BundleSource, verify: Verify, require_signature: TrustedSigners | None = None) -> Bundle:
+def open_for_loading(
+    bundle: BundleSource,
+    verify: Verify,
+    require_signature: TrustedSigners | None = None,
+    deltas: Sequence[DeltaSource] = (),
+) -> Bundle:
     """Open a bundle for `load`. Of the weights only a runtime knows when they are read: it is asked to verify them by `finish`."""
     if verify not in get_args(Verify):
         choices = ", ".join(map(repr, get_args(Verify)))
@@ -24,7 +29,7 @@ def open_for_loading(bundle: BundleSource, verify: Verify, require_signature: Tr
         raise OptionError(
             f"require_signature: the signature is over the digests of all files: leave out verify={verify!r}"
         )
-    opened_bundle = opened(bundle, require_signature)
+    opened_bundle = opened(bundle, require_signature, deltas)
     if require_signature is not None and not opened_bundle.compares_digests:
         raise OptionError(
             "require_signature: the signature is over the digests of all files: do not use without_digests()"

@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Final
@@ -22,7 +22,8 @@ from blake3 import blake3
 from stagepack.errors import Problem
 from stagepack.format.chunk_reads import FileRead, read_chunks
 from stagepack.format.chunks import CHUNK_BYTES, File
-from stagepack.format.file_checks import FILE_GROUP, open_plain_file
+from stagepack.format.file_checks import FILE_GROUP
+from stagepack.format.file_source import FilePatch, FilePatches
 from stagepack.format.reader import Bundle
 from stagepack.format.rules import raise_problems, rule_error
 from stagepack.format.weights import StoredTensor, parse_weight_header
@@ -100,51 +101,62 @@ def _read_files(
     contents: dict[str, mmap.mmap] = {}
     problems: list[Problem] = []
     for group_start in range(0, len(entries), FILE_GROUP):
-        copied, mapped = [], []
+        copied, mapped, patched = [], [], []
         with contextlib.ExitStack() as open_files:
             group = entries[group_start : group_start + FILE_GROUP]
             # Before leases take descriptors: a file that can have no lease is copied, but one that cannot be opened is an error.
-            files = [open_files.enter_context(open_plain_file(bundle.path, entry)) for entry in group]
-            for entry, file in zip(group, files, strict=True):
-                descriptor = file.fileno()
-                content = None if loading.options.copy else _map_if_possible(descriptor, entry.name)
+            for read in [bundle.open_read(open_files, entry.name) for entry in group]:
+                content = None if loading.options.copy else _map_if_possible(read)
                 if content is None:
-                    content = new_memory(entry.size)
-                    copied.append(FileRead(entry, descriptor, memoryview(content)))
+                    content = new_memory(read.entry.size)
+                    copied.append(replace(read, destination=memoryview(content)))
                 else:
-                    mapped.append(_mapped_read(entry, descriptor, content))
-                contents[entry.name] = content
-            problems += read_chunks(copied, compare=verify, progress=loading.progress)
+                    (mapped if read.patch is None else patched).append(_mapped_read(read, content))
+                contents[read.entry.name] = content
+            problems += read_chunks([*copied, *patched], compare=verify, progress=loading.progress)
             if verify:
                 problems += _compare_mapped(mapped, loading)
-                # Without a lease, the bytes in memory may not be the ones that were compared.
-                message = "the file was changed while it was loaded: load it again"
-                changed = [read.entry.name for read in mapped if not has_lease(contents[read.entry.name])]
-                problems += [Problem(rule="D2", where=file_name, message=message) for file_name in changed]
-    return contents, problems
+            # Without a lease, the bytes in memory may not be the ones that were compared or patched.
+            message = "the file was changed while it was loaded: load it again"
+            leased = [*(mapped if verify else ()), *patched]
+            changed = [read.entry.name for read in leased if not has_lease(contents[read.entry.name])]
+            problems += [Problem(rule="D2", where=file_name, message=message) for file_name in changed]
+    return contents, bundle.causes(problems)
 
 
-def _mapped_read(entry: File, descriptor: int, content: mmap.mmap) -> FileRead:
-    """A read that compares the bytes of a mapping, and makes them ready for their first use.
+def _mapped_read(read: FileRead, content: mmap.mmap) -> FileRead:
+    """A read that compares the bytes of a mapping, and makes them ready for their first use; patches are applied in the mapping.
 
     2 GB were read and hashed by two threads in 0.18 s, and the first answer then took 0.19 s, half of it for page faults. In the mapping
     they are hashed in 0.18 s, page faults included, and the answer takes 0.09 s.
     """
     if not can_populate():
-        return FileRead(entry, descriptor)
+        return read
+    descriptor = _descriptor(read)
 
     def bring(start: int, memory: memoryview) -> None:
         # Page faults read a cold file in small parts: at a third of the speed.
         if not is_cached(descriptor, start):
             os.posix_fadvise(descriptor, start, CHUNK_BYTES, os.POSIX_FADV_WILLNEED)
         populate(content, start, len(memory))
+        if read.patch is not None:
+            read.patch.apply(start, memory)
 
-    return FileRead(entry, descriptor, memoryview(content), bring)
+    return replace(read, destination=memoryview(content), populate=bring)
 
 
-def _map_if_possible(descriptor: int, file_name: str) -> mmap.mmap | None:
+def _descriptor(read: FileRead) -> int:
+    assert read.descriptor is not None
+    return read.descriptor
+
+
+def _map_if_possible(read: FileRead) -> mmap.mmap | None:
+    """Map a file, or the file that it is made of in memory, if this is as long."""
+    origin = read.entry if read.patch is None else read.patch.origin
+    if origin is None or origin.size != read.entry.size or (read.patch is not None and not can_populate()):
+        return None
     try:
-        return map_with_lease(descriptor, file_name)
+        return map_with_lease(_descriptor(read), read.entry.name)
     except OSError as error:
         if error.errno not in (errno.EMFILE, errno.ENFILE):
             raise
@@ -174,13 +186,13 @@ def _lasting_identity(read: FileRead, record: "VerificationRecord") -> str | Non
     if not record.takes(_identity(read)):
         return None  # Synchronizing takes up to seconds just after a file was written.
     with contextlib.suppress(OSError):
-        os.fsync(read.descriptor)  # Later writes through mappings change the ctime.
+        os.fsync(_descriptor(read))  # Later writes through mappings change the ctime.
     return _identity(read)
 
 
 def _identity(read: FileRead) -> str | None:
     """The name of the entry of a file in the record; None if the file cannot have one."""
-    status = os.fstat(read.descriptor)
+    status = os.fstat(_descriptor(read))
     is_owned = status.st_uid in (os.geteuid(), 0) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     is_settled = status.st_ctime + _SETTLED_SECONDS < time.time()
     if not is_owned or not is_settled or not is_of_kind(status.st_dev, _FILE_SYSTEMS):
@@ -269,8 +281,9 @@ class FolderReader:
     A cold file of this machine was read at 0.5 GB/s through the page cache and at 2.0 GB/s past it.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, patches: FilePatches | None = None) -> None:
         self._folder = folder
+        self._patches = patches
         self._lock = threading.Lock()
         self._files: dict[str, _OpenFile] = {}
 
@@ -281,6 +294,8 @@ class FolderReader:
         """
         replaced = []
         for file_name in file_names:
+            if self._patch_of(file_name) is not None:
+                continue
             with contextlib.suppress(OSError):
                 open_file = os.fstat(self._file(file_name).descriptor)
                 if not os.path.samestat(open_file, os.stat(self._folder / file_name)):
@@ -292,6 +307,20 @@ class FolderReader:
 
     def read_into(self, file_name: str, start: int, memory: memoryview) -> None:
         """See `ReadInto`."""
+        patch = self._patch_of(file_name)
+        origin_bytes = len(memory)
+        if patch is not None:
+            origin_bytes = min(max(0 if patch.origin is None else patch.origin.size - start, 0), len(memory))
+            memory[origin_bytes:] = bytes(len(memory) - origin_bytes)
+        if origin_bytes:
+            self._read_into(file_name, start, memory[:origin_bytes])
+        if patch is not None:
+            patch.apply(start, memory)
+
+    def _patch_of(self, file_name: str) -> FilePatch | None:
+        return None if self._patches is None else self._patches.patch_of(file_name)
+
+    def _read_into(self, file_name: str, start: int, memory: memoryview) -> None:
         try:
             file = self._file(file_name)
             position = file.read_direct(start, memory)

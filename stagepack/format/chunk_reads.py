@@ -10,6 +10,7 @@ from blake3 import blake3
 
 from stagepack.errors import Problem
 from stagepack.format.chunks import File, FileChunk, file_chunks
+from stagepack.format.file_source import FilePatch
 from stagepack.format.threads import map_in_threads
 
 # Pieces of 1 to 4 MiB were the fastest between 128 KiB and 16 MiB: they fit the second cache of a core.
@@ -26,21 +27,34 @@ class FileRead:
 
     Attributes:
         entry: its entry in the manifest.
-        descriptor: the open file.
+        descriptor: the open file; None if a patch makes the file of nothing.
         destination: memory as long as the file; None to compare it only.
         populate: if the destination is a mapping of the file, brings parts of it into memory, so that an error of the disk is an `OSError`,
             and not the end of the process.
+        patch: makes the bytes of the file from those of the open file, which is its origin; None if it is the file itself.
     """
 
     entry: File
-    descriptor: int
+    descriptor: int | None
     destination: memoryview | None = None
     populate: Fill | None = None
+    patch: FilePatch | None = None
 
     def fill(self, start: int, memory: memoryview) -> None:
         """Fill memory with the bytes of the file from `start` on; see `Fill`."""
+        if self.patch is None:
+            self._read(start, memory)
+            return
+        origin_size = 0 if self.patch.origin is None else self.patch.origin.size
+        read_bytes = min(max(origin_size - start, 0), len(memory))
+        self._read(start, memory[:read_bytes])
+        memory[read_bytes:] = bytes(len(memory) - read_bytes)
+        self.patch.apply(start, memory)
+
+    def _read(self, start: int, memory: memoryview) -> None:
         position = 0
         while position < len(memory):
+            assert self.descriptor is not None
             size = os.preadv(self.descriptor, [memory[position:]], start + position)
             if not size:
                 raise EOFError("the file was cut short while it was read")

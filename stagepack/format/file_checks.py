@@ -13,6 +13,7 @@ from typing import Final, NamedTuple
 from stagepack.errors import DigestError, Problem, StagepackError
 from stagepack.format.chunk_reads import ByteProgress, FileRead, read_chunks
 from stagepack.format.chunks import File
+from stagepack.format.file_source import FilePatches
 from stagepack.format.rules import raise_problems, rule_error
 
 # Files that are open at the same time. Processes may often have no more than 1,024, or 256.
@@ -145,11 +146,22 @@ def _read_up_to(file: io.FileIO, byte_count: int) -> bytes:
         return buffered.read(byte_count)
 
 
+def open_read(
+    open_files: contextlib.ExitStack, folder: Path, entry: File, patches: FilePatches | None = None
+) -> FileRead:
+    """Open a file of a bundle, or the file that it is made of, until the end of a ``with`` statement."""
+    patch = None if patches is None else patches.patch_of(entry.name)
+    origin = entry if patch is None else patch.origin
+    descriptor = None if origin is None else open_files.enter_context(open_plain_file(folder, origin)).fileno()
+    return FileRead(entry, descriptor, patch=patch)
+
+
 def check_digests(
     folder: Path,
     entries: Iterable[File],
     progress: ByteProgress | None = None,
     versions: dict[str, FileVersion] | None = None,
+    patches: FilePatches | None = None,
 ) -> list[Problem]:
     """Compare the size and the content of files with the manifest (D1 and D2). Reads the files in threads, by chunk."""
     entries = list(entries)
@@ -159,13 +171,13 @@ def check_digests(
             reads = []
             for entry in entries[group_start : group_start + FILE_GROUP]:
                 try:
-                    file = open_files.enter_context(open_plain_file(folder, entry))
+                    read = open_read(open_files, folder, entry, patches)
                 except DigestError as error:
                     problem_of_file[entry.name] = error.problems[0]
                 else:
-                    if versions is not None:
-                        versions[entry.name] = file_version(file.fileno())
-                    reads.append(FileRead(entry, file.fileno()))
+                    if versions is not None and read.descriptor is not None:
+                        versions[entry.name] = file_version(read.descriptor)
+                    reads.append(read)
             for problem in read_chunks(reads, compare=True, progress=progress):
                 problem_of_file[problem.where] = problem
     return [problem for problem in problem_of_file.values() if problem is not None]

@@ -1,8 +1,9 @@
 """Where the files of a bundle come from, if its folder does not have all of them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol, Self
 
+from stagepack.errors import Problem
 from stagepack.format.chunks import File
 
 
@@ -59,3 +60,50 @@ class FileSource(Protocol):
 
     def discard(self, entries: Sequence[File]) -> None:
         """Remove damaged files from the folder, so that `fetch` brings them again."""
+
+
+class FilePatch(Protocol):
+    """Makes a file of a bundle from a file of its folder."""
+
+    @property
+    def origin(self) -> File | None:
+        """The entry of the file of the folder; None if nothing of the folder is used."""
+
+    def apply(self, start: int, memory: memoryview) -> None:
+        """Make bytes of the file from those of the origin, in their place. Several threads call it at a time.
+
+        Args:
+            start: the position of the first byte in both files.
+            memory: the bytes of the origin, then zeros if it is shorter.
+
+        Raises:
+            FormatError: what changes the bytes is damaged.
+        """
+
+
+class FilePatches(Protocol):
+    """Makes those files of a bundle that its folder does not have as they are. Nothing is written."""
+
+    @property
+    def location(self) -> str:
+        """The paths or URLs of what changes the files, for messages."""
+
+    @property
+    def base_digest(self) -> str:
+        """The digest of the bundle in the folder."""
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The folders that a process on this machine makes the same files from."""
+
+    def patch_of(self, file_name: str) -> FilePatch | None:
+        """Return how a file is made; None if the folder has it."""
+
+    def fetch(self, file_names: Iterable[str]) -> None:
+        """Return when what changes these files is on this machine."""
+
+    def damage(self, file_name: str) -> list[Problem]:
+        """Return why a file is not what the manifest lists: the problems of what it is made of."""
+
+    def changed_ranges(self, file_name: str) -> list[tuple[int, int]]:
+        """Return the bytes of a file that differ from those of the folder, as half-open ranges in ascending order."""

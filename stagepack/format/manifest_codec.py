@@ -1,4 +1,4 @@
-"""Encode, decode and check the manifest as JSON (SPEC E1 to E3).
+"""Encode, decode and check the manifest as JSON (SPEC E1 to E3). The document of a delta is encoded alike.
 
 Law: a manifest that is decoded and encoded again has the same fields in the same order.
 """
@@ -6,7 +6,7 @@ Law: a manifest that is decoded and encoded again has the same fields in the sam
 import hashlib
 import json
 import re
-from typing import Any
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -17,11 +17,19 @@ from stagepack.format.rules import MANIFEST_NAME, parse_json, raise_problems, re
 from stagepack.format.upgrade import check_version, is_newer_minor
 from stagepack.format.validate.manifest_rules import check_manifest
 
+Document = TypeVar("Document", bound=msgspec.Struct)
+
 ZERO_DIGEST = "0" * 64
+BUNDLE_FORMAT: Final = "stagepack"
+# What to do with a folder of another format than the expected one.
+_CURES: Final = {
+    BUNDLE_FORMAT: "it is a bundle",
+    "stagepack delta": "it is a delta: apply it to its base (stagepack apply, or the argument deltas= of load)",
+}
 _DIGEST_FIELD = re.compile(rb'"sha256": "([0-9a-f]{64})"\n}\n\Z')
 
 
-def encode_manifest(manifest: Manifest) -> bytes:
+def encode_manifest(manifest: msgspec.Struct) -> bytes:
     """Return a manifest as indented JSON, with its own digest inserted. Equal manifests give equal bytes."""
     fields = msgspec.to_builtins(msgspec.structs.replace(manifest, sha256=ZERO_DIGEST))
     content = json.dumps(fields, indent=1, ensure_ascii=False, allow_nan=False).encode() + b"\n"
@@ -30,34 +38,51 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def convert_manifest(fields: Any, file_name: str) -> Manifest:
-    """Convert a manifest from plain containers to its types. Of the rules, only E2 and E3 are checked.
+    """Convert a manifest from plain containers to its types. Of the rules, only E2 and E3 are checked."""
+    return _convert(fields, file_name, Manifest)
 
-    A manifest has one form, as a graph has one encoding.
-    """
+
+def _convert(fields: Any, file_name: str, document_type: type[Document]) -> Document:
+    """Convert a document, which has one form, as a graph has one encoding."""
     with typed_errors(file_name, "JSON"):
-        manifest = msgspec.convert(fields, Manifest)
-        converted_back = msgspec.to_builtins(manifest)
-        if not is_newer_minor(manifest.version) and json.dumps(converted_back) != json.dumps(fields):
+        document = msgspec.convert(fields, document_type)
+        converted_back = msgspec.to_builtins(document)
+        if not is_newer_minor(fields["version"]) and json.dumps(converted_back) != json.dumps(fields):
             refuse_encoding(file_name, fields, converted_back)
+    return document
+
+
+def parse_manifest(content: bytes, location: str, file_name: str = MANIFEST_NAME) -> Manifest:
+    """Decode and check a manifest."""
+    fields = parse_fields(content, location, BUNDLE_FORMAT, file_name)
+    manifest = convert_manifest(fields, file_name)
+    raise_problems(check_manifest(manifest))
     return manifest
 
 
-def parse_manifest(content: bytes, location: str) -> Manifest:
-    """Decode and check a manifest."""
+def parse_document(content: bytes, location: str, document_type: type[Document], document_format: str) -> Document:
+    """Decode a document that is encoded as a manifest is. Its own rules are not checked."""
+    return _convert(parse_fields(content, location, document_format), MANIFEST_NAME, document_type)
+
+
+def parse_fields(content: bytes, location: str, document_format: str, file_name: str = MANIFEST_NAME) -> Any:
+    """Decode a document of a format to plain containers, after its version and its digest are compared."""
     if len(content) > limits.MANIFEST_BYTES:
         message = f"expected at most {limits.MANIFEST_BYTES} bytes, found {len(content)}"
-        raise rule_error("L1", MANIFEST_NAME, message)
-    fields = parse_json(content, MANIFEST_NAME)
-    if not isinstance(fields, dict) or fields.get("format") != "stagepack":
-        raise NotABundleError(f'{location}: not a stagepack manifest: expected the field "format": "stagepack" [M1]')
-    check_version(fields, MANIFEST_NAME)
+        raise rule_error("L1", file_name, message)
+    fields = parse_json(content, file_name)
+    found = fields.get("format") if isinstance(fields, dict) else None
+    if found != document_format:
+        hint = f", found {found!r}: {_CURES[found]}" if isinstance(found, str) and found in _CURES else ""
+        raise NotABundleError(
+            f'{location}: not a {document_format} manifest: expected the field "format": "{document_format}"{hint} [M1]'
+        )
+    check_version(fields, file_name)
     stated_digest, actual_digest = stated_and_actual_digest(content)
     if stated_digest != actual_digest:
         message = f"the manifest states the sha256 {stated_digest}, found {actual_digest}: the file was changed"
-        raise rule_error("D3", MANIFEST_NAME, message)
-    manifest = convert_manifest(fields, MANIFEST_NAME)
-    raise_problems(check_manifest(manifest))
-    return manifest
+        raise rule_error("D3", file_name, message)
+    return fields
 
 
 def stated_and_actual_digest(manifest: bytes) -> tuple[str | None, str]:

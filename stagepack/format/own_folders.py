@@ -10,10 +10,11 @@ from stagepack.errors import OutputExistsError, StagepackError, WriteError
 from stagepack.format import limits
 from stagepack.format.bundle_files import BundleFiles
 from stagepack.format.file_checks import read_plain_file
+from stagepack.format.manifest_codec import BUNDLE_FORMAT
 from stagepack.format.rules import DIGEST_PATTERN, MANIFEST_NAME, SIGNATURE_NAME, format_names
 
 # The first field of a manifest. A damaged manifest begins with it too.
-_MANIFEST_START: Final = re.compile(rb'\s*\{\s*"format"\s*:\s*"stagepack"')
+_MANIFEST_START: Final = re.compile(rb'\s*\{\s*"format"\s*:\s*"(stagepack(?: [a-z]+)?)"')
 # The names that stagepack gives, with the names of entry points before them.
 _WRITTEN_NAME: Final = re.compile(
     r"model\.safetensors\.index\.json|[\w.-]*(example|(stage|shared)-\d+[\w.-]*)\.(msgpack|onnx|safetensors)", re.ASCII
@@ -22,18 +23,25 @@ _WRITTEN_NAME: Final = re.compile(
 
 def is_bundle_folder(path: Path) -> bool:
     """Whether a folder is a bundle, possibly a damaged one. Other folders, or with a manifest that cannot be read, must not be removed."""
+    return folder_format(path) == BUNDLE_FORMAT
+
+
+def folder_format(path: Path) -> str | None:
+    """The format of what stagepack has written into a folder, as its document states it, possibly damaged; None for other folders."""
     manifest_path = path / MANIFEST_NAME
     with contextlib.suppress(OSError):
         if manifest_path.is_file():
             with manifest_path.open("rb") as file:
-                return _MANIFEST_START.match(file.read(4096)) is not None
-    return False
+                found = _MANIFEST_START.match(file.read(4096))
+                return None if found is None else found[1].decode()
+    return None
 
 
-def check_replaceable(path: Path) -> None:
-    """Refuse to replace or remove a folder unless it is a bundle as stagepack writes it."""
-    if path.is_symlink() or not is_bundle_folder(path):
-        raise OutputExistsError(f"{path}: exists and is not a bundle, so it is not overwritten: choose another name")
+def check_replaceable(path: Path, document_format: str = BUNDLE_FORMAT) -> None:
+    """Refuse to replace or remove a folder unless it is of a format as stagepack writes it."""
+    if path.is_symlink() or folder_format(path) != document_format:
+        kind = document_format.removeprefix("stagepack").strip() or "bundle"
+        raise OutputExistsError(f"{path}: exists and is not a {kind}, so it is not overwritten: choose another name")
     check_no_cache(path)
     if links := sorted(entry.name for entry in os.scandir(path) if entry.is_symlink()):
         raise OutputExistsError(
@@ -61,7 +69,7 @@ def check_outside_bundles(path: Path, kind: str = "a path") -> None:
     """Refuse to write a file or a folder into a bundle, or into a cache of bundles."""
     check_no_cache(path)
     for folder in Path(os.path.realpath(path)).parents:
-        if is_bundle_folder(folder):
+        if folder_format(folder) is not None:
             raise WriteError(
                 f"{path}: expected {kind} outside of bundles, found one inside {folder}: choose another folder"
             )

@@ -14,7 +14,7 @@ from typing import ClassVar, NamedTuple, Self
 
 from msgspec.msgpack import encode
 
-from stagepack.errors import EntryPointError, FileNotListedError, OptionError, Problem
+from stagepack.errors import EntryPointError, FileNotListedError, OptionError
 from stagepack.format import limits
 from stagepack.format.bundle_files import BundleFiles
 from stagepack.format.chunk_reads import ByteProgress
@@ -348,11 +348,7 @@ class Bundle(BundleFiles):
             DigestError: files are missing or changed, or not listed if `strict`.
             FormatError: a rule is broken.
         """
-        problems = self.digest_problems(self.manifest.files, progress)
-        message = "the file is not listed in the manifest"
-        unlisted_files = self.unlisted_files() if strict else []
-        problems += [Problem(rule="D4", where=file_name[:200], message=message) for file_name in unlisted_files]
-        raise_problems(problems)
+        raise_problems([*self.digest_problems(self.listed, progress), *(self.unlisted_problems() if strict else ())])
         check_all_stages(self)
 
 

@@ -4,7 +4,8 @@ import functools
 import math
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from stagepack.format.control_groups import cpu_quota
@@ -44,6 +45,25 @@ def map_in_threads(function: Callable[[Item], Result], items: Sequence[Item]) ->
 
     with ThreadPoolExecutor(min(usable_cpu_count(), len(items))) as pool:
         return list(pool.map(function, items))
+
+
+def ordered_results(function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
+    """Yield the results of a function for items, in their order. Threads are at most two results each ahead of the caller."""
+    from concurrent.futures import Future, ThreadPoolExecutor  # noqa: PLC0415 - as above
+
+    thread_count = usable_cpu_count()
+    running: deque[Future[Result]] = deque()
+    with ThreadPoolExecutor(thread_count) as pool:
+        try:
+            for item in items:
+                if len(running) > thread_count:
+                    yield running.popleft().result()
+                running.append(pool.submit(function, item))
+            while running:
+                yield running.popleft().result()
+        finally:
+            for future in running:
+                future.cancel()
 
 
 def start_in_thread(function: Callable[[], Result], thread_name: str) -> "Future[Result]":

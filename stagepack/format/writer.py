@@ -10,20 +10,20 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Final, NamedTuple, Self
 
 import msgspec
 
-from stagepack.errors import ExportWarning, OutputExistsError, StagepackError, WriteError, warn_caller
+from stagepack.errors import ExportWarning, OutputExistsError, Problem, StagepackError, WriteError, warn_caller
 from stagepack.format.bundle_files import read_manifest
 from stagepack.format.chunk_reads import ByteProgress
 from stagepack.format.chunks import File
 from stagepack.format.file_checks import FileVersion, changed_file_error, file_version, open_regular_file
 from stagepack.format.file_writing import FileRange, Piece, synchronize, write_pieces
 from stagepack.format.manifest import Manifest
-from stagepack.format.manifest_codec import encode_manifest
+from stagepack.format.manifest_codec import BUNDLE_FORMAT, Document, encode_manifest
 from stagepack.format.output_file import TemporaryFolder, remove_folder, replace_folder, siblings
-from stagepack.format.own_folders import check_outside_bundles, check_replaceable, is_bundle_folder, other_files
+from stagepack.format.own_folders import check_outside_bundles, check_replaceable, folder_format, other_files
 from stagepack.format.rules import (
     MANIFEST_NAME,
     SIGNATURE_NAME,
@@ -47,7 +47,23 @@ class TensorSource:
     read: Callable[[str], Pieces]  # returns the bytes of a tensor, by its name
 
 
-def check_output_path(out: str | os.PathLike[str], *, overwrite: bool, absorbed_names: Collection[str] = ()) -> None:
+class DocumentKind(NamedTuple):
+    """What is written: the format that its document states, and the rules on the document by itself."""
+
+    document_format: str
+    check: Callable[[Any], Iterable[Problem]]
+
+
+BUNDLE: Final = DocumentKind(BUNDLE_FORMAT, check_manifest)
+
+
+def check_output_path(
+    out: str | os.PathLike[str],
+    *,
+    overwrite: bool,
+    absorbed_names: Collection[str] = (),
+    document_format: str = BUNDLE_FORMAT,
+) -> None:
     """Refuse an output path that no bundle can be written to, before any work is done."""
     path = Path(os.path.abspath(out))
     if os.path.lexists(path) and not overwrite:
@@ -55,7 +71,7 @@ def check_output_path(out: str | os.PathLike[str], *, overwrite: bool, absorbed_
             f"{out}: already exists: choose another name, or overwrite it (--overwrite; in Python overwrite=True)"
         )
     if os.path.lexists(path):
-        check_replaceable(path)
+        check_replaceable(path, document_format)
         if lost_files := [file_name for file_name in other_files(path) if file_name not in absorbed_names]:
             raise OutputExistsError(
                 f"{out}: has files that are not of the bundle, and would be lost: {format_names(lost_files)}: move them out of the folder, "
@@ -80,8 +96,16 @@ class BundleWriter:
                 writer.finish(manifest)
     """
 
-    def __init__(self, out: str | os.PathLike[str], *, overwrite: bool, absorbed_names: Collection[str] = ()) -> None:
-        check_output_path(out, overwrite=overwrite, absorbed_names=absorbed_names)
+    def __init__(
+        self,
+        out: str | os.PathLike[str],
+        *,
+        overwrite: bool,
+        absorbed_names: Collection[str] = (),
+        kind: DocumentKind = BUNDLE,
+    ) -> None:
+        self._kind = kind
+        self._check_output(Path(out), overwrite=overwrite, absorbed_names=absorbed_names)
         self._absorbed_names = absorbed_names
         self._out = Path(os.path.abspath(out))
         self._overwrite = overwrite
@@ -94,6 +118,10 @@ class BundleWriter:
             raise WriteError(f"{out}: cannot write there: {error.strerror}: {self._out.parent}") from None
         self._temporary_folder = self._locked_folder.path
         self._replaced_folder = self._temporary_folder.parent.with_suffix(".old")
+
+    def _check_output(self, path: Path, *, overwrite: bool, absorbed_names: Collection[str]) -> None:
+        document_format = self._kind.document_format
+        check_output_path(path, overwrite=overwrite, absorbed_names=absorbed_names, document_format=document_format)
 
     @property
     def folder(self) -> Path:
@@ -112,7 +140,8 @@ class BundleWriter:
         if os.path.lexists(self._out):
             # Folders of killed processes too: they are needed only as long as there is no output.
             for replaced_folder in siblings(self._out, "old"):
-                if is_bundle_folder(replaced_folder) and not other_files(replaced_folder):
+                is_own = folder_format(replaced_folder) == self._kind.document_format
+                if is_own and not other_files(replaced_folder):
                     remove_folder(replaced_folder, MANIFEST_NAME)
         if isinstance(error, OSError) and self._is_renamed:
             raise WriteError(
@@ -124,11 +153,13 @@ class BundleWriter:
                 f"{self._out}: could not be written, nothing was changed: {error.strerror or error}"
             ) from error
 
-    def write_file(self, file_name: str, pieces: Pieces, progress: ByteProgress | None = None) -> None:
+    def write_file(self, file_name: str, pieces: Pieces, progress: ByteProgress | None = None) -> File:
         """Write one file in threads, and record its size and digests for the manifest. Its bytes must not change afterwards."""
         path = self._temporary_folder / file_name
-        self._file_entries.append(write_pieces(path, pieces, progress))
+        entry = write_pieces(path, pieces, progress)
+        self._file_entries.append(entry)
         self._unsynchronized.append(path)
+        return entry
 
     def link_file(self, path: Path, entry: File, version: FileVersion | None = None) -> None:
         """Add a file of another bundle: as a hard link if the file system can, otherwise as a copy. Only a copy is hashed again.
@@ -175,23 +206,30 @@ class BundleWriter:
         """Write a manifest of the files that are written so far, so that the folder can be opened before it is finished."""
         (self._temporary_folder / MANIFEST_NAME).write_bytes(encode_manifest(self._with_files(manifest)))
 
-    def _with_files(self, manifest: Manifest) -> Manifest:
+    def _with_files(self, manifest: Document) -> Document:
         """The manifest with the list of files."""
-        entries = sorted(self._file_entries, key=lambda entry: entry.name)
-        manifest = msgspec.structs.replace(manifest, files=tuple(entries))
-        raise_problems(check_manifest(manifest))
+        manifest = msgspec.structs.replace(manifest, files=tuple(self.entries))
+        raise_problems(self._kind.check(manifest))
         return manifest
 
-    def finish(self, manifest: Manifest, *, replaced_digest: str | None = None) -> None:
-        """Write the manifest and rename the temporary folder to the output.
+    @property
+    def entries(self) -> list[File]:
+        """The entries of the files that are written so far, by name."""
+        return sorted(self._file_entries, key=lambda entry: entry.name)
+
+    def finish(self, manifest: msgspec.Struct, *, replaced_digest: str | None = None) -> None:
+        """Write the manifest, and rename the temporary folder to the output.
 
         replaced_digest: replace only the bundle with this digest; None for any bundle.
         """
-        manifest = self._with_files(manifest)
+        self.finish_encoded(encode_manifest(self._with_files(manifest)), replaced_digest=replaced_digest)
+
+    def finish_encoded(self, manifest: bytes, *, replaced_digest: str | None = None) -> None:
+        """Write a manifest as it is, and rename the temporary folder to the output; see `finish`."""
         (self._temporary_folder / MANIFEST_NAME).unlink(missing_ok=True)  # the manifest of a draft
-        self.write_file(MANIFEST_NAME, [encode_manifest(manifest)])
+        self.write_file(MANIFEST_NAME, [manifest])
         map_in_threads(synchronize, [*self._unsynchronized, self._temporary_folder])
-        check_output_path(self._out, overwrite=self._overwrite, absorbed_names=self._absorbed_names)
+        self._check_output(self._out, overwrite=self._overwrite, absorbed_names=self._absorbed_names)
         if replaced_digest is not None:
             _check_digest(self._out, replaced_digest)
         was_signed = os.path.lexists(self._out / SIGNATURE_NAME)

@@ -21,8 +21,8 @@ from model_signing import hashing, manifest, verifying
 from stagepack.errors import FormatError, OptionError, SignatureError
 from stagepack.format import limits
 from stagepack.format.file_checks import read_plain_file
+from stagepack.format.listed_files import ListedFiles
 from stagepack.format.manifest_codec import stated_and_actual_digest
-from stagepack.format.reader import Bundle
 from stagepack.format.rules import MANIFEST_NAME, SIGNATURE_NAME, format_names
 from stagepack.signing.keys import check_key
 from stagepack.signing.signature_file import SignatureFile
@@ -44,7 +44,7 @@ class VerifiedSignature:
     subject: str | None  # the subject of the certificate of the signer; None if it signed with a key alone
 
 
-def verify_signature(bundle: Bundle, trusted_files: Iterable[str | os.PathLike[str]]) -> VerifiedSignature:
+def verify_signature(bundle: ListedFiles, trusted_files: Iterable[str | os.PathLike[str]]) -> VerifiedSignature:
     """Verify that a trusted signer has signed the manifest of a bundle, and with it the digests of all its files.
 
     The content of the files is compared with the manifest when they are read, or by `Bundle.verify`.
@@ -66,7 +66,7 @@ def verify_signature(bundle: Bundle, trusted_files: Iterable[str | os.PathLike[s
     return VerifiedSignature(trusted_file=trusted_file, subject=subject)
 
 
-def _read_signature(bundle: Bundle) -> bytes:
+def _read_signature(bundle: ListedFiles) -> bytes:
     try:
         content = bundle.read_signature()
     except FormatError as error:
@@ -80,7 +80,7 @@ def _read_signature(bundle: Bundle) -> bytes:
 
 
 def _verified_by_one(
-    bundle: Bundle, signature: SignatureFile, verifiers: Sequence[tuple[str, verifying.Config]]
+    bundle: ListedFiles, signature: SignatureFile, verifiers: Sequence[tuple[str, verifying.Config]]
 ) -> tuple[str, manifest.Manifest]:
     """Return the file that verifies the signature, and the signed list of files."""
     reasons = []
@@ -173,7 +173,7 @@ def _signed_manifest(verifier: verifying.Config, signature_path: Path) -> manife
     return recorded.signed
 
 
-def _compare_manifest(bundle: Bundle, signed: manifest.Manifest) -> None:
+def _compare_manifest(bundle: ListedFiles, signed: manifest.Manifest) -> None:
     """Compare the manifest that was opened with its signed digest, or with the digests of its shards."""
     content = read_plain_file(bundle.path, MANIFEST_NAME, limits.MANIFEST_BYTES) or b""
     changed = SignatureError(
@@ -211,7 +211,7 @@ def _signed_parts(signed: manifest.Manifest) -> Iterator[tuple[str, tuple[int, i
             yield resource.identifier, None, resource.digest
 
 
-def _compare_names(bundle: Bundle, signed: manifest.Manifest) -> None:
+def _compare_names(bundle: ListedFiles, signed: manifest.Manifest) -> None:
     """Refuse files of the bundle that are not signed. Other files may be signed, and may be there: nothing reads them."""
     signed_names = {name for name, _, _ in _signed_parts(signed)}
     if unsigned := {MANIFEST_NAME, *bundle.files} - signed_names:

@@ -16,6 +16,7 @@ SECTIONS = ("Args:", "Returns:", "Raises:", "Yields:")
 # What docs/reference/api.md shows besides the names of `stagepack`, what others implement, and the base classes of both.
 PUBLIC = {
     "stagepack.format.bundle_files.BundleFiles",
+    "stagepack.format.listed_files.ListedFiles",
     "stagepack_loaders.pipeline.CallablePipeline",
     "stagepack_loaders.distributed.connect.connect",
     "stagepack_loaders.distributed.pipeline.DistributedPipeline",

@@ -125,6 +125,7 @@ class ProcessLauncher(ABC, Generic[Handle]):
             host=store.host,
             port=store.port,
             options=self._options,
+            deltas=() if self._bundle.patches is None else self._bundle.patches.paths,
         )
 
     def _check(self) -> None:

@@ -146,7 +146,7 @@ class RayLauncher(ProcessLauncher[_StartedActor]):
         source = self._bundle.source
         if source is not None:  # each node downloads what its actors need into a cache of its own
             url = f"{source.url}{self._bundle.fragment}"
-            description = msgspec.structs.replace(description, bundle=url, digest=self._bundle.digest)
+            description = msgspec.structs.replace(description, bundle=url, digest=self._bundle.stored_digest)
         return msgspec.structs.replace(description, options=options)
 
     def _find_end(self, process: _StartedActor) -> ProcessEnd | None:

@@ -61,6 +61,7 @@ class ProcessDescription(Struct, frozen=True, kw_only=True):
 
     Attributes:
         bundle: the folder of the bundle, or its URL with its `digest`.
+        deltas: the folders of the deltas that make the bundle that is loaded of it.
         host: the address of the store of the group, which has the `port`.
         parent: the process that has started it on this machine, with which it ends; 0 if there is none.
     """
@@ -72,6 +73,7 @@ class ProcessDescription(Struct, frozen=True, kw_only=True):
     port: int
     options: GroupOptions
     digest: str | None = None
+    deltas: tuple[str, ...] = ()
     parent: int = 0
 
 
@@ -97,7 +99,7 @@ def run_process(description: ProcessDescription) -> None:
     try:
         for module_name in description.options.processes.imports:
             importlib.import_module(module_name)
-        bundle = open_bundle(description.bundle, digest=description.digest)
+        bundle = open_bundle(description.bundle, digest=description.digest, deltas=description.deltas)
         if stage_counts := description.options.stage_counts:
             bundle = join_bundle(bundle, stage_counts)
     except Exception as error:  # noqa: BLE001 - an imported module raises anything

@@ -59,7 +59,7 @@ class PreparedOnnxRuntimeStage:
         own_files = {file_name: weight_files[file_name] for file_name in self.weight_files()}
         # ONNX Runtime reads no file through a link that leaves the folder (https://github.com/microsoft/onnxruntime/issues/27353).
         is_mapped = all(
-            has_lease(weight_file.content) and not (self.bundle.path / file_name).is_symlink()
+            has_lease(weight_file.content) and self.bundle.has_own(file_name)
             for file_name, weight_file in own_files.items()
         )
         weights = SessionWeights(self.bundle, self.stage_number, self.graph_content, own_files, mapped=is_mapped)

@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -14,9 +15,7 @@ import onnxruntime
 from onnxruntime import OrtValue
 
 from stagepack.format.chunk_reads import FileRead, read_chunks
-from stagepack.format.chunks import File
 from stagepack.format.dtypes import SCALAR_DTYPES
-from stagepack.format.file_checks import open_plain_file
 from stagepack.format.graph import Graph, Value, ValueArg, Weight
 from stagepack.format.graph_codec import read_graph
 from stagepack.format.onnx import NEXT_STATE_PREFIX, STATE_PREFIX, WRITTEN_PREFIX
@@ -154,22 +153,17 @@ class _OpenFiles:
 
     def __init__(self, bundle: Bundle, file_names: Sequence[str]) -> None:
         self.verify = True
-        self._reads: dict[str, tuple[File, int]] = {}
+        self._reads: dict[str, FileRead] = {}
         open_files = contextlib.ExitStack()
         weakref.finalize(self, open_files.close)
         bundle.fetch(file_names)
         for file_name in file_names:
-            entry = bundle.files[file_name]
-            file = open_files.enter_context(open_plain_file(bundle.path, entry))
-            self._reads[file_name] = entry, file.fileno()
+            self._reads[file_name] = bundle.open_read(open_files, file_name)
 
     def read(self) -> dict[str, Array]:
         """Return the bytes of each stored tensor, by name, in new memory."""
-        memories = {file_name: mmap.mmap(-1, entry.size) for file_name, (entry, _) in self._reads.items()}
-        reads = [
-            FileRead(entry, descriptor, memoryview(memories[file_name]))
-            for file_name, (entry, descriptor) in self._reads.items()
-        ]
+        memories = {file_name: mmap.mmap(-1, read.entry.size) for file_name, read in self._reads.items()}
+        reads = [replace(read, destination=memoryview(memories[file_name])) for file_name, read in self._reads.items()]
         raise_problems(read_chunks(reads, compare=self.verify))
         return stored_tensors(
             {

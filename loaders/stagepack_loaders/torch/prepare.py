@@ -139,7 +139,7 @@ def _choose_store(device: torch.device, stages: Mapping[int, StageWeights], load
     """The store of the stages on a device. The CPU maps weight files; threads copy them into the memory of a GPU and hash them."""
     bundle = next(iter(stages.values())).bundle
     options, cache = loading.options, loading.shared.get(WeightCache, WeightCache)
-    folder_reader = loading.shared.get(FolderReader, lambda: FolderReader(bundle.path))
+    folder_reader = loading.shared.get(FolderReader, lambda: FolderReader(bundle.path, bundle.patches))
     if options.device_memory is not None:
         return WindowStore(stages, cache, folder_reader)
     if not options.stream and device.type != "cuda":

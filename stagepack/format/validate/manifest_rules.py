@@ -33,7 +33,7 @@ def check_manifest(manifest: Manifest) -> Iterator[Problem]:
 def _check(manifest: Manifest) -> Iterator[BrokenRule]:
     if manifest.format != "stagepack":
         yield "M1", "format", f"expected 'stagepack', found {manifest.format[:80]!r}"
-    yield from _check_files(manifest.files)
+    yield from check_files(manifest.files)
     if not WORD_PATTERN.fullmatch(manifest.device):
         yield "M11", "device", f"{manifest.device[:80]!r} is not a device type"
     yield from _check_entry_point_names(manifest.entry_points)
@@ -93,7 +93,8 @@ def _check_input_symbols(entry_point: EntryPoint) -> Iterator[BrokenRule]:
             yield "S1", f"symbol {symbol.name[:80]}", "expected an example, since it is a size of an input of the model"
 
 
-def _check_files(files: tuple[File, ...]) -> Iterator[BrokenRule]:
+def check_files(files: tuple[File, ...]) -> Iterator[BrokenRule]:
+    """Yield the problems of a list of files."""
     seen = {MANIFEST_NAME, SIGNATURE_NAME}
     for file in files:
         location = f"file {file.name[:80]!r}"

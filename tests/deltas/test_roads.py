@@ -1,0 +1,95 @@
+"""A delta makes the next version of a bundle: on disk, and in memory."""
+
+import filecmp
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import stagepack
+from stagepack.errors import FormatError, OptionError
+from tests.deltas.conftest import Versions
+
+
+def assert_same_folder(found: Path, expected: Path) -> None:
+    names = sorted(path.name for path in expected.iterdir())
+    assert sorted(path.name for path in found.iterdir()) == names
+    assert filecmp.cmpfiles(found, expected, names, shallow=False)[0] == names
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_the_result_has_the_bytes_of_the_new_bundle(versions: Versions, tmp_path: Path, steps: int) -> None:
+    deltas = [versions.a_to_b, versions.b_to_c][:steps]
+    bundle = stagepack.apply_deltas(versions.a, deltas, out=tmp_path / "m.stagepack")
+    expected = [versions.b, versions.c][steps - 1]
+    assert bundle.digest == stagepack.open(expected).digest
+    assert_same_folder(tmp_path / "m.stagepack", expected)
+
+
+def test_a_delta_states_what_it_changes(versions: Versions) -> None:
+    delta = stagepack.open_delta(versions.a_to_b)
+    assert (delta.version, delta.base) == ("step 1", stagepack.open(versions.a).digest)
+    assert delta.result == stagepack.open(versions.b).digest
+    assert "1.weight" in {name for file_name in delta.changed_files for name in delta.changed_tensors(file_name)}
+    delta.verify(strict=True)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"copy": True}, {"stream": True}, {"verify": "manifest"}, {"device_memory": "3MB"}], ids=str
+)
+def test_a_bundle_is_loaded_with_deltas(versions: Versions, options: dict[str, Any]) -> None:
+    x = torch.randn(2, 64, dtype=torch.bfloat16)
+    before = {path: path.stat().st_mtime_ns for path in versions.folder.rglob("*")}
+    pipeline = stagepack.load(versions.a, deltas=[versions.a_to_b, versions.b_to_c], **options)
+    with torch.no_grad():
+        assert torch.equal(pipeline(x), versions.model("c")(x))
+        assert torch.equal(stagepack.load(versions.a)(x), versions.model("a")(x))
+    assert before == {path: path.stat().st_mtime_ns for path in versions.folder.rglob("*")}
+
+
+def test_a_composed_bundle_states_its_changed_tensors(versions: Versions, tmp_path: Path) -> None:
+    old, new = stagepack.open(versions.a), stagepack.open(versions.a, deltas=[versions.a_to_b])
+    assert new.digest == stagepack.open(versions.b).digest
+    assert new.stages == stagepack.open(versions.b).stages
+    weight_files = sorted({name for stage in new.stages for name in stage.weights})
+    delta = stagepack.open_delta(versions.a_to_b)
+    for file_name in weight_files:
+        assert new.changed_tensors(file_name) == list(delta.changed_tensors(file_name))
+        assert old.changed_tensors(file_name) == []
+    stagepack.verify(new)
+
+
+@pytest.mark.process
+def test_processes_load_the_composed_bundle(versions: Versions) -> None:
+    x = torch.randn(2, 64, dtype=torch.bfloat16)
+    deltas = [versions.a_to_b, versions.b_to_c]
+    with torch.no_grad(), stagepack.load(versions.a, deltas=deltas, processes=2) as pipeline:
+        assert torch.equal(pipeline(x), versions.model("c")(x))
+
+
+def test_one_stage_is_loaded_with_deltas(versions: Versions) -> None:
+    stage = stagepack.load_stage(versions.a, 1, deltas=[versions.a_to_b])
+    expected = stagepack.load_stage(versions.b, 1)
+    for name, tensor in expected.state_dict().items():
+        assert torch.equal(stage.state_dict()[name], tensor)
+
+
+def test_a_wrong_chain_is_refused_before_anything_is_written(versions: Versions, tmp_path: Path) -> None:
+    back = tmp_path / "back.delta"
+    stagepack.delta(versions.b, versions.a, out=back)
+    cases = (
+        ([versions.b_to_c], "found one on"),
+        ([versions.a_to_b, versions.a_to_b], "found one on"),
+        ([versions.a_to_b, back], "which is the base or an earlier result"),
+        ([versions.a_to_b, back] * 33, "at most 64 deltas"),
+    )
+    for deltas, message in cases:
+        with pytest.raises(FormatError, match=message) as error:
+            stagepack.apply_deltas(versions.a, deltas, out=tmp_path / "m.stagepack")
+        assert error.value.problems[0].rule == "Y8"
+        with pytest.raises(FormatError, match=message):
+            stagepack.load(versions.a, deltas=deltas)
+    with pytest.raises(OptionError, match="expected a sequence of deltas"):
+        stagepack.load(versions.a, deltas=str(versions.a_to_b))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["back.delta"]
