@@ -229,7 +229,9 @@ def load(
             stall_seconds=limits.stall_seconds,
             microbatch_size=microbatch_size,
         )
-        return load_pipeline(opened_bundle, options, types, limits)
+        local = load_pipeline(opened_bundle, options, types, limits)
+        local.trusted_signers = require_signature
+        return local
     if not isinstance(processes, int):
         raise OptionError(f"processes: expected True or a number of processes, found {processes!r}")
     process_options = ProcessOptions(
@@ -240,7 +242,9 @@ def load(
         microbatch_size=microbatch_size,
     )
     process_count = len(opened_bundle.stages) if processes is True else processes
-    return load_in_processes(opened_bundle, process_count, options, process_options, types, limits)
+    pipeline = load_in_processes(opened_bundle, process_count, options, process_options, types, limits)
+    pipeline.trusted_signers = require_signature
+    return pipeline
 
 
 @errors_name_bundle

@@ -13,7 +13,7 @@ from stagepack.format.contract import bind_call, check_values
 from stagepack.format.manifest import Edge, format_inputs, format_stage_count
 from stagepack.format.reader import Bundle
 from stagepack.format.tree import fill_tree, value_names
-from stagepack.opening import BundleSource, TrustedSigners, opened
+from stagepack.opening import TrustedSigners
 from stagepack.partition.placement import Placement
 from stagepack_loaders.base import ArrayOps
 from stagepack_loaders.call_future import CallFuture
@@ -27,6 +27,7 @@ from stagepack_loaders.placement import current_placement
 from stagepack_loaders.run_trace import RunTrace
 from stagepack_loaders.stages import CallableStage as CallableStage
 from stagepack_loaders.update_report import UpdateReport
+from stagepack_loaders.update_sources import WeightSource, bundle_of
 from stagepack_loaders.versions import StageVersion, UpdateSource, check_version_name
 
 
@@ -175,13 +176,13 @@ class CallablePipeline(ABC):
 
     def update(
         self,
-        source: BundleSource,
+        source: WeightSource,
         *,
         version: str | None = None,
         keep_previous: bool = False,
         require_signature: TrustedSigners | None = None,
     ) -> UpdateReport:
-        """Take the weights of another bundle, while calls go on.
+        """Take the weights of another bundle, or of deltas on the one that runs, while calls go on.
 
         The new weights are read and verified beside those that run; then calls and sequences to come run on them. Calls and sequences
         under way finish on the version that they began with, whose weights are freed with the last of them: meanwhile, what has changed
@@ -189,8 +190,10 @@ class CallablePipeline(ABC):
         that of the new bundle. Calls of several stages never mix versions. An update waits for another one.
 
         Args:
-            source: the folder of the bundle, its URL, or an opened bundle; with the graphs of the bundle that runs.
-            version: a name for the version; by default the digest of its bundle.
+            source: the folder of the bundle, its URL, or an opened bundle; with the graphs of the bundle that runs. Or the folder of a
+                delta on the bundle that runs, or several of them in order (see `stagepack.delta`): weights that they do not change are
+                not read.
+            version: a name for the version; by default that of the delta, or else the digest of its bundle.
             keep_previous: keep the version before in memory until the next update, which is then instant if it goes back to it.
             require_signature: see `stagepack.load`; by default as at loading.
 
@@ -198,8 +201,8 @@ class CallablePipeline(ABC):
             The names of the versions, and how long each part took.
 
         Raises:
-            UpdateError: the graphs or the contract are others; or weights of a stage were replaced or trained, or pass through
-                `device_memory`. The version that runs goes on, as with any other error.
+            UpdateError: the graphs or the contract are others, or a delta is on another bundle; or weights of a stage were replaced or
+                trained, or pass through `device_memory`. The version that runs goes on, as with any other error.
             StagepackError: the bundle cannot be read or verified; see `stagepack.load`.
 
         Examples:
@@ -208,8 +211,8 @@ class CallablePipeline(ABC):
         """
         check_version_name(version)
         report = UpdateReport(version="", previous="")
-        bundle = opened(source, require_signature or self.trusted_signers)
-        update = UpdateSource(bundle=bundle, name=version, keeps_previous=keep_previous)
+        bundle, name = bundle_of(self.bundle, source, require_signature or self.trusted_signers)
+        update = UpdateSource(bundle=bundle, name=version or name, keeps_previous=keep_previous)
         with named_errors(bundle.location):
             report.previous = self.executor.update(update, report).name
         report.version = self.executor.version.name

@@ -7,7 +7,7 @@ import os
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Final
 
@@ -96,6 +96,19 @@ class ComposedFiles:
         """See `FilePatches`."""
         patch = self._patches[file_name]
         return patch if patch.steps else None
+
+    def since(self, digest: str) -> "ComposedFiles | None":
+        """See `FilePatches`."""
+        versions = [self.base_digest, *(delta.result for delta in self.deltas)]
+        if digest not in versions:
+            return None
+        later = copy.copy(self)
+        later.deltas = self.deltas[versions.index(digest) :]
+        vars(later)["_patches"] = {
+            file_name: replace(patch, steps=tuple(step for step in patch.steps if step.delta in later.deltas))
+            for file_name, patch in self._patches.items()
+        }
+        return later
 
     def fetch(self, file_names: Iterable[str]) -> None:
         """See `FilePatches`."""

@@ -99,6 +99,16 @@ class FilePatches(Protocol):
     def patch_of(self, file_name: str) -> FilePatch | None:
         """Return how a file is made; None if the folder has it."""
 
+    def since(self, digest: str) -> "FilePatches | None":
+        """Return what makes the files of those of another bundle, from which this one was made on the way from the bundle in the folder.
+
+        Args:
+            digest: the digest of the other bundle.
+
+        Returns:
+            The later part of what changes the files; None if the other bundle is not on the way.
+        """
+
     def fetch(self, file_names: Iterable[str]) -> None:
         """Return when what changes these files is on this machine."""
 

@@ -55,7 +55,12 @@ class GroupVersions:
         end = weakref.finalize(version, self._ended.append, (version.group, version.number))
         end.atexit = False
         description = VersionDescription(
-            number=version.number, base=running.number, name=name, location=location, digest=bundle.digest
+            number=version.number,
+            base=running.number,
+            name=name,
+            location=location,
+            digest=bundle.stored_digest,
+            deltas=() if bundle.patches is None else bundle.patches.paths,
         )
         try:
             reports = front.staging.stage(description)

@@ -25,7 +25,8 @@ class VersionDescription(Struct, frozen=True, kw_only=True):
         base: the number of the version that it takes the place of.
         name: its name.
         location: the folder of its bundle, or its URL.
-        digest: the digest of the bundle.
+        digest: the digest of the bundle there.
+        deltas: the folders of the deltas that make the bundle of it.
     """
 
     number: int
@@ -33,10 +34,11 @@ class VersionDescription(Struct, frozen=True, kw_only=True):
     name: str
     location: str
     digest: str
+    deltas: tuple[str, ...] = ()
 
     def open(self) -> Bundle:
         """Open the bundle."""
-        return open_bundle(self.location, digest=self.digest)
+        return open_bundle(self.location, digest=self.digest, deltas=self.deltas)
 
 
 def read_description(store: Store, number: int) -> VersionDescription:

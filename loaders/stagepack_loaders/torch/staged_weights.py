@@ -9,12 +9,15 @@ from msgspec import structs
 from stagepack.errors import UpdateError
 from stagepack.format.graph import Weight
 from stagepack.format.reader import Bundle
+from stagepack.format.rules import raise_problems
 from stagepack.format.validate.files import NamedWeights
+from stagepack.format.weights import StoredTensor
 from stagepack_loaders.base import Loading
 from stagepack_loaders.torch.devices import typed_memory_errors
+from stagepack_loaders.torch.patched_file import PatchedFile
 from stagepack_loaders.torch.stage import TorchStage
 from stagepack_loaders.torch.weight_gate import GatedModule
-from stagepack_loaders.torch.weight_store import LoadedWeights, StageWeights, WeightCache
+from stagepack_loaders.torch.weight_store import LoadedWeights, StageWeights, StoredTensors, WeightCache, stored_bytes
 from stagepack_loaders.update_report import UpdateReport
 from stagepack_loaders.weight_changes import WeightChanges
 
@@ -27,12 +30,22 @@ def check_update(stages: Mapping[int, TorchStage]) -> None:
 
 
 class StagedStore:
-    """A `WeightStore` of the weights of a new version: those that are the same as in the stages that run are the tensors of these."""
+    """A `WeightStore` of the weights of a new version: those that are the same as in the stages that run are the tensors of these.
+
+    running: the stages that run.
+    stored: the stored tensors of each of them, by name.
+    stages: what the new ones need.
+    """
 
     def __init__(
-        self, running: Mapping[int, TorchStage], stages: Mapping[int, StageWeights], changes: WeightChanges
+        self,
+        running: Mapping[int, TorchStage],
+        stored: Mapping[int, StoredTensors],
+        stages: Mapping[int, StageWeights],
+        changes: WeightChanges,
     ) -> None:
         self._running = {number: stage.weights_by_value() for number, stage in running.items()}
+        self._stored = stored
         self._changes = changes
         # Buffers that calls write have new memory, and so has all that shares it.
         self._state_tensors = {
@@ -46,9 +59,32 @@ class StagedStore:
 
     def open(self, stages: Sequence[StageWeights], *, verify: bool) -> None:
         """See `WeightStore`. Files of which no tensor is needed are not read."""
-        names = [self._needed_files(stage) for stage in stages]
-        file_names = dict.fromkeys(file_name for own_names in names for file_name in own_names)
-        self._cache.open_files(stages[0].bundle, file_names, stages[0].loading, verify=verify)
+        needed: dict[str, dict[str, StoredTensor]] = {}
+        for stage in stages:
+            for weight in stage.graph.weights:
+                if not weight.zeros and self._is_new(stage, weight):
+                    path, stored = stage.stored_tensors[weight.stored]
+                    needed.setdefault(path.name, {})[stored.name] = stored
+        bundle, whole_files, problems = stages[0].bundle, [], []
+        for file_name, tensors in needed.items():
+            patch = self._changes.patch_of(file_name)
+            if patch is None:
+                whole_files.append(file_name)
+                continue
+            patched = PatchedFile(
+                bundle=bundle,
+                entry=bundle.files[file_name],
+                patch=patch,
+                changes=self._changes,
+                needed=sorted(tensors.values(), key=lambda tensor: tensor.start),
+                running=self._running_bytes(stages, file_name),
+            )
+            contents, file_problems = patched.compose(verify=verify)
+            problems += file_problems
+            for tensor_name, content in contents.items():
+                self._cache.add(tensors[tensor_name], content, stages[0].device)
+        raise_problems(bundle.causes(problems))
+        self._cache.open_files(bundle, whole_files, stages[0].loading, verify=verify)
 
     def load(self, stage: StageWeights, *, verify: bool) -> LoadedWeights:
         """See `WeightStore`."""
@@ -66,15 +102,22 @@ class StagedStore:
         if weight.zeros:
             return stage.is_state(weight)
         path, stored = stage.stored_tensors[weight.stored]
-        return weight.stored in self._state_tensors or self._changes.is_changed(path.name, stored.name)
+        return weight.stored in self._state_tensors or self._changes.is_changed(path.name, stored)
 
-    def _needed_files(self, stage: StageWeights) -> list[str]:
-        """The names of the files that have tensors which are not in memory."""
-        return [
-            stage.stored_tensors[weight.stored][0].name
-            for weight in stage.graph.weights
-            if not weight.zeros and self._is_new(stage, weight)
-        ]
+    def _running_bytes(self, stages: Sequence[StageWeights], file_name: str) -> dict[str, torch.Tensor]:
+        """The bytes of the stored tensors of a file, by name: those of weights that are whole tensors at the same place in both files."""
+        found: dict[str, torch.Tensor] = {}
+        for stage in stages:
+            running, stored = self._running[stage.stage_number], self._stored[stage.stage_number]
+            for weight in stage.graph.weights:
+                if weight.zeros or weight.base is not None or weight.stored in self._state_tensors:
+                    continue
+                path, tensor = stage.stored_tensors[weight.stored]
+                former_path, former = stored.get(weight.stored, (None, None))
+                is_at_place = former_path is not None and former_path.name == file_name and former == tensor
+                if path.name == file_name and is_at_place and tensor.name not in found and tensor.end > tensor.start:
+                    found[tensor.name] = stored_bytes(running[weight.value])
+        return found
 
 
 @typed_memory_errors()
@@ -106,8 +149,16 @@ def stage_version(
             )
             for number, stage in running.items()
         }
+        # The folder of a bundle that runs may be gone, which updates from whole bundles do not need.
+        needs_running = any(
+            changes.patch_of(name) is not None for stage in weights.values() for name in stage.file_names
+        )
+        stored: dict[int, StoredTensors] = {
+            number: changes.running.tensors(number, stage.graph) if needs_running else {}
+            for number, stage in running.items()
+        }
         stores = {
-            device: StagedStore(running, _on_device(weights, device), changes)
+            device: StagedStore(running, stored, _on_device(weights, device), changes)
             for device in {stage.device for stage in running.values()}
         }
     with report.part("verify"):

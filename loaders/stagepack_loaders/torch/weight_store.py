@@ -120,6 +120,11 @@ class WeightCache:
         self._files |= open_weight_files(bundle, missing_files, loading, verify=verify)
         self._verified_files.update(missing_files if verify else ())
 
+    def add(self, stored: StoredTensor, content: torch.Tensor, device: torch.device) -> None:
+        """Add a stored tensor by its bytes on the CPU, in the place of its file."""
+        dtype: torch.dtype = torch_attribute(TORCH_DTYPES[stored.dtype], torch.dtype)
+        self._stored[stored.name, device] = content.view(dtype).reshape(stored.shape).to(device)
+
     def read_of(self, stage: StageWeights, weight: Weight, device: torch.device) -> torch.Tensor:
         """Return a weight of a stage as a tensor on a device.
 
@@ -190,6 +195,11 @@ def lay_out(weight: Weight, stored: torch.Tensor) -> torch.Tensor:
 def _typed(weight: Weight, stored: torch.Tensor) -> torch.Tensor:
     dtype: torch.dtype = torch_attribute(weight.dtype, torch.dtype)
     return stored.reshape(-1).view(dtype).reshape(weight.shape)
+
+
+def stored_bytes(weight: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a weight that is a whole stored tensor, as its file has them, on the CPU."""
+    return weight.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
 def is_rearranged(weight: Weight) -> bool:

@@ -1,0 +1,148 @@
+"""A running pipeline takes the changes of a delta: what has not changed stays in memory, and all that has is verified."""
+
+import os
+import shutil
+import signal
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+import stagepack
+from stagepack.errors import DigestError, FormatError, UpdateError
+from stagepack.format.reader import Bundle
+from tests.deltas.conftest import Versions, net, replace_some
+from tests.distributed.bundles import has_restarts, in_processes, process_ids
+from tests.waiting import wait_until
+
+X = torch.linspace(-1, 1, 128).reshape(2, 64).bfloat16()
+
+
+@pytest.fixture(scope="module")
+def versions(tmp_path_factory: pytest.TempPathFactory) -> Versions:
+    """Versions whose graphs are the same: a graph says which buffers are zeros, as those of an untrained model are."""
+    folder, model = tmp_path_factory.mktemp("versions"), net()
+    for seed, name in enumerate("abc"):
+        replace_some(model, 0.01 if seed else 1.0, seed)
+        stagepack.export(model, (X,), out=folder / f"{name}.stagepack", stages=3)
+    for old, new, version in [("a", "b", "step 1"), ("b", "c", "step 2")]:
+        paths = (folder / f"{old}.stagepack", folder / f"{new}.stagepack")
+        stagepack.delta(*paths, out=folder / f"{new}.delta", version=version)
+    return Versions(folder)
+
+
+def answer(bundle: Path) -> torch.Tensor:
+    """What a pipeline answers that nobody updates."""
+    return stagepack.load(bundle)(X)
+
+
+@pytest.mark.parametrize("copy", [False, True])
+def test_each_delta_gives_the_weights_of_its_result(versions: Versions, copy: bool) -> None:
+    pipeline = stagepack.load(versions.a, copy=copy)
+    for delta, bundle in [(versions.a_to_b, versions.b), (versions.b_to_c, versions.c)]:
+        pipeline.update(delta)
+        assert torch.equal(pipeline(X), answer(bundle))
+        expected = stagepack.load(bundle)
+        assert pipeline.bundle.digest == expected.bundle.digest
+        weights, expected_weights = pipeline.state_dict(), expected.state_dict()
+        assert all(torch.equal(weight, expected_weights[name]) for name, weight in weights.items())
+        assert pipeline.version == stagepack.open_delta(delta).version
+    pipeline.update(versions.a)
+    pipeline.update([versions.a_to_b, stagepack.open_delta(versions.b_to_c)], version="both")
+    assert torch.equal(pipeline(X), answer(versions.c))
+    assert pipeline.version == "both"
+
+
+def test_weights_that_a_delta_does_not_change_stay_where_they_are(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("old", "new")]
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4))).bfloat16()
+    x = torch.ones(2, 64, dtype=torch.bfloat16)
+    stagepack.export(model, (x,), out=folders[0], stages=2)
+    with torch.no_grad():
+        model[1].weight[3, 5] += 1
+        model[2].bias[:] = 7
+    stagepack.export(model, (x,), out=folders[1], stages=2)
+    delta = stagepack.delta(*folders, out=tmp_path / "step", version="7")
+    pipeline = stagepack.load(folders[0])
+    before = pipeline.state_dict()
+    shutil.rmtree(folders[1])
+    assert pipeline.update(delta.path).version == "7"
+    after = pipeline.state_dict()
+    assert {name for name in after if after[name].data_ptr() != before[name].data_ptr()} == {"1.weight", "2.bias"}
+    assert torch.equal(pipeline(x), model(x))
+
+
+def test_small_tied_and_rearranged_weights_are_changed(tmp_path: Path) -> None:
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.small = torch.nn.ParameterList(torch.randn(5) for _ in range(300))
+            self.table = torch.nn.Embedding(30, 8)
+            self.head = torch.nn.Linear(8, 30, bias=False)
+            self.head.weight = self.table.weight
+            self.turned = torch.nn.Parameter(torch.randn(8, 5).t())
+            whole = torch.randn(6, 5)
+            self.register_buffer("whole", whole)
+            self.register_buffer("part", whole[2:4])
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            hidden = self.table(ids)
+            total = sum(self.small) + self.part.sum(0) + self.whole[0]  # type: ignore[operator]
+            return self.head(hidden + total @ self.turned)
+
+    torch.manual_seed(0)
+    model, ids = Model(), torch.arange(6)
+    old = stagepack.export(model, (ids,), out=tmp_path / "old")
+    with torch.no_grad():
+        for number in range(0, 300, 3):
+            model.small[number].add_(1)
+        for weight in (model.table.weight, model.turned, model.whole):
+            weight[1, 2] += 3
+    new = stagepack.export(model, (ids,), out=tmp_path / "new")
+    delta = stagepack.delta(old, new, out=tmp_path / "step")
+    pipeline = stagepack.load(old)
+    pipeline.update(delta.path)
+    assert torch.equal(pipeline(ids), stagepack.load(new)(ids))
+    weights, expected = pipeline.state_dict(), stagepack.load(new).state_dict()
+    assert all(torch.equal(weight, expected[name]) for name, weight in weights.items())
+    assert weights["head.weight"].data_ptr() == weights["table.weight"].data_ptr()
+    assert weights["part"].untyped_storage().data_ptr() == weights["whole"].untyped_storage().data_ptr()
+
+
+def test_what_is_not_the_result_is_refused(versions: Versions, tmp_path: Path) -> None:
+    pipeline = stagepack.load(versions.a)
+    with pytest.raises(
+        UpdateError, match=r"expected a delta on the bundle that runs, .*: give the deltas between them"
+    ):
+        pipeline.update(versions.b_to_c)
+    damaged = Path(shutil.copytree(versions.a_to_b, tmp_path / "damaged"))
+    data = next(path for path in sorted(damaged.iterdir()) if path.name.startswith("stage-0.safetensors"))
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 1
+    data.write_bytes(content)
+    with pytest.raises(FormatError):
+        pipeline.update(damaged)
+    weight = pipeline.stages[0].get_parameter("1.weight")
+    weight.data[0, 0] += 1  # which torch does not count
+    with pytest.raises(DigestError, match="the weights that run, with the changes of the delta, are not those"):
+        pipeline.update(versions.a_to_b)
+    weight.data[0, 0] -= 1
+    assert torch.equal(pipeline(X), answer(versions.a))
+    with pytest.raises(UpdateError, match="loaded with verify='off'"):
+        stagepack.load(versions.a, verify="off").update(versions.a_to_b)
+
+
+@pytest.mark.process
+def test_processes_that_start_again_have_the_deltas_that_were_applied(versions: Versions) -> None:
+    bundle = Bundle(versions.a)
+    with in_processes(bundle, max_restarts=1) as pipeline:
+        pipeline.update(versions.a_to_b)
+        pipeline.update(versions.b_to_c, version="third")
+        assert torch.equal(pipeline(X), answer(versions.c))
+        os.kill(process_ids(pipeline)[1], signal.SIGKILL)
+        wait_until(partial(has_restarts, pipeline, 1))
+        assert pipeline.version == "third"
+        assert torch.equal(pipeline(X), answer(versions.c))
+        pipeline.update(versions.b)
+        assert torch.equal(pipeline(X), answer(versions.b))
